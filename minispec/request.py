@@ -1,0 +1,202 @@
+"""Requests: what one generation asks for, how far it has come, and how it ended. Host side only, no torch.
+
+`SamplingParams` is the wish, checked once at the door; `Request` is the wish plus its progress, owned by the
+scheduler; `Update` is what one step added, on its way to the client; `RequestError` is a wish that cannot be granted.
+Names and defaults are those of SGLang's `sampling_params`.
+
+Read next: `scheduler.py` for the life of a request, `sampling.py` for what the parameters do to logits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+GREEDY_BELOW = 1e-6  # a temperature under this is greedy, as in SGLang
+
+
+class RequestError(ValueError):
+    """A request that cannot be served; `status` is the HTTP status, `param` the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.param, self.status, self.code = message, param, status, code
+
+
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
+    """Return `value` as a float within [low, high] ((low, high] if open_low), or raise naming the field."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(f"{name} must be a finite number, got {value!r}", name)
+    if value < low or value > high or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise RequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}", name)
+    return float(value)
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    """Return `value` as an int within [low, high], or raise naming the field."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, got {value!r}", name)
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be in [{low}, {high}], got {value}", name)
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    """Return `value` if it is a bool, or raise naming the field."""
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, got {value!r}", name)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop; every field is checked at construction and errors name the field."""
+
+    max_new_tokens: int | None = 128  # None: to the end of the context
+    min_new_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = -1  # -1: the whole vocabulary
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    sampling_seed: int | None = None  # None: drawn at submission
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen: normalise once, here
+        if self.max_new_tokens is not None:
+            _integer("max_new_tokens", self.max_new_tokens, 0, 2**31)
+        _integer("min_new_tokens", self.min_new_tokens, 0, 2**31)
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise RequestError(
+                f"min_new_tokens must be in [0, max_new_tokens={self.max_new_tokens}], got {self.min_new_tokens}",
+                "min_new_tokens",
+            )
+        put("temperature", _number("temperature", self.temperature, 0.0, 1e6))
+        put("top_p", _number("top_p", self.top_p, 0.0, 1.0, open_low=True))
+        if self.top_k != -1:
+            _integer("top_k", self.top_k, 1, 2**31)
+        put("min_p", _number("min_p", self.min_p, 0.0, 1.0))
+        put("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
+        put("presence_penalty", _number("presence_penalty", self.presence_penalty, -2.0, 2.0))
+        put("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True))
+        put("logit_bias", self._checked_bias(self.logit_bias))
+        put("stop", self._checked_stop(self.stop))
+        if not isinstance(self.stop_token_ids, (list, tuple)):
+            raise RequestError(f"stop_token_ids must be a list of ids, got {self.stop_token_ids!r}", "stop_token_ids")
+        put("stop_token_ids", tuple(_integer("stop_token_ids", t, 0, 2**31) for t in self.stop_token_ids))
+        for name in ("ignore_eos", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"):
+            _flag(name, getattr(self, name))
+        if self.sampling_seed is not None:
+            _integer("sampling_seed", self.sampling_seed, -(2**63), 2**63 - 1)
+
+    @staticmethod
+    def _checked_bias(bias: Any) -> dict[int, float]:
+        """Return logit_bias as {id: bias}; JSON gives ids as strings."""
+        if not isinstance(bias, Mapping):
+            raise RequestError(f"logit_bias must map token ids to numbers, got {bias!r}", "logit_bias")
+        checked = {}
+        for token, value in bias.items():
+            try:
+                token_id = int(token)
+            except (TypeError, ValueError):
+                raise RequestError(f"logit_bias keys must be token ids, got {token!r}", "logit_bias") from None
+            checked[token_id] = _number("logit_bias", value, -100.0, 100.0)
+        return checked
+
+    @staticmethod
+    def _checked_stop(stop: Any) -> tuple[str, ...]:
+        """Return stop strings as a tuple; a single string counts as one."""
+        stops = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(stops, (list, tuple)) or len(stops) > 64:
+            raise RequestError(f"stop must be a string or a list of at most 64 strings, got {stop!r}", "stop")
+        for text in stops:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop must hold non-empty strings, got {text!r}", "stop")
+        return tuple(stops)
+
+    @classmethod
+    def from_dict(cls, given: Any) -> SamplingParams:
+        """Build from a JSON object; None means the default; an unknown key raises and names the known ones."""
+        if not isinstance(given, Mapping):
+            raise RequestError(f"sampling_params must be an object, got {given!r}", "sampling_params")
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise RequestError(
+                f"sampling_params has no {unknown[0]!r} here; known: {', '.join(sorted(known))}", unknown[0]
+            )
+        # `max_new_tokens: null` is a value of its own: no limit but the context's.
+        return cls(**{k: v for k, v in given.items() if v is not None or k == "max_new_tokens"})
+
+    @property
+    def greedy(self) -> bool:
+        """True when the pick is an argmax."""
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise if logit_bias or stop_token_ids names an id outside [0, vocab_size)."""
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise RequestError(f"{name}: token id must be in [0, {vocab_size - 1}], got {token}", name)
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Why a request ended. `matched` is the stop id or stop string; message and status belong to aborts."""
+
+    kind: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    message: str = ""
+    status: int = 400
+
+
+@dataclass(eq=False)
+class Request:
+    """One generation and its progress. The scheduler owns every field below `arrived`."""
+
+    rid: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    arrived: float = field(default_factory=time.monotonic)
+
+    seed: int = 0  # params.sampling_seed, or drawn at submission; kept through retraction
+    max_new_tokens: int = 0  # params.max_new_tokens clamped to context and pool
+    output_ids: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+    slot: int = 0  # 0: not in the running set
+    kv_len: int = 0  # rows of KV written and kept; host mirror of `lens`
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
+    verify_steps: int = 0  # decode forwards this request took part in
+    accepted_drafts: int = 0
+    accept_histogram: list[int] = field(default_factory=list)  # item i: steps that accepted exactly i drafts
+    retractions: int = 0
+    finished_at: float = 0.0
+
+    @property
+    def ids(self) -> list[int]:
+        """Prompt and output as one list (a copy)."""
+        return self.prompt_ids + self.output_ids
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one step added to one request: new token ids, newly certain text, and on the last one the finish."""
+
+    request: Request
+    ids: list[int]
+    text: str
+    finish: Finish | None = None

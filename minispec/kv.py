@@ -1,0 +1,117 @@
+"""The paged KV pool: fixed pages of rows, a page table per slot, and the copy that keeps an accepted path.
+
+Row r of a request is the keys and values of its r-th token. Rows live in pages of P; a slot's table says which
+physical page holds its logical page, so a request grows without moving and two requests share a prefix by sharing
+pages. Paged attention: Kwon et al., arXiv 2309.06180.
+
+    slot 3, P = 64, lens = 150          table[3] = [17,  4, 90,  0, 0 ...]
+    rows   0..63  committed             page 17  (maybe shared, then read only)
+    rows  64..127 committed             page  4
+    rows 128..149 committed, 150.. draft tree or garbage   page 90
+
+Invariants owned here:
+  - Page 0 is the trash page: in no free list, in no request's table; slot 0 is padding. A padded row writes there, so
+    padding needs no branch, and nobody reads it for output.
+  - Rows at or beyond a slot's length are garbage; only a tree mask may read them.
+  - Each page is in exactly one place: the free list, the prefix cache, or owned by one request.
+
+Read next: `attention.py`, which reads these rows, and `radix.py`, which shares pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class PagedKV:
+    """Pages for every layer's keys and values under one page table.
+
+    pool    [2L, Hkv, PAGES * P, D]  keys of layer i at 2i, values at 2i + 1
+    table   [R, M] int32             physical page of each logical page of a slot; 0 where there is none
+    logical [R, PAGES] int32         its inverse, -1 where the page is not the slot's
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        pages: int,
+        page_size: int,
+        slots: int,
+        rows_per_slot: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.page_size, self.pages = page_size, pages
+        self.pages_per_slot = -(-rows_per_slot // page_size)
+        # Zeros, not empty: garbage rows must stay finite, since a masked NaN still poisons a product.
+        self.pool = torch.zeros(2 * layers, kv_heads, pages * page_size, head_dim, dtype=dtype, device=device)
+        self.table = torch.zeros(slots, self.pages_per_slot, dtype=torch.int32, device=device)
+        self.logical = torch.full((slots, pages), -1, dtype=torch.int32, device=device)
+        self.free = list(range(pages - 1, 0, -1))  # a stack; the newest freed page is the warmest in cache
+
+    @staticmethod
+    def bytes_per_page(layers: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
+        """Return the memory of one page over all layers, keys and values."""
+        return 2 * layers * kv_heads * head_dim * page_size * dtype.itemsize
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return views of one layer's keys and values, each [1, Hkv, PAGES * P, D]."""
+        # One input per layer, never pool[i] inside a graph: that would copy the pool at every step.
+        return self.pool[2 * index].unsqueeze(0), self.pool[2 * index + 1].unsqueeze(0)
+
+    def pages_for(self, rows: int) -> int:
+        """Return how many pages hold `rows` rows."""
+        return -(-rows // self.page_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` pages off the free list, which must hold them."""
+        assert count <= len(self.free), f"asked for {count} pages, {len(self.free)} free"
+        return [self.free.pop() for _ in range(count)]
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Return pages to the free list."""
+        assert 0 not in pages, "page 0 is the trash page"
+        self.free.extend(pages)
+
+    def map(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Make `pages` the logical pages first, first + 1, ... of `slot`."""
+        if not pages:
+            return
+        physical = torch.tensor(pages, dtype=torch.int32, device=self.table.device)
+        order = torch.arange(first, first + len(pages), dtype=torch.int32, device=self.table.device)
+        self.table[slot, first : first + len(pages)] = physical
+        self.logical[slot, physical.long()] = order
+
+    def unmap(self, slot: int) -> None:
+        """Forget all pages of `slot`; the pages themselves are the caller's to give back."""
+        self.table[slot].zero_()
+        self.logical[slot].fill_(-1)
+
+    def rows(self, slots: Tensor, positions: Tensor, live: Tensor) -> Tensor:
+        """Return the flat physical rows [r * W] int64 of logical rows `positions` [r, W] of `slots` [r].
+
+        Where `live` [r, W] is false the row lies in the trash page.
+        """
+        page = (positions // self.page_size).clamp(max=self.pages_per_slot - 1)
+        offset = positions % self.page_size
+        physical = self.table[slots].gather(1, page).long() * self.page_size + offset
+        spread = torch.arange(live.numel(), device=live.device).view_as(live) % self.page_size
+        return torch.where(live, physical, spread).flatten()
+
+    def compact(self, slots: Tensor, lens: Tensor, path: Tensor, count: Tensor) -> None:
+        """Move tree rows lens + path[a] to rows lens + a for a < count, in every layer at once.
+
+        slots, lens, count [B] int64, path [B, A] int64. All sources are read before any row is written, and a path
+        never moves a row upwards, so the order of the copies does not matter.
+        """
+        step = torch.arange(path.shape[1], device=path.device).expand_as(path)
+        live = step < count[:, None]
+        source = self.rows(slots, lens[:, None] + path, live)
+        target = self.rows(slots, lens[:, None] + step, live)
+        self.pool.index_copy_(2, target, self.pool.index_select(2, source))

@@ -1,0 +1,298 @@
+"""The offline face, and the one place where everything is put together: `LLM(model, ...).generate(prompts, params)`.
+
+`LLM` turns a `Config` into folder, tokenizer, model, pages, engine and scheduler, in that order. The server builds the
+same object and drives the same scheduler, so what is measured offline is what is served.
+
+    from minispec import LLM, SamplingParams
+    llm = LLM("path-or-id", speculative_algorithm="NGRAM")
+    print(llm.generate("The capital of France is", SamplingParams(temperature=0))["text"])
+
+Read next: `scheduler.py`; for the HTTP face, `server.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minispec.api import meta_info
+from minispec.config import Config
+from minispec.demo import ensure_demo_model
+from minispec.engine import Engine, make_drafter
+from minispec.kv import PagedKV
+from minispec.model import Model, ModelConfig, fuse_hf, rename_hf
+from minispec.packed import can_pack, pack_linears
+from minispec.request import Request, RequestError, SamplingParams
+from minispec.scheduler import Scheduler, logger, startup_line
+from minispec.tokenizer import load_tokenizer
+from minispec.weights import eos_token_ids, load_weights, read_config, read_tensors, resolve_model
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A loaded model behind a scheduler. Keyword options are the fields of `Config`, that is, the launch flags.
+
+    Raises ValueError or RuntimeError with one readable sentence where model, flags and machine do not fit together.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        config: Config | None = None,
+        progress: Callable[[str], None] | None = None,
+        **options: Any,
+    ) -> None:
+        if config is None:
+            config = Config(model_path=None if model is None else os.fspath(model), **options)
+        elif model is not None or options:
+            raise ValueError("give either config or model and options, not both")
+        self.config = config
+        tell = progress or (lambda line: logger.info("%s", line))
+        device = _device(config)
+        folder = _folder(config, tell)
+        hf_config = read_config(folder)
+        self.model_config = ModelConfig.from_hf(hf_config)
+        context = _context_length(config, self.model_config)
+        self.tokenizer = load_tokenizer(_tokenizer_folder(config, folder), config.chat_template)
+        self.folder = folder
+        dtype = _dtype(config, device)
+        with torch.inference_mode():
+            tell(f"loading {config.served_name} as {str(dtype).removeprefix('torch.')} on {device.type}")
+            network = _load_model(config, self.model_config, folder, dtype, device)
+            compiled = not config.disable_torch_compile and _can_compile(device)
+            if compiled:
+                network.compile_blocks(**_compile_options(device))
+            running = config.max_running_requests or (8 if device.type == "cpu" else 48)
+            drafter = make_drafter(config)
+            tree_rows = max(drafter.nodes, drafter.scratch)
+            chunk = config.chunked_prefill_size or (512 if device.type == "cpu" else 2048)
+            chunk = context if chunk == -1 else min(chunk, context)
+            kv = PagedKV(
+                layers=self.model_config.layers,
+                kv_heads=self.model_config.kv_heads,
+                head_dim=self.model_config.head_dim,
+                pages=_pages(config, self.model_config, dtype, device, context, running, tree_rows),
+                page_size=config.page_size,
+                slots=running + 1,
+                rows_per_slot=context + tree_rows,
+                dtype=dtype,
+                device=device,
+            )
+            engine = Engine(
+                network,
+                kv,
+                drafter,
+                context_length=context,
+                batch_sizes=_batch_sizes(running),
+                chunk_rows=chunk,
+                compiled=compiled,
+            )
+            if compiled:
+                # Every (batch, tree) is a graph of the same function; past this limit PyTorch would silently run
+                # FlexAttention eagerly, a hundred times slower.
+                with torch._dynamo.config.patch(recompile_limit=len(engine.buckets) + len(engine.prefill_rows) + 8):
+                    engine.warm_up(tell)
+        self.scheduler = Scheduler(
+            engine,
+            self.tokenizer,
+            eos_token_ids(folder, hf_config, self.tokenizer),
+            max_running=running,
+            chunk_size=chunk,
+            radix=not config.disable_radix_cache,
+            decode_log_interval=config.decode_log_interval,
+            random_seed=config.random_seed,
+        )
+        logger.info("%s", startup_line(config, self.scheduler))
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Any:
+        """Return the objects of /generate (text, output_ids, meta_info), one per prompt and in their order.
+
+        A prompt is a string or a list of token ids; a single prompt gives a single object. `params` is one for all or
+        one for each. Raises RequestError for a prompt that cannot be served, before any is started.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        listed: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
+        wishes = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
+        if len(wishes) != len(listed):
+            raise RequestError(f"{len(listed)} prompts but {len(wishes)} params; give one for all or one for each")
+        requests = [self._request(prompt, wish) for prompt, wish in zip(listed, wishes, strict=True)]
+        for request in requests:
+            self.scheduler.validate(request)
+        texts = dict.fromkeys(requests, "")
+        for request in requests:
+            self.scheduler.submit(request)
+        try:
+            while self.scheduler.has_work:
+                for update in self.scheduler.step():
+                    texts[update.request] += update.text
+        except BaseException:
+            self.scheduler.fail_all(RuntimeError("generate was interrupted"))
+            raise
+        results = [self._result(request, texts[request]) for request in requests]
+        return results[0] if single else results
+
+    def _result(self, request: Request, text: str) -> dict[str, Any]:
+        """Return the object of /generate for a finished request."""
+        info = meta_info(request, len(request.output_ids), request.finish, self.scheduler.engine.drafter.nodes)
+        return {"text": text, "output_ids": request.output_ids, "meta_info": info}
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Make a request of a prompt."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return Request(uuid.uuid4().hex, ids, params)
+
+
+# ---- the steps of putting it together ----------------------------------------------------------------------------
+
+
+def _device(config: Config) -> torch.device:
+    """Return the device to run on."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this PyTorch finds no CUDA device; allowed here: cpu, auto")
+    name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Return the dtype of weights and KV; auto is bfloat16 where the device multiplies it natively."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    native = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def _folder(config: Config, tell: Callable[[str], None]) -> Path:
+    """Return the folder of the model to serve."""
+    if config.model_path is None:
+        return ensure_demo_model(tell)
+    return resolve_model(config.model_path, config.revision)
+
+
+def _tokenizer_folder(config: Config, folder: Path) -> Path:
+    """Return the folder of the tokenizer."""
+    return folder if config.tokenizer_path is None else resolve_model(config.tokenizer_path, None)
+
+
+def _context_length(config: Config, model: ModelConfig) -> int:
+    """Return the context to serve; raises ValueError where the model cannot."""
+    context = config.context_length or model.context_length
+    if context > model.context_length:
+        raise ValueError(f"--context-length {context} is beyond the model's {model.context_length} positions")
+    if model.sliding_window is not None and model.sliding_window < context:
+        raise ValueError(
+            f"the model attends within a sliding window of {model.sliding_window} tokens, shorter than the context "
+            f"of {context}, which is not supported; --context-length {model.sliding_window} serves it exactly"
+        )
+    return context
+
+
+def _load_model(
+    config: Config, model_config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device
+) -> Model:
+    """Return the model with its weights, linear layers packed where that pays."""
+    model = Model.empty(model_config, dtype, device)
+    if config.load_format == "dummy":
+        _fill_at_random(model, config.random_seed or 0)
+    else:
+        tensors: Iterator[tuple[str, Tensor]] = read_tensors(folder, config.load_format)
+        load_weights(model, fuse_hf(tensors, model_config.tied), rename_hf, dtype)
+    if device.type == "cpu" and can_pack(dtype):
+        pack_linears(model)
+    return model
+
+
+def _fill_at_random(model: Model, seed: int) -> None:
+    """Draw weights of a plausible scale: for speed work, where the text does not matter."""
+    generator = torch.Generator(device=model.embed_tokens.weight.device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, 0.02, generator=generator)
+
+
+def _can_compile(device: torch.device) -> bool:
+    """Return whether torch.compile can build here; if not, say once what is missing."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        if device.type == "cpu":
+            get_cpp_compiler()
+        return True
+    except InvalidCxxCompiler:
+        logger.warning("torch.compile needs a C++ compiler (g++ or clang++) and found none: running eagerly, slower")
+        return False
+
+
+def _compile_options(device: torch.device) -> Mapping[str, Any]:
+    """Return torch.compile's options: autotuned kernels on CUDA; on a CPU autotuning finds nothing to choose from."""
+    return {"mode": "max-autotune-no-cudagraphs"} if device.type == "cuda" else {}
+
+
+def _batch_sizes(running: int) -> list[int]:
+    """Return the batch buckets: powers of two, and the limit itself."""
+    return sorted({1 << i for i in range(running.bit_length()) if 1 << i <= running} | {running})
+
+
+def _free_bytes(device: torch.device) -> tuple[int, int]:
+    """Return (free, total) memory of the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    try:  # MemAvailable counts what the kernel would give back; sysconf does not know it
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), total
+    except (OSError, StopIteration):
+        return page * os.sysconf("SC_AVPHYS_PAGES"), total
+
+
+def _pages(
+    config: Config,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    context: int,
+    running: int,
+    tree_rows: int,
+) -> int:
+    """Return the pages of the KV pool, the trash page included; raises ValueError when not one tree fits.
+
+    On a CPU: running requests times min(context, 4096) rows, at most a quarter of free memory. With
+    --mem-fraction-static (on CUDA always, 0.85): what is left of that share of memory beside the weights.
+    """
+    page_bytes = PagedKV.bytes_per_page(model.layers, model.kv_heads, model.head_dim, config.page_size, dtype)
+    free, total = _free_bytes(device)
+    fraction = config.mem_fraction_static or (0.85 if device.type == "cuda" else None)
+    if fraction is None:
+        rows = running * (min(context, 4096) + tree_rows)
+        pages = min(-(-rows // config.page_size), free // 4 // page_bytes)
+    else:
+        pages = int(free - total * (1 - fraction)) // page_bytes
+    if config.max_total_tokens is not None:
+        wanted = -(-config.max_total_tokens // config.page_size)
+        if wanted > pages and fraction is not None:
+            fits = pages * config.page_size
+            logger.warning("--max-total-tokens %d does not fit; using %d", config.max_total_tokens, fits)
+        pages = min(wanted, pages) if fraction is not None else wanted
+    most = running * -(-(context + tree_rows) // config.page_size)  # more could never be used
+    pages = min(pages, most) if config.max_total_tokens is None else pages
+    needed = -(-(tree_rows + 1) // config.page_size)
+    if pages < needed:
+        raise ValueError(
+            f"the KV pool would hold {max(pages, 0) * config.page_size} tokens and needs {needed * config.page_size}; "
+            "raise --mem-fraction-static or --max-total-tokens, or lower --max-running-requests"
+        )
+    return pages + 1
+

@@ -1,0 +1,84 @@
+"""Counters of a running engine, and the two log lines operators read, in SGLang's words.
+
+Definitions, as in SGLang's log: a decode forward over B requests counts B verify steps; accept len is the tokens
+emitted per verify step, the target's own included (1.00 is plain decoding); accept rate is accept len over the size of
+a tree, the root included. Tokens beyond a stop inside a step are left out.
+
+Read next: `scheduler.py`, which counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+logger = logging.getLogger("minispec")
+
+
+@dataclass
+class Metrics:
+    """Totals since start (or the last flush), and the window since the last decode log line."""
+
+    tree_nodes: int  # N of the drafter
+    log_interval: int  # decode steps between log lines
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    verify_steps: int = 0
+    verified_tokens: int = 0  # emitted by verify steps
+    tree_steps: int = 0  # decode forwards with a tree of more than its root
+    plain_steps: int = 0
+    requests: int = 0
+    aborted: int = 0
+    retractions: int = 0
+    last_throughput: float = 0.0
+    step_seconds: float = 0.0  # decode steps: launch and wait
+    host_seconds: float = 0.0  # decode steps: stop rules, text, retiring
+    _window: list[int] = field(default_factory=lambda: [0, 0, 0])  # steps, verify steps, tokens
+    _window_start: float = field(default_factory=time.monotonic)
+    _last_prefill: float = field(default_factory=time.monotonic)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per verify step since start; 0 before the first."""
+        return self.verified_tokens / self.verify_steps if self.verify_steps else 0.0
+
+    def prefill(self, *, sequences: int, new: int, cached: int, usage: float, running: int, queued: int) -> None:
+        """Count and log one prefill step; `usage` is the share of pages in use."""
+        self.prompt_tokens += new
+        self.cached_tokens += cached
+        now = time.monotonic()
+        speed, self._last_prefill = new / max(now - self._last_prefill, 1e-9), now
+        logger.info(
+            "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, #running-req: %d, "
+            "#queue-req: %d, input throughput (token/s): %.2f, cuda graph: False",
+            sequences, new, cached, usage, running, queued, speed,
+        )  # fmt: skip
+
+    def decode(self, *, emitted: list[int], nodes: int, tokens: int, usage: float, running: int, queued: int) -> None:
+        """Count one decode step, `emitted` tokens kept per request, and log every `log_interval` steps."""
+        kept = sum(emitted)
+        self.verify_steps += len(emitted)
+        self.verified_tokens += kept
+        self.generated_tokens += kept
+        if nodes > 1:
+            self.tree_steps += 1
+        else:
+            self.plain_steps += 1
+        window = self._window
+        window[0] += 1
+        window[1] += len(emitted)
+        window[2] += kept
+        if window[0] < self.log_interval:
+            return
+        now = time.monotonic()
+        self.last_throughput = window[2] / max(now - self._window_start, 1e-9)
+        length = window[2] / max(window[1], 1)
+        accept = f"accept len: {length:.2f}, accept rate: {length / self.tree_nodes:.2f}, "
+        logger.info(
+            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, %scuda graph: False, "
+            "gen throughput (token/s): %.2f, #queue-req: %d",
+            running, tokens, usage, accept if self.tree_nodes > 1 else "", self.last_throughput, queued,
+        )  # fmt: skip
+        self._window, self._window_start = [0, 0, 0], now

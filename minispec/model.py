@@ -1,0 +1,299 @@
+"""The target model: one config-driven decoder for the Llama family, and nothing but the decoder.
+
+Llama 2/3, Mistral, Qwen2, Qwen3, MiMo and SmolLM2 are one architecture with four switches: biases on q, k, v
+(Qwen2, MiMo), norms on q and k (Qwen3), the shape of rotary scaling (Llama 3.1) and tied embeddings. `ModelConfig`
+reads them from `config.json`; the forward pass has no branch on a model's name.
+
+The one idea: the model knows a single function about context, `attend.layer(i)(q, k, v) -> out`. Where keys and values
+live, who may see whom, pages, trees and chunks are behind it (`attention.py`), so the same module serves, verifies
+trees, trains heads and stands as reference in tests. What a drafter wants to look at, the residual stream that enters
+chosen layers, is asked for by `taps`.
+
+Papers: LLaMA (arXiv 2302.13971), rotary embeddings (arXiv 2104.09864), grouped-query attention (arXiv 2305.13245).
+Read next: `attention.py`, then `engine.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FINAL = "final"  # the tap that asks for the normed last hidden state, what the LM head reads
+
+_ARCHITECTURES = {  # architecture: (bias on q, k, v whatever the config says, norms on q and k)
+    "LlamaForCausalLM": (False, False),
+    "MistralForCausalLM": (False, False),
+    "Qwen2ForCausalLM": (True, False),
+    "MiMoForCausalLM": (True, False),
+    "Qwen3ForCausalLM": (False, True),
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The numbers that make a decoder, read once from a Hugging Face `config.json`."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: Mapping[str, Any] | None
+    context_length: int
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied: bool
+    sliding_window: int | None  # active window in tokens; None: full attention
+    dtype: str | None
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Read `weights.read_config`'s normal form; raises ValueError naming what is not supported."""
+        names = config.get("architectures") or []
+        architecture = next((name for name in names if name in _ARCHITECTURES), None)
+        if architecture is None:
+            raise ValueError(f"architectures {names} not supported; supported: {', '.join(_ARCHITECTURES)}")
+        if (act := config.get("hidden_act", "silu")) != "silu":
+            raise ValueError(f"hidden_act {act!r} not supported; supported: silu")
+        bias, qk_norm = _ARCHITECTURES[architecture]
+        attention_bias = bool(config.get("attention_bias", False))
+        heads = config["num_attention_heads"]
+        windowed = config.get("use_sliding_window", architecture == "MistralForCausalLM")
+        return cls(
+            architecture=architecture,
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            layers=config["num_hidden_layers"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope_theta=float(config.get("rope_theta") or 10000.0),
+            rope_scaling=_checked_scaling(config.get("rope_scaling")),
+            context_length=config.get("max_position_embeddings", 2048),
+            qkv_bias=bias or attention_bias,
+            # Qwen2 and MiMo have biases on q, k, v only; Llama's and Qwen3's `attention_bias` covers o as well.
+            output_bias=attention_bias and not bias,
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=qk_norm,
+            tied=bool(config.get("tie_word_embeddings", False)),
+            sliding_window=config.get("sliding_window") if windowed else None,
+            dtype=config.get("torch_dtype"),
+        )
+
+
+def _checked_scaling(scaling: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return rope_scaling, None for the plain kind; raise ValueError for a kind without a formula here."""
+    if not scaling:
+        return None
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind not in ("llama3", "linear"):
+        raise ValueError(f"rope_scaling type {kind!r} not supported; supported: default, linear, llama3")
+    return {**scaling, "rope_type": kind}
+
+
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """Return the rotary angular frequencies [D / 2] fp32, with Llama 3's or linear scaling applied.
+
+    Llama 3 (the Llama 3.1 release): wavelengths shorter than original/high stay, longer than original/low are divided
+    by `factor`, and between the two the frequency is interpolated linearly in original/wavelength.
+    """
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequency = 1.0 / config.rope_theta**exponent
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequency
+    if scaling["rope_type"] == "linear":
+        return frequency / scaling["factor"]
+    low, high, original = (
+        scaling["low_freq_factor"],
+        scaling["high_freq_factor"],
+        scaling["original_max_position_embeddings"],
+    )
+    turns = original * frequency / (2 * math.pi)  # how often the wave turns within the original context
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequency * (keep + (1 - keep) / scaling["factor"])
+
+
+class Rope(NamedTuple):
+    """Rotary factors of one forward pass: cos, sin [B, 1, T, D], computed once and shared by all layers."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Rotate x [B, H, T, D] by its positions, halves paired as Hugging Face does."""
+        left, right = x.chunk(2, dim=-1)
+        return x * self.cos + torch.cat((-right, left), dim=-1) * self.sin
+
+
+class LayerAttend(Protocol):
+    """Attention of one layer: q [B, Hq, T, D], k and v [B, Hkv, T, D] -> out [B, Hq, T, D]."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+class Attend(Protocol):
+    """What the model knows of context; see `attention.py` for the three there are."""
+
+    def layer(self, index: int) -> LayerAttend: ...
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (arXiv 1910.07467), computed in fp32, scaled in the module's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of x."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class Block(nn.Module):
+    """One decoder layer: attention and a gated MLP, each behind a norm and around a residual.
+
+    q, k, v are one matrix and so are gate and up: fewer, larger products are faster everywhere.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        d, self.head_dim = config.hidden_size, config.head_dim
+        self.q_size, self.kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.input_layernorm = RMSNorm(d, config.norm_eps)
+        self.qkv_proj = nn.Linear(d, self.q_size + 2 * self.kv_size, bias=config.qkv_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.o_proj = nn.Linear(self.q_size, d, bias=config.output_bias)
+        self.post_attention_layernorm = RMSNorm(d, config.norm_eps)
+        self.gate_up_proj = nn.Linear(d, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, d, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor, rope: Rope, attend: LayerAttend) -> Tensor:
+        """Return the residual stream x [B, T, d] after this layer."""
+        batch, length, _ = x.shape
+        qkv = self.qkv_proj(self.input_layernorm(x)).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
+        q, k, v = (part.view(batch, length, -1, self.head_dim).transpose(1, 2) for part in qkv)
+        out = attend(rope.turn(self.q_norm(q)), rope.turn(self.k_norm(k)), v)
+        x = x + self.o_proj(out.transpose(1, 2).reshape(batch, length, self.q_size))
+        gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, dim=-1)
+        return x + self.down_proj(F.silu(gate) * up)
+
+
+class Model(nn.Module):
+    """The decoder: embedding, blocks, final norm, LM head.
+
+    `run_block` is the function that runs one block; `compile_blocks` replaces it from outside. All blocks share one
+    compiled graph per shape, so compile time does not grow with depth.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie()
+        # Neither parameter nor buffer: `to(bfloat16)` must not round it, positions need fp32.
+        self.frequencies = rope_frequencies(config)
+        self.run_block: Callable[[Block, Tensor, Rope, LayerAttend], Tensor] = Block.forward
+
+    @classmethod
+    def empty(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Model:
+        """Return a model for inference with uninitialised weights, for a loader to fill."""
+        with torch.device("meta"):
+            model = cls(config)
+        model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
+        model.tie()  # to_empty gave the two names a tensor each
+        model.frequencies = rope_frequencies(config).to(device)
+        return model
+
+    def tie(self) -> None:
+        """Make the LM head's weight the embedding's, where the config ties them."""
+        if self.config.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def compile_blocks(self, **options: Any) -> None:
+        """From now on run the blocks through torch.compile with these options; one graph per shape."""
+        self.run_block = torch.compile(Block.forward, fullgraph=True, dynamic=False, **options)
+
+    def rope(self, positions: Tensor) -> Rope:
+        """Return the rotary factors for positions [B, T], in the model's dtype."""
+        angle = positions[:, None, :, None].float() * self.frequencies
+        angle = torch.cat((angle, angle), dim=-1)
+        dtype = self.embed_tokens.weight.dtype
+        return Rope(angle.cos().to(dtype), angle.sin().to(dtype))
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int | str] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the normed hidden state [B, T, d] and the tapped features [B, T, F], None without taps.
+
+        tokens, positions [B, T] int64. A tap i is the residual stream that ENTERS layer i; FINAL is the normed hidden
+        state. Features are concatenated in the order of `taps`. A context of `attend` is written in place.
+        """
+        x = self.embed_tokens(tokens)
+        rope = self.rope(positions)
+        streams: dict[int | str, Tensor] = {}
+        for index, block in enumerate(self.layers):
+            if index in taps:
+                streams[index] = x
+            x = self.run_block(block, x, rope, attend.layer(index))
+        hidden = streams[FINAL] = self.norm(x)
+        return hidden, torch.cat([streams[tap] for tap in taps], dim=-1) if taps else None
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return logits [..., V] of normed hidden states [..., d]."""
+        return self.lm_head(hidden)
+
+
+def rename_hf(name: str) -> str | None:
+    """Map a Hugging Face tensor name, fused by `fuse_hf`, to this module's; None for what the target leaves alone."""
+    if "mtp_layers" in name or name.endswith("rotary_emb.inv_freq"):
+        return None
+    return name.removeprefix("model.").replace("self_attn.", "").replace("mlp.", "")
+
+
+def fuse_hf(tensors: Iterable[tuple[str, Tensor]], tied: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors with q, k, v and gate, up joined into one each; a tied head stored anyway is dropped."""
+    groups = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
+    waiting: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors:
+        stem, _, kind = name.rpartition(".")
+        owner, _, part = stem.rpartition(".")
+        if tied and name == "lm_head.weight":
+            continue
+        if part not in groups or "mtp_layers" in name:
+            yield name, tensor
+            continue
+        fused, size = ("qkv_proj", 3) if owner.endswith("self_attn") else ("gate_up_proj", 2)
+        key = f"{owner}.{fused}.{kind}"
+        parts = waiting.setdefault(key, {})
+        parts[groups[part]] = tensor
+        if len(parts) == size:
+            yield key, torch.cat([parts[i] for i in range(size)])
+            del waiting[key]
+    # Whatever is left is incomplete: hand it on under its group's name, for the strict loader to name it.
+    for key, parts in waiting.items():
+        yield f"{key} (only {len(parts)} of its parts)", next(iter(parts.values()))

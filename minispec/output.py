@@ -1,0 +1,76 @@
+"""Tokens to text, and when to stop: the rules applied to every emitted token, one at a time, in order.
+
+A step may emit several tokens. They are appended one by one and the rules are asked after each, so a request ends at
+exactly the token where plain decoding would end it, and what lies beyond is dropped from ids and text alike.
+
+The order, per token: EOS or stop id, stop string, length. A matched id stays in the ids and out of the text; a matched
+string is cut from the text, the ids run through the token that completed it (`no_stop_trim` keeps both in the text).
+Below `min_new_tokens` nothing stops but the length, and the sampler masks EOS and stop ids there.
+
+Text that may turn out to be the beginning of a stop string, or half of a character, is held back until it is certain.
+
+Read next: `scheduler.py`, which calls `append`; `tokenizer.py` for the incremental decoding.
+"""
+
+from __future__ import annotations
+
+from minispec.request import Finish, Request
+from minispec.tokenizer import Detokenizer, Tokenizer
+
+
+class Output:
+    """The growing output of one request: its text, what of it was released, and the stop rules."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> None:
+        self.request, self.params = request, request.params
+        self.stop_ids = frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else eos_ids)
+        self.detokenizer = Detokenizer(tokenizer, self.params)
+        self.text = ""
+        self.released = 0  # characters of `text` handed out
+        self.longest_stop = max(map(len, self.params.stop), default=0)
+
+    def append(self, token: int) -> Finish | None:
+        """Add one emitted token to the request's ids and text; returns why the request is finished, or None."""
+        self.request.output_ids.append(token)
+        count = len(self.request.output_ids)
+        may_stop = count > self.params.min_new_tokens
+        if may_stop and token in self.stop_ids:
+            if self.params.no_stop_trim:
+                self.text += self.detokenizer.append(token)
+            self.text += self.detokenizer.flush()
+            return Finish("stop", token)
+        before = len(self.text)
+        self.text += self.detokenizer.append(token)
+        last = count >= self.request.max_new_tokens
+        if last:
+            self.text += self.detokenizer.flush()
+        if may_stop and (matched := self._stop_string(before)):
+            return Finish("stop", matched)
+        return Finish("length") if last else None
+
+    def _stop_string(self, before: int) -> str | None:
+        """Return the stop string that ends in text[before:], first by position, and cut the text at it."""
+        start = max(0, before - self.longest_stop + 1)
+        found = [(self.text.find(stop, start), stop) for stop in self.params.stop]
+        # A match that lies wholly before `before` was seen, and waived, while min_new_tokens was not reached.
+        found = [(at, stop) for at, stop in found if at >= 0 and at + len(stop) > before]
+        if not found:
+            return None
+        at, stop = min(found)
+        self.text = self.text[: at + len(stop) if self.params.no_stop_trim else at]
+        return stop
+
+    def release(self, finished: bool) -> str:
+        """Return the text that became certain since the last call; all that is left when finished."""
+        end = len(self.text) if finished else len(self.text) - self._held_back()
+        new = self.text[self.released : end]
+        self.released = max(end, self.released)
+        return new
+
+    def _held_back(self) -> int:
+        """Return how many characters at the end may be the start of a stop string."""
+        tail = self.text[max(self.released, len(self.text) - self.longest_stop + 1) :]
+        for size in range(len(tail), 0, -1):
+            if any(stop.startswith(tail[-size:]) for stop in self.params.stop):
+                return size
+        return 0

@@ -1,0 +1,76 @@
+"""Linear layers on a CPU: the weight is reordered once, at load, into the layout the matrix kernel reads.
+
+The one idea: a product of one row with a plain weight is bound by how the weight lies in memory. Reordered by oneDNN,
+eight rows cost about what one row costs, so verifying a tree is nearly free on a CPU too. `pack_linears` swaps the
+modules after loading; the model never asks. Figures are in `docs/log.md`.
+
+A reordered weight has an opaque layout that Inductor cannot take as a graph input. The operator below therefore takes
+a handle, a tensor like any other, and finds the weight behind it: one compiled graph still serves all layers.
+
+Read next: `model.py`, whose nn.Linear modules are replaced here.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor, nn
+
+# Reordered weights by handle; an entry lives as long as its module (`PackedLinear.__del__`).
+_weights: dict[int, Tensor] = {}
+_handles = itertools.count()
+
+# The low-level registration: torch.library.custom_op costs some 20 microseconds a call more, 120 times a step.
+_library = torch.library.Library("minispec", "DEF")
+_library.define("packed_linear(Tensor x, Tensor handle, int features, Tensor? bias) -> Tensor")
+
+
+def _packed_linear(x: Tensor, handle: Tensor, features: int, bias: Tensor | None) -> Tensor:
+    """Return x [..., in] times the packed weight behind `handle` [] int64, [..., features]."""
+    weight = _weights[handle.item()]
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return out.view(*x.shape[:-1], features)
+
+
+def _packed_linear_shape(x: Tensor, handle: Tensor, features: int, bias: Tensor | None) -> Tensor:
+    """What tracing needs to know: the result's shape."""
+    return x.new_empty(*x.shape[:-1], features)
+
+
+_library.impl("packed_linear", _packed_linear, "CPU")
+torch.library.register_fake("minispec::packed_linear", _packed_linear_shape)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is held in oneDNN's own layout; inference on a CPU only."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.features = linear.out_features
+        self.key = next(_handles)
+        _weights[self.key] = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), 8)
+        self.register_buffer("handle", torch.tensor(self.key), persistent=False)
+        self.bias = linear.bias
+
+    def __del__(self) -> None:
+        _weights.pop(self.key, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x [..., in] times the weight, plus the bias, [..., out]."""
+        return torch.ops.minispec.packed_linear(x, self.handle, self.features, self.bias)
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """True where this build of PyTorch has oneDNN and it takes `dtype`."""
+    return torch.backends.mkldnn.is_available() and dtype in (torch.float32, torch.bfloat16)
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Replace every nn.Linear below `module` by a PackedLinear; a weight tied to an embedding stays there as well."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(module, name, PackedLinear(child))
+        else:
+            pack_linears(child)

@@ -1,0 +1,114 @@
+"""The prefix cache: a radix tree from pages of tokens to page ids, so that a known prefix is not computed again.
+
+Each edge is one full page: its P tokens, and the drafter's `lookahead` tokens after them, since a draft row at i may
+depend on token i + 1 and must be valid on a hit as well. Radix caching of prompts: SGLang, arXiv 2312.07104.
+
+The one idea: a node is either held by running requests (its count is above zero) or idle, and idle nodes stand in one
+queue in the order they were let go. Paths are let go deepest page first, so a child always stands before its parent,
+and the front of the queue is always a leaf: eviction is popping the front.
+
+Invariants owned here: only full pages enter; a page in the cache is never written again; held nodes are never evicted.
+This file deals in page ids and knows nothing of what a page holds.
+
+Read next: `scheduler.py`, which holds and releases paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Node:
+    """One cached page: its id, its key within the parent, and how many requests hold it."""
+
+    __slots__ = ("children", "holders", "key", "page", "parent")
+
+    def __init__(self, key: tuple[int, ...], page: int, parent: Node | None) -> None:
+        self.key, self.page, self.parent = key, page, parent
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.holders = 0
+
+
+class PrefixCache:
+    """Pages of prompts and outputs by their tokens, evicted least recently used first."""
+
+    def __init__(self, page_size: int, lookahead: int = 0, enabled: bool = True) -> None:
+        self.page_size, self.lookahead, self.enabled = page_size, lookahead, enabled
+        self.root = Node((), 0, None)
+        self.idle: dict[Node, None] = {}  # ordered: least recently used first
+        self.count = 0  # pages in the cache, held or idle
+
+    def _key(self, ids: Sequence[int], page: int) -> tuple[int, ...] | None:
+        """Return the key of the page-th page of `ids`, None if it is not full with its lookahead."""
+        start, end = page * self.page_size, (page + 1) * self.page_size + self.lookahead
+        return tuple(ids[start:end]) if end <= len(ids) else None
+
+    def match(self, ids: Sequence[int], limit: int) -> list[Node]:
+        """Return the longest cached path of pages that lies within ids[:limit], root's child first."""
+        path: list[Node] = []
+        node = self.root
+        while self.enabled and (len(path) + 1) * self.page_size <= limit:
+            key = self._key(ids, len(path))
+            child = node.children.get(key) if key else None
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        return path
+
+    def hold(self, path: Sequence[Node]) -> None:
+        """Keep these nodes from eviction until they are released."""
+        for node in path:
+            node.holders += 1
+            self.idle.pop(node, None)
+
+    def release(self, path: Sequence[Node]) -> None:
+        """Let go of a path that was held; without other holders it becomes the most recently used idle one."""
+        for node in reversed(path):  # deepest first: see the module's one idea
+            node.holders -= 1
+            assert node.holders >= 0, "a path was released twice"
+            if node.holders == 0:
+                self.idle[node] = None
+
+    def insert(self, ids: Sequence[int], pages: Sequence[int], path: list[Node]) -> None:
+        """Extend the held `path` in place by the further full pages of `ids`; pages[i] holds the i-th page's rows.
+
+        A page not known yet passes into the cache's hands. Where the cache has the same tokens already, its own node
+        is held and pages[i] stays the caller's.
+        """
+        if not self.enabled:
+            return
+        node = path[-1] if path else self.root
+        for index in range(len(path), len(pages)):
+            key = self._key(ids, index)
+            if key is None:
+                return
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = Node(key, pages[index], node)
+                self.count += 1
+            self.hold([child])
+            path.append(child)
+            node = child
+
+    def evict(self, wanted: int) -> list[int]:
+        """Drop up to `wanted` idle pages, least recently used first, and return their ids."""
+        pages: list[int] = []
+        while self.idle and len(pages) < wanted:
+            node = next(iter(self.idle))
+            assert not node.children, "an idle parent stood before its child"
+            del self.idle[node], node.parent.children[node.key]
+            pages.append(node.page)
+        self.count -= len(pages)
+        return pages
+
+    def check(self) -> None:
+        """Assert that counts, idle queue and tree agree; walks the whole tree."""
+        nodes = [self.root]
+        for node in nodes:
+            nodes.extend(node.children.values())
+        cached = nodes[1:]
+        assert len(cached) == self.count, f"{len(cached)} nodes, {self.count} counted"
+        assert len({node.page for node in cached}) == len(cached), "a page is in the cache twice"
+        assert {n for n in cached if n.holders == 0} == set(self.idle), "idle queue and holders disagree"
+        assert all(n.parent is self.root or n.parent.holders >= n.holders for n in cached), "a child is held alone"

@@ -1,0 +1,441 @@
+"""Who runs next, with which pages: admission, chunked prefill, decoding, retraction, and the end of requests.
+
+A request waits, is given a slot and pages for what is known of it, is prefilled in chunks, decodes step by step, and
+leaves. `step` does one thing: a prefill step over the chunks of several requests, or a decode step over all running
+ones. Where there is both to do they alternate, so that a long prompt slows the others and never stops them.
+
+Pages: before a decode step every running request must hold rows for one whole tree. When the pool is short the prefix
+cache gives up what nobody holds, and then the newest request is retracted: its pages are let go, it waits at the front
+of the queue, and its tokens so far are prefilled again. Seed and output stay, so the text is the same. `validate`
+refuses what could never fit alone, so the oldest request always goes on.
+
+Continuous batching: Orca (OSDI 2022); retraction is vLLM's recomputation (arXiv 2309.06180).
+Invariant owned here: when idle, free + cached pages are all pages, and `step` checks it.
+
+Read next: `engine.py` for what a step is, `output.py` for the stop rules, `radix.py` for shared prefixes.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from minispec.config import Config
+from minispec.engine import Chunk, Engine
+from minispec.metrics import Metrics
+from minispec.output import Output
+from minispec.radix import Node, PrefixCache
+from minispec.request import Finish, Request, RequestError, Update
+from minispec.tokenizer import Tokenizer
+
+logger = logging.getLogger("minispec")
+
+
+class Seat:
+    """What a request holds while it has a slot: pages in logical order, the cached path among them, its progress."""
+
+    def __init__(self, request: Request, ids: list[int], path: list[Node]) -> None:
+        self.request = request
+        self.ids = ids  # what was known at admission: the tokens to prefill
+        self.path = path  # held nodes of the prefix cache; path[i] stands for pages[i]
+        self.pages = [node.page for node in path]
+
+    def owned(self) -> list[int]:
+        """Return the pages that are the request's own, not the cache's."""
+        cached = {node.page for node in self.path}
+        return [page for page in self.pages if page not in cached]
+
+
+class Scheduler:
+    """The queues and the loop's body. Every method runs on the engine thread, except `validate`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        eos_ids: frozenset[int],
+        *,
+        max_running: int,
+        chunk_size: int,
+        radix: bool = True,
+        decode_log_interval: int = 40,
+        random_seed: int | None = None,
+    ) -> None:
+        self.engine, self.kv, self.tokenizer, self.eos_ids = engine, engine.kv, tokenizer, eos_ids
+        self.cache = PrefixCache(self.kv.page_size, engine.drafter.lookahead, enabled=radix)
+        self.max_running, self.chunk_size = max_running, chunk_size
+        self.metrics = Metrics(engine.drafter.nodes, decode_log_interval)
+        self.waiting: deque[Request] = deque()
+        self.prefilling: list[Request] = []  # in order of admission
+        self.running: list[Request] = []  # in order of admission
+        self.seats: dict[Request, Seat] = {}
+        self.outputs: dict[Request, Output] = {}
+        self.free_slots = list(range(max_running, 0, -1))  # slot 0 is padding
+        self._seeds = random.Random(random_seed)
+        self._ended: list[Update] = []  # requests that ended without a step
+        self._prefilled_last = False
+
+    # ---- the door ------------------------------------------------------------------------------------------------
+
+    @property
+    def tree_rows(self) -> int:
+        """Rows a decode step may write beyond the committed ones."""
+        return max(self.engine.drafter.nodes, self.engine.drafter.scratch)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt that leaves room for one output token, in context and pool."""
+        pool_rows = (self.kv.pages - 1) * self.kv.page_size
+        return min(self.engine.context_length - 1, pool_rows - self.tree_rows)
+
+    def validate(self, request: Request) -> None:
+        """Check a request against model, context and pool, and set its max_new_tokens; raises RequestError (400).
+
+        Reads constants only, so any thread may call it.
+        """
+        vocab_size, context = self.engine.model.config.vocab_size, self.engine.context_length
+        ids, wanted = request.prompt_ids, request.params.max_new_tokens
+        if not ids:
+            raise RequestError("the prompt is empty: at least one token is needed", "prompt")
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise RequestError(f"token id must be in [0, {vocab_size - 1}], got {token}", "input_ids")
+        request.params.check_vocabulary(vocab_size)
+        if len(ids) > self.max_prompt_tokens:
+            raise RequestError(
+                f"The input ({len(ids)} tokens) is longer than the longest possible ({self.max_prompt_tokens} tokens: "
+                f"the context is {context}, the KV pool holds {(self.kv.pages - 1) * self.kv.page_size}, and a step "
+                f"needs {self.tree_rows})",
+                "prompt",
+                code="context_length_exceeded",
+            )
+        if wanted is not None and len(ids) + wanted > context:
+            raise RequestError(
+                f"max_new_tokens is {wanted}, and with {len(ids)} prompt tokens exceeds the context of {context} "
+                f"tokens; at most {context - len(ids)} are possible",
+                "max_tokens",
+                code="context_length_exceeded",
+            )
+        # What a request left alone can reach; it then ends with `length`.
+        room = min(context, self.max_prompt_tokens + 1) - len(ids)
+        request.max_new_tokens = room if wanted is None else min(wanted, room)
+
+    def submit(self, request: Request) -> None:
+        """Queue a validated request; draws its seed if it has none."""
+        seed = request.params.sampling_seed
+        request.seed = self._seeds.getrandbits(62) if seed is None else seed
+        self.metrics.requests += 1
+        if request.max_new_tokens == 0:
+            self._ended.append(self._close(request, Finish("length")))
+            return
+        self.outputs[request] = Output(request, self.tokenizer, self.eos_ids)
+        self.waiting.append(request)
+
+    def abort(self, rid_prefix: str, message: str = "aborted") -> list[Update]:
+        """End every request whose rid starts with `rid_prefix`, wherever it is; returns their last updates."""
+        named = [r for r in [*self.waiting, *self.prefilling, *self.running] if r.rid.startswith(rid_prefix)]
+        self.metrics.aborted += len(named)
+        return [self._end(request, Finish("abort", message=message, status=499)) for request in named]
+
+    @torch.inference_mode()
+    def fail_all(self, error: BaseException) -> list[Update]:
+        """End every request after a step raised; what the step left half done is not read again."""
+        finish = Finish("abort", message=f"{type(error).__name__} in a step of the engine", status=500)
+        for request in [*self.prefilling, *self.running]:
+            request.kv_len = 0  # nothing of it may enter the prefix cache
+        return [self._end(request, finish) for request in [*self.waiting, *self.prefilling, *self.running]]
+
+    @property
+    def has_work(self) -> bool:
+        """True while a call of `step` would do something."""
+        return bool(self.waiting or self.prefilling or self.running or self._ended)
+
+    @torch.inference_mode()
+    def flush_cache(self) -> bool:
+        """Empty prefix cache, drafter and totals; False, and nothing done, while requests are here."""
+        if self.waiting or self.prefilling or self.running:
+            return False
+        self.kv.give_back(self.cache.evict(self.cache.count))
+        self.engine.drafter.clear()
+        self.engine.payoff = type(self.engine.payoff)()
+        self.metrics = Metrics(self.metrics.tree_nodes, self.metrics.log_interval)
+        return True
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[Update]:
+        """Do one prefill or decode step and return what it added to whom."""
+        self._admit()
+        updates, self._ended = self._ended, []
+        if self.prefilling and not (self.running and self._prefilled_last):
+            self._prefilled_last = True
+            return updates + self._prefill()
+        self._prefilled_last = False
+        if self.running:
+            return updates + self._decode()
+        if not self.waiting:
+            self.check()
+        return updates
+
+    def _admit(self) -> None:
+        """Give slots and pages to waiting requests, in order, while both last."""
+        while self.waiting and self.free_slots:
+            request = self.waiting[0]
+            ids = request.ids
+            # At least the last token is computed, since its hidden state picks the next.
+            path = self.cache.match(ids, len(ids) - 1)
+            self.cache.hold(path)
+            # One page to spare for each that runs, or the newcomer would soon be retracted again.
+            spare = len(self.running) + len(self.prefilling)
+            needed = self.kv.pages_for(len(ids) + self.tree_rows) - len(path)
+            if not self._obtain(needed + spare) and not (spare == 0 and self._obtain(needed)):
+                self.cache.release(path)
+                return
+            self.waiting.popleft()
+            self._seat(request, ids, path, needed)
+
+    def _seat(self, request: Request, ids: list[int], path: list[Node], needed: int) -> None:
+        """Give `request` a slot, its cached path and `needed` fresh pages."""
+        seat = self.seats[request] = Seat(request, ids, path)
+        seat.pages += self.kv.allocate(needed)
+        request.slot = self.free_slots.pop()
+        request.kv_len = len(path) * self.kv.page_size
+        if request.retractions == 0:
+            request.cached_tokens = request.kv_len
+        self.kv.map(request.slot, 0, seat.pages)
+        self.engine.assign(
+            request.slot,
+            request.params,
+            request.seed,
+            request.prompt_ids,
+            request.output_ids,
+            self.outputs[request].stop_ids,
+            cached=request.kv_len,
+            again=request.retractions > 0,
+        )
+        self.prefilling.append(request)
+
+    def _obtain(self, count: int) -> bool:
+        """Make sure that `count` pages are free, evicting from the prefix cache; False if that is not possible."""
+        short = count - len(self.kv.free)
+        if short > len(self.cache.idle):
+            return False
+        if short > 0:
+            self.kv.give_back(self.cache.evict(short))
+        return True
+
+    def _prefill(self) -> list[Update]:
+        """Run one prefill step over the next chunks, in order of admission, and start those that are complete."""
+        chunks, requests = self._next_chunks()
+        fresh = [r for r in requests if r.kv_len == len(self.seats[r].path) * self.kv.page_size]
+        rows = self.engine.collect(self.engine.prefill(chunks))
+        self.metrics.prefill(
+            sequences=len(chunks),
+            new=sum(len(chunk.tokens) for chunk in chunks),
+            cached=sum(r.kv_len for r in fresh),
+            usage=self._usage(),
+            running=len(self.running),
+            queued=len(self.waiting),
+        )
+        updates = []
+        for request, chunk, row in zip(requests, chunks, rows, strict=True):
+            request.kv_len = chunk.start + len(chunk.tokens)
+            if not chunk.last:
+                continue
+            self.prefilling.remove(request)
+            self.running.append(request)
+            seat = self.seats[request]
+            self.cache.insert(seat.ids, seat.pages[: request.kv_len // self.kv.page_size], seat.path)
+            updates.append(self._deliver(request, row))
+        return updates
+
+    def _next_chunks(self) -> tuple[list[Chunk], list[Request]]:
+        """Cut the next chunks off the prompts, within the chunk size and the query blocks of a step."""
+        budget, blocks = self.chunk_size, self.engine.prefill_blocks
+        chunks: list[Chunk] = []
+        requests: list[Request] = []
+        for request in self.prefilling:
+            if budget <= 0 or blocks <= 0:
+                break
+            ids, start = self.seats[request].ids, request.kv_len
+            tokens = ids[start : start + min(budget, blocks * 128)]
+            chunks.append(
+                Chunk(request.slot, tokens, start, start + len(tokens) == len(ids), again=request.retractions > 0)
+            )
+            requests.append(request)
+            budget -= len(tokens)
+            blocks -= self.engine.blocks(len(tokens))
+        return chunks, requests
+
+    def _decode(self) -> list[Update]:
+        """Run one decode step over the running requests, retracting the newest while pages are short."""
+        self._reserve()
+        requests = list(self.running)
+        if not requests:
+            return []
+        started = time.perf_counter()
+        pending = self.engine.launch([request.slot for request in requests])
+        rows = self.engine.collect(pending)
+        collected = time.perf_counter()
+        updates, kept = [], []
+        for request, row in zip(requests, rows, strict=True):
+            request.kv_len += len(row)
+            update = self._deliver(request, row)
+            self._count(request, len(update.ids))
+            kept.append(len(update.ids))
+            updates.append(update)
+        self.metrics.decode(
+            emitted=kept,
+            nodes=pending.nodes,
+            tokens=sum(request.kv_len for request in requests),
+            usage=self._usage(),
+            running=len(requests),
+            queued=len(self.waiting),
+        )
+        self.metrics.step_seconds += collected - started
+        self.metrics.host_seconds += time.perf_counter() - collected
+        return updates
+
+    def _reserve(self) -> None:
+        """Give every running request pages for one whole tree, retracting the newest requests while that fails."""
+        for request in list(self.running):
+            while request.slot and not self._grow(request):
+                newest = max([*self.prefilling, *self.running], key=lambda r: r.arrived)
+                self._retract(newest)
+
+    def _grow(self, request: Request) -> bool:
+        """Extend a request's pages to its rows plus one tree; False if the pool cannot."""
+        seat = self.seats[request]
+        missing = self.kv.pages_for(request.kv_len + self.tree_rows) - len(seat.pages)
+        if missing <= 0:
+            return True
+        if not self._obtain(missing):
+            return False
+        pages = self.kv.allocate(missing)
+        self.kv.map(request.slot, len(seat.pages), pages)
+        seat.pages += pages
+        return True
+
+    def _retract(self, request: Request) -> None:
+        """Send a request back to the front of the queue without its pages."""
+        used = self._leave(request)
+        request.retractions += 1
+        self.metrics.retractions += 1
+        self.waiting.appendleft(request)
+        logger.warning(
+            "KV cache pool is full. Retract requests. #retracted_reqs: 1, #freed_pages: %d, #queue-req: %d",
+            used,
+            len(self.waiting),
+        )
+
+    # ---- the end of a request ------------------------------------------------------------------------------------
+
+    def _deliver(self, request: Request, row: Sequence[int]) -> Update:
+        """Append emitted tokens one by one until a stop rule applies; the rest of the row is dropped."""
+        output, first = self.outputs[request], len(request.output_ids)
+        finish = None
+        for token in row:
+            finish = output.append(token)
+            if finish:
+                break
+        ids = request.output_ids[first:]
+        if finish:
+            return self._end(request, finish, ids)
+        return Update(request, ids, output.release(False))
+
+    def _count(self, request: Request, kept: int) -> None:
+        """Count a verify step that gave `kept` tokens."""
+        request.verify_steps += 1
+        request.accepted_drafts += kept - 1
+        histogram = request.accept_histogram
+        histogram.extend([0] * (kept - len(histogram)))
+        histogram[kept - 1] += 1
+
+    def _end(self, request: Request, finish: Finish, ids: Sequence[int] = ()) -> Update:
+        """Take a request out of wherever it is and return its last update."""
+        if request.slot:
+            self._leave(request)
+        else:
+            self.waiting.remove(request)
+        return self._close(request, finish, ids)
+
+    def _close(self, request: Request, finish: Finish, ids: Sequence[int] = ()) -> Update:
+        """Mark a request finished and return its last update, with all the text that was held back."""
+        request.finish, request.finished_at = finish, time.monotonic()
+        output = self.outputs.pop(request, None)
+        return Update(request, list(ids), output.release(True) if output else "", finish)
+
+    @torch.inference_mode()
+    def _leave(self, request: Request) -> int:
+        """Take slot and pages from a request, leaving its full pages to the prefix cache; returns pages given up."""
+        (self.running if request in self.running else self.prefilling).remove(request)
+        seat = self.seats.pop(request)
+        # Rows are valid as far as tokens are known and written: a stop inside a step leaves rows without a token.
+        known = request.ids[: request.kv_len]
+        self.cache.insert(known, seat.pages[: len(known) // self.kv.page_size], seat.path)
+        self.kv.give_back(seat.owned())
+        self.cache.release(seat.path)
+        self.kv.unmap(request.slot)
+        self.engine.release(request.slot)
+        self.free_slots.append(request.slot)
+        request.slot = request.kv_len = 0
+        return len(seat.pages)
+
+    # ---- numbers -------------------------------------------------------------------------------------------------
+
+    def _owned(self) -> int:
+        return sum(len(seat.owned()) for seat in self.seats.values())
+
+    def _usage(self) -> float:
+        """Return the share of pages that requests hold; what is only cached counts as free."""
+        return 1 - (len(self.kv.free) + len(self.cache.idle)) / max(self.kv.pages - 1, 1)
+
+    def check(self) -> None:
+        """Assert that every page is in exactly one place and that the prefix cache is consistent."""
+        self.cache.check()
+        total, free, owned = self.kv.pages - 1, len(self.kv.free), self._owned()
+        assert free + self.cache.count + owned == total, f"{free} free, {self.cache.count} cached, {owned} of {total}"
+        assert len(set(self.kv.free)) == free, "a page is free twice"
+
+    def stats(self) -> dict[str, float | int]:
+        """Return current numbers for /server_info, names as SGLang's where it has one."""
+        m = self.metrics
+        return {
+            "avg_spec_accept_length": m.accept_length,
+            "last_gen_throughput": m.last_throughput,
+            "kv_pages_total": self.kv.pages - 1,
+            "kv_pages_free": len(self.kv.free),
+            "kv_pages_cached": self.cache.count,
+            "kv_pages_owned": self._owned(),
+            "num_running_reqs": len(self.running) + len(self.prefilling),
+            "num_queue_reqs": len(self.waiting),
+            "max_total_num_tokens": (self.kv.pages - 1) * self.kv.page_size,
+            "max_req_input_len": self.max_prompt_tokens,
+            "effective_max_running_requests_per_dp": self.max_running,
+            "total_retractions": m.retractions,
+            "prompt_tokens": m.prompt_tokens,
+            "cached_tokens": m.cached_tokens,
+            "generated_tokens": m.generated_tokens,
+            "verify_steps": m.verify_steps,
+            "tree_steps": m.tree_steps,
+            "plain_steps": m.plain_steps,
+            "step_seconds": m.step_seconds,
+            "host_seconds": m.host_seconds,
+        }
+
+
+def startup_line(config: Config, scheduler: Scheduler) -> str:
+    """Return SGLang's start-up line of sizes."""
+    pool = (scheduler.kv.pages - 1) * scheduler.kv.page_size
+    return (
+        f"max_total_num_tokens={pool}, chunked_prefill_size={scheduler.chunk_size}, "
+        f"max_running_requests={scheduler.max_running}, context_len={scheduler.engine.context_length}, "
+        f"page_size={scheduler.kv.page_size}, speculative_algorithm={config.algorithm}, "
+        f"draft_tokens={scheduler.engine.drafter.nodes}"
+    )

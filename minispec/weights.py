@@ -1,0 +1,328 @@
+"""Model folders: where a model lies, what its config says, and its tensors into a module. Nothing from it is ever run.
+
+A model is a folder of data files. This file finds it (a path, or an id of the Hugging Face hub), reads config.json in
+either of its two spellings, streams the tensors one by one, and copies them into any `nn.Module` in place. It imports
+no model: which name of the checkpoint is which parameter is the caller's `rename`.
+
+The one idea: strictness at the border. A tensor that is missing, left over, misshapen or there twice is an error that
+names it, because a model with one random matrix still talks. And a model folder is untrusted: no Python file in it is
+imported (`auto_map` is not looked at), and pickles pass only through PyTorch's restricted unpickler.
+
+Read next: `model.py` for the module that is filled, `tokenizer.py` for the other half of the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+DATA_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken"]
+# Second copies of the weights and other parts of a pipeline, which nobody here reads; "*" matches "/" as well.
+SECOND_COPIES = ["consolidated*", "*/*.safetensors", "*/*.bin"]
+# Pickles of a training run that lie beside the weights and are no weights.
+TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
+NAMES_SHOWN = 5
+
+Progress = Callable[[str], None]
+
+
+class ModelError(ValueError):
+    """A model that cannot be found or read; the message is for the user."""
+
+
+class Vocabulary(Protocol):
+    """What `eos_token_ids` asks of a tokenizer."""
+
+    eos_ids: frozenset[int]
+
+    def token_id(self, token: str) -> int | None: ...
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where the model lies
+
+
+def resolve_model(name: str, revision: str | None = None) -> Path:
+    """Return the folder of a model: `name` itself if it is a folder, else the hub's snapshot, downloaded if need be.
+
+    The hub's own rules hold: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN. Pickled weights are fetched only where
+    there are no safetensors. Raises ModelError.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ModelError(f"--revision {revision} has no meaning for the folder {name}")
+        return path
+    if path.exists():
+        raise ModelError(f"model {name!r} is a file; pass the folder that holds config.json")
+    folder = _snapshot(name, revision, DATA_FILES)
+    if not any(folder.glob("*.safetensors")):
+        folder = _snapshot(name, revision, [*DATA_FILES, "*.bin"])
+    return folder
+
+
+def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
+    """Return the snapshot folder of a hub id; raises ModelError with one sentence on why there is none."""
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=SECOND_COPIES)
+        )
+    except HFValidationError:
+        reason = "is neither a folder nor an id like org/name"
+    except GatedRepoError:
+        reason = "needs its licence accepted on the hub and a token in HF_TOKEN"
+    except RevisionNotFoundError:
+        reason = f"has no revision {revision!r} on the hub"
+    except RepositoryNotFoundError:
+        reason = "is neither a folder nor a model on the hub (a private one needs HF_TOKEN)"
+    except LocalEntryNotFoundError:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub could not be reached"
+        at = f" at revision {revision!r}" if revision else ""
+        reason = f"is no folder, not whole in the cache {constants.HF_HUB_CACHE}{at}, and {why}"
+    except (HfHubHTTPError, OSError) as error:  # the server's refusal, a full disk
+        reason = f"could not be downloaded ({' '.join(str(error).split())})"
+    raise ModelError(f"model {name!r} {reason}; to use local files pass the path of their folder instead of an id")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the config says
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return config.json in one spelling, whichever transformers wrote it.
+
+    `rope_theta` (float), `rope_scaling` (dict with `rope_type`, or None for plain rotation) and `torch_dtype` (a name
+    like "bfloat16", or None) are always there; `rope_parameters` and `dtype`, the newer spelling, never. Raises
+    ModelError.
+    """
+    config = _read_json(folder / "config.json")
+    config["torch_dtype"] = _dtype_name(config.pop("dtype", None) or config.get("torch_dtype"))
+    parameters = config.pop("rope_parameters", None)
+    # The older spelling has two keys, the newer one dict with both; a file with both was upgraded, the newer one rules.
+    rope = dict(parameters or {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})})
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ModelError(f"{folder / 'config.json'}: rope_parameters per layer type are not supported, got {rope}")
+    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0  # 10000: the default everywhere
+    kind = rope.pop("type", None) or "default"  # the name of `rope_type` before 2024
+    rope = {"rope_type": kind, **rope}
+    config["rope_theta"] = float(theta)
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    if "partial_rotary_factor" in rope:
+        config.setdefault("partial_rotary_factor", rope["partial_rotary_factor"])
+    return config
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    """Return "bfloat16" for "bfloat16" and "torch.bfloat16"."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or raise ModelError naming the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} is no model folder: it has no {path.name}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return content
+
+
+def eos_token_ids(folder: Path, config: Mapping[str, Any], tokenizer: Vocabulary) -> frozenset[int]:
+    """Return every id that ends an answer: of generation_config.json, of `config`, of the tokenizer, and `<|eom_id|>`.
+
+    A union, because each of them is incomplete in some published model: Llama 3's chat end is not its tokenizer's eos.
+    """
+    path = folder / "generation_config.json"
+    ids = set(tokenizer.eos_ids)
+    for source in (_read_json(path) if path.is_file() else {}, config):
+        given = source.get("eos_token_id")
+        ids.update(given if isinstance(given, list) else [] if given is None else [given])
+    if (eom := tokenizer.token_id("<|eom_id|>")) is not None:
+        ids.add(eom)
+    return frozenset(ids)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tensors
+
+
+def read_tensors(
+    folder: Path, load_format: str = "auto", progress: Progress | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every (name, tensor) of the folder's weights, on the CPU and in the dtype of the file, file by file.
+
+    load_format: "safetensors", "pt" (.bin and .pt pickles of plain tensors), or "auto": safetensors where there are
+    some. Which files there are is checked before the first tensor; raises ModelError, also while iterating.
+    """
+    if load_format not in ("auto", "safetensors", "pt"):
+        raise ModelError(f"load format must be auto, safetensors or pt to read weights, got {load_format!r}")
+    files = _safetensors_files(folder) if load_format != "pt" else {}
+    reader = _read_safetensors
+    if not files and load_format != "safetensors":
+        files, reader = _pickle_files(folder), _read_pickle
+    if not files:
+        wanted = {"auto": "*.safetensors, *.bin or *.pt", "safetensors": "*.safetensors", "pt": "*.bin or *.pt"}
+        raise ModelError(f"{folder} holds no weights ({wanted[load_format]})")
+    return _read_all(files, reader, progress)
+
+
+# The names of a file's tensors, as its index lists them; None: all of them.
+Files = dict[Path, list[str] | None]
+
+
+def _safetensors_files(folder: Path) -> Files:
+    """Return the safetensors files to read."""
+    if (index := folder / "model.safetensors.index.json").is_file():
+        return _indexed_files(index)
+    if (single := folder / "model.safetensors").is_file():
+        return {single: None}
+    # "consolidated" files hold the same weights again under other names.
+    return {path: None for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("consolidated")}
+
+
+def _pickle_files(folder: Path) -> Files:
+    """Return the PyTorch files to read."""
+    if (index := folder / "pytorch_model.bin.index.json").is_file():
+        return _indexed_files(index)
+    if (single := folder / "pytorch_model.bin").is_file():
+        return {single: None}
+    found = sorted([*folder.glob("*.bin"), *folder.glob("*.pt")])
+    return {path: None for path in found if not path.name.startswith(TRAINING_STATE)}
+
+
+def _indexed_files(index: Path) -> Files:
+    """Return the shards an index names; raises ModelError if one is not in the folder."""
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise ModelError(f"{index} has no weight_map from tensor names to files")
+    files: dict[Path, list[str]] = {}
+    for name, shard in weight_map.items():
+        if Path(shard).name != shard:  # the folder is untrusted: no ../ and no absolute path
+            raise ModelError(f"{index} names a file outside of its folder: {shard!r}")
+        files.setdefault(index.parent / shard, []).append(name)
+    absent = sorted(path.name for path in files if not path.is_file())
+    if absent:
+        raise ModelError(f"{index.parent} lacks {_some(absent)} of {len(files)} shards listed in {index.name}")
+    return dict(sorted(files.items()))
+
+
+def _read_all(
+    files: Files, reader: Callable[[Path, list[str] | None], Iterator[tuple[str, Tensor]]], progress: Progress | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of all files."""
+    for number, (path, names) in enumerate(files.items(), start=1):
+        if progress is not None:
+            progress(f"Reading {path.name} ({number} of {len(files)})")
+        yield from reader(path, names)
+
+
+def _read_safetensors(path: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the named tensors of one safetensors file, memory-mapped."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            _check_listed(path, names, file.keys())
+            for name in names or file.keys():
+                yield name, file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is no whole safetensors file ({error}); was its download finished?") from error
+
+
+def _read_pickle(path: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the named tensors of one PyTorch file; anything in it but plain tensors is refused, never executed."""
+    try:
+        # Files of torch before 1.6 are no zip archives and cannot be memory-mapped.
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise ModelError(f"{path} holds more than tensors and is refused: {str(error).splitlines()[0]}") from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise ModelError(f"{path} is no whole PyTorch file ({error}); was its download finished?") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a dict from names to tensors, got {type(content).__name__}")
+    # Sparse tensors are refused as well: their indices are not checked when they are read.
+    other = [str(k) for k, v in content.items() if not isinstance(v, Tensor) or v.layout != torch.strided]
+    if other:
+        raise ModelError(f"{path} must hold a dict from names to dense tensors; not so: {_some(other)}")
+    _check_listed(path, names, content)
+    for name in names or content:
+        yield name, content[name]
+
+
+def _check_listed(path: Path, names: list[str] | None, found: Iterable[str]) -> None:
+    """Raise ModelError if the index promises tensors that the file does not hold."""
+    absent = sorted(set(names or ()) - set(found))
+    if absent:
+        raise ModelError(f"{path} lacks tensors that its index lists: {_some(absent)}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Into a module
+
+
+def load_weights(
+    module: nn.Module,
+    tensors: Iterable[tuple[str, Tensor]],
+    rename: Callable[[str], str | None] = lambda name: name,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Fill every parameter and persistent buffer of `module` in place, on its device; raises ModelError otherwise.
+
+    `rename` maps a name in the file to one in the module, or to None for a tensor to leave alone. A floating-point
+    parameter gets `dtype` (None: it keeps its own); values are cast to it. A tied one needs only one of its names.
+    """
+    for parameter in module.parameters():
+        if dtype is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    targets = module.state_dict()  # detached views of the very parameters: copying into them fills the module
+    if any(target.is_meta for target in targets.values()):
+        raise ModelError("the module is on the meta device, which holds no values; give it memory before loading")
+    loaded: set[str] = set()
+    unexpected, misshapen, twice = [], [], []
+    for source, tensor in tensors:
+        name = rename(source)
+        if name is None:
+            continue
+        if name not in targets:
+            unexpected.append(source)
+        elif targets[name].shape != tensor.shape:
+            misshapen.append(f"{source} {list(tensor.shape)} for {list(targets[name].shape)}")
+        elif name in loaded:
+            twice.append(source)
+        else:
+            targets[name].copy_(tensor)
+        loaded.add(name)
+    filled = {targets[name].data_ptr() for name in loaded & targets.keys()}
+    missing = [name for name, target in targets.items() if name not in loaded and target.data_ptr() not in filled]
+    _raise_unless_empty(missing=missing, unexpected=unexpected, wrong_shape=misshapen, twice=twice)
+
+
+def _raise_unless_empty(**problems: list[str]) -> None:
+    """Raise ModelError that lists every kind of problem that occurred."""
+    found = [f"{kind.replace('_', ' ')}: {_some(names)}" for kind, names in problems.items() if names]
+    if found:
+        raise ModelError(f"the weights do not fit the model; {'; '.join(found)}")
+
+
+def _some(names: list[str]) -> str:
+    """Return the first few names and how many there are in all."""
+    shown = ", ".join(names[:NAMES_SHOWN])
+    return shown if len(names) <= NAMES_SHOWN else f"{shown}, ... ({len(names)} in all)"

@@ -1,0 +1,384 @@
+"""Finding, reading and loading model folders: both spellings, every file layout, and every way a folder is broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from minispec.weights import (
+    ModelError,
+    eos_token_ids,
+    load_weights,
+    read_config,
+    read_tensors,
+    resolve_model,
+)
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.tensor([7, 8])}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def _write_config(folder: Path, **config: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _same(read: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return set(read) == set(wanted) and all(
+        read[k].dtype == wanted[k].dtype and torch.equal(read[k], wanted[k]) for k in wanted
+    )
+
+
+def _message(call: Callable[[], object]) -> str:
+    with pytest.raises(ModelError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# resolve_model
+
+
+def _fill_hub_cache(hub: Path, name: str, files: dict[str, str]) -> Path:
+    """Lay out a hub cache by hand, as a download would have."""
+    repo = hub / ("models--" + name.replace("/", "--"))
+    snapshot = repo / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(COMMIT)
+    for file, content in files.items():
+        (snapshot / file).write_text(content)
+    return snapshot
+
+
+@pytest.fixture
+def offline_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_existing_folder_is_the_model_and_takes_no_revision(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path), None) == tmp_path
+    assert "--revision main" in _message(lambda: resolve_model(str(tmp_path), "main"))
+
+
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert resolve_model("~/model", None) == tmp_path / "model"
+
+
+def test_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_text("")
+    assert "is a file" in _message(lambda: resolve_model(str(tmp_path / "model.gguf"), None))
+
+
+def test_id_is_found_in_the_cache_that_the_environment_names_without_network(tmp_path: Path) -> None:
+    snapshot = _fill_hub_cache(tmp_path / "hub", "org/name", {"config.json": "{}", "model.safetensors": ""})
+    code = "import sys; from minispec.weights import resolve_model as r; print(r('org/name', sys.argv[1] or None))"
+    for revision in ("", "main", COMMIT):
+        environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+        environment.pop("HF_HUB_CACHE", None)
+        done = subprocess.run([sys.executable, "-c", code, revision], env=environment, capture_output=True, text=True)
+        assert done.stdout.strip() == str(snapshot), done.stderr
+
+
+def test_absent_id_offline_is_one_sentence_with_id_cache_and_way_out(offline_hub: Path) -> None:
+    message = _message(lambda: resolve_model("org/absent", None))
+    for part in ("org/absent", str(offline_hub), "HF_HUB_OFFLINE", "path of their folder"):
+        assert part in message
+
+
+def test_absent_revision_is_named(offline_hub: Path) -> None:
+    _fill_hub_cache(offline_hub, "org/name", {"config.json": "{}", "model.safetensors": ""})
+    assert "'v2'" in _message(lambda: resolve_model("org/name", "v2"))
+
+
+def test_misspelt_path_is_one_sentence(offline_hub: Path) -> None:
+    assert "./no/such/folder" in _message(lambda: resolve_model("./no/such/folder", None))
+
+
+def test_pickles_are_asked_for_only_where_there_are_no_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def snapshot(name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("minispec.weights.snapshot_download", snapshot)
+    resolve_model("org/name", None)
+    assert len(asked) == 2 and "*.bin" not in asked[0] and "*.bin" in asked[1]
+    (tmp_path / "model.safetensors").write_text("")
+    asked.clear()
+    resolve_model("org/name", None)
+    assert len(asked) == 1 and "*.bin" not in asked[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# read_config
+
+
+def test_both_spellings_of_a_config_read_the_same(tmp_path: Path) -> None:
+    scaling = {"factor": 8.0, "rope_type": "llama3"}
+    old = {"hidden_size": 8, "rope_theta": 500000.0, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
+    new = {"hidden_size": 8, "rope_parameters": {"rope_theta": 500000.0, **scaling}, "dtype": "bfloat16"}
+    assert read_config(_write_config(tmp_path, **old)) == read_config(_write_config(tmp_path, **new)) == old
+
+
+def test_plain_rotation_has_no_scaling_in_any_spelling(tmp_path: Path) -> None:
+    plain: list[dict[str, Any]] = [
+        {"rope_theta": 7.0},
+        {"rope_theta": 7.0, "rope_scaling": None},
+        {"rope_theta": 7.0, "rope_scaling": {"type": "default"}},
+        {"rope_parameters": {"rope_theta": 7, "rope_type": "default"}},
+        {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default"}},
+    ]
+    for given in plain:
+        wanted = {"rope_theta": 7.0, "rope_scaling": None, "torch_dtype": None}
+        assert read_config(_write_config(tmp_path, **given)) == wanted, given
+
+
+def test_old_name_of_the_scaling_type_and_of_a_dtype_are_understood(tmp_path: Path) -> None:
+    given = {"rope_scaling": {"type": "linear", "factor": 2.0}, "torch_dtype": "torch.float16"}
+    config = read_config(_write_config(tmp_path, **given))
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    assert config["rope_theta"] == 10000.0 and config["torch_dtype"] == "float16"
+
+
+def test_rope_per_layer_type_is_refused_rather_than_misread(tmp_path: Path) -> None:
+    _write_config(tmp_path, rope_parameters={"full_attention": {"rope_theta": 1e6}})
+    assert "rope_parameters" in _message(lambda: read_config(tmp_path))
+
+
+def test_unreadable_config_names_the_file(tmp_path: Path) -> None:
+    assert "no config.json" in _message(lambda: read_config(tmp_path))
+    for text in ("{", "[1]", "[" * 100000):
+        (tmp_path / "config.json").write_text(text)
+        assert str(tmp_path / "config.json") in _message(lambda: read_config(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# eos_token_ids
+
+
+class _FakeTokenizer:
+    def __init__(self, eos_ids: set[int], vocabulary: dict[str, int]) -> None:
+        self.eos_ids, self.vocabulary = frozenset(eos_ids), vocabulary
+
+    def token_id(self, token: str) -> int | None:
+        return self.vocabulary.get(token)
+
+
+def test_eos_is_the_union_of_all_sources(tmp_path: Path) -> None:
+    plain, eom = _FakeTokenizer({3}, {}), _FakeTokenizer({3}, {"<|eom_id|>": 9})
+    assert eos_token_ids(tmp_path, {}, plain) == {3}
+    assert eos_token_ids(tmp_path, {"eos_token_id": None}, eom) == {3, 9}
+    for ids in ([1, 2], 1):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        wanted = {1, 2} if isinstance(ids, list) else {1}
+        assert eos_token_ids(tmp_path, {"eos_token_id": [4, 5]}, plain) == wanted | {3, 4, 5}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# read_tensors
+
+
+def _write_shards(folder: Path, suffix: str, save: Callable[[dict[str, Tensor], Path], object]) -> None:
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    first, second = f"{stem}-00001-of-00002.{suffix}", f"{stem}-00002-of-00002.{suffix}"
+    save({"a": TENSORS["a"], "b": TENSORS["b"]}, folder / first)
+    save({"c": TENSORS["c"]}, folder / second)
+    index = {"metadata": {}, "weight_map": {"a": first, "b": first, "c": second}}
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
+
+
+def test_every_layout_yields_the_same_tensors(tmp_path: Path) -> None:
+    layouts: dict[str, Callable[[Path], object]] = {
+        "single": lambda f: save_file(TENSORS, f / "model.safetensors"),
+        "other name": lambda f: save_file(TENSORS, f / "weights.safetensors"),
+        "sharded": lambda f: _write_shards(f, "safetensors", save_file),
+        "pickle": lambda f: torch.save(TENSORS, f / "pytorch_model.bin"),
+        "old pickle": lambda f: torch.save(TENSORS, f / "pytorch_model.bin", _use_new_zipfile_serialization=False),
+        "pt": lambda f: torch.save(TENSORS, f / "head.pt"),
+        "sharded pickle": lambda f: _write_shards(f, "bin", torch.save),
+    }
+    for name, write in layouts.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        write(folder)
+        torch.save({"no": "weights"}, folder / "training_args.bin")
+        assert _same(dict(read_tensors(folder, "auto")), TENSORS), name
+
+
+def test_auto_prefers_safetensors_and_each_format_can_be_asked_for(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    torch.save({"x": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    values = {form: dict(read_tensors(tmp_path, form))["x"].item() for form in ("auto", "safetensors", "pt")}
+    assert values == {"auto": 0.0, "safetensors": 0.0, "pt": 1.0}
+    assert "dummy" in _message(lambda: read_tensors(tmp_path, "dummy"))
+
+
+def test_missing_shard_is_named_before_anything_is_read(tmp_path: Path) -> None:
+    for suffix, save in (("safetensors", save_file), ("bin", torch.save)):
+        _write_shards(tmp_path, suffix, save)
+        shard = next(tmp_path.glob(f"*00002-of-00002.{suffix}"))
+        shard.unlink()
+        form = "pt" if suffix == "bin" else "auto"
+        assert shard.name in _message(lambda form=form: read_tensors(tmp_path, form))
+
+
+def test_shard_without_a_listed_tensor_is_an_error(tmp_path: Path) -> None:
+    _write_shards(tmp_path, "safetensors", save_file)
+    save_file({"d": torch.zeros(1)}, tmp_path / "model-00002-of-00002.safetensors")
+    assert "index lists: c" in _message(lambda: dict(read_tensors(tmp_path, "auto")))
+
+
+def test_index_cannot_point_outside_of_the_folder(tmp_path: Path) -> None:
+    inside = tmp_path / "model"
+    inside.mkdir()
+    save_file(TENSORS, tmp_path / "secret.safetensors")
+    for shard in ("../secret.safetensors", str(tmp_path / "secret.safetensors")):
+        (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+        assert "outside" in _message(lambda: read_tensors(inside, "auto"))
+
+
+def test_folder_without_weights_and_broken_files_are_named(tmp_path: Path) -> None:
+    assert str(tmp_path) in _message(lambda: read_tensors(tmp_path, "auto"))
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        (tmp_path / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+        assert name in _message(lambda: dict(read_tensors(tmp_path, "auto")))
+
+
+def test_progress_is_told_file_by_file(tmp_path: Path) -> None:
+    _write_shards(tmp_path, "safetensors", save_file)
+    told: list[str] = []
+    list(read_tensors(tmp_path, "auto", told.append))
+    assert [message.split()[-1] for message in told] == ["2)", "2)"] and "00001" in told[0]
+
+
+class _Evil:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_malicious_pickle_is_refused_and_not_executed(tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    for zipped in (True, False):
+        torch.save({"a": _Evil(marker)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+        assert "refused" in _message(lambda: dict(read_tensors(tmp_path, "auto")))
+        assert not marker.exists()
+    torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
+    assert marker.exists()  # the trap works: only the reader's refusal kept it from closing
+
+
+def test_pickle_of_something_else_than_named_dense_tensors_is_refused(tmp_path: Path) -> None:
+    for content in ([torch.ones(1)], {"a": 1}, {"model": {"a": torch.ones(1)}}, {"a": torch.eye(2).to_sparse()}):
+        torch.save(content, tmp_path / "pytorch_model.bin")
+        assert "tensors" in _message(lambda: dict(read_tensors(tmp_path, "auto")))
+
+
+def test_code_in_a_model_folder_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marker = tmp_path / "executed"
+    folder = tmp_path / "model"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for module in ("modeling_evil", "configuration_evil"):
+        (folder / f"{module}.py").write_text(f"import os\nos.mkdir({str(marker)!r})\nclass Evil: pass\n")
+    auto_map = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
+    _write_config(folder, auto_map=auto_map, model_type="evil", architectures=["Evil"])
+    save_file(TENSORS, folder / "model.safetensors")
+    assert read_config(folder)["model_type"] == "evil"
+    assert _same(dict(read_tensors(folder, "auto")), TENSORS)
+    assert not marker.exists() and not any(name.endswith("_evil") for name in sys.modules)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# load_weights
+
+
+class _Small(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.register_buffer("scale", torch.zeros(2))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def _state() -> dict[str, Tensor]:
+    return {"embed.weight": torch.randn(5, 4), "head.weight": torch.randn(5, 4), "scale": torch.tensor([1.0, 2.0])}
+
+
+def test_weights_are_copied_into_the_same_storage_and_cast() -> None:
+    module, state = _Small(), _state()
+    before = module.embed.weight.data_ptr()
+    load_weights(module, state.items(), lambda name: name, None)
+    assert module.embed.weight.data_ptr() == before and torch.equal(module.embed.weight, state["embed.weight"])
+    load_weights(module, state.items(), lambda name: name, torch.bfloat16)
+    assert module.head.weight.dtype == torch.bfloat16
+    assert torch.equal(module.head.weight, state["head.weight"].to(torch.bfloat16))
+    assert module.scale.dtype == torch.float32 and torch.equal(module.scale, state["scale"])
+
+
+def test_rename_maps_names_and_none_skips() -> None:
+    module, state = _Small(), _state()
+    stored = {"model." + name: tensor for name, tensor in state.items()} | {"model.inv_freq": torch.ones(9)}
+    load_weights(
+        module, stored.items(), lambda name: None if "inv_freq" in name else name.removeprefix("model."), None
+    )
+    assert torch.equal(module.head.weight, state["head.weight"])
+
+
+def test_tied_parameter_needs_only_one_of_its_names() -> None:
+    module, state = _Small(tied=True), _state()
+    del state["head.weight"]
+    load_weights(module, state.items(), lambda name: name, torch.bfloat16)
+    assert module.head.weight is module.embed.weight
+    assert torch.equal(module.head.weight, state["embed.weight"].to(torch.bfloat16))
+
+
+def test_every_misfit_is_named_in_one_error() -> None:
+    state = _state()
+    del state["embed.weight"]
+    state["scale"] = torch.zeros(3)
+    state["head.weight_scale"] = torch.zeros(1)
+    message = _message(lambda: load_weights(_Small(), state.items(), lambda name: name, None))
+    assert "missing: embed.weight" in message and "unexpected: head.weight_scale" in message
+    assert "wrong shape: scale [3] for [2]" in message and "head.weight," not in message
+
+
+def test_long_lists_show_the_first_few_and_the_count() -> None:
+    tensors = [(f"extra{i}", torch.zeros(1)) for i in range(40)]
+    message = _message(lambda: load_weights(_Small(), [*_state().items(), *tensors], lambda name: name, None))
+    assert "extra4" in message and "extra5" not in message and "40 in all" in message
+
+
+def test_tensor_given_twice_is_an_error() -> None:
+    tensors = [*_state().items(), ("scale", torch.zeros(2))]
+    assert "twice: scale" in _message(lambda: load_weights(_Small(), tensors, lambda name: name, None))
+
+
+def test_module_without_memory_is_refused() -> None:
+    with torch.device("meta"):
+        module = _Small()
+    assert "meta" in _message(lambda: load_weights(module, _state().items(), lambda name: name, None))

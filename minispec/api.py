@@ -20,7 +20,7 @@ import math
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update
@@ -107,6 +107,7 @@ class Job:
     prompts: list[Prompt]
     params: list[SamplingParams]
     rids: list[str]
+    limited: list[bool]  # per prompt: the client set max_new_tokens, so beyond the context it is an error
     batched: bool = False  # a list was sent, so a list goes back (native)
     stream: bool = False
     include_usage: bool = False
@@ -166,7 +167,9 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
         "template_kwargs": _template_kwargs(body),
     }
     params = _openai_params(body, defaults, max_tokens=None)
-    return Job("chat", [messages], [params], _rids(body, 1, "chatcmpl-"), chat=chat, **_stream_options(body))
+    return Job(
+        "chat", [messages], [params], _rids(body, 1, "chatcmpl-"), [_limited(body)], chat=chat, **_stream_options(body)
+    )  # fmt: skip
 
 
 def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
@@ -179,7 +182,8 @@ def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Jo
     prompts, batched = _prompts("prompt", prompt)
     params = _openai_params(body, defaults, max_tokens=16)
     return Job(
-        "completion", prompts, [params] * len(prompts), _rids(body, len(prompts), "cmpl-"), batched,
+        "completion", prompts, [params] * len(prompts), _rids(body, len(prompts), "cmpl-"),
+        [_limited(body)] * len(prompts), batched,
         add_special_tokens=_bool(body, "add_special_tokens", True), **_stream_options(body),
     )  # fmt: skip
 
@@ -201,7 +205,9 @@ def parse_generate(body: Mapping[str, Any]) -> Job:
     if len(wishes) != len(prompts):
         raise RequestError(f"sampling_params has {len(wishes)} entries for {len(prompts)} prompts", "sampling_params")
     params = [_native_params(wish) for wish in wishes]
-    return Job("generate", prompts, params, _rids(body, len(prompts), ""), batched, stream=_bool(body, "stream", False))
+    limited = [isinstance(wish, dict) and wish.get("max_new_tokens") is not None for wish in wishes]
+    rids = _rids(body, len(prompts), "")
+    return Job("generate", prompts, params, rids, limited, batched, stream=_bool(body, "stream", False))
 
 
 def parse_tokenize(body: Mapping[str, Any]) -> tuple[list[str], bool, bool]:
@@ -249,7 +255,7 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 def tokenize(job: Job, tokenizer: Tokenizer, context_length: int) -> list[Request]:
     """Return one request per prompt of the job; slow for long prompts, so not to be called on the event loop."""
     requests = []
-    for prompt, params, rid in zip(job.prompts, job.params, job.rids, strict=True):
+    for prompt, params, rid, limited in zip(job.prompts, job.params, job.rids, job.limited, strict=True):
         is_ids = _is_ids(prompt)
         check_size(prompt, context_length)
         if job.kind == "chat":
@@ -258,7 +264,11 @@ def tokenize(job: Job, tokenizer: Tokenizer, context_length: int) -> list[Reques
             ids = prompt if is_ids else tokenizer.encode(prompt, add_special_tokens=job.add_special_tokens)
         if not ids:
             raise RequestError("the prompt is empty", "messages" if job.kind == "chat" else "prompt")
-        requests.append(Request(rid, list(ids), params))
+        if not limited and params.max_new_tokens is not None:  # the dialect's default gives way to the context
+            room = max(context_length - len(ids), 0)
+            params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
+        # The scheduler's rid is unique whatever the client sends, and no prefix of another: aborts go by prefix.
+        requests.append(Request(f"{rid}/{uuid.uuid4().hex}", list(ids), params))
     return requests
 
 
@@ -334,6 +344,10 @@ def _stream_options(body: Mapping[str, Any]) -> dict[str, bool]:
         "include_usage": _bool(options, "include_usage", False),
         "continuous_usage": _bool(options, "continuous_usage_stats", False),
     }
+
+
+def _limited(body: Mapping[str, Any]) -> bool:
+    return any(body.get(name) is not None for name in ("max_tokens", "max_completion_tokens"))
 
 
 def _openai_params(body: Mapping[str, Any], defaults: Mapping[str, Any], max_tokens: int | None) -> SamplingParams:
@@ -563,6 +577,7 @@ class Reply:
     def _native(self, i: int) -> dict[str, Any]:
         ids = self.ids[i]
         info = meta_info(self.requests[i], len(ids), self.finishes[i], self.draft_tokens)
+        info["id"] = self.job.rids[i]
         return {"text": self.texts[i], "output_ids": list(ids), "meta_info": info}
 
     def _head(self, stream: bool) -> dict[str, Any]:

@@ -1,0 +1,673 @@
+"""HTTP to requests and back: a thin aiohttp application in front of one engine thread.
+
+    python -m minispec.server [--model PATH] [--port 30000] ...
+
+Two threads and two one-way roads between them. The event loop parses, counts and streams; the engine thread owns the
+`LLM`, is the only one that touches the scheduler, and repeats `updates = scheduler.step()`. Commands (submit, abort,
+flush, stats, stop) go there through one inbox; updates come back with exactly one `call_soon_threadsafe` per step,
+whatever the number of requests, because a compiled CPU kernel holds the interpreter lock until it returns.
+
+What a client may rely on: the server listens at once and says 503 with a progress line until it is ready; every
+failure is OpenAI's error object, in a stream as an event; whoever hangs up is aborted, in the queue, in prefill and in
+decode; a step that raises costs the requests in it, not the server; Ctrl-C and SIGTERM end within five seconds.
+
+Read next: `api.py` for the schema, `scheduler.py` for what a step is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+import importlib.metadata
+import json
+import logging
+import os
+import queue
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import ClientPayloadError, http_exceptions, web
+
+from minispec import api
+from minispec.config import Config
+from minispec.request import Finish, Request, RequestError, SamplingParams, Update
+
+if TYPE_CHECKING:
+    from minispec.llm import LLM
+    from minispec.scheduler import Scheduler
+
+logger = logging.getLogger("minispec")
+
+MAX_BODY = 16 * 2**20  # bytes of one HTTP body, after decompression
+INLINE_BODY = 2**16  # a larger one is parsed off the event loop
+HEALTH_TIMEOUT = 20.0  # seconds /health_generate waits for a token
+STOP_TIMEOUT = 1.5  # seconds each for connections and engine thread to end
+
+Command = Callable[["Scheduler"], Sequence[Update]]
+Build = Callable[[Config, Callable[[str], None]], "LLM"]
+
+
+def build_llm(config: Config, progress: Callable[[str], None]) -> LLM:
+    """Load the model; importing torch is part of loading, so that --help and the first /health need not wait for it."""
+    from minispec.llm import LLM
+
+    return LLM(config=config, progress=progress)
+
+
+class EngineThread(threading.Thread):
+    """The thread that owns the LLM. `state` goes from starting to ready, and from either to failed."""
+
+    def __init__(
+        self, config: Config, build: Build, deliver: Callable[[list[Update]], None], died: Callable[[], None]
+    ) -> None:
+        super().__init__(name="engine", daemon=True)
+        self.config, self.build, self.deliver, self.died = config, build, deliver, died
+        self.state, self.progress = "starting", "starting"
+        self.error: Exception | None = None
+        self.llm: LLM | None = None  # read by the event loop once ready; its scheduler is this thread's alone
+        self.defaults: dict[str, Any] = {}  # sampling values for what a /v1 request leaves out
+        self.loaded, self.stopped = threading.Event(), threading.Event()
+        self.questions: set[Future[Any]] = set()
+        self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.loop = asyncio.get_running_loop()
+
+    # ---- called from the event loop ----------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue validated requests."""
+
+        def command(scheduler: Scheduler) -> list[Update]:
+            updates = []
+            for request in requests:
+                try:
+                    scheduler.submit(request)
+                except Exception as error:  # it never got into the scheduler, so nobody else would answer it
+                    logger.exception("submit failed")
+                    updates.append(Update(request, [], "", Finish("abort", message=_one_line(error), status=500)))
+            return updates
+
+        self.inbox.put(command)
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        """End those of the requests that have not finished; their rids are unique and none is a prefix of another."""
+        self.inbox.put(lambda scheduler: [u for r in requests if not r.finish for u in scheduler.abort(r.rid)])
+
+    def ask(self, question: Callable[[Scheduler], Any]) -> asyncio.Future[Any]:
+        """Return a future of `question(scheduler)`, which runs between two steps."""
+        answer: Future[Any] = Future()
+
+        def command(scheduler: Scheduler) -> list[Update]:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(question(scheduler))
+                except Exception as error:
+                    answer.set_exception(error)
+            return []
+
+        self.questions.add(answer)
+        answer.add_done_callback(self.questions.discard)
+        self.inbox.put(command)
+        return asyncio.wrap_future(answer)
+
+    def stop(self) -> None:
+        """Ask the thread to end after the step it is in."""
+        self.stopped.set()
+        self.inbox.put(lambda scheduler: [])  # wakes it
+
+    def refuse_questions(self, error: RequestError) -> None:
+        """Answer what is asked and will not be answered, because the thread has ended or is about to."""
+        for question in list(self.questions):
+            if question.set_running_or_notify_cancel():
+                question.set_exception(error)
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Load, warm up, and step until stopped."""
+        try:
+            self.llm = self.build(self.config, self._tell)
+            if self.config.sampling_defaults == "model":
+                self.defaults = _read_defaults(self.llm.folder)
+            if not self.config.skip_server_warmup:
+                self._warm_up(self.llm)
+            self.state = "ready"
+            self.loaded.set()
+            logger.info("The server is fired up and ready to roll!")
+            while not self.stopped.is_set():
+                self._turn(self.llm.scheduler)
+        except Exception as error:
+            logger.debug("the engine thread ends", exc_info=True)
+            self.error, self.state = error, "failed"
+            self._to_loop(self.died)
+
+    def _turn(self, scheduler: Scheduler) -> None:
+        """Do what the inbox asks, then one step; wait for the inbox while there is nothing to step."""
+        updates: list[Update] = []
+        try:
+            if not scheduler.has_work:
+                updates += self.inbox.get()(scheduler)
+            while not self.inbox.empty():
+                updates += self.inbox.get()(scheduler)
+            if scheduler.has_work:
+                updates += scheduler.step()
+        except Exception as error:
+            logger.exception("a step failed; the requests in flight are answered with an error")
+            updates += scheduler.fail_all(error)
+        if updates:
+            self._to_loop(self.deliver, updates)
+
+    def _tell(self, line: str) -> None:
+        self.progress = line
+        logger.info("%s", line)
+
+    def _to_loop(self, call: Callable[..., None], *args: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody is listening any more
+            self.loop.call_soon_threadsafe(call, *args)
+
+    def _warm_up(self, llm: LLM) -> None:
+        """Answer one request of our own, so that ready means: a request was answered; leaves no trace in the totals."""
+        self._tell("answering a first request")
+        request = Request("warm-up", llm.tokenizer.encode("The capital city of France is"),
+                          SamplingParams(max_new_tokens=8, temperature=0.0))  # fmt: skip
+        try:
+            llm.scheduler.validate(request)
+        except RequestError as error:  # a context or pool of a few tokens: served, with requests as small
+            logger.warning("no start-up request: %s", error)
+            return
+        llm.scheduler.submit(request)
+        while llm.scheduler.has_work:
+            llm.scheduler.step()
+        llm.scheduler.flush_cache()
+
+
+class Flight:
+    """One HTTP request being answered: its job and the road on which its updates arrive."""
+
+    def __init__(self, job: api.Job) -> None:
+        self.job = job
+        self.requests: list[Request] = []
+        self.items: asyncio.Queue[Update | RequestError] = asyncio.Queue()
+
+    async def next(self) -> Update:
+        """Return the next update; raises the RequestError that ends the flight."""
+        item = await self.items.get()
+        if isinstance(item, RequestError):
+            raise item
+        return item
+
+
+class Server:
+    """The aiohttp application and the bookkeeping of what is in flight. Everything here runs on the event loop."""
+
+    def __init__(self, config: Config, build: Build = build_llm) -> None:
+        self.config, self.build = config, build
+        self.created = int(time.time())
+        self.port = config.port
+        self.flights: set[Flight] = set()
+        self.routes: dict[Request, Flight] = {}
+        self.admitted = 0  # prompts in flight, counted from before they are tokenized
+        self.produced = asyncio.Event()  # set whenever a step has given tokens
+        self.failed_to_load = asyncio.Event()
+        self.stopping = False
+
+    # ---- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen, and begin to load; raises OSError if the address is taken."""
+        self.engine = EngineThread(self.config, self.build, self._deliver, self._died)
+        self.runner = web.AppRunner(
+            self.application(), handler_cancellation=True, shutdown_timeout=STOP_TIMEOUT, access_log=None
+        )
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, self.config.host, self.config.port)
+        await site.start()
+        self.port = self.runner.addresses[0][1]
+        logger.info("listening on http://%s:%d; /health tells when it is ready", self.config.host, self.port)
+        self.engine.start()
+
+    async def stop(self) -> bool:
+        """End: an error to everyone in flight, connections closed, engine stopped; False if the engine still runs."""
+        self.stopping = True
+        self.engine.stop()
+        self._fail_everything(RequestError("the server is shutting down", None, 503, "shutting_down"))
+        await self.runner.cleanup()
+        await asyncio.to_thread(self.engine.join, STOP_TIMEOUT)
+        return not self.engine.is_alive()
+
+    def application(self) -> web.Application:
+        """Return the application with its routes and middlewares."""
+        app = web.Application(middlewares=[self._errors, self._auth], client_max_size=MAX_BODY)
+        app.on_response_prepare.append(_set_request_id)
+        get, post = app.router.add_get, app.router.add_post
+        get("/health", self.health)
+        get("/health_generate", self.health_generate)
+        get("/v1/models", self.models)
+        get("/v1/models/{id:.+}", self.model)
+        post("/v1/chat/completions", self.chat)
+        post("/v1/completions", self.completion)
+        for add in (post, app.router.add_put):
+            add("/generate", self.generate)
+        for path in ("/model_info", "/get_model_info"):
+            get(path, self.model_info)
+        for path in ("/server_info", "/get_server_info"):
+            get(path, self.server_info)
+        for add in (get, post):
+            add("/flush_cache", self.flush_cache)
+        post("/abort_request", self.abort_request)
+        for prefix in ("", "/v1"):
+            post(prefix + "/tokenize", self.tokenize)
+            post(prefix + "/detokenize", self.detokenize)
+        return app
+
+    def _deliver(self, updates: list[Update]) -> None:
+        """Hand the updates of a step to the flights they belong to."""
+        if any(update.ids for update in updates):
+            self.produced.set()
+        for update in updates:
+            flight = self.routes.get(update.request)
+            if flight is not None:
+                flight.items.put_nowait(update)
+
+    def _died(self) -> None:
+        """The engine thread is gone: answer everyone, and if it never was ready, end the process."""
+        message = _one_line(self.engine.error)
+        self._fail_everything(RequestError(f"the engine has failed: {message}", None, 503, "engine_failed"))
+        if self.engine.loaded.is_set():
+            logger.critical("the engine has failed, and /health says so: %s", message)
+        else:
+            self.failed_to_load.set()
+
+    def _fail_flights(self, error: RequestError, rid_prefix: str = "") -> None:
+        """End every flight that has a rid of this beginning; its handler sees to the engine's side."""
+        for flight in self.flights:
+            if any(rid.startswith(rid_prefix) for rid in flight.job.rids):
+                flight.items.put_nowait(error)
+
+    def _fail_everything(self, error: RequestError) -> None:
+        """End every flight and every question to the scheduler."""
+        self._fail_flights(error)
+        self.engine.refuse_questions(error)
+
+    # ---- text --------------------------------------------------------------------------------------------------------
+
+    async def chat(self, http: web.Request) -> web.StreamResponse:
+        """OpenAI's chat completions."""
+        return await self._answer(http, lambda body: api.parse_chat(body, self.engine.defaults))
+
+    async def completion(self, http: web.Request) -> web.StreamResponse:
+        """OpenAI's completions."""
+        return await self._answer(http, lambda body: api.parse_completion(body, self.engine.defaults))
+
+    async def generate(self, http: web.Request) -> web.StreamResponse:
+        """SGLang's native generate."""
+        return await self._answer(http, api.parse_generate)
+
+    async def _answer(self, http: web.Request, parse: Callable[[dict[str, Any]], api.Job]) -> web.StreamResponse:
+        """Answer a request for text, streaming or whole."""
+        llm = self._ready()
+        body = await self._body(http)
+        api.check_model(body.get("model"), self._names())
+        flight = Flight(parse(body))
+        with self._counted(len(flight.job.prompts)), self._flying(flight):
+            flight.requests = await asyncio.to_thread(_prepare, flight.job, llm)
+            if not flight.items.empty():
+                await flight.next()  # ended while its prompt was tokenized: raises
+            reply = api.Reply(
+                flight.job, flight.requests, self.config.served_name, draft_tokens=llm.scheduler.engine.drafter.nodes,
+                stream_interval=self.config.stream_interval, cache_report=self.config.enable_cache_report,
+            )  # fmt: skip
+            self._submit(flight)
+            if self.config.log_requests:
+                _log_request(flight)
+            if flight.job.stream:
+                return await self._stream(http, flight, reply)
+            while not reply.done:
+                reply.take(await flight.next())
+            return _json(reply.result())
+
+    async def _stream(self, http: web.Request, flight: Flight, reply: api.Reply) -> web.StreamResponse:
+        """Send a flight's events; what fails after the headers becomes an error event, never a quiet end."""
+        events = reply.take(await flight.next())  # before the headers: a failure up to here still has its status
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        response = web.StreamResponse(headers=headers)
+        try:
+            await response.prepare(http)
+            events = reply.opening() + events
+            try:
+                while True:
+                    if events:
+                        await response.write(b"".join(map(api.sse, events)))
+                    if reply.done:
+                        break
+                    events = reply.take(await flight.next())
+                closing = b"".join(map(api.sse, reply.closing()))
+            except ConnectionResetError:
+                raise
+            except Exception as error:
+                if not isinstance(error, RequestError):
+                    logger.exception("a stream failed")
+                    error = RequestError(f"{type(error).__name__} in the server", None, 500)
+                closing = api.sse(api.error_body(error.message, error.status, error.param, error.code))
+            await response.write(closing + api.DONE)
+            await response.write_eof()
+        except ConnectionResetError:
+            logger.debug("a client hung up on its stream")
+        return response
+
+    @contextmanager
+    def _counted(self, count: int) -> Iterator[None]:
+        """Count prompts against the bound of the queue, at the instant it is checked; 503 where it is full."""
+        limit = self._ready().scheduler.max_running + self.config.max_queued_requests
+        if count > limit:
+            raise RequestError(f"{count} prompts in one request; --max-queued-requests allows {limit}", "prompt")
+        if self.admitted + count > limit:
+            raise RequestError("The request queue is full.", None, 503, "queue_full")
+        self.admitted += count
+        try:
+            yield
+        finally:
+            self.admitted -= count
+
+    @contextmanager
+    def _flying(self, flight: Flight) -> Iterator[None]:
+        """Keep a flight reachable; in the end, however it comes, abort what has not finished."""
+        self.flights.add(flight)
+        try:
+            yield
+        finally:
+            self.flights.discard(flight)
+            submitted = [r for r in flight.requests if self.routes.pop(r, None) is not None]
+            if any(r.finish is None for r in submitted):
+                self.engine.abort(submitted)
+
+    def _submit(self, flight: Flight) -> None:
+        """Hand a flight's requests to the engine, unless it has stopped or failed while they were tokenized."""
+        self._ready()
+        self.routes.update(dict.fromkeys(flight.requests, flight))
+        self.engine.submit(flight.requests)
+
+    # ---- the other endpoints -----------------------------------------------------------------------------------------
+
+    async def health(self, http: web.Request) -> web.Response:
+        """200 once ready, else 503 with a progress line."""
+        state = "stopping" if self.stopping else self.engine.state
+        if state == "ready":
+            return _json({"status": "ready"})
+        line = _one_line(self.engine.error) if state == "failed" else self.engine.progress
+        return _json({"status": state, "progress": line}, 503, {"Retry-After": "5"})
+
+    async def health_generate(self, http: web.Request) -> web.Response:
+        """200 as soon as the engine has generated a token, 503 if that takes longer than 20 seconds."""
+        llm = self._ready()
+        flight = Flight(api.parse_generate({"input_ids": llm.tokenizer.encode("a"), "rid": f"health-{uuid.uuid4().hex}",
+                                            "sampling_params": {"max_new_tokens": 1, "temperature": 0}}))  # fmt: skip
+        with self._flying(flight):
+            flight.requests = _prepare(flight.job, llm)
+            self.produced.clear()
+            self._submit(flight)
+            # Any token will do: behind a long queue our own may take longer, and the server is well.
+            waits = [asyncio.ensure_future(self.produced.wait()), asyncio.ensure_future(flight.next())]
+            try:
+                done, _ = await asyncio.wait(waits, timeout=HEALTH_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        if waits[0] not in done:
+            reason = f"no token within {HEALTH_TIMEOUT:g} seconds" if not done else "a request failed"
+            raise RequestError(reason, None, 503, "unhealthy")
+        return _json({"status": "ready"})
+
+    async def models(self, http: web.Request) -> web.Response:
+        """The one model served."""
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, http: web.Request) -> web.Response:
+        """The model by its name, which may contain slashes."""
+        api.check_model(http.match_info["id"], self._names())
+        return _json(self._card())
+
+    async def model_info(self, http: web.Request) -> web.Response:
+        """SGLang's description of the model."""
+        llm = self._ready()
+        info = json.loads((llm.folder / "config.json").read_text("utf-8"))
+        return _json({
+            "model_path": self.config.model_path or self.config.served_name,
+            "tokenizer_path": self.config.tokenizer_path or self.config.model_path or self.config.served_name,
+            "is_generation": True, "preferred_sampling_params": None, "weight_version": "default",
+            "has_image_understanding": False, "has_audio_understanding": False,
+            "model_type": info.get("model_type"), "architectures": info.get("architectures"),
+        })  # fmt: skip
+
+    async def server_info(self, http: web.Request) -> web.Response:
+        """The launch flags, the sizes, and in internal_states[0] the scheduler's current numbers."""
+        self._ready()
+        stats = await self.engine.ask(lambda scheduler: scheduler.stats())
+        flags = {k: v for k, v in dataclasses.asdict(self.config).items() if k not in ("api_key", "notes")}
+        flags["speculative_algorithm"] = self.config.algorithm
+        flags["speculative_num_draft_tokens"] = self.config.draft_tokens
+        return _json({**stats, **flags, "version": _version(), "internal_states": [{**flags, **stats}]})
+
+    async def flush_cache(self, http: web.Request) -> web.Response:
+        """Empty prefix cache, drafter and totals; 400 while requests are running or waiting."""
+        self._ready()
+        if not await self.engine.ask(lambda scheduler: scheduler.flush_cache()):
+            raise RequestError("the cache was not flushed: requests are running or waiting", code="busy")
+        return web.Response(text="Cache flushed.\n")
+
+    async def abort_request(self, http: web.Request) -> web.Response:
+        """End the requests whose rid begins with `rid`, or all; 200 whether there were any or not."""
+        body = await self._body(http)
+        rid, everything = body.get("rid"), body.get("abort_all") or False
+        if not isinstance(everything, bool) or (not everything and not (isinstance(rid, str) and rid)):
+            raise RequestError("give rid, a non-empty string, or abort_all, true", "rid")
+        self._fail_flights(RequestError("the request was aborted", None, 499, "aborted"), "" if everything else rid)
+        return web.Response()
+
+    async def tokenize(self, http: web.Request) -> web.Response:
+        """Text to token ids."""
+        llm, body = self._ready(), await self._body(http)
+        api.check_model(body.get("model"), self._names())
+        texts, batched, special = api.parse_tokenize(body)
+        context = llm.scheduler.engine.context_length
+        for text in texts:
+            api.check_size(text, context)
+        rows = await asyncio.to_thread(lambda: [llm.tokenizer.encode(text, special) for text in texts])
+        counts = [len(row) for row in rows]
+        pick = (lambda items: items) if batched else (lambda items: items[0])
+        return _json({"tokens": pick(rows), "count": pick(counts), "max_model_len": context})
+
+    async def detokenize(self, http: web.Request) -> web.Response:
+        """Token ids to text."""
+        llm, body = self._ready(), await self._body(http)
+        api.check_model(body.get("model"), self._names())
+        rows, batched, skip = api.parse_detokenize(body, llm.model_config.vocab_size)
+        texts = await asyncio.to_thread(lambda: [llm.tokenizer.decode(row, skip_special_tokens=skip) for row in rows])
+        return _json({"text": texts if batched else texts[0]})
+
+    # ---- shared by the endpoints -------------------------------------------------------------------------------------
+
+    def _ready(self) -> LLM:
+        """Return the LLM; RequestError 503 while loading, stopping, or after the engine has failed."""
+        if self.engine.state != "ready" or self.stopping or self.engine.llm is None:
+            state = "stopping" if self.stopping else self.engine.state
+            line = _one_line(self.engine.error) if state == "failed" else self.engine.progress
+            raise RequestError(f"the server is not ready ({state}): {line}", None, 503, "not_ready")
+        return self.engine.llm
+
+    def _names(self) -> tuple[str | None, ...]:
+        return (self.config.served_name, self.config.model_path)
+
+    def _card(self) -> dict[str, Any]:
+        context = self._ready().scheduler.engine.context_length
+        return api.model_card(self.config.served_name, self.created, context)
+
+    async def _body(self, http: web.Request) -> dict[str, Any]:
+        """Read and parse a JSON body; RequestError 400 if it is broken on any level."""
+        try:
+            raw = await http.read()
+        except (http_exceptions.HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
+            raise RequestError(f"the body cannot be read: {_one_line(error)}") from None
+        return api.parse_json(raw) if len(raw) <= INLINE_BODY else await asyncio.to_thread(api.parse_json, raw)
+
+    @web.middleware
+    async def _errors(self, http: web.Request, handler: Any) -> web.StreamResponse:
+        """Turn every failure into OpenAI's error object."""
+        try:
+            return await handler(http)
+        except RequestError as error:
+            return _error(error.message, error.status, error.param, error.code)
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+            return _error(f"{error.reason}: {http.method} {http.path}"[:300], error.status, headers=allow)
+        except Exception as error:
+            logger.exception("a handler failed")
+            return _error(f"{type(error).__name__} in the server", 500)
+
+    @web.middleware
+    async def _auth(self, http: web.Request, handler: Any) -> web.StreamResponse:
+        """Require the API key on everything but the health endpoints; decided on the matched route, not the path."""
+        resource = http.match_info.route.resource
+        public = resource is not None and resource.canonical.startswith("/health")
+        if self.config.api_key is not None and not public:
+            given = http.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+            if not hmac.compare_digest(given, b"Bearer " + self.config.api_key.encode("utf-8")):
+                return _error("a valid API key is needed: Authorization: Bearer KEY", 401, code="invalid_api_key",
+                              headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+        return await handler(http)
+
+
+# ---- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _prepare(job: api.Job, llm: LLM) -> list[Request]:
+    """Return the job's requests, tokenized and checked; slow, and safe on any thread."""
+    requests = api.tokenize(job, llm.tokenizer, llm.scheduler.engine.context_length)
+    for request in requests:
+        llm.scheduler.validate(request)
+    return requests
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=api.dump(value), status=status, headers=headers, content_type="application/json")
+
+
+def _error(message: str, status: int, param: str | None = None, code: str | None = None,
+           headers: dict[str, str] | None = None) -> web.Response:  # fmt: skip
+    """Return an error response: a 503 is worth trying again soon, a 500 is not worth trying again."""
+    advice = {503: {"Retry-After": "5" if code == "not_ready" else "1"}, 500: {"x-should-retry": "false"}}
+    return _json(api.error_body(message, status, param, code), status, {**advice.get(status, {}), **(headers or {})})
+
+
+async def _set_request_id(http: web.Request, response: web.StreamResponse) -> None:
+    """Name every response: the client's x-request-id if it is harmless, else a new one."""
+    given = http.headers.get("x-request-id", "")
+    response.headers["x-request-id"] = given if re.fullmatch(r"[\w.:-]{1,128}", given) else uuid.uuid4().hex
+
+
+def _one_line(error: BaseException | None) -> str:
+    """Return an error as one readable line."""
+    text = " ".join(str(error).split())
+    ours = type(error).__module__.partition(".")[0] in ("builtins", "minispec")
+    plain = ours and isinstance(error, (ValueError, RuntimeError, OSError))
+    return text if text and plain else f"{type(error).__name__}: {text}"
+
+
+def _read_defaults(folder: Path) -> dict[str, Any]:
+    """Return the sampling values of generation_config.json; none if there is no such file or it makes no sense."""
+    try:
+        found = api.sampling_defaults(json.loads((folder / "generation_config.json").read_text("utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:  # RequestError is a ValueError
+        logger.warning("generation_config.json is not used: %s", error)
+        return {}
+    logger.info("sampling defaults of the model: %s", found or "none")
+    return found
+
+
+def _log_request(flight: Flight) -> None:
+    for request in flight.requests:
+        logger.info("request %s: %d prompt tokens, %s", request.rid, len(request.prompt_ids), request.params)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("minispec")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "unknown"
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def own_compile_cache() -> None:
+    """Point torch.compile's cache, which holds executable code, to a folder that only this user can write.
+
+    PyTorch's default is a guessable folder in the shared temporary directory.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = base / "minispec" / "inductor"
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)  # raises PermissionError where the folder is someone else's
+    except (OSError, RuntimeError):  # no home, or not ours: compiled code is then not kept
+        folder = Path(tempfile.mkdtemp(prefix="minispec-inductor-"))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    logger.info("compiled code is kept in %s (TORCHINDUCTOR_CACHE_DIR)", folder)
+
+
+async def serve(config: Config) -> int:
+    """Serve until a signal comes; returns the exit code, 0 after a signal and 1 if the model cannot be served."""
+    server, signalled = Server(config), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, signalled.set)
+    try:
+        await server.start()
+    except OSError as error:
+        print(f"minispec: error: cannot listen on {config.host}:{config.port}: {error.strerror}", file=sys.stderr)
+        return 1
+    waits = [asyncio.ensure_future(event.wait()) for event in (signalled, server.failed_to_load)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    code = 0 if signalled.is_set() else 1
+    if code:
+        print(f"minispec: error: {_one_line(server.engine.error)}", file=sys.stderr)
+    for wait in waits:
+        wait.cancel()
+    if not await server.stop():  # in a long compilation, which nothing can interrupt
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the server from the command line; exits with 0 after Ctrl-C or SIGTERM, non-zero on failure."""
+    config = Config.from_args(argv)
+    logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S", stream=sys.stderr,
+                        level=getattr(logging, config.log_level.upper()))  # fmt: skip
+    if config.log_level != "debug":  # its errors quote raw request lines, which may hold keys
+        logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
+    for note in config.notes:
+        logger.info("%s", note)
+    own_compile_cache()
+    sys.exit(asyncio.run(serve(config)))
+
+
+if __name__ == "__main__":
+    main()

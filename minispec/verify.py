@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minispec.sampling import Rows, pick
 from minispec.tree import DraftTree, depth
 
 
@@ -46,6 +47,36 @@ def verify_greedy(tree: DraftTree, ancestors: Tensor, logits: Tensor, A: int) ->
     index = torch.arange(nodes, device=picks.device).expand(batch, nodes)
     path = torch.zeros(batch, A + 1, dtype=torch.int64, device=picks.device).scatter_(1, place, index)[:, :A]
     return _verdict(path, accepted.sum(-1), picks.gather(1, path))
+
+
+def verify(tree: DraftTree, logits: Tensor, rows: Rows, lens: Tensor, A: int) -> Verdict:
+    """Return the verdict of `sampling.pick` on `logits [B, N, V]`, walking down from the root at most A picks long.
+
+    `lens [B] int64` is the committed length, the position of the root, so the pick at depth d has position
+    lens + d + 1. `rows` is not changed: penalties see the path through a copy of its counts, and are thus what plain
+    decoding of the same tokens would see. Temperature 0 without adjustments gives the verdict of `verify_greedy`.
+    """
+    batch, nodes, vocab = logits.shape
+    flat, first = logits.reshape(batch * nodes, vocab), torch.arange(batch, device=logits.device) * nodes
+    counts = None if rows.counts is None else rows.counts.clone()
+    node, walking = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
+    path, emitted = first.new_zeros(batch, A), first.new_zeros(batch, A)
+    count = torch.zeros_like(first)
+    for a in range(A):
+        here = rows._replace(outputs=rows.outputs + a, counts=counts)
+        token = pick(flat.index_select(0, first + node), here, lens + a + 1)
+        path[:, a], emitted[:, a] = node, token
+        count = count + walking
+        if a + 1 == A:
+            break
+        if counts is not None:
+            counts.scatter_add_(1, token[:, None], walking[:, None].to(counts.dtype))
+        child = (tree.parents == node[:, None]) & (tree.tokens == token[:, None])  # at most one; never padding
+        walking = walking & child.any(-1)
+        node = torch.where(walking, child.to(torch.int8).argmax(-1), node)  # who stopped stays, in range
+        if logits.device.type == "cpu" and not torch.compiler.is_compiling() and not walking.any():
+            break  # the host may look only where there is no device to wait for
+    return _verdict(path, count, emitted)
 
 
 def _verdict(path: Tensor, count: Tensor, emitted: Tensor) -> Verdict:

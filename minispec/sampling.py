@@ -1,0 +1,292 @@
+"""From logits to a token: penalties, bias, masks, temperature, top-k, top-p, min-p, and noise that can be recomputed.
+
+The one idea: sampling is an argmax. `argmax(logits + T * g)` with Gumbel noise g draws from softmax(logits / T), and g
+here is a pure function of (request seed, absolute position, token id), a counter-based generator in the sense of
+Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). So a seeded request picks the same token at the
+same place whatever the batch, the drafter or the tree around it (drafter-invariant decoding, arXiv 2408.07978), and
+T = 0 is greedy with no branch.
+
+Top-k (arXiv 1805.04833), top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082) keep every token whose logit is at least
+a threshold, so tokens that tie at the threshold stay together. The threshold comes from a radix selection over the bits
+of the fp32 values: three histograms instead of a sort of the vocabulary, exact and independent of summation order.
+
+Everything on the device is static in shape and free of host decisions; what no request of a batch asks for is None in
+its `Rows` and costs nothing. Read next: `verify.py` for the walk that calls `pick`, `request.py` for the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minispec.request import GREEDY_BELOW, SamplingParams
+
+# ---------------------------------------------------------------------------------------------------------- noise
+
+
+def _signed(constant: int) -> int:
+    """Return a 64-bit constant as the int64 of the same bits."""
+    return constant - 2**64 if constant >= 2**63 else constant
+
+
+GOLDEN = _signed(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: only keeps seed 0 off the finalizer's fixed point 0
+MIX64 = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """SplitMix64's finalizer (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), on int64."""
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * MIX64[0]  # >> keeps the sign: the mask makes it a logical shift
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * MIX64[1]
+    return x ^ ((x >> 31) & (2**33 - 1))
+
+
+def _bits(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """Return `[.., V] int32`, 32 uniform bits per token id from `seed, position [..] int64`.
+
+    Seed and position are mixed one after the other into 64 bits, never added, so (seed, position + 1) and
+    (seed + 1, position) have nothing in common. Per id it is one round of hash-prospector's best two-multiply function
+    (github.com/skeeto/hash-prospector, issue 19) with half of the key before the first and half before the second
+    multiply: two rows whose first halves are close do not share permuted noise. int32 and int64 products wrap in torch
+    on every device, so the bits are the same everywhere.
+    """
+    key = _mix64(_mix64(seed ^ GOLDEN) ^ position)[..., None]
+    first, second = (((key >> shift) & 0xFFFFFFFF) - 2**31 for shift in (0, 32))  # in range: the casts are exact
+    x = torch.arange(vocab_size, dtype=torch.int32, device=seed.device) ^ first.to(torch.int32)
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
+    x = x ^ second.to(torch.int32)
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * 0x735A2D97
+    return x ^ ((x >> 15) & 0x1FFFF)
+
+
+def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """Return `[.., V] fp32` of standard Gumbel noise for `seed [..] int64` (any value) and `position [..] int64`.
+
+    u lies in [2^-33, 1 - 2^-24], so the noise lies in [-2.9, 22.9]. log1p(-u) spends fp32's resolution near u = 0,
+    where the noise is large and decides.
+    """
+    bits = _bits(seed, position, vocab_size).to(torch.int64) & 0xFFFFFFFF
+    u = bits.float().mul_(2.0**-32).add_(2.0**-33).clamp_(max=1 - 2.0**-24)
+    return u.neg_().log1p_().neg_().log_().neg_()  # -log(-log1p(-u)); in place, or eager CPU time goes into memory
+
+
+# ----------------------------------------------------------------------------------------------------------- pick
+
+
+class Rows(NamedTuple):
+    """What one pick needs to know of each batch row. A None member is wanted by no row, and its work is skipped."""
+
+    temperature: Tensor | None  # [B] fp32; below 1e-6 the row is greedy; None: all rows are
+    top_k: Tensor | None  # [B] int64, at least 1; the vocabulary size or more keeps all
+    top_p: Tensor | None  # [B] fp32; 1 keeps all
+    min_p: Tensor | None  # [B] fp32; 0 keeps all
+    frequency: Tensor  # [B] fp32; this and the next two act only where counts or prompt_seen are given
+    presence: Tensor  # [B] fp32
+    repetition: Tensor  # [B] fp32, acts only if prompt_seen is given
+    seed: Tensor  # [B] int64
+    min_new: Tensor  # [B] int64, acts only if stop_mask is given
+    outputs: Tensor  # [B] int64 output tokens so far
+    counts: Tensor | None  # [B, V] int32, how often each id was output
+    prompt_seen: Tensor | None  # [B, V] bool, ids of the prompt
+    bias: Tensor | None  # [B, V] fp32, added to the logits
+    stop_mask: Tensor | None  # [B, V] bool, ids that may not be picked while outputs < min_new
+
+
+def adjust(logits: Tensor, rows: Rows) -> Tensor:
+    """Return `[B, V] fp32` logits after penalties, bias and the stop ids' mask, in this order.
+
+    Repetition (arXiv 1909.05858; prompt and output) divides positive and multiplies negative logits; frequency times
+    count and presence (output only) are subtracted. A row with neutral values comes out bit for bit as it went in.
+    """
+    logits = logits.float()
+    if rows.counts is not None:
+        output = rows.counts > 0
+        if rows.prompt_seen is not None:
+            penalty = rows.repetition[:, None]
+            scaled = torch.where(logits < 0, logits * penalty, logits / penalty)
+            logits = torch.where(output | rows.prompt_seen, scaled, logits)
+        logits = logits - rows.frequency[:, None] * rows.counts - rows.presence[:, None] * output
+    if rows.bias is not None:
+        logits = logits + rows.bias
+    if rows.stop_mask is not None:
+        waiting = (rows.outputs < rows.min_new)[:, None]
+        logits = logits.masked_fill(rows.stop_mask & waiting, -torch.inf)
+    return logits
+
+
+def pick(logits: Tensor, rows: Rows, position: Tensor) -> Tensor:
+    """Return `[B] int64`, the token each row of `logits [B, V]` gets at absolute `position [B] int64`.
+
+    Order: `adjust`, temperature, top-k, top-p on what top-k left (renormalised, as vLLM does), min-p relative to the
+    largest probability (which no filter removes, so its place in the order changes nothing). Greedy rows take the
+    largest adjusted logit, ties to the lowest id. The result is an id in range even where logits are NaN.
+    """
+    logits = adjust(logits, rows)
+    if rows.temperature is None:
+        return logits.argmax(-1)
+    temperature = torch.where(rows.temperature < GREEDY_BELOW, 0, rows.temperature)[:, None]
+    # Distances below the maximum instead of logits: exact for the candidates that matter at any temperature, since
+    # close floats subtract exactly, and never negative, so that their bits as integers have their order.
+    gap = logits.amax(-1, keepdim=True) - logits
+    score = temperature * gumbel(rows.seed, position, logits.shape[1]) - gap
+    if rows.top_k is not None or rows.top_p is not None or rows.min_p is not None:
+        score = score.masked_fill(_filtered(gap, rows), -torch.inf)
+    return score.argmax(-1)
+
+
+MASS_UNIT = 2.0**40  # of the likeliest token: sums of up to 2^23 ids stay in int64, and integer sums have no order
+
+
+def _filtered(gap: Tensor, rows: Rows) -> Tensor:
+    """Return `[B, V] bool`, the tokens that top-k, top-p and min-p take away, from distances `gap [B, V] fp32`."""
+    bits = gap.view(torch.int32)
+    share = torch.exp(-gap / rows.temperature.clamp(min=GREEDY_BELOW)[:, None])  # probability over the largest one
+    limit = torch.full_like(rows.seed, 2**31 - 1, dtype=torch.int32)
+    if rows.top_k is not None:
+        limit = _cut(bits, torch.ones_like(bits, dtype=torch.int64), rows.top_k)
+    if rows.top_p is not None:
+        mass = (share * (bits <= limit[:, None]) * MASS_UNIT).to(torch.int64)
+        total = mass.sum(-1)
+        goal = (total.double() * rows.top_p.double()).ceil().to(torch.int64).clamp(min=1)
+        goal = torch.where(rows.top_p < 1, goal, total + 1)  # out of reach: keep even what has no mass
+        limit = torch.minimum(limit, _cut(bits, mass, goal))
+    gone = bits > limit[:, None]
+    return gone if rows.min_p is None else gone | (share < rows.min_p[:, None])
+
+
+def _cut(bits: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
+    """Return `[B] int32`, the smallest t with sum(mass[bits <= t]) >= goal, or 2^31 - 1 if there is none.
+
+    `bits [B, V] int32` not negative, `mass [B, V] int64`, `goal [B] int64` at least 1. Radix selection: t's 31 bits are
+    found as digits of 11, 10 and 10 bits, each from one histogram. Ids below the prefix found so far share the first
+    bin and ids beyond it the last, so that the running sum needs no carry between rounds.
+    """
+    prefix = torch.zeros_like(goal, dtype=torch.int32)
+    for shift, digits in ((20, 2048), (10, 1024), (0, 1024)):
+        bins = (((bits - prefix[:, None]) >> shift).clamp(-1, digits) + 1).to(torch.int64)
+        histogram = torch.zeros(goal.shape[0], digits + 2, dtype=torch.int64, device=goal.device)
+        short = histogram.scatter_add_(1, bins, mass).cumsum(-1) < goal[:, None]
+        digit = short[:, 1:digits].sum(-1)  # the last digit stands for itself and for "out of reach"
+        prefix = prefix + (digit << shift).to(torch.int32)
+    return prefix
+
+
+# ---------------------------------------------------------------------------------------------------------- state
+
+FLOATS = ("temperature", "top_p", "min_p", "frequency", "presence", "repetition")
+INTS = ("seed", "top_k", "min_new", "outputs")
+OUTPUTS = INTS.index("outputs")
+NEUTRAL_FLOATS = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)  # greedy, no filter, no penalty
+TABLES = {"counts": torch.int32, "prompt_seen": torch.bool, "bias": torch.float32, "stop_mask": torch.bool}
+EVERYTHING = frozenset(("temperature", "top_k", "top_p", "min_p", *TABLES))
+
+
+def _wanted(params: SamplingParams, outputs: int, vocab_size: int) -> frozenset[str]:
+    """Return the names of those `Rows` members that may be None but not for this request."""
+    penalised = params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1
+    wants = {
+        "temperature": not params.greedy,
+        "top_k": not params.greedy and 0 < params.top_k < vocab_size,
+        "top_p": not params.greedy and params.top_p < 1,
+        "min_p": not params.greedy and params.min_p > 0,
+        "counts": penalised,
+        "prompt_seen": params.repetition_penalty != 1,
+        "bias": bool(params.logit_bias),
+        "stop_mask": params.min_new_tokens > outputs,
+    }
+    return frozenset(name for name, wanted in wants.items() if wanted)
+
+
+class SamplingState:
+    """The sampling parameters and token counts of every slot, on the device; row 0 is padding and greedy.
+
+    Small parameters sit in two tables `[R, 6] fp32` and `[R, 4] int64`; those of vocabulary width are allocated when
+    the first request wants one. `assign` writes a slot's whole row, so a reused slot never sees its past.
+    """
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device | str) -> None:
+        self.slots, self.vocab_size, self.device = slots, vocab_size, torch.device(device)
+        self._floats = torch.tensor(NEUTRAL_FLOATS, device=self.device).repeat(slots, 1)
+        self._ints = torch.tensor([0, vocab_size, 0, 0], device=self.device).repeat(slots, 1)
+        self._tables: dict[str, Tensor] = {}
+        self._wants: list[frozenset[str]] = [frozenset()] * slots
+
+    def assign(
+        self,
+        slot: int,
+        params: SamplingParams,
+        seed: int,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        stop_ids: Iterable[int],
+    ) -> None:
+        """Give `slot` to a request that has output `output_ids` so far (not empty after a retraction).
+
+        `stop_ids` are all ids that end the request and thus wait for min_new_tokens: EOS unless ignored, and
+        stop_token_ids. Every id must lie in the vocabulary. A top_k of 1 is stored as temperature 0: the same tokens,
+        with ties to the lowest id.
+        """
+        wants = self._wants[slot] = _wanted(params, len(output_ids), self.vocab_size)
+        temperature = 0.0 if params.greedy else params.temperature
+        top_k = self.vocab_size if params.top_k == -1 else params.top_k
+        p = params
+        floats = [temperature, p.top_p, p.min_p, p.frequency_penalty, p.presence_penalty, p.repetition_penalty]
+        self._floats[slot] = self._upload(floats, torch.float32)
+        self._ints[slot] = self._upload([seed, top_k, params.min_new_tokens, len(output_ids)], torch.int64)
+        for name in wants & TABLES.keys():
+            self._table(name)
+        for table in self._tables.values():
+            table[slot].zero_()
+        if "counts" in wants:
+            ids = self._upload(output_ids, torch.int64)
+            self._tables["counts"][slot].scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        if "prompt_seen" in wants:
+            self._tables["prompt_seen"][slot].index_fill_(0, self._upload(prompt_ids, torch.int64), True)
+        if "bias" in wants:
+            ids = self._upload(list(params.logit_bias), torch.int64)
+            self._tables["bias"][slot].scatter_(0, ids, self._upload(list(params.logit_bias.values()), torch.float32))
+        if "stop_mask" in wants:
+            self._tables["stop_mask"][slot].index_fill_(0, self._upload(list(stop_ids), torch.int64), True)
+
+    def release(self, slot: int) -> None:
+        """Forget the wishes of `slot`, so that it costs the batch nothing; its rows stay until `assign`."""
+        self._wants[slot] = frozenset()
+
+    def all_greedy(self, slots: Sequence[int]) -> bool:
+        """Say whether a bare argmax serves all `slots`: no sampling, penalty, bias, or min_new_tokens to wait for."""
+        return not any(self._wants[slot] for slot in slots)
+
+    def rows(self, slots: Tensor, host_slots: Sequence[int] | None) -> Rows:
+        """Return the rows of `slots [B] int64`, as copies. `host_slots` names the same slots for the host.
+
+        Members that none of them wants are None; `host_slots=None` fills every member, for a graph that must serve
+        any batch.
+        """
+        named = EVERYTHING if host_slots is None else frozenset().union(*(self._wants[slot] for slot in host_slots))
+        members: dict[str, Tensor | None] = dict(zip(FLOATS, self._floats[slots].unbind(1), strict=True))
+        members |= zip(INTS, self._ints[slots].unbind(1), strict=True)
+        members |= {name: self._table(name)[slots] if name in named else None for name in TABLES}
+        members |= {name: None for name in EVERYTHING - named}
+        return Rows(**members)
+
+    def commit(self, slots: Tensor, tokens: Tensor, count: Tensor) -> None:
+        """Add the first `count [B]` of `tokens [B, A]` to the outputs and counts of `slots [B]`."""
+        self._ints[:, OUTPUTS].index_add_(0, slots, count.to(torch.int64))
+        if "counts" not in self._tables:
+            return
+        valid = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
+        cell = torch.where(valid, slots[:, None] * self.vocab_size + tokens, 0)
+        self._tables["counts"].view(-1).scatter_add_(0, cell.flatten(), valid.flatten().to(torch.int32))
+
+    def _table(self, name: str) -> Tensor:
+        """Return the table `[R, V]` of this name, made on first use and never replaced: graphs may hold it."""
+        if name not in self._tables:
+            self._tables[name] = torch.zeros(self.slots, self.vocab_size, dtype=TABLES[name], device=self.device)
+        return self._tables[name]
+
+    def _upload(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """Return host values on the device; from pinned memory on CUDA, where the host must not wait for steps."""
+        on_cuda = self.device.type == "cuda"
+        return torch.tensor(values, dtype=dtype, pin_memory=on_cuda).to(self.device, non_blocking=True)

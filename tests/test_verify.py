@@ -1,0 +1,257 @@
+"""Verification: both forms against a plain walk in Python, and trees of any shape against one-token-at-a-time decoding.
+
+The last one is the promise of the project in miniature: a toy target whose logits depend on the last token, decoded
+token by token, and decoded through arbitrary draft trees, must give identical sequences for every seed.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from minispec.request import SamplingParams
+from minispec.sampling import Rows, SamplingState, pick
+from minispec.tree import PADDING, DraftTree, ancestors, chain, check, depth
+from minispec.verify import Verdict, verify, verify_greedy
+
+
+def random_row(rng: random.Random, nodes: int, vocab: int, root: int) -> tuple[list[int], list[int]]:
+    """Tokens and parents of one random tree with distinct siblings and some padding; bushy or thin by chance."""
+    tokens, parents, bushy = [root], [-1], rng.random()
+    for node in range(1, nodes):
+        real = [i for i in range(node) if tokens[i] != PADDING]
+        parent = rng.choice(real) if rng.random() < bushy else real[-1]
+        taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
+        token = rng.randrange(vocab)
+        if token in taken or rng.random() < 0.15:
+            token, parent = PADDING, 0
+        tokens.append(token)
+        parents.append(parent)
+    return tokens, parents
+
+
+def forest(rng: random.Random, batch: int, nodes: int, vocab: int, roots: list[int] | None = None) -> DraftTree:
+    rows = [random_row(rng, nodes, vocab, roots[b] if roots else rng.randrange(vocab)) for b in range(batch)]
+    tree = DraftTree(torch.tensor([r[0] for r in rows]), torch.tensor([r[1] for r in rows]))
+    check(tree)
+    return tree
+
+
+def walk(tree: DraftTree, row: int, choose) -> tuple[list[int], list[int]]:
+    """The definition: choose at a node, go to the child that holds the choice, until there is none."""
+    node, path, out = 0, [0], []
+    while True:
+        out.append(choose(node, len(out)))
+        children = [
+            i
+            for i, (t, p) in enumerate(zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), strict=True))
+            if t == out[-1] and p == node and t != PADDING
+        ]
+        if not children:
+            return path, out
+        node = children[0]
+        path.append(node)
+
+
+def longest(tree: DraftTree) -> int:
+    return int(depth(ancestors(tree.parents)).max()) + 1
+
+
+def assert_verdict(verdict: Verdict, row: int, path: list[int], out: list[int], nodes: int) -> None:
+    count = int(verdict.count[row])
+    assert count == len(out)
+    assert verdict.path[row, :count].tolist() == path
+    assert verdict.emitted[row, :count].tolist() == out
+    assert verdict.bonus[row] == out[-1]
+    assert ((verdict.path[row] >= 0) & (verdict.path[row] < nodes)).all()
+
+
+def greedy_rows(batch: int, vocab: int, **params) -> Rows:
+    state = SamplingState(batch + 1, vocab, "cpu")
+    for slot in range(1, batch + 1):
+        state.assign(slot, SamplingParams(temperature=0.0, **params), slot, [], [], [])
+    return state.rows(torch.arange(1, batch + 1), range(1, batch + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_verifications_agree_with_a_plain_walk_on_random_trees(dtype: torch.dtype) -> None:
+    rng = random.Random(0)
+    torch.manual_seed(0)
+    accepted = 0
+    for _ in range(150):
+        nodes, vocab = rng.choice([1, 2, 4, 9, 20]), rng.choice([2, 3, 5])
+        tree = forest(rng, 3, nodes, vocab)
+        logits = torch.randn(3, nodes, vocab).round().to(dtype)  # rounded: many ties
+        A = longest(tree) + rng.choice([0, 0, 2])
+        fast = verify_greedy(tree, ancestors(tree.parents), logits, A)
+        slow = verify(tree, logits, greedy_rows(3, vocab), torch.tensor([5, 9, 1]), A)
+        for row in range(3):
+            lists = logits[row].tolist()
+            path, out = walk(tree, row, lambda node, _, lists=lists: lists[node].index(max(lists[node])))
+            assert_verdict(fast, row, path, out, nodes)
+            assert_verdict(slow, row, path, out, nodes)
+            accepted += len(out) - 1
+    assert accepted > 200  # the trees were walked, not only looked at
+
+
+def test_padding_never_matches_even_the_last_id() -> None:
+    """-1 indexes the last id in Python and must not here; nor may a pick below a padding node count."""
+    tree = DraftTree(torch.tensor([[0, -1, -1]]), torch.tensor([[-1, 0, 0]]))
+    for best in range(3):
+        logits = torch.zeros(1, 3, 3)
+        logits[:, :, best] = 1
+        for verdict in (
+            verify_greedy(tree, ancestors(tree.parents), logits, 3),
+            verify(tree, logits, greedy_rows(1, 3), torch.tensor([4]), 3),
+        ):
+            assert verdict.count.tolist() == [1] and verdict.bonus.tolist() == [best]
+
+
+def test_one_node_is_plain_decoding() -> None:
+    logits = torch.randn(4, 1, 7)
+    tree = chain(torch.tensor([[3], [1], [0], [2]]))
+    for verdict in (
+        verify_greedy(tree, ancestors(tree.parents), logits, 1),
+        verify(tree, logits, greedy_rows(4, 7), torch.arange(4), 1),
+    ):
+        assert verdict.path.tolist() == [[0]] * 4 and verdict.count.tolist() == [1] * 4
+        assert verdict.bonus.tolist() == logits[:, 0].argmax(-1).tolist() == verdict.emitted[:, 0].tolist()
+
+
+def test_no_more_than_A_tokens_are_emitted_from_a_deeper_tree() -> None:
+    tree = chain(torch.tensor([[0, 1, 1, 1, 1]]))
+    logits = torch.tensor([0.0, 1.0]).expand(1, 5, 2)
+    for A in (1, 2, 3, 5):
+        for verdict in (
+            verify_greedy(tree, ancestors(tree.parents), logits, A),
+            verify(tree, logits, greedy_rows(1, 2), torch.tensor([4]), A),
+        ):
+            assert_verdict(verdict, 0, list(range(A)), [1] * A, 5)
+
+
+# ------------------------------------------------------------------------ drafts never change a sampled sequence
+
+VOCAB, LENGTH = 7, 14
+PARAMS = {
+    "temperature": SamplingParams(temperature=0.9),
+    "filters": SamplingParams(temperature=1.3, top_k=4, top_p=0.8, min_p=0.05),
+    "penalties": SamplingParams(temperature=1.0, repetition_penalty=1.4, frequency_penalty=0.7, presence_penalty=-0.3),
+    "greedy penalties": SamplingParams(temperature=0.0, frequency_penalty=1.5),
+    "min new": SamplingParams(temperature=1.0, min_new_tokens=6, logit_bias={2: 3.0}, top_p=0.9),
+}
+STOPS = {"min new": [2]}
+PROMPT = [3, 1, 3]
+
+
+def slots_of(batch: int, params: SamplingParams, first_seed: int, stop_ids: list[int]) -> SamplingState:
+    state = SamplingState(batch + 1, VOCAB, "cpu")
+    for row in range(batch):
+        state.assign(row + 1, params, first_seed + row, PROMPT, [], stop_ids)
+    return state
+
+
+def one_by_one(target: Tensor, params: SamplingParams, seed: int, stop_ids: list[int]) -> list[int]:
+    state, slot = slots_of(1, params, seed, stop_ids), torch.tensor([1])
+    ids = list(PROMPT)
+    while len(ids) < len(PROMPT) + LENGTH:
+        token = pick(target[ids[-1]][None], state.rows(slot, [1]), torch.tensor([len(ids)]))
+        state.commit(slot, token[:, None], torch.tensor([1]))
+        ids.append(int(token))
+    return ids[len(PROMPT) :]
+
+
+def by_trees(
+    target: Tensor, params: SamplingParams, batch: int, first_seed: int, stop_ids: list[int], rng: random.Random
+) -> tuple[list[list[int]], int]:
+    """Decode `batch` seeds at once through random trees; return the outputs and the number of accepted drafts."""
+    state, slots = slots_of(batch, params, first_seed, stop_ids), torch.arange(1, batch + 1)
+    host = list(range(1, batch + 1))
+    ids = [list(PROMPT) for _ in range(batch)]
+    first = pick(target[torch.full((batch,), PROMPT[-1])], state.rows(slots, host), torch.full((batch,), len(PROMPT)))
+    state.commit(slots, first[:, None], torch.ones(batch, dtype=torch.int64))
+    for row in range(batch):
+        ids[row].append(int(first[row]))
+    accepted = 0
+    while min(map(len, ids)) < len(PROMPT) + LENGTH:
+        tree = forest(rng, batch, rng.choice([1, 3, 8, 16]), VOCAB, [row[-1] for row in ids])
+        lens = torch.tensor([len(row) - 1 for row in ids])  # the root is not in the KV cache
+        logits = target[tree.tokens.clamp(min=0)]
+        verdict = verify(tree, logits, state.rows(slots, host), lens, longest(tree))
+        state.commit(slots, verdict.emitted, verdict.count)
+        for row in range(batch):
+            count = int(verdict.count[row])
+            ids[row] += verdict.emitted[row, :count].tolist()
+            accepted += count - 1
+    return [row[len(PROMPT) : len(PROMPT) + LENGTH] for row in ids], accepted
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_any_drafts_give_the_very_sequence_of_one_token_at_a_time(name: str) -> None:
+    torch.manual_seed(3)
+    target = torch.randn(VOCAB, VOCAB) * 1.5
+    params, stop_ids, rng = PARAMS[name], STOPS.get(name, []), random.Random(7)
+    total, distinct = 0, set()
+    for first_seed in (-20, 2**63 - 20):
+        drafted, accepted = by_trees(target, params, 20, first_seed, stop_ids, rng)
+        for row in range(20):
+            expected = one_by_one(target, params, first_seed + row, stop_ids)
+            assert drafted[row] == expected
+            distinct.add(tuple(expected))
+        total += accepted
+    assert total > 60
+    assert len(distinct) == (1 if params.greedy else 40)
+
+
+def test_min_new_tokens_is_counted_along_the_path_not_per_step() -> None:
+    """A chain that spans the limit: the stop id is masked at output indices below it and free at the first beyond."""
+    logits = torch.tensor([0.0, 1.0, 5.0]).expand(1, 6, 3)  # id 2 would always win
+    state = SamplingState(2, 3, "cpu")
+    state.assign(1, SamplingParams(temperature=0.0, min_new_tokens=4), 0, [0], [], [2])
+    slot = torch.tensor([1])
+    state.commit(slot, torch.tensor([[1]]), torch.tensor([1]))
+    tree = chain(torch.tensor([[1, 1, 1, 1, 1, 1]]))
+    verdict = verify(tree, logits, state.rows(slot, [1]), torch.tensor([1]), 6)
+    assert verdict.emitted[0, : int(verdict.count)].tolist() == [1, 1, 1, 2]
+
+
+def test_penalties_see_the_path_and_leave_the_rows_as_they_were() -> None:
+    logits = torch.tensor([3.0, 2.0, 1.5]).expand(1, 4, 3)
+    state = SamplingState(2, 3, "cpu")
+    state.assign(1, SamplingParams(temperature=0.0, presence_penalty=2.0), 0, [0], [], [])
+    rows = state.rows(torch.tensor([1]), [1])
+    assert rows.counts is not None
+    verdict = verify(chain(torch.tensor([[0, 0, 1, 2]])), logits, rows, torch.tensor([1]), 4)
+    assert verdict.emitted.tolist() == [[0, 1, 2, 0]]  # each id pays once, then the order is the old one
+    assert rows.counts.sum() == 0
+
+
+def test_stopped_rows_do_not_disturb_walking_ones() -> None:
+    torch.manual_seed(5)
+    rng, target = random.Random(1), torch.randn(VOCAB, VOCAB)
+    tree = forest(rng, 6, 12, VOCAB)
+    state = slots_of(6, PARAMS["penalties"], 50, [])
+    logits, A = target[tree.tokens.clamp(min=0)], longest(tree)
+    together = verify(tree, logits, state.rows(torch.arange(1, 7), range(1, 7)), torch.full((6,), 4), A)
+    assert len(set(together.count.tolist())) > 1
+    for row in range(6):
+        one = DraftTree(tree.tokens[row : row + 1], tree.parents[row : row + 1])
+        alone = verify(one, logits[row : row + 1], state.rows(torch.tensor([row + 1]), [row + 1]), torch.tensor([4]), A)
+        count = int(alone.count)
+        assert_verdict(together, row, alone.path[0, :count].tolist(), alone.emitted[0, :count].tolist(), 12)
+
+
+def test_the_compiled_walk_has_no_host_decision_and_the_same_verdict() -> None:
+    """Without the early exit: traced as one graph (the eager backend: this is about the trace, not the kernels)."""
+    torch.manual_seed(6)
+    tree = forest(random.Random(2), 4, 8, VOCAB)
+    logits, A = torch.randn(VOCAB, VOCAB)[tree.tokens.clamp(min=0)], longest(tree)
+    rows = slots_of(4, PARAMS["filters"], 9, []).rows(torch.arange(1, 5), None)
+    lens = torch.tensor([4, 5, 6, 7])
+    compiled = torch.compile(verify, fullgraph=True, dynamic=False, backend="eager")(tree, logits, rows, lens, A)
+    eager = verify(tree, logits, rows, lens, A)
+    for row in range(4):
+        count = int(eager.count[row])
+        assert_verdict(compiled, row, eager.path[row, :count].tolist(), eager.emitted[row, :count].tolist(), 8)

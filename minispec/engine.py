@@ -118,6 +118,7 @@ class Engine:
         self.root = torch.zeros(slots, dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
         self.payoff = Payoff()
+        self.drafter_seconds = 0.0  # host time spent in a drafter that works on the host
         self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): measured at warm-up
         self.tree_sizes = sorted({1, drafter.nodes})
         self.buckets = {(b, n): Bucket(self, b, n) for b in batch_sizes for n in self.tree_sizes}
@@ -157,7 +158,9 @@ class Engine:
 
     def launch(self, slots: Sequence[int]) -> Pending:
         """Decode one step for these slots: verify a tree each, keep the accepted path, emit its tokens."""
+        started = time.perf_counter()
         drafts = self.drafter.propose(slots)
+        self.drafter_seconds += time.perf_counter() - started
         batch = self._bucket_size(len(slots))
         nodes = self.drafter.nodes if self.payoff.worth(drafts, self.time_ratio(batch)) else 1
         bucket = self.buckets[batch, nodes]
@@ -287,14 +290,15 @@ class Engine:
             pending.ready.synchronize()
         counts = pending.count.tolist()
         rows = [row[:count] for row, count in zip(pending.emitted.tolist(), counts, strict=True)][: len(pending.slots)]
-        for chunk, row in zip(pending.chunks, rows, strict=False):
+        started = time.perf_counter()
+        for chunk in pending.chunks:
             self.drafter.commit(chunk.slot, chunk.tokens, again=chunk.again)
-            self.drafter.commit(chunk.slot, row)
-        if not pending.chunks:
-            for slot, row, draft in zip(pending.slots, rows, pending.drafts, strict=True):
-                self.drafter.commit(slot, row)
-                if pending.nodes > 1:
-                    self.payoff.learn(draft.match_length, len(row))
+        for slot, row in zip(pending.slots, rows, strict=True):
+            self.drafter.commit(slot, row)
+        self.drafter_seconds += time.perf_counter() - started
+        if pending.nodes > 1:
+            for draft, row in zip(pending.drafts, rows, strict=True):
+                self.payoff.learn(draft.match_length, len(row))
         return rows
 
     # ---- warm-up -------------------------------------------------------------------------------------------------

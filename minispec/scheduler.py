@@ -26,6 +26,7 @@ from collections.abc import Sequence
 import torch
 
 from minispec.config import Config
+from minispec.drafter import Payoff
 from minispec.engine import Chunk, Engine
 from minispec.metrics import Metrics
 from minispec.output import Output
@@ -162,7 +163,7 @@ class Scheduler:
             return False
         self.kv.give_back(self.cache.evict(self.cache.count))
         self.engine.drafter.clear()
-        self.engine.payoff = type(self.engine.payoff)()
+        self.engine.payoff, self.engine.drafter_seconds = Payoff(), 0.0
         self.metrics = Metrics(self.metrics.tree_nodes, self.metrics.log_interval)
         return True
 
@@ -426,6 +427,7 @@ class Scheduler:
             "tree_steps": m.tree_steps,
             "plain_steps": m.plain_steps,
             "step_seconds": m.step_seconds,
+            "drafter_seconds": self.engine.drafter_seconds,
             "host_seconds": m.host_seconds,
         }
 

@@ -1,0 +1,270 @@
+"""Throughput side by side: plain decoding, each drafter, and transformers' generate, in one run on one machine.
+
+`python bench.py` takes no arguments: the default model, sixteen prompts of our own (eight ordinary, eight that ask for
+copying), greedy, 96 new tokens, batch 1 and 8. Every contestant runs every set of prompts in turn, round after round,
+so that a noisy machine is noisy for all; the medians over the rounds are reported, and ratios are what to quote.
+
+What is counted: tokens_per_s is new tokens over wall time from submission to the last token, prefill included, for
+every contestant alike. accept_length is tokens per decode forward of a request, the target's own included. Speed-up is
+against `none` at the same batch and prompts. GB/s is the weights read per second, what bounds decoding at batch 1.
+Before every timed run the prefix cache and the drafter's memory are emptied; the warm-up uses other prompts.
+
+Read next: `minispec/llm.py`, the interface used here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import transformers
+
+from minispec import LLM, SamplingParams
+from minispec.weights import read_tensors
+
+PROMPTS = Path(__file__).parent / "benchmarks" / "prompts.jsonl"
+WARM_UP = ["Name three rivers.", "Say hello to the class in one sentence."]
+
+
+@dataclass
+class Run:
+    """One timed run over one set of prompts."""
+
+    tokens: int
+    seconds: float
+    accept_length: float | None = None
+    drafter_ms: float | None = None  # host time of the drafter per decode step
+    host_ms: float | None = None  # host time of stop rules and text per decode step
+    forwards_per_s: float | None = None
+    outputs: tuple[tuple[int, ...], ...] = ()
+
+
+class Contestant(Protocol):
+    """Anything that generates greedily from lists of token ids."""
+
+    name: str
+    batches: Sequence[int]
+
+    def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int) -> Run:
+        """Generate for all prompts, `batch` at a time."""
+        ...
+
+
+class Ours:
+    """minispec with one drafter."""
+
+    def __init__(self, name: str, options: dict[str, Any], batches: Sequence[int]) -> None:
+        self.name, self.batches = name, batches
+        self.llm = LLM(speculative_algorithm=name.upper(), max_running_requests=max(batches), **options)
+
+    def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int) -> Run:
+        """Generate through the scheduler, groups of `batch` requests at a time."""
+        scheduler = self.llm.scheduler
+        assert scheduler.flush_cache(), "a benchmark starts on an idle engine"
+        params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens)
+        start = time.perf_counter()
+        results = [r for i in range(0, len(prompts), batch) for r in self.llm.generate(prompts[i : i + batch], params)]
+        seconds = time.perf_counter() - start
+        m = scheduler.metrics
+        steps = max(m.tree_steps + m.plain_steps, 1)
+        outputs = tuple(tuple(r["output_ids"]) for r in results)
+        return Run(
+            sum(map(len, outputs)), seconds, m.accept_length, scheduler.engine.drafter_seconds / steps * 1e3,
+            m.host_seconds / steps * 1e3, steps / seconds, outputs,
+        )  # fmt: skip
+
+
+class Transformers:
+    """transformers' own generate, plain or with prompt lookup."""
+
+    def __init__(self, name: str, model: Any, pad: int, batches: Sequence[int], **options: Any) -> None:
+        self.name, self.batches, self.model, self.pad, self.options = name, batches, model, pad, options
+
+    @torch.inference_mode()
+    def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int) -> Run:
+        """Generate with left-padded batches."""
+        outputs, start = [], time.perf_counter()
+        for i in range(0, len(prompts), batch):
+            group = prompts[i : i + batch]
+            width = max(map(len, group))
+            ids = torch.tensor([[self.pad] * (width - len(p)) + p for p in group], device=self.model.device)
+            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in group], device=self.model.device)
+            made = self.model.generate(
+                ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=self.pad,
+                **self.options,
+            )  # fmt: skip
+            outputs += [trim(row[width:].tolist(), self.model.generation_config.eos_token_id) for row in made]
+        return Run(sum(map(len, outputs)), time.perf_counter() - start, outputs=tuple(map(tuple, outputs)))
+
+
+def trim(ids: list[int], eos: int | list[int]) -> list[int]:
+    """Cut a row after its first end-of-sequence token: what follows is padding."""
+    ends = [i for i, token in enumerate(ids) if token in (eos if isinstance(eos, list) else [eos])]
+    return ids[: ends[0] + 1] if ends else ids
+
+
+def read_prompts(path: Path, limit: int | None) -> dict[str, list[str]]:
+    """Return {set: prompts} from our own file (fields kind, prompt) or an MT-bench one (turns; the first counts)."""
+    sets: dict[str, list[str]] = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        kind, text = (row["kind"], row["prompt"]) if "prompt" in row else (path.stem, row["turns"][0])
+        sets.setdefault(kind, []).append(text)
+    return {kind: prompts[:limit] for kind, prompts in sets.items()}
+
+
+def hardware(device: str) -> str:
+    """Return what this runs on, in a line."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    gpu = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
+    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads{gpu}"
+
+
+def contestants(args: argparse.Namespace, options: dict[str, Any]) -> list[Contestant]:
+    """Load everyone who was asked for; minispec first, as it resolves model and dtype."""
+    ours = [Ours(name, options, args.batch) for name in args.method if not name.startswith("transformers")]
+    everyone: list[Contestant] = list(ours)
+    theirs = [name for name in args.method if name.startswith("transformers")]
+    if theirs:
+        llm = ours[0].llm if ours else LLM(speculative_algorithm="NONE", disable_torch_compile=True, **options)
+        dtype = llm.scheduler.kv.pool.dtype
+        model = transformers.AutoModelForCausalLM.from_pretrained(llm.folder, dtype=dtype)
+        model = model.to(llm.scheduler.kv.pool.device)
+        pad = model.generation_config.pad_token_id or 0
+        if "transformers" in theirs:
+            everyone.append(Transformers("transformers", model, pad, args.batch))
+        if "transformers-prompt-lookup" in theirs:
+            batches = [b for b in args.batch if b == 1]
+            lookup = Transformers("transformers-prompt-lookup", model, pad, batches, prompt_lookup_num_tokens=10)
+            everyone.append(lookup)
+    return everyone
+
+
+def measure(args: argparse.Namespace, everyone: Sequence[Contestant], sets: dict[str, list[list[int]]]) -> list[dict]:
+    """Run everyone on every set, round after round; returns one row per contestant, batch and set."""
+    runs: dict[tuple[str, int, str], list[Run]] = {}
+    for round_ in range(args.rounds):
+        for batch in args.batch:
+            for kind, prompts in sets.items():
+                for one in everyone:
+                    if batch not in one.batches:
+                        continue
+                    run = one.run(prompts, batch, args.new_tokens)
+                    runs.setdefault((one.name, batch, kind), []).append(run)
+                    what = f"round {round_ + 1}: {one.name}, batch {batch}, {kind}"
+                    print(f"{what}: {run.tokens / run.seconds:.1f} token/s", file=sys.stderr)
+    rows = []
+    for (name, batch, kind), several in runs.items():
+        base = runs.get(("none", batch, kind))
+        speed = statistics.median(run.tokens / run.seconds for run in several)
+        # Paired within a round: the machine's mood cancels.
+        ratio = (
+            statistics.median(
+                (a.tokens / a.seconds) / (b.tokens / b.seconds) for a, b in zip(several, base, strict=True)
+            )
+            if base
+            else None
+        )
+        same = [x == y for x, y in zip(several[0].outputs, base[0].outputs, strict=True)] if base else []
+        rows.append(
+            {
+                "name": name,
+                "batch": batch,
+                "prompts": kind,
+                "tokens_per_s": round(speed, 2),
+                "accept_length": several[0].accept_length and round(several[0].accept_length, 3),
+                "speedup": ratio and round(ratio, 3),
+                "tokens": several[0].tokens,
+                "same_as_none": round(sum(same) / len(same), 3) if same else None,
+                "drafter_ms_per_step": several[0].drafter_ms and round(several[0].drafter_ms, 3),
+                "host_ms_per_step": several[0].host_ms and round(several[0].host_ms, 3),
+                "forwards_per_s": several[0].forwards_per_s and round(several[0].forwards_per_s, 1),
+            }
+        )
+    return rows
+
+
+def table(rows: Sequence[dict], weight_bytes: int) -> str:
+    """Return the results as a Markdown table."""
+    titles = ["batch", "prompts", "method", "tokens/s", "speed-up", "accept length", "same as none", "GB/s",
+              "drafter ms/step", "host ms/step"]  # fmt: skip
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    show = lambda value, form: "" if value is None else format(value, form)  # noqa: E731
+    for row in sorted(rows, key=lambda r: (r["batch"], r["prompts"])):
+        rate = row["forwards_per_s"]
+        cells = [
+            str(row["batch"]), row["prompts"], row["name"], f"{row['tokens_per_s']:.1f}", show(row["speedup"], ".2f"),
+            show(row["accept_length"], ".2f"), show(row["same_as_none"], ".0%"),
+            show(rate and rate * weight_bytes / 1e9, ".1f"), show(row["drafter_ms_per_step"], ".2f"),
+            show(row["host_ms_per_step"], ".2f"),
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="Hugging Face id or folder; default: the default model")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    names = ("none", "ngram", "transformers", "transformers-prompt-lookup")
+    parser.add_argument("--method", nargs="+", choices=names, default=list(names))
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=2, help="timed runs of each; medians are reported")
+    parser.add_argument("--dataset", type=Path, default=PROMPTS, help="JSON lines, our own or MT-bench's format")
+    parser.add_argument("--limit", type=int, help="prompts of each set")
+    parser.add_argument("--json", type=Path, help="write one JSON object here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the benchmark."""
+    args = parse()
+    transformers.utils.logging.set_verbosity_error()
+    options = {"dtype": args.dtype, "device": args.device}
+    if args.model:
+        options["model"] = args.model
+    everyone = contestants(args, options)
+    ours = next(one for one in everyone if isinstance(one, Ours))
+    tokenizer, device = ours.llm.tokenizer, ours.llm.scheduler.kv.pool.device.type
+    encode = lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])  # noqa: E731
+    for one in everyone:
+        for batch in one.batches:
+            one.run([encode(text) for text in WARM_UP], batch, 8)
+    sets = {kind: [encode(p) for p in prompts] for kind, prompts in read_prompts(args.dataset, args.limit).items()}
+    rows = measure(args, everyone, sets)
+    weights = sum(tensor.numel() for _, tensor in read_tensors(ours.llm.folder, "auto"))
+    weight_bytes = weights * ours.llm.scheduler.kv.pool.dtype.itemsize
+    report = {
+        "hardware": hardware(device),
+        "versions": {
+            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__
+        },
+        "flags": {**{k: str(v) for k, v in vars(args).items()}, "dtype": str(ours.llm.scheduler.kv.pool.dtype)},
+        "results": rows,
+    }  # fmt: skip
+    print(f"{report['hardware']}; {report['versions']}; {report['flags']['dtype']}, {args.new_tokens} new tokens")
+    print(table(rows, weight_bytes))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

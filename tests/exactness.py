@@ -1,0 +1,218 @@
+"""What the exactness tests share: a tiny sharp model, a drafter that knows the truth, a reference without any cache.
+
+Exact output is easy to fake: a model that ignores its context, or a drafter that never proposes, passes any equality
+test. So the model here has random weights scaled until attention is sharp and logits are spread, and the `Oracle`
+drafter hides the true continuation in a random tree among wrong turns, so that masks, positions and compaction are
+exercised at every step and any error shows in the tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from minispec.attention import Causal
+from minispec.drafter import Draft, Drafter
+from minispec.engine import Engine
+from minispec.kv import PagedKV
+from minispec.model import Model, ModelConfig
+from minispec.request import Request, SamplingParams
+from minispec.sampling import SamplingState, pick
+from minispec.scheduler import Scheduler
+
+VOCAB = 61
+CONTEXT = 256
+CPU = torch.device("cpu")
+
+
+class Letters:
+    """A tokenizer of one character a token, enough for the scheduler to make text."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, **_: object) -> str:
+        """Return one letter per id."""
+        return "".join(chr(0x100 + token) for token in ids)
+
+
+def tiny_model(seed: int = 0, context: int = CONTEXT) -> Model:
+    """Return a random model of 9 heads over 3 whose every layer looks far back."""
+    config = ModelConfig(
+        architecture="LlamaForCausalLM", vocab_size=VOCAB, hidden_size=72, intermediate_size=96, layers=3, heads=9,
+        kv_heads=3, head_dim=8, norm_eps=1e-5, rope_theta=1e4, rope_scaling=None, context_length=context,
+        qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, tied=False, sliding_window=None, dtype=None,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    with torch.inference_mode():
+        model = Model.empty(config, torch.float32, CPU)
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0) if name.endswith("norm.weight") else parameter.normal_(0, 0.35)
+    return model
+
+
+@torch.inference_mode()
+def next_logits(model: Model, ids: Sequence[int]) -> torch.Tensor:
+    """Return the logits [V] after `ids`, computed from the whole text with plain causal attention."""
+    hidden, _ = model(torch.tensor([ids]), torch.arange(len(ids))[None], Causal())
+    return model.head(hidden[0, -1])
+
+
+@torch.inference_mode()
+def reference(model: Model, request: Request, stop_ids: Sequence[int] = ()) -> list[int]:
+    """Return the request's output by sequential decoding without cache, batch, tree or scheduler."""
+    ids, params = list(request.prompt_ids), request.params
+    output: list[int] = []
+    while len(output) < request.max_new_tokens:
+        state = SamplingState(2, VOCAB, CPU)
+        state.assign(1, params, request.seed, request.prompt_ids, output, stop_ids)
+        rows = state.rows(torch.tensor([1]), [1])
+        token = int(pick(next_logits(model, ids)[None], rows, torch.tensor([len(ids)])))
+        output.append(token)
+        ids.append(token)
+        if token in stop_ids and len(output) > params.min_new_tokens:
+            break
+    return output
+
+
+@dataclass
+class Oracle:
+    """A drafter that knows how each text goes on and plants that path in a random tree of wrong turns.
+
+    `truth` gives the continuation after a text. With probability `miss` the tree leaves the truth early.
+    """
+
+    truth: Callable[[tuple[int, ...]], list[int]]
+    nodes: int = 8
+    miss: float = 0.3
+    seed: int = 0
+    name: str = "oracle"
+    scratch: int = 0
+    lookahead: int = 0
+    taps: tuple[int | str, ...] = ()
+    on_host: bool = True
+    texts: dict[int, list[int]] = field(default_factory=dict)
+    branched: int = 0  # true nodes that do not directly follow their parent, so that acceptance needs compaction
+
+    def __post_init__(self) -> None:
+        self.depth = self.nodes - 1
+        self.random = random.Random(self.seed)
+
+    def propose(self, slots: Sequence[int]) -> list[Draft]:
+        """Return a random tree per slot."""
+        return [self._tree(self.texts[slot]) for slot in slots]
+
+    def _tree(self, text: list[int]) -> Draft:
+        rng, tokens, parents = self.random, [text[-1]], [-1]
+        truth = self.truth(tuple(text))[: rng.randint(0, self.nodes - 1)]
+        at = 0  # the node that ends the true path so far
+        while len(tokens) < self.nodes and (truth or rng.random() < 0.8):
+            siblings = {t for t, p in zip(tokens, parents, strict=True) if p == at}
+            if truth and rng.random() < 0.6 and truth[0] not in siblings:
+                if rng.random() < self.miss:
+                    truth = []
+                    continue
+                parent, token = at, truth.pop(0)
+                at = len(tokens)
+                self.branched += at != parent + 1
+            else:
+                parent, token = rng.randrange(len(tokens)), rng.randrange(VOCAB)
+                if truth and (parent, token) == (at, truth[0]):
+                    continue
+            if any(p == parent and t == token for t, p in zip(tokens, parents, strict=True)):
+                continue
+            tokens.append(token)
+            parents.append(parent)
+        return Draft(tokens, parents, match_length=1)
+
+    def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
+        """Remember the text."""
+        self.texts.setdefault(slot, []).extend(tokens)
+
+    def release(self, slot: int) -> None:
+        """Forget the slot."""
+        self.texts.pop(slot, None)
+
+    def clear(self) -> None:
+        """Learn nothing, forget nothing."""
+
+
+@torch.inference_mode()
+def build(
+    model: Model,
+    drafter: Drafter,
+    *,
+    pages: int = 200,
+    page_size: int = 16,
+    running: int = 8,
+    chunk: int = 64,
+    compiled: bool = False,
+    radix: bool = True,
+    eos: Sequence[int] = (),
+) -> Scheduler:
+    """Put a scheduler together over the tiny model, as `LLM` does over a real one."""
+    kv = PagedKV(
+        layers=model.config.layers, kv_heads=model.config.kv_heads, head_dim=model.config.head_dim, pages=pages,
+        page_size=page_size, slots=running + 1, rows_per_slot=model.config.context_length + drafter.nodes,
+        dtype=torch.float32, device=CPU,
+    )  # fmt: skip
+    sizes = sorted({size for size in (1, 2, 4, 8) if size <= running} | {running})
+    engine = Engine(
+        model, kv, drafter, context_length=model.config.context_length, batch_sizes=sizes, chunk_rows=chunk,
+        compiled=compiled,
+    )  # fmt: skip
+    return Scheduler(engine, Letters(), frozenset(eos), max_running=running, chunk_size=chunk, radix=radix)
+
+
+def request(name: str, prompt: Sequence[int], **params: object) -> Request:
+    """Make a request, greedy unless told otherwise."""
+    return Request(name, list(prompt), SamplingParams(**{"temperature": 0.0, "max_new_tokens": 24, **params}))
+
+
+def run(scheduler: Scheduler, requests: Sequence[Request], stagger: int = 0) -> dict[Request, str]:
+    """Serve requests to the end, `stagger` steps between arrivals; returns their texts and checks the pages."""
+    texts = dict.fromkeys(requests, "")
+    pending = list(requests)
+    for request in requests:
+        scheduler.validate(request)
+    step = 0
+    while pending or scheduler.has_work:
+        while pending and (stagger == 0 or step % stagger == 0):
+            scheduler.submit(pending.pop(0))
+            if stagger:
+                break
+        for update in scheduler.step():
+            texts[update.request] += update.text
+        scheduler.check()
+        step += 1
+        assert step < 5000, "the scheduler does not come to an end"
+    scheduler.step()  # idle: runs the integrity check
+    return texts
+
+
+def truth_of(model: Model) -> Callable[[tuple[int, ...]], list[int]]:
+    """Return an oracle of greedy continuations, remembered by prefix."""
+    known: dict[tuple[int, ...], int] = {}
+
+    def truth(text: tuple[int, ...]) -> list[int]:
+        ids, out = list(text), []
+        for _ in range(7):
+            key = tuple(ids)
+            if key not in known:
+                known[key] = int(next_logits(model, ids).argmax())
+            out.append(known[key])
+            ids.append(known[key])
+        return out
+
+    return truth
+
+
+def mixed_requests(count: int = 8, seed: int = 1, **params: object) -> list[Request]:
+    """Return requests of different lengths and sampling seeds, pairs of which share a prefix of several pages."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(VOCAB) for _ in range(40)]
+    prompts = []
+    for index in range(count):
+        own = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 7, 16, 30, 70)))]
+        prompts.append(shared + own if index % 2 else own)
+    return [request(f"r{i}", prompt, sampling_seed=7 * i - 3, **params) for i, prompt in enumerate(prompts)]

@@ -1,0 +1,484 @@
+"""NGRAM: draft what followed the last few tokens the last times they stood somewhere, in any prompt or output.
+
+One trie holds every stretch of up to `branch_length` tokens that was seen; all requests share it. The one idea is in
+`Trie.extend`: a text's open paths are the nodes of its suffixes, one per suffix length. A new token moves each of them
+one child down, which inserts every new stretch exactly once, so a node's frequency is the number of times its path
+occurred; and the nodes arrived at are the matches of all suffix lengths, with no walk from the root.
+
+A node is one index into a few integer arrays that grow as nodes come, never an object. Its child for a token is found
+by linear hashing (Litwin, 1980), which splits one bucket per new node: nothing is ever rehashed as a whole.
+A trie that drafts several branches at once is due to Lookahead (Zhao et al., arXiv 2312.12728); the rules of selection
+are those of SGLang's NGRAM.
+
+Read next: `drafter.py` for the protocol, `verify.py` for what becomes of a draft.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from minispec.drafter import Draft
+
+INDEX_PER_STEP = 256  # prompt tokens indexed between two drafts; about 15 ms of Python
+KEPT_AFTER_RELEASE = 65_536  # tokens of ended requests that may still wait to be indexed
+CROWDED = 64  # with more children than this the likeliest are remembered, not searched for
+
+ROOT = 0  # the empty path. No child, leaf or bucket entry is ever the root, so 0 also means "no node" in every link
+MAX_NODES = 2**31 - 1
+
+_FLAGS = {
+    "min_match": "--speculative-ngram-min-match-window-size",
+    "max_match": "--speculative-ngram-max-match-window-size",
+    "min_breadth": "--speculative-ngram-min-bfs-breadth",
+    "max_breadth": "--speculative-ngram-max-bfs-breadth",
+    "match_type": "--speculative-ngram-match-type",
+    "branch_length": "--speculative-ngram-branch-length",
+    "capacity": "--speculative-ngram-capacity",
+    "nodes": "--speculative-num-draft-tokens",
+}
+
+
+@dataclass(frozen=True)
+class NgramOptions:
+    """The NGRAM flags; raises ValueError naming the flag, what was given and what is allowed."""
+
+    min_match: int = 1  # shortest suffix looked up
+    max_match: int = 12  # longest suffix looked up
+    min_breadth: int = 1  # BFS: children taken right after the longest match
+    max_breadth: int = 10  # BFS: about what is taken after the shortest one; PROB: children considered per node
+    match_type: str = "BFS"  # continuations by recency (BFS) or by frequency (PROB)
+    branch_length: int = 18  # tokens in the longest path kept
+    capacity: int = 10_000_000  # most nodes, root included
+    nodes: int = 12  # N: nodes of a draft, root included
+
+    def __post_init__(self) -> None:
+        if self.match_type not in ("BFS", "PROB"):
+            raise ValueError(f"{_FLAGS['match_type']} must be BFS or PROB, got {self.match_type!r}")
+        self._check("nodes", 1, MAX_NODES)
+        self._check("min_match", 1, MAX_NODES)
+        self._check("max_match", self.min_match, MAX_NODES, low_is="min_match")
+        self._check("min_breadth", 1, MAX_NODES)
+        self._check("max_breadth", self.min_breadth, MAX_NODES, low_is="min_breadth")
+        # One token beyond the longest match must fit a path, or that match could never draft.
+        self._check("branch_length", max(2, self.max_match + 1), MAX_NODES, low_is="max_match")
+        self._check("capacity", self.branch_length + 1, MAX_NODES, low_is="branch_length")
+
+    def _check(self, name: str, low: int, high: int, low_is: str | None = None) -> None:
+        """Raise unless the field is an int in [low, high]; `low_is` names the field the lower bound comes from."""
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{_FLAGS[name]} must be an integer, got {value!r}")
+        if not low <= value <= high:
+            why = f" ({_FLAGS[low_is]} is {getattr(self, low_is)})" if low_is else ""
+            raise ValueError(f"{_FLAGS[name]} must be in [{low}, {high}]{why}, got {value}")
+
+
+class Match(NamedTuple):
+    """A suffix of a text that the trie holds."""
+
+    length: int
+    node: int
+
+
+class Trie:
+    """Counted paths of tokens, at most `capacity` nodes; knows no requests.
+
+    Who calls `extend` keeps the list it returns, the open paths: entry w - 1 is the node of the suffix of length w.
+    Those nodes are pinned until the next `extend` or `close` of that list, so they can never be evicted under it. When
+    the trie is full, the least recently used leaf that nobody has pinned makes room; if that leaves its parent
+    childless, the parent is next, so that a stale path goes as a whole. If all is pinned, the path ends (entry 0).
+    """
+
+    def __init__(self, options: NgramOptions) -> None:
+        self.options = options
+        self.clear()
+
+    def clear(self) -> None:
+        """Empty the trie; open paths handed out before are void."""
+        fresh = lambda: array("i", [0])  # noqa: E731  the root's entry
+        self._token, self._parent = fresh(), fresh()
+        self._count = array("q", [0])  # how many times the path occurred; 2^31 is a matter of days
+        self._pins = fresh()  # open paths that end here
+        # Children of a node, newest first.
+        self._first, self._next, self._previous = fresh(), fresh(), fresh()
+        # Leaves without pins in a ring through the root: the oldest is _newer[ROOT], the newest is _older[ROOT].
+        self._newer, self._older = fresh(), fresh()
+        self._zeros = (self._count, self._pins, self._first, self._next, self._previous, self._newer, self._older)
+        # Buckets of (parent, token) -> node, always as many as nodes; the chain goes through nodes.
+        self._bucket, self._chain = fresh(), fresh()
+        self._mask = 0
+        self._likeliest: dict[int, list[int]] = {}  # the top children of crowded parents that were asked for theirs
+
+    def __len__(self) -> int:
+        return len(self._token)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the node arrays hold, the spare room of their growth included."""
+        return sum(a.__sizeof__() for a in vars(self).values() if isinstance(a, array))
+
+    # ---- insertion
+
+    def extend(self, path: Sequence[int], token: int, count: bool = True) -> list[int]:
+        """Insert every stretch that ends with `token`, the next one of the text whose open paths are `path`.
+
+        Returns the text's new open paths; `path` is void afterwards. Without `count` the stretches are known to have
+        been counted before: those still here keep their frequency.
+        """
+        grown = [self._descend(ROOT, token, count)]
+        for node in path[: self.options.branch_length - 1]:
+            grown.append(self._descend(node, token, count) if node else 0)
+        self.close(path)
+        return grown
+
+    def close(self, path: Iterable[int]) -> None:
+        """Give up open paths; what they inserted stays until it is evicted."""
+        for node in path:
+            if node:
+                self._pins[node] -= 1
+                if not self._pins[node] and not self._first[node]:
+                    self._queue(node, self._older[ROOT])
+
+    def _descend(self, parent: int, token: int, count: bool) -> int:
+        """Return the child for `token`, created if need be, counted, newest among its siblings and pinned; 0 if full.
+
+        The parent is the root or pinned, hence never in the ring of evictable leaves.
+        """
+        bucket = self._home(parent, token)
+        child = self._bucket[bucket]
+        while child and (self._token[child] != token or self._parent[child] != parent):
+            child = self._chain[child]
+        if not child:
+            child = self._create(parent, token, bucket)
+            if not child:
+                return 0
+            count = True
+        elif not self._pins[child] and not self._first[child]:
+            self._dequeue(child)
+        self._pins[child] += 1
+        self._to_front(parent, child)
+        if count:
+            self._count[child] += 1
+            if parent in self._likeliest:
+                self._rerank(parent, child)
+        return child
+
+    def _create(self, parent: int, token: int, bucket: int) -> int:
+        """Return a new node, hashed but not yet among its siblings, or 0 when every node is in use."""
+        node = len(self._token)
+        if node < self.options.capacity:
+            self._append(parent, token, bucket)
+            return node
+        node = self._evict()
+        if node:
+            self._token[node], self._parent[node], self._count[node] = token, parent, 0
+            self._chain[node], self._bucket[bucket] = self._bucket[bucket], node
+        return node
+
+    def _append(self, parent: int, token: int, bucket: int) -> None:
+        """Grow every array by one."""
+        node = len(self._token)
+        self._token.append(token)
+        self._parent.append(parent)
+        self._chain.append(self._bucket[bucket])
+        self._bucket[bucket] = node
+        for links in self._zeros:
+            links.append(0)
+        self._split()
+
+    def _to_front(self, parent: int, child: int) -> None:
+        """Make `child`, new or known, the first of its siblings."""
+        first = self._first[parent]
+        if first == child:
+            return
+        before, after = self._previous[child], self._next[child]
+        if before:  # it is listed, and not first
+            self._next[before] = after
+            if after:
+                self._previous[after] = before
+        self._previous[child], self._next[child] = 0, first
+        if first:
+            self._previous[first] = child
+        self._first[parent] = child
+
+    # ---- eviction
+
+    def _evict(self) -> int:
+        """Forget the least recently used leaf and return its index for reuse; 0 if there is none."""
+        node = self._newer[ROOT]
+        if not node:
+            return 0
+        self._dequeue(node)
+        parent, before, after = self._parent[node], self._previous[node], self._next[node]
+        if before:
+            self._next[before] = after
+        else:
+            self._first[parent] = after
+        if after:
+            self._previous[after] = before
+        self._previous[node] = self._next[node] = 0
+        self._unhash(node)
+        if node in self._likeliest.get(parent, ()):
+            del self._likeliest[parent]  # who moves up is not known; the next question finds out
+        if parent and not self._first[parent] and not self._pins[parent]:
+            self._queue(parent, ROOT)
+        return node
+
+    def _queue(self, node: int, older: int) -> None:
+        """Put `node` into the ring right after `older`: ROOT makes it the next to go, _older[ROOT] the last."""
+        newer = self._newer[older]
+        self._older[node], self._newer[node] = older, newer
+        self._newer[older] = self._older[newer] = node
+
+    def _dequeue(self, node: int) -> None:
+        older, newer = self._older[node], self._newer[node]
+        self._newer[older], self._older[newer] = newer, older
+
+    # ---- children by token: linear hashing
+
+    def find(self, parent: int, token: int) -> int:
+        """Return the child of `parent` for `token`, or 0."""
+        node = self._bucket[self._home(parent, token)]
+        while node and (self._token[node] != token or self._parent[node] != parent):
+            node = self._chain[node]
+        return node
+
+    def _home(self, parent: int, token: int) -> int:
+        """Return the bucket of a key: its low hash bits, one fewer where that bucket is not there yet."""
+        bucket = hash((parent, token)) & self._mask
+        return bucket if bucket < len(self._bucket) else bucket & (self._mask >> 1)
+
+    def _split(self) -> None:
+        """Add one bucket and move to it what now belongs there, all of it from one other bucket."""
+        added = len(self._bucket)
+        self._bucket.append(0)
+        self._mask = (1 << added.bit_length()) - 1
+        source = added & (self._mask >> 1)
+        node, self._bucket[source] = self._bucket[source], 0
+        while node:
+            after = self._chain[node]
+            home = added if hash((self._parent[node], self._token[node])) & self._mask == added else source
+            self._chain[node], self._bucket[home] = self._bucket[home], node
+            node = after
+
+    def _unhash(self, node: int) -> None:
+        """Take `node` out of its bucket."""
+        bucket = self._home(self._parent[node], self._token[node])
+        at = self._bucket[bucket]
+        if at == node:
+            self._bucket[bucket] = self._chain[node]
+            return
+        while self._chain[at] != node:
+            at = self._chain[at]
+        self._chain[at] = self._chain[node]
+
+    # ---- matching and selection
+
+    def locate(self, tokens: Sequence[int]) -> list[int]:
+        """Return what `extend` would have returned after `tokens`, without changing anything; 0 where no node is."""
+        path: list[int] = []
+        for token in tokens:
+            path = [self.find(ROOT, token)] + [node and self.find(node, token) for node in path]
+        return path
+
+    def draft(self, path: Sequence[int], root: int) -> Draft:
+        """Return the tree that follows a text with these open paths and `root` as its last token."""
+        longest = min(len(path), self.options.max_match)
+        lengths = range(longest, self.options.min_match - 1, -1)
+        matches = [Match(w, path[w - 1]) for w in lengths if path[w - 1] and self._first[path[w - 1]]]
+        tree = _Growth(root, self.options.nodes)
+        grow = self._by_recency if self.options.match_type == "BFS" else self._by_probability
+        for match in matches:  # the longest first: what it says is the most specific
+            if tree.full:
+                break
+            grow(tree, match)
+        return Draft(tree.tokens, tree.parents, matches[0].length if matches else 0)
+
+    def _by_recency(self, tree: _Growth, match: Match) -> None:
+        """Add continuations level by level, newest first; breadth falls by `scale` a level, down to 1.
+
+        A longer match starts narrower, so that it gets deeper.
+        """
+        o = self.options
+        scale = (o.max_breadth - o.min_breadth) / (o.max_match - o.min_match + 1)
+        queue = deque([(0, match.node, (o.max_match - match.length) * scale + o.min_breadth)])
+        while queue and not tree.full:
+            parent, node, breadth = queue.popleft()
+            child, room = self._first[node], max(1, int(breadth))
+            while child and room and not tree.full:
+                queue.append((tree.add(parent, self._token[child]), child, breadth - scale))
+                child, room = self._next[child], room - 1
+
+    def _by_probability(self, tree: _Growth, match: Match) -> None:
+        """Add continuations by falling product of estimated probabilities; among equals the shallower, then the token.
+
+        A child's estimate is its share of the occurrences of the `max_breadth` likeliest children.
+        """
+        token, count = self._token, self._count
+        heap: list[tuple[float, int, int, int, int]] = []
+
+        def open_node(parent: int, node: int, depth: int, probability: float) -> None:
+            best = self.likeliest(node)
+            total = sum(count[child] for child in best)
+            for child in best:
+                heapq.heappush(heap, (-probability * count[child] / total, depth, token[child], parent, child))
+
+        open_node(0, match.node, 1, 1.0)
+        while heap and not tree.full:
+            negative, depth, of, parent, node = heapq.heappop(heap)
+            open_node(tree.add(parent, of), node, depth + 1, -negative)
+
+    def likeliest(self, parent: int) -> list[int]:
+        """Return the `max_breadth` most frequent children, equals by token id; fewer if there are fewer."""
+        if parent in self._likeliest:
+            return self._likeliest[parent]
+        children = list(self._children(parent))
+        best = heapq.nsmallest(self.options.max_breadth, children, key=self._rank)
+        if len(children) > max(CROWDED, len(best)):
+            self._likeliest[parent] = best
+        return best
+
+    def _rerank(self, parent: int, child: int) -> None:
+        """Keep the remembered top of `parent` true after `child`, and no other, became more frequent."""
+        best = self._likeliest[parent]
+        if child not in best:
+            if self._rank(child) > self._rank(best[-1]):
+                return
+            best[-1] = child
+        best.sort(key=self._rank)
+
+    def _rank(self, node: int) -> tuple[int, int]:
+        return -self._count[node], self._token[node]
+
+    def _children(self, parent: int) -> Iterator[int]:
+        child = self._first[parent]
+        while child:
+            yield child
+            child = self._next[child]
+
+
+class _Growth:
+    """A draft in the making: parents precede children, and siblings of equal token are one node."""
+
+    def __init__(self, root: int, limit: int) -> None:
+        self.tokens, self.parents, self.limit = [root], [-1], limit
+        self._known: dict[tuple[int, int], int] = {}
+
+    @property
+    def full(self) -> bool:
+        return len(self.tokens) >= self.limit
+
+    def add(self, parent: int, token: int) -> int:
+        """Return the node for `token` below `parent`, added if it is not there; the caller sees to the limit."""
+        node = self._known.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+        return node
+
+
+@dataclass(eq=False)
+class _Text:
+    """One request's text as the drafter sees it."""
+
+    newest: list[int] = field(default_factory=list)  # the last max_match tokens: what is looked up
+    path: list[int] = field(default_factory=list)  # open paths of the part that is indexed
+    waiting: deque[int] = field(default_factory=deque)  # tokens not indexed yet
+    replayed: int = 0  # how many of `waiting`, from its front, were counted before a retraction
+    fresh: bool = False  # holds tokens that no earlier slot held
+    drafted: bool = False  # what comes after the first draft is output
+    released: bool = False
+
+
+class NgramDrafter:
+    """The drafter over one shared trie; per slot it keeps the newest tokens, open paths and what waits for indexing.
+
+    Output is indexed as it is committed. Prompts wait in line and are indexed INDEX_PER_STEP tokens a step, all
+    requests together, first come first served; until a text's turn is over its newest tokens are looked up from the
+    root. What an ended request left in line is still indexed, up to KEPT_AFTER_RELEASE tokens.
+    """
+
+    name = "ngram"
+    scratch = 0
+    lookahead = 0
+    taps: tuple[int | str, ...] = ()
+    on_host = True
+
+    def __init__(self, options: NgramOptions) -> None:
+        self.options = options
+        self.nodes = options.nodes
+        self.depth = min(options.nodes - 1, options.branch_length - options.min_match)
+        self.trie = Trie(options)
+        self._texts: dict[int, _Text] = {}
+        self._line: deque[_Text] = deque()  # texts with tokens waiting
+
+    def propose(self, slots: Sequence[int]) -> list[Draft]:
+        """Do one step's indexing, then return one tree per slot; raises KeyError for a slot without tokens."""
+        self.tick()
+        return [self._draft(self._texts[slot]) for slot in slots]
+
+    def _draft(self, text: _Text) -> Draft:
+        text.drafted = True
+        path = self.trie.locate(text.newest) if text.waiting else text.path
+        return self.trie.draft(path, text.newest[-1])
+
+    def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
+        """Take in the next tokens of a slot's text, those of a prompt found in the prefix cache included.
+
+        A retracted request commits its history anew in its next slot; `again` marks the tokens it had committed
+        before, so that they are not counted twice. Raises ValueError if such tokens follow new ones.
+        """
+        if not tokens:
+            return
+        text = self._texts.setdefault(slot, _Text())
+        if again and text.fresh:
+            raise ValueError(f"slot {slot}: tokens committed again must precede all new ones")
+        text.fresh = not again
+        text.newest = [*text.newest, *tokens][-self.options.max_match :]
+        if text.drafted and not text.waiting and not again:
+            for token in tokens:
+                text.path = self.trie.extend(text.path, token)
+            return
+        text.replayed += len(tokens) if again else 0
+        if not text.waiting:
+            self._line.append(text)
+        text.waiting.extend(tokens)
+
+    def tick(self) -> None:
+        """Index at most INDEX_PER_STEP waiting tokens. `propose` calls it; call it in steps that propose nothing."""
+        left = INDEX_PER_STEP
+        while left and self._line:
+            text = self._line[0]
+            share = min(left, len(text.waiting))
+            for _ in range(share):
+                text.path = self.trie.extend(text.path, text.waiting.popleft(), count=not text.replayed)
+                text.replayed = max(0, text.replayed - 1)
+            left -= share
+            if not text.waiting:
+                self._line.popleft()
+                if text.released:
+                    self.trie.close(text.path)
+
+    def release(self, slot: int) -> None:
+        """Forget a slot, its request having ended or been retracted; what it added to the trie stays."""
+        text = self._texts.pop(slot, None)
+        if text is None:
+            return
+        text.released = True
+        if not text.waiting:
+            self.trie.close(text.path)
+        elif sum(len(t.waiting) for t in self._line if t.released) > KEPT_AFTER_RELEASE:
+            self._line.remove(text)
+            self.trie.close(text.path)
+
+    def clear(self) -> None:
+        """Empty the trie and the line; texts in slots go on, matching what is committed from now on."""
+        self.trie.clear()
+        self._line.clear()
+        for text in self._texts.values():
+            text.path, text.waiting, text.replayed = [], deque(), 0

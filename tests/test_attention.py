@@ -1,0 +1,412 @@
+"""PagedFlex and PagedGather against attention written from its description: for each node, a loop over what it sees.
+
+The reference shares nothing with `attention.py`: it keeps every slot's keys and values as a plain text of rows, lays
+them into the pool by its own page arithmetic, walks parents one by one to know a node's ancestors, and takes the
+softmax in fp64. Everything a node must not see holds large finite garbage, so a mask that is wrong in a single place
+shows. FlexAttention runs compiled in four shapes on the CPU and eagerly in all; the wide compiled sweep needs CUDA.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from minispec.attention import QUERY_BLOCK, Causal, PagedFlex, PagedGather, Plan
+from minispec.kv import PagedKV
+
+GROUPS = (1, 3, 4, 7, 8)  # query heads per KV head
+TREES = (1, 2, 3, 8, 17, 33, 64)
+GARBAGE = 30.0  # stands where nobody may look: finite, and far from every value
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest output
+LAYERS = 2
+
+
+@dataclass
+class Block:
+    """One query block: its nodes stand at rows start, start + 1, ...; sees[i] lists the nodes that node i sees."""
+
+    slot: int
+    start: int
+    sees: list[list[int]]
+    live: list[bool]
+
+
+class World:
+    """A paged pool and, beside it, what each slot truly holds: texts[layer][slot] = keys, values [rows, Hkv, D]."""
+
+    def __init__(
+        self,
+        group: int,
+        *,
+        page: int = 16,
+        rows: int = 192,
+        dim: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        slots: int = 4,
+        seed: int = 0,
+    ) -> None:
+        self.group, self.page, self.dim, self.rows_per_slot, self.slots = group, page, dim, rows, slots
+        self.kv_heads = 2
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.kv = PagedKV(
+            layers=LAYERS, kv_heads=self.kv_heads, head_dim=dim, pages=slots * -(-rows // page) + 2, page_size=page,
+            slots=slots + 1, rows_per_slot=rows, dtype=dtype, device=torch.device(device),
+        )  # fmt: skip
+        self.texts: list[dict[int, tuple[Tensor, Tensor]]] = []
+        self.pages: dict[int, list[int]] = {}
+
+    def draw(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Return random numbers in the pool's dtype and on its device."""
+        numbers = scale * torch.randn(*shape, generator=self.generator)
+        return numbers.to(self.kv.pool.dtype).to(self.kv.pool.device)
+
+    def deal(self, lengths: dict[int, int], shared: bool = False) -> None:
+        """Give every slot new random pages and a new text; all else is garbage. `shared`: 1 and 2 share a page."""
+        free = self.random.sample(range(1, self.kv.pages), self.kv.pages - 1)
+        each = -(-self.rows_per_slot // self.page)
+        self.pages = {slot: [free.pop() for _ in range(each)] for slot in range(1, self.slots + 1)}
+        self.kv.pool.copy_(self.draw(*self.kv.pool.shape, scale=GARBAGE))
+        text = lambda rows: tuple(self.draw(rows, self.kv_heads, self.dim) for _ in "kv")  # noqa: E731
+        self.texts = [{slot: text(rows) for slot, rows in lengths.items()} for _ in range(LAYERS)]
+        if shared:
+            assert min(lengths[1], lengths[2]) >= self.page
+            self.pages[2][0] = self.pages[1][0]
+            for texts in self.texts:
+                for one, two in zip(texts[1], texts[2], strict=True):
+                    two[: self.page] = one[: self.page]
+        for slot, pages in self.pages.items():
+            self.kv.unmap(slot)
+            self.kv.map(slot, 0, pages)
+        for layer, texts in enumerate(self.texts):
+            for slot, text in texts.items():
+                for row in range(lengths[slot]):
+                    self.put(self.kv.pool, layer, slot, row, text[0][row], text[1][row])
+
+    def put(self, pool: Tensor, layer: int, slot: int, row: int, key: Tensor, value: Tensor) -> None:
+        """Lay one row of a slot where its pages say."""
+        physical = self.pages[slot][row // self.page] * self.page + row % self.page
+        pool[2 * layer, :, physical] = key
+        pool[2 * layer + 1, :, physical] = value
+
+
+def random_tree(world: World, nodes: int, slot: int, start: int) -> Block:
+    """Return a random tree; now and then its last nodes are padding, or its deep ones past the context's end."""
+    used = nodes if world.random.random() < 0.5 else world.random.randint(1, nodes)
+    deepest = nodes if world.random.random() < 0.5 else world.random.randint(0, 3)
+    parents = [-1, *(world.random.randrange(i) if i < used else 0 for i in range(1, nodes))]
+    sees = [ancestry(parents, i) for i in range(nodes)]
+    return Block(slot, start, sees, [i < used and len(sees[i]) <= deepest + 1 for i in range(nodes)])
+
+
+def ancestry(parents: list[int], node: int) -> list[int]:
+    """Return a node and its ancestors, walking up."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path
+
+
+def chunk_blocks(slot: int, start: int, size: int) -> list[Block]:
+    """Return the query blocks of a chunk of prompt, the last one padded."""
+    blocks = []
+    for first in range(0, size, QUERY_BLOCK):
+        live = [first + i < size for i in range(QUERY_BLOCK)]
+        blocks.append(Block(slot, start + first, [list(range(i + 1)) for i in range(QUERY_BLOCK)], live))
+    return blocks
+
+
+def padding_block(width: int) -> Block:
+    """Return what fills a bucket: slot 0, no live node."""
+    return Block(0, 0, [[0]] * width, [False] * width)
+
+
+def padding_tree(nodes: int) -> Block:
+    """Return what fills a batch of trees: slot 0, a root that counts as live."""
+    return Block(0, 0, [[0]] * nodes, [i == 0 for i in range(nodes)])
+
+
+def fill(plan: Plan, blocks: list[Block]) -> None:
+    """Describe the blocks to the plan."""
+    width = plan.width
+    visible = torch.zeros(len(blocks), width, width, dtype=torch.bool)
+    for index, block in enumerate(blocks):
+        for node, seen in enumerate(block.sees):
+            visible[index, node, seen] = True
+    device = plan.starts.device
+    plan.fill(
+        torch.tensor([block.slot for block in blocks], device=device),
+        torch.tensor([block.start for block in blocks], device=device),
+        visible.to(device),
+        torch.tensor([block.live for block in blocks], device=device),
+    )
+
+
+def expected(
+    world: World, blocks: list[Block], layer: int, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, dict[tuple[int, int], Tensor]]:
+    """Return the pool after the step, and attention [Hq, D] fp64 of each live node by (block, node).
+
+    q, k, v [r, H, W, D], one row per query block.
+    """
+    pool = world.kv.pool.clone()
+    texts = {slot: [list(part) for part in text] for slot, text in world.texts[layer].items()}
+    for r, block in enumerate(blocks):
+        for node, live in enumerate(block.live):
+            if not live or block.slot == 0:
+                continue
+            row = block.start + node
+            world.put(pool, layer, block.slot, row, k[r, :, node], v[r, :, node])
+            for part, new in zip(texts[block.slot], (k, v), strict=True):
+                part.extend([None] * (row + 1 - len(part)))
+                part[row] = new[r, :, node]
+    outs = {}
+    for r, block in enumerate(blocks):
+        for node, live in enumerate(block.live):
+            if live and block.slot:
+                rows = [*range(block.start), *(block.start + seen for seen in block.sees[node])]
+                keys, values = (torch.stack([part[row] for row in rows]).double() for part in texts[block.slot])
+                outs[r, node] = attention_of(q[r, :, node].double(), keys, values, world.group)
+    return pool, outs
+
+
+def attention_of(q: Tensor, keys: Tensor, values: Tensor, group: int) -> Tensor:
+    """Return softmax(q k / sqrt(D)) v of one query [Hq, D] over keys, values [S, Hkv, D], head by head."""
+    heads = []
+    for head in range(q.shape[0]):
+        weight = torch.softmax(keys[:, head // group] @ q[head] / q.shape[1] ** 0.5, 0)
+        heads.append(weight @ values[:, head // group])
+    return torch.stack(heads)
+
+
+Call = Callable[..., Tensor]
+
+
+def eager(layer: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Run one layer as it is."""
+    return layer(q, k, v)
+
+
+def check(world: World, plan: Plan, attend: PagedFlex | PagedGather, call: Call, blocks: list[Block]) -> None:
+    """Run one layer on random queries and compare outputs and every row of the pool with the reference."""
+    layer = world.random.randrange(LAYERS)
+    r, width, heads = len(blocks), plan.width, world.kv_heads * world.group
+    q = world.draw(r, heads, width, world.dim, scale=2.0)
+    k, v = world.draw(r, world.kv_heads, width, world.dim), world.draw(r, world.kv_heads, width, world.dim)
+    pool, outs = expected(world, blocks, layer, q, k, v)
+    fill(plan, blocks)
+    attend.layer(0)  # PagedGather works out rows and mask at the first layer
+    # Blocks of one sequence lie one after the other: [batch, H, blocks * W, D].
+    packed = (t.view(plan.batch, plan.blocks, -1, width, world.dim).transpose(1, 2).flatten(2, 3) for t in (q, k, v))
+    out = call(attend.layer(layer), *(t.contiguous() for t in packed))
+    assert out.shape == (plan.batch, heads, plan.blocks * width, world.dim) and out.isfinite().all()
+    out = out.view(plan.batch, heads, plan.blocks, width, world.dim).transpose(1, 2).reshape(r, heads, width, world.dim)
+    assert torch.equal(world.kv.pool[:, :, world.page :], pool[:, :, world.page :]), "wrong rows written"
+    assert len(outs) > 0
+    scale = max(float(want.abs().max()) for want in outs.values())
+    error = max(float((out[r, :, node].double() - want).abs().max()) for (r, node), want in outs.items())
+    assert error < TOLERANCE[out.dtype] * scale, f"error {error:.2e} at scale {scale:.2f}"
+
+
+def tree_scene(world: World, nodes: int, batch: int, padded: bool = True) -> list[Block]:
+    """Deal new pages and lengths, and return a batch of random trees over them, the last row padding."""
+    slots = world.random.sample(range(1, world.slots + 1), batch - padded)
+    most = world.rows_per_slot - nodes
+    lengths = {slot: world.random.randint(1, most) for slot in range(1, world.slots + 1)}
+    lengths[1], lengths[2] = max(lengths[1], world.page), max(lengths[2], world.page + 1)
+    world.deal(lengths, shared=world.random.random() < 0.5)
+    return [*(random_tree(world, nodes, s, lengths[s]) for s in slots), *[padding_tree(nodes)] * padded]
+
+
+def prefill_scene(world: World, blocks: int) -> list[Block]:
+    """Deal new pages and lengths, and return packed chunks: some start late, all end inside a page or a block."""
+    lengths = {slot: world.random.choice((0, 5, world.page, 3 * world.page - 1)) for slot in range(1, world.slots + 1)}
+    world.deal(lengths)
+    out: list[Block] = []
+    for slot in world.random.sample(range(1, world.slots + 1), world.slots):
+        room = (blocks - len(out)) * QUERY_BLOCK
+        most = min(room, world.rows_per_slot - lengths[slot])
+        if most > 0 and len(out) < blocks - (world.random.random() < 0.5):
+            out += chunk_blocks(slot, lengths[slot], world.random.randint(1, most))
+    return out + [padding_block(QUERY_BLOCK)] * (blocks - len(out))
+
+
+# ---- every shape, without compiling ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", GROUPS)
+def test_gather_matches_the_reference_for_trees(group: int, dtype: torch.dtype) -> None:
+    for page in (16, 64):
+        world = World(group, page=page, dtype=dtype, seed=group)
+        for nodes in TREES:
+            plan = Plan(world.kv, 3, 1, nodes)
+            check(world, plan, PagedGather(world.kv, plan, LAYERS), eager, tree_scene(world, nodes, 3))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_gather_matches_the_reference_for_packed_chunks(group: int) -> None:
+    world = World(group, rows=400, seed=group)
+    plan = Plan(world.kv, 1, 4, QUERY_BLOCK)
+    for _ in range(2):
+        check(world, plan, PagedGather(world.kv, plan, LAYERS), eager, prefill_scene(world, 4))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("group", GROUPS)
+def test_flex_masks_match_the_reference_in_every_ratio(group: int) -> None:
+    """Uncompiled FlexAttention: what the kernels are told, apart from how they do it."""
+    world = World(group, seed=group)
+    for nodes in (1, 8, 64):
+        plan = Plan(world.kv, 3, 1, nodes)
+        check(world, plan, PagedFlex(world.kv, plan, LAYERS), eager, tree_scene(world, nodes, 3))
+
+
+def test_dead_node_before_a_live_one_hides_no_page() -> None:
+    """Node 2 lies past the context's end, node 3 is alive and opens a page: compiled kernels read listed pages only."""
+    world = World(3)
+    start = 2 * world.page - 3
+    world.deal(dict.fromkeys(range(1, world.slots + 1), start))
+    plan = Plan(world.kv, 1, 1, 4)
+    fill(plan, [Block(1, start, [[0], [0, 1], [0, 1, 2], [0, 3]], [True, True, False, True])])
+    assert int(plan.full_count + plan.kv_count) == 3
+
+
+def test_causal_matches_the_reference() -> None:
+    for group in GROUPS:
+        world = World(group)
+        q, k, v = (world.draw(1, heads, 20, world.dim) for heads in (2 * group, 2, 2))
+        out = Causal().layer(0)(q, k, v)
+        for i in range(20):
+            keys, values = (t[0, :, : i + 1].transpose(0, 1).double() for t in (k, v))
+            want = attention_of(q[0, :, i].double(), keys, values, group)
+            torch.testing.assert_close(out[0, :, i].double(), want, atol=1e-6, rtol=1e-5)
+
+
+# ---- compiled ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def one_graph() -> Iterator[Call]:
+    """Yield a compiled layer call; after it, assert that one graph served all calls."""
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(eager, fullgraph=True, dynamic=False)
+    yield compiled
+    assert counters["stats"]["unique_graphs"] == 1, dict(counters["stats"])
+
+
+def check_compiled(world: World, plan: Plan, scene: Callable[[], list[Block]], repeats: int) -> None:
+    """Check several scenes of one shape: one graph, whatever the layer, lengths, pages and trees."""
+    attend = PagedFlex(world.kv, plan, LAYERS)
+    with one_graph() as call:
+        check(world, plan, attend, call, scene())
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for _ in range(repeats):
+                check(world, plan, attend, call, scene())
+
+
+@pytest.mark.parametrize(
+    ("group", "nodes", "page", "dtype"),
+    [
+        (3, 1, 64, torch.float32),  # plain decoding: folded, the shape of the CPU's split-KV kernel
+        (3, 9, 16, torch.float32),  # folded: 27 query rows a KV head
+        (3, 64, 64, torch.bfloat16),  # 192 query rows are too many to fold
+    ],
+    ids=["plain", "folded", "unfolded"],
+)
+def test_compiled_flex_matches_the_reference_for_trees(group: int, nodes: int, page: int, dtype: torch.dtype) -> None:
+    world = World(group, page=page, dtype=dtype, rows=256)
+    plan = Plan(world.kv, 4, 1, nodes)
+    check_compiled(world, plan, lambda: tree_scene(world, nodes, 4), repeats=6)
+
+
+def test_compiled_flex_matches_the_reference_for_packed_chunks() -> None:
+    world = World(3, rows=400)
+    plan = Plan(world.kv, 1, 3, QUERY_BLOCK)
+    check_compiled(world, plan, lambda: prefill_scene(world, 3), repeats=4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nodes", [1, 2, 8, 17, 33, 64])
+@pytest.mark.parametrize("group", GROUPS)
+def test_compiled_flex_matches_the_reference_for_trees_on_cuda(group: int, nodes: int, dtype: torch.dtype) -> None:
+    world = World(group, page=64, rows=512, dim=64, dtype=dtype, device="cuda")
+    plan = Plan(world.kv, 4, 1, nodes)
+    check_compiled(world, plan, lambda: tree_scene(world, nodes, 4), repeats=3)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page", [16, 64, 128])
+@pytest.mark.parametrize("group", GROUPS)
+def test_compiled_flex_matches_the_reference_for_chunks_on_cuda(group: int, page: int, dtype: torch.dtype) -> None:
+    world = World(group, page=page, rows=640, dim=64, dtype=dtype, device="cuda")
+    plan = Plan(world.kv, 1, 4, QUERY_BLOCK)
+    check_compiled(world, plan, lambda: prefill_scene(world, 4), repeats=2)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("group", GROUPS)
+def test_gather_matches_the_reference_on_cuda(group: int) -> None:
+    world = World(group, page=64, rows=512, dim=64, device="cuda")
+    for nodes in TREES:
+        plan = Plan(world.kv, 3, 1, nodes)
+        check(world, plan, PagedGather(world.kv, plan, LAYERS), eager, tree_scene(world, nodes, 3))
+
+
+# ---- the check itself --------------------------------------------------------------------------------------------
+
+
+def causal_mask(fill: Callable, plan: Plan, slots: Tensor, starts: Tensor, visible: Tensor, live: Tensor) -> None:
+    """Every node sees all nodes before it."""
+    fill(plan, slots, starts, torch.ones_like(visible).tril(), live)
+
+
+def wrong_slot(fill: Callable, plan: Plan, slots: Tensor, starts: Tensor, visible: Tensor, live: Tensor) -> None:
+    """Blocks read each other's pages; new rows still go to their own."""
+    fill(plan, slots, starts, visible, live)
+    rows = plan.rows.clone()
+    fill(plan, slots.roll(1), starts, visible, live)
+    plan.rows.copy_(rows)
+
+
+def stale_pages(fill: Callable, plan: Plan, slots: Tensor, starts: Tensor, visible: Tensor, live: Tensor) -> None:
+    """Tables of before the last page was replaced."""
+    for slot in set(slots.tolist()) - {0}:
+        last = int(plan.kv.table[slot, 0])
+        plan.kv.logical[slot, last] = -1
+        other = (last + 1) % plan.kv.pages or 1
+        plan.kv.table[slot, 0] = other
+        plan.kv.logical[slot, other] = 0
+    fill(plan, slots, starts, visible, live)
+
+
+def short_of_a_row(fill: Callable, plan: Plan, slots: Tensor, starts: Tensor, visible: Tensor, live: Tensor) -> None:
+    """The newest committed row is taken for the tree's first."""
+    fill(plan, slots, starts, visible, live)
+    plan.starts.sub_(1)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("kind", [PagedGather, PagedFlex])
+@pytest.mark.parametrize("mutation", [causal_mask, wrong_slot, stale_pages, short_of_a_row])
+def test_the_check_finds_every_mutation(mutation: Callable, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(3, seed=5)
+    plan = Plan(world.kv, 3, 1, 8)
+    attend = kind(world.kv, plan, LAYERS)
+    check(world, plan, attend, eager, tree_scene(world, 8, 3))
+    true_fill = Plan.fill
+    monkeypatch.setattr(Plan, "fill", lambda plan, *step: mutation(true_fill, plan, *step))
+    with pytest.raises(AssertionError):
+        check(world, plan, attend, eager, tree_scene(world, 8, 3))

@@ -316,16 +316,18 @@ def check_compiled(world: World, plan: Plan, scene: Callable[[], list[Block]], r
 
 
 @pytest.mark.parametrize(
-    ("group", "nodes", "page", "dtype"),
+    ("group", "nodes", "page", "rows", "dtype"),
     [
-        (3, 1, 64, torch.float32),  # plain decoding: folded, the shape of the CPU's split-KV kernel
-        (3, 9, 16, torch.float32),  # folded: 27 query rows a KV head
-        (3, 64, 64, torch.bfloat16),  # 192 query rows are too many to fold
+        (3, 1, 64, 1024, torch.float32),  # plain decoding over a pool so large that the CPU has a kernel for it
+        (3, 9, 16, 256, torch.float32),  # folded: 27 query rows a KV head
+        (3, 64, 64, 256, torch.bfloat16),  # 192 query rows are too many to fold
     ],
     ids=["plain", "folded", "unfolded"],
 )
-def test_compiled_flex_matches_the_reference_for_trees(group: int, nodes: int, page: int, dtype: torch.dtype) -> None:
-    world = World(group, page=page, dtype=dtype, rows=256)
+def test_compiled_flex_matches_the_reference_for_trees(
+    group: int, nodes: int, page: int, rows: int, dtype: torch.dtype
+) -> None:
+    world = World(group, page=page, dtype=dtype, rows=rows)
     plan = Plan(world.kv, 4, 1, nodes)
     check_compiled(world, plan, lambda: tree_scene(world, nodes, 4), repeats=6)
 

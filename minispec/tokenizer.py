@@ -1,0 +1,567 @@
+"""Text to ids and back: two kinds of tokenizer behind one face, chat templates, and incremental decoding.
+
+`Tokenizer` is that face. Behind it works either a fast Hugging Face tokenizer, or `tiktoken` on one of the formats in
+which models publish bare rank tables (Qwen 1, Kimi, Llama 3's `original/`, Grok). Chat templates are programs of the
+model's author: they are rendered here, in a sandbox, the same way for both kinds.
+
+The one idea of `Detokenizer`: hand out text only when no later token can change it. One token may be half of a
+character, and one step of the engine may emit several tokens, so the newest text is often uncertain. Pieces handed out
+plus `flush` are exactly `decode` of all ids, at a cost per token that does not grow with the output.
+
+Read next: `output.py`, which looks for stop strings in that text; `weights.py` for the rest of a model folder.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import codecs
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import jinja2
+import tiktoken
+import tokenizers
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from minispec.request import RequestError, SamplingParams
+
+# How tiktoken formats split a text before merging. The rank files do not say, so it goes by the file's name.
+GPT4_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)  # Llama 3 as well
+SINGLE_DIGIT_SPLIT = GPT4_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # Qwen 1, Grok
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+KIMI_SPLIT = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {"qwen.tiktoken": SINGLE_DIGIT_SPLIT, "tiktoken.model": KIMI_SPLIT}
+
+LLAMA3_SPECIAL = (
+    *("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"),
+    *("<|finetune_right_pad_id|>", "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>"),
+    *("<|eom_id|>", "<|eot_id|>", "<|python_tag|>"),
+    *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
+)
+QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
+# What ends a text or a turn, in formats that only list their special tokens.
+KNOWN_EOS = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eos|>")
+GROK_FILE = "tokenizer.tok.json"
+GROK_TEMPLATE = (
+    "{% for message in messages %}{{ {'user': 'Human: ', 'assistant': 'Assistant: ', 'system': 'System: '}"
+    "[message.role] + (message.content if message.role == 'assistant' else message.content.strip()) "
+    "+ '<|separator|>\n\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+RESERVED_NAMES = frozenset(
+    "messages tokenize add_generation_prompt continue_final_message chat_template return_dict".split()
+)
+CONTINUE_TAG = "<continue-here-1f0c> "  # the space shows whether the template strips the content
+HEX_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+REPLACEMENT = "\ufffd"
+
+
+class Backend(Protocol):
+    """What the two kinds of tokenizer have to offer."""
+
+    vocab_size: int
+    special_ids: frozenset[int]  # left out by skip_special_tokens
+    byte_level: bool  # text is the tokens' bytes in a row, so token_bytes says everything
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+    def token_id(self, token: str) -> int | None: ...
+    def token(self, token_id: int) -> str | None: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class Tokenizer:
+    """Text to ids and back, for one model. Stateless after construction: any thread may use it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        eos_ids: frozenset[int],
+        bos_id: int | None,
+        template: str | Mapping[str, str] | None,
+        named_tokens: Mapping[str, str],
+    ) -> None:
+        """`template` may be one template or several by name; `named_tokens` are what it may use, like `bos_token`."""
+        self.backend, self.eos_ids, self.bos_id = backend, eos_ids, bos_id
+        self.vocab_size = backend.vocab_size
+        sources = {"default": template} if isinstance(template, str) else dict(template or {})
+        self._templates = {name: _compile(source) for name, source in sources.items()}
+        self._named_tokens = dict(named_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of exactly this token, or None."""
+        return self.backend.token_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text; special tokens written out in it become their ids, as everywhere.
+
+        `add_special_tokens`: put in front (or behind) what the model expects around a plain text, such as BOS. Raises
+        RequestError for text that is not Unicode.
+        """
+        _check_unicode(text, "text")
+        return self.backend.encode(text, add_special_tokens)
+
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
+        """Return the text of ids; ids without a token have none, and bytes that are no UTF-8 become U+FFFD.
+
+        `spaces_between_special_tokens` is for slow Python tokenizers; the kinds here put no space there either way.
+        """
+        return self.backend.decode(ids, skip_special_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt that the model's chat template makes of the messages.
+
+        `continue_final_message` ends the prompt inside the last message, for the model to go on with. Raises
+        RequestError: no template, messages that are not text, or whatever the template objects to.
+        """
+        kwargs = dict(template_kwargs or {})
+        if taken := sorted(RESERVED_NAMES & kwargs.keys()):
+            raise RequestError(f"chat_template_kwargs may not set {taken[0]!r}", "chat_template_kwargs")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message continues the last message, so add_generation_prompt must be false",
+                "continue_final_message",
+            )
+        template, plain = self._template(kwargs), _plain_messages(messages)
+        if continue_final_message:
+            plain[-1]["content"] += CONTINUE_TAG
+        variables = {"tools": None, "documents": None, **self._named_tokens, **kwargs}
+        try:
+            prompt = template.render(variables | {"messages": plain, "add_generation_prompt": add_generation_prompt})
+        except Exception as error:  # a template is a program by the model's author and may raise whatever it likes
+            raise RequestError(f"the chat template cannot render these messages: {error}", "messages") from error
+        _check_unicode(prompt, "messages")
+        return _cut_at_tag(prompt) if continue_final_message else prompt
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the ids of the rendered chat; the template writes BOS where the model wants one, so none is added."""
+        prompt = self.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+        return self.backend.encode(prompt, False)
+
+    def _template(self, kwargs: Mapping[str, Any]) -> jinja2.Template:
+        """Return the template for this request; models with several name the one for tools `tool_use`."""
+        if kwargs.get("tools") and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        if "default" not in self._templates:
+            raise RequestError(
+                "this model has no chat template; start the server with --chat-template FILE, or use /v1/completions",
+                "messages",
+            )
+        return self._templates["default"]
+
+
+def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
+    """Return the tokenizer in a model folder; raises ValueError if there is none that can be read.
+
+    `chat_template` replaces the model's own: the path of a Jinja file, or the template itself. No code from the folder
+    is executed, whatever its files ask for.
+    """
+    config = _read_config(folder)
+    template = _own_template(folder, config) if chat_template is None else _given_template(chat_template)
+    if (grok := folder / GROK_FILE).is_file():
+        return _load_grok(grok, GROK_TEMPLATE if template is None else template)
+    if not (folder / "tokenizer.json").is_file() and (ranks := _rank_file(folder)) is not None:
+        return _load_tiktoken(ranks, config, template)
+    return _load_huggingface(folder, template)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fast Hugging Face tokenizers
+
+
+class _HuggingFace:
+    """The Rust tokenizer itself. Its Python wrapper sets truncation and padding per call, which is not thread-safe."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokenizer.no_truncation()  # tokenizer.json may carry both from training
+        self._tokenizer.no_padding()
+        self.vocab_size = max(tokenizer.get_vocab().values()) + 1
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        decoder = json.loads(tokenizer.to_str())["decoder"] or {}
+        self.byte_level = decoder.get("type") == "ByteLevel"
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def token(self, token_id: int) -> str | None:
+        return self._tokenizer.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        token = self.token(token_id) or ""
+        try:
+            return bytes(BYTE_OF_CHARACTER[character] for character in token)
+        except KeyError:  # an added token: plain text, not spelt in the byte alphabet
+            return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's spelling of bytes as visible characters: printable ones are themselves, others follow U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF_CHARACTER = _byte_alphabet()
+
+
+def _load_huggingface(folder: Path, template: str | Mapping[str, str] | None) -> Tokenizer:
+    """Load with transformers, which knows the models' classes; the plain class reads any tokenizer.json."""
+    has_json = (folder / "tokenizer.json").is_file()
+    loaders = [AutoTokenizer] if (folder / "tokenizer_config.json").is_file() or not has_json else []
+    loaders += [PreTrainedTokenizerFast] if has_json else []
+    failure: Exception | None = None
+    for loader in loaders:
+        try:
+            loaded = loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # transformers raises nearly every type here, for classes it does not know
+            failure = failure or error
+            continue
+        if (rust := getattr(loaded, "backend_tokenizer", None)) is not None:
+            eos, bos = loaded.eos_token_id, loaded.bos_token_id
+            named = {role: str(token) for role in TOKEN_ROLES if (token := getattr(loaded, role, None)) is not None}
+            return Tokenizer(_HuggingFace(rust), frozenset(() if eos is None else (eos,)), bos, template, named)
+    raise ValueError(
+        f"{folder} has no tokenizer that can be read without running code from it (tokenizer.json or a tiktoken file); "
+        f"name another folder with --tokenizer-path ({failure or 'only a slow Python tokenizer'})"
+    ) from failure
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tiktoken
+
+
+class _Tiktoken:
+    """A rank table with special tokens."""
+
+    byte_level = True
+
+    def __init__(
+        self, name: str, split: str, ranks: dict[bytes, int], special: dict[str, int], bos_id: int | None
+    ) -> None:
+        self._encoding = tiktoken.Encoding(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
+        self._bytes = {i: token for token, i in ranks.items()} | {i: token.encode() for token, i in special.items()}
+        self._special, self._ranks, self._bos_id = special, ranks, bos_id
+        self.vocab_size = max(self._bytes) + 1
+        self.special_ids = frozenset(special.values())
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids = self._encoding.encode(text, allowed_special="all")
+        return ids if self._bos_id is None or not add_special_tokens else [self._bos_id, *ids]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        kept = [i for i in ids if not (skip_special_tokens and i in self.special_ids)]
+        return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
+
+    def token_id(self, token: str) -> int | None:
+        return self._special.get(token, self._ranks.get(token.encode()))
+
+    def token(self, token_id: int) -> str | None:
+        return self.token_bytes(token_id).decode("utf-8", "replace") if token_id in self._bytes else None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._bytes.get(token_id, b"")
+
+
+def _rank_file(folder: Path) -> Path | None:
+    """Return the tiktoken file of a model folder, if it has one."""
+    candidates = [*sorted(folder.glob("*.tiktoken")), folder / "tiktoken.model", folder / "original/tokenizer.model",
+                  folder / "tokenizer.model"]  # fmt: skip
+    return next((path for path in candidates if path.is_file() and _is_rank_file(path)), None)
+
+
+def _is_rank_file(path: Path) -> bool:
+    """Tell a tiktoken file from sentencepiece's binary one of the same name: lines of base64, a space, a number."""
+    with open(path, "rb") as file:
+        return re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+\s*", file.readline(4096)) is not None
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """Return the table of a tiktoken file, token bytes to rank; raises ValueError naming the line at fault."""
+    ranks = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise ValueError(f"{path} line {number} must be base64 and a rank, got {line[:80]!r}") from None
+    return ranks
+
+
+def _load_tiktoken(path: Path, config: Mapping[str, Any], template: str | Mapping[str, str] | None) -> Tokenizer:
+    """Load a rank file; special tokens as tokenizer_config.json lists them, else those of the file's family."""
+    ranks = _read_ranks(path)
+    listed = config.get("added_tokens_decoder") or {}
+    special = {token: int(i) for i, given in listed.items() if (token := _token_text(given)) is not None}
+    if not special:  # both families put theirs right behind the ranks: Llama 3's are 128000 to 128255
+        family = {"qwen.tiktoken": QWEN_SPECIAL, "tokenizer.model": LLAMA3_SPECIAL}.get(path.name, ())
+        special = {token: max(ranks.values()) + 1 + i for i, token in enumerate(family)}
+    named = {role: token for role in TOKEN_ROLES if (token := _token_text(config.get(role))) is not None}
+    eos = {special[token] for token in KNOWN_EOS if token in special}
+    if named.get("eos_token") in special:
+        eos = {special[named["eos_token"]]}
+    named.setdefault("bos_token", "<|begin_of_text|>")  # Llama 3's templates write it
+    if named["bos_token"] not in special:
+        del named["bos_token"]
+    # Kimi and Qwen name a BOS and do not put it before a text; Llama 3 does.
+    bos_id = special.get(named.get("bos_token", ""))
+    leading = bos_id if path.name == "tokenizer.model" else None
+    split = config.get("pat_str") or SPLITS.get(path.name, GPT4_SPLIT)
+    backend = _Tiktoken(str(path), split, ranks, special, leading)
+    return Tokenizer(backend, frozenset(eos), bos_id, template, named)
+
+
+def _load_grok(path: Path, template: str | Mapping[str, str]) -> Tokenizer:
+    """Load Grok's own JSON: tokens as lists of bytes with their ids, and the split by name or as a pattern."""
+    given = _read_json(path)
+    try:
+        ranks = {bytes(entry["bytes"]): int(entry["token"]) for entry in given["regular_tokens"]}
+        special = {bytes(entry["bytes"]).decode(): int(entry["token"]) for entry in given["special_tokens"]}
+        if given["word_split"] != "V1":
+            raise ValueError(f"word_split must be 'V1', got {given['word_split']!r}")
+        eos_id = special["<|eos|>"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no Grok tokenizer: {error!r}") from error
+    backend = _Tiktoken(str(path), given.get("pat_str") or SINGLE_DIGIT_SPLIT, ranks, special, None)
+    backend.vocab_size = max(backend.vocab_size, int(given.get("vocab_size") or 0))  # may count ids without a token
+    return Tokenizer(backend, frozenset({eos_id}), None, template, {"eos_token": "<|eos|>"})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Chat templates
+
+
+class _Generation(Extension):
+    """The block tag {% generation %}, which marks answers for training; here its content is simply rendered."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(source: str) -> jinja2.Template:
+    """Compile a template in a sandbox, with the functions that authors of chat templates rely on."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own escapes HTML characters
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
+
+
+def _given_template(given: str) -> str:
+    """Return the operator's template: the content of the file, or the text itself where it is clearly a template."""
+    if "{{" in given or "{%" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--chat-template must be a file with a Jinja template, got {given!r} ({error})") from None
+
+
+def _own_template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """Return the model's template, or its templates by name; the file of its own is the newer convention and rules."""
+    if (path := folder / "chat_template.jinja").is_file():
+        return path.read_text(encoding="utf-8")
+    given = config.get("chat_template")
+    if isinstance(given, list):
+        return {entry["name"]: entry["template"] for entry in given}
+    return given
+
+
+def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return copies of the messages with plain text as content; raises RequestError naming the field at fault."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise RequestError("messages must be a non-empty list", "messages")
+    plain = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f"messages[{i}] must be an object with a role", "messages")
+        plain.append({**message, "content": _plain_content(message, f"messages[{i}].content")})
+    return plain
+
+
+def _plain_content(message: Mapping[str, Any], field: str) -> str:
+    """Return a message's content as one text; parts are joined by newlines, nothing but text is taken."""
+    content = message.get("content")
+    if content is None and message["role"] == "assistant" and message.get("tool_calls"):
+        return ""
+    parts = [content] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not parts:
+        raise RequestError(f"{field} must be text or a list of text parts, got {content!r}", field)
+    texts = []
+    for j, part in enumerate(parts):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RequestError(f"{field}[{j}] must be of type text, got {kind!r}: this model reads text only", field)
+        _check_unicode(text, field)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _cut_at_tag(prompt: str) -> str:
+    """Return the prompt up to the end of the last message, as the template has written it."""
+    at = prompt.rfind(CONTINUE_TAG.strip())
+    if at < 0:
+        raise RequestError("the chat template leaves out the message to continue", "continue_final_message")
+    # Where the template strips contents, the space behind the tag is gone, and so would be spaces before it.
+    return prompt[:at] if prompt.startswith(CONTINUE_TAG, at) else prompt[:at].rstrip()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Incremental decoding
+
+
+class Detokenizer:
+    """Text of one growing list of ids, handed out as it becomes certain.
+
+    Byte-level tokenizers (both GPT-2's kind and tiktoken) spell text as bytes, so an incremental UTF-8 decoder is all
+    it takes. For others the text of a token depends on its neighbours: the first loses its leading space, and a run of
+    byte tokens like <0xE4> is text only if all of it is UTF-8. So those decode a short window that begins one piece
+    earlier, subtract the text of that piece, and wait while a run of bytes goes on.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._backend = tokenizer.backend
+        self._skipped = self._backend.special_ids if params.skip_special_tokens else frozenset()
+        self._pieces: list[str] = []
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._window: list[int] = []  # the newest piece handed out, then what is not yet
+        self._read = 0  # length of that piece, in tokens
+
+    @property
+    def text(self) -> str:
+        """Everything handed out so far."""
+        return "".join(self._pieces)
+
+    def append(self, token_id: int) -> str:
+        """Add one id and return the text that it made certain, often "" and never with half a character."""
+        if token_id in self._skipped:
+            return ""
+        if self._backend.byte_level:
+            return self._hand_out(self._utf8.decode(self._backend.token_bytes(token_id)))
+        token = self._backend.token(token_id)
+        if token is None:  # `decode` passes over ids beyond the vocabulary as well
+            return ""
+        self._window.append(token_id)
+        return "" if HEX_BYTE.fullmatch(token) else self._slide(hold=True)
+
+    def flush(self) -> str:
+        """Return what is left at the end: half a character then is U+FFFD, as in `decode`."""
+        if self._backend.byte_level:
+            return self._hand_out(self._utf8.decode(b"", final=True))
+        return self._slide(hold=False)
+
+    def _slide(self, hold: bool) -> str:
+        """Hand out the window's new text and move the window on; with `hold`, not while it ends in half a character."""
+        known = self._backend.decode(self._window[: self._read], False)
+        text = self._backend.decode(self._window, False)
+        pending = len(self._window) - self._read
+        if hold and text.endswith(REPLACEMENT) and pending < 4:  # a character has 4 bytes at most: then it is no half
+            return ""
+        new = text[len(known) :]
+        if new:
+            self._window, self._read = self._window[self._read :], pending
+        return self._hand_out(new)
+
+    def _hand_out(self, text: str) -> str:
+        """Note a piece of text as handed out."""
+        if text:
+            self._pieces.append(text)
+        return text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Small helpers
+
+
+def _check_unicode(text: str, field: str) -> None:
+    """Raise RequestError if the text has half of a surrogate pair, which JSON can express and no tokenizer can read."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{field} is not Unicode text: lone surrogate at character {error.start}", field) from None
+
+
+def _token_text(given: Any) -> str | None:
+    """Return a token of tokenizer_config.json, which may be a text or an object with `content`."""
+    return given.get("content") if isinstance(given, Mapping) else given
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json, empty if there is none."""
+    path = folder / "tokenizer_config.json"
+    return _read_json(path) if path.is_file() else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or raise ValueError naming the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return content

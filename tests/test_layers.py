@@ -1,0 +1,218 @@
+"""The shape of the code, read from its syntax trees: who imports whom, what the model knows, what is nowhere.
+
+Each rule is a function from source to complaints, run over the package and, beside it, over a few lines that break it:
+a rule that finds nothing anywhere proves nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "minispec"
+SOURCES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.glob("*.py"))}
+
+# A module may import from strictly lower ranks, never from its own.
+RANKS = {
+    0: "config request metrics",
+    1: "model packed weights kv radix tree sampling tokenizer",
+    2: "drafter verify attention output",
+    3: "ngram",
+    4: "engine",
+    5: "scheduler api demo",
+    5.5: "llm",
+    6: "server",
+    7: "__init__",  # the package's face: hands out LLM and SamplingParams
+}
+RANK = {module: rank for rank, modules in RANKS.items() for module in modules.split()}
+ALGORITHMS = {"NONE", "NGRAM", "EAGLE", "EAGLE3", "NEXTN", "MTP", "STANDALONE"}
+
+Rule = Callable[[str, str], Iterator[str]]
+
+
+def imported(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and full name of everything a source imports, wherever the import stands."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def imports_point_strictly_down(module: str, source: str) -> Iterator[str]:
+    """No module imports one of its own rank or above; imports inside the package are absolute and by module."""
+    for line, name in imported(source):
+        parts = name.split(".")
+        if name.startswith("."):
+            yield f"{module}:{line}: relative import {name}"
+        elif parts[0] == "minispec":
+            other = parts[1] if len(parts) > 1 else "__init__"
+            if RANK.get(other, 99) >= RANK[module]:
+                yield f"{module}:{line}: imports {name}, which is not below it"
+
+
+def only_attention_knows_flex_attention(module: str, source: str) -> Iterator[str]:
+    """FlexAttention is imported in one file."""
+    if module != "attention":
+        yield from (f"{module}:{line}: {name}" for line, name in imported(source) if "flex_attention" in name)
+
+
+def model_knows_attend_alone(module: str, source: str) -> Iterator[str]:
+    """The model imports nothing of the package and has no name for what lies behind `attend`."""
+    if module != "model":
+        return
+    yield from (f"model:{line}: {name}" for line, name in imported(source) if name.startswith(("minispec", ".")))
+    hidden = re.compile(r"page|tree|slot|draft|quant|pack(?!age)|parallel", re.IGNORECASE)
+    for node in ast.walk(ast.parse(source)):
+        name = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", None)
+        name = name or (node.name if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else None)
+        if isinstance(name, str) and hidden.search(name):
+            yield f"model:{node.lineno}: {name}"
+
+
+def errors_are_caught_by_type(module: str, source: str) -> Iterator[str]:
+    """No bare except; BaseException only to pass it on."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ExceptHandler):
+            name = node.type.id if isinstance(node.type, ast.Name) else None
+            raises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+            if node.type is None or (name == "BaseException" and not raises):
+                yield f"{module}:{node.lineno}: catches everything"
+
+
+def public_things_have_docstrings(module: str, source: str) -> Iterator[str]:
+    """Module, public classes, public functions and methods; a Protocol's stubs are described by its class."""
+    tree = ast.parse(source)
+    if module != "__init__" and not ast.get_docstring(tree):
+        yield f"{module}: no docstring"
+    scopes: list[tuple[ast.AST, str]] = [(tree, module)]
+    for scope, name in scopes:
+        for node in ast.iter_child_nodes(scope):
+            if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            if node.name.startswith("_"):
+                continue
+            if isinstance(node, ast.ClassDef):
+                scopes.append((node, f"{name}.{node.name}"))
+            if not ast.get_docstring(node) and not is_stub(node):
+                yield f"{name}.{node.name}: no docstring"
+
+
+def is_stub(node: ast.AST) -> bool:
+    """A body that is `...` alone."""
+    body = getattr(node, "body", [])
+    return len(body) == 1 and isinstance(body[0], ast.Expr) and getattr(body[0].value, "value", None) is ...
+
+
+def signatures_are_typed(module: str, source: str) -> Iterator[str]:
+    """Every parameter and every return has a type."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        arguments = node.args
+        named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+        bare = [a.arg for a in named if a is not None and a.annotation is None and a.arg not in ("self", "cls")]
+        if bare or node.returns is None:
+            yield f"{module}:{node.lineno}: {node.name} lacks types for {bare or 'its return'}"
+
+
+def methods_are_named_in_one_table(module: str, source: str) -> Iterator[str]:
+    """Nobody but the flags and the engine's table compares with the name of a speculation method."""
+    if module in ("config", "engine"):
+        return
+    for node in ast.walk(ast.parse(source)):
+        compared = []
+        if isinstance(node, ast.Compare):
+            compared = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            compared = [node.value]
+        strings = {leaf.value for side in compared for leaf in ast.walk(side) if isinstance(leaf, ast.Constant)}
+        if found := {s for s in strings if isinstance(s, str) and s.upper() in ALGORITHMS}:
+            yield f"{module}:{node.lineno}: compares with {found}"
+
+
+def nothing_forbidden_is_named(module: str, source: str) -> Iterator[str]:
+    """No code from model folders is run, no attribute smells of a mode."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
+            yield f"{module}:{node.lineno}: {node.func.id}"
+        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and getattr(node.value, "value", None):
+            yield f"{module}:{node.value.lineno}: trust_remote_code"
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            if "is_speculative" in name:
+                yield f"{module}:{node.lineno}: {name}"
+
+
+def docstrings_name_files_that_exist(module: str, source: str) -> Iterator[str]:
+    """'Read next: x.py' leads somewhere."""
+    yield from (f"{module}: {name}" for name in missing_files(ast.get_docstring(ast.parse(source)) or ""))
+
+
+def missing_files(text: str) -> Iterator[str]:
+    """Yield the Python and Markdown files a text names that are nowhere in the project."""
+    folders = [ROOT, PACKAGE, *(ROOT / name for name in ("tests", "benchmarks", "docs"))]
+    for name in re.findall(r"(?<![\w/.*-])(?:[\w.-]+/)*[\w-]+\.(?:py|md)\b", text):
+        if not any((folder / name).is_file() for folder in folders):
+            yield name
+
+
+RULES: dict[Rule, tuple[str, str]] = {  # rule: a module name and lines in it that break the rule
+    imports_point_strictly_down: ("kv", "def f():\n    from minispec.tree import ancestors"),
+    only_attention_knows_flex_attention: ("engine", "from torch.nn.attention.flex_attention import BlockMask"),
+    model_knows_attend_alone: ("model", "def forward(x, page_table): pass"),
+    errors_are_caught_by_type: ("kv", "try:\n    pass\nexcept:\n    pass"),
+    public_things_have_docstrings: ("kv", '"""A file."""\nclass A:\n    """A."""\n    def f(self): return 1'),
+    signatures_are_typed: ("kv", "def f(x) -> int: return x"),
+    methods_are_named_in_one_table: ("scheduler", "if algorithm == 'NGRAM': pass"),
+    nothing_forbidden_is_named: ("weights", "AutoModel.from_pretrained(x, trust_remote_code=True)"),
+    docstrings_name_files_that_exist: ("kv", '"""Read next: `nowhere.py`."""'),
+}
+
+
+def test_every_module_has_a_rank() -> None:
+    assert set(SOURCES) <= set(RANK), "a new file takes its place in RANKS"
+    assert len(SOURCES) > 15
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps(rule: Rule) -> None:
+    complaints = [line for module, source in SOURCES.items() for line in rule(module, source)]
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_breach_is_seen_of(rule: Rule) -> None:
+    assert list(rule(*RULES[rule])), "the rule misses its own example"
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("kv", "from minispec.radix import Node"),  # sideways
+        ("kv", "import minispec.engine"),  # up
+        ("engine", "from minispec import LLM"),  # round about
+        ("kv", "from .tree import ancestors"),
+        ("server", "from minispec.train import main"),  # a file without a rank
+    ],
+)
+def test_forbidden_imports_are_seen(module: str, line: str) -> None:
+    assert list(imports_point_strictly_down(module, line))
+
+
+def test_allowed_imports_pass() -> None:
+    assert not list(imports_point_strictly_down("engine", "from minispec.kv import PagedKV\nimport torch"))
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "README.md"])
+def test_pages_name_files_that_exist(page: str) -> None:
+    path = ROOT / page
+    if not path.is_file():
+        pytest.skip(f"{page} is not written yet")
+    assert not list(missing_files(path.read_text(encoding="utf-8")))

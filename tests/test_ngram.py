@@ -349,7 +349,7 @@ def test_the_newest_tokens_are_looked_up_while_the_prompt_still_waits() -> None:
     assert draft.match_length == 2 and paths_of(draft) == chain(3, 4)
     drafter.commit(1, [3])
     (draft,) = drafter.propose([1])
-    assert draft.tokens[0] == 3 and paths_of(draft) == chain(4)
+    assert draft.tokens[0] == 3 and draft.match_length == 3 and paths_of(draft) == chain(4)
 
 
 def test_what_ended_requests_left_waiting_is_indexed_up_to_a_bound() -> None:
@@ -359,6 +359,7 @@ def test_what_ended_requests_left_waiting_is_indexed_up_to_a_bound() -> None:
     for _ in range(3):
         drafter.tick()
     assert contents(drafter.trie) == substrings([range(600)], 5)
+    assert not any(drafter.trie._pins)
     for _ in range(5):
         drafter.commit(1, [7] * (KEPT_AFTER_RELEASE // 2))
         drafter.release(1)
@@ -387,6 +388,9 @@ def test_clear_empties_the_trie_and_requests_go_on() -> None:
     drafter.clear()
     assert contents(drafter.trie) == {}
     assert drafter.propose([1]) == [Draft([3], [-1], 0)]
+    drafter.commit(2, [9] * 20)
+    drafter.release(2)
+    drafter.clear()
     drafter.commit(1, [5, 6, 5])
     assert paths_of(drafter.propose([1])[0]) == chain(6, 5)
     assert contents(drafter.trie) == substrings([[5, 6, 5]], 5)

@@ -621,8 +621,8 @@ def own_compile_cache() -> None:
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = base / "minispec" / "inductor"
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "minispec" / "inductor"
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)  # raises PermissionError where the folder is someone else's
     except (OSError, RuntimeError):  # no home, or not ours: compiled code is then not kept
@@ -639,7 +639,8 @@ async def serve(config: Config) -> int:
     try:
         await server.start()
     except OSError as error:
-        print(f"minispec: error: cannot listen on {config.host}:{config.port}: {error.strerror}", file=sys.stderr)
+        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)
+        print(f"minispec: error: cannot listen on {config.host}:{config.port}: {reason}", file=sys.stderr)
         return 1
     waits = [asyncio.ensure_future(event.wait()) for event in (signalled, server.failed_to_load)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

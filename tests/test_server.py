@@ -1,0 +1,574 @@
+"""Claims about the served path, over real sockets with the real engine: what clients get, and what they cannot break.
+
+The model is tiny and scripted: its head maps each token of `SCRIPT` to the next, so greedy text is a known cycle of
+words, emoji and CJK, while its two random layers keep sampled text dependent on the whole context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from minispec.config import Config
+from minispec.server import Build, Server, build_llm
+
+PIECES = "Once upon a time 😀 there was 中 文 语 한 🎉 é ü ∑ good people who lived by some river near".split(" ")
+LONG = {"max_new_tokens": 900, "temperature": 0, "ignore_eos": True}
+
+
+# ---- the model and the server ----------------------------------------------------------------------------------------
+
+
+def script(tokenizer: Any) -> list[int]:
+    """Return ids of a text in which no token occurs twice, so that each token has one successor."""
+    ids: list[int] = []
+    for piece in PIECES:
+        new = tokenizer.encode(" " + piece, add_special_tokens=False)
+        if len(set(new)) == len(new) and not set(new) & set(ids):
+            ids += new
+    return ids
+
+
+@pytest.fixture(scope="module")
+def tiny(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer Llama with the default model's tokenizer, whose greedy text is the script."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(demo_folder)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    ids = script(tokenizer)
+    with torch.no_grad():
+        embed = torch.nn.functional.normalize(torch.randn(config.vocab_size, 64), dim=-1)
+        model.model.embed_tokens.weight.copy_(embed)
+        model.lm_head.weight.zero_()
+        for token, following in zip(ids, [*ids[1:], ids[0]], strict=True):
+            model.lm_head.weight[following] = 1.5 * embed[token]
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(demo_folder / name, folder)
+    (folder / "generation_config.json").write_text("{}")
+    return folder
+
+
+def options(tiny: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "model_path": str(tiny), "served_model_name": "org/tiny", "device": "cpu", "dtype": "float32", "port": 0,
+        "disable_torch_compile": True, "speculative_algorithm": "NGRAM", "page_size": 16, "max_running_requests": 4,
+        "max_queued_requests": 8, "max_total_tokens": 8192, "enable_cache_report": True, **more,
+    }  # fmt: skip
+
+
+class Running:
+    """A server in a thread of its own, with the little HTTP that the tests need."""
+
+    def __init__(self, config: Config, build: Build = build_llm) -> None:
+        started = threading.Event()
+
+        async def live() -> None:
+            self.loop, self.quit = asyncio.get_running_loop(), asyncio.Event()
+            self.server = Server(config, build)
+            await self.server.start()
+            started.set()
+            await self.quit.wait()
+            self.ended = await self.server.stop()
+
+        self.thread = threading.Thread(target=lambda: asyncio.run(live()), daemon=True)
+        self.thread.start()
+        assert started.wait(10)
+        self.port = self.server.port
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.quit.set)
+        self.thread.join(20)
+        assert not self.thread.is_alive() and self.ended
+
+    def call(
+        self, path: str, body: Any = None, method: str | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any, Any]:
+        """Return (status, body as JSON or text, headers); a body that is not bytes is sent as JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request(method or ("GET" if body is None else "POST"), path, raw, headers or {})
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        is_json = answer.headers.get_content_type() == "application/json"
+        return answer.status, json.loads(text) if is_json else text, answer.headers
+
+    def ok(self, path: str, body: Any = None) -> Any:
+        status, value, _ = self.call(path, body)
+        assert status == 200, value
+        return value
+
+    def stats(self) -> dict[str, Any]:
+        return self.ok("/server_info")["internal_states"][0]
+
+    def stream(self, path: str, body: Any, read: int | None = None) -> tuple[list[Any], socket.socket]:
+        """Return the events of a stream, all or the first `read`, and the open connection."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("POST", path, json.dumps({**body, "stream": True}).encode())
+        sock = connection.sock
+        answer = connection.getresponse()
+        assert answer.status == 200 and answer.headers["Content-Type"] == "text/event-stream", answer.read()
+        return list(events(answer, read)), sock
+
+    def open(self, path: str, body: Any) -> socket.socket:
+        """Send a request and leave the connection open, unread."""
+        raw = json.dumps(body).encode()
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        sock.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        return sock
+
+    def wait(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 20) -> dict[str, Any]:
+        """Return the stats once they satisfy the condition."""
+        end = time.monotonic() + seconds
+        while not condition(stats := self.stats()):
+            assert time.monotonic() < end, stats
+            time.sleep(0.02)
+        return stats
+
+    def idle(self) -> dict[str, Any]:
+        """Return the stats once nothing runs; every page must then be free or cached."""
+        stats = self.wait(lambda s: s["num_running_reqs"] == s["num_queue_reqs"] == 0)
+        assert stats["kv_pages_owned"] == 0
+        assert stats["kv_pages_free"] + stats["kv_pages_cached"] == stats["kv_pages_total"] > 0
+        return stats
+
+
+def events(answer: Any, read: int | None = None) -> Iterator[Any]:
+    """Yield the events of a server-sent stream; "[DONE]" as a string."""
+    count = 0
+    while (line := answer.readline()) and (read is None or count < read):
+        if line.startswith(b"data: "):
+            count += 1
+            yield "[DONE]" if line[6:].strip() == b"[DONE]" else json.loads(line[6:])
+
+
+def ready(running: Running) -> Running:
+    end = time.monotonic() + 60
+    while (answer := running.call("/health"))[0] != 200:
+        assert time.monotonic() < end and answer[1]["status"] == "starting", answer
+        time.sleep(0.05)
+    return running
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Path) -> Iterator[Running]:
+    running = ready(Running(Config(**options(tiny))))
+    yield running
+    running.stop()
+
+
+def client(served: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="None", max_retries=0)
+
+
+def chat(text: str = "Tell me something", **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 40, **more}
+
+
+def native(text: str = "Once upon", **params: Any) -> dict[str, Any]:
+    return {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 12, **params}}
+
+
+# ---- what clients get ------------------------------------------------------------------------------------------------
+
+
+def test_openai_client_streams_the_text_it_gets_whole(served: Running, tiny: Path) -> None:
+    api = client(served)
+    messages = [*chat()["messages"], {"role": "assistant", "content": "Once upon"}]
+    for more in ({"temperature": 0}, {"temperature": 1.3, "seed": 7}):
+        wish = {"model": "org/tiny", "messages": messages, "max_tokens": 90, **more}
+        wish["extra_body"] = {"continue_final_message": True}
+        whole = api.chat.completions.create(**wish)
+        chunks = list(api.chat.completions.create(**wish, stream=True, stream_options={"include_usage": True}))
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        assert text == whole.choices[0].message.content and len(text) > 50
+        usage, same = chunks[-1].usage, whole.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (same.prompt_tokens, same.completion_tokens)
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens > 90 >= usage.completion_tokens
+        assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+        assert all(c.id == chunks[0].id for c in chunks)
+        if more["temperature"] == 0:
+            tokenizer = AutoTokenizer.from_pretrained(tiny)
+            assert tokenizer.decode(script(tokenizer)) in text and "😀" in text
+            assert "�" not in text[:-1]  # the last character may be cut by max_tokens
+
+
+def test_completions_stream_the_text_they_give_whole(served: Running) -> None:
+    api = client(served)
+    wish = {"model": "default", "prompt": ["Once", "good people"], "max_tokens": 30, "temperature": 0}
+    whole = api.completions.create(**wish)
+    texts = ["", ""]
+    for chunk in api.completions.create(**wish, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in whole.choices] and all(texts) and texts[0] != texts[1]
+    assert whole.usage.completion_tokens == 60
+
+
+def test_native_text_is_the_decoding_of_its_ids_and_speculation_is_reported(served: Running, tiny: Path) -> None:
+    result = served.ok("/generate", native(max_new_tokens=120))
+    assert result["text"] == AutoTokenizer.from_pretrained(tiny).decode(result["output_ids"])
+    meta = result["meta_info"]
+    assert meta["completion_tokens"] == len(result["output_ids"]) == 120
+    assert meta["finish_reason"] == {"type": "length", "length": 120}
+    assert meta["spec_accept_length"] > 1 and sum(meta["spec_accept_histogram"]) == meta["spec_verify_ct"]
+    received, _ = served.stream("/generate", native(max_new_tokens=120))
+    assert received[-1] == "[DONE]" and received[-2]["text"] == result["text"]
+    assert all(b["text"].startswith(a["text"]) for a, b in zip(received[:-1], received[1:-1], strict=False))
+
+
+def test_a_stop_string_ends_text_and_ids_in_every_dialect(served: Running) -> None:
+    result = served.ok("/generate", native(max_new_tokens=60, stop=["people"]))
+    assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": "people"}
+    assert "people" not in result["text"] and "good" in result["text"]
+    choice = served.ok("/v1/chat/completions", chat(stop="people", max_tokens=200))["choices"][0]
+    assert choice["finish_reason"] == "stop" and "people" not in choice["message"]["content"]
+
+
+def test_a_batch_answers_in_the_order_it_was_sent(served: Running) -> None:
+    lengths = [9, 3, 14, 1, 6, 2]
+    texts = [f"Story {i}" for i in range(len(lengths))]
+    params = [{"temperature": 1.5, "sampling_seed": i, "max_new_tokens": n} for i, n in enumerate(lengths)]
+    batch = served.ok("/generate", {"text": texts, "sampling_params": params, "rid": [f"b{i}" for i in range(6)]})
+    alone = [served.ok("/generate", {"text": t, "sampling_params": p}) for t, p in zip(texts, params, strict=True)]
+    assert [r["output_ids"] for r in batch] == [r["output_ids"] for r in alone]
+    assert [len(r["output_ids"]) for r in batch] == lengths and len({str(r["output_ids"]) for r in batch}) == 6
+    assert [r["meta_info"]["id"] for r in batch] == [f"b{i}" for i in range(6)]
+
+
+def test_concurrent_requests_with_mixed_parameters_equal_each_alone(served: Running) -> None:
+    mixed = [
+        native(), native("x", max_new_tokens=1), native("y", max_new_tokens=2, temperature=2, sampling_seed=1),
+        native("z", temperature=1, top_p=0.7, sampling_seed=2, frequency_penalty=1.5, max_new_tokens=25),
+        native("w", temperature=1, top_k=5, sampling_seed=3, repetition_penalty=1.3, min_new_tokens=5),
+        native("v", logit_bias={"500": 100}, max_new_tokens=5), native("u", stop=["time"], max_new_tokens=70),
+        native("t", temperature=1e-4, min_p=0.2, sampling_seed=4, presence_penalty=-2),
+    ]  # fmt: skip
+    alone = [served.ok("/generate", wish)["output_ids"] for wish in mixed]
+    with ThreadPoolExecutor(len(mixed)) as pool:
+        together = list(pool.map(lambda wish: served.ok("/generate", wish)["output_ids"], mixed))
+    assert together == alone and alone[5] == [500] * 5
+    served.idle()
+
+
+def test_a_repeated_prompt_is_cached_until_the_flush(served: Running) -> None:
+    wish = {"prompt": "word " * 60, "max_tokens": 4}
+    served.ok("/v1/completions", wish)
+    details = served.ok("/v1/completions", wish)["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] >= 32
+    assert served.ok("/flush_cache") == "Cache flushed.\n"
+    assert served.stats()["kv_pages_cached"] == 0
+    assert served.ok("/v1/completions", wish)["usage"]["prompt_tokens_details"] is None
+
+
+def test_models_and_info_speak_of_the_served_model(served: Running, tiny: Path) -> None:
+    card = served.ok("/v1/models")["data"][0]
+    assert card["id"] == "org/tiny" and card["max_model_len"] == 1024
+    assert served.ok("/v1/models/org/tiny") == card
+    assert served.call("/v1/models/org/other")[0] == 404
+    for path in ("/model_info", "/get_model_info"):
+        assert served.ok(path)["model_path"] == str(tiny) and served.ok(path)["model_type"] == "llama"
+    for path in ("/server_info", "/get_server_info"):
+        info = served.ok(path)
+        assert info["page_size"] == 16 and "api_key" not in info and info["internal_states"][0]["kv_pages_total"] > 0
+    assert served.call("/health_generate")[0] == served.call("/health")[0] == 200
+    for name in ("org/tiny", str(tiny), "default", "", None):
+        assert served.ok("/v1/chat/completions", chat(model=name, max_tokens=1))["model"] == "org/tiny"
+    status, body, _ = served.call("/v1/chat/completions", chat(model="gpt-4"))
+    assert (status, body["error"]["code"]) == (404, "model_not_found")
+
+
+def test_tokenize_and_detokenize_are_inverse(served: Running) -> None:
+    for prefix in ("", "/v1"):
+        row = served.ok(prefix + "/tokenize", {"prompt": "good 😀 people"})
+        assert row["count"] == len(row["tokens"]) > 3 and row["max_model_len"] == 1024
+        assert served.ok(prefix + "/detokenize", {"tokens": row["tokens"]})["text"] == "good 😀 people"
+    two = served.ok("/tokenize", {"prompt": ["good 😀 people", "x"]})
+    assert two["tokens"][0] == row["tokens"] and two["count"][1] == 1
+    assert served.call("/detokenize", {"tokens": [10**9]})[0] == 400
+
+
+# ---- what clients cannot break ---------------------------------------------------------------------------------------
+
+HOSTILE: list[tuple[str, Any]] = [
+    ("/v1/chat/completions", raw) for raw in (
+        b"", b"[]", b"{", b"\xff\xfe", b'{"a":' + b"[" * 100_000, b'{"messages": 1e999}', b'{"temperature": NaN}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"seed": ' + b"9" * 5000 + b"}",
+    )
+] + [
+    ("/v1/chat/completions", chat(**wish)) for wish in (
+        {"n": 10**6}, {"top_logprobs": 10**6, "logprobs": True}, {"logit_bias": {"49152": 1}}, {"temperature": -1},
+        {"logit_bias": {"1": 1e30}}, {"logit_bias": {"-1": 1}}, {"temperature": "NaN"}, {"max_tokens": -5},
+        {"max_tokens": 10**7}, {"messages": []}, {"messages": [{"role": "user"}]}, {"top_k": 0}, {"top_p": 2},
+        {"chat_template_kwargs": {"tokenize": True}}, {"chat_template": "{{ 1 }}"}, {"stop": ["x"] * 1000},
+        {"response_format": {"type": "json_schema", "json_schema": {}}}, {"tools": [{"type": "function"}]},
+        {"seed": 2**70}, {"stop_token_ids": [10**9]}, {"min_tokens": 50}, {"prompt_logprobs": -1},
+    )
+] + [
+    ("/v1/completions", {"prompt": prompt}) for prompt in (
+        "", [], [[]], [-1], [49152], [2**63], ["a", [1]], "long " * 2000, "x" * 10**6, ["a"] * 1000, None, {},
+    )
+] + [
+    ("/generate", wish) for wish in (
+        {}, {"text": "a", "input_ids": [1]}, {"input_ids": [10**7]}, {"input_ids": [1.5]}, {"text": 3},
+        {"text": "a", "sampling_params": {"temprature": 1}}, {"text": "a", "sampling_params": {"regex": "(a+)+$"}},
+        {"text": "a", "input_embeds": [[0.0]]}, {"text": "a", "rid": ""}, {"text": "a", "return_logprob": True},
+        {"input_ids": [5] * 1024}, {"text": "a", "sampling_params": {"max_new_tokens": 2000}},
+    )
+] + [("/tokenize", {}), ("/detokenize", {"tokens": [-1]}), ("/abort_request", {"rid": ""})]  # fmt: skip
+
+
+def test_every_hostile_request_is_a_400_and_the_server_lives(served: Running) -> None:
+    assert len(HOSTILE) > 55
+    for path, body in HOSTILE:
+        status, answer, headers = served.call(path, body)
+        assert status == 400, (path, body, answer)
+        assert set(answer["error"]) == {"message", "type", "param", "code"} and len(answer["error"]["message"]) <= 2000
+        assert headers["x-request-id"]
+    served.idle()
+    assert served.ok("/generate", native(max_new_tokens=3))["output_ids"]
+
+
+def test_a_prompt_that_leaves_no_room_for_the_default_limit_is_still_answered(served: Running) -> None:
+    longest = served.ok("/server_info")["max_req_input_len"]
+    answer = served.ok("/v1/completions", {"prompt": [500] * longest})
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] >= 1
+    assert served.call("/v1/completions", {"prompt": [500] * (longest + 1)})[0] == 400
+
+
+def test_failures_of_the_framework_are_wrapped_too(served: Running) -> None:
+    cases = [
+        (served.call("/nope"), 404), (served.call("/generate", {}, "DELETE"), 405),
+        (served.call("/generate", b" " * (17 * 2**20)), 413),
+        (served.call("/generate", b"junk", headers={"Content-Encoding": "gzip"}), 400),
+    ]  # fmt: skip
+    for (status, body, headers), expected in cases:
+        assert status == expected and body["error"]["message"], body
+        assert headers["x-request-id"]
+    packed = gzip.compress(json.dumps(native()).encode())
+    assert served.call("/generate", packed, headers={"Content-Encoding": "gzip"})[0] == 200
+    assert served.call("/health", headers={"x-request-id": "mine-1"})[2]["x-request-id"] == "mine-1"
+
+
+def test_whoever_hangs_up_is_aborted_in_decode_and_queue(served: Running) -> None:
+    received, stream = served.stream("/generate", native(**LONG), read=3)
+    assert len(received) == 3
+    whole = [served.open("/generate", native(f"{i}", **LONG)) for i in range(3)]
+    served.wait(lambda s: s["num_running_reqs"] == 4)
+    queued = served.open("/generate", native("queued", **LONG))
+    served.wait(lambda s: s["num_queue_reqs"] == 1)
+    queued.close()
+    served.wait(lambda s: s["num_queue_reqs"] == 0 and s["num_running_reqs"] == 4)
+    for sock in (stream, *whole):
+        sock.close()
+    served.idle()
+    assert served.server.admitted == 0 and not served.server.flights and not served.server.routes
+
+
+def test_whoever_hangs_up_is_aborted_in_prefill(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = served.server.engine.llm.scheduler
+    monkeypatch.setattr(scheduler, "chunk_size", 1)
+    seen = []
+    real = type(scheduler)._prefill
+
+    def slow(self: Any) -> Any:
+        seen.append(self.prefilling[0].kv_len)
+        time.sleep(0.01)
+        return real(self)
+
+    monkeypatch.setattr(type(scheduler), "_prefill", slow)
+    sock = served.open("/generate", {"input_ids": list(range(600, 1400)), "sampling_params": {"max_new_tokens": 4}})
+    served.wait(lambda s: s["num_running_reqs"] == 1 and len(seen) > 2)
+    sock.close()
+    served.idle()
+    assert 2 < len(seen) < 700
+
+
+def test_abort_request_ends_those_of_a_prefix_only(served: Running) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        one, two = (
+            pool.submit(served.call, "/generate", {**native(**LONG), "rid": f"group-{i}"}) for i in range(2)
+        )  # fmt: skip
+        other = pool.submit(served.call, "/generate", {**native(**LONG), "rid": "other"})
+        served.wait(lambda s: s["num_running_reqs"] == 3)
+        assert served.call("/abort_request", {"rid": "group"})[:2] == (200, "")
+        for aborted in (one, two):
+            assert aborted.result()[0] == 499 and aborted.result()[1]["error"]["code"] == "aborted"
+        status, body, _ = served.call("/flush_cache", b"")
+        assert status == 400 and "running" in body["error"]["message"] and not other.done()
+        assert served.call("/abort_request", {"abort_all": True})[0] == 200
+        assert other.result()[0] == 499
+    assert served.call("/abort_request", {"rid": "nobody"})[0] == 200
+    served.idle()
+
+
+def test_one_clients_rid_never_ends_anothers_request(served: Running) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(served.call, "/generate", {**native(max_new_tokens=300, ignore_eos=True), "rid": "ab"})
+        served.wait(lambda s: s["num_running_reqs"] == 1)
+        for rid in ("a", "ab"):
+            sock = served.open("/generate", {**native(**LONG), "rid": rid})
+            served.wait(lambda s: s["num_running_reqs"] == 2)
+            sock.close()
+            served.wait(lambda s: s["num_running_reqs"] == 1)
+        assert long.result()[0] == 200
+
+
+def test_a_full_queue_refuses_with_a_date_to_come_back(served: Running) -> None:
+    held = served.open("/generate", {"text": ["x"] * 12, "sampling_params": LONG})
+    served.wait(lambda s: s["num_running_reqs"] + s["num_queue_reqs"] == 12)
+    status, body, headers = served.call("/generate", native())
+    assert (status, body["error"]["code"], headers["Retry-After"]) == (503, "queue_full", "1")
+    assert served.call("/health_generate")[0] == 200
+    held.close()
+    served.idle()
+    assert served.call("/generate", native())[0] == 200
+    assert served.call("/generate", {"text": ["x"] * 13})[0] == 400
+
+
+def test_a_step_that_raises_costs_its_requests_and_not_the_server(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = served.server.engine.llm.scheduler.engine
+    real, left = engine.launch, [1]
+
+    def launch(slots: Any) -> Any:
+        if left[0] and len(slots) == 2:
+            left[0] -= 1
+            raise RuntimeError("made to fail")
+        return real(slots)
+
+    monkeypatch.setattr(engine, "launch", launch)
+    with ThreadPoolExecutor(2) as pool:
+        wish = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True}
+        streamed = pool.submit(served.stream, "/v1/completions", wish)
+        whole = pool.submit(served.call, "/generate", native(**LONG))
+        status, body, headers = whole.result()
+        received = streamed.result()[0]
+    assert left == [0] and status == 500 and body["error"]["type"] == "server_error"
+    assert headers["x-should-retry"] == "false" and "made to fail" not in body["error"]["message"]
+    assert received[-1] == "[DONE]" and received[-2]["error"]["type"] == "server_error"
+    assert served.call("/health")[0] == 200
+    served.idle()
+    assert served.ok("/generate", native())["output_ids"] == served.ok("/generate", native())["output_ids"] != []
+
+
+# ---- the beginning and the end ---------------------------------------------------------------------------------------
+
+
+def test_until_it_is_ready_the_server_says_so_and_only_health_is_open(tiny: Path) -> None:
+    gate = threading.Event()
+
+    def build(config: Config, progress: Callable[[str], None]) -> Any:
+        progress("waiting for the gate")
+        assert gate.wait(30)
+        return build_llm(config, progress)
+
+    running = Running(Config(**options(tiny, api_key="secret")), build)
+    try:
+        status, body, headers = running.call("/health")
+        assert status == 503 and headers["Retry-After"] and body["progress"] in ("starting", "waiting for the gate")
+        key = {"Authorization": "Bearer secret"}
+        for path, wish in (("/v1/chat/completions", chat()), ("/v1/completions", {}), ("/generate", native())):
+            assert running.call(path, wish, headers=key)[0] == 503
+            assert running.call(path, wish)[0] == 401
+            for wrong in ("Bearer ", "Bearer s\xe9cret", "secret", "Bearer secret2"):
+                assert running.call(path, wish, headers={"Authorization": wrong})[0] == 401
+        assert running.call("/nope")[0] == 401
+        gate.set()
+        ready(running)
+        assert running.call("/generate", native(), headers=key)[0] == 200
+    finally:
+        gate.set()
+        running.stop()
+
+
+def test_when_the_scheduler_itself_fails_health_turns_503_and_nothing_hangs(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = ready(Running(Config(**options(tiny))))
+    try:
+        scheduler = running.server.engine.llm.scheduler
+
+        def broken(*args: Any) -> Any:
+            raise RuntimeError("beyond repair")
+
+        monkeypatch.setattr(scheduler, "step", broken)
+        monkeypatch.setattr(scheduler, "fail_all", broken)
+        status, body, _ = running.call("/generate", native())
+        assert status == 503 and "beyond repair" in body["error"]["message"]
+        status, body, _ = running.call("/health")
+        assert status == 503 and body["status"] == "failed" and "beyond repair" in body["progress"]
+        assert running.call("/generate", native())[0] == running.call("/server_info")[0] == 503
+    finally:
+        running.stop()
+
+
+def launch(*argv: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "minispec.server", *argv]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_sigterm_ends_streams_with_an_error_event_within_five_seconds(tiny: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = launch("--model", str(tiny), "--port", str(port), "--device", "cpu", "--disable-torch-compile")
+    try:
+        end = time.monotonic() + 90
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        while True:
+            assert process.poll() is None and time.monotonic() < end, process.stderr and process.stderr.read()
+            try:
+                connection.request("GET", "/health")
+                answer = connection.getresponse()
+                answer.read()
+                if answer.status == 200:
+                    break
+            except OSError:
+                connection.close()
+            time.sleep(0.1)
+        connection.request("POST", "/generate", json.dumps({**native(**LONG), "stream": True}).encode())
+        answer = connection.getresponse()
+        stream = events(answer)
+        assert next(stream)["meta_info"]["finish_reason"] is None
+        asked = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        rest = list(stream)
+        assert rest[-1] == "[DONE]" and rest[-2]["error"]["code"] == "shutting_down"
+        assert process.wait(10) == 0 and time.monotonic() - asked < 5
+    finally:
+        process.kill()
+        _, log = process.communicate()
+    assert "fired up and ready to roll" in log and "Traceback" not in log
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_process_with_one_line(tmp_path: Path) -> None:
+    process = launch("--model", str(tmp_path), "--port", "0", "--log-level", "error")
+    _, log = process.communicate(timeout=90)
+    assert process.returncode == 1
+    lines = [line for line in log.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("minispec: error: ") and str(tmp_path) in lines[0], log

@@ -1,0 +1,447 @@
+"""The decoder against transformers, family by family, on small random checkpoints that transformers itself wrote.
+
+Random weights as they come make a poor test: attention is flat and logits are near zero, so that a wrong mask, norm or
+rotation hardly shows. Here they are scaled until most queries look at one key and logits are spread, which is asserted,
+and every family's own feature is then taken away to see the comparison fail.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from minispec import packed
+from minispec.attention import Causal
+from minispec.config import Config
+from minispec.llm import _context_length
+from minispec.model import FINAL, Model, ModelConfig, fuse_hf, rename_hf, rope_frequencies
+from minispec.packed import PackedLinear, can_pack, pack_linears
+from minispec.tokenizer import load_tokenizer
+from minispec.weights import ModelError, load_weights, read_config, read_tensors
+
+TOKENS = 300
+VOCAB = 211
+BOUND = 1e-4
+CPU = torch.device("cpu")
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """A checkpoint to write, and what to break in the loaded model to see the comparison fail."""
+
+    config: Callable[..., PretrainedConfig]
+    options: dict[str, Any]
+    breaks: Callable[[Model], None]
+
+
+def shape(hidden: int, heads: int, kv_heads: int, **options: Any) -> dict[str, Any]:
+    """Return the config of a small model."""
+    return {
+        "vocab_size": VOCAB, "hidden_size": hidden, "intermediate_size": 160, "num_hidden_layers": 3,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 512,
+        "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **options,
+    }  # fmt: skip
+
+
+def without_scaling(model: Model) -> None:
+    """Rotate as if the config had no rope scaling."""
+    model.frequencies = rope_frequencies(replace(model.config, rope_scaling=None))
+
+
+def with_default_theta(model: Model) -> None:
+    """Rotate as if the config had no rope_theta."""
+    model.frequencies = rope_frequencies(replace(model.config, rope_theta=10000.0))
+
+
+def without_bias(model: Model) -> None:
+    """Forget the biases of q, k, v."""
+    for block in model.layers:
+        block.qkv_proj.bias.zero_()
+
+
+def without_qk_norm(model: Model) -> None:
+    """Forget the norms of q and k."""
+    for block in model.layers:
+        block.q_norm = block.k_norm = nn.Identity()
+
+
+def with_interleaved_heads(model: Model) -> None:
+    """Let query heads 0, 3, 6 share a KV head instead of 0, 1, 2."""
+    heads, kv_heads, dim = model.config.heads, model.config.kv_heads, model.config.head_dim
+    order = torch.arange(heads).view(kv_heads, -1).T.flatten()
+    rows = (order[:, None] * dim + torch.arange(dim)).flatten()
+    for block in model.layers:
+        block.qkv_proj.weight[: heads * dim] = block.qkv_proj.weight[rows].clone()
+        block.o_proj.weight.copy_(block.o_proj.weight[:, rows].clone())
+
+
+FAMILIES = {
+    "llama3": Family(LlamaConfig, shape(96, 6, 2, head_dim=32, rope_parameters=LLAMA3_ROPE), without_scaling),
+    "mistral": Family(
+        MistralConfig,
+        shape(96, 6, 2, sliding_window=None, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+        with_default_theta,
+    ),
+    "qwen2": Family(Qwen2Config, shape(96, 6, 2), without_bias),
+    "qwen3": Family(Qwen3Config, shape(96, 6, 2, head_dim=32), without_qk_norm),
+    "smollm2": Family(LlamaConfig, shape(144, 9, 3, tie_word_embeddings=True), with_interleaved_heads),
+    "mimo": Family(Qwen2Config, shape(96, 6, 3), without_bias),
+}
+
+
+def scaled_weights(model: PreTrainedModel) -> None:
+    """Draw weights that make attention sharp (scores of standard deviation 5) and logits spread (about 3)."""
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            parameter.data = 2.3 + 0.3 * noise
+        elif name.endswith("norm.weight"):
+            parameter.data = 1 + 0.2 * noise
+        elif name.endswith("bias"):
+            parameter.data = noise
+        else:
+            q_or_k = name.endswith(("q_proj.weight", "k_proj.weight"))
+            gain = 2.3 if q_or_k else 3.0 if name.endswith(("embed_tokens.weight", "lm_head.weight")) else 0.7
+            parameter.data = gain * noise / parameter.shape[-1] ** 0.5
+
+
+@cache
+def hf_model(name: str) -> PreTrainedModel:
+    """Return the family's model as transformers builds it, with sharp random weights."""
+    family = FAMILIES[name]
+    config = family.config(**family.options)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    scaled_weights(model)
+    return model.requires_grad_(False)
+
+
+def write(name: str, folder: Path, **options: Any) -> Path:
+    """Save a family's checkpoint as transformers does; MiMo gets its architecture and its extra layers."""
+    hf_model(name).save_pretrained(folder, **options)
+    if name == "mimo":
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+        (folder / "config.json").write_text(json.dumps(config))
+        extra = {
+            "model.mtp_layers.0.self_attn.q_proj.weight": torch.ones(96, 96),
+            "model.mtp_layers.0.mlp.gate_proj.weight": torch.ones(160, 96),
+            "model.mtp_layers.0.input_proj.weight": torch.ones(96, 192),
+        }
+        torch.save({**hf_model(name).state_dict(), **extra}, folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    return folder
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Model:
+    """Load a folder as `LLM` does, with changes to the config if wanted."""
+    config = replace(ModelConfig.from_hf(read_config(folder)), **changes)
+    model = Model.empty(config, dtype, CPU)
+    load_weights(model, fuse_hf(read_tensors(folder), config.tied), rename_hf, dtype)
+    return model
+
+
+def text() -> Tensor:
+    """Return random tokens [1, T], the same for every family."""
+    return torch.randint(0, VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(3))
+
+
+@torch.inference_mode()
+def logits_of(model: Model, tokens: Tensor) -> Tensor:
+    """Return all logits [B, T, V] by plain causal attention."""
+    hidden, _ = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), Causal())
+    return model.head(hidden)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every family's checkpoint."""
+    return {name: write(name, tmp_path_factory.mktemp(name)) for name in FAMILIES}
+
+
+# ---- against transformers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, folders: dict[str, Path]) -> None:
+    want = hf_model(name)(text(), output_attentions=True)
+    largest = torch.stack(want.attentions)[..., 10:, :].amax(-1)  # [L, B, H, T]; short rows are sharp by nature
+    assert (largest > 0.5).float().mean() > 0.5, "attention is flat: the comparison would prove little"
+    assert 2 < want.logits.std() < 4.5
+
+    model = load(folders[name])
+    got = logits_of(model, text())
+    assert got.shape == (1, TOKENS, VOCAB)
+    error = float((got - want.logits).abs().max())
+    assert error < BOUND, f"logits differ by {error:.1e}"
+    assert torch.equal(got.argmax(-1), want.logits.argmax(-1))
+
+    FAMILIES[name].breaks(model)
+    broken = float((logits_of(model, text()) - want.logits).abs().max())
+    assert broken > 100 * BOUND, f"without the family's own feature logits differ by {broken:.1e} only"
+
+
+def test_all_three_branches_of_llama3_scaling_act(folders: dict[str, Path]) -> None:
+    config = ModelConfig.from_hf(read_config(folders["llama3"]))
+    ratio = rope_frequencies(config) / rope_frequencies(replace(config, rope_scaling=None))
+    kept, divided = ratio == 1, torch.isclose(ratio, torch.tensor(1 / 8))
+    assert kept.any() and divided.any() and (~kept & ~divided).any()
+
+
+def test_linear_scaling_is_that_of_transformers() -> None:
+    options = shape(96, 6, 2, rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0})
+    reference = AutoModelForCausalLM.from_config(LlamaConfig(**options))
+    given = {"architectures": ["LlamaForCausalLM"], **options, "rope_theta": 5e5}
+    given["rope_scaling"] = {"type": "linear", "factor": 4.0}
+    frequencies = rope_frequencies(ModelConfig.from_hf(given))
+    torch.testing.assert_close(frequencies, reference.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
+
+
+def test_head_dim_from_the_hidden_size_does_not_fit_qwen3(folders: dict[str, Path]) -> None:
+    with pytest.raises(ModelError, match="wrong shape.*self_attn.qkv_proj"):
+        load(folders["qwen3"], head_dim=96 // 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("qwen2", {"qkv_bias": False}, "unexpected.*qkv_proj.bias"),
+        ("qwen3", {"qk_norm": False}, "unexpected.*q_norm"),
+        ("llama3", {"tied": True}, None),  # a stored head of a tied model is the embedding again
+        ("smollm2", {"tied": False}, "missing: lm_head.weight"),
+        ("llama3", {"layers": 4}, "missing: layers.3"),
+        ("llama3", {"layers": 2}, "unexpected.*layers.2"),
+    ],
+)
+def test_weights_that_do_not_fit_the_config_are_named(
+    name: str, change: dict[str, Any], message: str | None, folders: dict[str, Path]
+) -> None:
+    if message is None:
+        load(folders[name], **change)
+        return
+    with pytest.raises(ModelError, match=message):
+        load(folders[name], **change)
+
+
+def test_missing_part_of_a_fused_matrix_is_named(folders: dict[str, Path]) -> None:
+    config = ModelConfig.from_hf(read_config(folders["llama3"]))
+    model = Model.empty(config, torch.float32, CPU)
+    tensors = [(n, t) for n, t in read_tensors(folders["llama3"]) if n != "model.layers.1.self_attn.k_proj.weight"]
+    with pytest.raises(ModelError, match="layers.1.*qkv_proj"):
+        load_weights(model, fuse_hf(tensors, config.tied), rename_hf, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["llama3", "smollm2"])
+def test_taps_are_the_streams_that_enter_layers(name: str, folders: dict[str, Path]) -> None:
+    streams = hf_model(name)(text(), output_hidden_states=True).hidden_states
+    model, width = load(folders[name]), FAMILIES[name].options["hidden_size"]
+    taps = (2, FINAL, 0, 1)
+    hidden, features = model(text(), torch.arange(TOKENS)[None], Causal(), taps)
+    assert features is not None and features.shape == (1, TOKENS, 4 * width)
+    parts = dict(zip(taps, features.split(width, dim=-1), strict=True))
+    for tap in (0, 1, 2):
+        torch.testing.assert_close(parts[tap], streams[tap], atol=BOUND, rtol=0)
+        assert (parts[tap] - streams[tap + 1]).abs().max() > 100 * BOUND, "a layer's input, not its output"
+    torch.testing.assert_close(parts[FINAL], streams[3], atol=BOUND, rtol=0)
+    assert torch.equal(parts[FINAL], hidden)
+    assert model(text(), torch.arange(TOKENS)[None], Causal())[1] is None
+
+
+def test_default_model_gives_the_logits_of_transformers(demo_folder: Path) -> None:
+    passage = Path(__file__).read_text(encoding="utf-8")
+    tokens = torch.tensor([load_tokenizer(demo_folder).encode(passage)[:100]])
+    assert tokens.shape == (1, 100)
+    want = AutoModelForCausalLM.from_pretrained(demo_folder, dtype=torch.float32)(tokens).logits
+    got = logits_of(load(demo_folder), tokens)
+    assert (got - want).abs().max() < BOUND and want.std() > 1
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+
+
+# ---- one model, many folders -------------------------------------------------------------------------------------
+
+
+def old_spelling(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config as transformers 4 wrote it."""
+    config = dict(config)
+    rope = dict(config.pop("rope_parameters"))
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope if rope.get("rope_type") != "default" else None
+    config["torch_dtype"] = config.pop("dtype")
+    return config
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_both_spellings_of_a_config_are_read_the_same(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    config = json.loads((folders[name] / "config.json").read_text())
+    assert "rope_parameters" in config and "dtype" in config
+    (tmp_path / "config.json").write_text(json.dumps(old_spelling(config)))
+    new, old = (ModelConfig.from_hf(read_config(folder)) for folder in (folders[name], tmp_path))
+    assert new == old and new.dtype == "float32"
+    assert (new.rope_scaling is not None) == (name == "llama3")
+
+
+def as_shards(name: str, folder: Path) -> None:
+    """Save in many files with an index."""
+    write(name, folder, max_shard_size="100KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+
+
+def as_pickle(name: str, folder: Path) -> None:
+    """Save as pytorch_model.bin."""
+    write(name, folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(hf_model(name).state_dict(), folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("save", [as_shards, as_pickle])
+@pytest.mark.parametrize("name", ["llama3", "smollm2"])
+def test_every_layout_of_files_loads_the_same(
+    name: str, save: Callable[[str, Path], None], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    save(name, tmp_path)
+    one, other = load(folders[name]).state_dict(), load(tmp_path).state_dict()
+    assert one.keys() == other.keys() and len(one) > 20
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_frequencies_stay_fp32_in_a_bf16_model(folders: dict[str, Path]) -> None:
+    model = load(folders["llama3"], torch.bfloat16).to(torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.frequencies, load(folders["llama3"]).frequencies)
+    rope = model.rope(torch.tensor([[511]]))
+    want = (511 * model.frequencies.double()).cos()
+    torch.testing.assert_close(rope.cos[0, 0, 0, : want.numel()].double(), want, atol=4e-3, rtol=0)
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------
+
+
+def minimal(**changes: Any) -> dict[str, Any]:
+    """Return a Llama config in the normal form, changed."""
+    config = shape(96, 6, 2, architectures=["LlamaForCausalLM"], rope_theta=1e4, rope_scaling=None)
+    return {**config, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "LlamaForCausalLM"]),
+        ({"architectures": None}, ["architectures", "LlamaForCausalLM"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling", "yarn", "llama3"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling", "dynamic", "linear"]),
+    ],
+)
+def test_unsupported_models_are_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
+    ModelConfig.from_hf(minimal())
+    with pytest.raises(ValueError) as caught:
+        ModelConfig.from_hf(minimal(**changes))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+MISTRAL = {"architectures": ["MistralForCausalLM"], "sliding_window": 128}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128}
+
+
+@pytest.mark.parametrize("changes", [MISTRAL, {**QWEN2, "use_sliding_window": True}])
+def test_active_sliding_window_shorter_than_the_context_is_refused(changes: dict[str, Any]) -> None:
+    model = ModelConfig.from_hf(minimal(**changes))
+    with pytest.raises(ValueError, match="sliding window of 128.*context of 512"):
+        _context_length(Config(model_path="m"), model)
+    assert _context_length(Config(model_path="m", context_length=128), model) == 128
+
+
+@pytest.mark.parametrize(
+    "changes", [{**MISTRAL, "sliding_window": None}, {**MISTRAL, "sliding_window": 512}, {**QWEN2}, {}]
+)
+def test_idle_sliding_window_is_no_obstacle(changes: dict[str, Any]) -> None:
+    assert _context_length(Config(model_path="m"), ModelConfig.from_hf(minimal(**changes))) == 512
+
+
+def test_context_beyond_the_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="--context-length 513.*512"):
+        _context_length(Config(model_path="m", context_length=513), ModelConfig.from_hf(minimal()))
+
+
+# ---- packed linear layers ----------------------------------------------------------------------------------------
+
+needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="this PyTorch has no oneDNN")
+
+
+@needs_packing
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_packed_linear_is_a_linear_layer(dtype: torch.dtype, bound: float, bias: bool) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(72, 100, bias=bias).to(dtype)
+    layer = PackedLinear(linear)
+    for rows in ((1, 1), (3, 1), (2, 8), (1, 65), (1, 512), (5,)):
+        x = torch.randn(*rows, 72, dtype=dtype)
+        want = F.linear(x.float(), linear.weight.float(), None if linear.bias is None else linear.bias.float())
+        got = layer(x)
+        assert got.shape == (*rows, 100) and got.dtype == dtype
+        assert (got.float() - want).abs().max() < bound * want.abs().max()
+
+
+@needs_packing
+@pytest.mark.parametrize("name", ["qwen2", "smollm2"])
+def test_packed_model_gives_the_same_logits_and_keeps_its_embedding(name: str, folders: dict[str, Path]) -> None:
+    model = load(folders[name])
+    want, embedding = logits_of(model, text()), model.embed_tokens.weight.clone()
+    pack_linears(model)
+    assert not [m for m in model.modules() if isinstance(m, nn.Linear)]
+    assert isinstance(model.lm_head, PackedLinear) and isinstance(model.layers[2].down_proj, PackedLinear)
+    assert (logits_of(model, text()) - want).abs().max() < BOUND
+    assert torch.equal(model.embed_tokens.weight, embedding)
+
+
+@needs_packing
+def test_one_compiled_graph_serves_packed_layers_of_one_shape() -> None:
+    layers = [PackedLinear(nn.Linear(16, 24)) for _ in range(3)]
+    torch._dynamo.reset()
+    counters.clear()
+    run = torch.compile(PackedLinear.forward, backend="aot_eager", fullgraph=True, dynamic=False)
+    x = torch.randn(4, 16)
+    with torch.inference_mode():
+        outs = [run(layer, x) for layer in layers]
+        assert all(torch.equal(out, layer(x)) for out, layer in zip(outs, layers, strict=True))
+    assert not torch.equal(outs[0], outs[1])
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@needs_packing
+def test_packed_weight_goes_with_its_module() -> None:
+    before = set(packed._weights)
+    layer = PackedLinear(nn.Linear(8, 8))
+    assert len(packed._weights) == len(before) + 1
+    del layer
+    assert set(packed._weights) == before

@@ -1,0 +1,251 @@
+"""Exactness of the served path on a real model: every configuration must give transformers' own greedy tokens.
+
+`python benchmarks/parity.py --dataset FILE.jsonl` (MT-bench's format) starts the server once per configuration in
+float32, compiled as launched by default and eagerly, with and without a drafter, with small chunks and with a pool so
+small that requests are retracted, and sends it the questions alone, eight at a time, again with a warm prefix cache,
+as second turns, and with shared beginnings. Sampled requests with seeds must give the same tokens everywhere.
+Prints one line per run and exits with 1 if any token differs. The tests run the same functions on fewer prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+Ids = list[int]
+GREEDY = {"temperature": 0.0}
+SAMPLED = {
+    "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1
+}  # fmt: skip
+PREAMBLE = (
+    "You are the helpful clerk of a small town library. Visitors ask you about everything under the sun. You know "
+    "that the library opens at nine, that the reading room is on the first floor, that the children's corner has a "
+    "blue carpet, that the catalogue is kept by Mrs. Lind, and that returned books go into the wooden box beside the "
+    "door. You answer every question as well as you can, in plain words, and you never send anybody away without an "
+    "answer. The next visitor steps up to the desk and asks you this, word for word: "
+)  # more than 64 tokens, so that prompts which begin with it share a page
+
+
+@contextlib.contextmanager
+def serve(*flags: str, timeout_s: float = 400.0) -> Iterator[str]:
+    """Start the server on a free port with these flags, yield its URL when it is ready, and stop it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "minispec.server", "--port", "0", *flags],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    log: list[str] = []
+    ready, url = threading.Event(), []
+
+    def read() -> None:
+        for line in process.stdout or ():
+            log.append(line)
+            if not url and (match := re.search(r"http://[\d.]+:\d+", line)):
+                url.append(match[0])
+            if "ready to roll" in line:
+                ready.set()
+        ready.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        ready.wait(timeout_s)
+        if process.poll() is not None or not url:
+            raise RuntimeError("the server did not start:\n" + "".join(log[-30:]))
+        yield url[0]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def post(url: str, body: dict[str, Any], timeout_s: float = 600.0) -> Any:
+    """POST JSON and return the answer's JSON; raises with the body of an error."""
+    data = json.dumps(body).encode()
+    call = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(call, timeout=timeout_s) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(f"{error.code}: {error.read().decode()}") from None
+
+
+def stats(url: str) -> dict[str, Any]:
+    """Return internal_states[0] of /server_info."""
+    with urllib.request.urlopen(url + "/server_info", timeout=60) as answer:
+        return json.load(answer)["internal_states"][0]
+
+
+def generate(url: str, prompts: Sequence[Ids], params: Sequence[dict[str, Any]], at_once: int) -> list[dict[str, Any]]:
+    """Send prompts to /generate, at most `at_once` under way; returns the answers in order."""
+    one = lambda job: post(url + "/generate", {"input_ids": job[0], "sampling_params": job[1]})  # noqa: E731
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(one, zip(prompts, params, strict=True)))
+
+
+class Reference:
+    """transformers' own greedy generation, one prompt at a time, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        import transformers
+
+        self.torch = torch
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def generate(self, prompts: Sequence[Ids], new_tokens: int) -> list[Ids]:
+        """Return the new tokens after each prompt, the end-of-sequence token included."""
+        outputs = []
+        with self.torch.inference_mode():
+            for ids in prompts:
+                given = self.torch.tensor([ids])
+                made = self.model.generate(
+                    given, attention_mask=self.torch.ones_like(given), max_new_tokens=new_tokens, do_sample=False
+                )
+                outputs.append(made[0, len(ids) :].tolist())
+        return outputs
+
+
+class Questions:
+    """The prompts of a parity run with their reference outputs: first turns, second turns, shared beginnings."""
+
+    def __init__(self, turns: Sequence[Sequence[str]], folder: Path, new_tokens: int, shared: int = 8) -> None:
+        from minispec.tokenizer import load_tokenizer
+
+        tokenizer, reference = load_tokenizer(folder), Reference(folder)
+        ask = lambda *texts: tokenizer.encode_chat(  # noqa: E731
+            [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+        )
+        self.new_tokens = new_tokens
+        self.first = [ask(turn[0]) for turn in turns]
+        self.first_truth = reference.generate(self.first, new_tokens)
+        answers = [tokenizer.decode(ids) for ids in self.first_truth]
+        pairs = [(t[0], a, t[1]) for t, a in zip(turns, answers, strict=True) if len(t) > 1]
+        self.second = [ask(*pair) for pair in pairs]
+        self.second_truth = reference.generate(self.second, new_tokens)
+        self.shared = [ask(PREAMBLE + turn[0]) for turn in turns[:shared]]
+        assert all(len(ids) >= 128 and ids[:64] == self.shared[0][:64] for ids in self.shared)
+        self.shared_truth = reference.generate(self.shared, new_tokens)
+
+
+def same(answers: Sequence[dict[str, Any]], truth: Sequence[Ids]) -> tuple[int, int]:
+    """Return (how many answers equal the truth, how many there are)."""
+    return sum(a["output_ids"] == ids for a, ids in zip(answers, truth, strict=True)), len(truth)
+
+
+def check(url: str, questions: Questions, expect_retraction: bool = False) -> Iterator[tuple[str, bool, str]]:
+    """Run all kinds of traffic against a server; yields (what, whether it was exact, remarks)."""
+    params = [{**GREEDY, "max_new_tokens": questions.new_tokens}]
+
+    def ask(prompts: Sequence[Ids], truth: Sequence[Ids], at_once: int) -> tuple[bool, list[dict[str, Any]], str]:
+        answers = generate(url, prompts, params * len(prompts), at_once)
+        equal, count = same(answers, truth)
+        return equal == count > 0, answers, f"{equal}/{count} equal"
+
+    for at_once in (1, 8):
+        _flush(url)
+        exact, answers, remark = ask(questions.first, questions.first_truth, at_once)
+        yield f"first turns, {at_once} at once", exact, remark
+    exact, answers, remark = ask(questions.second, questions.second_truth, 8)
+    cached = sum(a["meta_info"]["cached_tokens"] for a in answers)
+    yield "second turns, warm cache", exact and cached > 0, f"{remark}, {cached} cached tokens"
+    exact, _, remark = ask(questions.shared[:1], questions.shared_truth[:1], 1)
+    more, answers, remark = ask(questions.shared[1:], questions.shared_truth[1:], 8)
+    cached = sum(a["meta_info"]["cached_tokens"] for a in answers)
+    yield "shared beginnings", exact and more and cached > 0, f"{remark}, {cached} cached tokens"
+    state = stats(url)
+    retractions = state["total_retractions"]
+    if expect_retraction:
+        yield "retraction happened", retractions > 0, f"{retractions} retractions"
+    whole = state["kv_pages_free"] + state["kv_pages_cached"] + state["kv_pages_owned"] == state["kv_pages_total"]
+    idle = state["kv_pages_owned"] == 0
+    remark = f"accept length {state['avg_spec_accept_length']:.2f}, {state['tree_steps']} tree steps"
+    yield "pages in order when idle", whole and idle, remark
+
+
+def _flush(url: str) -> None:
+    """Empty the prefix cache; the last answer may arrive a moment before its request is gone."""
+    for _ in range(50):
+        try:
+            call = urllib.request.Request(url + "/flush_cache", b"", method="POST")
+            urllib.request.urlopen(call, timeout=60).close()
+            return
+        except urllib.error.HTTPError:
+            time.sleep(0.1)
+    raise RuntimeError("the server does not become idle")
+
+
+def sampled(url: str, questions: Questions, at_once: int) -> list[Ids]:
+    """Return seeded samples of the first turns; the seed is the question's number."""
+    params = [{**SAMPLED, "sampling_seed": i, "max_new_tokens": 40} for i in range(len(questions.first))]
+    return [a["output_ids"] for a in generate(url, questions.first, params, at_once)]
+
+
+def configurations(drafters: Sequence[str], modes: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
+    """Yield (name, flags, whether retraction is expected) of every server to start."""
+    for drafter in drafters:
+        for mode in modes:
+            base = ["--dtype", "float32", "--speculative-algorithm", drafter]
+            base += ["--disable-torch-compile"] if mode == "eager" else []
+            yield f"{drafter}, {mode}", base, False
+            yield f"{drafter}, {mode}, chunks of 32", [*base, "--chunked-prefill-size", "32"], False
+            yield f"{drafter}, {mode}, small pool", [*base, "--max-total-tokens", "1280"], True
+
+
+def run(questions: Questions, drafters: Sequence[str], modes: Sequence[str], tell: Callable[[str], None]) -> bool:
+    """Check every configuration; returns whether all were exact."""
+    all_exact, samples = True, None
+    for name, flags, retract in configurations(drafters, modes):
+        started = time.monotonic()
+        with serve(*flags) as url:
+            tell(f"{name}: ready after {time.monotonic() - started:.0f} s")
+            for what, exact, remark in check(url, questions, retract):
+                all_exact &= exact
+                tell(f"  {'ok  ' if exact else 'FAIL'} {what}: {remark}")
+            for at_once in (1, 8):
+                drawn = sampled(url, questions, at_once)
+                samples = samples or drawn
+                all_exact &= drawn == samples
+                equal = sum(a == b for a, b in zip(drawn, samples, strict=True))
+                verdict = "ok  " if drawn == samples else "FAIL"
+                tell(f"  {verdict} seeded samples, {at_once} at once: {equal}/{len(drawn)} equal to the first server's")
+    return all_exact
+
+
+def main() -> None:
+    """Run the whole comparison on the default model."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dataset", type=Path, required=True, help="JSON lines with `turns`, MT-bench's format")
+    parser.add_argument("--limit", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--drafter", nargs="+", default=["NONE", "NGRAM"])
+    parser.add_argument("--mode", nargs="+", choices=("compiled", "eager"), default=["compiled", "eager"])
+    args = parser.parse_args()
+    from minispec.demo import ensure_demo_model
+
+    turns = [json.loads(line)["turns"] for line in args.dataset.read_text().splitlines()]
+    step = max(1, len(turns) // args.limit)  # spread over the categories
+    tell = lambda line: print(line, flush=True)  # noqa: E731
+    tell("generating the reference with transformers")
+    questions = Questions(turns[::step][: args.limit], ensure_demo_model(), args.new_tokens)
+    exact = run(questions, args.drafter, args.mode, tell)
+    tell("all exact" if exact else "NOT exact")
+    sys.exit(0 if exact else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -29,11 +29,19 @@ CPU = torch.device("cpu")
 
 
 class Letters:
-    """A tokenizer of one character a token, enough for the scheduler to make text."""
+    """A tokenizer of one letter a token, enough for the scheduler to make text."""
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, **_: object) -> str:
-        """Return one letter per id."""
-        return "".join(chr(0x100 + token) for token in ids)
+    byte_level = True
+    special_ids: frozenset[int] = frozenset()
+
+    @property
+    def backend(self) -> Letters:
+        """What `Detokenizer` asks."""
+        return self
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the letter of an id."""
+        return chr(0x100 + token).encode()
 
 
 def tiny_model(seed: int = 0, context: int = CONTEXT) -> Model:

@@ -1,0 +1,246 @@
+"""Stop rules and text of one request, with the default model's tokenizer, against the rules applied to whole texts.
+
+The reference decodes all ids anew after every token and searches the whole text; `Output` does it incrementally and
+hands out text on the way. They must agree on ids, finish and text, however many tokens come between two hand-outs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minispec.output import Output
+from minispec.request import Finish, Request, SamplingParams
+from minispec.tokenizer import Tokenizer, load_tokenizer
+
+EOS = 2  # <|im_end|>
+PASSAGES = [
+    "The quick brown fox jumps over the lazy dog. The quick brown fox sleeps.\n\nStop here? No: go on, and on, and on.",
+    "Grüße aus Köln! 日本語のテキスト と 한국어, עברית. 😀👨‍👩‍👧‍👦 and a combining e\u0301 🏳️‍🌈!",
+    "def f(x):\n    return x ** 2\n\n\nprint(f(3))\n```\nUser: hi\nAssistant: hello\nUser: bye",
+    "aaaa abab abaabaaab aaaa abab abaab",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_folder: Path) -> Tokenizer:
+    return load_tokenizer(demo_folder)
+
+
+def make(tokenizer: Tokenizer, limit: int = 1000, **params: Any) -> Output:
+    """Return the output of a fresh request."""
+    request = Request("r", [1], SamplingParams(**params))
+    request.max_new_tokens = limit
+    return Output(request, tokenizer, frozenset({EOS}))
+
+
+def feed(output: Output, ids: Sequence[int], rng: random.Random | None = None) -> tuple[Finish | None, list[str]]:
+    """Append ids until a rule applies, as a scheduler would; returns the finish and the pieces handed out.
+
+    With `rng` several tokens come between two hand-outs, as from an accepted path; else one.
+    """
+    pieces, left = [], 1
+    for token in ids:
+        finish = output.append(token)
+        if finish:
+            return finish, [*pieces, output.release(True)]
+        left -= 1
+        if left == 0:
+            pieces.append(output.release(False))
+            left = rng.randint(1, 5) if rng else 1
+    return None, pieces
+
+
+# ---- the rules, one by one ---------------------------------------------------------------------------------------
+
+
+def test_eos_ends_the_text_before_it_and_stays_in_the_ids(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Hello there")
+    output = make(tokenizer)
+    finish, pieces = feed(output, [*ids, EOS, *ids])
+    assert finish == Finish("stop", EOS) and "".join(pieces) == "Hello there"
+    assert output.request.output_ids == [*ids, EOS]
+
+
+def test_eos_as_the_last_allowed_token_is_a_stop(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Hello there")
+    finish, _ = feed(make(tokenizer, limit=len(ids) + 1), [*ids, EOS])
+    assert finish == Finish("stop", EOS)
+
+
+def test_stop_string_in_the_last_allowed_token_is_a_stop(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Hello there")
+    finish, pieces = feed(make(tokenizer, limit=len(ids), stop=("there",)), ids)
+    assert finish == Finish("stop", "there") and "".join(pieces) == "Hello "
+
+
+def test_stop_id_goes_before_a_stop_string_in_its_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Hello there")
+    finish, pieces = feed(make(tokenizer, stop=(" there",), stop_token_ids=(ids[-1],)), ids)
+    assert finish == Finish("stop", ids[-1]) and "".join(pieces) == "Hello"
+
+
+def test_length_ends_with_all_the_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(PASSAGES[0])
+    output = make(tokenizer, limit=5)
+    finish, pieces = feed(output, ids)
+    assert finish == Finish("length") and output.request.output_ids == ids[:5]
+    assert "".join(pieces) == tokenizer.decode(ids[:5])
+
+
+def test_length_within_a_character_shows_that_it_is_broken(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("x👨‍👩")
+    cut = next(k for k in range(2, len(ids)) if tokenizer.decode(ids[:k]).endswith("\ufffd"))
+    finish, pieces = feed(make(tokenizer, limit=cut), ids)
+    assert finish == Finish("length") and "".join(pieces) == tokenizer.decode(ids[:cut])
+    assert not any("\ufffd" in piece for piece in pieces[:-1])
+
+
+def test_ignore_eos_disables_eos_only(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Hello there")
+    finish, pieces = feed(make(tokenizer, ignore_eos=True, stop=("there",)), [EOS, *ids])
+    assert finish == Finish("stop", "there") and "".join(pieces) == "Hello "
+    finish, _ = feed(make(tokenizer, ignore_eos=True, stop_token_ids=(ids[-1],)), [EOS, *ids])
+    assert finish == Finish("stop", ids[-1])
+
+
+def test_eos_named_as_a_stop_id_stops_though_eos_is_ignored(tokenizer: Tokenizer) -> None:
+    finish, _ = feed(make(tokenizer, ignore_eos=True, stop_token_ids=(EOS,)), [EOS])
+    assert finish == Finish("stop", EOS)
+
+
+def test_ids_run_through_the_token_that_completes_a_stop_string(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two three four five")
+    output = make(tokenizer, stop=("wo three fo",))
+    finish, pieces = feed(output, ids)
+    assert finish == Finish("stop", "wo three fo") and "".join(pieces) == "one t"
+    assert tokenizer.decode(output.request.output_ids) == "one two three four"
+
+
+def test_no_stop_trim_keeps_what_matched(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two three")
+    finish, pieces = feed(make(tokenizer, stop=("tw",), no_stop_trim=True), ids)
+    assert finish == Finish("stop", "tw") and "".join(pieces) == "one tw"
+    finish, pieces = feed(make(tokenizer, no_stop_trim=True, skip_special_tokens=False), [*ids, EOS])
+    assert finish == Finish("stop", EOS) and "".join(pieces) == "one two three<|im_end|>"
+    finish, pieces = feed(make(tokenizer, no_stop_trim=True, stop_token_ids=(ids[1],)), ids)
+    assert finish == Finish("stop", ids[1]) and "".join(pieces) == "one two"
+
+
+def test_nothing_stops_below_min_new_tokens_but_the_length(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two one two one two")
+    finish, pieces = feed(make(tokenizer, min_new_tokens=3, stop=("two",)), ids)
+    assert finish == Finish("stop", "two") and "".join(pieces) == "one two one "
+    output = make(tokenizer, min_new_tokens=3)
+    finish, _ = feed(output, [EOS] * 9)
+    assert finish == Finish("stop", EOS) and len(output.request.output_ids) == 4
+    finish, _ = feed(make(tokenizer, limit=3, min_new_tokens=3), [EOS] * 9)
+    assert finish == Finish("length")
+
+
+def test_waived_stop_string_does_not_hide_the_next_one(tokenizer: Tokenizer) -> None:
+    """The first "two" is waived, the second counts, also while a longer stop string is on the watch."""
+    ids = tokenizer.encode("two two two")
+    finish, pieces = feed(make(tokenizer, min_new_tokens=1, stop=("two", "a far longer stop")), ids)
+    assert finish == Finish("stop", "two") and "".join(pieces) == "two "
+
+
+def test_first_of_several_stop_strings_counts(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two three")
+    finish, pieces = feed(make(tokenizer, stop=("three", "wo", "two")), ids)
+    assert finish == Finish("stop", "two") and "".join(pieces) == "one "
+
+
+def test_beginning_of_a_stop_string_is_held_back_and_released_if_it_is_none(tokenizer: Tokenizer) -> None:
+    output = make(tokenizer, stop=(" two three",))
+    pieces = []
+    for token in tokenizer.encode("one two four"):
+        assert output.append(token) is None
+        pieces.append(output.release(False))
+    assert pieces == ["one", "", " two four"]
+
+
+def test_text_that_cannot_become_a_stop_string_is_not_held(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(PASSAGES[0])
+    output = make(tokenizer, stop=("@@@@", "%%%%%%%%"))
+    for end, token in enumerate(ids, start=1):
+        output.append(token)
+        output.release(False)
+        assert output.released == len(tokenizer.decode(ids[:end]))
+
+
+def test_held_text_comes_with_eos(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two")
+    finish, pieces = feed(make(tokenizer, stop=(" two three",)), [*ids, EOS])
+    assert finish == Finish("stop", EOS) and pieces == ["one", "", " two"]
+
+
+# ---- all of them at random ---------------------------------------------------------------------------------------
+
+
+def certain(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return the text of ids without half a character at its end."""
+    return tokenizer.decode(ids).rstrip("\ufffd")
+
+
+def by_the_book(
+    tokenizer: Tokenizer, ids: Sequence[int], params: SamplingParams, limit: int
+) -> tuple[Finish, int, str]:
+    """Return finish, number of ids and text, every rule applied to the whole text after every token."""
+    stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+    for count in range(1, len(ids) + 1):
+        kept = ids[:count]
+        may_stop = count > params.min_new_tokens
+        if may_stop and kept[-1] in stop_ids:
+            return Finish("stop", kept[-1]), count, tokenizer.decode(kept if params.no_stop_trim else kept[:-1])
+        before = len(certain(tokenizer, kept[:-1]))
+        text = tokenizer.decode(kept) if count == limit else certain(tokenizer, kept)
+        ends = [(at, stop) for stop in params.stop for at in range(len(text)) if text.startswith(stop, at)]
+        fresh = [(at, stop) for at, stop in ends if at + len(stop) > before]
+        if may_stop and fresh:
+            at, stop = min(fresh)
+            return Finish("stop", stop), count, text[: at + len(stop)] if params.no_stop_trim else text[:at]
+        if count == limit:
+            return Finish("length"), count, text
+    raise AssertionError("the ids do not reach the limit")
+
+
+def random_params(rng: random.Random, passage: str, ids: Sequence[int]) -> SamplingParams:
+    """Draw stop strings that occur, or nearly, stop ids that occur, and the flags."""
+    stops = []
+    for _ in range(rng.randint(0, 3)):
+        at = rng.randrange(len(passage))
+        stop = passage[at : at + rng.randint(1, 12)]
+        stops.append(stop if rng.random() < 0.5 else stop + "@")
+    return SamplingParams(
+        max_new_tokens=None,
+        min_new_tokens=rng.choice((0, 0, rng.randrange(20))),
+        stop=tuple(stops),
+        stop_token_ids=tuple(rng.sample(list(ids), 1)) if rng.random() < 0.2 else (),
+        ignore_eos=rng.random() < 0.3,
+        no_stop_trim=rng.random() < 0.3,
+    )
+
+
+@pytest.mark.parametrize("passage", PASSAGES, ids=["english", "scripts", "code", "repeats"])
+def test_random_requests_end_where_the_book_ends_them(tokenizer: Tokenizer, passage: str) -> None:
+    rng = random.Random(passage)
+    kinds = {"stop string": 0, "stop id": 0, "length": 0}
+    for _ in range(250):
+        ids = tokenizer.encode(passage)
+        ids.insert(rng.randrange(len(ids) + 1), EOS)
+        params, limit = random_params(rng, passage, ids), rng.randint(1, len(ids))
+        finish, count, text = by_the_book(tokenizer, ids, params, limit)
+        request = Request("r", [1], params)
+        request.max_new_tokens = limit
+        output = Output(request, tokenizer, frozenset({EOS}))
+        got, pieces = feed(output, ids, rng)
+        assert (got, request.output_ids, "".join(pieces)) == (finish, ids[:count], text), params
+        assert output.text == text
+        kind = "length" if finish.kind == "length" else "stop id" if isinstance(finish.matched, int) else "stop string"
+        kinds[kind] += 1
+    assert min(kinds.values()) > 15, kinds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -202,6 +203,16 @@ def test_an_oversized_prompt_is_refused_before_the_tokenizer_sees_it() -> None:
         assert refused(api.tokenize, job, Untouchable(), 20).code == "context_length_exceeded"
     with pytest.raises(AssertionError, match="tokenized"):
         api.tokenize(completion("x" * 100), Untouchable(), 20)
+
+
+def test_the_default_limit_gives_way_to_the_context_and_an_explicit_one_does_not() -> None:
+    ids = list(range(10))
+    for job, limit in ((completion(ids), 2), (completion(ids, max_tokens=16), 16), (chat(), None)):
+        job = dataclasses.replace(job, kind="completion", prompts=[ids])
+        assert api.tokenize(job, None, 12)[0].params.max_new_tokens == limit
+    for wish, limit in (({}, 2), ({"max_new_tokens": 100}, 100), ({"max_new_tokens": None}, 2)):
+        job = api.parse_generate({"input_ids": ids, "sampling_params": wish})
+        assert api.tokenize(job, None, 12)[0].params.max_new_tokens == limit
 
 
 def test_only_the_served_names_are_models() -> None:

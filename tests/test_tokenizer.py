@@ -455,12 +455,12 @@ def test_streamed_random_ids_add_up_to_decode_for_byte_level_bpe(demo: Tokenizer
 
 def test_added_tokens_outside_of_the_byte_alphabet_keep_their_text(demo_folder: Path) -> None:
     rust = tokenizers.Tokenizer.from_file(str(demo_folder / "tokenizer.json"))
-    rust.add_tokens(["two words", "中文", "plain"])
+    rust.add_tokens(["two words", "中文"])
     tokenizer = _wrapped(rust)
     assert tokenizer.backend.byte_level
-    ids = tokenizer.encode("a two words 中文 plain 😀")
-    assert max(ids) == 49154
-    assert "".join(_stream(tokenizer, ids, True)) == "a two words 中文 plain 😀"
+    ids = tokenizer.encode("a two words 中文 😀")
+    assert {49152, 49153} <= set(ids)  # the two that were added
+    assert "".join(_stream(tokenizer, ids, True)) == "a two words 中文 😀"
 
 
 @pytest.mark.parametrize("make", [_spelt_tokenizer, _metaspace_tokenizer])

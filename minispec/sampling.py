@@ -78,7 +78,7 @@ def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
 class Rows(NamedTuple):
     """What one pick needs to know of each batch row. A None member is wanted by no row, and its work is skipped."""
 
-    temperature: Tensor | None  # [B] fp32; below 1e-6 the row is greedy; None: all rows are
+    temperature: Tensor | None  # [B] fp32; 0 or at least 1e-6; 0 is greedy; None: all rows are
     top_k: Tensor | None  # [B] int64, at least 1; the vocabulary size or more keeps all
     top_p: Tensor | None  # [B] fp32; 1 keeps all
     min_p: Tensor | None  # [B] fp32; 0 keeps all
@@ -126,11 +126,10 @@ def pick(logits: Tensor, rows: Rows, position: Tensor) -> Tensor:
     logits = adjust(logits, rows)
     if rows.temperature is None:
         return logits.argmax(-1)
-    temperature = torch.where(rows.temperature < GREEDY_BELOW, 0, rows.temperature)[:, None]
     # Distances below the maximum instead of logits: exact for the candidates that matter at any temperature, since
     # close floats subtract exactly, and never negative, so that their bits as integers have their order.
     gap = logits.amax(-1, keepdim=True) - logits
-    score = temperature * gumbel(rows.seed, position, logits.shape[1]) - gap
+    score = rows.temperature[:, None] * gumbel(rows.seed, position, logits.shape[1]) - gap
     if rows.top_k is not None or rows.top_p is not None or rows.min_p is not None:
         score = score.masked_fill(_filtered(gap, rows), -torch.inf)
     return score.argmax(-1)
@@ -149,7 +148,7 @@ def _filtered(gap: Tensor, rows: Rows) -> Tensor:
     if rows.top_p is not None:
         mass = (share * (bits <= limit[:, None]) * MASS_UNIT).to(torch.int64)
         total = mass.sum(-1)
-        goal = (total.double() * rows.top_p.double()).ceil().to(torch.int64).clamp(min=1)
+        goal = (total.double() * rows.top_p.double()).ceil().to(torch.int64)
         goal = torch.where(rows.top_p < 1, goal, total + 1)  # out of reach: keep even what has no mass
         limit = torch.minimum(limit, _cut(bits, mass, goal))
     gone = bits > limit[:, None]
@@ -159,17 +158,17 @@ def _filtered(gap: Tensor, rows: Rows) -> Tensor:
 def _cut(bits: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
     """Return `[B] int32`, the smallest t with sum(mass[bits <= t]) >= goal, or 2^31 - 1 if there is none.
 
-    `bits [B, V] int32` not negative, `mass [B, V] int64`, `goal [B] int64` at least 1. Radix selection: t's 31 bits are
-    found as digits of 11, 10 and 10 bits, each from one histogram. Ids below the prefix found so far share the first
-    bin and ids beyond it the last, so that the running sum needs no carry between rounds.
+    `bits [B, V] int32` not negative, `mass [B, V] int64`, `goal [B] int64`. Radix selection: t's 31 bits are
+    found as digits of 11, 10 and 10 bits, each from one histogram. Ids below the prefix found so far fall into the
+    first bin, so that the running sum needs no carry between rounds, and ids beyond it into the last, whose sum nobody
+    asks for: what no smaller digit reaches is the last one's.
     """
     prefix = torch.zeros_like(goal, dtype=torch.int32)
     for shift, digits in ((20, 2048), (10, 1024), (0, 1024)):
-        bins = (((bits - prefix[:, None]) >> shift).clamp(-1, digits) + 1).to(torch.int64)
-        histogram = torch.zeros(goal.shape[0], digits + 2, dtype=torch.int64, device=goal.device)
-        short = histogram.scatter_add_(1, bins, mass).cumsum(-1) < goal[:, None]
-        digit = short[:, 1:digits].sum(-1)  # the last digit stands for itself and for "out of reach"
-        prefix = prefix + (digit << shift).to(torch.int32)
+        bins = ((bits - prefix[:, None]) >> shift).clamp(0, digits - 1).to(torch.int64)
+        histogram = torch.zeros(goal.shape[0], digits, dtype=torch.int64, device=goal.device)
+        short = histogram.scatter_add_(1, bins, mass).cumsum(-1)[:, :-1] < goal[:, None]
+        prefix = prefix + (short.sum(-1) << shift).to(torch.int32)
     return prefix
 
 

@@ -73,7 +73,7 @@ def verify(tree: DraftTree, logits: Tensor, rows: Rows, lens: Tensor, A: int) ->
             counts.scatter_add_(1, token[:, None], walking[:, None].to(counts.dtype))
         child = (tree.parents == node[:, None]) & (tree.tokens == token[:, None])  # at most one; never padding
         walking = walking & child.any(-1)
-        node = torch.where(walking, child.to(torch.int8).argmax(-1), node)  # who stopped stays, in range
+        node = child.to(torch.int8).argmax(-1)  # who stopped is at the root again, in range, and no longer counts
         if logits.device.type == "cpu" and not torch.compiler.is_compiling() and not walking.any():
             break  # the host may look only where there is no device to wait for
     return _verdict(path, count, emitted)

@@ -273,8 +273,8 @@ def test_greedy_takes_the_lowest_id_of_the_largest_logits(company: float | None,
 
 
 def test_tiny_temperature_still_draws_by_its_law_between_close_candidates() -> None:
-    """T = 1e-4 with a large common logit: the odds e^(1/2) of a gap of T/2 must not drown in rounding."""
-    logits = torch.tensor([[1.0, 1.0 + 2.0**-14, -5.0, 0.9]])
+    """Two logits of 900 one rounding step apart: added to them, noise of 1e-4 would drown; taken from the gap not."""
+    logits = torch.tensor([[900.0, 900.0 + 2.0**-14, -5.0, 899.0]])
     gap = 2.0**-14 / 1e-4
     rows = rows_of(SamplingParams(temperature=1e-4), [3], 4)
     drawn = torch.bincount(torch.cat([pick(logits, rows, torch.tensor([p])) for p in range(8000)]), minlength=4).float()

@@ -52,7 +52,7 @@ logger = logging.getLogger("minispec")
 MAX_BODY = 16 * 2**20  # bytes of one HTTP body, after decompression
 INLINE_BODY = 2**16  # a larger one is parsed off the event loop
 HEALTH_TIMEOUT = 20.0  # seconds /health_generate waits for a token
-STOP_TIMEOUT = 1.5  # seconds each for connections and engine thread to end
+STOP_TIMEOUT = 1.0  # seconds each for connections and engine thread to end
 
 Command = Callable[["Scheduler"], Sequence[Update]]
 Build = Callable[[Config, Callable[[str], None]], "LLM"]

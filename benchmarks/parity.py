@@ -167,10 +167,15 @@ def check(url: str, questions: Questions, expect_retraction: bool = False) -> It
     more, answers, remark = ask(questions.shared[1:], questions.shared_truth[1:], 8)
     cached = sum(a["meta_info"]["cached_tokens"] for a in answers)
     yield "shared beginnings", exact and more and cached > 0, f"{remark}, {cached} cached tokens"
-    state = stats(url)
-    retractions = state["total_retractions"]
     if expect_retraction:
-        yield "retraction happened", retractions > 0, f"{retractions} retractions"
+        # Outputs so long that the pool cannot hold all of them; alone each of them fits.
+        prompts, long = questions.first[:5], [{**GREEDY, "max_new_tokens": 80, "ignore_eos": True}] * 5
+        together, alone = (generate(url, prompts, long, at_once) for at_once in (8, 1))
+        retractions = sum(a["meta_info"]["total_retractions"] for a in together)
+        equal, count = same(together, [a["output_ids"] for a in alone])
+        remark = f"{equal}/{count} as alone, {retractions} retractions"
+        yield "long outputs under retraction", equal == count and retractions > 0, remark
+    state = stats(url)
     whole = state["kv_pages_free"] + state["kv_pages_cached"] + state["kv_pages_owned"] == state["kv_pages_total"]
     idle = state["kv_pages_owned"] == 0
     remark = f"accept length {state['avg_spec_accept_length']:.2f}, {state['tree_steps']} tree steps"
@@ -203,7 +208,7 @@ def configurations(drafters: Sequence[str], modes: Sequence[str]) -> Iterator[tu
             base += ["--disable-torch-compile"] if mode == "eager" else []
             yield f"{drafter}, {mode}", base, False
             yield f"{drafter}, {mode}, chunks of 32", [*base, "--chunked-prefill-size", "32"], False
-            yield f"{drafter}, {mode}, small pool", [*base, "--max-total-tokens", "1280"], True
+            yield f"{drafter}, {mode}, small pool", [*base, "--page-size", "16", "--max-total-tokens", "1024"], True
 
 
 def run(questions: Questions, drafters: Sequence[str], modes: Sequence[str], tell: Callable[[str], None]) -> bool:

@@ -4,7 +4,19 @@
 `verify.py`, `engine.py` and `scheduler.py`.
 """
 
-from minispec.llm import LLM
+from __future__ import annotations
+
+from typing import Any
+
 from minispec.request import RequestError, SamplingParams
 
 __all__ = ["LLM", "RequestError", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `LLM` when it is first asked for: it brings torch, and `--help` should not wait for that."""
+    if name == "LLM":
+        from minispec.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'minispec' has no attribute {name!r}")

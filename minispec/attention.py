@@ -42,7 +42,7 @@ class Plan:
     """
 
     def __init__(self, kv: PagedKV, batch: int, blocks: int, width: int) -> None:
-        assert blocks == 1 or width == QUERY_BLOCK, "several blocks a sequence must be whole query blocks"
+        assert width == QUERY_BLOCK or (blocks == 1 and width < QUERY_BLOCK), "nodes must fit in whole query blocks"
         self.kv, self.batch, self.blocks, self.width = kv, batch, blocks, width
         device, r = kv.pool.device, batch * blocks
         self.slots = torch.zeros(r, dtype=torch.int64, device=device)
@@ -71,7 +71,9 @@ class Plan:
         positions = starts[:, None] + torch.arange(self.width, device=starts.device)
         self.rows.copy_(kv.rows(slots, positions, live))
         whole = starts // kv.page_size if self.full_blocks else torch.zeros_like(starts)
-        total = ((starts + live.sum(1) + kv.page_size - 1) // kv.page_size).clamp(max=kv.pages_per_slot)
+        # To the last live node, not their number: a node past the context's end may stand before a live one.
+        used = (live * torch.arange(1, self.width + 1, device=starts.device)).amax(1)
+        total = ((starts + used + kv.page_size - 1) // kv.page_size).clamp(max=kv.pages_per_slot)
         table = kv.table[slots]
         column = torch.arange(kv.pages_per_slot, device=starts.device)
         tail = table.gather(1, (whole[:, None] + column).clamp(max=kv.pages_per_slot - 1))

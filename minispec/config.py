@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # served when no model is named
 LATER_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+MAX_NODES = 128  # of a draft tree: the nodes of one request are one query block of FlexAttention
 _DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
 _TYPES = {"str": str, "int": int, "float": float}
 
@@ -87,8 +88,9 @@ class Config:
         None, "Speculation", "NONE or NGRAM, in any case; default: NGRAM for the default model, NONE for a named one"
     )
     speculative_num_draft_tokens: int | None = _flag(
-        None, "Speculation", "nodes of a draft tree, root included; default: the longest match window", low=1, high=128
-    )
+        None, "Speculation", "nodes of a draft tree, root included; default: the longest match window", low=1,
+        high=MAX_NODES,
+    )  # fmt: skip
     speculative_ngram_min_match_window_size: int = _flag(1, "Speculation", "shortest suffix looked up", low=1)
     speculative_ngram_max_match_window_size: int = _flag(12, "Speculation", "longest suffix looked up", low=1)
     speculative_ngram_min_bfs_breadth: int = _flag(1, "Speculation", "breadth after the longest match", low=1)
@@ -155,7 +157,7 @@ class Config:
         """Nodes of a draft tree, root included (N); 1 without speculation."""
         if self.algorithm == "NONE":
             return 1
-        return self.speculative_num_draft_tokens or self.speculative_ngram_max_match_window_size
+        return self.speculative_num_draft_tokens or min(self.speculative_ngram_max_match_window_size, MAX_NODES)
 
     @property
     def served_name(self) -> str:

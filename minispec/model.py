@@ -34,6 +34,11 @@ _ARCHITECTURES = {  # architecture: (bias on q, k, v whatever the config says, n
     "Qwen3ForCausalLM": (False, True),
 }
 
+_SCALING_KEYS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -68,10 +73,13 @@ class ModelConfig:
             raise ValueError(f"architectures {names} not supported; supported: {', '.join(_ARCHITECTURES)}")
         if (act := config.get("hidden_act", "silu")) != "silu":
             raise ValueError(f"hidden_act {act!r} not supported; supported: silu")
+        if (part := config.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
+            raise ValueError(f"partial_rotary_factor {part} not supported; supported: 1.0")
         bias, qk_norm = _ARCHITECTURES[architecture]
         attention_bias = bool(config.get("attention_bias", False))
         heads = config["num_attention_heads"]
-        windowed = config.get("use_sliding_window", architecture == "MistralForCausalLM")
+        mistral = architecture == "MistralForCausalLM"
+        windowed = config.get("use_sliding_window", mistral)
         return cls(
             architecture=architecture,
             vocab_size=config["vocab_size"],
@@ -91,7 +99,7 @@ class ModelConfig:
             mlp_bias=bool(config.get("mlp_bias", False)),
             qk_norm=qk_norm,
             tied=bool(config.get("tie_word_embeddings", False)),
-            sliding_window=config.get("sliding_window") if windowed else None,
+            sliding_window=config.get("sliding_window", 4096 if mistral else None) if windowed else None,
             dtype=config.get("torch_dtype"),
         )
 
@@ -103,8 +111,10 @@ def _checked_scaling(scaling: Mapping[str, Any] | None) -> Mapping[str, Any] | N
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return None
-    if kind not in ("llama3", "linear"):
-        raise ValueError(f"rope_scaling type {kind!r} not supported; supported: default, linear, llama3")
+    if kind not in _SCALING_KEYS:
+        raise ValueError(f"rope_scaling type {kind!r} not supported; supported: default, {', '.join(_SCALING_KEYS)}")
+    if missing := [key for key in _SCALING_KEYS[kind] if key not in scaling]:
+        raise ValueError(f"rope_scaling of type {kind!r} lacks {', '.join(missing)}")
     return {**scaling, "rope_type": kind}
 
 
@@ -126,9 +136,11 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
         scaling["high_freq_factor"],
         scaling["original_max_position_embeddings"],
     )
-    turns = original * frequency / (2 * math.pi)  # how often the wave turns within the original context
+    # How often the wave turns within the original context. The order of operations is that of transformers: one unit
+    # in the last place here is 1e-4 in the logits of a sharp model after 300 tokens.
+    turns = original / (2 * math.pi / frequency)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequency * (keep + (1 - keep) / scaling["factor"])
+    return (1 - keep) * frequency / scaling["factor"] + keep * frequency
 
 
 class Rope(NamedTuple):

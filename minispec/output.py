@@ -50,10 +50,10 @@ class Output:
 
     def _stop_string(self, before: int) -> str | None:
         """Return the stop string that ends in text[before:], first by position, and cut the text at it."""
-        start = max(0, before - self.longest_stop + 1)
-        found = [(self.text.find(stop, start), stop) for stop in self.params.stop]
-        # A match that lies wholly before `before` was seen, and waived, while min_new_tokens was not reached.
-        found = [(at, stop) for at, stop in found if at >= 0 and at + len(stop) > before]
+        # Each is searched from where it could end beyond `before`: a match wholly before that was waived while
+        # min_new_tokens was not reached.
+        found = [(self.text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self.params.stop]
+        found = [(at, stop) for at, stop in found if at >= 0]
         if not found:
             return None
         at, stop = min(found)

@@ -65,6 +65,18 @@ def build_llm(config: Config, progress: Callable[[str], None]) -> LLM:
     return LLM(config=config, progress=progress)
 
 
+def build_sealed_llm(config: Config, progress: Callable[[str], None]) -> LLM:
+    """Load the model and forbid recompilation in this process, which is therefore to be the server's own.
+
+    A recompilation would end in FlexAttention's eager fallback, a hundred times slower and silent.
+    """
+    import torch
+
+    llm = build_llm(config, progress)
+    torch.compiler.set_stance("fail_on_recompile")
+    return llm
+
+
 class EngineThread(threading.Thread):
     """The thread that owns the LLM. `state` goes from starting to ready, and from either to failed."""
 
@@ -633,7 +645,7 @@ def own_compile_cache() -> None:
 
 async def serve(config: Config) -> int:
     """Serve until a signal comes; returns the exit code, 0 after a signal and 1 if the model cannot be served."""
-    server, signalled = Server(config), asyncio.Event()
+    server, signalled = Server(config, build_sealed_llm), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, signalled.set)
     try:

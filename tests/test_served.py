@@ -30,7 +30,7 @@ TURNS = [
 @pytest.fixture(scope="module")
 def questions() -> parity.Questions:
     """Prompts and transformers' greedy answers to them."""
-    return parity.Questions(TURNS, ensure_demo_model(), new_tokens=24, shared=3)
+    return parity.Questions(TURNS, ensure_demo_model(), new_tokens=24, shared=2)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,8 @@ def test_compiled_server_gives_transformers_tokens(compiled, questions) -> None:
 @pytest.mark.parametrize("drafter", ["NONE", "NGRAM"])
 def test_eager_server_with_small_chunks_and_a_small_pool_gives_the_same(drafter, questions, compiled) -> None:
     flags = ["--dtype", "float32", "--disable-torch-compile", "--speculative-algorithm", drafter]
-    with parity.serve(*flags, "--chunked-prefill-size", "32", "--max-total-tokens", "704") as url:
+    flags += ["--chunked-prefill-size", "32", "--page-size", "16", "--max-total-tokens", "320"]
+    with parity.serve(*flags) as url:
         assert_exact(url, questions, expect_retraction=True)
         for at_once in (1, 8):
             assert parity.sampled(url, questions, at_once) == parity.sampled(compiled, questions, 8)

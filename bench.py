@@ -30,6 +30,8 @@ import torch
 import transformers
 
 from minispec import LLM, SamplingParams
+from minispec.config import Config
+from minispec.llm import choose_device, choose_dtype, choose_folder
 from minispec.weights import read_tensors
 
 PROMPTS = Path(__file__).parent / "benchmarks" / "prompts.jsonl"
@@ -135,24 +137,23 @@ def hardware(device: str) -> str:
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads{gpu}"
 
 
-def contestants(args: argparse.Namespace, options: dict[str, Any]) -> list[Contestant]:
-    """Load everyone who was asked for; minispec first, as it resolves model and dtype."""
-    ours = [Ours(name, options, args.batch) for name in args.method if not name.startswith("transformers")]
-    everyone: list[Contestant] = list(ours)
-    theirs = [name for name in args.method if name.startswith("transformers")]
-    if theirs:
-        llm = ours[0].llm if ours else LLM(speculative_algorithm="NONE", disable_torch_compile=True, **options)
-        dtype = llm.scheduler.kv.pool.dtype
-        model = transformers.AutoModelForCausalLM.from_pretrained(llm.folder, dtype=dtype)
-        model = model.to(llm.scheduler.kv.pool.device)
+def contestants(args: argparse.Namespace) -> list[Contestant]:
+    """Load everyone who was asked for, minispec first in the list."""
+    options = {"model": args.model, "dtype": args.dtype, "device": args.device}
+    theirs: list[Contestant] = []
+    if names := [name for name in args.method if name.startswith("transformers")]:
+        # Loaded before our graphs are compiled: loading registers pytree nodes, which would invalidate them.
+        config = Config(model_path=args.model, dtype=args.dtype, device=args.device)
+        device = choose_device(config)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            choose_folder(config, print), dtype=choose_dtype(config, device)
+        ).to(device)
         pad = model.generation_config.pad_token_id or 0
-        if "transformers" in theirs:
-            everyone.append(Transformers("transformers", model, pad, args.batch))
-        if "transformers-prompt-lookup" in theirs:
-            batches = [b for b in args.batch if b == 1]
-            lookup = Transformers("transformers-prompt-lookup", model, pad, batches, prompt_lookup_num_tokens=10)
-            everyone.append(lookup)
-    return everyone
+        for name in names:
+            lookup = {"prompt_lookup_num_tokens": 10} if name.endswith("lookup") else {}
+            batches = [b for b in args.batch if b == 1 or not lookup]
+            theirs.append(Transformers(name, model, pad, batches, **lookup))
+    return [Ours(name, options, args.batch) for name in args.method if not name.startswith("transformers")] + theirs
 
 
 def measure(args: argparse.Namespace, everyone: Sequence[Contestant], sets: dict[str, list[list[int]]]) -> list[dict]:
@@ -238,10 +239,7 @@ def main() -> None:
     """Run the benchmark."""
     args = parse()
     transformers.utils.logging.set_verbosity_error()
-    options = {"dtype": args.dtype, "device": args.device}
-    if args.model:
-        options["model"] = args.model
-    everyone = contestants(args, options)
+    everyone = contestants(args)
     ours = next(one for one in everyone if isinstance(one, Ours))
     tokenizer, device = ours.llm.tokenizer, ours.llm.scheduler.kv.pool.device.type
     encode = lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])  # noqa: E731

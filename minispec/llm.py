@@ -56,14 +56,14 @@ class LLM:
             raise ValueError("give either config or model and options, not both")
         self.config = config
         tell = progress or (lambda line: logger.info("%s", line))
-        device = _device(config)
-        folder = _folder(config, tell)
+        device = choose_device(config)
+        folder = choose_folder(config, tell)
         hf_config = read_config(folder)
         self.model_config = ModelConfig.from_hf(hf_config)
         context = _context_length(config, self.model_config)
         self.tokenizer = load_tokenizer(_tokenizer_folder(config, folder), config.chat_template)
         self.folder = folder
-        dtype = _dtype(config, device)
+        dtype = choose_dtype(config, device)
         with torch.inference_mode():
             tell(f"loading {config.served_name} as {str(dtype).removeprefix('torch.')} on {device.type}")
             network = _load_model(config, self.model_config, folder, dtype, device)
@@ -96,10 +96,11 @@ class LLM:
                 compiled=compiled,
             )
             if compiled:
-                # Every (batch, tree) is a graph of the same function; past this limit PyTorch would silently run
-                # FlexAttention eagerly, a hundred times slower.
-                with torch._dynamo.config.patch(recompile_limit=len(engine.buckets) + len(engine.prefill_rows) + 8):
-                    engine.warm_up(tell)
+                # Every (batch, tree) is a graph of the same function, and several LLMs may share a process. Not for the
+                # warm-up alone: whoever registers a pytree node later (transformers does) invalidates all graphs.
+                limit = torch._dynamo.config.recompile_limit + len(engine.buckets) + len(engine.prefill_rows)
+                torch._dynamo.config.recompile_limit = limit
+                engine.warm_up(tell)
         self.scheduler = Scheduler(
             engine,
             self.tokenizer,
@@ -155,7 +156,7 @@ class LLM:
 # ---- the steps of putting it together ----------------------------------------------------------------------------
 
 
-def _device(config: Config) -> torch.device:
+def choose_device(config: Config) -> torch.device:
     """Return the device to run on."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this PyTorch finds no CUDA device; allowed here: cpu, auto")
@@ -163,7 +164,7 @@ def _device(config: Config) -> torch.device:
     return torch.device(name)
 
 
-def _dtype(config: Config, device: torch.device) -> torch.dtype:
+def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
     """Return the dtype of weights and KV; auto is bfloat16 where the device multiplies it natively."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
@@ -171,7 +172,7 @@ def _dtype(config: Config, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def _folder(config: Config, tell: Callable[[str], None]) -> Path:
+def choose_folder(config: Config, tell: Callable[[str], None]) -> Path:
     """Return the folder of the model to serve."""
     if config.model_path is None:
         return ensure_demo_model(tell)

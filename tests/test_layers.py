@@ -22,7 +22,8 @@ RANKS = {
     0: "config request metrics",
     1: "model packed weights kv radix tree sampling tokenizer",
     2: "drafter verify attention output",
-    3: "ngram",
+    3: "ngram eagle",
+    3.5: "mtp",  # a head like EAGLE's, and the loader that tells them apart
     4: "engine",
     5: "scheduler api demo",
     5.5: "llm",

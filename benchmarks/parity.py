@@ -169,7 +169,8 @@ def check(url: str, questions: Questions, expect_retraction: bool = False) -> It
     yield "shared beginnings", exact and more and cached > 0, f"{remark}, {cached} cached tokens"
     if expect_retraction:
         # Outputs so long that the pool cannot hold all of them; alone each of them fits.
-        prompts, long = questions.first[:5], [{**GREEDY, "max_new_tokens": 80, "ignore_eos": True}] * 5
+        prompts = questions.first[:8]
+        long = [{**GREEDY, "max_new_tokens": 2 * questions.new_tokens + 32, "ignore_eos": True}] * len(prompts)
         together, alone = (generate(url, prompts, long, at_once) for at_once in (8, 1))
         retractions = sum(a["meta_info"]["total_retractions"] for a in together)
         equal, count = same(together, [a["output_ids"] for a in alone])
@@ -207,8 +208,8 @@ def configurations(drafters: Sequence[str], modes: Sequence[str]) -> Iterator[tu
             base = ["--dtype", "float32", "--speculative-algorithm", drafter]
             base += ["--disable-torch-compile"] if mode == "eager" else []
             yield f"{drafter}, {mode}", base, False
-            yield f"{drafter}, {mode}, chunks of 32", [*base, "--chunked-prefill-size", "32"], False
-            yield f"{drafter}, {mode}, small pool", [*base, "--page-size", "16", "--max-total-tokens", "1024"], True
+            small = ["--chunked-prefill-size", "32", "--page-size", "16", "--max-total-tokens", "1024"]
+            yield f"{drafter}, {mode}, chunks of 32, small pool", [*base, *small], True
 
 
 def run(questions: Questions, drafters: Sequence[str], modes: Sequence[str], tell: Callable[[str], None]) -> bool:

@@ -463,8 +463,9 @@ def finish_dict(finish: Finish, length: int) -> dict[str, Any]:
 def meta_info(request: Request, completion_tokens: int, finish: Finish | None, draft_tokens: int) -> dict[str, Any]:
     """Return the native meta_info; the latency and the fields of speculation come with the finish.
 
-    `draft_tokens` is N, the nodes of a tree, root included. spec_accept_rate leaves the root out, spec_accept_length
-    counts everything delivered, prefill's token too: SGLang's definitions.
+    `draft_tokens` is N, the nodes of a tree, root included. spec_accept_rate leaves the root out and spec_accept_length
+    counts everything delivered, prefill's token too, as SGLang defines them; plain steps count as verify steps that
+    drafted nothing.
     """
     info: dict[str, Any] = {
         "id": request.rid,
@@ -479,12 +480,12 @@ def meta_info(request: Request, completion_tokens: int, finish: Finish | None, d
     info["e2e_latency"] = (request.finished_at or time.monotonic()) - request.arrived
     steps = request.verify_steps
     if steps and draft_tokens > 1:
-        drafted = steps * (draft_tokens - 1)
+        drafted = request.drafted_tokens
         info |= {
             "spec_verify_ct": steps,
             "spec_accept_token_num": request.accepted_drafts,
             "spec_draft_token_num": drafted,
-            "spec_accept_rate": request.accepted_drafts / drafted,
+            "spec_accept_rate": request.accepted_drafts / max(drafted, 1),
             "spec_accept_length": completion_tokens / steps,
             "spec_accept_histogram": list(request.accept_histogram),
         }

@@ -36,18 +36,19 @@ class Plan:
     """The static tensors of one bucket: whose rows each query block reads, what each node sees, where new rows go.
 
     batch and blocks: the queries are [batch, H, T, D] with T = blocks * width; r = batch * blocks query blocks.
-    slots [r] int64, starts [r] int64, visible [r, W, W] bool, rows [r * W] int64; kv_count [batch, 1, blocks] and
+    slots [r] int64, starts [r] int64, visible [r, W, M] bool, rows [r * W] int64; kv_count [batch, 1, blocks] and
     kv_index [batch, 1, blocks, PAGES] int32 list the pages a block reads under the mask, full_count and full_index
-    those it sees whole.
+    those it sees whole. `visible` speaks of the M rows from `starts` on: the nodes themselves (M = W, the default), or
+    a window that holds nodes of earlier calls too (a drafter growing its tree level by level).
     """
 
-    def __init__(self, kv: PagedKV, batch: int, blocks: int, width: int) -> None:
+    def __init__(self, kv: PagedKV, batch: int, blocks: int, width: int, window: int | None = None) -> None:
         assert width == QUERY_BLOCK or (blocks == 1 and width < QUERY_BLOCK), "nodes must fit in whole query blocks"
-        self.kv, self.batch, self.blocks, self.width = kv, batch, blocks, width
+        self.kv, self.batch, self.blocks, self.width, self.window = kv, batch, blocks, width, window or width
         device, r = kv.pool.device, batch * blocks
         self.slots = torch.zeros(r, dtype=torch.int64, device=device)
         self.starts = torch.zeros(r, dtype=torch.int64, device=device)
-        self.visible = torch.zeros(r, width, width, dtype=torch.bool, device=device)
+        self.visible = torch.zeros(r, width, self.window, dtype=torch.bool, device=device)
         self.rows = torch.zeros(r * width, dtype=torch.int64, device=device)
         # PAGES columns, of which only a request's are written: the CPU kernel wants the lists to cover the pool.
         lists = {"dtype": torch.int32, "device": device}
@@ -59,20 +60,21 @@ class Plan:
         # multiprocessor would walk a sequence alone. Elsewhere full blocks save the mask on all but the last pages.
         self.full_blocks = device.type != "cuda" or blocks > 1
 
-    def fill(self, slots: Tensor, starts: Tensor, visible: Tensor, live: Tensor) -> None:
-        """Describe the next step: slots, starts [r] int64, visible [r, W, W] bool, live [r, W] bool (others: padding).
+    def fill(self, slots: Tensor, starts: Tensor, visible: Tensor, live: Tensor, offset: int = 0) -> None:
+        """Describe the next step: slots, starts [r] int64, visible [r, W, M] bool, live [r, W] bool (others: padding).
 
-        Everything is written in place on the device, without a look at any value from the host.
+        Node i writes to row starts + offset + i. Everything is written in place on the device, without a look at any
+        value from the host.
         """
         kv, shape = self.kv, self.kv_count.shape
         self.slots.copy_(slots)
         self.starts.copy_(starts)
         self.visible.copy_(visible)
-        positions = starts[:, None] + torch.arange(self.width, device=starts.device)
+        positions = starts[:, None] + offset + torch.arange(self.width, device=starts.device)
         self.rows.copy_(kv.rows(slots, positions, live))
         whole = starts // kv.page_size if self.full_blocks else torch.zeros_like(starts)
         # To the last live node, not their number: a node past the context's end may stand before a live one.
-        used = (live * torch.arange(1, self.width + 1, device=starts.device)).amax(1)
+        used = (live * torch.arange(offset + 1, offset + self.width + 1, device=starts.device)).amax(1)
         total = ((starts + used + kv.page_size - 1) // kv.page_size).clamp(max=kv.pages_per_slot)
         table = kv.table[slots]
         column = torch.arange(kv.pages_per_slot, device=starts.device)
@@ -147,13 +149,13 @@ class FlexLayer:
     def _visible(self, b: Tensor, h: Tensor, q: Tensor, row: Tensor) -> Tensor:
         """FlexAttention's mask_mod: may query q of sequence b see the physical row `row`?"""
         plan, page_size = self.plan, self.plan.kv.page_size
-        width = plan.width
+        width, window = plan.width, plan.window
         block = b * plan.blocks + q // QUERY_BLOCK
         node = (q % QUERY_BLOCK) % width  # folded heads repeat the nodes
         page = self.logical[plan.slots[block], row // page_size]
         ahead = page * page_size + row % page_size - plan.starts[block]
         # The clamp is compulsory: the table is read before `&` is applied.
-        within = (ahead < width) & plan.visible[block, node, ahead.clamp(0, width - 1)]
+        within = (ahead < window) & plan.visible[block, node, ahead.clamp(0, window - 1)]
         return (page >= 0) & ((ahead < 0) | within)
 
     def _kernel_options(self, q: Tensor) -> dict[str, Any]:
@@ -187,13 +189,13 @@ class PagedGather:
         plan, page_size = self.plan, self.kv.page_size
         pages = self.kv.pages_per_slot
         if not plan.starts.is_cuda:  # a host look at the lengths is free on the CPU, and forbidden on CUDA
-            pages = min(pages, self.kv.pages_for(int(plan.starts.max()) + plan.width))
+            pages = min(pages, self.kv.pages_for(int(plan.starts.max()) + plan.window))
         position = torch.arange(pages * page_size, device=plan.starts.device)
         table = self.kv.table[plan.slots, :pages].long()
         rows = (table[:, :, None] * page_size + position[:page_size]).flatten(1)
         ahead = position - plan.starts[:, None]
-        inside = ahead.clamp(0, plan.width - 1)[:, None, :].expand(-1, plan.width, -1)
-        within = (ahead < plan.width)[:, None, :] & plan.visible.gather(2, inside)
+        inside = ahead.clamp(0, plan.window - 1)[:, None, :].expand(-1, plan.width, -1)
+        within = (ahead < plan.window)[:, None, :] & plan.visible.gather(2, inside)
         return rows, (ahead < 0)[:, None, :] | within
 
 

@@ -21,8 +21,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # served when no model is named
-LATER_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+LATER_ALGORITHMS = ("STANDALONE",)
+LEARNED = ("EAGLE", "EAGLE3")  # drafters with a trained head; NEXTN is another name of EAGLE
 MAX_NODES = 128  # of a draft tree: the nodes of one request are one query block of FlexAttention
+_SHARED = ("speculative_algorithm", "speculative_num_draft_tokens")  # flags of more than one drafter
 _DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
 _TYPES = {"str": str, "int": int, "float": float}
 
@@ -85,10 +87,22 @@ class Config:
     disable_torch_compile: bool = _flag(False, "Memory and scheduling", "run eagerly: starts at once, decodes slower")
 
     speculative_algorithm: str | None = _flag(
-        None, "Speculation", "NONE or NGRAM, in any case; default: NGRAM for the default model, NONE for a named one"
+        None, "Speculation", "NONE, NGRAM, EAGLE (alias NEXTN) or EAGLE3, in any case; default: NGRAM for the default "
+        "model, NONE for a named one",
+    )  # fmt: skip
+    speculative_draft_model_path: str | None = _flag(
+        None, "Speculation", "id or folder of the draft head; a MiMo target brings its own"
+    )
+    speculative_draft_model_revision: str | None = _flag(None, "Speculation", "branch, tag or commit of a head's id")
+    speculative_num_steps: int | None = _flag(
+        None, "Speculation", "rounds a head drafts (with the next two: all or none)", low=1, high=32
+    )
+    speculative_eagle_topk: int | None = _flag(None, "Speculation", "branches of a draft round", low=1, high=32)
+    speculative_token_map: str | None = _flag(
+        None, "Speculation", "FILE of the target ids a head may draft, most frequent first (FR-Spec)"
     )
     speculative_num_draft_tokens: int | None = _flag(
-        None, "Speculation", "nodes of a draft tree, root included; default: the longest match window", low=1,
+        None, "Speculation", "nodes of a draft tree, root included; default for NGRAM: its longest match window", low=1,
         high=MAX_NODES,
     )  # fmt: skip
     speculative_ngram_min_match_window_size: int = _flag(1, "Speculation", "shortest suffix looked up", low=1)
@@ -114,6 +128,8 @@ class Config:
         for name in ("speculative_algorithm", "speculative_ngram_match_type"):
             if isinstance(getattr(self, name), str):
                 put(name, getattr(self, name).upper())
+        if self.speculative_algorithm == "NEXTN":
+            put("speculative_algorithm", "EAGLE")
         for f in _flags():
             _check(f, getattr(self, f.name))
         put("dtype", _DTYPES.get(self.dtype, self.dtype))
@@ -123,9 +139,10 @@ class Config:
         """Raise ValueError where a value is impossible beside the others."""
         if self.speculative_algorithm in LATER_ALGORITHMS:
             raise ValueError(f"--speculative-algorithm {self.speculative_algorithm}: not in this version yet; "
-                             "allowed: NONE, NGRAM")  # fmt: skip
-        if self.speculative_algorithm not in (None, "NONE", "NGRAM"):
-            raise ValueError(f"--speculative-algorithm must be NONE or NGRAM, got {self.speculative_algorithm!r}")
+                             "allowed: NONE, NGRAM, EAGLE, EAGLE3, NEXTN")  # fmt: skip
+        if self.speculative_algorithm not in (None, "NONE", "NGRAM", *LEARNED):
+            raise ValueError("--speculative-algorithm must be NONE, NGRAM, EAGLE, EAGLE3 or NEXTN, got "
+                             f"{self.speculative_algorithm!r}")  # fmt: skip
         if self.mem_fraction_static in (0.0, 1.0):
             raise ValueError(f"--mem-fraction-static must lie between 0 and 1, got {self.mem_fraction_static:g}")
         if self.chunked_prefill_size == 0:
@@ -142,19 +159,43 @@ class Config:
             if a + gap > b:
                 raise ValueError(f"{flag_name(small)} must be {'below' if gap else 'at most'} {flag_name(large)}, "
                                  f"got {a} and {b}")  # fmt: skip
-        if self.algorithm == "NONE":
-            for f in _flags():
-                if f.name.startswith("speculative_") and getattr(self, f.name) not in (f.default, "NONE"):
-                    raise ValueError(f"{flag_name(f.name)} has no meaning without --speculative-algorithm NGRAM")
+        self._check_drafter()
+
+    def _check_drafter(self) -> None:
+        """Raise ValueError where a flag belongs to another drafter than the one that runs, or a shape is half given."""
+        for f in _flags():
+            if not f.name.startswith("speculative_") or getattr(self, f.name) in (f.default, "NONE"):
+                continue
+            owners = ("NGRAM",) if f.name.startswith("speculative_ngram_") else LEARNED
+            owners = ("NGRAM", *LEARNED) if f.name in _SHARED else owners
+            if self.algorithm not in owners:
+                raise ValueError(f"{flag_name(f.name)} has no meaning with --speculative-algorithm {self.algorithm}; "
+                                 f"it belongs to {', '.join(owners)}")  # fmt: skip
+        shape = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        missing = [flag_name(name) for name in shape if getattr(self, name) is None]
+        if self.algorithm in LEARNED and 0 < len(missing) < len(shape):
+            raise ValueError(f"{', '.join(map(flag_name, shape))} go together, all or none; not given: "
+                             f"{', '.join(missing)}")  # fmt: skip
+        if self.speculative_draft_model_revision is not None and self.speculative_draft_model_path is None:
+            raise ValueError("--speculative-draft-model-revision needs --speculative-draft-model-path")
+
+    def tree_shape(self, architecture: str) -> tuple[int, int, int]:
+        """Return (steps, topk, draft tokens) of a learned drafter; SGLang's choice by the target's architecture if none
+        is given. With topk 1 the tree is a chain of steps + 1; more nodes than candidates exist are not asked for.
+        """
+        steps, topk, nodes = self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens
+        if steps is None or topk is None or nodes is None:
+            return (5, 4, 8) if architecture == "LlamaForCausalLM" else (3, 1, 4)
+        return steps, topk, steps + 1 if topk == 1 else min(nodes, topk + (steps - 1) * topk * topk + 1)
 
     @property
     def algorithm(self) -> str:
-        """The drafter to run, "NONE" or "NGRAM": the one asked for, or the default for this model."""
+        """The drafter to run: the one asked for, or the default for this model."""
         return self.speculative_algorithm or ("NGRAM" if self.model_path is None else "NONE")
 
     @property
     def draft_tokens(self) -> int:
-        """Nodes of a draft tree, root included (N); 1 without speculation."""
+        """Nodes of an NGRAM tree, root included (N); 1 without speculation."""
         if self.algorithm == "NONE":
             return 1
         return self.speculative_num_draft_tokens or min(self.speculative_ngram_max_match_window_size, MAX_NODES)
@@ -216,6 +257,7 @@ _ALIASES = {  # other spellings, SGLang's own and those of its documents' histor
     "model_path": ("--model",),
     "mem_fraction_static": ("--mem-fraction", "--mem-frac"),
     "speculative_algorithm": ("--speculative-algo",),
+    "speculative_draft_model_path": ("--speculative-draft-model", "--speculative-draft"),
 }
 
 # Known flags of SGLang that have no meaning here: reason -> flags. `--flag=value` marks a value that describes what
@@ -237,9 +279,8 @@ _FOREIGN = {
         --lora-target-modules --lora-backend""",
     "mixture-of-experts models are not supported": """--moe-runner-backend --speculative-moe-runner-backend
         --speculative-moe-a2a-backend""",
-    "learned drafters are not in this version yet": """--speculative-draft-model-path --speculative-draft-model
-        --speculative-draft --speculative-draft-model-revision --speculative-draft-load-format --speculative-num-steps
-        --speculative-eagle-topk --speculative-token-map --enable-multi-layer-eagle""",
+    "a head is loaded from safetensors or a plain .bin, whichever is there": "--speculative-draft-load-format=auto",
+    "a head has one layer": "--enable-multi-layer-eagle",
     "lossy acceptance is not in this version yet: verification is exact": """--speculative-accept-threshold-single=1.0
         --speculative-accept-threshold-single=1 --speculative-accept-threshold-acc=1.0
         --speculative-accept-threshold-acc=1""",

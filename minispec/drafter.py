@@ -1,12 +1,13 @@
 """What a drafter is: anything that proposes a tree and is told what the target made of it.
 
-A drafter is a class with the attributes and the three calls of `Drafter`. The engine asks for a tree before every
+A drafter is a class with the attributes and the calls of a protocol below. The engine asks for a tree before every
 target forward and reports after EVERY one, prefill chunks included, so "draft prefill" and "draft extend" are no ideas
 of their own. Plain decoding is the drafter `none`: its tree is the root alone, and nothing in the engine asks whether
 decoding is speculative.
 
 Drafters come in two kinds. One works on token lists on the host (`on_host`, like `ngram.py`): it may decline a step,
-and `Payoff` decides whether the trees it offers are worth their cost. The other works on the device, inside the step.
+and `Payoff` decides whether the trees it offers are worth their cost. The other works on the device, inside the step
+(`beam.py` and its heads).
 
 Read next: `ngram.py` for a drafter, `engine.py` for the calls, the table there is where a sixth method is named.
 """
@@ -15,7 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from minispec.attention import Plan
+from minispec.kv import PagedKV
+from minispec.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -27,8 +34,27 @@ class Draft:
     match_length: int = 0  # how much of the context the drafter recognised; longer is a better bet
 
 
+class Batch(NamedTuple):
+    """The device view of the rows of a decode step; slot 0 is padding."""
+
+    slots: Tensor  # [B] int64
+    lens: Tensor  # [B] int64, committed rows
+    root: Tensor  # [B] int64, the newest committed token, whose row is not written yet
+
+
+class Committed(NamedTuple):
+    """What a target forward has just committed: a prompt chunk or a verified path, padded to T rows."""
+
+    slots: Tensor  # [C] int64, one per chunk or path; 0 is padding
+    following: Tensor  # [B, T] int64, the token AFTER each row's; the root at an end, never a sample mid-prompt
+    positions: Tensor  # [B, T] int64
+    features: Tensor  # [B, T, F], the drafter's taps at each row
+    ends: Tensor  # [C] int64, the last row of each chunk or path in the flattened [B * T]
+    plan: Plan  # where the rows lie and what each sees
+
+
 class Drafter(Protocol):
-    """A source of draft trees. Slots are the engine's; a drafter keeps its state by slot."""
+    """What both kinds have. Slots are the engine's; a drafter keeps its state by slot."""
 
     name: str
     nodes: int  # N, root included: the static size of every tree
@@ -36,7 +62,19 @@ class Drafter(Protocol):
     scratch: int  # draft KV rows needed beyond the committed length
     lookahead: int  # 1 if the draft KV at row i depends on token i + 1, else 0
     taps: tuple[int | str, ...]  # target layers whose INPUT it wants as features
-    on_host: bool  # propose and commit work on token lists
+    on_host: bool  # which of the two protocols below it follows
+
+    def release(self, slot: int) -> None:
+        """Forget a slot: its request ended or was retracted."""
+        ...
+
+    def clear(self) -> None:
+        """Forget everything learned from past requests."""
+        ...
+
+
+class HostDrafter(Drafter, Protocol):
+    """A drafter that works on token lists, between the steps."""
 
     def propose(self, slots: Sequence[int]) -> list[Draft]:
         """Return one tree per slot; the first token of each is the newest committed one."""
@@ -46,12 +84,26 @@ class Drafter(Protocol):
         """Take in the tokens just committed to a slot's text; `again` when a retracted request replays its own."""
         ...
 
-    def release(self, slot: int) -> None:
-        """Forget a slot: its request ended or was retracted."""
+
+class DeviceDrafter(Drafter, Protocol):
+    """A drafter that works on tensors, inside the step: static shapes, nothing crosses to the host."""
+
+    head: Any  # the module it drafts with: one layer, with kv_heads and head_dim
+
+    def compile_head(self, **options: Any) -> None:
+        """Run the head through torch.compile from now on."""
         ...
 
-    def clear(self) -> None:
-        """Forget everything learned from past requests."""
+    def attach(self, kv: PagedKV, attend_kind: Any, batch_sizes: Sequence[int]) -> None:
+        """Allocate pages and per-slot state beside the target's, once, before the first step."""
+        ...
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """Return trees [B, N]; the root is given."""
+        ...
+
+    def commit(self, new: Committed) -> None:
+        """Take in what a target forward has committed."""
         ...
 
 

@@ -14,24 +14,32 @@ who is in a step.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minispec.attention import QUERY_BLOCK, PagedFlex, PagedGather, Plan
+from minispec.beam import BeamDrafter
 from minispec.config import Config
-from minispec.drafter import Draft, Drafter, Payoff, Plain
-from minispec.kv import PagedKV
+from minispec.drafter import Batch, Committed, DeviceDrafter, Draft, HostDrafter, Payoff, Plain
+from minispec.kv import PagedKV, upload
 from minispec.model import Model
+from minispec.mtp import load_head
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import SamplingParams
 from minispec.sampling import SamplingState, pick
 from minispec.tree import PADDING, DraftTree, ancestors, depth
-from minispec.verify import verify, verify_greedy
+from minispec.verify import Verdict, verify, verify_greedy
+from minispec.vocab import read_token_map
+from minispec.weights import resolve_model
+
+logger = logging.getLogger("minispec")
 
 TIMED_CONTEXT = 512  # committed rows assumed when warm-up times a plain step against a tree step
 
@@ -43,6 +51,7 @@ class Chunk(NamedTuple):
     tokens: list[int]
     start: int
     last: bool  # completes what is known, so the token after it is picked
+    following: int = 0  # the known token after a chunk that is not the last
     again: bool = False  # replays a retracted request; its own past is nothing new to the drafter
 
 
@@ -73,11 +82,14 @@ class Bucket:
         self.attend = engine.attend_kind(engine.kv, self.plan, engine.model.config.layers)
 
 
-def make_drafter(config: Config) -> Drafter:
-    """Build the drafter a config asks for; the one table of drafters."""
-    table: dict[str, Callable[[], Drafter]] = {
-        "NONE": Plain,
-        "NGRAM": lambda: NgramDrafter(
+def make_drafter(config: Config, model: Model, folder: Path) -> HostDrafter | DeviceDrafter:
+    """Build the drafter a config asks for, for a target that lies in `folder`; the one table of drafters.
+
+    Raises ValueError naming the flag where a head is missing or does not fit the target.
+    """
+    table: dict[str, Callable[[Config, Model, Path], HostDrafter | DeviceDrafter]] = {
+        "NONE": lambda *_: Plain(),
+        "NGRAM": lambda config, *_: NgramDrafter(
             NgramOptions(
                 min_match=config.speculative_ngram_min_match_window_size,
                 max_match=config.speculative_ngram_max_match_window_size,
@@ -89,8 +101,33 @@ def make_drafter(config: Config) -> Drafter:
                 nodes=config.draft_tokens,
             )
         ),
+        "EAGLE": _learned,
+        "EAGLE3": _learned,
     }
-    return table[config.algorithm]()
+    return table[config.algorithm](config, model, folder)
+
+
+def _learned(config: Config, model: Model, folder: Path) -> BeamDrafter:
+    """Build the drafter around a trained head; the head's own files decide which kind it is."""
+    path = config.speculative_draft_model_path
+    if path is None and model.config.architecture != "MiMoForCausalLM":
+        raise ValueError(
+            f"--speculative-algorithm {config.algorithm} needs --speculative-draft-model-path: this target "
+            f"({model.config.architecture}) brings no draft head of its own"
+        )
+    ids = None
+    if config.speculative_token_map is not None:
+        ids = read_token_map(Path(config.speculative_token_map), model.config.vocab_size)
+    weight = model.embed_tokens.weight
+    where = folder if path is None else resolve_model(path, config.speculative_draft_model_revision)
+    head = load_head(where, model, token_map=ids, head_weight=None, dtype=weight.dtype, device=weight.device)
+    if head.name != config.algorithm.lower():
+        logger.info("--speculative-algorithm %s: the head is of kind %s and used as such", config.algorithm, head.name)
+    steps, topk, nodes = config.tree_shape(model.config.architecture)
+    if config.speculative_num_draft_tokens not in (None, nodes):
+        logger.warning("--speculative-num-draft-tokens %d becomes %d: a tree of %d steps and topk %d has no other size",
+                       config.speculative_num_draft_tokens, nodes, steps, topk)  # fmt: skip
+    return BeamDrafter(head, steps=steps, topk=topk, nodes=nodes)
 
 
 class Engine:
@@ -104,7 +141,7 @@ class Engine:
         self,
         model: Model,
         kv: PagedKV,
-        drafter: Drafter,
+        drafter: HostDrafter | DeviceDrafter,
         *,
         context_length: int,
         batch_sizes: Sequence[int],
@@ -122,7 +159,8 @@ class Engine:
         self.payoff = Payoff()
         self.drafter_seconds = 0.0  # host time spent in a drafter that works on the host
         self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): measured at warm-up
-        self.tree_sizes = sorted({1, drafter.nodes})
+        # A drafter on the host may decline, and then a step is plain; one on the device always has a tree.
+        self.tree_sizes = sorted({1, drafter.nodes}) if drafter.on_host else [drafter.nodes]
         self.buckets = {(b, n): Bucket(self, b, n) for b in batch_sizes for n in self.tree_sizes}
         self.batch_sizes = sorted(batch_sizes)
         chunk_rows = -(-chunk_rows // QUERY_BLOCK) * QUERY_BLOCK
@@ -131,6 +169,10 @@ class Engine:
         layers = model.config.layers
         self.prefill_attends = {rows: self.attend_kind(kv, plan, layers) for rows, plan in self.prefill_plans.items()}
         self.causal = torch.ones(QUERY_BLOCK, QUERY_BLOCK, dtype=torch.bool, device=device).tril()
+        self.path_plans: dict[int, Plan] = {}  # by batch: the accepted path as a chain, for a drafter on the device
+        if not drafter.on_host:
+            drafter.attach(kv, self.attend_kind, batch_sizes)
+            self.path_plans = {size: Plan(kv, size, 1, drafter.depth + 1) for size in batch_sizes}
 
     # ---- slots ---------------------------------------------------------------------------------------------------
 
@@ -148,7 +190,8 @@ class Engine:
         """Give a slot to a request of which the first `cached` rows are in mapped pages already."""
         self.sampling.assign(slot, params, seed, prompt_ids, output_ids, stop_ids)
         self.lens[slot] = cached
-        self.drafter.commit(slot, (list(prompt_ids) + list(output_ids))[:cached], again=again)
+        if self.drafter.on_host:
+            self.drafter.commit(slot, (list(prompt_ids) + list(output_ids))[:cached], again=again)
 
     def release(self, slot: int) -> None:
         """Take a slot back from a request that ended or was retracted."""
@@ -158,61 +201,80 @@ class Engine:
 
     # ---- a decode step -------------------------------------------------------------------------------------------
 
-    def launch(self, slots: Sequence[int]) -> Pending:
-        """Decode one step for these slots: verify a tree each, keep the accepted path, emit its tokens."""
-        started = time.perf_counter()
-        drafts = self.drafter.propose(slots)
-        self.drafter_seconds += time.perf_counter() - started
-        batch = self._bucket_size(len(slots))
-        nodes = self.drafter.nodes if self.payoff.worth(drafts, self.time_ratio(batch)) else 1
-        bucket = self.buckets[batch, nodes]
-        self._upload(bucket, slots, drafts if nodes > 1 else ())
-        emitted, count = self._step(bucket, slots)
-        return self._pending(list(slots), emitted, count, nodes=nodes, drafts=drafts)
+    def launch(self, slots: Sequence[int], bucket: Bucket | None = None) -> Pending:
+        """Decode one step for these slots: verify a tree each, keep the accepted path, emit its tokens.
 
-    def _step(self, bucket: Bucket, host_slots: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Run the step on uploaded slots and trees; returns emitted [B, A] and count [B], on the device."""
-        slots, (tokens, parents) = bucket.slots, bucket.tree
+        `bucket` fixes batch and tree size; without it they are the smallest that fit, and a tree if it pays.
+        """
+        bucket, drafts = self._prepare(slots, bucket)
+        rows = bucket.slots
+        lens, root = self.lens[rows], self.root[rows]
+        tokens, parents = bucket.tree if self.drafter.on_host else self.drafter.propose(Batch(rows, lens, root))
         nodes = tokens.shape[1]
-        lens = self.lens[slots]
-        tokens[:, 0] = self.root[slots]
+        tokens[:, 0] = root
         above = ancestors(parents)
         positions = lens[:, None] + depth(above)
         tree = DraftTree(tokens.masked_fill(positions >= self.context_length, PADDING), parents)
-        live = tree.tokens != PADDING
-        bucket.plan.fill(slots, lens, above, live)
-        hidden, _ = self.model(tree.tokens.clamp(min=0), positions, bucket.attend)
-        logits = self.model.head(hidden)
-        most = self.drafter.depth + 1 if nodes > 1 else 1
-        if self.sampling.all_greedy(host_slots):
-            verdict = verify_greedy(tree, above, logits, most)
-        else:
-            verdict = verify(tree, logits, self.sampling.rows(slots, host_slots), lens, most)
+        bucket.plan.fill(rows, lens, above, tree.tokens != PADDING)
+        hidden, features = self.model(tree.tokens.clamp(min=0), positions, bucket.attend, self.drafter.taps)
+        verdict = self._verify(tree, above, self.model.head(hidden), rows, slots)
         if nodes > 1:
-            self.kv.compact(slots, lens, verdict.path, verdict.count)
-        self.sampling.commit(slots, verdict.emitted, verdict.count)
-        self.lens[slots] = lens + verdict.count
-        self.root[slots] = verdict.bonus
+            self.kv.compact(rows, lens, verdict.path, verdict.count)
+        if not self.drafter.on_host:
+            self._commit_path(rows, lens, verdict, features)
+        self.sampling.commit(rows, verdict.emitted, verdict.count)
+        self.lens[rows] = lens + verdict.count
+        self.root[rows] = verdict.bonus
         self.lens[0] = 0  # slot 0 is padding, several rows of it at once
-        return verdict.emitted, verdict.count
+        return self._pending(list(slots), verdict.emitted, verdict.count, nodes=nodes, drafts=drafts)
+
+    def _prepare(self, slots: Sequence[int], bucket: Bucket | None) -> tuple[Bucket, Sequence[Draft]]:
+        """Ask a drafter on the host, choose the bucket, and upload slots and trees."""
+        drafts: Sequence[Draft] = ()
+        if self.drafter.on_host and bucket is None:
+            started = time.perf_counter()
+            drafts = self.drafter.propose(slots)
+            self.drafter_seconds += time.perf_counter() - started
+        if bucket is None:
+            batch = next(size for size in self.batch_sizes if size >= len(slots))
+            pays = not self.drafter.on_host or self.payoff.worth(drafts, self.time_ratio(batch))
+            bucket = self.buckets[batch, self.drafter.nodes if pays else 1]
+        self._upload(bucket, slots, drafts)
+        return bucket, drafts
+
+    def _verify(
+        self, tree: DraftTree, above: Tensor, logits: Tensor, slots: Tensor, host_slots: Sequence[int]
+    ) -> Verdict:
+        """Return the target's verdict; greedy batches need no walk."""
+        most = self.drafter.depth + 1 if tree.tokens.shape[1] > 1 else 1
+        if self.sampling.all_greedy(host_slots):
+            return verify_greedy(tree, above, logits, most)
+        return verify(tree, logits, self.sampling.rows(slots, host_slots), self.lens[slots], most)
+
+    def _commit_path(self, slots: Tensor, lens: Tensor, verdict: Verdict, features: Tensor) -> None:
+        """Report the accepted path, a chain of A rows from `lens` on, to a drafter on the device."""
+        batch, most = verdict.path.shape
+        step = torch.arange(most, device=self.device)
+        plan = self.path_plans[batch]
+        plan.fill(slots, lens, self.causal[:most, :most].expand(batch, -1, -1), step < verdict.count[:, None])
+        along = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
+        ends = torch.arange(batch, device=self.device) * most + verdict.count - 1
+        self.drafter.commit(Committed(slots, verdict.emitted, lens[:, None] + step, along, ends, plan))
 
     def _upload(self, bucket: Bucket, slots: Sequence[int], drafts: Sequence[Draft]) -> None:
         """Write slots and trees, padded, into the bucket's static tensors; node 0 is filled in from `root`."""
         batch, nodes = bucket.tree.tokens.shape
-        bucket.slots.copy_(torch.tensor([*slots, *[0] * (batch - len(slots))]))
-        if nodes == 1:
-            bucket.tree.parents.fill_(-1)
+        bucket.slots.copy_(upload([*slots, *[0] * (batch - len(slots))], torch.int64, self.device))
+        if not self.drafter.on_host:
             return
         tokens = [[PADDING] * nodes for _ in range(batch)]
         parents = [[-1, *[0] * (nodes - 1)] for _ in range(batch)]
-        for row, draft in enumerate(drafts):
+        for row, draft in enumerate(drafts if nodes > 1 else ()):
             tokens[row][: len(draft.tokens)] = draft.tokens
             parents[row][: len(draft.parents)] = draft.parents
-        bucket.tree.tokens.copy_(torch.tensor(tokens))
-        bucket.tree.parents.copy_(torch.tensor(parents))
-
-    def _bucket_size(self, running: int) -> int:
-        return next(size for size in self.batch_sizes if size >= running)
+        both = upload([tokens, parents], torch.int64, self.device)
+        bucket.tree.tokens.copy_(both[0])
+        bucket.tree.parents.copy_(both[1])
 
     def time_ratio(self, batch: int) -> float:
         """Return the measured time of a tree step over a plain one; 1 where nothing was measured."""
@@ -243,32 +305,40 @@ class Engine:
     def _prefill(self, rows: int, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
         """Run one prefill step of `rows` padded rows; returns emitted [C, 1] and count [C] for C = rows / 128."""
         blocks = rows // QUERY_BLOCK
-        tokens, slots, starts, sizes = [0] * rows, [0] * blocks, [0] * blocks, [0] * blocks
+        tokens, following = [0] * rows, [0] * rows
+        slots, starts, sizes = [0] * blocks, [0] * blocks, [0] * blocks
         ends, last_rows = [(0, 0, 0)] * blocks, [0] * blocks  # per chunk: slot, length after it, picked or not
         block = 0
         for index, chunk in enumerate(chunks):
             first = block * QUERY_BLOCK
             tokens[first : first + len(chunk.tokens)] = chunk.tokens
+            following[first : first + len(chunk.tokens)] = [*chunk.tokens[1:], chunk.following]
             for offset in range(0, len(chunk.tokens), QUERY_BLOCK):
                 slots[block], starts[block] = chunk.slot, chunk.start + offset
                 sizes[block] = min(QUERY_BLOCK, len(chunk.tokens) - offset)
                 block += 1
             ends[index] = (chunk.slot, chunk.start + len(chunk.tokens), int(chunk.last))
             last_rows[index] = first + len(chunk.tokens) - 1
-        upload = lambda values: torch.tensor(values, device=self.device)  # noqa: E731
-        starts_t, row = upload(starts), torch.arange(QUERY_BLOCK, device=self.device)
-        live = row < upload(sizes)[:, None]
+        # All uploads come before the forward: after it the host would wait for the device.
+        send = lambda values: upload(values, torch.int64, self.device)  # noqa: E731
+        tokens_t, after = send([tokens]), send(following)
+        starts_t, ends_t, (chunk_slots, lens, picked) = send(starts), send(last_rows), send(ends).unbind(1)
+        row = torch.arange(QUERY_BLOCK, device=self.device)
         plan = self.prefill_plans[rows]
-        plan.fill(upload(slots), starts_t, self.causal.expand(blocks, -1, -1), live)
+        live = row < send(sizes)[:, None]
+        plan.fill(send(slots), starts_t, self.causal.expand(blocks, -1, -1), live)
         positions = (starts_t[:, None] + row).view(1, rows)
-        hidden, _ = self.model(upload([tokens]), positions, self.prefill_attends[rows])
-        logits = self.model.head(hidden[0].index_select(0, upload(last_rows)))
-        chunk_slots, lens, picked = upload(ends).unbind(1)
+        hidden, features = self.model(tokens_t, positions, self.prefill_attends[rows], self.drafter.taps)
+        logits = self.model.head(hidden[0].index_select(0, ends_t))
         host_slots = [chunk.slot for chunk in chunks if chunk.last]
         if self.sampling.all_greedy(host_slots):
             token = logits.argmax(-1)
         else:
             token = pick(logits, self.sampling.rows(chunk_slots, host_slots), lens)
+        if not self.drafter.on_host:
+            # The pick follows the last row of a last chunk. Added, not assigned: padding repeats row 0.
+            after.index_add_(0, ends_t, picked * (token - after[ends_t]))
+            self.drafter.commit(Committed(chunk_slots, after[None], positions, features, ends_t, plan))
         self.sampling.commit(chunk_slots, token[:, None], picked)
         self.lens[chunk_slots] = lens
         self.root[chunk_slots] = token
@@ -292,6 +362,8 @@ class Engine:
             pending.ready.synchronize()
         counts = pending.count.tolist()
         rows = [row[:count] for row, count in zip(pending.emitted.tolist(), counts, strict=True)][: len(pending.slots)]
+        if not self.drafter.on_host:
+            return rows
         started = time.perf_counter()
         for chunk in pending.chunks:
             self.drafter.commit(chunk.slot, chunk.tokens, again=chunk.again)
@@ -306,22 +378,24 @@ class Engine:
     # ---- warm-up -------------------------------------------------------------------------------------------------
 
     def warm_up(self, progress: Callable[[str], None], repeats: int = 5) -> None:
-        """Run every bucket on padding, largest first, so that all is compiled; time both tree sizes."""
-        shapes: list[tuple[int, int]] = sorted(self.buckets, reverse=True)
+        """Run every bucket on padding, largest first, so that all is compiled; then time both tree sizes."""
+        shapes = sorted(self.buckets, reverse=True)
         total = len(shapes) + len(self.prefill_rows)
-        for done, rows in enumerate(reversed(self.prefill_rows)):
-            progress(f"warm-up {done + 1}/{total}: prefill of {rows} tokens")
+        for done, rows in enumerate(reversed(self.prefill_rows), start=1):
+            progress(f"warm-up {done}/{total}: prefill of {rows} tokens")
             self._prefill(rows, [])
-        for done, (batch, nodes) in enumerate(shapes, start=len(self.prefill_rows)):
-            progress(f"warm-up {done + 1}/{total}: decode, batch {batch}, {nodes} nodes a tree")
-            bucket = self.buckets[batch, nodes]
-            self._upload(bucket, [], ())
-            times = []
-            for _ in range(repeats + 1):
-                self.lens[0] = min(TIMED_CONTEXT, self.context_length // 2)
-                start = time.perf_counter()
-                _, count = self._step(bucket, [])
-                count.tolist()  # waits for the device
-                times.append(time.perf_counter() - start)
-            self.step_seconds[batch, nodes] = sorted(times[1:])[repeats // 2]
-        self.sampling.release(0)
+        for done, (batch, nodes) in enumerate(shapes, start=len(self.prefill_rows) + 1):
+            progress(f"warm-up {done}/{total}: decode, batch {batch}, {nodes} nodes a tree")
+            self.launch([], self.buckets[batch, nodes])
+        for batch in self.batch_sizes if len(self.tree_sizes) > 1 else ():
+            # In turn, and the least of several: the machine's mood at start must not decide about trees for good.
+            times = [[self._step_seconds(batch, nodes) for nodes in self.tree_sizes] for _ in range(repeats)]
+            for nodes, several in zip(self.tree_sizes, zip(*times, strict=True), strict=True):
+                self.step_seconds[batch, nodes] = min(several)
+
+    def _step_seconds(self, batch: int, nodes: int) -> float:
+        """Return the time of one decode step on padding of a usual length."""
+        self.lens[0] = min(TIMED_CONTEXT, self.context_length // 2)
+        start = time.perf_counter()
+        self.launch([], self.buckets[batch, nodes]).count.tolist()  # waits for the device
+        return time.perf_counter() - start

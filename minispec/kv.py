@@ -20,10 +20,18 @@ Read next: `attention.py`, which reads these rows, and `radix.py`, which shares 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return host values on a device; from pinned memory on CUDA, where the host must not wait for steps under way."""
+    on_cuda = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=on_cuda).to(device, non_blocking=on_cuda)
 
 
 class PagedKV:
@@ -53,7 +61,23 @@ class PagedKV:
         self.pool = torch.zeros(2 * layers, kv_heads, pages * page_size, head_dim, dtype=dtype, device=device)
         self.table = torch.zeros(slots, self.pages_per_slot, dtype=torch.int32, device=device)
         self.logical = torch.full((slots, pages), -1, dtype=torch.int32, device=device)
-        self.free = list(range(pages - 1, 0, -1))  # a stack; the newest freed page is the warmest in cache
+        self.free: list[int] = []  # a stack; the newest freed page is the warmest in cache
+        self.pools = [self.pool]  # and the drafter's, see `sibling`
+        self.reset()
+
+    def reset(self) -> None:
+        """Take all pages back from everyone and forget all tables."""
+        self.free[:] = range(self.pages - 1, 0, -1)
+        self.table.zero_()
+        self.logical.fill_(-1)
+
+    def sibling(self, layers: int, kv_heads: int, head_dim: int) -> PagedKV:
+        """Return pages for a drafter's layers under the same table and free list: same row numbers, own memory."""
+        other = copy.copy(self)
+        rows, like = self.pool.shape[2], {"dtype": self.pool.dtype, "device": self.pool.device}
+        other.pool = torch.zeros(2 * layers, kv_heads, rows, head_dim, **like)
+        self.pools.append(other.pool)
+        return other
 
     @staticmethod
     def bytes_per_page(layers: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
@@ -72,7 +96,14 @@ class PagedKV:
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages off the free list, which must hold them."""
         assert count <= len(self.free), f"asked for {count} pages, {len(self.free)} free"
-        return [self.free.pop() for _ in range(count)]
+        pages = [self.free.pop() for _ in range(count)]
+        if self.pool.dtype == torch.float16 and pages:
+            # The one dtype in which a request can overflow: its infinities must not reach the page's next owner, as a
+            # masked NaN still poisons a product.
+            index = upload(pages, torch.int64, self.pool.device)
+            for pool in self.pools:
+                pool.view(*pool.shape[:2], self.pages, -1).index_fill_(2, index, 0)
+        return pages
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Return pages to the free list."""
@@ -83,7 +114,7 @@ class PagedKV:
         """Make `pages` the logical pages first, first + 1, ... of `slot`."""
         if not pages:
             return
-        physical = torch.tensor(pages, dtype=torch.int32, device=self.table.device)
+        physical = upload(pages, torch.int32, self.table.device)
         order = torch.arange(first, first + len(pages), dtype=torch.int32, device=self.table.device)
         self.table[slot, first : first + len(pages)] = physical
         self.logical[slot, physical.long()] = order

@@ -24,13 +24,14 @@ from torch import Tensor
 from minispec.api import meta_info
 from minispec.config import Config
 from minispec.demo import ensure_demo_model
+from minispec.drafter import DeviceDrafter, HostDrafter
 from minispec.engine import Engine, make_drafter
 from minispec.kv import PagedKV
 from minispec.model import Model, ModelConfig, fuse_hf, rename_hf
 from minispec.packed import can_pack, pack_linears
 from minispec.request import Request, RequestError, SamplingParams
 from minispec.scheduler import Scheduler, logger, startup_line
-from minispec.tokenizer import load_tokenizer
+from minispec.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.weights import eos_token_ids, load_weights, read_config, read_tensors, resolve_model
 
 Prompt = str | Sequence[int]
@@ -61,17 +62,22 @@ class LLM:
         hf_config = read_config(folder)
         self.model_config = ModelConfig.from_hf(hf_config)
         context = _context_length(config, self.model_config)
-        self.tokenizer = load_tokenizer(_tokenizer_folder(config, folder), config.chat_template)
+        self.tokenizer = _load_tokenizer(config, folder, self.model_config.vocab_size)
         self.folder = folder
         dtype = choose_dtype(config, device)
         with torch.inference_mode():
             tell(f"loading {config.served_name} as {str(dtype).removeprefix('torch.')} on {device.type}")
             network = _load_model(config, self.model_config, folder, dtype, device)
             compiled = not config.disable_torch_compile and _can_compile(device)
+            running = config.max_running_requests or (8 if device.type == "cpu" else 48)
+            drafter = make_drafter(config, network, folder)
+            for module in (network, *([] if drafter.on_host else [drafter.head])):
+                if device.type == "cpu" and can_pack(dtype):
+                    pack_linears(module)  # after the head has taken what it needs of the target's weights
             if compiled:
                 network.compile_blocks(**_compile_options(device))
-            running = config.max_running_requests or (8 if device.type == "cpu" else 48)
-            drafter = make_drafter(config)
+                if not drafter.on_host:
+                    drafter.compile_head(**_compile_options(device))
             tree_rows = max(drafter.nodes, drafter.scratch)
             chunk = config.chunked_prefill_size or (512 if device.type == "cpu" else 2048)
             chunk = context if chunk == -1 else min(chunk, context)
@@ -79,7 +85,7 @@ class LLM:
                 layers=self.model_config.layers,
                 kv_heads=self.model_config.kv_heads,
                 head_dim=self.model_config.head_dim,
-                pages=_pages(config, self.model_config, dtype, device, context, running, tree_rows),
+                pages=_pages(config, self.model_config, drafter, dtype, device, context, running),
                 page_size=config.page_size,
                 slots=running + 1,
                 rows_per_slot=context + tree_rows,
@@ -100,7 +106,7 @@ class LLM:
                 # warm-up alone: whoever registers a pytree node later (transformers does) invalidates all graphs.
                 limit = torch._dynamo.config.recompile_limit + len(engine.buckets) + len(engine.prefill_rows)
                 torch._dynamo.config.recompile_limit = limit
-                engine.warm_up(tell)
+            engine.warm_up(tell)
         self.scheduler = Scheduler(
             engine,
             self.tokenizer,
@@ -123,7 +129,7 @@ class LLM:
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         listed: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
-        wishes = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
+        wishes = list(params) if isinstance(params, Sequence) else [params] * len(listed)
         if len(wishes) != len(listed):
             raise RequestError(f"{len(listed)} prompts but {len(wishes)} params; give one for all or one for each")
         requests = [self._request(prompt, wish) for prompt, wish in zip(listed, wishes, strict=True)]
@@ -136,9 +142,10 @@ class LLM:
             while self.scheduler.has_work:
                 for update in self.scheduler.step():
                     texts[update.request] += update.text
-        except BaseException:
-            self.scheduler.fail_all(RuntimeError("generate was interrupted"))
+        except BaseException as error:
+            self.scheduler.fail_all(error, waiting=True)
             raise
+        self.scheduler.check()
         results = [self._result(request, texts[request]) for request in requests]
         return results[0] if single else results
 
@@ -147,9 +154,12 @@ class LLM:
         info = meta_info(request, len(request.output_ids), request.finish, self.scheduler.engine.drafter.nodes)
         return {"text": text, "output_ids": request.output_ids, "meta_info": info}
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """Make a request of a prompt."""
+    def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
+        """Make a request of a prompt; without params the default limit shrinks to the room there is."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if params is None:
+            room = self.scheduler.engine.context_length - len(ids)
+            params = SamplingParams(max_new_tokens=max(1, min(SamplingParams().max_new_tokens or 1, room)))
         return Request(uuid.uuid4().hex, ids, params)
 
 
@@ -179,9 +189,16 @@ def choose_folder(config: Config, tell: Callable[[str], None]) -> Path:
     return resolve_model(config.model_path, config.revision)
 
 
-def _tokenizer_folder(config: Config, folder: Path) -> Path:
-    """Return the folder of the tokenizer."""
-    return folder if config.tokenizer_path is None else resolve_model(config.tokenizer_path, None)
+def _load_tokenizer(config: Config, folder: Path, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer: the one named, else the model's own; dummy weights may do without either."""
+    where = folder if config.tokenizer_path is None else resolve_model(config.tokenizer_path, None)
+    try:
+        return load_tokenizer(where, config.chat_template)
+    except ValueError as error:
+        if config.load_format != "dummy" or config.tokenizer_path is not None:
+            raise
+        logger.info("no tokenizer (%s): every byte is a token", error)
+        return byte_tokenizer(vocab_size)
 
 
 def _context_length(config: Config, model: ModelConfig) -> int:
@@ -200,15 +217,13 @@ def _context_length(config: Config, model: ModelConfig) -> int:
 def _load_model(
     config: Config, model_config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Model:
-    """Return the model with its weights, linear layers packed where that pays."""
+    """Return the model with its weights."""
     model = Model.empty(model_config, dtype, device)
     if config.load_format == "dummy":
         _fill_at_random(model, config.random_seed or 0)
     else:
         tensors: Iterator[tuple[str, Tensor]] = read_tensors(folder, config.load_format)
         load_weights(model, fuse_hf(tensors, model_config.tied), rename_hf, dtype)
-    if device.type == "cpu" and can_pack(dtype):
-        pack_linears(model)
     return model
 
 
@@ -262,11 +277,11 @@ def _free_bytes(device: torch.device) -> tuple[int, int]:
 def _pages(
     config: Config,
     model: ModelConfig,
+    drafter: HostDrafter | DeviceDrafter,
     dtype: torch.dtype,
     device: torch.device,
     context: int,
     running: int,
-    tree_rows: int,
 ) -> int:
     """Return the pages of the KV pool, the trash page included; raises ValueError when not one tree fits.
 
@@ -274,6 +289,10 @@ def _pages(
     --mem-fraction-static (on CUDA always, 0.85): what is left of that share of memory beside the weights.
     """
     page_bytes = PagedKV.bytes_per_page(model.layers, model.kv_heads, model.head_dim, config.page_size, dtype)
+    tree_rows = max(drafter.nodes, drafter.scratch)
+    if not drafter.on_host:  # the head's rows lie in pages of the same numbers
+        head = drafter.head
+        page_bytes += PagedKV.bytes_per_page(1, head.kv_heads, head.head_dim, config.page_size, dtype)
     free, total = _free_bytes(device)
     fraction = config.mem_fraction_static or (0.85 if device.type == "cuda" else None)
     if fraction is None:

@@ -44,8 +44,11 @@ class Metrics:
         """Tokens per verify step since start; 0 before the first."""
         return self.verified_tokens / self.verify_steps if self.verify_steps else 0.0
 
-    def prefill(self, *, sequences: int, new: int, cached: int, usage: float, running: int, queued: int) -> None:
+    def prefill(
+        self, *, sequences: int, new: int, cached: int, emitted: int, usage: float, running: int, queued: int
+    ) -> None:
         """Count and log one prefill step; `usage` is the share of pages in use."""
+        self.generated_tokens += emitted
         self.prompt_tokens += new
         self.cached_tokens += cached
         now = time.monotonic()

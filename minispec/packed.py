@@ -48,8 +48,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.features = linear.out_features
         self.key = next(_handles)
+        self.features = linear.out_features
         _weights[self.key] = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), 8)
         self.register_buffer("handle", torch.tensor(self.key), persistent=False)
         self.bias = linear.bias
@@ -64,7 +64,10 @@ class PackedLinear(nn.Module):
 
 def can_pack(dtype: torch.dtype) -> bool:
     """True where this build of PyTorch has oneDNN and it takes `dtype`."""
-    return torch.backends.mkldnn.is_available() and dtype in (torch.float32, torch.bfloat16)
+    if not torch.backends.mkldnn.is_available():
+        return False
+    # bfloat16 wants AVX-512 or AMX; without them oneDNN refuses the weight.
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack_linears(module: nn.Module) -> None:

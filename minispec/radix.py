@@ -15,6 +15,7 @@ Read next: `scheduler.py`, which holds and releases paths.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 
@@ -94,8 +95,7 @@ class PrefixCache:
     def evict(self, wanted: int) -> list[int]:
         """Drop up to `wanted` idle pages, least recently used first, and return their ids."""
         pages: list[int] = []
-        while self.idle and len(pages) < wanted:
-            node = next(iter(self.idle))
+        for node in list(itertools.islice(self.idle, wanted)):  # not next(iter()) each time: that rescans what is gone
             assert not node.children, "an idle parent stood before its child"
             del self.idle[node], node.parent.children[node.key]
             pages.append(node.page)

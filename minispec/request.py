@@ -181,6 +181,7 @@ class Request:
     kv_len: int = 0  # rows of KV written and kept; host mirror of `lens`
     cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
     verify_steps: int = 0  # decode forwards this request took part in
+    drafted_tokens: int = 0  # nodes verified, roots not counted; plain steps draft none
     accepted_drafts: int = 0
     accept_histogram: list[int] = field(default_factory=list)  # item i: steps that accepted exactly i drafts
     retractions: int = 0

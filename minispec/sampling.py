@@ -253,6 +253,10 @@ class SamplingState:
         """Forget the wishes of `slot`, so that it costs the batch nothing; its rows stay until `assign`."""
         self._wants[slot] = frozenset()
 
+    def stops_allowed(self, slot: int) -> None:
+        """Note that `slot` has output its min_new_tokens: the mask is without effect from here on."""
+        self._wants[slot] -= {"stop_mask"}
+
     def all_greedy(self, slots: Sequence[int]) -> bool:
         """Say whether a bare argmax serves all `slots`: no sampling, penalty, bias, or min_new_tokens to wait for."""
         return not any(self._wants[slot] for slot in slots)

@@ -10,7 +10,7 @@ of the queue, and its tokens so far are prefilled again. Seed and output stay, s
 refuses what could never fit alone, so the oldest request always goes on.
 
 Continuous batching: Orca (OSDI 2022); retraction is vLLM's recomputation (arXiv 2309.06180).
-Invariant owned here: when idle, free + cached pages are all pages, and `step` checks it.
+Invariant owned here: when idle, free + cached pages are all pages; who drives the scheduler calls `check` then.
 
 Read next: `engine.py` for what a step is, `output.py` for the stop rules, `radix.py` for shared prefixes.
 """
@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 import torch
 
+from minispec.attention import QUERY_BLOCK
 from minispec.config import Config
 from minispec.drafter import Payoff
 from minispec.engine import Chunk, Engine
@@ -78,8 +79,10 @@ class Scheduler:
         self.outputs: dict[Request, Output] = {}
         self.free_slots = list(range(max_running, 0, -1))  # slot 0 is padding
         self._seeds = random.Random(random_seed)
-        self._ended: list[Update] = []  # requests that ended without a step
+        # What happened and was not handed out yet. A member, so that a step that raises halfway loses no answer.
+        self._updates: list[Update] = []
         self._prefilled_last = False
+        self._refused: tuple[Request, int] | None = None  # head of the queue that lacked pages, and how many there were
 
     # ---- the door ------------------------------------------------------------------------------------------------
 
@@ -131,36 +134,56 @@ class Scheduler:
         seed = request.params.sampling_seed
         request.seed = self._seeds.getrandbits(62) if seed is None else seed
         self.metrics.requests += 1
-        if request.max_new_tokens == 0:
-            self._ended.append(self._close(request, Finish("length")))
-            return
         self.outputs[request] = Output(request, self.tokenizer, self.eos_ids)
-        self.waiting.append(request)
+        if request.max_new_tokens == 0:
+            self._close(request, Finish("length"))
+        else:
+            self.waiting.append(request)
 
     def abort(self, rid_prefix: str, message: str = "aborted") -> list[Update]:
         """End every request whose rid starts with `rid_prefix`, wherever it is; returns their last updates."""
         named = [r for r in [*self.waiting, *self.prefilling, *self.running] if r.rid.startswith(rid_prefix)]
         self.metrics.aborted += len(named)
-        return [self._end(request, Finish("abort", message=message, status=499)) for request in named]
+        for request in named:
+            self._end(request, Finish("abort", message=message, status=499))
+        return self._drain()
 
     @torch.inference_mode()
-    def fail_all(self, error: BaseException) -> list[Update]:
-        """End every request after a step raised; what the step left half done is not read again."""
+    def fail_all(self, error: BaseException, waiting: bool = False) -> list[Update]:
+        """End the requests that have a slot after a step raised, with `waiting` all requests; the others stay queued.
+
+        What the step left half done is not looked at: pages, slots, prefix cache and drafter start anew.
+        """
         finish = Finish("abort", message=f"{type(error).__name__} in a step of the engine", status=500)
-        for request in [*self.prefilling, *self.running]:
-            request.kv_len = 0  # nothing of it may enter the prefix cache
-        return [self._end(request, finish) for request in [*self.waiting, *self.prefilling, *self.running]]
+        queued = set() if waiting else set(self.waiting)
+        for request in [r for r in self.outputs if r not in queued]:
+            request.slot = request.kv_len = 0
+            self._close(request, finish)
+        self.waiting = deque(r for r in self.waiting if r in queued)
+        self.prefilling, self.running, self.seats, self._refused = [], [], {}, None
+        self.free_slots = list(range(self.max_running, 0, -1))
+        self.cache = PrefixCache(self.kv.page_size, self.engine.drafter.lookahead, enabled=self.cache.enabled)
+        self.kv.reset()
+        for slot in range(self.max_running + 1):
+            self.engine.release(slot)
+        return self._drain()
+
+    def _drain(self) -> list[Update]:
+        """Hand out what has happened."""
+        updates, self._updates = self._updates, []
+        return updates
 
     @property
     def has_work(self) -> bool:
         """True while a call of `step` would do something."""
-        return bool(self.waiting or self.prefilling or self.running or self._ended)
+        return bool(self.outputs or self._updates)
 
     @torch.inference_mode()
     def flush_cache(self) -> bool:
         """Empty prefix cache, drafter and totals; False, and nothing done, while requests are here."""
         if self.waiting or self.prefilling or self.running:
             return False
+        self._refused = None
         self.kv.give_back(self.cache.evict(self.cache.count))
         self.engine.drafter.clear()
         self.engine.payoff, self.engine.drafter_seconds = Payoff(), 0.0
@@ -173,21 +196,27 @@ class Scheduler:
     def step(self) -> list[Update]:
         """Do one prefill or decode step and return what it added to whom."""
         self._admit()
-        updates, self._ended = self._ended, []
-        if self.prefilling and not (self.running and self._prefilled_last):
-            self._prefilled_last = True
-            return updates + self._prefill()
-        self._prefilled_last = False
-        if self.running:
-            return updates + self._decode()
-        if not self.waiting:
-            self.check()
-        return updates
+        # Where there is both to do, in turn: a long prompt slows the others and never stops them.
+        self._prefilled_last = bool(self.prefilling and not (self.running and self._prefilled_last))
+        if self._prefilled_last:
+            chunks, requests = self._next_chunks()
+            self._after_prefill(requests, chunks, self.engine.collect(self.engine.prefill(chunks)))
+            return self._drain()
+        self._reserve()
+        if requests := list(self.running):
+            started = time.perf_counter()
+            pending = self.engine.launch([request.slot for request in requests])
+            rows = self.engine.collect(pending)
+            self.metrics.step_seconds += time.perf_counter() - started
+            self._after_decode(requests, rows, pending.nodes)
+        return self._drain()
 
     def _admit(self) -> None:
         """Give slots and pages to waiting requests, in order, while both last."""
         while self.waiting and self.free_slots:
-            request = self.waiting[0]
+            request, available = self.waiting[0], len(self.kv.free) + len(self.cache.idle)
+            if self._refused and self._refused[0] is request and available <= self._refused[1]:
+                return  # nothing was freed since: do not hash a long prompt at every step
             ids = request.ids
             # At least the last token is computed, since its hidden state picks the next.
             path = self.cache.match(ids, len(ids) - 1)
@@ -197,6 +226,7 @@ class Scheduler:
             needed = self.kv.pages_for(len(ids) + self.tree_rows) - len(path)
             if not self._obtain(needed + spare) and not (spare == 0 and self._obtain(needed)):
                 self.cache.release(path)
+                self._refused = (request, available)
                 return
             self.waiting.popleft()
             self._seat(request, ids, path, needed)
@@ -231,20 +261,18 @@ class Scheduler:
             self.kv.give_back(self.cache.evict(short))
         return True
 
-    def _prefill(self) -> list[Update]:
-        """Run one prefill step over the next chunks, in order of admission, and start those that are complete."""
-        chunks, requests = self._next_chunks()
+    def _after_prefill(self, requests: Sequence[Request], chunks: Sequence[Chunk], rows: list[list[int]]) -> None:
+        """Take in a prefill step: move requests on, and start those whose prompt is complete."""
         fresh = [r for r in requests if r.kv_len == len(self.seats[r].path) * self.kv.page_size]
-        rows = self.engine.collect(self.engine.prefill(chunks))
         self.metrics.prefill(
             sequences=len(chunks),
             new=sum(len(chunk.tokens) for chunk in chunks),
             cached=sum(r.kv_len for r in fresh),
+            emitted=sum(map(len, rows)),
             usage=self._usage(),
             running=len(self.running),
             queued=len(self.waiting),
         )
-        updates = []
         for request, chunk, row in zip(requests, chunks, rows, strict=True):
             request.kv_len = chunk.start + len(chunk.tokens)
             if not chunk.last:
@@ -253,8 +281,7 @@ class Scheduler:
             self.running.append(request)
             seat = self.seats[request]
             self.cache.insert(seat.ids, seat.pages[: request.kv_len // self.kv.page_size], seat.path)
-            updates.append(self._deliver(request, row))
-        return updates
+            self._deliver(request, row)
 
     def _next_chunks(self) -> tuple[list[Chunk], list[Request]]:
         """Cut the next chunks off the prompts, within the chunk size and the query blocks of a step."""
@@ -265,43 +292,33 @@ class Scheduler:
             if budget <= 0 or blocks <= 0:
                 break
             ids, start = self.seats[request].ids, request.kv_len
-            tokens = ids[start : start + min(budget, blocks * 128)]
+            end = min(len(ids), start + min(budget, blocks * QUERY_BLOCK))
+            tokens, last = ids[start:end], end == len(ids)
             chunks.append(
-                Chunk(request.slot, tokens, start, start + len(tokens) == len(ids), again=request.retractions > 0)
+                Chunk(request.slot, tokens, start, last, 0 if last else ids[end], again=request.retractions > 0)
             )
             requests.append(request)
             budget -= len(tokens)
             blocks -= self.engine.blocks(len(tokens))
         return chunks, requests
 
-    def _decode(self) -> list[Update]:
-        """Run one decode step over the running requests, retracting the newest while pages are short."""
-        self._reserve()
-        requests = list(self.running)
-        if not requests:
-            return []
+    def _after_decode(self, requests: Sequence[Request], rows: list[list[int]], nodes: int) -> None:
+        """Take in a decode step with trees of `nodes` nodes: deliver, retire, count."""
         started = time.perf_counter()
-        pending = self.engine.launch([request.slot for request in requests])
-        rows = self.engine.collect(pending)
-        collected = time.perf_counter()
-        updates, kept = [], []
+        kept = []
         for request, row in zip(requests, rows, strict=True):
             request.kv_len += len(row)
-            update = self._deliver(request, row)
-            self._count(request, len(update.ids))
-            kept.append(len(update.ids))
-            updates.append(update)
+            kept.append(self._deliver(request, row))
+            self._count(request, kept[-1], nodes)
         self.metrics.decode(
             emitted=kept,
-            nodes=pending.nodes,
+            nodes=nodes,
             tokens=sum(request.kv_len for request in requests),
             usage=self._usage(),
             running=len(requests),
             queued=len(self.waiting),
         )
-        self.metrics.step_seconds += collected - started
-        self.metrics.host_seconds += time.perf_counter() - collected
-        return updates
+        self.metrics.host_seconds += time.perf_counter() - started
 
     def _reserve(self) -> None:
         """Give every running request pages for one whole tree, retracting the newest requests while that fails."""
@@ -337,8 +354,8 @@ class Scheduler:
 
     # ---- the end of a request ------------------------------------------------------------------------------------
 
-    def _deliver(self, request: Request, row: Sequence[int]) -> Update:
-        """Append emitted tokens one by one until a stop rule applies; the rest of the row is dropped."""
+    def _deliver(self, request: Request, row: Sequence[int]) -> int:
+        """Append emitted tokens one by one until a stop rule applies; returns how many were kept of the row."""
         output, first = self.outputs[request], len(request.output_ids)
         finish = None
         for token in row:
@@ -347,30 +364,35 @@ class Scheduler:
                 break
         ids = request.output_ids[first:]
         if finish:
-            return self._end(request, finish, ids)
-        return Update(request, ids, output.release(False))
+            self._end(request, finish, ids)
+        else:
+            if 0 < request.params.min_new_tokens <= len(request.output_ids):
+                self.engine.sampling.stops_allowed(request.slot)
+            self._updates.append(Update(request, ids, output.release(False)))
+        return len(ids)
 
-    def _count(self, request: Request, kept: int) -> None:
-        """Count a verify step that gave `kept` tokens."""
+    def _count(self, request: Request, kept: int, nodes: int) -> None:
+        """Count a verify step that gave `kept` tokens of a tree of `nodes` nodes."""
         request.verify_steps += 1
+        request.drafted_tokens += nodes - 1
         request.accepted_drafts += kept - 1
         histogram = request.accept_histogram
         histogram.extend([0] * (kept - len(histogram)))
         histogram[kept - 1] += 1
 
-    def _end(self, request: Request, finish: Finish, ids: Sequence[int] = ()) -> Update:
-        """Take a request out of wherever it is and return its last update."""
+    def _end(self, request: Request, finish: Finish, ids: Sequence[int] = ()) -> None:
+        """Take a request out of wherever it is, and note its end."""
         if request.slot:
             self._leave(request)
         else:
             self.waiting.remove(request)
-        return self._close(request, finish, ids)
+        self._close(request, finish, ids)
 
-    def _close(self, request: Request, finish: Finish, ids: Sequence[int] = ()) -> Update:
-        """Mark a request finished and return its last update, with all the text that was held back."""
+    def _close(self, request: Request, finish: Finish, ids: Sequence[int] = ()) -> None:
+        """Mark a request finished and note its last update, with all the text that was held back."""
         request.finish, request.finished_at = finish, time.monotonic()
-        output = self.outputs.pop(request, None)
-        return Update(request, list(ids), output.release(True) if output else "", finish)
+        text = self.outputs.pop(request).release(True)
+        self._updates.append(Update(request, list(ids), text, finish))
 
     @torch.inference_mode()
     def _leave(self, request: Request) -> int:

@@ -86,7 +86,7 @@ class EngineThread(threading.Thread):
         super().__init__(name="engine", daemon=True)
         self.config, self.build, self.deliver, self.died = config, build, deliver, died
         self.state, self.progress = "starting", "starting"
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.llm: LLM | None = None  # read by the event loop once ready; its scheduler is this thread's alone
         self.defaults: dict[str, Any] = {}  # sampling values for what a /v1 request leaves out
         self.loaded, self.stopped = threading.Event(), threading.Event()
@@ -146,38 +146,40 @@ class EngineThread(threading.Thread):
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Load, warm up, and step until stopped."""
+        """Load; then do what the inbox asks and one step, again and again, until stopped."""
         try:
-            self.llm = self.build(self.config, self._tell)
-            if self.config.sampling_defaults == "model":
-                self.defaults = _read_defaults(self.llm.folder)
-            if not self.config.skip_server_warmup:
-                self._warm_up(self.llm)
-            self.state = "ready"
-            self.loaded.set()
-            logger.info("The server is fired up and ready to roll!")
+            scheduler = self._load()
             while not self.stopped.is_set():
-                self._turn(self.llm.scheduler)
-        except Exception as error:
+                updates: list[Update] = []
+                try:
+                    if not scheduler.has_work:
+                        scheduler.check()  # everything is delivered: now every page must be in its place
+                        updates += self.inbox.get()(scheduler)
+                    while not self.inbox.empty():
+                        updates += self.inbox.get()(scheduler)
+                    if scheduler.has_work:
+                        updates += scheduler.step()
+                except Exception as error:
+                    logger.exception("a step failed; the requests in it are answered with an error")
+                    updates += scheduler.fail_all(error)
+                if updates:
+                    self._to_loop(self.deliver, updates)
+        except (Exception, SystemExit) as error:  # SystemExit: out of a library; whoever waits must be told
             logger.debug("the engine thread ends", exc_info=True)
             self.error, self.state = error, "failed"
             self._to_loop(self.died)
 
-    def _turn(self, scheduler: Scheduler) -> None:
-        """Do what the inbox asks, then one step; wait for the inbox while there is nothing to step."""
-        updates: list[Update] = []
-        try:
-            if not scheduler.has_work:
-                updates += self.inbox.get()(scheduler)
-            while not self.inbox.empty():
-                updates += self.inbox.get()(scheduler)
-            if scheduler.has_work:
-                updates += scheduler.step()
-        except Exception as error:
-            logger.exception("a step failed; the requests in flight are answered with an error")
-            updates += scheduler.fail_all(error)
-        if updates:
-            self._to_loop(self.deliver, updates)
+    def _load(self) -> Scheduler:
+        """Build the LLM, answer a first request, and report ready."""
+        self.llm = self.build(self.config, self._tell)
+        if self.config.sampling_defaults == "model":
+            self.defaults = _read_defaults(self.llm.folder)
+        if not self.config.skip_server_warmup:
+            self._warm_up(self.llm)
+        self.state = "ready"
+        self.loaded.set()
+        logger.info("The server is fired up and ready to roll!")
+        return self.llm.scheduler
 
     def _tell(self, line: str) -> None:
         self.progress = line
@@ -644,7 +646,10 @@ def own_compile_cache() -> None:
 
 
 async def serve(config: Config) -> int:
-    """Serve until a signal comes; returns the exit code, 0 after a signal and 1 if the model cannot be served."""
+    """Serve until a signal comes, then end the process: with 0, or with 1 if the model cannot be served.
+
+    Returns only, with 1, where the address cannot be listened on.
+    """
     server, signalled = Server(config, build_sealed_llm), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, signalled.set)
@@ -661,12 +666,12 @@ async def serve(config: Config) -> int:
         print(f"minispec: error: {_one_line(server.engine.error)}", file=sys.stderr)
     for wait in waits:
         wait.cancel()
-    if not await server.stop():  # in a long compilation, which nothing can interrupt
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    await server.stop()
+    # A compilation, or a long prompt in a tokenizer's thread, cannot be interrupted, and the loop's own end would wait.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -204,6 +204,17 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
     return _load_huggingface(folder, template)
 
 
+def byte_tokenizer(vocab_size: int) -> Tokenizer:
+    """Return a tokenizer of single bytes with further ids up to `vocab_size`: for dummy weights without a tokenizer."""
+    letters = sorted(BYTE_OF_CHARACTER, key=BYTE_OF_CHARACTER.__getitem__)[:vocab_size]
+    names = [*letters, *(f"<{i}>" for i in range(len(letters), vocab_size))]
+    model = tokenizers.models.BPE({name: i for i, name in enumerate(names)}, [])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return Tokenizer(_HuggingFace(tokenizer), frozenset(), None, None, {})
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Fast Hugging Face tokenizers
 

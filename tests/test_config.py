@@ -32,6 +32,10 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert {name: getattr(config, name) for name in expected} == expected
 
 
+SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+HEAD_FLAGS = ("speculative_draft_model_path", "speculative_draft_model_revision", "speculative_token_map", *SHAPE[:2])
+
+
 def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
     samples = {
         "load_format": "dummy", "dtype": "bfloat16", "device": "cpu", "sampling_defaults": "openai", "page_size": "16",
@@ -45,6 +49,12 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
             argv = [spell] if f.type == "bool" else [spell, samples.get(f.name, "7")]
             if f.name.startswith("speculative_ngram") or f.name.endswith("draft_tokens"):
                 argv += ["--speculative-algorithm", "NGRAM"]
+            if f.name in HEAD_FLAGS:
+                argv += ["--speculative-algorithm", "EAGLE3"]
+                argv += [w for name in SHAPE if name in HEAD_FLAGS and f.name in SHAPE for w in (flag_name(name), "3")
+                         if name != f.name] + (["--speculative-num-draft-tokens", "4"] if f.name in SHAPE else [])
+            if f.name.endswith("draft_model_revision"):
+                argv += ["--speculative-draft-model-path", "somewhere"]
             if f.name == "revision":
                 argv += ["--model", "somewhere"]
             argv = ["--speculative-ngram-max-bfs-breadth=9", *argv] if f.name == "speculative_ngram_capacity" else argv
@@ -78,8 +88,9 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
     ("argv", "said"),
     [
         (["--tp", "2"], "--tp 2: minispec runs on one device"),
-        (["--speculative-draft", "x"], "--speculative-draft x: learned drafters are not in this version"),
-        (["--speculative-draft-model-path=x"], "learned drafters"),
+        (["--speculative-draft", "x"], "--speculative-draft-model-path has no meaning with"),
+        (["--speculative-algo", "EAGLE3", "--speculative-num-steps", "3"], "--speculative-eagle-topk"),
+        (["--speculative-algo", "NGRAM", "--speculative-eagle-topk", "3"], "belongs to EAGLE, EAGLE3"),
         (["--quantization", "fp8"], "quantization is not in this version"),
         (["--attention-backend", "fa3"], "attention is FlexAttention"),
         (["--schedule-policy", "lpm"], "fcfs is accepted"),
@@ -92,10 +103,10 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         (["--max-queued-requests", "0"], "--max-queued-requests must be at least 1, got 0"),
         (["--speculative-ngram-branch-length", "12"], "must be below --speculative-ngram-branch-length, got 12 and 12"),
         (["--speculative-ngram-min-bfs-breadth", "11"], "--speculative-ngram-max-bfs-breadth"),
-        (["--model", "x", "--speculative-num-draft-tokens", "4"], "--speculative-algorithm NGRAM"),
+        (["--model", "x", "--speculative-num-draft-tokens", "4"], "--speculative-algorithm NONE; it belongs to NGRAM"),
         (["--revision", "main"], "--revision needs --model-path"),
-        (["--speculative-algorithm", "medusa"], "--speculative-algorithm must be NONE or NGRAM, got 'MEDUSA'"),
-        *[(["--speculative-algorithm", name], "not in this version yet") for name in ("eagle", "EAGLE3", "NEXTN")],
+        (["--speculative-algorithm", "medusa"], "must be NONE, NGRAM, EAGLE, EAGLE3 or NEXTN, got"),
+        (["--speculative-algorithm", "standalone"], "not in this version yet"),
     ],
 )
 def test_refusals_are_one_line_that_names_the_flag(
@@ -127,3 +138,18 @@ def test_help_lists_every_flag_and_hides_the_foreign_ones(capsys: pytest.Capture
     text = capsys.readouterr().out
     assert stop.value.code == 0 and "--tp" not in text
     assert [f.name for f in dataclasses.fields(Config) if f.metadata and flag_name(f.name) not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "architecture", "shape"),
+    [
+        ((), "LlamaForCausalLM", (5, 4, 8)),
+        ((), "Qwen3ForCausalLM", (3, 1, 4)),
+        ((3, 1, 9), "LlamaForCausalLM", (3, 1, 4)),  # a chain has steps + 1 nodes
+        ((2, 2, 8), "LlamaForCausalLM", (2, 2, 7)),  # no more candidates exist
+        ((3, 4, 16), "LlamaForCausalLM", (3, 4, 16)),
+    ],
+)
+def test_tree_shapes_are_the_seed_systems_and_possible(given, architecture, shape) -> None:
+    wishes = dict(zip(SHAPE, given, strict=False))
+    assert Config(model_path="x", speculative_algorithm="NEXTN", **wishes).tree_shape(architecture) == shape

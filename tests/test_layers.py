@@ -20,8 +20,10 @@ SOURCES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(PACKAG
 # A module may import from strictly lower ranks, never from its own.
 RANKS = {
     0: "config request metrics",
-    1: "model packed weights kv radix tree sampling tokenizer",
-    2: "drafter verify attention output",
+    1: "model packed weights kv radix tree sampling tokenizer vocab",
+    2: "verify attention output",
+    2.2: "drafter",
+    2.5: "beam",
     3: "ngram eagle",
     3.5: "mtp",  # a head like EAGLE's, and the loader that tells them apart
     4: "engine",

@@ -393,14 +393,14 @@ def test_whoever_hangs_up_is_aborted_in_prefill(served: Running, monkeypatch: py
     scheduler = served.server.engine.llm.scheduler
     monkeypatch.setattr(scheduler, "chunk_size", 1)
     seen = []
-    real = type(scheduler)._prefill
+    real = scheduler.engine.prefill
 
-    def slow(self: Any) -> Any:
-        seen.append(self.prefilling[0].kv_len)
+    def slow(chunks: Any) -> Any:
+        seen.append(chunks[0].start)
         time.sleep(0.01)
-        return real(self)
+        return real(chunks)
 
-    monkeypatch.setattr(type(scheduler), "_prefill", slow)
+    monkeypatch.setattr(scheduler.engine, "prefill", slow)
     sock = served.open("/generate", {"input_ids": list(range(600, 1400)), "sampling_params": {"max_new_tokens": 4}})
     served.wait(lambda s: s["num_running_reqs"] == 1 and len(seen) > 2)
     sock.close()

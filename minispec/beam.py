@@ -1,0 +1,202 @@
+"""Growing a tree on the device: the beam that EAGLE-2, EAGLE-3 and MTP share, and the drafter around their heads.
+
+The one idea: a cheap head proposes the K likeliest children of every node of a frontier; the K best of those by
+cumulative probability are the next frontier, and everything proposed stays a candidate. After S rounds the best N - 1
+candidates form the tree (EAGLE-2, arXiv 2406.16858). A child's score never exceeds its parent's, and ties go to the
+earlier index, so whatever is kept, its parent is kept.
+
+What a head reads is the pair (state at i, token i + 1), and its keys and values for that pair lie in row i of its own
+pages, under the target's page table. After every target forward `commit` computes them again from the target's real
+features; rows written while drafting are scratch beyond the committed length:
+
+    row   0 ... lens-1 | lens .. lens+K-1 | lens+K .. lens+2K-1 | ...
+          committed      first frontier     second frontier          each node sees the committed rows and its ancestors
+
+Read next: `eagle.py` for the heads, `engine.py` for the calls, `tree.py` for what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from minispec.attention import PagedFlex, PagedGather, Plan
+from minispec.drafter import Batch, Committed
+from minispec.kv import PagedKV
+from minispec.model import LayerAttend, Rope
+from minispec.tree import DraftTree
+
+
+class Candidates(NamedTuple):
+    """Everything a beam proposed: K nodes of round one, then K * K of each further round, parents first."""
+
+    tokens: Tensor  # [B, C] int64, target ids
+    scores: Tensor  # [B, C] fp32, log-probability of the path from the root
+    parents: Tensor  # [B, C] int64, index of the parent candidate, -1 below the root
+
+
+class Frontier(NamedTuple):
+    """The nodes a round expands."""
+
+    tokens: Tensor  # [B, K] int64, target ids
+    states: Tensor  # [B, K, H], the head's output at each node's parent
+    scores: Tensor  # [B, K] fp32
+    index: Tensor  # [B, K] int64, place among the candidates
+    visible: Tensor  # [B, K, W] bool, which scratch rows each node sees, its own included
+
+
+def candidate_count(steps: int, topk: int) -> int:
+    """Return how many candidates S rounds over K branches make."""
+    return topk + (steps - 1) * topk * topk
+
+
+def rerank(candidates: Candidates, root: Tensor, nodes: int) -> DraftTree:
+    """Return the tree of the root [B] int64 and the best nodes - 1 candidates, in the order of their indices."""
+    # Stable, so that of equal scores the earlier index is kept: a child never without its parent.
+    order = candidates.scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
+    chosen = order.sort(dim=1).values
+    place = torch.zeros_like(candidates.parents)  # of each candidate in the tree
+    place.scatter_(1, chosen, torch.arange(1, nodes, device=root.device).expand_as(chosen))
+    above = candidates.parents.gather(1, chosen)
+    parents = torch.where(above < 0, 0, place.gather(1, above.clamp(min=0)))
+    tokens = candidates.tokens.gather(1, chosen)
+    return DraftTree(
+        torch.cat((root[:, None], tokens), dim=1), torch.cat((torch.full_like(root, -1)[:, None], parents), dim=1)
+    )
+
+
+def grow(
+    logits: Tensor,
+    state: Tensor,
+    expand: Callable[[int, Frontier], tuple[Tensor, Tensor]],
+    to_target: Callable[[Tensor], Tensor],
+    *,
+    steps: int,
+    topk: int,
+) -> Candidates:
+    """Run the beam from the logits [B, Vd] and state [B, H] at the root.
+
+    `expand(round, frontier)` runs the head over a frontier and returns logits [B, K, Vd] and states [B, K, H];
+    `to_target` maps draft ids to target ids. Static shapes, no look from the host; the loop is over rounds.
+    """
+    batch, width = logits.shape[0], (steps - 1) * topk
+    scores, ids = logits.float().log_softmax(-1).topk(topk, dim=-1)
+    frontier = Frontier(
+        tokens=to_target(ids),
+        states=state[:, None].expand(-1, topk, -1),
+        scores=scores,
+        index=torch.arange(topk, device=ids.device).expand(batch, topk),
+        visible=torch.zeros(batch, topk, width, dtype=torch.bool, device=ids.device),
+    )
+    found = [Candidates(frontier.tokens, scores, torch.full_like(frontier.index, -1))]
+    own = torch.eye(topk, dtype=torch.bool, device=ids.device)
+    for round_ in range(1, steps):
+        column = (round_ - 1) * topk
+        seen = torch.cat((frontier.visible[..., :column], own.expand(batch, -1, -1)), dim=-1)
+        seen = torch.nn.functional.pad(seen, (0, width - seen.shape[-1]))
+        logits, states = expand(round_, frontier._replace(visible=seen))
+        scores, ids = logits.float().log_softmax(-1).topk(topk, dim=-1)
+        scores = (frontier.scores[..., None] + scores).flatten(1)
+        tokens = to_target(ids).flatten(1)
+        found.append(Candidates(tokens, scores, frontier.index.repeat_interleave(topk, dim=1)))
+        best, flat = scores.topk(topk, dim=-1)
+        parent = flat // topk
+        frontier = Frontier(
+            tokens=tokens.gather(1, flat),
+            states=states.gather(1, parent[..., None].expand(-1, -1, states.shape[-1])),
+            scores=best,
+            index=topk + (round_ - 1) * topk * topk + flat,
+            visible=seen.gather(1, parent[..., None].expand(-1, -1, width)),
+        )
+    return Candidates(*(torch.cat(parts, dim=1) for parts in zip(*found, strict=True)))
+
+
+class Head(Protocol):
+    """What the beam needs of a draft head; see `eagle.py`."""
+
+    name: str
+    taps: tuple[int | str, ...]
+    hidden_size: int
+    kv_heads: int
+    head_dim: int
+    token_map: Tensor | None
+
+    def embed(self, tokens: Tensor) -> Tensor: ...
+    def fuse(self, features: Tensor) -> Tensor: ...
+    def rope(self, positions: Tensor) -> Rope: ...
+    def forward(
+        self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor
+    ) -> Tensor: ...
+    def logits(self, state: Tensor) -> Tensor: ...
+
+
+class BeamDrafter:
+    """The drafter around a head: S rounds over K branches, reranked to a tree of N nodes."""
+
+    on_host = False
+    lookahead = 1  # the pair in row i holds token i + 1
+
+    def __init__(self, head: nn.Module, *, steps: int, topk: int, nodes: int) -> None:
+        assert nodes <= candidate_count(steps, topk) + 1, "more nodes than candidates"
+        self.head, self.steps, self.topk, self.nodes = head, steps, topk, nodes
+        self.name, self.taps = head.name, head.taps
+        self.depth = min(steps, nodes - 1)
+        self.scratch = (steps - 1) * topk
+        self.run_head: Callable[..., Tensor] = type(head).forward
+
+    def attach(self, kv: PagedKV, attend_kind: type[PagedFlex] | type[PagedGather], batch_sizes: Sequence[int]) -> None:
+        """Allocate the head's pages and per-slot state beside the target's."""
+        self.kv, self.attend_kind = kv.sibling(1, self.head.kv_heads, self.head.head_dim), attend_kind
+        slots, like = kv.table.shape[0], {"dtype": kv.pool.dtype, "device": kv.pool.device}
+        self.state = torch.zeros(slots, self.head.hidden_size, **like)  # the head's output at each slot's last row
+        self._layers: dict[Plan, LayerAttend] = {}
+        self._plans = {
+            size: Plan(self.kv, size, 1, self.topk, window=self.scratch) for size in batch_sizes if self.scratch
+        }
+
+    def compile_head(self, **options: object) -> None:
+        """From now on run the head through torch.compile with these options."""
+        self.run_head = torch.compile(type(self.head).forward, fullgraph=True, dynamic=False, **options)
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """Grow one tree per row of the batch; writes scratch rows beyond `lens` in the head's own pages."""
+        state = self.state[batch.slots]
+
+        def expand(round_: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
+            plan = self._plans[len(batch.slots)]
+            live = torch.ones_like(frontier.tokens, dtype=torch.bool)
+            plan.fill(batch.slots, batch.lens, frontier.visible, live, offset=(round_ - 1) * self.topk)
+            # The first pair drafted is (state at lens - 1, token lens + 1 - 1 ...): its row, and position, is lens.
+            positions = (batch.lens + round_ - 1)[:, None].expand_as(frontier.tokens)
+            states = self._run(frontier.tokens, frontier.states, positions, plan)
+            return self.head.logits(states), states
+
+        candidates = grow(
+            self.head.logits(state), state, expand, self._to_target, steps=self.steps, topk=self.topk
+        )
+        return rerank(candidates, batch.root, self.nodes)
+
+    def commit(self, new: Committed) -> None:
+        """Write the rows of the tokens just committed from the target's features; keep the state at each end."""
+        states = self._run(new.following, self.head.fuse(new.features), new.positions, new.plan)
+        self.state[new.slots] = states.flatten(0, 1)[new.ends]
+
+    def release(self, slot: int) -> None:
+        """Forget nothing: rows and state are written anew before they are read."""
+
+    def clear(self) -> None:
+        """Learn nothing from requests, so forget nothing."""
+
+    def _run(self, tokens: Tensor, states: Tensor, positions: Tensor, plan: Plan) -> Tensor:
+        """Run the head over pairs of tokens and states [B, T, ...] under a plan."""
+        if plan not in self._layers or self.attend_kind is PagedGather:
+            self._layers[plan] = self.attend_kind(self.kv, plan, 1).layer(0)
+        embedding = self.head.embed(tokens.clamp(min=0))
+        return self.run_head(self.head, embedding, states, self.head.rope(positions), self._layers[plan], positions)
+
+    def _to_target(self, ids: Tensor) -> Tensor:
+        """Map draft ids to target ids."""
+        return ids if self.head.token_map is None else self.head.token_map[ids]

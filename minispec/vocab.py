@@ -1,0 +1,52 @@
+"""Draft vocabularies: which of the target's tokens a head may draft, as one table from draft ids to target ids.
+
+Most of a text is made of few tokens. A head that scores only those reads a fraction of the LM head's matrix, and a
+token outside the table costs a missed draft, never a wrong output. FR-Spec (arXiv 2502.14856) ranks tokens by frequency
+in a file; EAGLE-3 brings its own table (`eagle.py`).
+
+Read next: `eagle.py`, which slices the target's head by such a table.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def read_token_map(path: Path, vocab_size: int) -> Tensor:
+    """Return the target ids [Vd] int64 of a token map file, most frequent first.
+
+    A .json list, a .safetensors file of one 1-D tensor, or a .pt/.bin list or tensor, read without executing anything
+    in it. Raises ValueError naming --speculative-token-map, what was found and what is allowed.
+    """
+    try:
+        content = _read(path)
+        ids = content.flatten() if isinstance(content, Tensor) else torch.tensor(content)
+    except Exception as error:
+        raise ValueError(f"--speculative-token-map {path}: not readable as a list of ids: {error}") from error
+    if ids.dtype not in (torch.int16, torch.int32, torch.int64) or not 0 < ids.numel() <= vocab_size:
+        raise ValueError(f"--speculative-token-map {path}: must hold 1 to {vocab_size} integer ids, "
+                         f"got {ids.numel()} of {ids.dtype}")  # fmt: skip
+    ids = ids.long()
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise ValueError(f"--speculative-token-map {path}: ids must lie in [0, {vocab_size - 1}], "
+                         f"got {int(ids.min())} to {int(ids.max())}")  # fmt: skip
+    if ids.unique().numel() != ids.numel():
+        raise ValueError(f"--speculative-token-map {path}: an id stands in it twice")
+    return ids
+
+
+def _read(path: Path) -> Any:
+    """Return what a token map file holds."""
+    if path.suffix == ".json":
+        return json.loads(path.read_text())
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        (tensor,) = load_file(path).values()
+        return tensor
+    return torch.load(path, map_location="cpu", weights_only=True)

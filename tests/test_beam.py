@@ -1,0 +1,343 @@
+"""The beam and the drafter around a head: golden trees, and at every step the tree of a slow reference without cache.
+
+Exact output hides drafting bugs, since a wrong tree only costs speed. So here every tree that the engine verifies is
+compared, token for token, with one computed from the whole text by plain causal attention and Python lists.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exactness import CPU, VOCAB, build, mixed_requests, reference, request, run, tiny_model
+from torch import nn
+
+from minispec.attention import Causal, Plan
+from minispec.beam import BeamDrafter, Candidates, candidate_count, grow, rerank
+from minispec.drafter import Batch
+from minispec.eagle import Eagle3Head, EagleHead, Head
+from minispec.model import Model
+from minispec.mtp import MtpHead
+from minispec.tree import ancestors, check, depth
+
+MODEL = tiny_model()
+SHAPES = [(1, 1, 2), (3, 1, 4), (2, 2, 7), (3, 3, 8), (4, 4, 16), (1, 5, 4)]  # steps, topk, nodes
+
+
+class ToyHead(nn.Module):
+    """A random head of EAGLE-3's shape: two taps fused, the pair mixed, one block, the target's own LM head."""
+
+    name, taps, hidden_size, kv_heads, head_dim, token_map = "toy", (1, 2), 72, 3, 8, None
+
+    def __init__(self, target: Model) -> None:
+        super().__init__()
+        self.target = [target]  # in a list: no submodule
+        torch.manual_seed(3)
+        self.fc, self.mix = nn.Linear(144, 72, bias=False), nn.Linear(144, 72, bias=False)
+        self.block = Model.empty(target.config, torch.float32, CPU).layers[0]
+        for name, parameter in self.named_parameters():
+            parameter.fill_(1.0) if name.endswith("norm.weight") else parameter.normal_(0, 0.3)
+
+    def embed(self, tokens):
+        """Return the target's embedding."""
+        return self.target[0].embed_tokens(tokens)
+
+    def fuse(self, features):
+        """Mix the taps."""
+        return self.fc(features)
+
+    def rope(self, positions):
+        """Return the target's rotary factors."""
+        return self.target[0].rope(positions)
+
+    def forward(self, embedding, state, rope, attend, positions):
+        """Return the next state."""
+        return self.block(self.mix(torch.cat([embedding, state], -1)), rope, attend)
+
+    def logits(self, state):
+        """Return the target's logits of a state."""
+        return self.target[0].head(self.target[0].norm(state))
+
+
+@torch.inference_mode()
+def random_head(kind: type[Head], **switches: object) -> Head:
+    """Return a head of a published kind with random weights; its formulas are tested in test_heads.py."""
+    torch.manual_seed(5)
+    head = kind.empty(MODEL.config, MODEL, dtype=torch.float32, device=CPU, **switches)
+    for name, parameter in head.named_parameters():
+        parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.3)
+    return head
+
+
+HALF = torch.arange(0, VOCAB, 2)  # a draft vocabulary, target ids
+with torch.inference_mode():
+    HEAD = ToyHead(MODEL)
+HEADS = {
+    "toy": HEAD,
+    "eagle": random_head(EagleHead, fc_bias=True),
+    "eagle3": random_head(Eagle3Head, taps=(1, 2), token_map=HALF, own_head=True),
+    "mtp": random_head(MtpHead),
+}
+
+
+def drafter(steps: int, topk: int, nodes: int, head: nn.Module = HEAD) -> BeamDrafter:
+    """Return a fresh drafter."""
+    return BeamDrafter(head, steps=steps, topk=topk, nodes=nodes)
+
+
+@torch.inference_mode()
+def slow_states(ids: list[int], drafted: list[int], head: nn.Module) -> torch.Tensor:
+    """Return the head's last state after the text `ids` and the drafted tokens, everything computed afresh."""
+    given = torch.tensor([ids[:-1]])
+    _, features = MODEL(given, torch.arange(len(ids) - 1)[None], Causal(), head.taps)
+    states = head.fuse(features)
+    out = None
+    for extra in range(len(drafted) + 1):
+        tokens = torch.tensor([ids[1:] + drafted[:extra]])
+        positions = torch.arange(tokens.shape[1])[None]
+        out = head(head.embed(tokens), states, head.rope(positions), Causal(), positions)
+        states = torch.cat([states, out[:, -1:]], dim=1)
+    return out[0, -1]
+
+
+@torch.inference_mode()
+def slow_tree(ids: list[int], steps: int, topk: int, nodes: int, head: nn.Module) -> dict[tuple[int, ...], float]:
+    """Return the paths of EAGLE-2's tree after a text, with their log-probabilities."""
+    found: dict[tuple[int, ...], float] = {}
+    frontier: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    for _ in range(steps):
+        children = []
+        for path, score in frontier:
+            logp = head.logits(slow_states(ids, list(path), head)).log_softmax(-1)
+            values, tokens = logp.topk(topk)
+            tokens = tokens if head.token_map is None else head.token_map[tokens]
+            children += [((*path, t), score + v) for t, v in zip(tokens.tolist(), values.tolist(), strict=True)]
+        found |= dict(children)
+        frontier = sorted(children, key=lambda c: -c[1])[:topk]
+    best = sorted(found.items(), key=lambda item: -item[1])[: nodes - 1]
+    return dict(best)
+
+
+def paths(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
+    """Return the root-to-node paths of a tree, the root left out."""
+    known: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        known.append((*known[parent], token))
+    return set(known[1:])
+
+
+def record(scheduler, compare: list) -> None:
+    """Make the drafter note, for every tree it proposes, the text it belongs to."""
+    inner = scheduler.engine.drafter.propose
+
+    def propose(batch: Batch):
+        tree = inner(batch)
+        check(tree)
+        slots = {r.slot: r for r in scheduler.running}
+        for row, slot in enumerate(batch.slots.tolist()):
+            if slot:
+                ids = slots[slot].ids
+                assert ids[-1] == batch.root[row] == tree.tokens[row, 0] and len(ids) - 1 == batch.lens[row]
+                compare.append((ids, tree.tokens[row].tolist(), tree.parents[row].tolist()))
+        return tree
+
+    scheduler.engine.drafter.propose = propose
+
+
+def assert_slow_trees(
+    compare: list, steps: int, topk: int, nodes: int, every: int = 1, head: nn.Module = HEAD
+) -> None:
+    """Compare the noted trees with the slow ones."""
+    assert len(compare) > 10
+    for ids, tokens, parents in compare[::every]:
+        assert paths(tokens, parents) == set(slow_tree(ids, steps, topk, nodes, head)), f"after {len(ids)} tokens"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_tree_is_the_slow_reference_s(shape) -> None:
+    compare: list = []
+    scheduler = build(MODEL, drafter(*shape))
+    record(scheduler, compare)
+    run(scheduler, mixed_requests(max_new_tokens=6))
+    assert_slow_trees(compare, *shape, every=3)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp"])
+def test_every_published_kind_of_head_drafts_as_the_slow_reference(name) -> None:
+    for shape in ((3, 1, 4), (3, 3, 8)):
+        compare: list = []
+        scheduler = build(MODEL, drafter(*shape, head=HEADS[name]), chunk=32)
+        record(scheduler, compare)
+        requests = mixed_requests(max_new_tokens=6)
+        run(scheduler, requests)
+        assert_slow_trees(compare, *shape, every=3, head=HEADS[name])
+        for r in requests:
+            assert r.output_ids == TRUTH.setdefault((r.rid, "{}", 6), reference(MODEL, r))
+
+
+@pytest.mark.parametrize("how", [dict(running=1), dict(chunk=32), dict(chunk=1, running=2), dict(pages=15)], ids=str)
+def test_trees_stay_the_same_alone_in_chunks_and_under_retraction(how) -> None:
+    compare: list = []
+    scheduler = build(MODEL, drafter(3, 2, 6), **how)
+    record(scheduler, compare)
+    requests = mixed_requests(max_new_tokens=40 if "pages" in how else 6)
+    run(scheduler, requests)
+    assert_slow_trees(compare, 3, 2, 6, every=9 if "pages" in how else 3)
+    assert scheduler.metrics.retractions > 0 or "pages" not in how
+
+
+def test_a_prefix_hit_restores_the_draft_rows_whatever_follows_the_page() -> None:
+    # Draft row 15 of a 16-row page depends on token 16: prompts that first differ there must not share the page.
+    first = list(range(1, 40))
+    for differ in (15, 16, 17, 32):
+        other = first[:differ] + [50] + first[differ + 1 :]
+        compare: list = []
+        scheduler = build(MODEL, drafter(3, 2, 6))
+        run(scheduler, [request("a", first, max_new_tokens=4)])
+        record(scheduler, compare)
+        again = request("b", other, max_new_tokens=12)
+        run(scheduler, [again])
+        assert again.cached_tokens == (differ - 1) // 16 * 16
+        turn = request("c", [*other, *again.output_ids, 7, 8], max_new_tokens=12)
+        run(scheduler, [turn])
+        assert turn.cached_tokens >= 32
+        assert_slow_trees(compare, 3, 2, 6, every=2)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("wishes", [dict(), dict(temperature=0.8, top_p=0.9, repetition_penalty=1.2)], ids=str)
+def test_tokens_are_those_of_plain_decoding(shape, wishes) -> None:
+    for how in (dict(), dict(running=1), dict(chunk=32), dict(pages=15)):
+        requests = mixed_requests(max_new_tokens=12, **wishes)
+        run(build(MODEL, drafter(*shape), **how), requests)
+        for r in requests:
+            assert r.output_ids == TRUTH.setdefault((r.rid, str(wishes), 12), reference(MODEL, r))
+
+
+TRUTH: dict[tuple[str, str, int], list[int]] = {}
+
+
+def stale_rows(patch: pytest.MonkeyPatch) -> None:
+    """Rows written while drafting are kept; the accepted path is not computed again."""
+    original = BeamDrafter.commit
+
+    def commit(self, new):
+        if new.following.shape[1] == self.depth + 1:
+            states = self._run(new.following, self.head.fuse(new.features), new.positions, new.plan)
+            self.state[new.slots] = states.flatten(0, 1)[new.ends - (new.ends % new.following.shape[1] > 0).long()]
+        else:
+            original(self, new)
+
+    patch.setattr(BeamDrafter, "commit", commit)
+
+
+def token_i_instead_of_the_next(patch: pytest.MonkeyPatch) -> None:
+    """The pair in row i holds token i."""
+    original = BeamDrafter.commit
+    patch.setattr(BeamDrafter, "commit", lambda self, new: original(
+        self, new._replace(following=new.following.roll(1, 1))))  # fmt: skip
+
+
+def position_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Drafted rows turn by one position more."""
+    original = BeamDrafter._run
+
+    def run_off(self, tokens, states, positions, plan):
+        return original(self, tokens, states, positions + (plan.window != plan.width), plan)
+
+    patch.setattr(BeamDrafter, "_run", run_off)
+
+
+def feature_of_the_wrong_layer(patch: pytest.MonkeyPatch) -> None:
+    """The first tap is one layer early."""
+    original = BeamDrafter.__init__
+
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.taps = (0, 2)
+
+    patch.setattr(BeamDrafter, "__init__", init)
+
+
+def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
+    """A drafted node sees all scratch rows, not its ancestors alone."""
+    original = Plan.fill
+
+    def fill(self, slots, starts, visible, live, offset=0):
+        drafting = self.window != self.width
+        original(self, slots, starts, torch.ones_like(visible) if drafting else visible, live, offset)
+
+    patch.setattr(Plan, "fill", fill)
+
+
+MUTATIONS = [stale_rows, token_i_instead_of_the_next, position_off_by_one, feature_of_the_wrong_layer,
+             siblings_see_each_other]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
+def test_a_wrong_draft_is_noticed(mutation, monkeypatch) -> None:
+    mutation(monkeypatch)
+    compare: list = []
+    scheduler = build(MODEL, drafter(3, 3, 8), chunk=32)
+    record(scheduler, compare)
+    run(scheduler, mixed_requests(max_new_tokens=8))
+    with pytest.raises(AssertionError, match="after"):
+        assert_slow_trees(compare, 3, 3, 8, every=2)
+
+
+# ---- golden vectors ----------------------------------------------------------------------------------------------
+
+
+def test_the_worked_example() -> None:
+    # K = 2, S = 2: A .6, B .3; below A .42, .12; below B .27, .015. The three best are A, a1 and B.
+    scores = torch.tensor([[0.6, 0.3, 0.42, 0.12, 0.27, 0.015]]).log()
+    candidates = Candidates(torch.arange(10, 16)[None], scores, torch.tensor([[-1, -1, 0, 0, 1, 1]]))
+    tree = rerank(candidates, torch.tensor([9]), 4)
+    assert tree.tokens.tolist() == [[9, 10, 11, 12]] and tree.parents.tolist() == [[-1, 0, 0, 1]]
+
+
+PARENT_LISTS = [[-1, 0, 1, 2, 3, 4, 8, 9, 10, 20, 24, 21, 28], [-1, 0, 1, 2, 3, 4, 5, 6, 7, 24, 28, 20, 21]]
+SELECTED = [[0, 1, 4, 8, 20, 24, 36], [0, 4, 5, 6, 7, 24, 36]]
+
+
+def test_the_published_tree_of_two_requests() -> None:
+    """K = 4, S = 4, D = 8: parents, depths and links of the seed system's own test."""
+    topk, lengths = 4, (5, 10)
+    parents = torch.tensor([
+        [-1 if s // topk == 0 else row[s // topk] for s in range(candidate_count(4, topk))] for row in PARENT_LISTS
+    ])  # fmt: skip
+    scores = torch.full(parents.shape, -100.0) - torch.arange(parents.shape[1])
+    for row, chosen in enumerate(SELECTED):
+        scores[row, chosen] = -torch.arange(1.0, 8.0)
+    tree = rerank(Candidates(torch.arange(parents.shape[1]).expand(2, -1), scores, parents), torch.tensor([90, 91]), 8)
+    check(tree)
+    assert [row[1:] for row in tree.tokens.tolist()] == SELECTED
+    positions = (depth(ancestors(tree.parents)) + torch.tensor(lengths)[:, None]).tolist()
+    assert positions == [[5, 6, 6, 7, 7, 8, 8, 9], [10, 11, 12, 12, 12, 12, 13, 14]]
+    links = [links_of(row) for row in tree.parents.tolist()]
+    assert [first for first, _ in links] == [[1, 3, 4, 5, 6, 7, -1, -1], [1, 2, -1, 6, -1, -1, 7, -1]]
+    assert [after for _, after in links] == [[-1, 2, -1, -1, -1, -1, -1, -1], [-1, -1, 3, 4, 5, -1, -1, -1]]
+
+
+def links_of(parents: list[int]) -> tuple[list[int], list[int]]:
+    """Return first children and next siblings by node index."""
+    children = [[i for i, p in enumerate(parents) if p == node and i] for node in range(len(parents))]
+    following = [-1] * len(parents)
+    for family in children:
+        for left, right in zip(family, family[1:], strict=False):
+            following[left] = right
+    return [family[0] if family else -1 for family in children], following
+
+
+def test_ties_never_keep_a_child_without_its_parent() -> None:
+    certain = torch.full((1, VOCAB), -1e9)
+    certain[0, 7] = 0.0  # probability 1: every child ties with its parent
+
+    def expand(round_, frontier):
+        return certain[:, None].expand(-1, 3, -1), frontier.states
+
+    for nodes in range(2, candidate_count(4, 3) + 2):
+        candidates = grow(certain, torch.zeros(1, 4), expand, lambda ids: ids, steps=4, topk=3)
+        tree = rerank(candidates, torch.tensor([1]), nodes)
+        check(tree)
+        above = ancestors(tree.parents)[0]
+        assert depth(above[None])[0].max() == min(nodes - 1, 4)

@@ -1,0 +1,153 @@
+"""The life of requests when something goes wrong: failing steps, aborts, and what must never be lost."""
+
+from __future__ import annotations
+
+import pytest
+from exactness import Oracle, build, mixed_requests, reference, request, run, tiny_model, truth_of
+
+from minispec.drafter import Plain
+from minispec.output import Output
+from minispec.request import RequestError, Update
+from minispec.scheduler import Scheduler
+
+MODEL = tiny_model()
+
+
+def drive(scheduler: Scheduler, updates: list[Update]) -> None:
+    """Step to the end as the server does: a step that raises fails the requests in it."""
+    for _ in range(3000):
+        if not scheduler.has_work:
+            scheduler.check()
+            return
+        try:
+            updates += scheduler.step()
+        except RuntimeError as error:
+            updates += scheduler.fail_all(error)
+            scheduler.check()
+    raise AssertionError("the scheduler does not come to an end")
+
+
+def submit(scheduler: Scheduler, requests) -> None:
+    """Validate and queue."""
+    for r in requests:
+        scheduler.validate(r)
+        scheduler.submit(r)
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, at: int) -> None:
+    """Make the at-th call of a method raise after it did its work half: before the original runs."""
+    original, calls = getattr(owner, name), []
+
+    def broken(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == at:
+            raise RuntimeError("injected")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, broken)
+
+
+PLACES = [("engine", "launch"), ("engine", "collect"), ("engine", "prefill"), ("engine", "assign"),
+          ("kv", "map"), ("metrics", "decode"), ("cache", "insert"), ("kv", "unmap")]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_a_step_that_raises_answers_everyone_and_keeps_the_queue(place, at, monkeypatch) -> None:
+    scheduler = build(MODEL, Oracle(truth_of(MODEL)), running=3, pages=30)
+    owner, name = place
+    requests = mixed_requests(max_new_tokens=6)
+    submit(scheduler, requests)
+    fail_once(monkeypatch, getattr(scheduler, owner), name, at)
+    updates: list[Update] = []
+    drive(scheduler, updates)
+    ends = [u.request for u in updates if u.finish]
+    assert sorted(r.rid for r in ends) == sorted(r.rid for r in requests), "somebody was never answered, or twice"
+    kinds = [r.finish.kind for r in requests]
+    assert 1 <= kinds.count("abort") <= 3, "only the requests with a slot are in the step"
+    for r in requests:
+        if r.finish.kind != "abort":
+            assert r.output_ids == reference(MODEL, r)
+    assert len(scheduler.free_slots) == 3
+    again = mixed_requests(max_new_tokens=6)
+    run(scheduler, again)
+    assert all(r.output_ids == reference(MODEL, r) for r in again)
+
+
+def test_an_end_reached_before_another_request_of_the_step_raises_is_delivered(monkeypatch) -> None:
+    scheduler = build(MODEL, Plain(), running=2)
+    first, second = request("a", [1, 2, 3], max_new_tokens=3), request("b", [4, 5, 6], max_new_tokens=9)
+    submit(scheduler, [first, second])
+    original = Output.append
+
+    def append(self, token):
+        if self.request is second and len(second.output_ids) == 2:
+            raise RuntimeError("injected")
+        return original(self, token)
+
+    monkeypatch.setattr(Output, "append", append)
+    updates: list[Update] = []
+    drive(scheduler, updates)
+    assert first.finish.kind == "length" and second.finish.kind == "abort"
+    assert [u.request.rid for u in updates if u.finish] == ["a", "b"]
+    assert sum(len(u.ids) for u in updates if u.request is first) == 3
+
+
+def test_abort_reaches_requests_in_queue_prefill_and_decode() -> None:
+    scheduler = build(MODEL, Plain(), running=2, chunk=16)
+    requests = [request("run", [1, 2], max_new_tokens=50), request("fill", list(range(60)) * 2), request("wait", [3])]
+    submit(scheduler, requests)
+    updates: list[Update] = []
+    for _ in range(3):
+        updates += scheduler.step()
+    run_, fill, wait = requests
+    assert run_ in scheduler.running and fill in scheduler.prefilling and wait in scheduler.waiting
+    updates += scheduler.abort("")
+    assert not scheduler.has_work and all(r.finish.kind == "abort" for r in requests)
+    scheduler.check()
+    assert scheduler.stats()["kv_pages_owned"] == 0 and scheduler.flush_cache()
+
+
+def test_no_tokens_wanted_is_answered_at_once() -> None:
+    scheduler = build(MODEL, Plain())
+    nothing = request("nothing", [1, 2], max_new_tokens=0)
+    submit(scheduler, [nothing])
+    assert scheduler.has_work
+    (update,) = scheduler.step()
+    assert update.finish.kind == "length" and update.ids == [] and not scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [([], {}, "prompt"), ([61], {}, "input_ids"), ([-1], {}, "input_ids"), ([1] * 256, {}, "prompt"),
+     ([1] * 200, {"max_new_tokens": 57}, "max_tokens"), ([1], {"logit_bias": {61: 1.0}}, "logit_bias")],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_by_name(prompt, params, field) -> None:
+    with pytest.raises(RequestError) as refused:
+        build(MODEL, Plain()).validate(request("x", prompt, **params))
+    assert refused.value.param == field and refused.value.status == 400
+
+
+def test_min_new_tokens_costs_the_batch_nothing_once_it_is_reached() -> None:
+    scheduler = build(MODEL, Plain(), eos=(4,))
+    patient = request("patient", [1, 2, 3], max_new_tokens=12, min_new_tokens=3)
+    submit(scheduler, [patient])
+    seen = []
+    while scheduler.has_work:
+        scheduler.step()
+        if patient.slot:
+            seen.append((len(patient.output_ids), scheduler.engine.sampling.all_greedy([patient.slot])))
+    assert all(greedy == (count >= 3) for count, greedy in seen) and len(seen) > 4
+
+
+def test_a_long_queue_is_not_hashed_at_every_step(monkeypatch) -> None:
+    scheduler = build(MODEL, Plain(), pages=8, running=4)
+    submit(scheduler, [request(f"q{i}", [i, *range(40)], max_new_tokens=40) for i in range(4)])
+    matches = []
+    original = scheduler.cache.match
+    monkeypatch.setattr(scheduler.cache, "match", lambda *args: matches.append(1) or original(*args))
+    steps = 0
+    while scheduler.has_work:
+        scheduler.step()
+        steps += 1
+    assert steps > 100 and len(matches) < 30

@@ -166,17 +166,16 @@ class BeamDrafter:
         state = self.state[batch.slots]
 
         def expand(round_: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
+            """Run the head over a frontier, its rows behind those of the rounds before."""
             plan = self._plans[len(batch.slots)]
             live = torch.ones_like(frontier.tokens, dtype=torch.bool)
             plan.fill(batch.slots, batch.lens, frontier.visible, live, offset=(round_ - 1) * self.topk)
-            # The first pair drafted is (state at lens - 1, token lens + 1 - 1 ...): its row, and position, is lens.
+            # Row i holds token i + 1, and the root is token `lens`: the first drafted token, lens + 1, is in row lens.
             positions = (batch.lens + round_ - 1)[:, None].expand_as(frontier.tokens)
             states = self._run(frontier.tokens, frontier.states, positions, plan)
             return self.head.logits(states), states
 
-        candidates = grow(
-            self.head.logits(state), state, expand, self._to_target, steps=self.steps, topk=self.topk
-        )
+        candidates = grow(self.head.logits(state), state, expand, self._to_target, steps=self.steps, topk=self.topk)
         return rerank(candidates, batch.root, self.nodes)
 
     def commit(self, new: Committed) -> None:

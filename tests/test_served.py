@@ -64,6 +64,18 @@ def test_eager_server_with_small_chunks_and_a_small_pool_gives_the_same(drafter,
             assert parity.sampled(url, questions, at_once) == parity.sampled(compiled, questions, 8)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("drafter", ["NONE", "NGRAM"])
+def test_cuda_server_gives_transformers_tokens_and_never_recompiles(drafter, questions) -> None:
+    # The server forbids recompilation once it is ready, so one would fail its requests.
+    flags = ["--device", "cuda", "--dtype", "float32", "--speculative-algorithm", drafter]
+    with parity.serve(*flags, timeout_s=900) as url:
+        assert_exact(url, questions)
+    small = ["--chunked-prefill-size", "32", "--page-size", "64", "--max-total-tokens", "1024"]
+    with parity.serve(*flags, *small, timeout_s=900) as url:
+        assert_exact(url, questions, expect_retraction=True)
+
+
 def test_openai_client_streams_what_it_gets_whole(compiled) -> None:
     client = openai.OpenAI(base_url=compiled + "/v1", api_key="None")
     messages = [{"role": "user", "content": "Write the word hello ten times, then a smiling face 😀."}]

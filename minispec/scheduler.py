@@ -215,7 +215,8 @@ class Scheduler:
         """Give slots and pages to waiting requests, in order, while both last."""
         while self.waiting and self.free_slots:
             request, available = self.waiting[0], len(self.kv.free) + len(self.cache.idle)
-            if self._refused and self._refused[0] is request and available <= self._refused[1]:
+            busy = self.running or self.prefilling  # with nobody at work nothing will be freed: try whatever it costs
+            if busy and self._refused and self._refused[0] is request and available <= self._refused[1]:
                 return  # nothing was freed since: do not hash a long prompt at every step
             ids = request.ids
             # At least the last token is computed, since its hidden state picks the next.

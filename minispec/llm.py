@@ -67,7 +67,7 @@ class LLM:
         dtype = choose_dtype(config, device)
         with torch.inference_mode():
             tell(f"loading {config.served_name} as {str(dtype).removeprefix('torch.')} on {device.type}")
-            network = _load_model(config, self.model_config, folder, dtype, device)
+            network = load_model(config, self.model_config, folder, dtype, device)
             compiled = not config.disable_torch_compile and _can_compile(device)
             running = config.max_running_requests or (8 if device.type == "cpu" else 48)
             drafter = make_drafter(config, network, folder)
@@ -214,7 +214,7 @@ def _context_length(config: Config, model: ModelConfig) -> int:
     return context
 
 
-def _load_model(
+def load_model(
     config: Config, model_config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Model:
     """Return the model with its weights."""

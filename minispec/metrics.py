@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 logger = logging.getLogger("minispec")
@@ -85,3 +86,12 @@ class Metrics:
             running, tokens, usage, accept if self.tree_nodes > 1 else "", self.last_throughput, queued,
         )  # fmt: skip
         self._window, self._window_start = [0, 0, 0], now
+
+
+def loops(tokens: Sequence[int], window: int = 48, period: int = 16) -> bool:
+    """Say whether a reply's last `window` tokens repeat with a period of at most `period`.
+
+    Small models loop under greedy decoding, and a loop is easy to draft: figures stand with and without such replies.
+    """
+    tail = list(tokens[-window:])
+    return len(tail) == window and any(tail[p:] == tail[:-p] for p in range(1, period + 1))

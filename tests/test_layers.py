@@ -29,7 +29,7 @@ RANKS = {
     4: "engine",
     5: "scheduler api demo",
     5.5: "llm prompts",
-    6: "server",
+    6: "server train",
     7: "__init__",  # the package's face: hands out LLM and SamplingParams
 }
 RANK = {module: rank for rank, modules in RANKS.items() for module in modules.split()}

@@ -1,0 +1,261 @@
+"""The text a draft head learns from: replies that the target itself wrote, and what the target computed on them.
+
+A head imitates one model, so it learns from that model's own replies ("on-policy"), generated here by our engine from
+prompts that need an open licence and nothing else. And it reads that model's features, which cost a forward pass each:
+`Features` keeps them on disk, so that a second epoch, and a second head, read instead of computing.
+
+The one idea: everything is a file that grows. Replies are appended a group at a time and features one sequence at a
+time, so an interrupted run goes on where it stopped.
+
+    replies.jsonl    {"ids": [...], "start": P, "temperature": 0.0, "source": "..."}    ids[P:] is the reply
+    features.bin     [tokens, F], the tapped streams of every sequence, one behind the other
+
+On-policy data for draft heads: DistillSpec (arXiv 2310.08461). Read next: `prompts.py`, then `train.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minispec.attention import Causal
+from minispec.llm import LLM
+from minispec.metrics import loops
+from minispec.model import Model
+from minispec.prompts import Conversation
+from minispec.request import SamplingParams
+from minispec.tokenizer import Tokenizer
+
+GROUP = 512  # prompts a group of replies holds: what an interruption loses
+SHORTEST = 8  # reply tokens worth training on
+SAMPLED = 0.25  # share of replies at a temperature of 0.7 to 1, since such requests are served too
+SELF_PROMPTED = 0.15  # share of first user turns that the target makes up
+SECOND_TURNS = 0.18  # share of conversations that the target, in the user's place, goes on with
+USER_TOKENS = 96  # the longest user turn made up
+MARK = "\N{LOZENGE}\N{LOZENGE}"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One sequence: a prompt and the target's reply, which starts at `start` and ends with the text."""
+
+    ids: list[int]
+    start: int
+    temperature: float
+    source: str
+
+
+# ---- generating ---------------------------------------------------------------------------------------------------
+
+
+def generate(
+    llm: LLM,
+    conversations: Sequence[Conversation],
+    path: Path,
+    *,
+    seed: int,
+    max_new_tokens: int,
+    tell: Callable[[str], None],
+) -> None:
+    """Append the target's replies to all conversations to `path`, a group at a time, going on where the file ends.
+
+    Some conversations are replaced by ones that the target makes up, and some get a second turn. Replies that loop or
+    are cut to nothing are dropped: a loop teaches copying and flatters every measure.
+    """
+    done = groups_done(path)
+    for group in range(done, groups(len(conversations))):
+        chosen = list(conversations[group * GROUP : (group + 1) * GROUP])
+        writer = _Writer(llm, random.Random(f"{seed}/{group}"), max_new_tokens)
+        with_self = writer.make_up(chosen)
+        kept = writer.reply(with_self)
+        kept += writer.reply(writer.second_turns(with_self))
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(asdict(sequence)) + "\n" for sequence in kept)
+            file.write(json.dumps({"group": group}) + "\n")
+        tell(f"group {group + 1}: {len(kept)} replies, {sum(len(s.ids) - s.start for s in kept)} tokens")
+
+
+def read_replies(path: Path) -> list[Reply]:
+    """Return the sequences of a file that `generate` wrote; a group that was cut off is left out."""
+    whole: list[Reply] = []
+    group: list[Reply] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if "group" in row:
+            whole, group = whole + group, []
+        else:
+            group.append(Reply(**row))
+    return whole
+
+
+def groups(conversations: int) -> int:
+    """Return how many groups this many conversations make."""
+    return -(-conversations // GROUP)
+
+
+def groups_done(path: Path) -> int:
+    """Return how many groups a file holds, cutting off one that is not whole."""
+    if not path.exists():
+        return 0
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    ends = [i for i, line in enumerate(lines) if line.startswith('{"group"') and line.endswith("\n")]
+    path.write_text("".join(lines[: ends[-1] + 1] if ends else []), encoding="utf-8")
+    return len(ends)
+
+
+class _Writer:
+    """Generates one group: user turns made up by the target, and its replies."""
+
+    def __init__(self, llm: LLM, rng: random.Random, max_new_tokens: int) -> None:
+        self.llm, self.rng, self.max_new_tokens = llm, rng, max_new_tokens
+        self.tokenizer: Tokenizer = llm.tokenizer
+        self.replies: dict[int, str] = {}  # by place in the group: replies that ended by themselves
+
+    def make_up(self, conversations: Sequence[Conversation]) -> list[Conversation]:
+        """Return the conversations, a share of them replaced by user turns sampled after the user's header."""
+        chosen = [i for i in range(len(conversations)) if self.rng.random() < SELF_PROMPTED]
+        texts = self._user_turns([[] for _ in chosen])
+        out = list(conversations)
+        for index, text in zip(chosen, texts, strict=True):
+            if len(text.split()) >= 3:
+                out[index] = Conversation([{"role": "user", "content": text}], "self-prompted")
+        return out
+
+    def second_turns(self, conversations: Sequence[Conversation]) -> list[Conversation]:
+        """Return a share of the conversations with reply and a next user turn, both the target's."""
+        chosen = [i for i in sorted(self.replies) if self.rng.random() < SECOND_TURNS]
+        grown = [
+            [*conversations[i].messages, {"role": "assistant", "content": self.replies[i]}] for i in chosen
+        ]
+        texts = self._user_turns(grown)
+        return [
+            Conversation([*messages, {"role": "user", "content": text}], "second turn")
+            for messages, text in zip(grown, texts, strict=True)
+            if len(text.split()) >= 2
+        ]
+
+    def reply(self, conversations: Sequence[Conversation]) -> list[Reply]:
+        """Return the target's replies to conversations, as far as they are worth keeping."""
+        room = self.llm.scheduler.engine.context_length - self.max_new_tokens
+        prompts = [self.tokenizer.encode_chat(conversation.messages) for conversation in conversations]
+        fitting = [i for i, ids in enumerate(prompts) if len(ids) < room]
+        heat = [round(self.rng.uniform(0.7, 1.0), 2) if self.rng.random() < SAMPLED else 0.0 for _ in prompts]
+        params = [self._params(heat[i], self.max_new_tokens) for i in fitting]
+        kept = []
+        for i, result in zip(fitting, self.llm.generate([prompts[i] for i in fitting], params), strict=True):
+            ids = result["output_ids"]
+            if len(ids) < SHORTEST or loops(ids):
+                continue
+            if result["meta_info"]["finish_reason"]["type"] == "stop":
+                self.replies.setdefault(i, result["text"])
+            kept.append(Reply(prompts[i] + ids, len(prompts[i]), heat[i], conversations[i].source))
+        return kept
+
+    def _user_turns(self, histories: Sequence[list[dict[str, str]]]) -> list[str]:
+        """Return one user turn after each history, sampled from the target in the user's place."""
+        prompts = []
+        for messages in histories:
+            chat = self.tokenizer.render_chat([*messages, {"role": "user", "content": MARK}])
+            prompts.append(self.tokenizer.encode(chat[: chat.index(MARK)], False))
+        if not prompts:
+            return []
+        results = self.llm.generate(prompts, [self._params(1.0, USER_TOKENS) for _ in prompts])
+        ended = [result["meta_info"]["finish_reason"]["type"] == "stop" for result in results]
+        return [r["text"].strip() if whole else "" for r, whole in zip(results, ended, strict=True)]
+
+    def _params(self, temperature: float, limit: int) -> SamplingParams:
+        """Return the parameters of one request."""
+        return SamplingParams(
+            temperature=temperature, max_new_tokens=limit, sampling_seed=self.rng.randrange(2**31)
+        )
+
+
+# ---- what the target computed --------------------------------------------------------------------------------------
+
+
+class Features:
+    """The target's tapped streams on every sequence, computed once and kept in a file.
+
+    `of(i)` returns [T_i, F] in the target's dtype and the target's greedy choice after each token [T_i] int64.
+    limit: bytes to keep; sequences beyond it are computed anew every time.
+    """
+
+    def __init__(
+        self, model: Model, sequences: Sequence[Reply], taps: Sequence[int | str], folder: Path, limit: int
+    ) -> None:
+        self.model, self.sequences, self.taps = model, sequences, tuple(taps)
+        weight = model.embed_tokens.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self.width = model.config.hidden_size * len(self.taps)
+        self.offsets = np.concatenate(([0], np.cumsum([len(s.ids) for s in sequences])))
+        rows = int(self.offsets[-1])
+        room = limit // (self.width * 2 + 4)
+        self.kept = int(np.searchsorted(self.offsets, room, side="right")) - 1 if room < rows else len(sequences)
+        rows = int(self.offsets[self.kept])
+        kind = np.uint16 if self.dtype.itemsize == 2 else np.uint32
+        name = "-".join(map(str, self.taps))
+        self._file = _grown(folder / f"features-{name}.bin", kind, (rows, self.width))
+        self._choice = _grown(folder / f"choices-{name}.bin", np.int32, (rows,))
+        self._done = _grown(folder / f"done-{name}.bin", np.uint8, (max(1, self.kept),))
+
+    def of(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return features [T, F] and greedy choices [T] int64 of sequence `index`, on the model's device."""
+        if index >= self.kept:
+            return self._compute(index)
+        rows = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        if not self._done[index]:
+            features, choices = self._compute(index)
+            self._file[rows] = features.cpu().view(torch.int16 if self.dtype.itemsize == 2 else torch.int32).numpy()
+            self._choice[rows] = choices.cpu().numpy()
+            self._done[index] = 1
+            return features, choices
+        features = torch.from_numpy(self._file[rows].view(np.int16 if self.dtype.itemsize == 2 else np.int32))
+        choices = torch.from_numpy(self._choice[rows]).long()
+        return features.view(self.dtype).to(self.device), choices.to(self.device)
+
+    @torch.no_grad()
+    def _compute(self, index: int) -> tuple[Tensor, Tensor]:
+        """Run the target over a sequence; its choice is worked out from the token before the reply on."""
+        sequence = self.sequences[index]
+        ids = torch.tensor([sequence.ids], device=self.device)
+        positions = torch.arange(ids.shape[1], device=self.device)[None]
+        hidden, features = self.model(ids, positions, Causal(), self.taps)
+        assert features is not None
+        choices = torch.zeros_like(ids[0])
+        choices[sequence.start - 1 :] = self.model.head(hidden[0, sequence.start - 1 :]).argmax(-1)
+        return features[0], choices
+
+
+def _grown(path: Path, kind: type, shape: tuple[int, ...]) -> np.memmap:
+    """Return a file as an array of this shape, made or lengthened with zeros (a sparse file) as needed."""
+    size = int(np.prod(shape)) * np.dtype(kind).itemsize
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        if file.tell() < size:
+            file.truncate(max(size, 1))
+    return np.memmap(path, dtype=kind, mode="r+", shape=shape)
+
+
+def batches(
+    sequences: Sequence[Reply], chosen: Sequence[int], tokens: int, rng: random.Random
+) -> Iterator[list[int]]:
+    """Yield shuffled batches of indices out of `chosen`, each of about `tokens` reply tokens."""
+    order = list(chosen)
+    rng.shuffle(order)
+    batch: list[int] = []
+    held = 0
+    for index in order:
+        batch.append(index)
+        held += len(sequences[index].ids) - sequences[index].start
+        if held >= tokens:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch

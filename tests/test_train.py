@@ -1,0 +1,251 @@
+"""The trainer: the unrolled rounds are the drafting that is served, what is learned is what is drafted, runs resume.
+
+The reference drafts from every anchor by itself, one pair at a time, over all it has read so far, with a mask written
+out; the trainer does all anchors at once. They must agree to rounding, or a head learns something else than it serves.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exactness import tiny_model
+from torch import Tensor
+
+from minispec.attention import Causal
+from minispec.corpus import Features, Reply, batches, generate, read_replies
+from minispec.eagle import Head
+from minispec.metrics import loops
+from minispec.model import FINAL, Model
+from minispec.mtp import load_head
+from minispec.train import Recipe, Teacher, Trainer, draft_vocabulary, export, losses, new_head, pack, replay, unroll
+
+KINDS = ("eagle3", "eagle", "mtp")
+
+
+def target() -> Model:
+    """Return the random model of the exactness tests with tensors that a head can be trained on."""
+    model = tiny_model()
+    copy = Model(model.config).requires_grad_(False)
+    copy.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    return copy
+
+
+def recipe(kind: str, **options: object) -> Recipe:
+    """Return a small recipe."""
+    base = Recipe(kind, rounds=3, epochs=2, learning_rate=1e-2, batch_tokens=40, draft_vocab=24, seed=1)
+    return replace(base, **options)
+
+
+def replies(model: Model, count: int, seed: int = 0) -> list[Reply]:
+    """Return greedy continuations of random prompts, from the target itself."""
+    rng = random.Random(seed)
+    out = []
+    for _ in range(count):
+        ids = [rng.randrange(model.config.vocab_size) for _ in range(rng.randrange(3, 9))]
+        start = len(ids)
+        for _ in range(rng.randrange(6, 14)):
+            ids.append(int(_forward(model, ids, ())[0][0, -1].argmax()))
+        out.append(Reply(ids, start, 0.0, "test"))
+    return out
+
+
+def _forward(model: Model, ids: Sequence[int], taps: Sequence[int | str]) -> tuple[Tensor, Tensor | None]:
+    """Return logits and features of a text."""
+    x = torch.tensor([list(ids)])
+    hidden, features = model(x, torch.arange(x.shape[1])[None], Causal(), taps)
+    return model.head(hidden), features
+
+
+def head_of(kind: str, model: Model, texts: Sequence[Reply]) -> tuple[Head, slice]:
+    """Return a head with random weights and its columns of the features."""
+    ids = draft_vocabulary(texts, 24, model.config.vocab_size).sort().values
+    head = new_head(recipe(kind), model, ids, (0, 1, 2), torch.ones(3))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, 0.3)
+    width = model.config.hidden_size
+    return head, slice(0, 3 * width) if kind == "eagle3" else slice(-width, None)
+
+
+TAPS = (0, 1, 2, FINAL)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_anchors_at_once_equal_one_chain_at_a_time(kind: str, tmp_path: Path) -> None:
+    """Every state of every round equals that of drafting a chain from its anchor alone, true tokens fed."""
+    model = target()
+    texts = replies(model, 3)
+    head, taps = head_of(kind, model, texts)
+    features = Features(model, texts, TAPS, tmp_path, 10**9)
+    batch = pack(texts, [features.of(i) for i in range(3)], model.config.hidden_size, rounds=4)
+    found = [state.detach() for _, state in unroll(head, batch, taps)]
+    for s, states in enumerate(found):
+        row = 0
+        for text in texts:
+            for anchor in range(text.start - 1, len(text.ids) - 2 - s):
+                expected = chain(head, model, text.ids, anchor, s, taps)
+                torch.testing.assert_close(states[row], expected, rtol=1e-3, atol=1e-3)
+                row += 1
+        assert row == len(states), "anchors end where the last reply token is drafted"
+
+
+def chain(head: Head, model: Model, ids: Sequence[int], anchor: int, rounds: int, taps: slice) -> Tensor:
+    """Return the state after `rounds` drafted tokens beyond an anchor, recomputing everything, one pair at a time."""
+    features = _forward(model, ids, TAPS)[1][0, : anchor + 1, taps]
+    tokens = [ids[i + 1] for i in range(anchor + 1)]
+    states = list(head.fuse(features[None])[0])
+    for _ in range(rounds + 1):
+        x, length = torch.tensor([tokens]), len(tokens)
+        positions = torch.arange(length)[None]
+        out = head(head.embed(x), torch.stack(states)[None], head.rope(positions), masked, positions)[0]
+        newest = out[-1]
+        states.append(newest)
+        tokens.append(ids[length + 1] if length + 1 < len(ids) else 0)
+    return newest.detach()
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention with the mask written out."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    allowed = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+
+
+def test_what_is_learned_is_what_the_target_says_next(tmp_path: Path) -> None:
+    """At round s anchor i learns the target's distribution after x[i+1+s], among the draft ids, from P - 1 to E - 3."""
+    model = target()
+    texts = replies(model, 2)
+    features = Features(model, texts, TAPS, tmp_path, 10**9)
+    batch = pack(texts, [features.of(i) for i in range(2)], model.config.hidden_size, rounds=3)
+    ids = torch.arange(model.config.vocab_size)
+    wanted = Teacher(model.lm_head.weight, ids, len(ids))(batch.target)
+    for s, round_ in enumerate(batch.rounds):
+        row = 0
+        for text in texts:
+            truth = _forward(model, text.ids, ())[0][0].softmax(-1)
+            for anchor in range(text.start - 1, len(text.ids) - 2 - s):
+                teacher = round_.teacher[row]
+                torch.testing.assert_close(wanted[teacher], truth[anchor + 1 + s], rtol=1e-4, atol=1e-5)
+                assert int(batch.choice[teacher]) == text.ids[anchor + 2 + s], "a greedy reply is its target's choice"
+                row += 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_cut_in_two_is_bit_identical(kind: str, tmp_path: Path) -> None:
+    """Interrupted and resumed training ends with exactly the weights of training in one go."""
+    model = target()
+    texts = replies(model, 24)
+    features = Features(model, texts, (0, 1, 2, FINAL), tmp_path / "work", 10**9)
+    silent = lambda line: None  # noqa: E731
+    whole = Trainer(recipe(kind), model, texts, features, tmp_path / "whole", silent)
+    whole.run()
+    Trainer(recipe(kind), model, texts, features, tmp_path / "cut", silent).run(stop_at=3)
+    rest = Trainer(recipe(kind), model, texts, features, tmp_path / "cut", silent)
+    rest.run()
+    assert whole.step == rest.step == whole.updates > 4
+    for name, tensor in whole.head.state_dict().items():
+        assert torch.equal(tensor, rest.head.state_dict()[name]), name
+    with pytest.raises(ValueError, match="another recipe"):
+        Trainer(recipe(kind, epochs=3), model, texts, features, tmp_path / "cut", silent).run()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", ("3", "3.1"))
+def test_an_exported_head_is_the_trained_one(kind: str, variant: str, tmp_path: Path) -> None:
+    """What the loader reads back computes what the trainer's module computes, to bfloat16's rounding of weights."""
+    model = target()
+    texts = replies(model, 6)
+    features = Features(model, texts, (2, 2, 1, FINAL), tmp_path / "work", 10**9)
+    made = recipe(kind, variant=variant)
+    trainer = Trainer(made, model, texts, features, tmp_path / "out", lambda line: None)
+    with torch.no_grad():
+        for parameter in trainer.head.parameters():
+            if parameter.requires_grad:  # not the target's own rows
+                parameter.copy_(parameter.bfloat16())
+    export(trainer.head, made, model, tmp_path / "head")
+    token_map = None if kind == "eagle3" else trainer.head.token_map
+    loaded = load_head(
+        tmp_path / "head", model, token_map=token_map, dtype=torch.float32, device=torch.device("cpu")
+    )
+    assert loaded.name == kind and loaded.taps == trainer.head.taps
+    batch = trainer._batch([0, 1], 3)
+    for (_, a), (_, b) in zip(
+        unroll(trainer.head, batch, trainer.taps), unroll(loaded, batch, trainer.taps), strict=True
+    ):
+        torch.testing.assert_close(trainer.head.logits(a), loaded.logits(b), rtol=1e-3, atol=1e-3)
+
+
+def test_training_learns_and_replay_counts_it(tmp_path: Path) -> None:
+    """Trained on a handful of replies, the head foresees them, and the replay of serving says so."""
+    model = target()
+    texts = replies(model, 12)
+    features = Features(model, texts, (0, 1, 2, FINAL), tmp_path / "work", 10**9)
+    made = recipe("eagle3", epochs=60, learning_rate=3e-3, draft_vocab=model.config.vocab_size)
+    trainer = Trainer(made, model, texts, features, tmp_path / "out", lambda line: None)
+    trainer.held_out = trainer.training
+    before = trainer.accept_length(3)
+    trainer.run()
+    assert before < 1.6 and trainer.accept_length(3) > 3.0, (before, trainer.accept_length(3))
+
+
+def test_replay_counts_like_a_server(tmp_path: Path) -> None:
+    """Accept length is tokens over steps of a walk that jumps over what was accepted."""
+    model = target()
+    texts = replies(model, 1, seed=5)
+    head, taps = head_of("eagle3", model, texts)
+    features = Features(model, texts, TAPS, tmp_path, 10**9)
+    batch = pack(texts, [features.of(0)], model.config.hidden_size, rounds=2)
+    assert head.token_map is not None
+    teacher = Teacher(model.lm_head.weight[head.token_map], head.token_map, model.config.vocab_size)
+    text, steps, emitted, anchor = texts[0], 0, 0, texts[0].start - 1
+    while anchor + 3 <= len(text.ids) - 1:
+        run = 0
+        for s in range(2):
+            choice = head.token_map[head.logits(chain(head, model, text.ids, anchor, s, taps)).argmax()]
+            if int(choice) != text.ids[anchor + 2 + s]:
+                break
+            run += 1
+        steps, emitted, anchor = steps + 1, emitted + run + 1, anchor + run + 1
+    assert replay(head, batch, taps, teacher) == (emitted, steps)
+    assert losses(head, batch, taps, teacher, 0.0)[1][0, 1] == len(text.ids) - 1 - text.start
+
+
+def test_features_are_kept_and_recomputed_alike(tmp_path: Path) -> None:
+    """A sequence beyond the limit, one read back and one computed are the same."""
+    model = target()
+    texts = replies(model, 4)
+    fresh = Features(model, texts, TAPS, tmp_path / "a", 10**9)
+    first = [fresh.of(i) for i in range(4)]
+    again = Features(model, texts, TAPS, tmp_path / "a", 10**9)
+    again.model = None  # type: ignore[assignment]  # what was kept needs no model
+    limited = Features(model, texts, TAPS, tmp_path / "b", fresh.width * 2 * (len(texts[0].ids) + 3))
+    assert limited.kept < 4
+    for i in range(4):
+        for one, two in ((first[i], again.of(i)), (first[i], limited.of(i))):
+            assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+
+
+def test_batches_are_all_replies_once() -> None:
+    """Every reply is in one batch of an epoch, and batches are of about the size asked for."""
+    texts = [Reply(list(range(n)), 2, 0.0, "x") for n in range(4, 40)]
+    made = list(batches(texts, range(36), 50, random.Random(0)))
+    assert sorted(i for batch in made for i in batch) == list(range(36))
+    sizes = [sum(len(texts[i].ids) - 2 for i in batch) for batch in made]
+    assert all(50 <= size < 90 for size in sizes[:-1])
+
+
+@pytest.mark.parametrize(
+    "tail, expected",
+    [([1, 2, 3] * 16, True), (list(range(48)), False), ([*range(17)] * 3, False), ([*range(16)] * 3, True), ([7], False)],
+)
+def test_a_loop_is_a_short_period_at_the_end(tail: list[int], expected: bool) -> None:
+    """48 tokens with a period of at most 16; shorter replies do not loop."""
+    assert loops([99, 98, 97, *tail]) == expected or len(tail) < 48

@@ -53,6 +53,7 @@ from minispec.tokenizer import load_tokenizer
 from minispec.weights import read_config
 
 HELD_OUT = 48  # replies never trained on, greedy ones, by which progress is told
+HEADS = {"eagle3": Eagle3Head, "eagle": EagleHead, "mtp": MtpHead}
 DECAY = 0.8  # weight of each round against the one before
 Tell = Callable[[str], None]
 
@@ -75,7 +76,7 @@ class Recipe:
     feature_weight: float = 0.0  # EAGLE-2: weight of imitating the target's next feature
 
 
-# ---- the training-time test ----------------------------------------------------------------------------------------
+# ---- the training-time test -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def unroll(head: Head, batch: Batch, taps: slice) -> Iterator[tuple[Round, Tenso
         state = state[:, round_.keep]
 
 
-# ---- a step, and what it is worth ------------------------------------------------------------------------------------
+# ---- a step, and what it is worth -----------------------------------------------------------------------------------
 
 
 class Teacher:
@@ -235,6 +236,40 @@ class Teacher:
         return F.linear(hidden, self.weight).float().softmax(-1)
 
 
+class SoftCrossEntropy(torch.autograd.Function):
+    """The cross-entropy of logits against the teacher's distribution, its gradient worked out in the same pass.
+
+    A vocabulary-sized row is read once, a few rows at a time that stay in the cache, and nothing of fp32 size is kept:
+    as separate operations this costs more than the matrix product before it.
+    """
+
+    ROWS = 64
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, wanted: Tensor, teacher: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss, summed with `weight` [n], and the best draft id [n] of logits [n, Vd].
+
+        wanted: [m, Vd] the teacher's probabilities, of which row i is to be compared with row teacher[i].
+        """
+        gradient, best = torch.empty_like(logits), torch.empty_like(teacher)
+        total = weight.new_zeros(())
+        for start in range(0, len(logits), SoftCrossEntropy.ROWS):
+            part = slice(start, start + SoftCrossEntropy.ROWS)
+            z, p, w = logits[part].float(), wanted[teacher[part]], weight[part, None]
+            best[part] = z.argmax(-1)
+            z = z - z.logsumexp(-1, keepdim=True)
+            total -= (p * z * w).sum()
+            gradient[part] = z.exp_().sub_(p).mul_(w)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(best)
+        return total, best
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the gradient of the logits."""
+        return ctx.saved_tensors[0] * upstream, None, None, None
+
+
 def losses(head: Head, batch: Batch, taps: slice, teacher: Teacher, feature_weight: float) -> tuple[Tensor, Tensor]:
     """Return the loss and, detached, how often the head's first choice was the target's: [S, 2] hits and anchors.
 
@@ -246,14 +281,14 @@ def losses(head: Head, batch: Batch, taps: slice, teacher: Teacher, feature_weig
     total = wanted.new_zeros(())
     hits, alive = [], None
     for s, (round_, state) in enumerate(unroll(head, batch, taps)):
-        logits = head.logits(state).float()
-        known = place[round_.teacher] >= 0
-        entropy = logits.logsumexp(-1) - (wanted[round_.teacher] * logits).sum(-1)
-        total = total + DECAY**s * (entropy * known).sum() / known.sum().clamp(min=1)
+        known = (place[round_.teacher] >= 0).float()
+        weight = DECAY**s * known / known.sum().clamp(min=1)
+        loss, best = SoftCrossEntropy.apply(head.logits(state), wanted, round_.teacher, weight)
+        total = total + loss
         if feature_weight:
             imitate = F.smooth_l1_loss(state.float(), batch.target[round_.teacher].float(), reduction="none").mean(-1)
             total = total + feature_weight * DECAY**s * imitate.mean()
-        hit = logits.detach().argmax(-1) == place[round_.teacher]
+        hit = best == place[round_.teacher]
         alive = hit.new_ones(hit.shape) if alive is None else alive
         hits.append(torch.stack([(hit & alive).sum(), alive.sum()]))
         alive = (alive & hit)[round_.keep]
@@ -281,7 +316,7 @@ def replay(head: Head, batch: Batch, taps: slice, teacher: Teacher) -> tuple[int
     return emitted, steps
 
 
-# ---- making and exporting heads ----------------------------------------------------------------------------------------
+# ---- making and exporting heads -------------------------------------------------------------------------------------
 
 
 def draft_vocabulary(replies: Sequence[Reply], size: int, vocab_size: int) -> Tensor:
@@ -301,14 +336,9 @@ def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], s
     shape = replace(model.config, layers=1)
     device = model.embed_tokens.weight.device
     torch.manual_seed(recipe.seed)
-    if recipe.kind == "eagle3":
-        newer = recipe.variant == "3.1"
-        head: Head = Eagle3Head(shape, model, taps=taps, token_map=ids, fc_norm=newer, norm_output=newer)
-    elif recipe.kind == "eagle":
-        head = EagleHead(shape, model, token_map=ids)
-    else:
-        head = MtpHead(shape, model, token_map=ids)
-    head = head.float()
+    kind, newer = HEADS[recipe.kind], recipe.variant == "3.1"
+    more = {"taps": taps, "fc_norm": newer, "norm_output": newer} if kind is Eagle3Head else {}
+    head: Head = kind(shape, model, token_map=ids, **more).float()
     with torch.no_grad():
         for name, parameter in head.named_parameters():
             if parameter.dim() == 2 and not name.startswith("lm_head"):
@@ -383,7 +413,7 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor
     save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-# ---- the loop ------------------------------------------------------------
+# ---- the loop -------------------------------------------------------------------------------------------------------
 
 
 class Trainer:
@@ -401,9 +431,10 @@ class Trainer:
         self.training = sorted(set(order) - set(self.held_out))
         hidden, vocab = model.config.hidden_size, model.config.vocab_size
         ids = draft_vocabulary([replies[i] for i in self.training], recipe.draft_vocab, vocab)
-        ids = (ids.sort().values if recipe.kind == "eagle3" else ids).to(features.device)
+        streams = HEADS[recipe.kind] is Eagle3Head  # the others read the final state alone
+        ids = (ids.sort().values if streams else ids).to(features.device)
         tapped = tuple(tap for tap in features.taps if tap != FINAL)
-        self.taps = slice(0, len(tapped) * hidden) if recipe.kind == "eagle3" else slice(-hidden, None)
+        self.taps = slice(0, len(tapped) * hidden) if streams else slice(-hidden, None)
         self.head = new_head(recipe, model, ids, tapped, self._scale(len(tapped)))
         self.teacher = Teacher(slice_head(model, ids, None), ids, vocab)
         trained = [p for p in self.head.parameters() if p.requires_grad]
@@ -476,7 +507,7 @@ class Trainer:
         return loss.item(), hits
 
     def _scale(self, streams: int) -> Tensor:
-        """Return the usual size of each tapped stream: the median over some replies, without the first token, a sink."""
+        """Return the usual size of each tapped stream: the median over some replies, without the first token (a sink)."""
         hidden = self.model.config.hidden_size
         rows = torch.cat([self.features.of(i)[0][1:] for i in self.training[:16]]).float()
         parts = rows[:, : streams * hidden].view(-1, streams, hidden)
@@ -508,7 +539,7 @@ class Trainer:
         self.tell(f"going on from update {self.step} of {self.updates}")
 
 
-# ---- a small model of its own -----------------------------------------------------------------------------------------
+# ---- a small model of its own ---------------------------------------------------------------------------------------
 
 
 def small_model(model: Model, width: int, layers: int) -> Model:
@@ -635,7 +666,8 @@ def _hf_tensors(small: Model) -> Iterator[tuple[str, Tensor]]:
 
 # ---- the command ----------------------------------------------------------------------------------------------------
 
-KINDS = ("eagle3", "eagle", "mtp", "standalone", "token-map")
+KINDS = (*HEADS, "standalone", "token-map")
+FEATURE_WEIGHT = {"eagle": 1.0}  # its LM head is the target's, so its state must come close to the target's
 ON_CPU = {"count": 3000, "max_new_tokens": 96, "long_share": 0.25, "rounds": 3, "epochs": 4, "batch_tokens": 1500}
 ON_CUDA = {"count": 100_000, "max_new_tokens": 512, "long_share": 1.0, "rounds": 5, "epochs": 3, "batch_tokens": 32768}
 RATE = {"eagle3": 1e-3, "eagle": 1e-3, "mtp": 1e-3, "standalone": 2e-3}
@@ -685,9 +717,9 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
         draft_vocab=options.draft_vocab,
         seed=options.seed,
         variant=options.variant,
-        feature_weight=1.0 if options.kind == "eagle" else 0.0,
+        feature_weight=FEATURE_WEIGHT.get(options.kind, 0.0),
     )
-    if options.kind == "standalone":
+    if options.kind not in HEADS:
         right = train_small(recipe, model, small_model(model, options.width, 1), replies, options.out, tell)
         tell(f"held out: {right:.3f} of reply tokens foreseen; wrote {options.out}")
         return

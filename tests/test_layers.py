@@ -29,6 +29,7 @@ RANKS = {
     4: "engine",
     5: "scheduler api demo",
     5.5: "llm prompts",
+    5.7: "corpus",
     6: "server train",
     7: "__init__",  # the package's face: hands out LLM and SamplingParams
 }

@@ -6,8 +6,10 @@ of function-calling questions, small talk and trivia, descriptions of programs, 
 long lists of words, and two that every installation carries along, the code and the documentation of its own
 open-source packages. A tenth of the prompts is long, since a head that only met short ones drafts badly at depth.
 
-No evaluation set is in here and no template copies one: what is measured on must not be trained on. Packages are
-pinned and checked like the default model's (`demo.py`) and read without being installed or run. Read next: `prompt_words.py`.
+Nothing that this project measures on is in here, and no template copies it: what is trained on shows nothing when
+measured (the function-calling questions come from a benchmark of that skill, which is not run here). Packages are
+pinned and checked like the default model's (`demo.py`) and read without being installed or run. Read next:
+`prompt_words.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ SHARES = {  # of `count`; where a source runs dry, the templates fill in
 }
 INSTALLED = (  # beside the standard library, where they are installed: PSF, BSD, MIT or Apache-2.0, all of them
     "torch transformers numpy sympy networkx aiohttp jinja2 pygments rich requests pydantic tokenizers "
-    "safetensors huggingface_hub fsspec yarl multidict packaging click tqdm httpx setuptools mpmath"
+    "safetensors huggingface_hub fsspec yarl multidict packaging click httpx setuptools mpmath"
 ).split()
 LONG_SHARE = 0.5  # of code and passages, hence a tenth of everything
 LONG_CHARS = (7000, 14000)  # roughly 2,000 to 4,500 tokens

@@ -19,7 +19,7 @@ SOURCES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(PACKAG
 
 # A module may import from strictly lower ranks, never from its own.
 RANKS = {
-    0: "config request metrics",
+    0: "config request metrics prompt_words",
     1: "model packed weights kv radix tree sampling tokenizer vocab",
     2: "verify attention output",
     2.2: "drafter",

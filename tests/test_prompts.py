@@ -49,8 +49,16 @@ def test_offline_says_one_line_a_package_and_the_rest_fills_the_count(offline: l
     assert len(found) == len(set(_texts(found))) == 500
     counts = Counter(conversation.source for conversation in found)
     assert counts["code"] == 60 and counts["passages"] == 40 and counts["templates"] == 400
-    quarter = Counter(conversation.source for conversation in found[:125])
-    assert set(quarter) == set(counts)  # shuffled, not one source after the other
+    first, last = ({conversation.source for conversation in part} for part in (found[:60], found[-60:]))
+    assert first == last == set(counts)  # shuffled, not one source after the other
+
+
+@pytest.mark.usefixtures("few_sources")
+def test_no_prompt_comes_twice_though_sources_repeat_themselves(
+    offline: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_words, "TEMPLATES", ("What is {concept}?", "Tell me about the {animal}."))
+    assert len(set(_texts(prompts.collect(400, 0, offline.append)))) == 400
 
 
 @pytest.mark.usefixtures("few_sources")

@@ -7,6 +7,8 @@ distinct tokens this has the law of the recursive rejection of speculative sampl
 point-mass drafts. The noise of a pick depends on seed, position and token alone (`sampling.gumbel`), so a seeded
 request gives the same text with every drafter: drafter-invariant decoding (arXiv 2408.07978).
 
+`verify_lossy` is the one exception, for those who set an accept threshold below 1: it accepts more and is not exact.
+
 Read next: `sampling.py` for the pick, `engine.py` for what a verdict sets in motion.
 """
 
@@ -17,8 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minispec.sampling import Rows, pick
-from minispec.tree import DraftTree, depth
+from minispec.sampling import Rows, gumbel, law, pick, uniform
+from minispec.tree import PADDING, DraftTree, depth
+
+COIN = -1  # the id under which a position's noise is the coin of `verify_lossy`; no token has it
 
 
 class Verdict(NamedTuple):
@@ -76,6 +80,46 @@ def verify(tree: DraftTree, logits: Tensor, rows: Rows, lens: Tensor, A: int) ->
         node = child.to(torch.int8).argmax(-1)  # who stopped is at the root again, in range, and no longer counts
         if logits.device.type == "cpu" and not torch.compiler.is_compiling() and not walking.any():
             break  # the host may look only where there is no device to wait for
+    return _verdict(path, count, emitted)
+
+
+def verify_lossy(
+    tree: DraftTree, logits: Tensor, rows: Rows, lens: Tensor, A: int, single: float, acc: float
+) -> Verdict:
+    """Return the verdict of SGLang's threshold rule; arguments as in `verify`, `single` in [0, 1], `acc` in (0, 1].
+
+    At a node whose children hold tokens of probability q_1, q_2 ... (`sampling.law`, after all filters), with a coin u:
+    the first child with q_i > 0 and (u < (q_1 + ... + q_i) / acc or q_i >= single) is accepted. If there is none, the
+    token is drawn from what the children leave of the law. Both thresholds at 1 give the target's own law, token for
+    token other than `verify`'s; lower ones favour what was drafted. Greedy rows stay exact: their law is one-hot.
+    """
+    batch, nodes, vocab = logits.shape
+    flat, first = logits.reshape(batch * nodes, vocab), torch.arange(batch, device=logits.device) * nodes
+    counts = None if rows.counts is None else rows.counts.clone()
+    node, walking = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
+    path, emitted = first.new_zeros(batch, A), first.new_zeros(batch, A)
+    count, coin_id = torch.zeros_like(first), torch.full((1,), COIN, device=logits.device)
+    held = tree.tokens.clamp(min=0)
+    for a in range(A):
+        here, position = rows._replace(outputs=rows.outputs + a, counts=counts), lens + a + 1
+        q = law(flat.index_select(0, first + node), here)
+        child = (tree.parents == node[:, None]) & (tree.tokens != PADDING) & (a + 1 < A)
+        mass = q.gather(1, held) * child
+        coin = uniform(rows.seed, position, coin_id)
+        accepted = (mass > 0) & ((coin < mass.cumsum(1) / acc) | (mass >= single))
+        left = q.scatter_add(1, held, -mass)  # q - q is 0 exactly, and siblings are distinct
+        left = torch.where(left.amax(-1, keepdim=True) > 0, left, q)  # a sum rounded below 1, and a coin above it
+        drawn = (left.log() + gumbel(rows.seed, position, vocab)).argmax(-1)
+        found, chosen = accepted.any(-1), accepted.to(torch.int8).argmax(-1)  # the first of equal maxima
+        token = torch.where(found, held.gather(1, chosen[:, None]).squeeze(1), drawn)
+        path[:, a], emitted[:, a] = node, token
+        count = count + walking
+        if counts is not None:
+            counts.scatter_add_(1, token[:, None], walking[:, None].to(counts.dtype))
+        walking = walking & found
+        node = chosen
+        if logits.device.type == "cpu" and not torch.compiler.is_compiling() and not walking.any():
+            break  # as in `verify`
     return _verdict(path, count, emitted)
 
 

@@ -127,9 +127,7 @@ def _learned(config: Config, model: Model, folder: Path) -> BeamDrafter:
     if config.speculative_num_draft_tokens not in (None, nodes):
         logger.warning("--speculative-num-draft-tokens %d becomes %d: a tree of %d steps and topk %d has no other size",
                        config.speculative_num_draft_tokens, nodes, steps, topk)  # fmt: skip
-    # Under accept thresholds a coin decides, not the noise: then the likeliest children are the best drafts, and the
-    # rest is drawn with noise that no draft may depend on.
-    return BeamDrafter(head, steps=steps, topk=topk, nodes=nodes, coupled=config.thresholds is None)
+    return BeamDrafter(head, steps=steps, topk=topk, nodes=nodes)
 
 
 class Engine:
@@ -217,7 +215,9 @@ class Engine:
         if self.drafter.on_host:
             tokens, parents = bucket.tree
         else:
-            noise = () if wishes is None else (wishes.temperature, wishes.seed)
+            # Under thresholds a coin accepts, not the noise, and no draft may know the noise of what is drawn instead.
+            couple = wishes is not None and self.thresholds is None
+            noise = (wishes.temperature, wishes.seed) if couple else ()
             tokens, parents = self.drafter.propose(Batch(rows, lens, root, *noise))
         nodes = tokens.shape[1]
         tokens[:, 0] = root

@@ -35,7 +35,7 @@ from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import SamplingParams
 from minispec.sampling import Rows, SamplingState, pick
 from minispec.tree import PADDING, DraftTree, ancestors, depth
-from minispec.verify import Verdict, verify, verify_greedy, verify_lossy
+from minispec.verify import Verdict, verify, verify_greedy
 from minispec.vocab import read_token_map
 from minispec.weights import resolve_model
 
@@ -256,9 +256,7 @@ class Engine:
         most = self.drafter.depth + 1 if tree.tokens.shape[1] > 1 else 1
         if wishes is None:
             return verify_greedy(tree, above, logits, most)
-        if self.thresholds is not None:
-            return verify_lossy(tree, logits, wishes, lens, most, *self.thresholds)
-        return verify(tree, logits, wishes, lens, most)
+        return verify(tree, logits, wishes, lens, most, self.thresholds)
 
     def _commit_path(self, slots: Tensor, lens: Tensor, verdict: Verdict, features: Tensor) -> None:
         """Report the accepted path, a chain of A rows from `lens` on, to a drafter on the device."""

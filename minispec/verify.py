@@ -7,7 +7,7 @@ distinct tokens this has the law of the recursive rejection of speculative sampl
 point-mass drafts. The noise of a pick depends on seed, position and token alone (`sampling.gumbel`), so a seeded
 request gives the same text with every drafter: drafter-invariant decoding (arXiv 2408.07978).
 
-`verify_lossy` is the one exception, for those who set an accept threshold below 1: it accepts more and is not exact.
+`pick_lossy` is the one exception, for those who set an accept threshold below 1: it accepts more and is not exact.
 
 Read next: `sampling.py` for the pick, `engine.py` for what a verdict sets in motion.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from minispec.sampling import Rows, gumbel, law, pick, uniform
 from minispec.tree import PADDING, DraftTree, depth
 
-COIN = -1  # the id under which a position's noise is the coin of `verify_lossy`; no token has it
+COIN = -1  # the id under which a position's noise is the coin of `pick_lossy`; no token has it
 
 
 class Verdict(NamedTuple):
@@ -53,12 +53,15 @@ def verify_greedy(tree: DraftTree, ancestors: Tensor, logits: Tensor, A: int) ->
     return _verdict(path, accepted.sum(-1), picks.gather(1, path))
 
 
-def verify(tree: DraftTree, logits: Tensor, rows: Rows, lens: Tensor, A: int) -> Verdict:
+def verify(
+    tree: DraftTree, logits: Tensor, rows: Rows, lens: Tensor, A: int, thresholds: tuple[float, float] | None = None
+) -> Verdict:
     """Return the verdict of `sampling.pick` on `logits [B, N, V]`, walking down from the root at most A picks long.
 
     `lens [B] int64` is the committed length, the position of the root, so the pick at depth d has position
     lens + d + 1. `rows` is not changed: penalties see the path through a copy of its counts, and are thus what plain
     decoding of the same tokens would see. Temperature 0 without adjustments gives the verdict of `verify_greedy`.
+    With `thresholds` (single, acc) `pick_lossy` takes the place of `pick`.
     """
     batch, nodes, vocab = logits.shape
     flat, first = logits.reshape(batch * nodes, vocab), torch.arange(batch, device=logits.device) * nodes
@@ -67,15 +70,17 @@ def verify(tree: DraftTree, logits: Tensor, rows: Rows, lens: Tensor, A: int) ->
     path, emitted = first.new_zeros(batch, A), first.new_zeros(batch, A)
     count = torch.zeros_like(first)
     for a in range(A):
-        here = rows._replace(outputs=rows.outputs + a, counts=counts)
-        token = pick(flat.index_select(0, first + node), here, lens + a + 1)
+        here, position = rows._replace(outputs=rows.outputs + a, counts=counts), lens + a + 1
+        at = flat.index_select(0, first + node)
+        drafted = tree.tokens.masked_fill(tree.parents != node[:, None], PADDING)
+        token = pick(at, here, position) if thresholds is None else pick_lossy(at, here, position, drafted, *thresholds)
         path[:, a], emitted[:, a] = node, token
         count = count + walking
         if a + 1 == A:
             break
         if counts is not None:
             counts.scatter_add_(1, token[:, None], walking[:, None].to(counts.dtype))
-        child = (tree.parents == node[:, None]) & (tree.tokens == token[:, None])  # at most one; never padding
+        child = drafted == token[:, None]  # at most one; never padding
         walking = walking & child.any(-1)
         node = child.to(torch.int8).argmax(-1)  # who stopped is at the root again, in range, and no longer counts
         if logits.device.type == "cpu" and not torch.compiler.is_compiling() and not walking.any():
@@ -83,44 +88,23 @@ def verify(tree: DraftTree, logits: Tensor, rows: Rows, lens: Tensor, A: int) ->
     return _verdict(path, count, emitted)
 
 
-def verify_lossy(
-    tree: DraftTree, logits: Tensor, rows: Rows, lens: Tensor, A: int, single: float, acc: float
-) -> Verdict:
-    """Return the verdict of SGLang's threshold rule; arguments as in `verify`, `single` in [0, 1], `acc` in (0, 1].
+def pick_lossy(logits: Tensor, rows: Rows, position: Tensor, drafted: Tensor, single: float, acc: float) -> Tensor:
+    """Return `[B] int64`, what SGLang's threshold rule takes at a node with children `drafted [B, N] int64` or -1.
 
-    At a node whose children hold tokens of probability q_1, q_2 ... (`sampling.law`, after all filters), with a coin u:
-    the first child with q_i > 0 and (u < (q_1 + ... + q_i) / acc or q_i >= single) is accepted. If there is none, the
-    token is drawn from what the children leave of the law. Both thresholds at 1 give the target's own law, token for
-    token other than `verify`'s; lower ones favour what was drafted. Greedy rows stay exact: their law is one-hot.
+    With q_1, q_2 ... the children's probabilities (`sampling.law`, after all filters) and a coin u, it is the first
+    child with q_i > 0 and (u < (q_1 + ... + q_i) / acc or q_i >= single); if there is none, a draw from what the
+    children leave. `single` lies in [0, 1], `acc` in (0, 1]. At 1 and 1 this draws from the law itself, though other
+    tokens than `pick`; lower values favour what was drafted. Greedy rows get `pick`'s token: their law is one-hot.
     """
-    batch, nodes, vocab = logits.shape
-    flat, first = logits.reshape(batch * nodes, vocab), torch.arange(batch, device=logits.device) * nodes
-    counts = None if rows.counts is None else rows.counts.clone()
-    node, walking = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
-    path, emitted = first.new_zeros(batch, A), first.new_zeros(batch, A)
-    count, coin_id = torch.zeros_like(first), torch.full((1,), COIN, device=logits.device)
-    held = tree.tokens.clamp(min=0)
-    for a in range(A):
-        here, position = rows._replace(outputs=rows.outputs + a, counts=counts), lens + a + 1
-        q = law(flat.index_select(0, first + node), here)
-        child = (tree.parents == node[:, None]) & (tree.tokens != PADDING) & (a + 1 < A)
-        mass = q.gather(1, held) * child
-        coin = uniform(rows.seed, position, coin_id)
-        accepted = (mass > 0) & ((coin < mass.cumsum(1) / acc) | (mass >= single))
-        left = q.scatter_add(1, held, -mass)  # q - q is 0 exactly, and siblings are distinct
-        left = torch.where(left.amax(-1, keepdim=True) > 0, left, q)  # a sum rounded below 1, and a coin above it
-        drawn = (left.log() + gumbel(rows.seed, position, vocab)).argmax(-1)
-        found, chosen = accepted.any(-1), accepted.to(torch.int8).argmax(-1)  # the first of equal maxima
-        token = torch.where(found, held.gather(1, chosen[:, None]).squeeze(1), drawn)
-        path[:, a], emitted[:, a] = node, token
-        count = count + walking
-        if counts is not None:
-            counts.scatter_add_(1, token[:, None], walking[:, None].to(counts.dtype))
-        walking = walking & found
-        node = chosen
-        if logits.device.type == "cpu" and not torch.compiler.is_compiling() and not walking.any():
-            break  # as in `verify`
-    return _verdict(path, count, emitted)
+    q, held = law(logits, rows), drafted.clamp(min=0)
+    mass = q.gather(1, held) * (drafted != PADDING)
+    coin = uniform(rows.seed, position, torch.full((1,), COIN, device=logits.device))
+    accepted = (mass > 0) & ((coin < mass.cumsum(1) / acc) | (mass >= single))
+    left = q.scatter_add(1, held, -mass)  # q - q is 0 exactly, and siblings are distinct
+    left = torch.where(left.amax(-1, keepdim=True) > 0, left, q)  # a sum rounded below 1, and a coin above it
+    drawn = (left.log() + gumbel(rows.seed, position, logits.shape[1])).argmax(-1)
+    chosen = held.gather(1, accepted.to(torch.int8).argmax(-1, keepdim=True)).squeeze(1)  # the first of equal maxima
+    return torch.where(accepted.any(-1), chosen, drawn)
 
 
 def _verdict(path: Tensor, count: Tensor, emitted: Tensor) -> Verdict:

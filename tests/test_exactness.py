@@ -8,7 +8,7 @@ import pytest
 import test_beam
 from exactness import Oracle, build, mixed_requests, reference, request, run, tiny_model, truth_of
 
-import minispec.engine as engine_module
+import minispec.verify as verify_module
 from minispec.beam import BeamDrafter
 from minispec.drafter import Plain
 from minispec.ngram import NgramDrafter, NgramOptions
@@ -160,7 +160,7 @@ def test_lossy_thresholds_leave_greedy_requests_exact_and_a_seed_its_text(name, 
     def never(*given):
         raise AssertionError("the lossy rule ran")
 
-    monkeypatch.setattr(engine_module, "verify_lossy", never)
+    monkeypatch.setattr(verify_module, "pick_lossy", never)
     serve(None)
     with pytest.raises(AssertionError, match="the lossy rule ran"):
         serve((1.0, 0.9))

@@ -9,7 +9,7 @@ import pytest
 import test_heads
 import torch
 
-import minispec.engine as engine_module
+import minispec.verify as verify_module
 from minispec import LLM, RequestError, SamplingParams
 
 CONFIG = {
@@ -90,8 +90,8 @@ def test_a_threshold_below_one_is_said_and_reaches_verification(folder, caplog, 
     options |= {"speculative_algorithm": "NGRAM", "random_seed": 3}
     prompt, params = [5, 6, 7] * 8, SamplingParams(temperature=0.5, max_new_tokens=24, sampling_seed=1)
     calls: list[tuple[float, float]] = []
-    inner = engine_module.verify_lossy
-    monkeypatch.setattr(engine_module, "verify_lossy", lambda *given: calls.append(given[-2:]) or inner(*given))
+    inner = verify_module.pick_lossy
+    monkeypatch.setattr(verify_module, "pick_lossy", lambda *given: calls.append(given[-2:]) or inner(*given))
     LLM(folder, **options, speculative_accept_threshold_single=1.0).generate(prompt, params)
     assert not calls and "exact" not in caplog.text
     LLM(folder, **options, speculative_accept_threshold_acc=0.25).generate(prompt, params)

@@ -16,7 +16,7 @@ from torch import Tensor
 from minispec.request import SamplingParams
 from minispec.sampling import Rows, SamplingState, law, pick
 from minispec.tree import PADDING, DraftTree, ancestors, chain, check, depth
-from minispec.verify import Verdict, verify, verify_greedy, verify_lossy
+from minispec.verify import Verdict, verify, verify_greedy
 
 
 def random_row(rng: random.Random, nodes: int, vocab: int, root: int) -> tuple[list[int], list[int]]:
@@ -288,7 +288,7 @@ def test_the_published_verdicts_of_two_requests_at_any_threshold(single: float, 
     rows = slots_of(2, SamplingParams(temperature=0.01), 1, []).rows(torch.arange(1, 3), range(1, 3))
     lens = torch.tensor([5, 9])
     for verdict in (
-        verify_lossy(tree, logits, rows, lens, 4, single, acc),
+        verify(tree, logits, rows, lens, 4, (single, acc)),
         verify_greedy(tree, ancestors(tree.parents), logits, 4),
     ):
         assert_verdict(verdict, 0, [0, 3, 4, 5], [3, 4, 5, 18], 6)
@@ -331,7 +331,7 @@ def test_emitted_paths_follow_the_threshold_rule_in_closed_form(single: float, a
     state.assign(1, params, 0, [], [], [])
     rows = state.rows(torch.ones(n, dtype=torch.int64), [1])._replace(seed=rows_of)
     tree = DraftTree(BUSHY.tokens.expand(n, -1), BUSHY.parents.expand(n, -1))
-    verdict = verify_lossy(tree, torch.tensor(LOGITS).expand(n, 8, 5), rows, rows_of % 7, 3, single, acc)
+    verdict = verify(tree, torch.tensor(LOGITS).expand(n, 8, 5), rows, rows_of % 7, 3, (single, acc))
     q = (torch.tensor(LOGITS).double() / 0.8).softmax(-1)
     kept = q.argsort(descending=True)[: 2 if top_p < 1 else 5]  # 0.45 and 0.31: the first two have more than 0.6
     q = (torch.zeros_like(q).index_copy_(0, kept, q[kept]) / q[kept].sum()).tolist()
@@ -370,7 +370,7 @@ def test_a_lossy_walk_keeps_greedy_rows_exact_and_counts_penalties_along_the_pat
             tree = forest(rng, 6, 12, VOCAB)
             logits, A, lens = target[tree.tokens.clamp(min=0)], longest(tree), torch.full((6,), 4)
             rows = state.rows(slots, range(1, 7))
-            lossy, exact = verify_lossy(tree, logits, rows, lens, A, 0.1, 0.3), verify(tree, logits, rows, lens, A)
+            lossy, exact = verify(tree, logits, rows, lens, A, (0.1, 0.3)), verify(tree, logits, rows, lens, A)
             for row in range(0, 6, 2):
                 count = int(exact.count[row])
                 assert_verdict(lossy, row, exact.path[row, :count].tolist(), exact.emitted[row, :count].tolist(), 12)
@@ -397,9 +397,9 @@ def test_the_compiled_lossy_walk_has_no_host_decision_and_the_same_verdict() -> 
     tree = forest(random.Random(2), 4, 8, VOCAB)
     logits, A = torch.randn(VOCAB, VOCAB)[tree.tokens.clamp(min=0)], longest(tree)
     rows, lens = slots_of(4, PARAMS["filters"], 9, []).rows(torch.arange(1, 5), None), torch.tensor([4, 5, 6, 7])
-    given = (tree, logits, rows, lens, A, 0.4, 0.6)
-    compiled = torch.compile(verify_lossy, fullgraph=True, dynamic=False, backend="eager")(*given)
-    eager = verify_lossy(*given)
+    given = (tree, logits, rows, lens, A, (0.4, 0.6))
+    compiled = torch.compile(verify, fullgraph=True, dynamic=False, backend="eager")(*given)
+    eager = verify(*given)
     for row in range(4):
         count = int(eager.count[row])
         assert_verdict(compiled, row, eager.path[row, :count].tolist(), eager.emitted[row, :count].tolist(), 8)

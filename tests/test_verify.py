@@ -357,7 +357,7 @@ def test_at_thresholds_of_one_the_first_token_has_the_target_s_own_law() -> None
     assert first == pytest.approx(q)
 
 
-def test_a_lossy_walk_keeps_greedy_rows_exact_and_counts_penalties_along_the_path() -> None:
+def test_a_lossy_walk_keeps_greedy_rows_exact_penalised_ones_too() -> None:
     torch.manual_seed(8)
     rng, target = random.Random(3), torch.randn(VOCAB, VOCAB)
     for adjusted in ({}, {"frequency_penalty": 1.5, "logit_bias": {2: 1.0}}):

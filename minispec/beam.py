@@ -12,6 +12,11 @@ features; rows written while drafting are scratch beyond the committed length:
     row   0 ... lens-1 | lens .. lens+K-1 | lens+K .. lens+2K-1 | ...
           committed      first frontier     second frontier          each node sees the committed rows and its ancestors
 
+Where a request samples, its picks are argmax(logits + T * noise) with noise that anybody can compute. So the drafter
+may add the same noise to its own logits ("Coupling without communication and drafter-invariant speculative decoding",
+arXiv 2408.07978): two models that agree on the logits then agree on the pick, and the beam drafts what it would pick
+itself. That is a guess like any other: penalties and filters are left out, and verification alone makes output exact.
+
 Read next: `eagle.py` for the heads, `engine.py` for the calls, `tree.py` for what comes out.
 """
 
@@ -27,6 +32,8 @@ from minispec.attention import PagedFlex, PagedGather, Plan
 from minispec.drafter import Batch, Committed
 from minispec.kv import PagedKV
 from minispec.model import LayerAttend, Rope
+from minispec.request import GREEDY_BELOW
+from minispec.sampling import gumbel
 from minispec.tree import DraftTree
 
 
@@ -139,9 +146,10 @@ class BeamDrafter:
     on_host = False
     lookahead = 1  # the pair in row i holds token i + 1
 
-    def __init__(self, head: nn.Module, *, steps: int, topk: int, nodes: int) -> None:
+    def __init__(self, head: nn.Module, *, steps: int, topk: int, nodes: int, coupled: bool = True) -> None:
+        """`coupled` drafts with the noise of the target's picks; without it every draft is the head's likeliest."""
         assert nodes <= candidate_count(steps, topk) + 1, "more nodes than candidates"
-        self.head, self.steps, self.topk, self.nodes = head, steps, topk, nodes
+        self.head, self.steps, self.topk, self.nodes, self.coupled = head, steps, topk, nodes, coupled
         self.name, self.taps = head.name, head.taps
         self.depth = min(steps, nodes - 1)
         self.scratch = (steps - 1) * topk
@@ -173,9 +181,10 @@ class BeamDrafter:
             # Row i holds token i + 1, and the root is token `lens`: the first drafted token, lens + 1, is in row lens.
             positions = (batch.lens + round_ - 1)[:, None].expand_as(frontier.tokens)
             states = self._run(frontier.tokens, frontier.states, positions, plan)
-            return self.head.logits(states), states
+            return self._couple(self.head.logits(states), batch, round_), states
 
-        candidates = grow(self.head.logits(state), state, expand, self._to_target, steps=self.steps, topk=self.topk)
+        logits = self._couple(self.head.logits(state)[:, None], batch, 0)[:, 0]
+        candidates = grow(logits, state, expand, self._to_target, steps=self.steps, topk=self.topk)
         return rerank(candidates, batch.root, self.nodes)
 
     def commit(self, new: Committed) -> None:
@@ -195,6 +204,20 @@ class BeamDrafter:
             self._layers[plan] = self.attend_kind(self.kv, plan, 1).layer(0)
         embedding = self.head.embed(tokens.clamp(min=0))
         return self.run_head(self.head, embedding, states, self.head.rope(positions), self._layers[plan], positions)
+
+    def _couple(self, logits: Tensor, batch: Batch, depth: int) -> Tensor:
+        """Return logits [B, K, Vd] of nodes at a depth with the noise of the target's pick there; greedy rows as given.
+
+        Their softmax scores the children: it is the chance that the target picks each, given the noise, if its logits
+        over T differ from the head's by independent standard Gumbel errors.
+        """
+        if not self.coupled or batch.temperature is None:
+            return logits
+        ids = logits.shape[-1] if self.head.token_map is None else self.head.token_map
+        noise = gumbel(batch.seed, batch.lens + depth + 1, ids)[:, None]
+        t, logits = batch.temperature[:, None, None], logits.float()
+        score = t * noise - (logits.amax(-1, keepdim=True) - logits)  # as `pick` computes it, so that equals stay equal
+        return torch.where(t > 0, score / t.clamp(min=GREEDY_BELOW), logits)
 
     def _to_target(self, ids: Tensor) -> Tensor:
         """Map draft ids to target ids."""

@@ -24,7 +24,8 @@ DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # served when no model is named
 LATER_ALGORITHMS = ("STANDALONE",)
 LEARNED = ("EAGLE", "EAGLE3")  # drafters with a trained head; NEXTN is another name of EAGLE
 MAX_NODES = 128  # of a draft tree: the nodes of one request are one query block of FlexAttention
-_SHARED = ("speculative_algorithm", "speculative_num_draft_tokens")  # flags of more than one drafter
+_SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative_accept_threshold_single",
+           "speculative_accept_threshold_acc")  # flags of every drafter that drafts  # fmt: skip
 _DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
 _TYPES = {"str": str, "int": int, "float": float}
 
@@ -105,6 +106,14 @@ class Config:
         None, "Speculation", "nodes of a draft tree, root included; default for NGRAM: its longest match window", low=1,
         high=MAX_NODES,
     )  # fmt: skip
+    speculative_accept_threshold_single: float = _flag(
+        1.0, "Speculation", "accept any draft of at least this probability; below 1 sampled output is not exact",
+        low=0.0, high=1.0,
+    )  # fmt: skip
+    speculative_accept_threshold_acc: float = _flag(
+        1.0, "Speculation", "divide what decides acceptance by this; below 1 sampled output is not exact", low=0.0,
+        high=1.0,
+    )  # fmt: skip
     speculative_ngram_min_match_window_size: int = _flag(1, "Speculation", "shortest suffix looked up", low=1)
     speculative_ngram_max_match_window_size: int = _flag(12, "Speculation", "longest suffix looked up", low=1)
     speculative_ngram_min_bfs_breadth: int = _flag(1, "Speculation", "breadth after the longest match", low=1)
@@ -132,6 +141,7 @@ class Config:
             put("speculative_algorithm", "EAGLE")
         for f in _flags():
             _check(f, getattr(self, f.name))
+        put("speculative_accept_threshold_acc", max(self.speculative_accept_threshold_acc, 1e-9))  # it divides
         put("dtype", _DTYPES.get(self.dtype, self.dtype))
         self._check_together()
 
@@ -199,6 +209,12 @@ class Config:
         if self.algorithm == "NONE":
             return 1
         return self.speculative_num_draft_tokens or min(self.speculative_ngram_max_match_window_size, MAX_NODES)
+
+    @property
+    def thresholds(self) -> tuple[float, float] | None:
+        """The accept thresholds (single, acc), or None where both are 1 and verification is exact."""
+        pair = (self.speculative_accept_threshold_single, self.speculative_accept_threshold_acc)
+        return None if pair == (1, 1) else pair
 
     @property
     def served_name(self) -> str:
@@ -281,9 +297,6 @@ _FOREIGN = {
         --speculative-moe-a2a-backend""",
     "a head is loaded from safetensors or a plain .bin, whichever is there": "--speculative-draft-load-format=auto",
     "a head has one layer": "--enable-multi-layer-eagle",
-    "lossy acceptance is not in this version yet: verification is exact": """--speculative-accept-threshold-single=1.0
-        --speculative-accept-threshold-single=1 --speculative-accept-threshold-acc=1.0
-        --speculative-accept-threshold-acc=1""",
     "CUDA-graph capture is not in this version yet": """--cuda-graph-max-bs --cuda-graph-max --cuda-graph-bs
         --enable-cudagraph-gc --disable-cuda-graph= --disable-cuda-graph-padding=""",
     "compilation is on unless --disable-torch-compile is given, and its batch sizes follow --max-running-requests":

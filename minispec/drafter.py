@@ -40,6 +40,9 @@ class Batch(NamedTuple):
     slots: Tensor  # [B] int64
     lens: Tensor  # [B] int64, committed rows
     root: Tensor  # [B] int64, the newest committed token, whose row is not written yet
+    # The pick at depth d has position lens + d + 1, and its noise is gumbel(seed, position, target id).
+    temperature: Tensor | None = None  # [B] fp32, 0 for greedy rows; None: all are
+    seed: Tensor | None = None  # [B] int64, given with temperature
 
 
 class Committed(NamedTuple):

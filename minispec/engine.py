@@ -33,7 +33,7 @@ from minispec.model import Model
 from minispec.mtp import load_head
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import SamplingParams
-from minispec.sampling import SamplingState, pick
+from minispec.sampling import Rows, SamplingState, pick
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import Verdict, verify, verify_greedy
 from minispec.vocab import read_token_map
@@ -147,8 +147,10 @@ class Engine:
         batch_sizes: Sequence[int],
         chunk_rows: int,
         compiled: bool,
+        thresholds: tuple[float, float] | None = None,
     ) -> None:
-        self.model, self.kv, self.drafter = model, kv, drafter
+        """`thresholds` (single, acc) make acceptance lossy; None leaves output exact."""
+        self.model, self.kv, self.drafter, self.thresholds = model, kv, drafter, thresholds
         self.context_length = context_length
         self.attend_kind = PagedFlex if compiled else PagedGather
         device, slots = kv.pool.device, kv.table.shape[0]
@@ -209,7 +211,14 @@ class Engine:
         bucket, drafts = self._prepare(slots, bucket)
         rows = bucket.slots
         lens, root = self.lens[rows], self.root[rows]
-        tokens, parents = bucket.tree if self.drafter.on_host else self.drafter.propose(Batch(rows, lens, root))
+        wishes = None if self.sampling.all_greedy(slots) else self.sampling.rows(rows, slots)
+        if self.drafter.on_host:
+            tokens, parents = bucket.tree
+        else:
+            # Under thresholds a coin accepts, not the noise, and no draft may know the noise of what is drawn instead.
+            couple = wishes is not None and self.thresholds is None
+            noise = (wishes.temperature, wishes.seed) if couple else ()
+            tokens, parents = self.drafter.propose(Batch(rows, lens, root, *noise))
         nodes = tokens.shape[1]
         tokens[:, 0] = root
         above = ancestors(parents)
@@ -217,7 +226,7 @@ class Engine:
         tree = DraftTree(tokens.masked_fill(positions >= self.context_length, PADDING), parents)
         bucket.plan.fill(rows, lens, above, tree.tokens != PADDING)
         hidden, features = self.model(tree.tokens.clamp(min=0), positions, bucket.attend, self.drafter.taps)
-        verdict = self._verify(tree, above, self.model.head(hidden), rows, slots)
+        verdict = self._verify(tree, above, self.model.head(hidden), wishes, lens)
         if nodes > 1:
             self.kv.compact(rows, lens, verdict.path, verdict.count)
         if not self.drafter.on_host:
@@ -242,14 +251,12 @@ class Engine:
         self._upload(bucket, slots, drafts)
         return bucket, drafts
 
-    def _verify(
-        self, tree: DraftTree, above: Tensor, logits: Tensor, slots: Tensor, host_slots: Sequence[int]
-    ) -> Verdict:
-        """Return the target's verdict; greedy batches need no walk."""
+    def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Rows | None, lens: Tensor) -> Verdict:
+        """Return the target's verdict; greedy batches, without wishes, need no walk."""
         most = self.drafter.depth + 1 if tree.tokens.shape[1] > 1 else 1
-        if self.sampling.all_greedy(host_slots):
+        if wishes is None:
             return verify_greedy(tree, above, logits, most)
-        return verify(tree, logits, self.sampling.rows(slots, host_slots), self.lens[slots], most)
+        return verify(tree, logits, wishes, lens, most, self.thresholds)
 
     def _commit_path(self, slots: Tensor, lens: Tensor, verdict: Verdict, features: Tensor) -> None:
         """Report the accepted path, a chain of A rows from `lens` on, to a drafter on the device."""

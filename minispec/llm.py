@@ -70,6 +70,9 @@ class LLM:
             network = load_model(config, self.model_config, folder, dtype, device)
             compiled = not config.disable_torch_compile and _can_compile(device)
             running = config.max_running_requests or (8 if device.type == "cpu" else 48)
+            if config.thresholds is not None:
+                logger.warning("--speculative-accept-threshold-single %g, -acc %g: sampled output is no longer exact, "
+                               "greedy output is", *config.thresholds)  # fmt: skip
             drafter = make_drafter(config, network, folder)
             for module in (network, *([] if drafter.on_host else [drafter.head])):
                 if device.type == "cpu" and can_pack(dtype):
@@ -100,6 +103,7 @@ class LLM:
                 batch_sizes=_batch_sizes(running),
                 chunk_rows=chunk,
                 compiled=compiled,
+                thresholds=config.thresholds,
             )
             if compiled:
                 # Every (batch, tree) is a graph of the same function, and several LLMs may share a process. Not for the

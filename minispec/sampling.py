@@ -43,8 +43,8 @@ def _mix64(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & (2**33 - 1))
 
 
-def _bits(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Return `[.., V] int32`, 32 uniform bits per token id from `seed, position [..] int64`.
+def _bits(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
+    """Return `[.., V] int32`, 32 uniform bits per token id from `seed, position [..] int64`; ids as in `uniform`.
 
     Seed and position are mixed one after the other into 64 bits, never added, so (seed, position + 1) and
     (seed + 1, position) have nothing in common. Per id it is one round of hash-prospector's best two-multiply function
@@ -54,22 +54,31 @@ def _bits(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     """
     key = _mix64(_mix64(seed ^ GOLDEN) ^ position)[..., None]
     first, second = (((key >> shift) & 0xFFFFFFFF) - 2**31 for shift in (0, 32))  # in range: the casts are exact
-    x = torch.arange(vocab_size, dtype=torch.int32, device=seed.device) ^ first.to(torch.int32)
+    ids = torch.arange(ids, device=seed.device) if isinstance(ids, int) else ids
+    x = ids.to(torch.int32) ^ first.to(torch.int32)
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
     x = x ^ second.to(torch.int32)
     x = (x ^ ((x >> 15) & 0x1FFFF)) * 0x735A2D97
     return x ^ ((x >> 15) & 0x1FFFF)
 
 
-def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Return `[.., V] fp32` of standard Gumbel noise for `seed [..] int64` (any value) and `position [..] int64`.
+def uniform(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
+    """Return `[.., V] fp32` in [2^-33, 1 - 2^-24] for `seed [..] int64` (any value) and `position [..] int64`.
 
-    u lies in [2^-33, 1 - 2^-24], so the noise lies in [-2.9, 22.9]. log1p(-u) spends fp32's resolution near u = 0,
-    where the noise is large and decides.
+    `ids` says for which tokens: `[V] int64`, or V for the ids 0 to V - 1. No token has a negative id: a number under
+    one is independent of all noise.
     """
-    bits = _bits(seed, position, vocab_size).to(torch.int64) & 0xFFFFFFFF
-    u = bits.float().mul_(2.0**-32).add_(2.0**-33).clamp_(max=1 - 2.0**-24)
-    return u.neg_().log1p_().neg_().log_().neg_()  # -log(-log1p(-u)); in place, or eager CPU time goes into memory
+    bits = _bits(seed, position, ids).to(torch.int64) & 0xFFFFFFFF
+    return bits.float().mul_(2.0**-32).add_(2.0**-33).clamp_(max=1 - 2.0**-24)
+
+
+def gumbel(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
+    """Return `[.., V] fp32` of standard Gumbel noise in [-2.9, 22.9]; the arguments are those of `uniform`.
+
+    log1p(-u) spends fp32's resolution near u = 0, where the noise is large and decides.
+    """
+    # -log(-log1p(-u)); in place, or eager CPU time goes into memory
+    return uniform(seed, position, ids).neg_().log1p_().neg_().log_().neg_()
 
 
 # ----------------------------------------------------------------------------------------------------------- pick
@@ -133,6 +142,19 @@ def pick(logits: Tensor, rows: Rows, position: Tensor) -> Tensor:
     if rows.top_k is not None or rows.top_p is not None or rows.min_p is not None:
         score = score.masked_fill(_filtered(gap, rows), -torch.inf)
     return score.argmax(-1)
+
+
+def law(logits: Tensor, rows: Rows) -> Tensor:
+    """Return `[B, V] fp32`, the probabilities with which `pick` draws; one-hot in a greedy row."""
+    logits = adjust(logits, rows)
+    likeliest = torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+    if rows.temperature is None:
+        return likeliest
+    gap = logits.amax(-1, keepdim=True) - logits
+    scaled = -gap / rows.temperature.clamp(min=GREEDY_BELOW)[:, None]
+    if rows.top_k is not None or rows.top_p is not None or rows.min_p is not None:
+        scaled = scaled.masked_fill(_filtered(gap, rows), -torch.inf)
+    return torch.where(rows.temperature[:, None] > 0, scaled.softmax(-1), likeliest)
 
 
 MASS_UNIT = 2.0**40  # of the likeliest token: sums of up to 2^23 ids stay in int64, and integer sums have no order

@@ -7,6 +7,8 @@ distinct tokens this has the law of the recursive rejection of speculative sampl
 point-mass drafts. The noise of a pick depends on seed, position and token alone (`sampling.gumbel`), so a seeded
 request gives the same text with every drafter: drafter-invariant decoding (arXiv 2408.07978).
 
+`pick_lossy` is the one exception, for those who set an accept threshold below 1: it accepts more and is not exact.
+
 Read next: `sampling.py` for the pick, `engine.py` for what a verdict sets in motion.
 """
 
@@ -17,8 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minispec.sampling import Rows, pick
-from minispec.tree import DraftTree, depth
+from minispec.sampling import Rows, gumbel, law, pick, uniform
+from minispec.tree import PADDING, DraftTree, depth
+
+COIN = -1  # the id under which a position's noise is the coin of `pick_lossy`; no token has it
 
 
 class Verdict(NamedTuple):
@@ -49,12 +53,15 @@ def verify_greedy(tree: DraftTree, ancestors: Tensor, logits: Tensor, A: int) ->
     return _verdict(path, accepted.sum(-1), picks.gather(1, path))
 
 
-def verify(tree: DraftTree, logits: Tensor, rows: Rows, lens: Tensor, A: int) -> Verdict:
+def verify(
+    tree: DraftTree, logits: Tensor, rows: Rows, lens: Tensor, A: int, thresholds: tuple[float, float] | None = None
+) -> Verdict:
     """Return the verdict of `sampling.pick` on `logits [B, N, V]`, walking down from the root at most A picks long.
 
     `lens [B] int64` is the committed length, the position of the root, so the pick at depth d has position
     lens + d + 1. `rows` is not changed: penalties see the path through a copy of its counts, and are thus what plain
     decoding of the same tokens would see. Temperature 0 without adjustments gives the verdict of `verify_greedy`.
+    With `thresholds` (single, acc) `pick_lossy` takes the place of `pick`.
     """
     batch, nodes, vocab = logits.shape
     flat, first = logits.reshape(batch * nodes, vocab), torch.arange(batch, device=logits.device) * nodes
@@ -63,20 +70,41 @@ def verify(tree: DraftTree, logits: Tensor, rows: Rows, lens: Tensor, A: int) ->
     path, emitted = first.new_zeros(batch, A), first.new_zeros(batch, A)
     count = torch.zeros_like(first)
     for a in range(A):
-        here = rows._replace(outputs=rows.outputs + a, counts=counts)
-        token = pick(flat.index_select(0, first + node), here, lens + a + 1)
+        here, position = rows._replace(outputs=rows.outputs + a, counts=counts), lens + a + 1
+        at = flat.index_select(0, first + node)
+        drafted = tree.tokens.masked_fill(tree.parents != node[:, None], PADDING)
+        token = pick(at, here, position) if thresholds is None else pick_lossy(at, here, position, drafted, *thresholds)
         path[:, a], emitted[:, a] = node, token
         count = count + walking
         if a + 1 == A:
             break
         if counts is not None:
             counts.scatter_add_(1, token[:, None], walking[:, None].to(counts.dtype))
-        child = (tree.parents == node[:, None]) & (tree.tokens == token[:, None])  # at most one; never padding
+        child = drafted == token[:, None]  # at most one; never padding
         walking = walking & child.any(-1)
         node = child.to(torch.int8).argmax(-1)  # who stopped is at the root again, in range, and no longer counts
         if logits.device.type == "cpu" and not torch.compiler.is_compiling() and not walking.any():
             break  # the host may look only where there is no device to wait for
     return _verdict(path, count, emitted)
+
+
+def pick_lossy(logits: Tensor, rows: Rows, position: Tensor, drafted: Tensor, single: float, acc: float) -> Tensor:
+    """Return `[B] int64`, what SGLang's threshold rule takes at a node with children `drafted [B, N] int64` or -1.
+
+    With q_1, q_2 ... the children's probabilities (`sampling.law`, after all filters) and a coin u, it is the first
+    child with q_i > 0 and (u < (q_1 + ... + q_i) / acc or q_i >= single); if there is none, a draw from what the
+    children leave. `single` lies in [0, 1], `acc` in (0, 1]. At 1 and 1 this draws from the law itself, though other
+    tokens than `pick`; lower values favour what was drafted. Greedy rows get `pick`'s token: their law is one-hot.
+    """
+    q, held = law(logits, rows), drafted.clamp(min=0)
+    mass = q.gather(1, held) * (drafted != PADDING)
+    coin = uniform(rows.seed, position, torch.full((1,), COIN, device=logits.device))
+    accepted = (mass > 0) & ((coin < mass.cumsum(1) / acc) | (mass >= single))
+    left = q.scatter_add(1, held, -mass)  # q - q is 0 exactly, and siblings are distinct
+    left = torch.where(left.amax(-1, keepdim=True) > 0, left, q)  # a sum rounded below 1, and a coin above it
+    drawn = (left.log() + gumbel(rows.seed, position, logits.shape[1])).argmax(-1)
+    chosen = held.gather(1, accepted.to(torch.int8).argmax(-1, keepdim=True)).squeeze(1)  # the first of equal maxima
+    return torch.where(accepted.any(-1), chosen, drawn)
 
 
 def _verdict(path: Tensor, count: Tensor, emitted: Tensor) -> Verdict:

@@ -157,6 +157,7 @@ def build(
     compiled: bool = False,
     radix: bool = True,
     eos: Sequence[int] = (),
+    thresholds: tuple[float, float] | None = None,
 ) -> Scheduler:
     """Put a scheduler together over the tiny model, as `LLM` does over a real one."""
     kv = PagedKV(
@@ -167,7 +168,7 @@ def build(
     sizes = sorted({size for size in (1, 2, 4, 8) if size <= running} | {running})
     engine = Engine(
         model, kv, drafter, context_length=model.config.context_length, batch_sizes=sizes, chunk_rows=chunk,
-        compiled=compiled,
+        compiled=compiled, thresholds=thresholds,
     )  # fmt: skip
     return Scheduler(engine, Letters(), frozenset(eos), max_running=running, chunk_size=chunk, radix=radix)
 

@@ -6,17 +6,22 @@ compared, token for token, with one computed from the whole text by plain causal
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from exactness import CPU, VOCAB, build, mixed_requests, reference, request, run, tiny_model
 from torch import nn
 
+import minispec.beam as beam_module
 from minispec.attention import Causal, Plan
 from minispec.beam import BeamDrafter, Candidates, candidate_count, grow, rerank
 from minispec.drafter import Batch
 from minispec.eagle import Eagle3Head, EagleHead, Head
 from minispec.model import Model
 from minispec.mtp import MtpHead
+from minispec.request import Request
+from minispec.sampling import gumbel
 from minispec.tree import ancestors, check, depth
 
 MODEL = tiny_model()
@@ -79,9 +84,9 @@ HEADS = {
 }
 
 
-def drafter(steps: int, topk: int, nodes: int, head: nn.Module = HEAD) -> BeamDrafter:
+def drafter(steps: int, topk: int, nodes: int, head: nn.Module = HEAD, coupled: bool = True) -> BeamDrafter:
     """Return a fresh drafter."""
-    return BeamDrafter(head, steps=steps, topk=topk, nodes=nodes)
+    return BeamDrafter(head, steps=steps, topk=topk, nodes=nodes, coupled=coupled)
 
 
 @torch.inference_mode()
@@ -282,6 +287,127 @@ def test_a_wrong_draft_is_noticed(mutation, monkeypatch) -> None:
     run(scheduler, mixed_requests(max_new_tokens=8))
     with pytest.raises(AssertionError, match="after"):
         assert_slow_trees(compare, 3, 3, 8, every=2)
+
+
+# ---- coupling with the noise of the target's picks ---------------------------------------------------------------
+
+
+def sampled_and_greedy(**params: object) -> list[Request]:
+    """Return the mixed requests, every third greedy, the others at two temperatures."""
+    requests = mixed_requests(**params)
+    for index, r in enumerate(requests):
+        r.params = replace(r.params, temperature=(0.0, 1.0, 0.7)[index % 3])
+    return requests
+
+
+def slow_coupled_tree(ids: list[int], r: Request, shape: tuple[int, int, int], head: nn.Module) -> set[tuple[int, ...]]:
+    """Return the paths of the tree whose children are scored by softmax(logits / T + the noise of their position)."""
+    coupled = r.params.temperature > 0
+
+    class Coupled:
+        """The head with noise in its logits; the depth is how many positions the states go beyond the text."""
+
+        taps, token_map, fuse, embed, rope = head.taps, head.token_map, head.fuse, head.embed, head.rope
+
+        def __call__(self, embedding, state, rope, attend, positions):
+            self.position = positions.shape[1] + 1  # of the pick: rows 0 to len - 2 hold the text, one more each draft
+            return head(embedding, state, rope, attend, positions)
+
+        def logits(self, state):
+            if not coupled:
+                return head.logits(state)
+            noise = gumbel(torch.tensor(r.seed), torch.tensor(self.position), VOCAB)
+            noise = noise if head.token_map is None else noise[head.token_map]
+            return head.logits(state) / r.params.temperature + noise
+
+    return set(slow_tree(ids, *shape, Coupled()))
+
+
+def coupled_case(name: str, shape: tuple[int, int, int], coupled: bool) -> None:
+    """Serve the requests; compare their trees with slow ones, and their output with the reference."""
+    compare: list = []
+    scheduler = build(MODEL, drafter(*shape, head=HEADS[name], coupled=coupled))
+    record(scheduler, compare)
+    requests = sampled_and_greedy(max_new_tokens=8)
+    run(scheduler, requests)
+    for ids, tokens, parents in compare[::3]:
+        r = next(r for r in requests if r.prompt_ids == ids[: len(r.prompt_ids)] and r.ids[: len(ids)] == ids)
+        slow = slow_coupled_tree(ids, r, shape, HEADS[name]) if coupled else set(slow_tree(ids, *shape, HEADS[name]))
+        assert paths(tokens, parents) == slow, f"after {len(ids)} tokens"
+    for r in requests:
+        assert r.output_ids == TRUTH.setdefault((r.rid, "sampled and greedy", 8), reference(MODEL, r))
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+@pytest.mark.parametrize("shape", [(3, 1, 4), (3, 4, 12)], ids=str)
+@pytest.mark.parametrize("name", ["toy", "eagle3"])  # eagle3 has a draft vocabulary of its own
+def test_greedy_and_sampled_rows_share_a_batch_coupled_or_not(name, shape, coupled) -> None:
+    coupled_case(name, shape, coupled)
+
+
+def memoryless_model() -> Model:
+    """Return a target that reads its last token alone: attention adds nothing."""
+    model = tiny_model(seed=4)
+    with torch.inference_mode():
+        for name, parameter in model.named_parameters():
+            if name.endswith("o_proj.weight"):
+                parameter.zero_()
+    return model
+
+
+class PerfectHead(ToyHead):
+    """A head whose logits are those of a memoryless target."""
+
+    def forward(self, embedding, state, rope, attend, positions):
+        """Return the target's last hidden state after one token."""
+        for block in self.target[0].layers:
+            embedding = block(embedding, rope, lambda q, k, v: torch.zeros_like(q))
+        return embedding
+
+
+def accepted_by_a_perfect_head(coupled: bool, topk: int = 1, **params: object) -> list[int]:
+    """Return the drafts accepted by every row of every step, of three."""
+    model, counts = memoryless_model(), []
+    with torch.inference_mode():
+        head = PerfectHead(model)
+    scheduler = build(model, drafter(3, topk, 4 if topk == 1 else 16, head=head, coupled=coupled))
+    inner = scheduler.engine._verify
+
+    def verify(tree, above, logits, wishes, lens):
+        verdict = inner(tree, above, logits, wishes, lens)
+        counts.extend((verdict.count - 1)[lens > 0].tolist())
+        return verdict
+
+    scheduler.engine._verify = verify
+    requests = mixed_requests(**{"temperature": 1.0, "max_new_tokens": 40, **params})
+    run(scheduler, requests)
+    assert len({tuple(r.output_ids) for r in requests}) == len(requests) and len(counts) > 50
+    return counts
+
+
+def test_every_draft_of_a_head_that_equals_the_target_is_accepted_at_any_temperature() -> None:
+    for temperature in (0.7, 1.0, 1.5):
+        assert set(accepted_by_a_perfect_head(True, temperature=temperature)) == {3}
+    for topk in (1, 4):
+        coupled, likeliest = (sum(counts) / len(counts) for counts in
+                              (accepted_by_a_perfect_head(c, topk) for c in (True, False)))  # fmt: skip
+        assert coupled > 2.5 and coupled > likeliest + 0.3
+
+
+def test_noise_of_the_wrong_position_is_noticed(monkeypatch) -> None:
+    original = BeamDrafter._couple
+    monkeypatch.setattr(BeamDrafter, "_couple", lambda self, logits, batch, depth: original(
+        self, logits, batch, depth + 1))  # fmt: skip
+    assert set(accepted_by_a_perfect_head(True)) != {3}
+    with pytest.raises(AssertionError, match="after"):
+        coupled_case("toy", (3, 1, 4), True)
+
+
+def test_noise_of_draft_ids_instead_of_target_ids_is_noticed(monkeypatch) -> None:
+    monkeypatch.setattr(beam_module, "gumbel", lambda seed, position, ids: gumbel(
+        seed, position, ids if isinstance(ids, int) else len(ids)))  # fmt: skip
+    with pytest.raises(AssertionError, match="after"):
+        coupled_case("eagle3", (3, 1, 4), True)
 
 
 # ---- golden vectors ----------------------------------------------------------------------------------------------

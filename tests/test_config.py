@@ -41,6 +41,7 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
         "load_format": "dummy", "dtype": "bfloat16", "device": "cpu", "sampling_defaults": "openai", "page_size": "16",
         "speculative_algorithm": "ngram", "speculative_ngram_match_type": "prob", "log_level": "debug",
         "mem_fraction_static": "0.5", "speculative_ngram_branch_length": "19",
+        "speculative_accept_threshold_single": "0.5", "speculative_accept_threshold_acc": "0",
     }  # fmt: skip
     flags = [f for f in dataclasses.fields(Config) if f.metadata]
     assert len(flags) > 30
@@ -104,6 +105,9 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         (["--speculative-ngram-branch-length", "12"], "must be below --speculative-ngram-branch-length, got 12 and 12"),
         (["--speculative-ngram-min-bfs-breadth", "11"], "--speculative-ngram-max-bfs-breadth"),
         (["--model", "x", "--speculative-num-draft-tokens", "4"], "--speculative-algorithm NONE; it belongs to NGRAM"),
+        (["--model", "x", "--speculative-accept-threshold-acc", "0.9"], "--speculative-algorithm NONE; it belongs to"),
+        (["--speculative-accept-threshold-single", "1.5"], "-single must be in [0, 1], got 1.5"),
+        (["--speculative-accept-threshold-acc", "nan"], "--speculative-accept-threshold-acc must be in [0, 1]"),
         (["--revision", "main"], "--revision needs --model-path"),
         (["--speculative-algorithm", "medusa"], "must be NONE, NGRAM, EAGLE, EAGLE3 or NEXTN, got"),
         (["--speculative-algorithm", "standalone"], "not in this version yet"),
@@ -138,6 +142,15 @@ def test_help_lists_every_flag_and_hides_the_foreign_ones(capsys: pytest.Capture
     text = capsys.readouterr().out
     assert stop.value.code == 0 and "--tp" not in text
     assert [f.name for f in dataclasses.fields(Config) if f.metadata and flag_name(f.name) not in text] == []
+
+
+def test_thresholds_are_none_where_verification_is_exact() -> None:
+    name = "speculative_accept_threshold_"
+    assert Config().thresholds is None and Config.from_args(["--speculative-accept-threshold-acc=1"]).thresholds is None
+    assert Config(**{name + "single": 0.25}).thresholds == (0.25, 1.0)
+    assert Config(**{name + "single": 0, name + "acc": 0}).thresholds == (0, 1e-9)  # acc divides
+    eagle = Config(model_path="x", speculative_algorithm="EAGLE", **{name + "acc": 0.5})
+    assert eagle.thresholds == (1.0, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import test_beam
 from exactness import Oracle, build, mixed_requests, reference, request, run, tiny_model, truth_of
 
+import minispec.verify as verify_module
+from minispec.beam import BeamDrafter
 from minispec.drafter import Plain
 from minispec.ngram import NgramDrafter, NgramOptions
 
@@ -123,6 +128,42 @@ def test_requests_of_every_kind_share_a_batch() -> None:
         for r in requests:
             assert r.output_ids == reference(MODEL, r, eos), r.rid
         assert {r.finish.kind for r in requests} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("name", [*ALL, "beam"])
+def test_lossy_thresholds_leave_greedy_requests_exact_and_a_seed_its_text(name, monkeypatch) -> None:
+    def serve(thresholds, running=8):
+        requests = mixed_requests(**WISHES | {"temperature": 1.0})
+        for r in requests[::2]:
+            r.params = replace(r.params, temperature=0.0)
+        if name == "beam":
+            drafter = BeamDrafter(test_beam.HEADS["toy"], steps=3, topk=3, nodes=8)
+            batches, inner = [], drafter.propose
+            drafter.propose = lambda batch: batches.append(batch) or inner(batch)
+        else:
+            drafter = drafter_named(name)
+        scheduler = build(MODEL, drafter, running=running, thresholds=thresholds)
+        run(scheduler, requests)
+        if name == "beam":  # a draft may know the noise of a pick, not of what is drawn after a coin
+            assert any(batch.temperature is not None for batch in batches) == (thresholds is None)
+        return requests, scheduler.metrics.accept_length
+
+    (exact, _), (lossy, accepted), (again, _) = serve(None), serve((0.02, 0.1)), serve((0.02, 0.1))
+    for r, other, same in zip(exact, lossy, again, strict=True):
+        assert r.output_ids == reference(MODEL, r) and other.output_ids == same.output_ids
+        assert r.params.temperature > 0 or other.output_ids == r.output_ids
+    differ = [r.rid for r, other in zip(exact, lossy, strict=True) if r.output_ids != other.output_ids]
+    assert bool(differ) == (name != "none") or name.startswith("ngram")
+    if name == "oracle":  # it drafts the likeliest tokens
+        assert accepted > serve(None)[1]
+
+    def never(*given):
+        raise AssertionError("the lossy rule ran")
+
+    monkeypatch.setattr(verify_module, "pick_lossy", never)
+    serve(None)
+    with pytest.raises(AssertionError, match="the lossy rule ran"):
+        serve((1.0, 0.9))
 
 
 def test_generation_runs_to_the_last_row_of_context_and_pool() -> None:

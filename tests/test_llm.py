@@ -9,6 +9,7 @@ import pytest
 import test_heads
 import torch
 
+import minispec.verify as verify_module
 from minispec import LLM, RequestError, SamplingParams
 
 CONFIG = {
@@ -82,6 +83,20 @@ def test_a_published_head_drafts_and_changes_no_token(form, algorithm, shape, tm
     assert want == got and all(want)
     assert drafting.scheduler.engine.drafter.nodes == (4 if topk == 1 else min(nodes, 1 + topk + (steps - 1) * topk**2))
     assert drafting.scheduler.metrics.tree_steps > 0
+
+
+def test_a_threshold_below_one_is_said_and_reaches_verification(folder, caplog, monkeypatch) -> None:
+    options = {"load_format": "dummy", "dtype": "float32", "disable_torch_compile": True}
+    options |= {"speculative_algorithm": "NGRAM", "random_seed": 3}
+    prompt, params = [5, 6, 7] * 8, SamplingParams(temperature=0.5, max_new_tokens=24, sampling_seed=1)
+    calls: list[tuple[float, float]] = []
+    inner = verify_module.pick_lossy
+    monkeypatch.setattr(verify_module, "pick_lossy", lambda *given: calls.append(given[-2:]) or inner(*given))
+    LLM(folder, **options, speculative_accept_threshold_single=1.0).generate(prompt, params)
+    assert not calls and "exact" not in caplog.text
+    LLM(folder, **options, speculative_accept_threshold_acc=0.25).generate(prompt, params)
+    assert set(calls) == {(1.0, 0.25)}
+    assert "--speculative-accept-threshold-single 1, -acc 0.25: sampled output is no longer exact" in caplog.text
 
 
 def test_a_head_that_is_missing_or_does_not_fit_names_the_flag(folder, tmp_path) -> None:

@@ -6,6 +6,7 @@ token by token, and decoded through arbitrary draft trees, must give identical s
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minispec.request import SamplingParams
-from minispec.sampling import Rows, SamplingState, pick
+from minispec.sampling import Rows, SamplingState, law, pick
 from minispec.tree import PADDING, DraftTree, ancestors, chain, check, depth
 from minispec.verify import Verdict, verify, verify_greedy
 
@@ -252,6 +253,153 @@ def test_the_compiled_walk_has_no_host_decision_and_the_same_verdict() -> None:
     lens = torch.tensor([4, 5, 6, 7])
     compiled = torch.compile(verify, fullgraph=True, dynamic=False, backend="eager")(tree, logits, rows, lens, A)
     eager = verify(tree, logits, rows, lens, A)
+    for row in range(4):
+        count = int(eager.count[row])
+        assert_verdict(compiled, row, eager.path[row, :count].tolist(), eager.emitted[row, :count].tolist(), 8)
+
+
+# ------------------------------------------------------------------------------------------------ lossy thresholds
+
+
+def tree_of_links(tokens: list[int], first: list[int], following: list[int]) -> tuple[list[int], list[int]]:
+    """Tokens and parents of a tree given as first children and next siblings."""
+    parents = [-1] * len(tokens)
+    for node, child in enumerate(first):
+        while child >= 0:
+            parents[child] = node
+            child = following[child]
+    return tokens, parents
+
+
+@pytest.mark.parametrize("single", [0.0, 1.0])
+@pytest.mark.parametrize("acc", [1e-9, 1.0])
+def test_the_published_verdicts_of_two_requests_at_any_threshold(single: float, acc: float) -> None:
+    """D = 6, S = 3, V = 20, T = 0.01: of no probability, a child is not accepted even where the threshold is 0."""
+    links = (
+        ([0, 1, 2, 3, 4, 5], [1, 2, -1, 4, 5, -1], [-1, 3, -1, -1, -1, -1]),
+        ([7, 8, 9, 10, 11, 12], [4, 2, 3, -1, 5, -1], [-1, -1, -1, -1, 1, -1]),
+    )
+    tokens, parents = zip(*(tree_of_links(*row) for row in links), strict=True)
+    tree = DraftTree(torch.tensor(tokens), torch.tensor(parents))
+    check(tree)
+    logits = torch.ones(2, 6, 20)
+    for row, likely in enumerate(([3, 18, 18, 4, 5, 18], [11, 18, 18, 18, 12, 18])):
+        logits[row, range(6), likely] = 10.0
+    rows = slots_of(2, SamplingParams(temperature=0.01), 1, []).rows(torch.arange(1, 3), range(1, 3))
+    lens = torch.tensor([5, 9])
+    for verdict in (
+        verify(tree, logits, rows, lens, 4, (single, acc)),
+        verify_greedy(tree, ancestors(tree.parents), logits, 4),
+    ):
+        assert_verdict(verdict, 0, [0, 3, 4, 5], [3, 4, 5, 18], 6)
+        assert_verdict(verdict, 1, [0, 4, 5], [11, 12, 18], 6)
+
+
+def lossy_law(q: list[float], tree: DraftTree, single: float, acc: float, node: int = 0) -> dict[tuple, float]:
+    """The law of what is emitted from a node on, where every node has the distribution q: the rule in closed form."""
+    tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
+    out: dict[tuple, float] = {}
+    mass, covered, left = 0.0, 0.0, list(q)
+    for child, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent != node or token == PADDING:
+            continue
+        mass, left[token] = mass + q[token], 0.0
+        reach = covered if q[token] == 0 else 1.0 if q[token] >= single else min(1.0, mass / acc)  # coins below it
+        for rest, chance in lossy_law(q, tree, single, acc, child).items():
+            out[(token, *rest)] = chance * max(0.0, reach - covered)
+        covered = max(covered, reach)
+    left = left if sum(left) > 0 else q
+    for token, share in enumerate(left):
+        out[(token,)] = out.get((token,), 0.0) + (1 - covered) * share / sum(left)
+    return out
+
+
+LOGITS = [0.9, 0.1, -0.4, 1.2, -torch.inf]
+BUSHY = DraftTree(  # two levels of two and three, a child without probability, padding, an order that is no ranking
+    torch.tensor([[2, 1, 3, PADDING, 0, 4, 3, 2]]), torch.tensor([[-1, 0, 0, 0, 1, 1, 1, 2]])
+)
+
+
+@pytest.mark.parametrize(
+    ("single", "acc"), [(1.0, 1.0), (0.3, 1.0), (0.7, 1.0), (1.0, 0.3), (1.0, 0.7), (0.3, 0.7), (0.7, 0.3), (0.0, 1.0)]
+)
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+def test_emitted_paths_follow_the_threshold_rule_in_closed_form(single: float, acc: float, top_p: float) -> None:
+    n = 40_000
+    params, rows_of = SamplingParams(temperature=0.8, top_p=top_p), torch.arange(1, n + 1)
+    state = SamplingState(n + 1, 5, "cpu")
+    state.assign(1, params, 0, [], [], [])
+    rows = state.rows(torch.ones(n, dtype=torch.int64), [1])._replace(seed=rows_of)
+    tree = DraftTree(BUSHY.tokens.expand(n, -1), BUSHY.parents.expand(n, -1))
+    verdict = verify(tree, torch.tensor(LOGITS).expand(n, 8, 5), rows, rows_of % 7, 3, (single, acc))
+    q = (torch.tensor(LOGITS).double() / 0.8).softmax(-1)
+    kept = q.argsort(descending=True)[: 2 if top_p < 1 else 5]  # 0.45 and 0.31: the first two have more than 0.6
+    q = (torch.zeros_like(q).index_copy_(0, kept, q[kept]) / q[kept].sum()).tolist()
+    expected = lossy_law(q, BUSHY, single, acc)
+    assert abs(sum(expected.values()) - 1) < 1e-9
+    cells = {path: 0 for path in expected}
+    for emitted, count in zip(verdict.emitted.tolist(), verdict.count.tolist(), strict=True):
+        cells[tuple(emitted[:count])] += 1
+    chi2, dof = 0.0, -1
+    for path, chance in expected.items():
+        if chance < 1e-9:
+            assert cells[path] == 0, path
+        else:
+            chi2, dof = chi2 + (cells[path] - n * chance) ** 2 / (n * chance), dof + 1
+    assert abs(chi2 - dof) < 4.5 * (2 * max(dof, 1)) ** 0.5
+
+
+def test_at_thresholds_of_one_the_first_token_has_the_target_s_own_law() -> None:
+    q = torch.tensor(LOGITS).double().softmax(-1).tolist()
+    first = [0.0] * 5
+    for path, chance in lossy_law(q, BUSHY, 1.0, 1.0).items():
+        first[path[0]] += chance
+    assert first == pytest.approx(q)
+
+
+def test_a_lossy_walk_keeps_greedy_rows_exact_penalised_ones_too() -> None:
+    torch.manual_seed(8)
+    rng, target = random.Random(3), torch.randn(VOCAB, VOCAB)
+    for adjusted in ({}, {"frequency_penalty": 1.5, "logit_bias": {2: 1.0}}):
+        state, slots = SamplingState(7, VOCAB, "cpu"), torch.arange(1, 7)
+        for slot in range(1, 7):
+            wishes = {"temperature": 0.0 if slot % 2 else 1.0, **adjusted}
+            state.assign(slot, SamplingParams(**wishes), slot, PROMPT, [], [])
+        accepted = 0
+        for _ in range(40):
+            tree = forest(rng, 6, 12, VOCAB)
+            logits, A, lens = target[tree.tokens.clamp(min=0)], longest(tree), torch.full((6,), 4)
+            rows = state.rows(slots, range(1, 7))
+            lossy, exact = verify(tree, logits, rows, lens, A, (0.1, 0.3)), verify(tree, logits, rows, lens, A)
+            for row in range(0, 6, 2):
+                count = int(exact.count[row])
+                assert_verdict(lossy, row, exact.path[row, :count].tolist(), exact.emitted[row, :count].tolist(), 12)
+            accepted += int(lossy.count[1::2].sum() - exact.count[1::2].sum())
+            for row, a in itertools.product(range(6), range(A - 1)):  # a path holds what it emits
+                if a + 1 < lossy.count[row]:
+                    assert tree.tokens[row, lossy.path[row, a + 1]] == lossy.emitted[row, a]
+        assert accepted > 10
+
+
+def test_the_law_is_that_of_pick() -> None:
+    n, logits = 60_000, torch.tensor([[1.0, 0.4, 0.1, -0.7, -1.9]])
+    state = SamplingState(2, 5, "cpu")
+    for params in PARAMS.values():
+        state.assign(1, params, 0, [3, 1], [1], STOPS.get("min new", []))
+        rows = state.rows(torch.ones(n, dtype=torch.int64), [1])._replace(seed=torch.arange(n))
+        expected = law(logits, rows._replace(**{k: v[:1] for k, v in rows._asdict().items() if v is not None}))[0]
+        seen = torch.bincount(pick(logits.expand(n, -1), rows, torch.full((n,), 3)), minlength=5) / n
+        assert (seen - expected).abs().max() < 0.01 and float(expected.sum()) == pytest.approx(1)
+
+
+def test_the_compiled_lossy_walk_has_no_host_decision_and_the_same_verdict() -> None:
+    torch.manual_seed(6)
+    tree = forest(random.Random(2), 4, 8, VOCAB)
+    logits, A = torch.randn(VOCAB, VOCAB)[tree.tokens.clamp(min=0)], longest(tree)
+    rows, lens = slots_of(4, PARAMS["filters"], 9, []).rows(torch.arange(1, 5), None), torch.tensor([4, 5, 6, 7])
+    given = (tree, logits, rows, lens, A, (0.4, 0.6))
+    compiled = torch.compile(verify, fullgraph=True, dynamic=False, backend="eager")(*given)
+    eager = verify(*given)
     for row in range(4):
         count = int(eager.count[row])
         assert_verdict(compiled, row, eager.path[row, :count].tolist(), eager.emitted[row, :count].tolist(), 8)

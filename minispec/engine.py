@@ -78,6 +78,7 @@ class Bucket:
             torch.full((batch, nodes), PADDING, dtype=torch.int64, device=device),
             torch.zeros(batch, nodes, dtype=torch.int64, device=device),
         )
+        self.tree.parents[:, 0] = -1
         self.plan = Plan(engine.kv, batch, 1, nodes)
         self.attend = engine.attend_kind(engine.kv, self.plan, engine.model.config.layers)
 
@@ -159,8 +160,7 @@ class Engine:
         self.payoff = Payoff()
         self.drafter_seconds = 0.0  # host time spent in a drafter that works on the host
         self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): measured at warm-up
-        # A drafter on the host may decline, and then a step is plain; one on the device always has a tree.
-        self.tree_sizes = sorted({1, drafter.nodes}) if drafter.on_host else [drafter.nodes]
+        self.tree_sizes = sorted({1, drafter.nodes})  # a drafter may decline, or be given up; then a step is plain
         self.buckets = {(b, n): Bucket(self, b, n) for b in batch_sizes for n in self.tree_sizes}
         self.batch_sizes = sorted(batch_sizes)
         chunk_rows = -(-chunk_rows // QUERY_BLOCK) * QUERY_BLOCK
@@ -201,26 +201,30 @@ class Engine:
 
     # ---- a decode step -------------------------------------------------------------------------------------------
 
-    def launch(self, slots: Sequence[int], bucket: Bucket | None = None) -> Pending:
+    def launch(self, slots: Sequence[int], bucket: Bucket | None = None, draft: bool = True) -> Pending:
         """Decode one step for these slots: verify a tree each, keep the accepted path, emit its tokens.
 
-        `bucket` fixes batch and tree size; without it they are the smallest that fit, and a tree if it pays.
+        `bucket` fixes batch and tree size; without it they are the smallest that fit, and a tree if it pays. Without
+        `draft` the step is plain, and a drafter on the device hears nothing of it: its rows and states of these slots
+        are invalid from here on.
         """
-        bucket, drafts = self._prepare(slots, bucket)
+        bucket, drafts = self._prepare(slots, bucket, draft)
         rows = bucket.slots
         lens, root = self.lens[rows], self.root[rows]
-        tokens, parents = bucket.tree if self.drafter.on_host else self.drafter.propose(Batch(rows, lens, root))
+        on_device = not self.drafter.on_host and bucket.plan.width > 1
+        tokens, parents = self.drafter.propose(Batch(rows, lens, root)) if on_device else bucket.tree
         nodes = tokens.shape[1]
         tokens[:, 0] = root
         above = ancestors(parents)
         positions = lens[:, None] + depth(above)
         tree = DraftTree(tokens.masked_fill(positions >= self.context_length, PADDING), parents)
         bucket.plan.fill(rows, lens, above, tree.tokens != PADDING)
-        hidden, features = self.model(tree.tokens.clamp(min=0), positions, bucket.attend, self.drafter.taps)
+        taps = self.drafter.taps if on_device else ()
+        hidden, features = self.model(tree.tokens.clamp(min=0), positions, bucket.attend, taps)
         verdict = self._verify(tree, above, self.model.head(hidden), rows, slots)
         if nodes > 1:
             self.kv.compact(rows, lens, verdict.path, verdict.count)
-        if not self.drafter.on_host:
+        if on_device:
             self._commit_path(rows, lens, verdict, features)
         self.sampling.commit(rows, verdict.emitted, verdict.count)
         self.lens[rows] = lens + verdict.count
@@ -228,16 +232,16 @@ class Engine:
         self.lens[0] = 0  # slot 0 is padding, several rows of it at once
         return self._pending(list(slots), verdict.emitted, verdict.count, nodes=nodes, drafts=drafts)
 
-    def _prepare(self, slots: Sequence[int], bucket: Bucket | None) -> tuple[Bucket, Sequence[Draft]]:
+    def _prepare(self, slots: Sequence[int], bucket: Bucket | None, draft: bool) -> tuple[Bucket, Sequence[Draft]]:
         """Ask a drafter on the host, choose the bucket, and upload slots and trees."""
         drafts: Sequence[Draft] = ()
-        if self.drafter.on_host and bucket is None:
+        if self.drafter.on_host and bucket is None and draft:
             started = time.perf_counter()
             drafts = self.drafter.propose(slots)
             self.drafter_seconds += time.perf_counter() - started
         if bucket is None:
             batch = next(size for size in self.batch_sizes if size >= len(slots))
-            pays = not self.drafter.on_host or self.payoff.worth(drafts, self.time_ratio(batch))
+            pays = draft and (not self.drafter.on_host or self.payoff.worth(drafts, self.time_ratio(batch)))
             bucket = self.buckets[batch, self.drafter.nodes if pays else 1]
         self._upload(bucket, slots, drafts)
         return bucket, drafts
@@ -387,7 +391,7 @@ class Engine:
         for done, (batch, nodes) in enumerate(shapes, start=len(self.prefill_rows) + 1):
             progress(f"warm-up {done}/{total}: decode, batch {batch}, {nodes} nodes a tree")
             self.launch([], self.buckets[batch, nodes])
-        for batch in self.batch_sizes if len(self.tree_sizes) > 1 else ():
+        for batch in self.batch_sizes if self.drafter.on_host and len(self.tree_sizes) > 1 else ():
             # In turn, and the least of several: the machine's mood at start must not decide about trees for good.
             times = [[self._step_seconds(batch, nodes) for nodes in self.tree_sizes] for _ in range(repeats)]
             for nodes, several in zip(self.tree_sizes, zip(*times, strict=True), strict=True):

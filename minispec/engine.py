@@ -26,7 +26,7 @@ from torch import Tensor
 
 from minispec.attention import QUERY_BLOCK, PagedFlex, PagedGather, Plan
 from minispec.beam import BeamDrafter
-from minispec.config import Config
+from minispec.config import LEARNED, Config
 from minispec.drafter import Batch, Committed, DeviceDrafter, Draft, HostDrafter, Payoff, Plain
 from minispec.kv import PagedKV, upload
 from minispec.model import Model
@@ -37,7 +37,7 @@ from minispec.sampling import SamplingState, pick
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import Verdict, verify, verify_greedy
 from minispec.vocab import read_token_map
-from minispec.weights import resolve_model
+from minispec.weights import ModelError, resolve_file, resolve_model
 
 logger = logging.getLogger("minispec")
 
@@ -105,6 +105,9 @@ def make_drafter(config: Config, model: Model, folder: Path) -> HostDrafter | De
         "EAGLE": _learned,
         "EAGLE3": _learned,
     }
+    if config.speculative_token_map is not None and config.algorithm not in LEARNED:
+        logger.warning("--speculative-token-map is ignored: --speculative-algorithm %s drafts without the target's LM "
+                       "head", config.algorithm)  # fmt: skip
     return table[config.algorithm](config, model, folder)
 
 
@@ -118,17 +121,47 @@ def _learned(config: Config, model: Model, folder: Path) -> BeamDrafter:
         )
     ids = None
     if config.speculative_token_map is not None:
-        ids = read_token_map(Path(config.speculative_token_map), model.config.vocab_size)
+        ids = read_token_map(_token_map_file(config.speculative_token_map), model.config.vocab_size)
     weight = model.embed_tokens.weight
-    where = folder if path is None else resolve_model(path, config.speculative_draft_model_revision)
+    where = folder if path is None else _draft_folder(config, path)
     head = load_head(where, model, token_map=ids, head_weight=None, dtype=weight.dtype, device=weight.device)
     if head.name != config.algorithm.lower():
         logger.info("--speculative-algorithm %s: the head is of kind %s and used as such", config.algorithm, head.name)
+    context = config.context_length or model.config.context_length
+    if head.positions < context:
+        logger.info("the draft head states %d positions, the context has %d: it drafts on beyond them, perhaps worse",
+                    head.positions, context)  # fmt: skip
+    shape = _tree_shape(config, model)
+    if shape["topk"] > head.draft_vocab:
+        raise ValueError(f"--speculative-eagle-topk {shape['topk']}: the head drafts {head.draft_vocab} tokens only")
+    return BeamDrafter(head, **shape)
+
+
+def _draft_folder(config: Config, path: str) -> Path:
+    """Return the folder of the draft head or model; raises ModelError naming the flag."""
+    try:
+        return resolve_model(path, config.speculative_draft_model_revision, "--speculative-draft-model-revision")
+    except ModelError as error:
+        raise ModelError(f"--speculative-draft-model-path {path}: {error}") from error
+
+
+def _token_map_file(name: str) -> Path:
+    """Return the token map's file; raises ModelError naming the flag."""
+    try:
+        return resolve_file(name)
+    except ModelError as error:
+        raise ModelError(f"--speculative-token-map {name}: {error}") from error
+
+
+def _tree_shape(config: Config, model: Model) -> dict[str, int]:
+    """Return steps, topk and nodes of a tree grown on the device; says so where the size asked for is impossible."""
     steps, topk, nodes = config.tree_shape(model.config.architecture)
     if config.speculative_num_draft_tokens not in (None, nodes):
-        logger.warning("--speculative-num-draft-tokens %d becomes %d: a tree of %d steps and topk %d has no other size",
-                       config.speculative_num_draft_tokens, nodes, steps, topk)  # fmt: skip
-    return BeamDrafter(head, steps=steps, topk=topk, nodes=nodes)
+        why = "the tree is a chain" if topk == 1 else "no more candidates exist"
+        logger.warning("--speculative-num-draft-tokens %d becomes %d: with --speculative-num-steps %d and "
+                       "--speculative-eagle-topk %d %s", config.speculative_num_draft_tokens, nodes, steps, topk,
+                       why)  # fmt: skip
+    return {"steps": steps, "topk": topk, "nodes": nodes}
 
 
 class Engine:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-
 UNDRAFTED = -1  # ends the key of a page without draft rows; no token has this id
 
 

@@ -472,8 +472,11 @@ class Checkpoint:
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
         """Read a folder; raises ModelError."""
-        checkpoint = cls(folder, read_config(folder), {})
-        for source, tensor in read_tensors(folder):
+        try:
+            checkpoint, tensors = cls(folder, read_config(folder), {}), list(read_tensors(folder))
+        except ModelError as error:
+            raise ModelError(f"--speculative-draft-model-path {folder}: {error}") from error
+        for source, tensor in tensors:
             name = source.removeprefix("model.")
             if name in checkpoint.tensors:
                 checkpoint.fail(f"holds {name} twice, with and without model. in front")

@@ -172,7 +172,7 @@ def test_a_head_of_few_positions_drafts_on_and_is_named_once(tmp_path, caplog) -
     assert caplog.text.count("states 64 positions, the context has 256") == 1
     caplog.clear()
     LLM(model, context_length=64, **options)
-    assert "positions" not in caplog.text
+    assert "head states" not in caplog.text
 
 
 def test_the_self_test_runs_where_weights_are_real(tmp_path, monkeypatch) -> None:

@@ -116,7 +116,9 @@ def test_what_is_wrong_with_a_head_is_one_line_that_names_a_flag(tmp_path, monke
     target = test_heads.make_target()
     model = config_of(target, tmp_path / "target")
     eagle = str(test_heads.write(tmp_path / "eagle", test_heads.eagle_original(target)))
-    wide = str(test_heads.write(tmp_path / "wide", test_heads.eagle_original(test_heads.make_target(hidden=64))))
+    form = test_heads.eagle_original(target)
+    form.config["hidden_size"] = 64
+    wide = str(test_heads.write(tmp_path / "wide", form))
     (tmp_path / "map.json").write_text("[1, 2]")
     few = {"speculative_token_map": str(tmp_path / "map.json"), "speculative_num_steps": 2,
            "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 4}  # fmt: skip
@@ -124,7 +126,7 @@ def test_what_is_wrong_with_a_head_is_one_line_that_names_a_flag(tmp_path, monke
         ({}, "needs --speculative-draft-model-path"),
         ({"speculative_draft_model_path": "org/absent"}, "--speculative-draft-model-path org/absent"),
         ({"speculative_draft_model_path": str(model)}, "--speculative-draft-model-path"),
-        ({"speculative_draft_model_path": wide}, "hidden_size"),
+        ({"speculative_draft_model_path": wide}, "made for a target of hidden_size 64, and the target has 32"),
         ({"speculative_draft_model_path": eagle, "speculative_draft_model_revision": "v2"},
          "--speculative-draft-model-revision v2"),
         ({"speculative_draft_model_path": eagle, "speculative_token_map": "org/absent/map.pt"},
@@ -183,7 +185,7 @@ def test_the_self_test_runs_where_weights_are_real(tmp_path, monkeypatch) -> Non
     options = {**OPTIONS, "speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(head)}
     LLM(model, **options)
     assert tested == []
-    monkeypatch.setattr("minispec.llm._load_model", lambda *_: test_heads.make_target())
+    monkeypatch.setattr("minispec.llm.load_model", lambda *_: test_heads.make_target())
     monkeypatch.setattr("minispec.llm._load_tokenizer", lambda config, folder, size: byte_tokenizer(size))
     LLM(model, **{**options, "load_format": "auto"})
     assert len(tested) == 1 and len(tested[0]) > 20

@@ -100,7 +100,8 @@ class Config:
     )
     speculative_eagle_topk: int | None = _flag(None, "Speculation", "branches of a draft round", low=1, high=32)
     speculative_token_map: str | None = _flag(
-        None, "Speculation", "FILE of the target ids a head may draft, most frequent first (FR-Spec)"
+        None, "Speculation", "FILE, or owner/repo/file of the hub, of the target ids a head may draft, most frequent "
+        "first (FR-Spec)",
     )
     speculative_num_draft_tokens: int | None = _flag(
         None, "Speculation", "nodes of a draft tree, root included; default for NGRAM: its longest match window", low=1,
@@ -178,6 +179,8 @@ class Config:
                 continue
             owners = ("NGRAM",) if f.name.startswith("speculative_ngram_") else LEARNED
             owners = ("NGRAM", *LEARNED) if f.name in _SHARED else owners
+            if f.name == "speculative_token_map":
+                continue  # ignored with a warning by the others, as in SGLang
             if self.algorithm not in owners:
                 raise ValueError(f"{flag_name(f.name)} has no meaning with --speculative-algorithm {self.algorithm}; "
                                  f"it belongs to {', '.join(owners)}")  # fmt: skip
@@ -186,6 +189,8 @@ class Config:
         if self.algorithm in LEARNED and 0 < len(missing) < len(shape):
             raise ValueError(f"{', '.join(map(flag_name, shape))} go together, all or none; not given: "
                              f"{', '.join(missing)}")  # fmt: skip
+        if self.algorithm in LEARNED and self.speculative_num_draft_tokens == 1:
+            raise ValueError("--speculative-num-draft-tokens must be at least 2, the root and a draft, got 1")
         if self.speculative_draft_model_revision is not None and self.speculative_draft_model_path is None:
             raise ValueError("--speculative-draft-model-revision needs --speculative-draft-model-path")
 

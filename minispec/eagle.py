@@ -19,6 +19,7 @@ Read next: `mtp.py`, a third head, and `load_head`, which tells the three apart.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,6 +74,7 @@ class Head(nn.Module):
         super().__init__()
         self.taps = taps
         self.hidden_size, self.kv_heads, self.head_dim = shape.hidden_size, shape.kv_heads, shape.head_dim
+        self.positions = shape.context_length  # as its files state; it runs on beyond them
         # Neither parameters nor buffers: `to(bfloat16)` must not round the one, `to_empty` not lose the other.
         self.frequencies = rope_frequencies(shape)
         self.token_map = token_map
@@ -189,6 +191,7 @@ class EagleHead(Head):
             token_map=token_map,
             own_embedding=checkpoint.ships_embedding(target),
         )
+        head.taps = checkpoint.last_state(target)
         checkpoint.fill(head, lambda name: spelled(name, "layers.0."))
         return head
 
@@ -310,12 +313,12 @@ class Eagle3Head(Head):
         checkpoint.check_single("num_hidden_layers", config)
         stream = checkpoint.config.get("target_hidden_size") or shape.hidden_size
         checkpoint.check_fit(stream, shape.vocab_size, target)
-        taps = _taps(checkpoint, target.config.layers)
+        taps = _taps(checkpoint, target)
         switches = _switches(checkpoint) | {
             "own_embedding": checkpoint.ships_embedding(target) or stream != shape.hidden_size,
             "own_head": _owns_head(checkpoint, config, target),
             "token_map": _draft_ids(checkpoint, shape.vocab_size),
-            "fc": taps != (FINAL,),
+            "fc": taps not in ((FINAL,), (target.config.layers,)),
         }
         head = cls.empty(shape, target, taps=taps, dtype=dtype, device=device, **switches)
         checkpoint.fill(head, lambda name: spelled(name, block))
@@ -333,7 +336,7 @@ def _layer_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return {**nested, "rope_theta": theta, "rope_scaling": rope or None}
 
 
-def _taps(checkpoint: Checkpoint, layers: int) -> tuple[int | str, ...]:
+def _taps(checkpoint: Checkpoint, target: Model) -> tuple[int | str, ...]:
     """Return the layers of the target whose input the head was trained on.
 
     Files count in two ways. `eagle_config.eagle_aux_hidden_state_layer_ids` (SGLang, SpecForge) names layers by their
@@ -341,7 +344,8 @@ def _taps(checkpoint: Checkpoint, layers: int) -> tuple[int | str, ...]:
     """
     nested = checkpoint.config.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
-        return (FINAL,)
+        return checkpoint.last_state(target)
+    layers = target.config.layers
     entering = checkpoint.config.get("eagle_aux_hidden_state_layer_ids")
     leaving = nested.get("eagle_aux_hidden_state_layer_ids")
     readings = [tuple(entering)] if entering else []
@@ -468,8 +472,11 @@ class Checkpoint:
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
         """Read a folder; raises ModelError."""
-        checkpoint = cls(folder, read_config(folder), {})
-        for source, tensor in read_tensors(folder):
+        try:
+            checkpoint, tensors = cls(folder, read_config(folder), {}), list(read_tensors(folder))
+        except ModelError as error:
+            raise ModelError(f"--speculative-draft-model-path {folder}: {error}") from error
+        for source, tensor in tensors:
             name = source.removeprefix("model.")
             if name in checkpoint.tensors:
                 checkpoint.fail(f"holds {name} twice, with and without model. in front")
@@ -490,7 +497,9 @@ class Checkpoint:
         if missing := [key for key in needed if config.get(key) is None]:
             self.fail(f"config.json lacks {', '.join(missing)}")
         try:
-            shape = ModelConfig.from_hf({"num_hidden_layers": 1, **config, "architectures": ["LlamaForCausalLM"]})
+            stated = {"num_hidden_layers": 1, **config, "architectures": ["LlamaForCausalLM"]}
+            positions = config.get("max_position_embeddings") or sys.maxsize
+            shape = ModelConfig.from_hf({**stated, "max_position_embeddings": positions})
         except ValueError as error:
             self.fail(str(error))
         if shape.sliding_window is not None:
@@ -522,6 +531,14 @@ class Checkpoint:
         """Raise ModelError unless the number of layers that `key` states, if it does, is one."""
         if (layers := config.get(key, 1)) != 1:
             self.fail(f"{key} is {layers}; supported: 1")
+
+    def last_state(self, target: Model) -> tuple[int | str]:
+        """Return the tap of a head that reads the last hidden state: behind the final norm, unless config.json says so.
+
+        It says so as it would name any stream: by the layer L that it would enter, the first there is not.
+        """
+        layers = target.config.layers
+        return (layers,) if self.config.get("eagle_aux_hidden_state_layer_ids") == [layers] else (FINAL,)
 
     def ships_embedding(self, target: Model) -> bool:
         """Return whether the file has an embedding of its own; a copy of the target's is dropped from `tensors`."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from minispec.attention import QUERY_BLOCK, PagedFlex, PagedGather, Plan
 from minispec.beam import BeamDrafter
-from minispec.config import Config
+from minispec.config import LEARNED, Config
 from minispec.drafter import Batch, Committed, DeviceDrafter, Draft, HostDrafter, Payoff, Plain
 from minispec.kv import PagedKV, upload
 from minispec.model import Model
@@ -37,7 +37,7 @@ from minispec.sampling import Rows, SamplingState, pick
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import Verdict, verify, verify_greedy
 from minispec.vocab import read_token_map
-from minispec.weights import resolve_model
+from minispec.weights import ModelError, resolve_file, resolve_model
 
 logger = logging.getLogger("minispec")
 
@@ -78,6 +78,7 @@ class Bucket:
             torch.full((batch, nodes), PADDING, dtype=torch.int64, device=device),
             torch.zeros(batch, nodes, dtype=torch.int64, device=device),
         )
+        self.tree.parents[:, 0] = -1
         self.plan = Plan(engine.kv, batch, 1, nodes)
         self.attend = engine.attend_kind(engine.kv, self.plan, engine.model.config.layers)
 
@@ -104,6 +105,9 @@ def make_drafter(config: Config, model: Model, folder: Path) -> HostDrafter | De
         "EAGLE": _learned,
         "EAGLE3": _learned,
     }
+    if config.speculative_token_map is not None and config.algorithm not in LEARNED:
+        logger.warning("--speculative-token-map is ignored: --speculative-algorithm %s drafts without the target's LM "
+                       "head", config.algorithm)  # fmt: skip
     return table[config.algorithm](config, model, folder)
 
 
@@ -117,17 +121,47 @@ def _learned(config: Config, model: Model, folder: Path) -> BeamDrafter:
         )
     ids = None
     if config.speculative_token_map is not None:
-        ids = read_token_map(Path(config.speculative_token_map), model.config.vocab_size)
+        ids = read_token_map(_token_map_file(config.speculative_token_map), model.config.vocab_size)
     weight = model.embed_tokens.weight
-    where = folder if path is None else resolve_model(path, config.speculative_draft_model_revision)
+    where = folder if path is None else _draft_folder(config, path)
     head = load_head(where, model, token_map=ids, head_weight=None, dtype=weight.dtype, device=weight.device)
     if head.name != config.algorithm.lower():
         logger.info("--speculative-algorithm %s: the head is of kind %s and used as such", config.algorithm, head.name)
+    context = config.context_length or model.config.context_length
+    if head.positions < context:
+        logger.info("the draft head states %d positions, the context has %d: it drafts on beyond them, perhaps worse",
+                    head.positions, context)  # fmt: skip
+    shape = _tree_shape(config, model)
+    if shape["topk"] > head.draft_vocab:
+        raise ValueError(f"--speculative-eagle-topk {shape['topk']}: the head drafts {head.draft_vocab} tokens only")
+    return BeamDrafter(head, **shape)
+
+
+def _draft_folder(config: Config, path: str) -> Path:
+    """Return the folder of the draft head or model; raises ModelError naming the flag."""
+    try:
+        return resolve_model(path, config.speculative_draft_model_revision, "--speculative-draft-model-revision")
+    except ModelError as error:
+        raise ModelError(f"--speculative-draft-model-path {path}: {error}") from error
+
+
+def _token_map_file(name: str) -> Path:
+    """Return the token map's file; raises ModelError naming the flag."""
+    try:
+        return resolve_file(name)
+    except ModelError as error:
+        raise ModelError(f"--speculative-token-map {name}: {error}") from error
+
+
+def _tree_shape(config: Config, model: Model) -> dict[str, int]:
+    """Return steps, topk and nodes of a tree grown on the device; says so where the size asked for is impossible."""
     steps, topk, nodes = config.tree_shape(model.config.architecture)
     if config.speculative_num_draft_tokens not in (None, nodes):
-        logger.warning("--speculative-num-draft-tokens %d becomes %d: a tree of %d steps and topk %d has no other size",
-                       config.speculative_num_draft_tokens, nodes, steps, topk)  # fmt: skip
-    return BeamDrafter(head, steps=steps, topk=topk, nodes=nodes)
+        why = "the tree is a chain" if topk == 1 else "no more candidates exist"
+        logger.warning("--speculative-num-draft-tokens %d becomes %d: with --speculative-num-steps %d and "
+                       "--speculative-eagle-topk %d %s", config.speculative_num_draft_tokens, nodes, steps, topk,
+                       why)  # fmt: skip
+    return {"steps": steps, "topk": topk, "nodes": nodes}
 
 
 class Engine:
@@ -161,8 +195,7 @@ class Engine:
         self.payoff = Payoff()
         self.drafter_seconds = 0.0  # host time spent in a drafter that works on the host
         self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): measured at warm-up
-        # A drafter on the host may decline, and then a step is plain; one on the device always has a tree.
-        self.tree_sizes = sorted({1, drafter.nodes}) if drafter.on_host else [drafter.nodes]
+        self.tree_sizes = sorted({1, drafter.nodes})  # a drafter may decline, or be given up; then a step is plain
         self.buckets = {(b, n): Bucket(self, b, n) for b in batch_sizes for n in self.tree_sizes}
         self.batch_sizes = sorted(batch_sizes)
         chunk_rows = -(-chunk_rows // QUERY_BLOCK) * QUERY_BLOCK
@@ -203,33 +236,37 @@ class Engine:
 
     # ---- a decode step -------------------------------------------------------------------------------------------
 
-    def launch(self, slots: Sequence[int], bucket: Bucket | None = None) -> Pending:
+    def launch(self, slots: Sequence[int], bucket: Bucket | None = None, draft: bool = True) -> Pending:
         """Decode one step for these slots: verify a tree each, keep the accepted path, emit its tokens.
 
-        `bucket` fixes batch and tree size; without it they are the smallest that fit, and a tree if it pays.
+        `bucket` fixes batch and tree size; without it they are the smallest that fit, and a tree if it pays. Without
+        `draft` the step is plain, and a drafter on the device hears nothing of it: its rows and states of these slots
+        are invalid from here on.
         """
-        bucket, drafts = self._prepare(slots, bucket)
+        bucket, drafts = self._prepare(slots, bucket, draft)
         rows = bucket.slots
         lens, root = self.lens[rows], self.root[rows]
         wishes = None if self.sampling.all_greedy(slots) else self.sampling.rows(rows, slots)
-        if self.drafter.on_host:
-            tokens, parents = bucket.tree
-        else:
+        on_device = not self.drafter.on_host and bucket.plan.width > 1
+        if on_device:
             # Under thresholds a coin accepts, not the noise, and no draft may know the noise of what is drawn instead.
             couple = wishes is not None and self.thresholds is None
             noise = (wishes.temperature, wishes.seed) if couple else ()
             tokens, parents = self.drafter.propose(Batch(rows, lens, root, *noise))
+        else:
+            tokens, parents = bucket.tree
         nodes = tokens.shape[1]
         tokens[:, 0] = root
         above = ancestors(parents)
         positions = lens[:, None] + depth(above)
         tree = DraftTree(tokens.masked_fill(positions >= self.context_length, PADDING), parents)
         bucket.plan.fill(rows, lens, above, tree.tokens != PADDING)
-        hidden, features = self.model(tree.tokens.clamp(min=0), positions, bucket.attend, self.drafter.taps)
+        taps = self.drafter.taps if on_device else ()
+        hidden, features = self.model(tree.tokens.clamp(min=0), positions, bucket.attend, taps)
         verdict = self._verify(tree, above, self.model.head(hidden), wishes, lens)
         if nodes > 1:
             self.kv.compact(rows, lens, verdict.path, verdict.count)
-        if not self.drafter.on_host:
+        if on_device:
             self._commit_path(rows, lens, verdict, features)
         self.sampling.commit(rows, verdict.emitted, verdict.count)
         self.lens[rows] = lens + verdict.count
@@ -237,16 +274,16 @@ class Engine:
         self.lens[0] = 0  # slot 0 is padding, several rows of it at once
         return self._pending(list(slots), verdict.emitted, verdict.count, nodes=nodes, drafts=drafts)
 
-    def _prepare(self, slots: Sequence[int], bucket: Bucket | None) -> tuple[Bucket, Sequence[Draft]]:
+    def _prepare(self, slots: Sequence[int], bucket: Bucket | None, draft: bool) -> tuple[Bucket, Sequence[Draft]]:
         """Ask a drafter on the host, choose the bucket, and upload slots and trees."""
         drafts: Sequence[Draft] = ()
-        if self.drafter.on_host and bucket is None:
+        if self.drafter.on_host and bucket is None and draft:
             started = time.perf_counter()
             drafts = self.drafter.propose(slots)
             self.drafter_seconds += time.perf_counter() - started
         if bucket is None:
             batch = next(size for size in self.batch_sizes if size >= len(slots))
-            pays = not self.drafter.on_host or self.payoff.worth(drafts, self.time_ratio(batch))
+            pays = draft and (not self.drafter.on_host or self.payoff.worth(drafts, self.time_ratio(batch)))
             bucket = self.buckets[batch, self.drafter.nodes if pays else 1]
         self._upload(bucket, slots, drafts)
         return bucket, drafts
@@ -394,7 +431,7 @@ class Engine:
         for done, (batch, nodes) in enumerate(shapes, start=len(self.prefill_rows) + 1):
             progress(f"warm-up {done}/{total}: decode, batch {batch}, {nodes} nodes a tree")
             self.launch([], self.buckets[batch, nodes])
-        for batch in self.batch_sizes if len(self.tree_sizes) > 1 else ():
+        for batch in self.batch_sizes if self.drafter.on_host and len(self.tree_sizes) > 1 else ():
             # In turn, and the least of several: the machine's mood at start must not decide about trees for good.
             times = [[self._step_seconds(batch, nodes) for nodes in self.tree_sizes] for _ in range(repeats)]
             for nodes, several in zip(self.tree_sizes, zip(*times, strict=True), strict=True):

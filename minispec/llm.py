@@ -31,6 +31,7 @@ from minispec.model import Model, ModelConfig, fuse_hf, rename_hf
 from minispec.packed import can_pack, pack_linears
 from minispec.request import Request, RequestError, SamplingParams
 from minispec.scheduler import Scheduler, logger, startup_line
+from minispec.selftest import PROMPT, self_test
 from minispec.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.weights import eos_token_ids, load_weights, read_config, read_tensors, resolve_model
 
@@ -111,6 +112,8 @@ class LLM:
                 limit = torch._dynamo.config.recompile_limit + len(engine.buckets) + len(engine.prefill_rows)
                 torch._dynamo.config.recompile_limit = limit
             engine.warm_up(tell)
+            if not drafter.on_host and config.load_format != "dummy":
+                self_test(engine, drafter, self.tokenizer.encode(PROMPT))
         self.scheduler = Scheduler(
             engine,
             self.tokenizer,

@@ -262,8 +262,8 @@ class Model(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the normed hidden state [B, T, d] and the tapped features [B, T, F], None without taps.
 
-        tokens, positions [B, T] int64. A tap i is the residual stream that ENTERS layer i; FINAL is the normed hidden
-        state. Features are concatenated in the order of `taps`. A context of `attend` is written in place.
+        tokens, positions [B, T] int64. A tap i is the residual stream that ENTERS layer i, L the last one; FINAL is
+        that one normed. Features are concatenated in the order of `taps`. A context of `attend` is written in place.
         """
         x = self.embed_tokens(tokens)
         rope = self.rope(positions)
@@ -272,6 +272,7 @@ class Model(nn.Module):
             if index in taps:
                 streams[index] = x
             x = self.run_block(block, x, rope, attend.layer(index))
+        streams[len(self.layers)] = x
         hidden = streams[FINAL] = self.norm(x)
         return hidden, torch.cat([streams[tap] for tap in taps], dim=-1) if taps else None
 

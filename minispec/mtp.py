@@ -74,6 +74,7 @@ class MtpHead(Head):
         if token_map is not None:
             tensors["lm_head.weight"] = slice_head(target, token_map, head_weight)
         head = cls.empty(shape, target, dtype=dtype, device=device, token_map=token_map)
+        head.taps = checkpoint.last_state(target)
         checkpoint.fill(head, _spelled)
         return head
 

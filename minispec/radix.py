@@ -7,6 +7,9 @@ The one idea: a node is either held by running requests (its count is above zero
 queue in the order they were let go. Paths are let go deepest page first, so a child always stands before its parent,
 and the front of the queue is always a leaf: eviction is popping the front.
 
+A request that stopped drafting (`scheduler.py`) leaves pages in which the draft rows are missing. They are undrafted
+nodes with a key of their own, which only requests that do not draft may hit; below one there are only others.
+
 Invariants owned here: only full pages enter; a page in the cache is never written again; held nodes are never evicted.
 This file deals in page ids and knows nothing of what a page holds.
 
@@ -18,6 +21,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+UNDRAFTED = -1  # ends the key of a page without draft rows; no token has this id
+
 
 class Node:
     """One cached page: its id, its key within the parent, and how many requests hold it."""
@@ -28,6 +33,11 @@ class Node:
         self.key, self.page, self.parent = key, page, parent
         self.children: dict[tuple[int, ...], Node] = {}
         self.holders = 0
+
+    @property
+    def drafted(self) -> bool:
+        """Whether the page's draft rows are valid as well."""
+        return self.key[-1] != UNDRAFTED
 
 
 class PrefixCache:
@@ -44,13 +54,18 @@ class PrefixCache:
         start, end = page * self.page_size, (page + 1) * self.page_size + self.lookahead
         return tuple(ids[start:end]) if end <= len(ids) else None
 
-    def match(self, ids: Sequence[int], limit: int) -> list[Node]:
-        """Return the longest cached path of pages that lies within ids[:limit], root's child first."""
+    def match(self, ids: Sequence[int], limit: int, drafting: bool = True) -> list[Node]:
+        """Return a cached path of pages that lies within ids[:limit], root's child first, as long as it goes.
+
+        For a request that drafts it ends before the first undrafted page.
+        """
         path: list[Node] = []
         node = self.root
         while self.enabled and (len(path) + 1) * self.page_size <= limit:
             key = self._key(ids, len(path))
             child = node.children.get(key) if key else None
+            if key and child is None and not drafting:
+                child = node.children.get((*key, UNDRAFTED))
             if child is None:
                 break
             path.append(child)
@@ -71,9 +86,12 @@ class PrefixCache:
             if node.holders == 0:
                 self.idle[node] = None
 
-    def insert(self, ids: Sequence[int], pages: Sequence[int], path: list[Node]) -> None:
+    def insert(
+        self, ids: Sequence[int], pages: Sequence[int], path: list[Node], drafted: int | None = None
+    ) -> None:
         """Extend the held `path` in place by the further full pages of `ids`; pages[i] holds the i-th page's rows.
 
+        Draft rows are valid in the first `drafted` rows (None: in all); none are below an undrafted node of `path`.
         A page not known yet passes into the cache's hands. Where the cache has the same tokens already, its own node
         is held and pages[i] stays the caller's.
         """
@@ -84,6 +102,8 @@ class PrefixCache:
             key = self._key(ids, index)
             if key is None:
                 return
+            if drafted is not None and (index + 1) * self.page_size > drafted:
+                key = (*key, UNDRAFTED)
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = Node(key, pages[index], node)
@@ -112,3 +132,4 @@ class PrefixCache:
         assert len({node.page for node in cached}) == len(cached), "a page is in the cache twice"
         assert {n for n in cached if n.holders == 0} == set(self.idle), "idle queue and holders disagree"
         assert all(n.parent is self.root or n.parent.holders >= n.holders for n in cached), "a child is held alone"
+        assert all(n.parent is self.root or n.parent.drafted or not n.drafted for n in cached), "drafted below a gap"

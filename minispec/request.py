@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+HOPELESS_STEPS, HOPELESS_LENGTH = 64, 1.05  # so many verify steps, and their accept length, make drafting pointless
 GREEDY_BELOW = 1e-6  # a temperature under this is greedy, as in SGLang
 
 
@@ -184,6 +186,8 @@ class Request:
     drafted_tokens: int = 0  # nodes verified, roots not counted; plain steps draft none
     accepted_drafts: int = 0
     accept_histogram: list[int] = field(default_factory=list)  # item i: steps that accepted exactly i drafts
+    drafting: bool = True  # False: the drafter on the device is given up for this request
+    recent: deque[int] = field(default_factory=lambda: deque(maxlen=HOPELESS_STEPS))  # tokens of its last tree steps
     retractions: int = 0
     finished_at: float = 0.0
 
@@ -191,6 +195,11 @@ class Request:
     def ids(self) -> list[int]:
         """Prompt and output as one list (a copy)."""
         return self.prompt_ids + self.output_ids
+
+    @property
+    def hopeless(self) -> bool:
+        """True when the last steps with a tree gave hardly more than plain ones would have."""
+        return len(self.recent) == HOPELESS_STEPS and sum(self.recent) < HOPELESS_LENGTH * HOPELESS_STEPS
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,9 @@ class Seat:
         self.ids = ids  # what was known at admission: the tokens to prefill
         self.path = path  # held nodes of the prefix cache; path[i] stands for pages[i]
         self.pages = [node.page for node in path]
+        # Rows whose draft rows are valid too; None: all. A request that came back without drafting computes them again,
+        # but in vain behind a page that lacks them.
+        self.drafted = None if request.drafting else len(ids) if all(node.drafted for node in path) else 0
 
     def owned(self) -> list[int]:
         """Return the pages that are the request's own, not the cache's."""
@@ -205,7 +208,9 @@ class Scheduler:
         self._reserve()
         if requests := list(self.running):
             started = time.perf_counter()
-            pending = self.engine.launch([request.slot for request in requests])
+            pending = self.engine.launch(
+                [request.slot for request in requests], draft=any(request.drafting for request in requests)
+            )
             rows = self.engine.collect(pending)
             self.metrics.step_seconds += time.perf_counter() - started
             self._after_decode(requests, rows, pending.nodes)
@@ -220,7 +225,7 @@ class Scheduler:
                 return  # nothing was freed since: do not hash a long prompt at every step
             ids = request.ids
             # At least the last token is computed, since its hidden state picks the next.
-            path = self.cache.match(ids, len(ids) - 1)
+            path = self.cache.match(ids, len(ids) - 1, request.drafting)
             self.cache.hold(path)
             # One page to spare for each that runs, or the newcomer would soon be retracted again.
             spare = len(self.running) + len(self.prefilling)
@@ -281,7 +286,8 @@ class Scheduler:
             self.prefilling.remove(request)
             self.running.append(request)
             seat = self.seats[request]
-            self.cache.insert(seat.ids, seat.pages[: request.kv_len // self.kv.page_size], seat.path)
+            pages = seat.pages[: request.kv_len // self.kv.page_size]
+            self.cache.insert(seat.ids, pages, seat.path, seat.drafted)
             self._deliver(request, row)
 
     def _next_chunks(self) -> tuple[list[Chunk], list[Request]]:
@@ -380,6 +386,16 @@ class Scheduler:
         histogram = request.accept_histogram
         histogram.extend([0] * (kept - len(histogram)))
         histogram[kept - 1] += 1
+        if nodes > 1 and request.drafting and request.slot and not self.engine.drafter.on_host:
+            request.recent.append(kept)
+            if request.hopeless:
+                self._stop_drafting(request)
+
+    def _stop_drafting(self, request: Request) -> None:
+        """Give up the drafter for a request that it serves in vain; from here on its draft rows count as missing."""
+        request.drafting, self.seats[request].drafted = False, request.kv_len
+        logger.info("request %s stops drafting after %d steps: accept len %.2f over the last %d", request.rid,
+                    request.verify_steps, sum(request.recent) / len(request.recent), len(request.recent))  # fmt: skip
 
     def _end(self, request: Request, finish: Finish, ids: Sequence[int] = ()) -> None:
         """Take a request out of wherever it is, and note its end."""
@@ -402,7 +418,7 @@ class Scheduler:
         seat = self.seats.pop(request)
         # Rows are valid as far as tokens are known and written: a stop inside a step leaves rows without a token.
         known = request.ids[: request.kv_len]
-        self.cache.insert(known, seat.pages[: len(known) // self.kv.page_size], seat.path)
+        self.cache.insert(known, seat.pages[: len(known) // self.kv.page_size], seat.path, seat.drafted)
         self.kv.give_back(seat.owned())
         self.cache.release(seat.path)
         self.kv.unmap(request.slot)

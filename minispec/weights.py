@@ -59,7 +59,7 @@ class Vocabulary(Protocol):
 # Where the model lies
 
 
-def resolve_model(name: str, revision: str | None = None) -> Path:
+def resolve_model(name: str, revision: str | None = None, revision_flag: str = "--revision") -> Path:
     """Return the folder of a model: `name` itself if it is a folder, else the hub's snapshot, downloaded if need be.
 
     The hub's own rules hold: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN. Pickled weights are fetched only where
@@ -68,7 +68,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         if revision is not None:
-            raise ModelError(f"--revision {revision} has no meaning for the folder {name}")
+            raise ModelError(f"{revision_flag} {revision} has no meaning for the folder {name}")
         return path
     if path.exists():
         raise ModelError(f"model {name!r} is a file; pass the folder that holds config.json")
@@ -76,6 +76,22 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     if not any(folder.glob("*.safetensors")):
         folder = _snapshot(name, revision, [*DATA_FILES, "*.bin"])
     return folder
+
+
+def resolve_file(name: str) -> Path:
+    """Return a data file: `name` itself if it is one, else owner/repo/file of the hub; raises ModelError."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    owner, _, rest = name.partition("/")
+    repo, _, file = rest.partition("/")
+    if not owner or not repo or not file or path.exists():
+        raise ModelError("is neither a file nor owner/repo/file on the hub")
+    found = _snapshot(f"{owner}/{repo}", None, [file]) / file
+    if not found.is_file():  # a snapshot is whole without it, if it was never asked for or never there
+        why = f"HF_HUB_OFFLINE is set and the cache {constants.HF_HUB_CACHE}" if constants.HF_HUB_OFFLINE else "the hub"
+        raise ModelError(f"{why} has no {file!r} in {owner}/{repo}")
+    return found
 
 
 def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:

@@ -91,6 +91,9 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         (["--tp", "2"], "--tp 2: minispec runs on one device"),
         (["--speculative-draft", "x"], "--speculative-draft-model-path has no meaning with"),
         (["--speculative-algo", "EAGLE3", "--speculative-num-steps", "3"], "--speculative-eagle-topk"),
+        (["--speculative-algo", "EAGLE", "--speculative-num-draft-tokens", "4"], "not given: --speculative-num-steps"),
+        (["--speculative-algo", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2",
+          "--speculative-num-draft-tokens", "1"], "--speculative-num-draft-tokens must be at least 2"),
         (["--speculative-algo", "NGRAM", "--speculative-eagle-topk", "3"], "belongs to EAGLE, EAGLE3"),
         (["--quantization", "fp8"], "quantization is not in this version"),
         (["--attention-backend", "fa3"], "attention is FlexAttention"),
@@ -126,6 +129,11 @@ def test_refusals_are_one_line_that_names_the_flag(
 def test_flags_that_ask_for_what_is_so_leave_one_note(argv: list[str]) -> None:
     notes = Config.from_args(argv).notes
     assert len(notes) == 1 and argv[0].replace("_", "-") in notes[0]
+
+
+def test_a_token_map_is_taken_whatever_drafts() -> None:
+    for algorithm in ("NONE", "NGRAM", "EAGLE", "EAGLE3"):  # who has no use for it says so when it starts
+        assert Config(speculative_algorithm=algorithm, speculative_token_map="x").speculative_token_map == "x"
 
 
 def test_the_library_gets_the_same_checks() -> None:

@@ -27,7 +27,7 @@ RANKS = {
     3: "ngram eagle",
     3.5: "mtp",  # a head like EAGLE's, and the loader that tells them apart
     4: "engine",
-    5: "scheduler api demo",
+    5: "scheduler api demo selftest",
     5.5: "llm prompts",
     5.7: "corpus",
     6: "server train",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ import torch
 
 import minispec.verify as verify_module
 from minispec import LLM, RequestError, SamplingParams
+from minispec.drafter import Batch
+from minispec.engine import Engine
+from minispec.model import Model
+from minispec.tokenizer import byte_tokenizer
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -57,21 +62,27 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize(("form", "algorithm"), FORMATS, ids=lambda v: getattr(v, "__name__", v))
-@pytest.mark.parametrize("shape", [(3, 1, 4), (3, 2, 6), (2, 2, 8)], ids=str)
-def test_a_published_head_drafts_and_changes_no_token(form, algorithm, shape, tmp_path) -> None:
-    target = test_heads.make_target()
-    model = tmp_path / "target"
-    model.mkdir()
+def config_of(target: Model, folder: Path) -> Path:
+    """Write a folder whose config.json describes a model of the target's sizes."""
+    folder.mkdir()
     c = target.config
     config = {
         **CONFIG, "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size, "vocab_size": c.vocab_size,
         "num_hidden_layers": c.layers, "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads,
         "head_dim": c.head_dim, "tie_word_embeddings": c.tied,
     }  # fmt: skip
-    (model / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(("form", "algorithm"), FORMATS, ids=lambda v: getattr(v, "__name__", v))
+@pytest.mark.parametrize("shape", [(3, 1, 6), (3, 2, 6), (2, 2, 8)], ids=str)  # a chain has 4 nodes, the last 7
+def test_a_published_head_drafts_and_changes_no_token(form, algorithm, shape, tmp_path, caplog) -> None:
+    target = test_heads.make_target()
+    model = config_of(target, tmp_path / "target")
     head = test_heads.write(tmp_path / "head", form(target))
     steps, topk, nodes = shape
+    caplog.set_level(logging.INFO, "minispec")
     options = {"load_format": "dummy", "dtype": "float32", "disable_torch_compile": True}
     plain = LLM(model, **options)
     drafting = LLM(
@@ -83,6 +94,10 @@ def test_a_published_head_drafts_and_changes_no_token(form, algorithm, shape, tm
     assert want == got and all(want)
     assert drafting.scheduler.engine.drafter.nodes == (4 if topk == 1 else min(nodes, 1 + topk + (steps - 1) * topk**2))
     assert drafting.scheduler.metrics.tree_steps > 0
+    switched = form is test_heads.eagle3_official or algorithm == "NEXTN"
+    assert ("is of kind" in caplog.text) == switched
+    has = drafting.scheduler.engine.drafter.nodes
+    assert (f"--speculative-num-draft-tokens {nodes} becomes {has}" in caplog.text) == (nodes != has)
 
 
 def test_a_threshold_below_one_is_said_and_reaches_verification(folder, caplog, monkeypatch) -> None:
@@ -106,6 +121,89 @@ def test_a_head_that_is_missing_or_does_not_fit_names_the_flag(folder, tmp_path)
     head = test_heads.write(tmp_path / "head", test_heads.eagle3_official(test_heads.make_target()))
     with pytest.raises(ValueError, match="--speculative-draft-model-path"):
         LLM(folder, speculative_algorithm="EAGLE3", speculative_draft_model_path=str(head), **options)
+
+
+OPTIONS = {"load_format": "dummy", "dtype": "float32", "disable_torch_compile": True}
+
+
+def test_what_is_wrong_with_a_head_is_one_line_that_names_a_flag(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    target = test_heads.make_target()
+    model = config_of(target, tmp_path / "target")
+    eagle = str(test_heads.write(tmp_path / "eagle", test_heads.eagle_original(target)))
+    form = test_heads.eagle_original(target)
+    form.config["hidden_size"] = 64
+    wide = str(test_heads.write(tmp_path / "wide", form))
+    (tmp_path / "map.json").write_text("[1, 2]")
+    few = {"speculative_token_map": str(tmp_path / "map.json"), "speculative_num_steps": 2,
+           "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 4}  # fmt: skip
+    for wishes, flag in (
+        ({}, "needs --speculative-draft-model-path"),
+        ({"speculative_draft_model_path": "org/absent"}, "--speculative-draft-model-path org/absent"),
+        ({"speculative_draft_model_path": str(model)}, "--speculative-draft-model-path"),
+        ({"speculative_draft_model_path": wide}, "made for a target of hidden_size 64, and the target has 32"),
+        ({"speculative_draft_model_path": eagle, "speculative_draft_model_revision": "v2"},
+         "--speculative-draft-model-revision v2"),
+        ({"speculative_draft_model_path": eagle, "speculative_token_map": "org/absent/map.pt"},
+         "--speculative-token-map org/absent/map.pt"),
+        ({"speculative_draft_model_path": eagle, **few}, "--speculative-eagle-topk 3"),
+    ):  # fmt: skip
+        monkeypatch.setattr(Engine, "__init__", lambda *_, **__: pytest.fail("started all the same"))
+        with pytest.raises(ValueError, match=flag) as refused:
+            LLM(model, speculative_algorithm="EAGLE", **wishes, **OPTIONS)
+        assert "\n" not in str(refused.value) and "--speculative-" in str(refused.value)
+
+
+@pytest.mark.parametrize("form", [test_heads.eagle_original, test_heads.mtp_alone], ids=lambda f: f.__name__)
+def test_a_token_map_slices_the_head_of_an_untied_target_and_changes_no_token(form, tmp_path, caplog) -> None:
+    target = test_heads.make_target()
+    assert not target.config.tied
+    model, head = config_of(target, tmp_path / "target"), test_heads.write(tmp_path / "head", form(target))
+    ids = [5, 60, 7, 8, 31, 2]
+    (tmp_path / "map.json").write_text(json.dumps(ids))
+    caplog.set_level(logging.INFO, "minispec")
+    options = {"speculative_token_map": str(tmp_path / "map.json"), **OPTIONS}
+    plain = LLM(model, speculative_algorithm="NONE", **options)
+    assert "--speculative-token-map is ignored" in caplog.text
+    few = LLM(model, speculative_algorithm="EAGLE", speculative_draft_model_path=str(head), **options)
+    drafter, network = few.scheduler.engine.drafter, few.scheduler.engine.model
+    state = torch.randn(4, target.config.hidden_size)
+    with torch.inference_mode():
+        torch.testing.assert_close(drafter.head.logits(state), network.head(state)[:, ids])
+        proposed = drafter.propose(Batch(*torch.zeros(3, 1, dtype=torch.int64)))
+    assert set(proposed.tokens[0, 1:].tolist()) <= set(ids)
+    want, got = (llm.generate([list(range(20)), [7] * 9], GREEDY) for llm in (plain, few))
+    assert [r["output_ids"] for r in want] == [r["output_ids"] for r in got]
+    assert few.scheduler.metrics.tree_steps > 0
+
+
+def test_a_head_of_few_positions_drafts_on_and_is_named_once(tmp_path, caplog) -> None:
+    target = test_heads.make_target()
+    model, form = config_of(target, tmp_path / "target"), test_heads.eagle_sglang(target)
+    form.config["max_position_embeddings"] = 64
+    head = test_heads.write(tmp_path / "head", form)
+    caplog.set_level(logging.INFO, "minispec")
+    options = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(head), **OPTIONS}
+    long = LLM(model, **options).generate([1, 2] * 40, GREEDY)
+    assert long["output_ids"] == LLM(model, **OPTIONS).generate([1, 2] * 40, GREEDY)["output_ids"]
+    assert caplog.text.count("states 64 positions, the context has 256") == 1
+    caplog.clear()
+    LLM(model, context_length=64, **options)
+    assert "head states" not in caplog.text
+
+
+def test_the_self_test_runs_where_weights_are_real(tmp_path, monkeypatch) -> None:
+    target = test_heads.make_target()
+    model, head = config_of(target, tmp_path / "t"), test_heads.write(tmp_path / "h", test_heads.eagle_sglang(target))
+    tested = []
+    monkeypatch.setattr("minispec.llm.self_test", lambda engine, drafter, ids: tested.append(ids))
+    options = {**OPTIONS, "speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(head)}
+    LLM(model, **options)
+    assert tested == []
+    monkeypatch.setattr("minispec.llm.load_model", lambda *_: test_heads.make_target())
+    monkeypatch.setattr("minispec.llm._load_tokenizer", lambda config, folder, size: byte_tokenizer(size))
+    LLM(model, **{**options, "load_format": "auto"})
+    assert len(tested) == 1 and len(tested[0]) > 20
 
 
 def test_a_token_map_limits_what_is_drafted_not_what_is_said(tmp_path) -> None:

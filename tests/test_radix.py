@@ -10,6 +10,7 @@ import pytest
 from minispec.radix import Node, PrefixCache
 
 PAGE = 2
+Key = tuple[tuple[int, ...], int]
 
 
 @dataclass
@@ -17,42 +18,49 @@ class Slow:
     """The same promises by the book: whole prefixes as keys, holders by request, a clock for recency."""
 
     lookahead: int
-    pages: dict[tuple[int, ...], int] = field(default_factory=dict)  # prefix with its lookahead -> page
-    holders: dict[tuple[int, ...], int] = field(default_factory=dict)
-    idle_since: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
+    pages: dict[Key, int] = field(default_factory=dict)  # prefix with its lookahead -> page
+    holders: dict[Key, int] = field(default_factory=dict)
+    idle_since: dict[Key, tuple[int, int]] = field(default_factory=dict)
     clock: int = 0
 
-    def prefixes(self, ids: list[int]) -> list[tuple[int, ...]]:
-        """Return the keys of the full pages of `ids`: everything up to the page's end and its lookahead."""
-        ends = range(PAGE, len(ids) - self.lookahead + 1, PAGE)
-        return [tuple(ids[: end + self.lookahead]) for end in ends]
+    def prefixes(self, ids: list[int], drafted: int | None = None) -> list[Key]:
+        """Return the keys of the full pages of `ids`: everything up to the page's end and its lookahead.
 
-    def match(self, ids: list[int], limit: int) -> list[tuple[int, ...]]:
-        """Return the keys of the longest cached run of pages within ids[:limit]."""
-        path = []
-        for index, key in enumerate(self.prefixes(ids)):
-            if key not in self.pages or (index + 1) * PAGE > limit:
+        Behind it, how many of these pages lack draft rows, of which the first `drafted` rows are valid.
+        """
+        ends = range(PAGE, len(ids) - self.lookahead + 1, PAGE)
+        valid = len(ids) if drafted is None else drafted // PAGE
+        return [(tuple(ids[: end + self.lookahead]), max(0, end // PAGE - valid)) for end in ends]
+
+    def match(self, ids: list[int], limit: int, drafting: bool) -> list[Key]:
+        """Return the keys of a cached run of pages within ids[:limit], with draft rows as long as there are some."""
+        path: list[Key] = []
+        for index, (prefix, _) in enumerate(self.prefixes(ids)):
+            lacking = path[-1][1] if path else 0
+            wanted = [(prefix, 0)] * (lacking == 0) + [(prefix, lacking + 1)] * (not drafting)
+            key = next((key for key in wanted if key in self.pages), None)
+            if key is None or (index + 1) * PAGE > limit:
                 break
             path.append(key)
         return path
 
-    def hold(self, path: list[tuple[int, ...]]) -> None:
+    def hold(self, path: list[Key]) -> None:
         """Count a holder."""
         for key in path:
             self.holders[key] = self.holders.get(key, 0) + 1
             self.idle_since.pop(key, None)
 
-    def release(self, path: list[tuple[int, ...]]) -> None:
+    def release(self, path: list[Key]) -> None:
         """Discount a holder; of pages that become idle together the deepest is the oldest."""
         self.clock += 1
         for key in path:
             self.holders[key] -= 1
             if not self.holders[key]:
-                self.idle_since[key] = (self.clock, -len(key))
+                self.idle_since[key] = (self.clock, -len(key[0]))
 
-    def insert(self, ids: list[int], pages: list[int], path: list[tuple[int, ...]]) -> None:
+    def insert(self, ids: list[int], pages: list[int], path: list[Key], drafted: int | None) -> None:
         """Take the pages that are not known, hold them all."""
-        for index, key in enumerate(self.prefixes(ids)[: len(pages)]):
+        for index, key in enumerate(self.prefixes(ids, drafted)[: len(pages)]):
             if index >= len(path):
                 self.pages.setdefault(key, pages[index])
                 self.hold([key])
@@ -81,14 +89,19 @@ def held_pages(cache: PrefixCache) -> set[int]:
 def test_random_operations_equal_the_slow_cache(seed: int, lookahead: int) -> None:
     rng = random.Random(seed)
     cache, slow = PrefixCache(PAGE, lookahead), Slow(lookahead)
-    requests: list[tuple[list[Node], list[tuple[int, ...]]]] = []
-    next_page, matched, evicted = 1, 0, 0
+    requests: list[tuple[list[Node], list[Key]]] = []
+    next_page, matched, evicted, undrafted = 1, 0, 0, 0
     for _ in range(600):
         action = rng.random()
         if action < 0.5 and len(requests) < 6:  # a request comes: match, hold, compute, insert
             ids = [rng.randrange(2) for _ in range(rng.randint(1, 12))]
             limit = rng.choice((len(ids) - 1, len(ids)))
-            path, slow_path = cache.match(ids, limit), slow.match(ids, limit)
+            drafting = rng.random() < 0.4
+            path, slow_path = cache.match(ids, limit, drafting), slow.match(ids, limit, drafting)
+            gaps = [index for index, node in enumerate(path) if not node.drafted]
+            undrafted += len(gaps)
+            drafted = gaps[0] * PAGE if gaps else rng.choice((None, len(path) * PAGE + rng.randint(0, 3)))
+            assert not gaps or not drafting
             assert [node.page for node in path] == [slow.pages[key] for key in slow_path]
             assert len(path) * PAGE <= limit
             matched += len(path)
@@ -97,8 +110,8 @@ def test_random_operations_equal_the_slow_cache(seed: int, lookahead: int) -> No
             total = rng.randint(len(path), len(ids) // PAGE)
             pages = [node.page for node in path] + list(range(next_page, next_page + total - len(path)))
             next_page += total - len(path)
-            cache.insert(ids, pages, path)
-            slow.insert(ids, pages, slow_path)
+            cache.insert(ids, pages, path, drafted)
+            slow.insert(ids, pages, slow_path, drafted)
             assert [node.page for node in path] == [slow.pages[key] for key in slow_path]
             requests.append((path, slow_path))
         elif action < 0.8 and requests:
@@ -113,7 +126,7 @@ def test_random_operations_equal_the_slow_cache(seed: int, lookahead: int) -> No
             evicted += len(gone)
         cache.check()
         assert cache.count == len(slow.pages) and len(cache.idle) == len(slow.idle_since)
-    assert matched > 50 and evicted > 50
+    assert matched > 50 and evicted > 50 and undrafted > 5
     for path, _ in requests:
         cache.release(path)
     assert len(cache.evict(10**6)) == len(slow.pages) and cache.count == 0 and not cache.root.children

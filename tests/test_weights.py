@@ -22,6 +22,7 @@ from minispec.weights import (
     load_weights,
     read_config,
     read_tensors,
+    resolve_file,
     resolve_model,
 )
 
@@ -109,6 +110,23 @@ def test_absent_revision_is_named(offline_hub: Path) -> None:
 
 def test_misspelt_path_is_one_sentence(offline_hub: Path) -> None:
     assert "./no/such/folder" in _message(lambda: resolve_model("./no/such/folder", None))
+
+
+def test_a_file_is_found_here_or_in_the_cache_by_owner_repo_and_name(offline_hub: Path, tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text("[1]")
+    assert resolve_file(str(tmp_path / "map.json")) == tmp_path / "map.json"
+    snapshot = _fill_hub_cache(offline_hub, "org/name", {"freq.pt": ""})
+    assert resolve_file("org/name/freq.pt") == snapshot / "freq.pt"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("org/name/other.pt", "has no 'other.pt' in org/name"), ("org/absent/freq.pt", "HF_HUB_OFFLINE is set"),
+     ("freq.pt", "neither a file nor owner/repo/file"), ("/no/such/freq.pt", "neither a file nor owner/repo/file")],
+)  # fmt: skip
+def test_an_absent_file_offline_is_one_sentence(name: str, said: str, offline_hub: Path) -> None:
+    _fill_hub_cache(offline_hub, "org/name", {"freq.pt": ""})
+    assert said in _message(lambda: resolve_file(name))
 
 
 def test_pickles_are_asked_for_only_where_there_are_no_safetensors(

@@ -34,10 +34,12 @@ from minispec.mtp import load_head
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import SamplingParams
 from minispec.sampling import Rows, SamplingState, pick
+from minispec.standalone import StandaloneDrafter, load_draft
+from minispec.tokenizer import Tokenizer
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import Verdict, verify, verify_greedy
 from minispec.vocab import read_token_map
-from minispec.weights import resolve_model
+from minispec.weights import ModelError, resolve_model
 
 logger = logging.getLogger("minispec")
 
@@ -82,12 +84,12 @@ class Bucket:
         self.attend = engine.attend_kind(engine.kv, self.plan, engine.model.config.layers)
 
 
-def make_drafter(config: Config, model: Model, folder: Path) -> HostDrafter | DeviceDrafter:
+def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> HostDrafter | DeviceDrafter:
     """Build the drafter a config asks for, for a target that lies in `folder`; the one table of drafters.
 
-    Raises ValueError naming the flag where a head is missing or does not fit the target.
+    Raises ValueError naming the flag where a head or draft model is missing or does not fit target and tokenizer.
     """
-    table: dict[str, Callable[[Config, Model, Path], HostDrafter | DeviceDrafter]] = {
+    table: dict[str, Callable[[Config, Model, Path, Tokenizer], HostDrafter | DeviceDrafter]] = {
         "NONE": lambda *_: Plain(),
         "NGRAM": lambda config, *_: NgramDrafter(
             NgramOptions(
@@ -103,11 +105,12 @@ def make_drafter(config: Config, model: Model, folder: Path) -> HostDrafter | De
         ),
         "EAGLE": _learned,
         "EAGLE3": _learned,
+        "STANDALONE": _standalone,
     }
-    return table[config.algorithm](config, model, folder)
+    return table[config.algorithm](config, model, folder, tokenizer)
 
 
-def _learned(config: Config, model: Model, folder: Path) -> BeamDrafter:
+def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> BeamDrafter:
     """Build the drafter around a trained head; the head's own files decide which kind it is."""
     path = config.speculative_draft_model_path
     if path is None and model.config.architecture != "MiMoForCausalLM":
@@ -119,15 +122,38 @@ def _learned(config: Config, model: Model, folder: Path) -> BeamDrafter:
     if config.speculative_token_map is not None:
         ids = read_token_map(Path(config.speculative_token_map), model.config.vocab_size)
     weight = model.embed_tokens.weight
-    where = folder if path is None else resolve_model(path, config.speculative_draft_model_revision)
+    where = folder if path is None else _draft_folder(config, path)
     head = load_head(where, model, token_map=ids, head_weight=None, dtype=weight.dtype, device=weight.device)
     if head.name != config.algorithm.lower():
         logger.info("--speculative-algorithm %s: the head is of kind %s and used as such", config.algorithm, head.name)
+    return BeamDrafter(head, **_tree_shape(config, model))
+
+
+def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> StandaloneDrafter:
+    """Build the drafter around a model of its own."""
+    path = config.speculative_draft_model_path
+    if path is None:
+        raise ValueError("--speculative-algorithm STANDALONE needs --speculative-draft-model-path: "
+                         "a smaller model with the target's tokenizer")  # fmt: skip
+    draft = load_draft(_draft_folder(config, path), model, tokenizer, config.context_length)
+    return StandaloneDrafter(draft, **_tree_shape(config, model))
+
+
+def _draft_folder(config: Config, path: str) -> Path:
+    """Return the folder of the draft head or model; raises ModelError naming the flag."""
+    try:
+        return resolve_model(path, config.speculative_draft_model_revision)
+    except ModelError as error:
+        raise ModelError(f"--speculative-draft-model-path {path}: {error}") from error
+
+
+def _tree_shape(config: Config, model: Model) -> dict[str, int]:
+    """Return steps, topk and nodes of a tree grown on the device; says so where the size asked for is impossible."""
     steps, topk, nodes = config.tree_shape(model.config.architecture)
     if config.speculative_num_draft_tokens not in (None, nodes):
         logger.warning("--speculative-num-draft-tokens %d becomes %d: a tree of %d steps and topk %d has no other size",
                        config.speculative_num_draft_tokens, nodes, steps, topk)  # fmt: skip
-    return BeamDrafter(head, steps=steps, topk=topk, nodes=nodes)
+    return {"steps": steps, "topk": topk, "nodes": nodes}
 
 
 class Engine:
@@ -230,7 +256,7 @@ class Engine:
         if nodes > 1:
             self.kv.compact(rows, lens, verdict.path, verdict.count)
         if not self.drafter.on_host:
-            self._commit_path(rows, lens, verdict, features)
+            self._commit_path(rows, lens, verdict, tree.tokens, features)
         self.sampling.commit(rows, verdict.emitted, verdict.count)
         self.lens[rows] = lens + verdict.count
         self.root[rows] = verdict.bonus
@@ -258,15 +284,19 @@ class Engine:
             return verify_greedy(tree, above, logits, most)
         return verify(tree, logits, wishes, lens, most, self.thresholds)
 
-    def _commit_path(self, slots: Tensor, lens: Tensor, verdict: Verdict, features: Tensor) -> None:
+    def _commit_path(
+        self, slots: Tensor, lens: Tensor, verdict: Verdict, tokens: Tensor, features: Tensor | None
+    ) -> None:
         """Report the accepted path, a chain of A rows from `lens` on, to a drafter on the device."""
         batch, most = verdict.path.shape
         step = torch.arange(most, device=self.device)
         plan = self.path_plans[batch]
         plan.fill(slots, lens, self.causal[:most, :most].expand(batch, -1, -1), step < verdict.count[:, None])
-        along = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
+        tokens = tokens.gather(1, verdict.path)
+        if features is not None:
+            features = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
         ends = torch.arange(batch, device=self.device) * most + verdict.count - 1
-        self.drafter.commit(Committed(slots, verdict.emitted, lens[:, None] + step, along, ends, plan))
+        self.drafter.commit(Committed(slots, tokens, verdict.emitted, lens[:, None] + step, features, ends, plan))
 
     def _upload(self, bucket: Bucket, slots: Sequence[int], drafts: Sequence[Draft]) -> None:
         """Write slots and trees, padded, into the bucket's static tensors; node 0 is filled in from `root`."""
@@ -345,7 +375,7 @@ class Engine:
         if not self.drafter.on_host:
             # The pick follows the last row of a last chunk. Added, not assigned: padding repeats row 0.
             after.index_add_(0, ends_t, picked * (token - after[ends_t]))
-            self.drafter.commit(Committed(chunk_slots, after[None], positions, features, ends_t, plan))
+            self.drafter.commit(Committed(chunk_slots, tokens_t, after[None], positions, features, ends_t, plan))
         self.sampling.commit(chunk_slots, token[:, None], picked)
         self.lens[chunk_slots] = lens
         self.root[chunk_slots] = token

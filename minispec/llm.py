@@ -108,10 +108,9 @@ class LLM:
             if compiled:
                 # Every (batch, tree) is a graph of the same function, and several LLMs may share a process. Not for the
                 # warm-up alone: whoever registers a pytree node later (transformers does) invalidates all graphs.
-                # A draft model is blocks too: rows of prompts and roots, and of paths and frontiers by batch.
-                shapes = 2 * (len(engine.buckets) + len(engine.prefill_rows))
-                shapes += 0 if drafter.on_host else len(engine.buckets)
-                torch._dynamo.config.recompile_limit += shapes
+                # A draft model's blocks count too: prompts and the roots behind them, paths and frontiers.
+                shapes = len(engine.buckets) + len(engine.prefill_rows)
+                torch._dynamo.config.recompile_limit += shapes if drafter.on_host else 3 * shapes
             engine.warm_up(tell)
         self.scheduler = Scheduler(
             engine,

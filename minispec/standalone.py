@@ -59,8 +59,8 @@ class StandaloneDrafter(BeamDrafter):
     lookahead = 0
     head: DraftModel
 
-    def __init__(self, head: DraftModel, *, steps: int, topk: int, nodes: int) -> None:
-        super().__init__(head, steps=steps, topk=topk, nodes=nodes)
+    def __init__(self, head: DraftModel, *, steps: int, topk: int, nodes: int, coupled: bool = True) -> None:
+        super().__init__(head, steps=steps, topk=topk, nodes=nodes, coupled=coupled)
         self.kv_shape = (head.model.config.layers, head.kv_heads, head.head_dim)
         # From the old root on: a path of depth + 1 rows and the new root behind it, or the old root and the frontiers.
         self.scratch = max(self.depth + 2, 1 + self.window)

@@ -1,4 +1,4 @@
-"""Growing a tree on the device: the beam that EAGLE-2, EAGLE-3 and MTP share, and the drafter around their heads.
+"""Growing a tree on the device: the beam that all learned drafters share, and the drafter around a head.
 
 The one idea: a cheap head proposes the K likeliest children of every node of a frontier; the K best of those by
 cumulative probability are the next frontier, and everything proposed stays a candidate. After S rounds the best N - 1
@@ -17,6 +17,8 @@ may add the same noise to its own logits ("Coupling without communication and dr
 arXiv 2408.07978): two models that agree on the logits then agree on the pick, and the beam drafts what it would pick
 itself. That is a guess like any other: penalties and filters are left out, and verification alone makes output exact.
 
+A model of its own drafts by the same beam; only which row a token lies in differs (`lookahead`), see `standalone.py`.
+
 Read next: `eagle.py` for the heads, `engine.py` for the calls, `tree.py` for what comes out.
 """
 
@@ -31,7 +33,7 @@ from torch import Tensor, nn
 from minispec.attention import PagedFlex, PagedGather, Plan
 from minispec.drafter import Batch, Committed
 from minispec.kv import PagedKV
-from minispec.model import LayerAttend, Rope
+from minispec.model import Attend, LayerAttend, Rope
 from minispec.request import GREEDY_BELOW
 from minispec.sampling import gumbel
 from minispec.tree import DraftTree
@@ -144,7 +146,7 @@ class BeamDrafter:
     """The drafter around a head: S rounds over K branches, reranked to a tree of N nodes."""
 
     on_host = False
-    lookahead = 1  # the pair in row i holds token i + 1
+    lookahead = 1  # row i holds token i + lookahead: here, in the pair
 
     def __init__(self, head: nn.Module, *, steps: int, topk: int, nodes: int, coupled: bool = True) -> None:
         """`coupled` drafts with the noise of the target's picks; without it every draft is the head's likeliest."""
@@ -152,17 +154,18 @@ class BeamDrafter:
         self.head, self.steps, self.topk, self.nodes, self.coupled = head, steps, topk, nodes, coupled
         self.name, self.taps = head.name, head.taps
         self.depth = min(steps, nodes - 1)
-        self.scratch = (steps - 1) * topk
+        self.kv_shape = (1, head.kv_heads, head.head_dim)
+        self.window = self.scratch = (steps - 1) * topk  # rows of all frontiers
         self.run_head: Callable[..., Tensor] = type(head).forward
 
     def attach(self, kv: PagedKV, attend_kind: type[PagedFlex] | type[PagedGather], batch_sizes: Sequence[int]) -> None:
         """Allocate the head's pages and per-slot state beside the target's."""
-        self.kv, self.attend_kind = kv.sibling(1, self.head.kv_heads, self.head.head_dim), attend_kind
+        self.kv, self.attend_kind = kv.sibling(*self.kv_shape), attend_kind
         slots, like = kv.table.shape[0], {"dtype": kv.pool.dtype, "device": kv.pool.device}
         self.state = torch.zeros(slots, self.head.hidden_size, **like)  # the head's output at each slot's last row
-        self._layers: dict[Plan, LayerAttend] = {}
+        self._attends: dict[Plan, Attend] = {}
         self._plans = {
-            size: Plan(self.kv, size, 1, self.topk, window=self.scratch) for size in batch_sizes if self.scratch
+            size: Plan(self.kv, size, 1, self.topk, window=self.window) for size in batch_sizes if self.window
         }
 
     def compile_head(self, **options: object) -> None:
@@ -170,16 +173,16 @@ class BeamDrafter:
         self.run_head = torch.compile(type(self.head).forward, fullgraph=True, dynamic=False, **options)
 
     def propose(self, batch: Batch) -> DraftTree:
-        """Grow one tree per row of the batch; writes scratch rows beyond `lens` in the head's own pages."""
+        """Grow one tree per row of the batch; writes scratch rows beyond the committed ones in the own pages."""
         state = self.state[batch.slots]
+        first = batch.lens + 1 - self.lookahead  # the row of the first drafted token, which is number lens + 1
 
         def expand(round_: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
             """Run the head over a frontier, its rows behind those of the rounds before."""
             plan = self._plans[len(batch.slots)]
             live = torch.ones_like(frontier.tokens, dtype=torch.bool)
-            plan.fill(batch.slots, batch.lens, frontier.visible, live, offset=(round_ - 1) * self.topk)
-            # Row i holds token i + 1, and the root is token `lens`: the first drafted token, lens + 1, is in row lens.
-            positions = (batch.lens + round_ - 1)[:, None].expand_as(frontier.tokens)
+            plan.fill(batch.slots, first, frontier.visible, live, offset=(round_ - 1) * self.topk)
+            positions = (first + round_ - 1)[:, None].expand_as(frontier.tokens)
             states = self._run(frontier.tokens, frontier.states, positions, plan)
             return self._couple(self.head.logits(states), batch, round_), states
 
@@ -200,10 +203,14 @@ class BeamDrafter:
 
     def _run(self, tokens: Tensor, states: Tensor, positions: Tensor, plan: Plan) -> Tensor:
         """Run the head over pairs of tokens and states [B, T, ...] under a plan."""
-        if plan not in self._layers or self.attend_kind is PagedGather:
-            self._layers[plan] = self.attend_kind(self.kv, plan, 1).layer(0)
-        embedding = self.head.embed(tokens.clamp(min=0))
-        return self.run_head(self.head, embedding, states, self.head.rope(positions), self._layers[plan], positions)
+        embedding, attend = self.head.embed(tokens.clamp(min=0)), self._attend(plan).layer(0)
+        return self.run_head(self.head, embedding, states, self.head.rope(positions), attend, positions)
+
+    def _attend(self, plan: Plan) -> Attend:
+        """Return the attention over the own pages under a plan."""
+        if plan not in self._attends:
+            self._attends[plan] = self.attend_kind(self.kv, plan, self.kv_shape[0])
+        return self._attends[plan]
 
     def _couple(self, logits: Tensor, batch: Batch, depth: int) -> Tensor:
         """Return logits [B, K, Vd] of nodes at a depth with the noise of the target's pick there; greedy rows as given.

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # served when no model is named
-LATER_ALGORITHMS = ("STANDALONE",)
 LEARNED = ("EAGLE", "EAGLE3")  # drafters with a trained head; NEXTN is another name of EAGLE
+GROWN = (*LEARNED, "STANDALONE")  # drafters that grow their trees on the device, with a draft model path
 MAX_NODES = 128  # of a draft tree: the nodes of one request are one query block of FlexAttention
 _SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative_accept_threshold_single",
            "speculative_accept_threshold_acc")  # flags of every drafter that drafts  # fmt: skip
@@ -88,15 +88,15 @@ class Config:
     disable_torch_compile: bool = _flag(False, "Memory and scheduling", "run eagerly: starts at once, decodes slower")
 
     speculative_algorithm: str | None = _flag(
-        None, "Speculation", "NONE, NGRAM, EAGLE (alias NEXTN) or EAGLE3, in any case; default: NGRAM for the default "
-        "model, NONE for a named one",
+        None, "Speculation", "NONE, NGRAM, EAGLE (alias NEXTN), EAGLE3 or STANDALONE, in any case; default: NGRAM for "
+        "the default model, NONE for a named one",
     )  # fmt: skip
     speculative_draft_model_path: str | None = _flag(
-        None, "Speculation", "id or folder of the draft head; a MiMo target brings its own"
+        None, "Speculation", "id or folder of the draft head or model; a MiMo target brings its own"
     )
-    speculative_draft_model_revision: str | None = _flag(None, "Speculation", "branch, tag or commit of a head's id")
+    speculative_draft_model_revision: str | None = _flag(None, "Speculation", "branch, tag or commit of that id")
     speculative_num_steps: int | None = _flag(
-        None, "Speculation", "rounds a head drafts (with the next two: all or none)", low=1, high=32
+        None, "Speculation", "rounds of drafting (with the next two: all or none)", low=1, high=32
     )
     speculative_eagle_topk: int | None = _flag(None, "Speculation", "branches of a draft round", low=1, high=32)
     speculative_token_map: str | None = _flag(
@@ -148,11 +148,8 @@ class Config:
 
     def _check_together(self) -> None:
         """Raise ValueError where a value is impossible beside the others."""
-        if self.speculative_algorithm in LATER_ALGORITHMS:
-            raise ValueError(f"--speculative-algorithm {self.speculative_algorithm}: not in this version yet; "
-                             "allowed: NONE, NGRAM, EAGLE, EAGLE3, NEXTN")  # fmt: skip
-        if self.speculative_algorithm not in (None, "NONE", "NGRAM", *LEARNED):
-            raise ValueError("--speculative-algorithm must be NONE, NGRAM, EAGLE, EAGLE3 or NEXTN, got "
+        if self.speculative_algorithm not in (None, "NONE", "NGRAM", *GROWN):
+            raise ValueError("--speculative-algorithm must be NONE, NGRAM, EAGLE, EAGLE3, NEXTN or STANDALONE, got "
                              f"{self.speculative_algorithm!r}")  # fmt: skip
         if self.mem_fraction_static in (0.0, 1.0):
             raise ValueError(f"--mem-fraction-static must lie between 0 and 1, got {self.mem_fraction_static:g}")
@@ -177,8 +174,8 @@ class Config:
         for f in _flags():
             if not f.name.startswith("speculative_") or getattr(self, f.name) in (f.default, "NONE"):
                 continue
-            owners = ("NGRAM",) if f.name.startswith("speculative_ngram_") else LEARNED
-            owners = ("NGRAM", *LEARNED) if f.name in _SHARED else owners
+            owners = ("NGRAM",) if f.name.startswith("speculative_ngram_") else GROWN
+            owners = ("NGRAM", *GROWN) if f.name in _SHARED else owners
             if f.name == "speculative_token_map":
                 continue  # ignored with a warning by the others, as in SGLang
             if self.algorithm not in owners:
@@ -186,21 +183,23 @@ class Config:
                                  f"it belongs to {', '.join(owners)}")  # fmt: skip
         shape = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
         missing = [flag_name(name) for name in shape if getattr(self, name) is None]
-        if self.algorithm in LEARNED and 0 < len(missing) < len(shape):
+        if self.algorithm in GROWN and 0 < len(missing) < len(shape):
             raise ValueError(f"{', '.join(map(flag_name, shape))} go together, all or none; not given: "
                              f"{', '.join(missing)}")  # fmt: skip
-        if self.algorithm in LEARNED and self.speculative_num_draft_tokens == 1:
+        if self.algorithm in GROWN and self.speculative_num_draft_tokens == 1:
             raise ValueError("--speculative-num-draft-tokens must be at least 2, the root and a draft, got 1")
         if self.speculative_draft_model_revision is not None and self.speculative_draft_model_path is None:
             raise ValueError("--speculative-draft-model-revision needs --speculative-draft-model-path")
 
     def tree_shape(self, architecture: str) -> tuple[int, int, int]:
-        """Return (steps, topk, draft tokens) of a learned drafter; SGLang's choice by the target's architecture if none
-        is given. With topk 1 the tree is a chain of steps + 1; more nodes than candidates exist are not asked for.
+        """Return (steps, topk, draft tokens) of a tree grown on the device; SGLang's choice, by method and the target's
+        architecture, if none is given. With topk 1 the tree is a chain of steps + 1; more nodes than candidates exist
+        are not asked for.
         """
         steps, topk, nodes = self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens
         if steps is None or topk is None or nodes is None:
-            return (5, 4, 8) if architecture == "LlamaForCausalLM" else (3, 1, 4)
+            bushy = self.algorithm in LEARNED and architecture == "LlamaForCausalLM"
+            return (5, 4, 8) if bushy else (3, 1, 4)
         return steps, topk, steps + 1 if topk == 1 else min(nodes, topk + (steps - 1) * topk * topk + 1)
 
     @property

@@ -7,7 +7,7 @@ decoding is speculative.
 
 Drafters come in two kinds. One works on token lists on the host (`on_host`, like `ngram.py`): it may decline a step,
 and `Payoff` decides whether the trees it offers are worth their cost. The other works on the device, inside the step
-(`beam.py` and its heads).
+(`beam.py` and its heads, `standalone.py`).
 
 Read next: `ngram.py` for a drafter, `engine.py` for the calls, the table there is where a sixth method is named.
 """
@@ -49,9 +49,10 @@ class Committed(NamedTuple):
     """What a target forward has just committed: a prompt chunk or a verified path, padded to T rows."""
 
     slots: Tensor  # [C] int64, one per chunk or path; 0 is padding
+    tokens: Tensor  # [B, T] int64, each row's own token
     following: Tensor  # [B, T] int64, the token AFTER each row's; the root at an end, never a sample mid-prompt
     positions: Tensor  # [B, T] int64
-    features: Tensor  # [B, T, F], the drafter's taps at each row
+    features: Tensor | None  # [B, T, F], the drafter's taps at each row; None without taps
     ends: Tensor  # [C] int64, the last row of each chunk or path in the flattened [B * T]
     plan: Plan  # where the rows lie and what each sees
 
@@ -91,10 +92,11 @@ class HostDrafter(Drafter, Protocol):
 class DeviceDrafter(Drafter, Protocol):
     """A drafter that works on tensors, inside the step: static shapes, nothing crosses to the host."""
 
-    head: Any  # the module it drafts with: one layer, with kv_heads and head_dim
+    head: Any  # the module it drafts with, a head or a whole model
+    kv_shape: tuple[int, int, int]  # of its own pages: layers, kv_heads, head_dim
 
     def compile_head(self, **options: Any) -> None:
-        """Run the head through torch.compile from now on."""
+        """Run the module through torch.compile from now on."""
         ...
 
     def attach(self, kv: PagedKV, attend_kind: Any, batch_sizes: Sequence[int]) -> None:

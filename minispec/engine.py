@@ -34,6 +34,8 @@ from minispec.mtp import load_head
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import SamplingParams
 from minispec.sampling import Rows, SamplingState, pick
+from minispec.standalone import StandaloneDrafter, load_draft
+from minispec.tokenizer import Tokenizer
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import Verdict, verify, verify_greedy
 from minispec.vocab import read_token_map
@@ -83,12 +85,12 @@ class Bucket:
         self.attend = engine.attend_kind(engine.kv, self.plan, engine.model.config.layers)
 
 
-def make_drafter(config: Config, model: Model, folder: Path) -> HostDrafter | DeviceDrafter:
+def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> HostDrafter | DeviceDrafter:
     """Build the drafter a config asks for, for a target that lies in `folder`; the one table of drafters.
 
-    Raises ValueError naming the flag where a head is missing or does not fit the target.
+    Raises ValueError naming the flag where a head or draft model is missing or does not fit target and tokenizer.
     """
-    table: dict[str, Callable[[Config, Model, Path], HostDrafter | DeviceDrafter]] = {
+    table: dict[str, Callable[[Config, Model, Path, Tokenizer], HostDrafter | DeviceDrafter]] = {
         "NONE": lambda *_: Plain(),
         "NGRAM": lambda config, *_: NgramDrafter(
             NgramOptions(
@@ -104,14 +106,15 @@ def make_drafter(config: Config, model: Model, folder: Path) -> HostDrafter | De
         ),
         "EAGLE": _learned,
         "EAGLE3": _learned,
+        "STANDALONE": _standalone,
     }
     if config.speculative_token_map is not None and config.algorithm not in LEARNED:
         logger.warning("--speculative-token-map is ignored: --speculative-algorithm %s drafts without the target's LM "
                        "head", config.algorithm)  # fmt: skip
-    return table[config.algorithm](config, model, folder)
+    return table[config.algorithm](config, model, folder, tokenizer)
 
 
-def _learned(config: Config, model: Model, folder: Path) -> BeamDrafter:
+def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> BeamDrafter:
     """Build the drafter around a trained head; the head's own files decide which kind it is."""
     path = config.speculative_draft_model_path
     if path is None and model.config.architecture != "MiMoForCausalLM":
@@ -135,6 +138,16 @@ def _learned(config: Config, model: Model, folder: Path) -> BeamDrafter:
     if shape["topk"] > head.draft_vocab:
         raise ValueError(f"--speculative-eagle-topk {shape['topk']}: the head drafts {head.draft_vocab} tokens only")
     return BeamDrafter(head, **shape)
+
+
+def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> StandaloneDrafter:
+    """Build the drafter around a model of its own."""
+    path = config.speculative_draft_model_path
+    if path is None:
+        raise ValueError("--speculative-algorithm STANDALONE needs --speculative-draft-model-path: "
+                         "a smaller model with the target's tokenizer")  # fmt: skip
+    draft = load_draft(_draft_folder(config, path), model, tokenizer, config.context_length)
+    return StandaloneDrafter(draft, **_tree_shape(config, model))
 
 
 def _draft_folder(config: Config, path: str) -> Path:
@@ -267,7 +280,7 @@ class Engine:
         if nodes > 1:
             self.kv.compact(rows, lens, verdict.path, verdict.count)
         if on_device:
-            self._commit_path(rows, lens, verdict, features)
+            self._commit_path(rows, lens, verdict, tree.tokens, features)
         self.sampling.commit(rows, verdict.emitted, verdict.count)
         self.lens[rows] = lens + verdict.count
         self.root[rows] = verdict.bonus
@@ -295,15 +308,19 @@ class Engine:
             return verify_greedy(tree, above, logits, most)
         return verify(tree, logits, wishes, lens, most, self.thresholds)
 
-    def _commit_path(self, slots: Tensor, lens: Tensor, verdict: Verdict, features: Tensor) -> None:
+    def _commit_path(
+        self, slots: Tensor, lens: Tensor, verdict: Verdict, tokens: Tensor, features: Tensor | None
+    ) -> None:
         """Report the accepted path, a chain of A rows from `lens` on, to a drafter on the device."""
         batch, most = verdict.path.shape
         step = torch.arange(most, device=self.device)
         plan = self.path_plans[batch]
         plan.fill(slots, lens, self.causal[:most, :most].expand(batch, -1, -1), step < verdict.count[:, None])
-        along = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
+        tokens = tokens.gather(1, verdict.path)
+        if features is not None:
+            features = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
         ends = torch.arange(batch, device=self.device) * most + verdict.count - 1
-        self.drafter.commit(Committed(slots, verdict.emitted, lens[:, None] + step, along, ends, plan))
+        self.drafter.commit(Committed(slots, tokens, verdict.emitted, lens[:, None] + step, features, ends, plan))
 
     def _upload(self, bucket: Bucket, slots: Sequence[int], drafts: Sequence[Draft]) -> None:
         """Write slots and trees, padded, into the bucket's static tensors; node 0 is filled in from `root`."""
@@ -382,7 +399,7 @@ class Engine:
         if not self.drafter.on_host:
             # The pick follows the last row of a last chunk. Added, not assigned: padding repeats row 0.
             after.index_add_(0, ends_t, picked * (token - after[ends_t]))
-            self.drafter.commit(Committed(chunk_slots, after[None], positions, features, ends_t, plan))
+            self.drafter.commit(Committed(chunk_slots, tokens_t, after[None], positions, features, ends_t, plan))
         self.sampling.commit(chunk_slots, token[:, None], picked)
         self.lens[chunk_slots] = lens
         self.root[chunk_slots] = token

@@ -74,10 +74,10 @@ class LLM:
             if config.thresholds is not None:
                 logger.warning("--speculative-accept-threshold-single %g, -acc %g: sampled output is no longer exact, "
                                "greedy output is", *config.thresholds)  # fmt: skip
-            drafter = make_drafter(config, network, folder)
+            drafter = make_drafter(config, network, folder, self.tokenizer)
             for module in (network, *([] if drafter.on_host else [drafter.head])):
                 if device.type == "cpu" and can_pack(dtype):
-                    pack_linears(module)  # after the head has taken what it needs of the target's weights
+                    pack_linears(module)  # after a head has taken what it needs of the target's weights
             if compiled:
                 network.compile_blocks(**_compile_options(device))
                 if not drafter.on_host:
@@ -109,8 +109,9 @@ class LLM:
             if compiled:
                 # Every (batch, tree) is a graph of the same function, and several LLMs may share a process. Not for the
                 # warm-up alone: whoever registers a pytree node later (transformers does) invalidates all graphs.
-                limit = torch._dynamo.config.recompile_limit + len(engine.buckets) + len(engine.prefill_rows)
-                torch._dynamo.config.recompile_limit = limit
+                # A draft model's blocks count too: prompts and the roots behind them, paths and frontiers.
+                shapes = len(engine.buckets) + len(engine.prefill_rows)
+                torch._dynamo.config.recompile_limit += shapes if drafter.on_host else 3 * shapes
             engine.warm_up(tell)
             if not drafter.on_host and config.load_format != "dummy":
                 self_test(engine, drafter, self.tokenizer.encode(PROMPT))
@@ -297,9 +298,8 @@ def _pages(
     """
     page_bytes = PagedKV.bytes_per_page(model.layers, model.kv_heads, model.head_dim, config.page_size, dtype)
     tree_rows = max(drafter.nodes, drafter.scratch)
-    if not drafter.on_host:  # the head's rows lie in pages of the same numbers
-        head = drafter.head
-        page_bytes += PagedKV.bytes_per_page(1, head.kv_heads, head.head_dim, config.page_size, dtype)
+    if not drafter.on_host:  # the drafter's rows lie in pages of the same numbers
+        page_bytes += PagedKV.bytes_per_page(*drafter.kv_shape, config.page_size, dtype)
     free, total = _free_bytes(device)
     fraction = config.mem_fraction_static or (0.85 if device.type == "cuda" else None)
     if fraction is None:

@@ -507,7 +507,7 @@ class Trainer:
         return loss.item(), hits
 
     def _scale(self, streams: int) -> Tensor:
-        """Return the usual size of each tapped stream: the median over some replies, without the first token (a sink)."""
+        """Return the usual size of each tapped stream: a median over replies without their first token, a sink."""
         hidden = self.model.config.hidden_size
         rows = torch.cat([self.features.of(i)[0][1:] for i in self.training[:16]]).float()
         parts = rows[:, : streams * hidden].view(-1, streams, hidden)

@@ -162,8 +162,8 @@ def build(
     """Put a scheduler together over the tiny model, as `LLM` does over a real one."""
     kv = PagedKV(
         layers=model.config.layers, kv_heads=model.config.kv_heads, head_dim=model.config.head_dim, pages=pages,
-        page_size=page_size, slots=running + 1, rows_per_slot=model.config.context_length + drafter.nodes,
-        dtype=torch.float32, device=CPU,
+        page_size=page_size, slots=running + 1, dtype=torch.float32, device=CPU,
+        rows_per_slot=model.config.context_length + max(drafter.nodes, drafter.scratch),
     )  # fmt: skip
     sizes = sorted({size for size in (1, 2, 4, 8) if size <= running} | {running})
     engine = Engine(

@@ -94,7 +94,7 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         (["--speculative-algo", "EAGLE", "--speculative-num-draft-tokens", "4"], "not given: --speculative-num-steps"),
         (["--speculative-algo", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2",
           "--speculative-num-draft-tokens", "1"], "--speculative-num-draft-tokens must be at least 2"),
-        (["--speculative-algo", "NGRAM", "--speculative-eagle-topk", "3"], "belongs to EAGLE, EAGLE3"),
+        (["--speculative-algo", "NGRAM", "--speculative-eagle-topk", "3"], "belongs to EAGLE, EAGLE3, STANDALONE"),
         (["--quantization", "fp8"], "quantization is not in this version"),
         (["--attention-backend", "fa3"], "attention is FlexAttention"),
         (["--schedule-policy", "lpm"], "fcfs is accepted"),
@@ -112,8 +112,9 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         (["--speculative-accept-threshold-single", "1.5"], "-single must be in [0, 1], got 1.5"),
         (["--speculative-accept-threshold-acc", "nan"], "--speculative-accept-threshold-acc must be in [0, 1]"),
         (["--revision", "main"], "--revision needs --model-path"),
-        (["--speculative-algorithm", "medusa"], "must be NONE, NGRAM, EAGLE, EAGLE3 or NEXTN, got"),
-        (["--speculative-algorithm", "standalone"], "not in this version yet"),
+        (["--speculative-algorithm", "medusa"], "must be NONE, NGRAM, EAGLE, EAGLE3, NEXTN or STANDALONE, got"),
+        (["--speculative-algo", "standalone", "--speculative-token-map", "x"], "belongs to EAGLE, EAGLE3\n"),
+        (["--speculative-algo", "standalone", "--speculative-num-steps", "3"], "--speculative-eagle-topk"),
     ],
 )
 def test_refusals_are_one_line_that_names_the_flag(
@@ -174,3 +175,5 @@ def test_thresholds_are_none_where_verification_is_exact() -> None:
 def test_tree_shapes_are_the_seed_systems_and_possible(given, architecture, shape) -> None:
     wishes = dict(zip(SHAPE, given, strict=False))
     assert Config(model_path="x", speculative_algorithm="NEXTN", **wishes).tree_shape(architecture) == shape
+    alone = Config(model_path="x", speculative_algorithm="STANDALONE", **wishes).tree_shape(architecture)
+    assert alone == (shape if given else (3, 1, 4))

@@ -24,7 +24,7 @@ RANKS = {
     2: "verify attention output",
     2.2: "drafter",
     2.5: "beam",
-    3: "ngram eagle",
+    3: "ngram eagle standalone",
     3.5: "mtp",  # a head like EAGLE's, and the loader that tells them apart
     4: "engine",
     5: "scheduler api demo selftest",

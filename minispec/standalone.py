@@ -1,0 +1,152 @@
+"""STANDALONE: a whole small model as drafter, with keys and values of its own under the target's page table.
+
+The oldest kind of draft (speculative decoding, arXiv 2211.17192 and 2302.01318) needs no training: any model that reads
+the same token ids will do. It sees the text as it would alone, from the first token on and at true positions.
+
+The one idea: it is a beam like a head's (`beam.py`) with lookahead 0. Row i holds token i, and what a head takes from
+the target's features a model computes from the tokens, so `commit` goes one row further, to the root:
+
+    row   0 ... lens-1 | lens | lens+1 .. lens+K | lens+K+1 .. lens+2K | ...
+          committed      root   first frontier     second frontier
+
+The state kept for a slot is the hidden state at its root, whose logits are the first drafts.
+
+What decides whether two models fit is whether an id means the same to both. So the tokenizers are compared, not the
+sizes of the vocabularies, which are padded as each publisher likes.
+
+Read next: `beam.py` for the trees, `engine.py` for the calls.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from minispec.attention import QUERY_BLOCK, Plan
+from minispec.beam import BeamDrafter
+from minispec.drafter import Committed
+from minispec.model import Model, ModelConfig, fuse_hf, rename_hf
+from minispec.tokenizer import Tokenizer, load_tokenizer
+from minispec.weights import ModelError, load_weights, read_config, read_tensors
+
+logger = logging.getLogger("minispec")
+
+
+class DraftModel(nn.Module):
+    """A model as the beam sees it: it draws on no feature of the target and drafts the ids below `vocab_size`."""
+
+    name = "standalone"
+    taps: tuple[int | str, ...] = ()
+    token_map: Tensor | None = None
+
+    def __init__(self, model: Model, vocab_size: int) -> None:
+        super().__init__()
+        self.model, self.vocab_size = model, vocab_size
+        config = model.config
+        self.hidden_size, self.kv_heads, self.head_dim = config.hidden_size, config.kv_heads, config.head_dim
+
+    def logits(self, state: Tensor) -> Tensor:
+        """Return the logits [..., vocab_size] of hidden states [..., H]; what pads the LM head is cut off."""
+        return self.model.head(state)[..., : self.vocab_size]
+
+
+class StandaloneDrafter(BeamDrafter):
+    """The drafter around a model: S rounds over K branches, reranked to a tree of N nodes."""
+
+    lookahead = 0
+    head: DraftModel
+
+    def __init__(self, head: DraftModel, *, steps: int, topk: int, nodes: int, coupled: bool = True) -> None:
+        super().__init__(head, steps=steps, topk=topk, nodes=nodes, coupled=coupled)
+        self.kv_shape = (head.model.config.layers, head.kv_heads, head.head_dim)
+        # From the old root on: a path of depth + 1 rows and the new root behind it, or the old root and the frontiers.
+        self.scratch = max(self.depth + 2, 1 + self.window)
+        self._tails: dict[tuple[int, int], Plan] = {}  # by batch and width; all are met in warm-up
+        device = head.model.embed_tokens.weight.device
+        self._causal = torch.ones(self.depth + 1, self.depth + 1, dtype=torch.bool, device=device).tril()
+
+    def compile_head(self, **options: object) -> None:
+        """From now on run the model's blocks through torch.compile with these options."""
+        self.head.model.compile_blocks(**options)
+
+    def commit(self, new: Committed) -> None:
+        """Write the rows of the tokens just committed and of the root behind them; keep the state at the root."""
+        root = new.positions.flatten()[new.ends] + 1  # [C], its row and position
+        if new.plan.width == QUERY_BLOCK:  # a prompt: the chunk, then the root or the next chunk's first token
+            self._run(new.tokens, None, new.positions, new.plan)
+            tokens, first = new.following.flatten()[new.ends][:, None], root
+        else:  # a path, whose first row, the old root's, was written with the step before
+            tokens, first = new.following, new.positions[:, 0] + 1
+        count, width = tokens.shape
+        positions = first[:, None] + torch.arange(width, device=first.device)
+        plan = self._tail(count, width)
+        visible = self._causal[:width, :width].expand(count, -1, -1)
+        plan.fill(new.slots, first, visible, live=positions <= root[:, None])
+        states = self._run(tokens, None, positions, plan)
+        self.state[new.slots] = states[torch.arange(count, device=first.device), root - first]
+
+    def _tail(self, count: int, width: int) -> Plan:
+        """Return the plan of `count` runs of `width` rows that end in a root."""
+        if (count, width) not in self._tails:
+            self._tails[count, width] = Plan(self.kv, count, 1, width)
+        return self._tails[count, width]
+
+    def _run(self, tokens: Tensor, states: Tensor | None, positions: Tensor, plan: Plan) -> Tensor:
+        """Return the hidden states [B, T, H] of tokens [B, T] under a plan; what came before is in the pages."""
+        # An id beyond the draft's own rows is one that only the target's padding knows.
+        known = tokens.clamp(0, self.head.model.config.vocab_size - 1)
+        return self.head.model(known, positions, self._attend(plan))[0]
+
+
+# ---- reading a draft model ----------------------------------------------------------------------------------------
+
+
+def load_draft(folder: Path, target: Model, tokenizer: Tokenizer, context_length: int | None) -> DraftModel:
+    """Return the model in `folder` as a drafter for `target`, in its dtype and on its device.
+
+    tokenizer: the target's. context_length: the one served, None for the target's own. Raises ModelError naming
+    --speculative-draft-model-path for what is no supported model or has other token ids.
+    """
+    weight = target.embed_tokens.weight
+    try:
+        config = ModelConfig.from_hf(read_config(folder))
+        own = _own_tokenizer(folder)
+        if difference := ids_differ(tokenizer, own):
+            raise ModelError(f"its tokenizer is not the target's: {difference}")
+        model = Model.empty(config, weight.dtype, weight.device)
+        load_weights(model, fuse_hf(read_tensors(folder), config.tied), rename_hf, weight.dtype)
+    except KeyError as error:
+        raise ModelError(f"--speculative-draft-model-path {folder}: config.json lacks {error}") from error
+    except ValueError as error:
+        raise ModelError(f"--speculative-draft-model-path {folder}: {error}") from error
+    served = context_length or target.config.context_length
+    reach = min(config.context_length, config.sliding_window or config.context_length)
+    if reach < served:
+        logger.info("the draft model is made for %d tokens of the %d served: beyond them it runs on, and may draft "
+                    "worse", reach, served)  # fmt: skip
+    sizes = (config.vocab_size, own.vocab_size, target.config.vocab_size, tokenizer.vocab_size)
+    return DraftModel(model, min(sizes))
+
+
+def _own_tokenizer(folder: Path) -> Tokenizer:
+    """Return the draft's tokenizer; raises ModelError where it has none."""
+    try:
+        return load_tokenizer(folder)
+    except ValueError as error:
+        problem = "no tokenizer in it that can be read, so its ids cannot be compared with the target's"
+        raise ModelError(problem) from error
+
+
+def ids_differ(target: Tokenizer, draft: Tokenizer) -> str | None:
+    """Return where two tokenizers first give an id different meanings, None where they never do.
+
+    An id that only one of them has is no difference: the draft does not propose what the target has not.
+    """
+    for token in range(min(target.vocab_size, draft.vocab_size)):
+        ours, theirs = target.backend.token_bytes(token), draft.backend.token_bytes(token)
+        if ours != theirs and ours and theirs:
+            return f"id {token} is {ours!r} there and {theirs!r} in the draft"
+    return None

@@ -1,0 +1,481 @@
+"""A whole model as drafter: it accepts what is its own, and every tree is that of a slow reference without cache.
+
+Exact output hides drafting bugs. So the target drafts for itself, where each rejection is a bug, and models near to it
+and far from it draft trees that are computed again from the whole text, by plain causal attention and Python lists.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from exactness import CPU, VOCAB, build, mixed_requests, next_logits, reference, request, run, tiny_model
+from safetensors.torch import save_file
+from test_beam import paths, record
+
+from minispec import LLM, SamplingParams
+from minispec.attention import Plan
+from minispec.drafter import Plain
+from minispec.model import Model
+from minispec.request import Request
+from minispec.scheduler import Scheduler
+from minispec.standalone import DraftModel, StandaloneDrafter, ids_differ
+from minispec.tokenizer import byte_tokenizer
+
+MODEL = tiny_model()
+SHAPES = [(1, 1, 2), (3, 1, 4), (2, 2, 7), (3, 3, 8), (4, 4, 16), (1, 5, 4)]  # steps, topk, nodes
+
+
+@torch.inference_mode()
+def near(noise: float) -> Model:
+    """Return the target with noise on its weights: its drafts are often accepted, and as often wrong."""
+    model = tiny_model()
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter += noise * torch.randn_like(parameter)
+    return model
+
+
+@torch.inference_mode()
+def far() -> Model:
+    """Return an unrelated model of another width, depth and attention, whose vocabulary is padded by three rows."""
+    config = replace(MODEL.config, hidden_size=40, layers=2, heads=5, kv_heads=1, vocab_size=VOCAB + 3, qk_norm=True,
+                     context_length=100)  # fmt: skip
+    torch.manual_seed(2)
+    model = Model.empty(config, torch.float32, CPU)
+    for name, parameter in model.named_parameters():
+        parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.4)
+    return model
+
+
+DRAFTS = {"itself": MODEL, "near": near(0.01), "far": far()}
+
+
+def drafter(steps: int, topk: int, nodes: int, name: str = "near") -> StandaloneDrafter:
+    """Return a fresh drafter."""
+    return StandaloneDrafter(DraftModel(DRAFTS[name], VOCAB), steps=steps, topk=topk, nodes=nodes)
+
+
+@torch.inference_mode()
+def slow_tree(ids: list[int], shape: tuple[int, int, int], draft: Model) -> set[tuple[int, ...]]:
+    """Return the paths of the tree after a text, everything computed afresh for every node."""
+    steps, topk, nodes = shape
+    found: dict[tuple[int, ...], float] = {}
+    frontier: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    for _ in range(steps):
+        children = []
+        for path, score in frontier:
+            logp = next_logits(draft, [*ids, *path])[:VOCAB].log_softmax(-1)
+            values, tokens = logp.topk(topk)
+            children += [((*path, t), score + v) for t, v in zip(tokens.tolist(), values.tolist(), strict=True)]
+        found |= dict(children)
+        frontier = sorted(children, key=lambda c: -c[1])[:topk]
+    return {path for path, _ in sorted(found.items(), key=lambda item: -item[1])[: nodes - 1]}
+
+
+def assert_slow_trees(compare: list, shape: tuple[int, int, int], name: str = "near", every: int = 1) -> None:
+    """Compare the noted trees with the slow ones."""
+    assert len(compare) > 10
+    for ids, tokens, parents in compare[::every]:
+        assert paths(tokens, parents) == slow_tree(ids, shape, DRAFTS[name]), f"after {len(ids)} tokens"
+
+
+def drafted(
+    shape: tuple[int, int, int], requests: list[Request], name: str = "near", **how: object
+) -> tuple[Scheduler, list]:
+    """Serve requests and return the scheduler and every tree it was offered."""
+    compare: list = []
+    scheduler = build(MODEL, drafter(*shape, name), **how)
+    record(scheduler, compare)
+    run(scheduler, requests)
+    return scheduler, compare
+
+
+# ---- the target as its own draft ----------------------------------------------------------------------------------
+
+WAYS = [dict(), dict(running=1), dict(chunk=32), dict(chunk=1, running=2), dict(pages=15)]
+STEPS = [(1, dict(pages=15)), (5, dict()), *((3, how) for how in WAYS)]
+
+
+@pytest.mark.parametrize(("steps", "how"), STEPS, ids=str)
+def test_a_chain_of_the_target_s_own_drafts_is_accepted_whole(steps, how) -> None:
+    requests = mixed_requests(max_new_tokens=40)
+    scheduler = build(MODEL, drafter(steps, 1, steps + 1, "itself"), **how)
+    run(scheduler, requests)
+    for r in requests:
+        # Every step gives S + 1 tokens; the one that the end cuts short, if any, is a request's last.
+        assert len(r.accept_histogram) == steps + 1 and sum(r.accept_histogram[:-1]) <= 1
+        if not r.retractions:  # the first token is the prompt's
+            assert r.verify_steps == -(-39 // (steps + 1)) and len(r.output_ids) == 40
+    assert scheduler.metrics.retractions > 0 or "pages" not in how
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 7), (3, 3, 8), (4, 4, 16)], ids=str)
+def test_a_tree_of_the_target_s_own_drafts_is_followed_along_the_greedy_children(shape) -> None:
+    requests = mixed_requests(max_new_tokens=24)
+    compare: list = []
+    scheduler = build(MODEL, drafter(*shape, "itself"))
+    record(scheduler, compare)
+    lengths: list[tuple[int, int]] = []  # of each step: the greedy path within the tree, and what was accepted
+    inner = scheduler.engine._verify
+
+    def verify(tree, above, logits, wishes, lens):
+        verdict = inner(tree, above, logits, wishes, lens)
+        host_slots = scheduler.running
+        for ids, tokens, parents in compare[-len(host_slots) :]:
+            text, known = list(ids), paths(tokens, parents)
+            while tuple(text[len(ids) :] + [best := int(next_logits(MODEL, text).argmax())]) in known:
+                text.append(best)
+            row = [c[0] for c in compare[-len(host_slots) :]].index(ids)
+            lengths.append((len(text) - len(ids), int(verdict.count[row]) - 1))
+        return verdict
+
+    scheduler.engine._verify = verify
+    run(scheduler, requests)
+    assert len(lengths) > 20 and all(inside == accepted for inside, accepted in lengths)
+    assert sum(accepted for _, accepted in lengths) > 0.8 * len(lengths)
+
+
+# ---- every tree ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["near", "far"])
+def test_every_tree_is_the_slow_reference_s(shape, name) -> None:
+    _, compare = drafted(shape, mixed_requests(max_new_tokens=8), name)
+    assert_slow_trees(compare, shape, name, every=3)
+
+
+@pytest.mark.parametrize("how", WAYS[1:], ids=str)
+def test_trees_stay_the_same_alone_in_chunks_and_under_retraction(how) -> None:
+    requests = mixed_requests(max_new_tokens=40 if "pages" in how else 8)
+    scheduler, compare = drafted((3, 2, 6), requests, **how)
+    assert_slow_trees(compare, (3, 2, 6), every=9 if "pages" in how else 3)
+    assert scheduler.metrics.retractions > 0 or "pages" not in how
+    assert scheduler.metrics.accept_length > 1.3, "nothing was accepted, so nothing was tested"
+
+
+def test_a_prefix_hit_restores_the_draft_rows_to_the_last_of_the_page() -> None:
+    first = list(range(1, 40))
+    for differ in (15, 16, 17, 32):
+        other = first[:differ] + [50] + first[differ + 1 :]
+        compare: list = []
+        scheduler = build(MODEL, drafter(3, 2, 6))
+        run(scheduler, [request("a", first, max_new_tokens=4)])
+        record(scheduler, compare)
+        again = request("b", other, max_new_tokens=16)
+        run(scheduler, [again])
+        assert again.cached_tokens == differ // 16 * 16  # row i is of token i alone: no lookahead
+        turn = request("c", [*other, *again.output_ids, 7, 8], max_new_tokens=16)
+        run(scheduler, [turn])
+        assert turn.cached_tokens >= 32
+        assert_slow_trees(compare, (3, 2, 6))
+
+
+def test_a_page_filled_by_the_last_accepted_path_is_whole() -> None:
+    # The reply ends in the very row that fills a page, at every place of a step: the next turn reads those rows.
+    for length in range(1, 6):
+        compare: list = []
+        scheduler = build(MODEL, drafter(3, 1, 4, "itself"))
+        opening = request("a", list(range(2, 50 - length)), max_new_tokens=length + 1)
+        run(scheduler, [opening])
+        record(scheduler, compare)
+        turn = request("b", [*opening.prompt_ids, *opening.output_ids, 7, 8], max_new_tokens=40)
+        run(scheduler, [turn])
+        assert turn.cached_tokens == 48
+        assert_slow_trees(compare[:10] + compare, (3, 1, 4), "itself")
+
+
+def test_drafting_goes_on_to_the_last_row_of_the_context() -> None:
+    # Past the far draft's own 100 positions, and past what a tree has room for.
+    for name in ("near", "far"):
+        full = request("context", [1, 2, 3] * 70, max_new_tokens=None)
+        _, compare = drafted((3, 2, 6), [full], name, running=1)
+        assert len(full.prompt_ids) + len(full.output_ids) == 256
+        assert_slow_trees(compare, (3, 2, 6), name, every=4)
+        assert full.output_ids[:24] == reference(MODEL, small(full))
+
+
+def small(r: Request) -> Request:
+    """Return a copy of a request that ends after 24 tokens."""
+    other = request(r.rid, r.prompt_ids)
+    other.max_new_tokens = 24
+    return other
+
+
+# ---- exactness ----------------------------------------------------------------------------------------------------
+
+TRUTH: dict[tuple[str, str], list[int]] = {}
+
+
+@pytest.mark.parametrize(("name", "shape"), [("near", (3, 1, 4)), ("near", (3, 3, 8)), ("far", (2, 2, 7))], ids=str)
+@pytest.mark.parametrize("wishes", [dict(), dict(temperature=0.8, top_p=0.9, repetition_penalty=1.2)], ids=str)
+def test_tokens_are_those_of_plain_decoding(name, shape, wishes) -> None:
+    for how in (dict(), dict(running=1), dict(chunk=32), dict(pages=15)):
+        requests = mixed_requests(max_new_tokens=12, **wishes)
+        run(build(MODEL, drafter(*shape, name), **how), requests)
+        for r in requests:
+            assert r.output_ids == TRUTH.setdefault((r.rid, str(wishes)), reference(MODEL, r))
+
+
+def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_the_same() -> None:
+    torch._dynamo.reset()  # the blocks of other tests are the same function
+    models, shape, compare = (tiny_model(), near(0.01)), (3, 2, 6), []
+    own = StandaloneDrafter(DraftModel(models[1], VOCAB), steps=3, topk=2, nodes=6)
+    models[0].compile_blocks()
+    own.compile_head()
+    scheduler = build(models[0], own, running=2, chunk=128, compiled=True)
+    graphs = lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]  # noqa: E731
+    before = graphs()
+    with torch._dynamo.config.patch(recompile_limit=16), torch.inference_mode():
+        scheduler.engine.warm_up(lambda line: None)
+    # The target's prompt and two batches; the draft's prompt (the same graph: the models are of one shape) and the root
+    # behind it, then path and frontier for two batches.
+    assert graphs() - before == 3 + 5
+    record(scheduler, compare)
+    requests = mixed_requests(count=4, max_new_tokens=10)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        run(scheduler, requests)
+    torch._dynamo.reset()
+    assert_slow_trees(compare, shape)
+    assert all(r.output_ids == reference(MODEL, r) for r in requests)
+
+
+# ---- errors on purpose --------------------------------------------------------------------------------------------
+
+
+def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Drafted rows turn by one position less, as if the first token were not seen."""
+    original = StandaloneDrafter._run
+
+    def run_off(self, tokens, states, positions, plan):
+        return original(self, tokens, states, positions - int(plan.window != plan.width), plan)
+
+    patch.setattr(StandaloneDrafter, "_run", run_off)
+
+
+def drafts_in_the_root_s_row(patch: pytest.MonkeyPatch) -> None:
+    """The beam starts where a head's does, one row early."""
+    patch.setattr(StandaloneDrafter, "lookahead", 1)
+
+
+def stale_rows(patch: pytest.MonkeyPatch) -> None:
+    """What was drafted is not written again when it is accepted; only the root is."""
+    original = Plan.fill
+
+    def fill(self, slots, starts, visible, live, offset=0):
+        last = live.cumsum(1) == live.sum(1, keepdim=True)
+        path = self.kv.pool.shape[0] == 2 * MODEL.config.layers and self.width == 4 and self.window == 4
+        original(self, slots, starts, visible, live & last if path else live, offset)
+
+    patch.setattr(Plan, "fill", fill)
+
+
+def first_token_unseen(patch: pytest.MonkeyPatch) -> None:
+    """Whatever the first token is, the draft reads token 0."""
+    original = StandaloneDrafter._run
+    patch.setattr(StandaloneDrafter, "_run", lambda self, tokens, states, positions, plan: original(
+        self, tokens.masked_fill(positions == 0, 0), states, positions, plan))  # fmt: skip
+
+
+def no_root_after_a_prompt(patch: pytest.MonkeyPatch) -> None:
+    """After a prompt the state is that of its last token, not the root's."""
+    original = StandaloneDrafter.commit
+
+    def commit(self, new):
+        if new.plan.width == 128:
+            new = new._replace(following=new.tokens)
+        original(self, new)
+
+    patch.setattr(StandaloneDrafter, "commit", commit)
+
+
+def path_one_token_late(patch: pytest.MonkeyPatch) -> None:
+    """The rows of a path hold the tokens before theirs."""
+    original = StandaloneDrafter.commit
+    patch.setattr(StandaloneDrafter, "commit", lambda self, new: original(
+        self, new if new.plan.width == 128 else new._replace(following=new.tokens)))  # fmt: skip
+
+
+def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
+    """A drafted node sees all scratch rows, not its ancestors alone."""
+    original = Plan.fill
+
+    def fill(self, slots, starts, visible, live, offset=0):
+        drafting = self.window != self.width
+        original(self, slots, starts, torch.ones_like(visible) if drafting else visible, live, offset)
+
+    patch.setattr(Plan, "fill", fill)
+
+
+MUTATIONS = [positions_off_by_one, drafts_in_the_root_s_row, stale_rows, first_token_unseen, no_root_after_a_prompt,
+             path_one_token_late, siblings_see_each_other]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", [None, *MUTATIONS], ids=lambda m: m.__name__ if m else "none")
+def test_a_wrong_draft_is_noticed(mutation, monkeypatch) -> None:
+    if mutation is None:
+        _, compare = drafted((3, 3, 8), mixed_requests(max_new_tokens=8), chunk=32)
+        return assert_slow_trees(compare, (3, 3, 8))
+    mutation(monkeypatch)
+    _, compare = drafted((3, 3, 8), mixed_requests(max_new_tokens=8), chunk=32)
+    with pytest.raises(AssertionError, match="after"):
+        assert_slow_trees(compare, (3, 3, 8))
+    return None
+
+
+# ---- from files ---------------------------------------------------------------------------------------------------
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+OPTIONS = {"dtype": "float32", "disable_torch_compile": True, "max_running_requests": 4}
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=16)
+
+
+def write(folder: Path, seed: int = 0, tokens: int | None = 300, swap: bool = False, **config: object) -> Path:
+    """Write a random model of a few layers and a tokenizer of so many ids, two of them swapped if asked for."""
+    folder.mkdir()
+    config = {**CONFIG, **config}
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(seed)
+    d, ff, kv, v = config["hidden_size"], config["intermediate_size"], config["hidden_size"] // 2, config["vocab_size"]
+    shapes = {"self_attn.q_proj": (d, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d),
+              "self_attn.o_proj": (d, d), "mlp.gate_proj": (ff, d), "mlp.up_proj": (ff, d), "mlp.down_proj": (d, ff),
+              "input_layernorm": (d,), "post_attention_layernorm": (d,)}  # fmt: skip
+    tensors = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,), "lm_head.weight": (v, d)}
+    tensors |= {f"model.layers.{i}.{name}.weight": shape for i in range(config["num_hidden_layers"])
+                for name, shape in shapes.items()}  # fmt: skip
+    save_file({name: torch.ones(s) if "norm" in name else 0.5 * torch.randn(s) for name, s in tensors.items()},
+              folder / "model.safetensors")  # fmt: skip
+    if tokens is not None:
+        spec = json.loads(byte_tokenizer(tokens).backend._tokenizer.to_str())
+        vocab = spec["model"]["vocab"]
+        if swap:
+            a, b = (next(name for name, i in vocab.items() if i == wanted) for wanted in (40, 41))
+            vocab[a], vocab[b] = 41, 40
+        (folder / "tokenizer.json").write_text(json.dumps(spec))
+    return folder
+
+
+def drafting(target: Path, draft: Path, *shape: int, **options: object) -> LLM:
+    """Return the target drafting with a model in a folder, by default in the default shape."""
+    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    return LLM(target, speculative_algorithm="standalone", speculative_draft_model_path=str(draft),
+               **dict(zip(names, shape, strict=False)), **{**OPTIONS, **options})  # fmt: skip
+
+
+def outputs(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
+    """Return what it says to a few prompts at once."""
+    prompts = [[1, 2, 3], "hello", list(range(100)), [7] * 9, [299, 298, 280]]
+    return [result["output_ids"] for result in llm.generate(prompts, params)]
+
+
+def test_a_target_drafts_for_itself_from_its_own_folder(tmp_path) -> None:
+    target = write(tmp_path / "target")
+    llm = drafting(target, target)
+    drafter = llm.scheduler.engine.drafter
+    assert (drafter.steps, drafter.topk, drafter.nodes, drafter.name) == (3, 1, 4, "standalone")
+    assert drafter.head.model is not llm.scheduler.engine.model
+    assert outputs(llm) == outputs(LLM(target, **OPTIONS))
+    assert llm.scheduler.metrics.accept_length > 3.5
+
+
+@pytest.mark.parametrize("vocab", [(320, 300), (320, 320), (290, 290), (300, 290), (256, 256)], ids=str)
+def test_vocabularies_of_other_sizes_fit_and_padding_is_never_proposed(vocab, tmp_path) -> None:
+    # The draft's rows and the ids its tokenizer knows; the target has 300 and 300.
+    rows, tokens = vocab
+    target = write(tmp_path / "target")
+    draft = write(tmp_path / "draft", seed=1, tokens=tokens, vocab_size=rows, num_hidden_layers=1)
+    plain = LLM(target, **OPTIONS)
+    for shape in ((), (3, 4, 16)):
+        llm = drafting(target, draft, *shape)
+        proposed, inner = [], llm.scheduler.engine.drafter.propose
+
+        def propose(batch, proposed=proposed, inner=inner):
+            tree = inner(batch)
+            proposed.append(tree.tokens[:, 1:])
+            return tree
+
+        llm.scheduler.engine.drafter.propose = propose
+        for params in (GREEDY, SamplingParams(temperature=1.0, max_new_tokens=16, sampling_seed=3)):
+            assert outputs(llm, params) == outputs(plain, params)
+        seen = torch.cat([tokens.flatten() for tokens in proposed])
+        assert 0 <= seen.min() and seen.max() < min(rows, tokens, 300) and len(seen) > 50
+
+
+def refusal(target: Path, draft: Path | str, **options: object) -> str:
+    """Return the one line with which a draft is refused; it names the flag."""
+    with pytest.raises(ValueError, match="--speculative-draft-model-path") as caught:
+        drafting(target, draft, **options)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_draft_that_does_not_fit_is_refused_in_one_line(tmp_path) -> None:
+    target = write(tmp_path / "target")
+    assert "id 40 is" in refusal(target, write(tmp_path / "swapped", swap=True))
+    assert "no tokenizer" in refusal(target, write(tmp_path / "mute", tokens=None))
+    assert "neither a folder" in refusal(target, "no/such/model/anywhere")
+    assert "no meaning for the folder" in refusal(target, target, speculative_draft_model_revision="main")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "config.json" in refusal(target, empty)
+    odd = write(tmp_path / "odd", architectures=["LlamaForCausalLMEagle"])
+    assert "LlamaForCausalLMEagle" in refusal(target, odd)
+    thin = write(tmp_path / "thin")
+    (thin / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 3}))
+    assert "missing: layers.2." in refusal(target, thin)
+    bare = write(tmp_path / "bare")
+    (bare / "config.json").write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "vocab_size"}))
+    assert "vocab_size" in refusal(target, bare)
+    with pytest.raises(ValueError, match="STANDALONE needs --speculative-draft-model-path"):
+        LLM(target, speculative_algorithm="STANDALONE", **OPTIONS)
+
+
+def test_a_draft_of_a_shorter_context_runs_on_and_says_so_once(tmp_path, caplog) -> None:
+    target = write(tmp_path / "target")
+    draft = write(tmp_path / "draft", max_position_embeddings=64)
+    with caplog.at_level(logging.INFO, logger="minispec"):
+        llm = drafting(target, draft)
+        assert outputs(llm) == outputs(LLM(target, **OPTIONS))
+    assert sum("made for 64 tokens of the 256" in line for line in caplog.messages) == 1
+    assert llm.scheduler.metrics.accept_length > 3.5  # the same weights, and true positions beyond its 64
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="minispec"):
+        drafting(target, draft, context_length=64)
+    assert not any("made for" in line for line in caplog.messages)
+
+
+def test_the_pool_counts_the_draft_s_pages(tmp_path) -> None:
+    from minispec.llm import _pages
+
+    target, deep = write(tmp_path / "target"), write(tmp_path / "deep", num_hidden_layers=6)
+    llm = drafting(target, deep)
+    drafter, engine = llm.scheduler.engine.drafter, llm.scheduler.engine
+    assert drafter.kv_shape == (6, 2, 8) and drafter.kv.pool.shape[0] == 12 and engine.kv.pool.shape[0] == 4
+
+    def pages(drafter: object) -> int:
+        config = replace(llm.config, mem_fraction_static=0.5, max_total_tokens=None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("minispec.llm._free_bytes", lambda device: (2**20, 2**20))
+            patch.setattr(drafter, "nodes", 4, raising=False)
+            return _pages(config, llm.model_config, drafter, torch.float32, CPU, 10**6, 4) - 1
+
+    # 64 rows of 2 layers, keys and values, 2 heads of 8 floats: 16 KiB a page, and 48 KiB more for 6 layers.
+    assert pages(Plain()) == 2**19 // 2**14 and pages(drafter) == 2**19 // 2**16
+
+
+def test_tokenizers_are_compared_by_what_ids_mean() -> None:
+    one = byte_tokenizer(300)
+    assert ids_differ(one, byte_tokenizer(300)) is None and ids_differ(one, byte_tokenizer(270)) is None
+    other = byte_tokenizer(300)
+    inner = other.backend.token_bytes
+    other.backend.token_bytes = lambda token: inner(token) + b"!" * (token == 299)
+    assert "id 299" in ids_differ(one, other) and ids_differ(byte_tokenizer(299), other) is None

@@ -18,11 +18,15 @@ import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, NoReturn
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # served when no model is named
 LEARNED = ("EAGLE", "EAGLE3")  # drafters with a trained head; NEXTN is another name of EAGLE
 GROWN = (*LEARNED, "STANDALONE")  # drafters that grow their trees on the device, with a draft model path
+HEADS = Path(__file__).parent / "heads"  # what ships for the default model; NEXTN is its MTP layer
+SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "standalone"}
+BEST = ("EAGLE3", "NGRAM")  # the default model's default, the first whose files are here
 MAX_NODES = 128  # of a draft tree: the nodes of one request are one query block of FlexAttention
 _SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative_accept_threshold_single",
            "speculative_accept_threshold_acc")  # flags of every drafter that drafts  # fmt: skip
@@ -88,8 +92,8 @@ class Config:
     disable_torch_compile: bool = _flag(False, "Memory and scheduling", "run eagerly: starts at once, decodes slower")
 
     speculative_algorithm: str | None = _flag(
-        None, "Speculation", "NONE, NGRAM, EAGLE (alias NEXTN), EAGLE3 or STANDALONE, in any case; default: NGRAM for "
-        "the default model, NONE for a named one",
+        None, "Speculation", "NONE, NGRAM, EAGLE (alias NEXTN), EAGLE3 or STANDALONE, in any case; default: EAGLE3 "
+        "for the default model, NONE for a named one",
     )  # fmt: skip
     speculative_draft_model_path: str | None = _flag(
         None, "Speculation", "id or folder of the draft head or model; a MiMo target brings its own"
@@ -131,6 +135,7 @@ class Config:
     log_requests: bool = _flag(False, "Logging", "log each request's sizes and parameters (never its text)")
     decode_log_interval: int = _flag(40, "Logging", "decode steps between two log lines", low=1)
 
+    draft_path: str | None = field(default=None, init=False)  # the draft model to load: the one named, or a shipped one
     notes: tuple[str, ...] = ()  # one line for each flag accepted because it asks for what is so anyway; to be logged
 
     def __post_init__(self) -> None:
@@ -138,10 +143,12 @@ class Config:
         for name in ("speculative_algorithm", "speculative_ngram_match_type"):
             if isinstance(getattr(self, name), str):
                 put(name, getattr(self, name).upper())
-        if self.speculative_algorithm == "NEXTN":
+        asked = self.speculative_algorithm
+        if asked == "NEXTN":
             put("speculative_algorithm", "EAGLE")
         for f in _flags():
             _check(f, getattr(self, f.name))
+        put("draft_path", self.speculative_draft_model_path or self._shipped(asked or self.algorithm))
         put("speculative_accept_threshold_acc", max(self.speculative_accept_threshold_acc, 1e-9))  # it divides
         put("dtype", _DTYPES.get(self.dtype, self.dtype))
         self._check_together()
@@ -205,7 +212,25 @@ class Config:
     @property
     def algorithm(self) -> str:
         """The drafter to run: the one asked for, or the default for this model."""
-        return self.speculative_algorithm or ("NGRAM" if self.model_path is None else "NONE")
+        if self.speculative_algorithm is not None:
+            return self.speculative_algorithm
+        shipped = next((name for name in BEST if name not in SHIPPED or self._shipped(name)), "NONE")
+        return shipped if self.model_path is None else "NONE"
+
+    @property
+    def token_map(self) -> str | None:
+        """The file of the draft vocabulary: the one named; for a shipped head that needs one, the one beside it."""
+        if self.speculative_token_map is not None:
+            return None if self.speculative_token_map == "none" else self.speculative_token_map
+        beside = HEADS / "token_map.safetensors"
+        wanted = self.algorithm == "EAGLE" and self.speculative_draft_model_path is None and self.draft_path
+        return str(beside) if wanted and beside.is_file() else None
+
+    def _shipped(self, name: str) -> str | None:
+        """Return the folder of the head that ships for the default model under this name of an algorithm."""
+        folder = HEADS / SHIPPED.get(name, "")
+        whole = self.model_path is None and name in SHIPPED and (folder / "config.json").is_file()
+        return str(folder) if whole else None
 
     @property
     def draft_tokens(self) -> int:

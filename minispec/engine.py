@@ -116,15 +116,15 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
 
 def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> BeamDrafter:
     """Build the drafter around a trained head; the head's own files decide which kind it is."""
-    path = config.speculative_draft_model_path
+    path = config.draft_path
     if path is None and model.config.architecture != "MiMoForCausalLM":
         raise ValueError(
             f"--speculative-algorithm {config.algorithm} needs --speculative-draft-model-path: this target "
             f"({model.config.architecture}) brings no draft head of its own"
         )
     ids = None
-    if config.speculative_token_map is not None:
-        ids = read_token_map(_token_map_file(config.speculative_token_map), model.config.vocab_size)
+    if config.token_map is not None:
+        ids = read_token_map(_token_map_file(config.token_map), model.config.vocab_size)
     weight = model.embed_tokens.weight
     where = folder if path is None else _draft_folder(config, path)
     head = load_head(where, model, token_map=ids, head_weight=None, dtype=weight.dtype, device=weight.device)
@@ -142,7 +142,7 @@ def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -
 
 def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> StandaloneDrafter:
     """Build the drafter around a model of its own."""
-    path = config.speculative_draft_model_path
+    path = config.draft_path
     if path is None:
         raise ValueError("--speculative-algorithm STANDALONE needs --speculative-draft-model-path: "
                          "a smaller model with the target's tokenizer")  # fmt: skip

@@ -113,7 +113,6 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         (["--speculative-accept-threshold-acc", "nan"], "--speculative-accept-threshold-acc must be in [0, 1]"),
         (["--revision", "main"], "--revision needs --model-path"),
         (["--speculative-algorithm", "medusa"], "must be NONE, NGRAM, EAGLE, EAGLE3, NEXTN or STANDALONE, got"),
-        (["--speculative-algo", "standalone", "--speculative-token-map", "x"], "belongs to EAGLE, EAGLE3\n"),
         (["--speculative-algo", "standalone", "--speculative-num-steps", "3"], "--speculative-eagle-topk"),
     ],
 )

@@ -61,7 +61,7 @@ class Subject:
 def own(name: str) -> Subject:
     """Return the subject of a drafter named as module:Class, made as the server makes it."""
     config = Config(model_path="tiny", speculative_algorithm=name)
-    return Subject(lambda model: make_drafter(config, model, Path("tiny"), byte_tokenizer()))
+    return Subject(lambda model: make_drafter(config, model, Path("tiny"), byte_tokenizer(VOCAB)))
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -28,6 +29,7 @@ HEADS = Path(__file__).parent / "heads"  # what ships for the default model; NEX
 SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "standalone"}
 BEST = ("EAGLE3", "NGRAM")  # the default model's default, the first whose files are here
 MAX_NODES = 128  # of a draft tree: the nodes of one request are one query block of FlexAttention
+OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class, a drafter of the operator's own
 _SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative_accept_threshold_single",
            "speculative_accept_threshold_acc")  # flags of every drafter that drafts  # fmt: skip
 _DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
@@ -92,8 +94,8 @@ class Config:
     disable_torch_compile: bool = _flag(False, "Memory and scheduling", "run eagerly: starts at once, decodes slower")
 
     speculative_algorithm: str | None = _flag(
-        None, "Speculation", "NONE, NGRAM, EAGLE (alias NEXTN), EAGLE3 or STANDALONE, in any case; default: EAGLE3 "
-        "for the default model, NONE for a named one",
+        None, "Speculation", "NONE, NGRAM, EAGLE (alias NEXTN), EAGLE3 or STANDALONE, in any case, or module:Class of "
+        "your own (docs/adding-a-drafter.md); default: EAGLE3 for the default model, NONE for a named one",
     )  # fmt: skip
     speculative_draft_model_path: str | None = _flag(
         None, "Speculation", "id or folder of the draft head or model; a MiMo target brings its own"
@@ -141,8 +143,9 @@ class Config:
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen: normalise once, here
         for name in ("speculative_algorithm", "speculative_ngram_match_type"):
-            if isinstance(getattr(self, name), str):
-                put(name, getattr(self, name).upper())
+            value = getattr(self, name)
+            if isinstance(value, str) and ":" not in value:  # a module's name is kept as it is
+                put(name, value.upper())
         asked = self.speculative_algorithm
         if asked == "NEXTN":
             put("speculative_algorithm", "EAGLE")
@@ -155,9 +158,9 @@ class Config:
 
     def _check_together(self) -> None:
         """Raise ValueError where a value is impossible beside the others."""
-        if self.speculative_algorithm not in (None, "NONE", "NGRAM", *GROWN):
-            raise ValueError("--speculative-algorithm must be NONE, NGRAM, EAGLE, EAGLE3, NEXTN or STANDALONE, got "
-                             f"{self.speculative_algorithm!r}")  # fmt: skip
+        if self.speculative_algorithm not in (None, "NONE", "NGRAM", *GROWN) and not self.is_own_drafter:
+            raise ValueError("--speculative-algorithm must be NONE, NGRAM, EAGLE, EAGLE3, NEXTN or STANDALONE, or "
+                             f"module:Class of your own, got {self.speculative_algorithm!r}")  # fmt: skip
         if self.mem_fraction_static in (0.0, 1.0):
             raise ValueError(f"--mem-fraction-static must lie between 0 and 1, got {self.mem_fraction_static:g}")
         if self.chunked_prefill_size == 0:
@@ -185,6 +188,8 @@ class Config:
             owners = ("NGRAM", *GROWN) if f.name in _SHARED else owners
             if f.name == "speculative_token_map":
                 continue  # ignored with a warning by the others, as in SGLang
+            if self.is_own_drafter and owners != ("NGRAM",):
+                continue  # it is handed the whole config
             if self.algorithm not in owners:
                 raise ValueError(f"{flag_name(f.name)} has no meaning with --speculative-algorithm {self.algorithm}; "
                                  f"it belongs to {', '.join(owners)}")  # fmt: skip
@@ -233,8 +238,13 @@ class Config:
         return str(folder) if whole else None
 
     @property
+    def is_own_drafter(self) -> bool:
+        """Whether the drafter is named as module:Class, and so is none of the built-in ones."""
+        return OWN.fullmatch(self.algorithm) is not None
+
+    @property
     def draft_tokens(self) -> int:
-        """Nodes of an NGRAM tree, root included (N); 1 without speculation."""
+        """Nodes of a tree drafted on the host, root included (N); 1 without speculation."""
         if self.algorithm == "NONE":
             return 1
         return self.speculative_num_draft_tokens or min(self.speculative_ngram_max_match_window_size, MAX_NODES)

@@ -9,7 +9,7 @@ Drafters come in two kinds. One works on token lists on the host (`on_host`, lik
 and `Payoff` decides whether the trees it offers are worth their cost. The other works on the device, inside the step
 (`beam.py` and its heads, `standalone.py`).
 
-Read next: `ngram.py` for a drafter, `engine.py` for the calls, the table there is where a sixth method is named.
+Read next: `ngram.py` for a drafter, `engine.py` for the calls, docs/adding-a-drafter.md for one of your own.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ who is in a step.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from minispec.attention import QUERY_BLOCK, PagedFlex, PagedGather, Plan
 from minispec.beam import BeamDrafter
-from minispec.config import LEARNED, Config
+from minispec.config import LEARNED, MAX_NODES, Config
 from minispec.drafter import Batch, Committed, DeviceDrafter, Draft, HostDrafter, Payoff, Plain
 from minispec.kv import PagedKV, upload
 from minispec.model import Model
@@ -88,8 +89,11 @@ class Bucket:
 def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> HostDrafter | DeviceDrafter:
     """Build the drafter a config asks for, for a target that lies in `folder`; the one table of drafters.
 
-    Raises ValueError naming the flag where a head or draft model is missing or does not fit target and tokenizer.
+    `module:Class` is no entry of it: the class is imported and called as the entries are. Raises ValueError naming the
+    flag where a head or draft model is missing or does not fit target and tokenizer, or one's own drafter is none.
     """
+    if config.is_own_drafter:
+        return _own(config, model, folder, tokenizer)
     table: dict[str, Callable[[Config, Model, Path, Tokenizer], HostDrafter | DeviceDrafter]] = {
         "NONE": lambda *_: Plain(),
         "NGRAM": lambda config, *_: NgramDrafter(
@@ -112,6 +116,36 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
         logger.warning("--speculative-token-map is ignored: --speculative-algorithm %s drafts without the target's LM "
                        "head", config.algorithm)  # fmt: skip
     return table[config.algorithm](config, model, folder, tokenizer)
+
+
+DRAFTER_HAS = ("name", "nodes", "depth", "scratch", "lookahead", "taps", "on_host", "propose", "commit", "release",
+               "clear")  # fmt: skip
+DEVICE_HAS = ("attach", "compile_head", "head", "kv_shape")
+
+
+def _own(config: Config, *target: object) -> HostDrafter | DeviceDrafter:
+    """Build the drafter that --speculative-algorithm names as module:Class; errors of its own code pass through."""
+    flag = f"--speculative-algorithm {config.algorithm}"
+    where, _, name = config.algorithm.partition(":")
+    try:
+        module = importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name is None or f"{where}.".startswith(f"{error.name}."):
+            raise ValueError(f"{flag}: there is no module {error.name} on the Python path, which begins with the "
+                             "folder the command is started in") from None  # fmt: skip
+        raise  # the module is there, and lacks one that it imports
+    make = getattr(module, name, None)
+    if not callable(make):
+        classes = [k for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == where]
+        raise ValueError(f"{flag}: {where} has no class {name}; it has {', '.join(classes) or 'none'}")
+    drafter = make(config, *target)
+    needed = DRAFTER_HAS if getattr(drafter, "on_host", True) else (*DRAFTER_HAS, *DEVICE_HAS)
+    if missing := [part for part in needed if not hasattr(drafter, part)]:
+        raise ValueError(f"{flag}: a drafter must have {', '.join(missing)}; see minispec/drafter.py")
+    if not 1 <= drafter.nodes <= MAX_NODES or not 0 <= drafter.depth < drafter.nodes:
+        raise ValueError(f"{flag}: nodes must be in [1, {MAX_NODES}] and depth in [0, nodes - 1], got {drafter.nodes} "
+                         f"and {drafter.depth}")  # fmt: skip
+    return drafter
 
 
 def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> BeamDrafter:

@@ -10,6 +10,11 @@ import torch
 from minispec.demo import DemoModelError, ensure_demo_model
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--drafter module:Class` runs test_exactness.py on a drafter of one's own, docs/adding-a-drafter.md."""
+    parser.addoption("--drafter", help="module:Class of a drafter to run the exactness suite on")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none."""
     if torch.cuda.is_available():

@@ -44,16 +44,20 @@ class Letters:
         return chr(0x100 + token).encode()
 
 
-def tiny_model(seed: int = 0, context: int = CONTEXT) -> Model:
-    """Return a random model of 9 heads over 3 whose every layer looks far back."""
-    config = ModelConfig(
+def tiny_config(context: int = CONTEXT) -> ModelConfig:
+    """Return the sizes of the tiny models: 9 heads over 3, three layers."""
+    return ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=VOCAB, hidden_size=72, intermediate_size=96, layers=3, heads=9,
         kv_heads=3, head_dim=8, norm_eps=1e-5, rope_theta=1e4, rope_scaling=None, context_length=context,
         qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, tied=False, sliding_window=None, dtype=None,
     )  # fmt: skip
+
+
+def tiny_model(seed: int = 0, context: int = CONTEXT) -> Model:
+    """Return a random model whose every layer looks far back."""
     torch.manual_seed(seed)
     with torch.inference_mode():
-        model = Model.empty(config, torch.float32, CPU)
+        model = Model.empty(tiny_config(context), torch.float32, CPU)
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0) if name.endswith("norm.weight") else parameter.normal_(0, 0.35)
     return model
@@ -216,12 +220,19 @@ def truth_of(model: Model) -> Callable[[tuple[int, ...]], list[int]]:
     return truth
 
 
-def mixed_requests(count: int = 8, seed: int = 1, **params: object) -> list[Request]:
+def any_ids(length: int, rng: random.Random) -> list[int]:
+    """Return ids drawn evenly from the vocabulary."""
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def mixed_requests(
+    count: int = 8, seed: int = 1, text: Callable[[int, random.Random], list[int]] = any_ids, **params: object
+) -> list[Request]:
     """Return requests of different lengths and sampling seeds, pairs of which share a prefix of several pages."""
     rng = random.Random(seed)
-    shared = [rng.randrange(VOCAB) for _ in range(40)]
+    shared = text(40, rng)
     prompts = []
     for index in range(count):
-        own = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 7, 16, 30, 70)))]
+        own = text(rng.choice((1, 7, 16, 30, 70)), rng)
         prompts.append(shared + own if index % 2 else own)
     return [request(f"r{i}", prompt, sampling_seed=7 * i - 3, **params) for i, prompt in enumerate(prompts)]

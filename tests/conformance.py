@@ -1,0 +1,239 @@
+"""What every drafter must leave as it is: the checks, and the table of those that must pass them.
+
+A check takes a subject, a target with a drafter for it, and raises AssertionError if the tokens are not those of the
+sequential reference (`exactness.reference`; test_exactness.py holds that against transformers), or if what it meant to
+exercise did not happen. A new drafter is one line in SUBJECTS, or no line: `pytest tests/test_exactness.py --drafter
+module:Class`.
+
+Random heads are never right, so their trees are all wrong turns; the trained one and the oracle are mostly right, so
+that accepted rows are compacted and drafted upon.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from exactness import CPU, VOCAB, Oracle, any_ids, build, mixed_requests, reference, request, run, tiny_model, truth_of
+from trained import sentence, trained_head, trained_model
+
+from minispec.beam import BeamDrafter
+from minispec.config import Config
+from minispec.drafter import Drafter, Plain
+from minispec.eagle import Eagle3Head, EagleHead, Head
+from minispec.engine import make_drafter
+from minispec.model import Model
+from minispec.mtp import MtpHead
+from minispec.ngram import NgramDrafter, NgramOptions
+from minispec.request import Request
+from minispec.scheduler import Scheduler
+from minispec.standalone import DraftModel, StandaloneDrafter
+from minispec.tokenizer import byte_tokenizer
+
+sharp_model = functools.cache(tiny_model)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A target and how to make a drafter for it."""
+
+    drafter: Callable[[Model], Drafter]
+    accept_length: float = 0.0  # what it must exceed when greedy
+    model: Callable[[], Model] = sharp_model
+    text: Callable[[int, random.Random], list[int]] = any_ids  # of prompts
+
+    def build(self, **how: object) -> Scheduler:
+        """Put a scheduler together over a fresh drafter."""
+        with torch.inference_mode():
+            drafter = self.drafter(self.model())
+        return build(self.model(), drafter, **how)
+
+    def requests(self, **params: object) -> list[Request]:
+        """Return eight mixed requests."""
+        return mixed_requests(text=self.text, **params)
+
+
+def own(name: str) -> Subject:
+    """Return the subject of a drafter named as module:Class, made as the server makes it."""
+    config = Config(model_path="tiny", speculative_algorithm=name)
+    return Subject(lambda model: make_drafter(config, model, Path("tiny"), byte_tokenizer(VOCAB)))
+
+
+@torch.inference_mode()
+def random_head(kind: type[Head], model: Model, **switches: object) -> Head:
+    """Return a head of a published kind with random weights."""
+    torch.manual_seed(5)
+    head = kind.empty(model.config, model, dtype=torch.float32, device=CPU, **switches)
+    for name, parameter in head.named_parameters():
+        parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.3)
+    return head
+
+
+def beams(head: Callable[[Model], Head], **options: object) -> dict[str, Subject]:
+    """Return the subjects of a head, by what their names end in: a chain and a tree."""
+    make = lambda steps, topk, nodes: lambda model: BeamDrafter(head(model), steps=steps, topk=topk, nodes=nodes)  # noqa: E731
+    return {"chain": Subject(make(3, 1, 4), **options), "tree": Subject(make(3, 3, 8), **options)}
+
+
+def standalone(steps: int, topk: int, nodes: int, **options: object) -> Subject:
+    """Return the subject of a model that drafts for itself."""
+    return Subject(lambda model: StandaloneDrafter(DraftModel(model, VOCAB), steps=steps, topk=topk, nodes=nodes),
+                   **options)  # fmt: skip
+
+
+HALF = torch.arange(0, VOCAB, 2)  # a draft vocabulary, target ids
+HEADS: dict[str, dict[str, Subject]] = {
+    "eagle": beams(lambda model: random_head(EagleHead, model, fc_bias=True)),
+    "eagle3": beams(lambda model: random_head(Eagle3Head, model, taps=(1, 2), token_map=HALF)),
+    "mtp": beams(lambda model: random_head(MtpHead, model)),
+    "trained": beams(lambda model: trained_head(), model=trained_model, text=sentence, accept_length=2.5),
+}
+SUBJECTS: dict[str, Subject] = {
+    "none": Subject(lambda model: Plain()),
+    "ngram": Subject(lambda model: NgramDrafter(NgramOptions(nodes=8))),
+    "ngram-prob": Subject(lambda model: NgramDrafter(NgramOptions(nodes=6, match_type="PROB"))),
+    "oracle": Subject(lambda model: Oracle(truth_of(model)), accept_length=1.5),
+    "standalone-chain": standalone(3, 1, 4, accept_length=3.0),
+    "standalone-tree": standalone(3, 3, 8, accept_length=2.0),
+    **{f"{name}-{shape}": subject for name, shapes in HEADS.items() for shape, subject in shapes.items()},
+}
+
+
+# ---- the truth ----------------------------------------------------------------------------------------------------
+
+_known: dict[tuple[object, ...], list[int]] = {}
+
+
+def truth(model: Model, request: Request, stop_ids: Sequence[int] = ()) -> list[int]:
+    """Return the reference output of a request that was validated, remembered between checks."""
+    params = dataclasses.replace(request.params, max_new_tokens=None)
+    key = (id(model), tuple(request.prompt_ids), repr(params), request.seed, tuple(stop_ids))
+    known = _known.get(key, [])
+    if len(known) < request.max_new_tokens and not (known and known[-1] in stop_ids):
+        known = _known[key] = reference(model, request, stop_ids)
+    return known[: request.max_new_tokens]
+
+
+def assert_exact(subject: Subject, requests: Sequence[Request], stop_ids: Sequence[int] = ()) -> None:
+    """Compare every request with its reference."""
+    for r in requests:
+        assert r.output_ids and r.output_ids == truth(subject.model(), r, stop_ids), f"{r.rid} differs"
+
+
+# ---- the checks ---------------------------------------------------------------------------------------------------
+
+
+def greedy_alone_and_in_a_batch_of_eight(subject: Subject) -> None:
+    """Greedy ids are the reference's, and drafts that should be accepted are."""
+    for running in (1, 8):
+        requests = subject.requests()
+        scheduler = subject.build(running=running)
+        run(scheduler, requests)
+        assert_exact(subject, requests)
+        assert scheduler.metrics.accept_length > subject.accept_length
+
+
+def chunked_prompts(subject: Subject) -> None:
+    """Chunks of one token, of less than a query block and of no round number."""
+    for chunk, count in ((1, 3), (32, 8), (50, 8)):
+        requests = subject.requests(max_new_tokens=8)[:count]
+        run(subject.build(chunk=chunk, running=4), requests)
+        assert_exact(subject, requests)
+
+
+def prefix_hits_and_a_second_turn(subject: Subject) -> None:
+    """What the cache restores is what was computed."""
+    scheduler = subject.build()
+    run(scheduler, subject.requests())
+    again = subject.requests()
+    run(scheduler, again)
+    assert_exact(subject, again)
+    assert sum(r.cached_tokens for r in again) > 100
+    first = again[1]
+    turn = request("turn", first.prompt_ids + first.output_ids + [3, 1, 4])
+    run(scheduler, [turn])
+    assert_exact(subject, [turn])
+    assert turn.cached_tokens >= len(first.prompt_ids) // 16 * 16 > 0
+
+
+def prompts_that_differ_around_a_page_s_end(subject: Subject) -> None:
+    """With pages of 64 rows: token 64 lies in the second page, and a head's row 63 depends on it."""
+    first = subject.text(131, random.Random(8))
+    scheduler = subject.build(page_size=64, pages=24)
+    run(scheduler, [request("first", first, max_new_tokens=4)])
+    for differ in (63, 64, 65, 128, 129):
+        other = request(f"{differ}", [*first[:differ], (first[differ] + 2) % VOCAB, *first[differ + 1 :]],
+                        max_new_tokens=8)  # fmt: skip
+        run(scheduler, [other])
+        assert_exact(subject, [other])
+        assert other.cached_tokens == (differ - scheduler.engine.drafter.lookahead) // 64 * 64
+
+
+def retraction(subject: Subject) -> None:
+    """A pool that eight requests outgrow; nothing is sent twice or lost."""
+    requests = subject.requests(max_new_tokens=40)
+    scheduler = subject.build(pages=15)
+    texts = run(scheduler, requests)
+    assert_exact(subject, requests)
+    assert scheduler.metrics.retractions > 0, "the pool was never short"
+    assert all(len(texts[r]) == len(r.output_ids) for r in requests)
+
+
+def arrival_one_by_one(subject: Subject) -> None:
+    """Batches of changing size, prefill steps between decode steps."""
+    requests = subject.requests(max_new_tokens=16)
+    run(subject.build(running=3), requests, stagger=3)
+    assert_exact(subject, requests)
+
+
+WISHES = dict(temperature=0.9, top_p=0.9, top_k=20, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.3,
+              presence_penalty=0.2, logit_bias={5: 1.5, 7: -3.0})  # fmt: skip
+
+
+def seeded_samples(subject: Subject) -> None:
+    """A seed gives the same text whoever drafts, alone, in a batch and in a pool too small."""
+    for wishes, how in (
+        (dict(temperature=1.0), dict(pages=15)),
+        (WISHES, dict()),
+        (WISHES, dict(running=1, chunk=32)),
+        ({**WISHES, "temperature": 0.0}, dict()),
+    ):
+        requests = subject.requests(**wishes, max_new_tokens=12)
+        run(subject.build(**how), requests)
+        assert_exact(subject, requests)
+
+
+def requests_of_every_kind_in_one_batch(subject: Subject) -> None:
+    """Each row has its own parameters and stop ids."""
+    kinds = [dict(), WISHES, dict(temperature=1.0, min_new_tokens=5), dict(repetition_penalty=1.5),
+             dict(top_k=3, temperature=1.0), dict(temperature=0.7, top_p=0.5), dict(logit_bias={1: 100.0}),
+             dict(max_new_tokens=1)]  # fmt: skip
+    eos = (4, 9, 17, 30)
+    requests = [request(f"k{i}", [i, 2, 3, i, 2], **{"sampling_seed": 11, **kind}) for i, kind in enumerate(kinds)]
+    run(subject.build(eos=eos), requests)
+    assert_exact(subject, requests, eos)
+    assert {r.finish.kind for r in requests} == {"stop", "length"}
+
+
+def the_last_row_of_context_and_pool(subject: Subject) -> None:
+    """Text runs to where there is no more room, and no further."""
+    scheduler = subject.build(running=2)
+    full = request("context", subject.text(220, random.Random(2)), max_new_tokens=None)
+    run(scheduler, [full])
+    assert len(full.prompt_ids) + len(full.output_ids) == 256 and full.finish.kind == "length"
+    assert_exact(subject, [full])
+    several = [request(f"p{i}", [i, 5, 6] * 6, max_new_tokens=None) for i in range(4)]
+    run(subject.build(pages=6, running=4), several)
+    assert all(r.finish.kind == "length" and len(r.output_ids) > 40 for r in several)
+
+
+CHECKS: tuple[Callable[[Subject], None], ...] = (
+    greedy_alone_and_in_a_batch_of_eight, chunked_prompts, prefix_hits_and_a_second_turn,
+    prompts_that_differ_around_a_page_s_end, retraction, arrival_one_by_one, seeded_samples,
+    requests_of_every_kind_in_one_batch, the_last_row_of_context_and_pool,
+)  # fmt: skip

@@ -1,0 +1,108 @@
+"""docs/adding-a-drafter.md: the file in it, as it stands there, is a drafter that the whole suite passes."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conformance import CHECKS, Subject, own
+from exactness import VOCAB, tiny_model
+from test_layers import ROOT, missing_files
+
+from minispec.config import Config
+from minispec.engine import make_drafter
+from minispec.tokenizer import byte_tokenizer
+from minispec.tree import PADDING
+
+PAGE = (ROOT / "docs" / "adding-a-drafter.md").read_text(encoding="utf-8")
+NAME = "prompt_lookup:PromptLookup"
+
+
+@pytest.fixture
+def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
+    """The drafter of the page, written to a file and named as on the command line."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    (tmp_path / "prompt_lookup.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    return own(NAME)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_drafter_of_the_page_passes(subject: Subject, check: Callable[[Subject], None]) -> None:
+    check(subject)
+
+
+def test_it_drafts_what_followed_before(subject: Subject) -> None:
+    drafter = subject.drafter(tiny_model())
+    drafter.commit(1, [1, 2, 3, 4, 5, 9, 2, 3, 7, 8])
+    drafter.commit(1, [2, 3])
+    (draft,) = drafter.propose([1])
+    # After 2 3 came 7 8 2 3 lately, and 4 5 9 2 3 7 before; 3 alone adds nothing to them.
+    assert draft.tokens == [3, 7, 8, 2, 3, 4, 5, 9, 2, 3, 7] and draft.match_length == 2
+    assert draft.parents == [-1, 0, 1, 2, 3, 0, 5, 6, 7, 8, 9]
+    drafter.release(1)
+    drafter.commit(1, [2, 3])
+    assert drafter.propose([1])[0].tokens == [3]
+
+
+def test_its_trees_are_trees_and_every_branch_stood_in_the_text(subject: Subject) -> None:
+    rng, drafter, text = random.Random(0), subject.drafter(tiny_model()), []
+    for _ in range(300):
+        new = [rng.randrange(4) for _ in range(rng.randrange(1, 4))]
+        drafter.commit(5, new)
+        text += new
+        (draft,) = drafter.propose([5])
+        assert len(draft.tokens) <= drafter.nodes and draft.tokens[0] == text[-1]
+        assert len(set(zip(draft.parents, draft.tokens, strict=True))) == len(draft.tokens)
+        paths = [[text[-1]]]
+        for token, parent in zip(draft.tokens[1:], draft.parents[1:], strict=True):
+            paths.append([*paths[parent], token])
+            assert 0 <= parent < len(paths) - 1 and PADDING < token < VOCAB and len(paths[-1]) <= drafter.depth + 1
+            assert any(text[i : i + len(paths[-1])] == paths[-1] for i in range(len(text)))
+
+
+def test_the_page_names_files_that_exist_and_the_flags_it_shows_parse() -> None:
+    assert set(missing_files(PAGE)) == {"prompt_lookup.py"}
+    (line,) = re.findall(r"^python -m minispec.server (.*)$", PAGE, re.MULTILINE)
+    config = Config.from_args(line.split())
+    assert config.algorithm == NAME and config.draft_tokens == 8
+
+
+BROKEN = '''
+class Half:
+    name, nodes, depth, on_host = "half", 4, 3, True
+    def __init__(self, config, *target): pass
+class Wide(Half):
+    nodes, scratch, lookahead, taps = 129, 0, 0, ()
+    propose = commit = release = clear = print
+'''
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere_at_all:Drafter", "there is no module nowhere_at_all on the Python path"),
+        ("minispec.nowhere:Drafter", "there is no module minispec.nowhere on the Python path"),
+        ("broken_drafter:Drafter", "broken_drafter has no class Drafter; it has Half, Wide"),
+        ("broken_drafter:Half", "must have scratch, lookahead, taps, propose, commit, release, clear; see"),
+        ("broken_drafter:Wide", r"nodes must be in \[1, 128\] and depth in \[0, nodes - 1\], got 129 and 3"),
+    ],
+)
+def test_a_wrong_name_or_class_is_one_line(name, message, tmp_path, monkeypatch) -> None:
+    (tmp_path / "broken_drafter.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = Config(model_path="x", speculative_algorithm=name)
+    with pytest.raises(ValueError, match=message) as error:
+        make_drafter(config, tiny_model(), tmp_path, byte_tokenizer(VOCAB))
+    assert "\n" not in str(error.value) and f"--speculative-algorithm {name}" in str(error.value)
+
+
+def test_an_error_inside_the_file_is_its_own(tmp_path, monkeypatch) -> None:
+    (tmp_path / "imports_what_is_not.py").write_text("import no_such_library")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = Config(model_path="x", speculative_algorithm="imports_what_is_not:Drafter")
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        make_drafter(config, tiny_model(), tmp_path, byte_tokenizer(VOCAB))

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance import HALF, random_head
+from conformance import HALF, random_head, truth
 from exactness import CPU, VOCAB, build, mixed_requests, reference, request, run, tiny_model
 from torch import nn
 
@@ -403,7 +403,7 @@ def coupled_case(name: str, shape: tuple[int, int, int], coupled: bool) -> None:
         slow = slow_coupled_tree(ids, r, shape, HEADS[name]) if coupled else set(slow_tree(ids, *shape, HEADS[name]))
         assert paths(tokens, parents) == slow, f"after {len(ids)} tokens"
     for r in requests:
-        assert r.output_ids == TRUTH.setdefault((r.rid, "sampled and greedy", 8), reference(MODEL, r))
+        assert r.output_ids == truth(MODEL, r)
 
 
 @pytest.mark.parametrize("coupled", [True, False])

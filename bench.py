@@ -1,13 +1,17 @@
 """Throughput side by side: plain decoding, each drafter, and transformers' generate, in one run on one machine.
 
-`python bench.py` takes no arguments: the default model, sixteen prompts of our own (eight ordinary, eight that ask for
-copying), greedy, 96 new tokens, batch 1 and 8. Every contestant runs every set of prompts in turn, round after round,
-so that a noisy machine is noisy for all; the medians over the rounds are reported, and ratios are what to quote.
+`python bench.py` takes no arguments: the default model with every method that ships for it, sixteen prompts of our own
+(eight ordinary, eight that ask for copying), greedy, 96 new tokens, batch 1 and 8. Every contestant runs every set of
+prompts in turn, round after round, so that a noisy machine is noisy for all; the medians over the rounds are reported,
+and ratios are what to quote.
 
-What is counted: tokens_per_s is new tokens over wall time from submission to the last token, prefill included, for
-every contestant alike. accept_length is tokens per decode forward of a request, the target's own included. Speed-up is
-against `none` at the same batch and prompts. GB/s is the weights read per second, what bounds decoding at batch 1.
-Before every timed run the prefix cache and the drafter's memory are emptied; the warm-up uses other prompts.
+What is counted: tokens/s is new tokens over wall time from submission to the last token, prefill included, for every
+contestant alike; decode tokens/s leaves prefill out. Accept length is 1 + accepted drafts per verify step, the last
+step of a reply left out since a stop may have cut it; "by depth" is the share accepted at each depth of those that
+reached it. A reply loops if its last 48 tokens have a period of 16 or less; such replies are easy to draft, so accept
+length stands with and without them. Speed-up is against `none` at the same batch and prompts. GB/s is the weights read
+per second, what bounds decoding at batch 1. Before every timed run the prefix cache and the drafter's memory are
+emptied; the warm-up uses other prompts.
 
 Read next: `minispec/llm.py`, the interface used here.
 """
@@ -21,6 +25,7 @@ import platform
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +37,23 @@ import transformers
 from minispec import LLM, SamplingParams
 from minispec.config import Config
 from minispec.llm import choose_device, choose_dtype, choose_folder
+from minispec.metrics import loops
+from minispec.request import Request
 from minispec.weights import read_tensors
 
 PROMPTS = Path(__file__).parent / "benchmarks" / "prompts.jsonl"
 WARM_UP = ["Name three rivers.", "Say hello to the class in one sentence."]
+METHODS: dict[str, dict[str, Any]] = {  # name -> launch flags; heads without a path are the shipped ones
+    "none": {"speculative_algorithm": "NONE"},
+    "ngram": {"speculative_algorithm": "NGRAM"},
+    "eagle3": {"speculative_algorithm": "EAGLE3"},
+    "eagle": {"speculative_algorithm": "EAGLE"},
+    "eagle-full-vocabulary": {"speculative_algorithm": "EAGLE", "speculative_token_map": "none"},
+    "mtp": {"speculative_algorithm": "NEXTN"},
+    "mtp-full-vocabulary": {"speculative_algorithm": "NEXTN", "speculative_token_map": "none"},
+    "standalone": {"speculative_algorithm": "STANDALONE"},
+}
+THEIRS = ("transformers", "transformers-prompt-lookup")
 
 
 @dataclass
@@ -44,7 +62,10 @@ class Run:
 
     tokens: int
     seconds: float
-    accept_length: float | None = None
+    decode_seconds: float | None = None  # without prefill
+    decoded: int = 0  # tokens that decode steps gave
+    accepted: list[int] | None = None  # steps that accepted exactly i drafts, replies' last steps left out
+    accepted_unlooped: list[int] | None = None  # of replies that do not loop
     drafter_ms: float | None = None  # host time of the drafter per decode step
     host_ms: float | None = None  # host time of stop rules and text per decode step
     forwards_per_s: float | None = None
@@ -52,7 +73,7 @@ class Run:
 
 
 class Contestant(Protocol):
-    """Anything that generates greedily from lists of token ids."""
+    """Anything that generates from lists of token ids."""
 
     name: str
     batches: Sequence[int]
@@ -65,25 +86,54 @@ class Contestant(Protocol):
 class Ours:
     """minispec with one drafter."""
 
-    def __init__(self, name: str, options: dict[str, Any], batches: Sequence[int]) -> None:
-        self.name, self.batches = name, batches
-        self.llm = LLM(speculative_algorithm=name.upper(), max_running_requests=max(batches), **options)
+    def __init__(self, name: str, options: dict[str, Any], batches: Sequence[int], temperature: float) -> None:
+        self.name, self.batches, self.temperature = name, batches, temperature
+        self.llm = LLM(max_running_requests=max(batches), **options)
 
     def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int) -> Run:
         """Generate through the scheduler, groups of `batch` requests at a time."""
         scheduler = self.llm.scheduler
         assert scheduler.flush_cache(), "a benchmark starts on an idle engine"
-        params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens)
+        requests = [
+            self.llm.request(
+                ids, SamplingParams(temperature=self.temperature, max_new_tokens=new_tokens, sampling_seed=seed)
+            )
+            for seed, ids in enumerate(prompts)
+        ]
         start = time.perf_counter()
-        results = [r for i in range(0, len(prompts), batch) for r in self.llm.generate(prompts[i : i + batch], params)]
+        for i in range(0, len(requests), batch):
+            self.llm.serve(requests[i : i + batch])
         seconds = time.perf_counter() - start
         m = scheduler.metrics
         steps = max(m.tree_steps + m.plain_steps, 1)
-        outputs = tuple(tuple(r["output_ids"]) for r in results)
         return Run(
-            sum(map(len, outputs)), seconds, m.accept_length, scheduler.engine.drafter_seconds / steps * 1e3,
-            m.host_seconds / steps * 1e3, steps / seconds, outputs,
+            sum(len(r.output_ids) for r in requests), seconds, m.step_seconds + m.host_seconds, m.verified_tokens,
+            accepted(requests), accepted([r for r in requests if not loops(r.output_ids)]),
+            scheduler.engine.drafter_seconds / steps * 1e3, m.host_seconds / steps * 1e3,
+            steps / (m.step_seconds + m.host_seconds or 1.0), tuple(tuple(r.output_ids) for r in requests),
         )  # fmt: skip
+
+
+def accepted(requests: Sequence[Request]) -> list[int]:
+    """Return how many verify steps accepted exactly i drafts, without each reply's last step."""
+    counts: Counter[int] = Counter()
+    for request in requests:
+        counts.update(dict(enumerate(request.accept_histogram)))
+        if request.last_step:
+            counts[request.last_step - 1] -= 1
+    return [counts[i] for i in range(max(counts, default=-1) + 1)]
+
+
+def accept_length(histogram: Sequence[int] | None) -> float | None:
+    """Return tokens per verify step."""
+    steps = sum(histogram or ())
+    return 1 + sum(i * n for i, n in enumerate(histogram)) / steps if histogram and steps else None
+
+
+def by_depth(histogram: Sequence[int] | None) -> list[float]:
+    """Return the share of drafts accepted at each depth, of the steps that reached it."""
+    reached = [sum(histogram[d:]) for d in range(len(histogram))] if histogram else []
+    return [round(deeper / here, 3) for here, deeper in zip(reached, reached[1:], strict=False) if here]
 
 
 class Transformers:
@@ -153,7 +203,32 @@ def contestants(args: argparse.Namespace) -> list[Contestant]:
             lookup = {"prompt_lookup_num_tokens": 10} if name.endswith("lookup") else {}
             batches = [b for b in args.batch if b == 1 or not lookup]
             theirs.append(Transformers(name, model, pad, batches, **lookup))
-    return [Ours(name, options, args.batch) for name in args.method if not name.startswith("transformers")] + theirs
+    trees = {
+        "speculative_num_steps": args.num_steps,
+        "speculative_eagle_topk": args.eagle_topk,
+        "speculative_num_draft_tokens": args.num_draft_tokens,
+    }
+    ours: list[Contestant] = []
+    for name in args.method:
+        if name in THEIRS:
+            continue
+        flags = METHODS[name] if name in METHODS else {"speculative_algorithm": name}
+        if name not in ("none", "ngram"):
+            flags = {**trees, **flags}
+        if name not in ("none", "ngram") and args.draft_model_path is not None:
+            flags = {**flags, "speculative_draft_model_path": args.draft_model_path}
+        ours.append(Ours(name, {**options, **flags}, args.batch, args.temperature))
+    return ours + theirs
+
+
+def shipped(args: argparse.Namespace) -> list[str]:
+    """Return the methods to run without --algorithm: those that need no head, and those whose head is there."""
+    names = [name for name in METHODS if "full" not in name]
+    found = [
+        name for name in names
+        if name in ("none", "ngram") or Config(model_path=args.model, **METHODS[name]).draft_path is not None
+    ]  # fmt: skip
+    return found + (list(THEIRS) if args.temperature == 0 else [])
 
 
 def measure(args: argparse.Namespace, everyone: Sequence[Contestant], sets: dict[str, list[list[int]]]) -> list[dict]:
@@ -173,6 +248,8 @@ def measure(args: argparse.Namespace, everyone: Sequence[Contestant], sets: dict
     for (name, batch, kind), several in runs.items():
         base = runs.get(("none", batch, kind))
         speed = statistics.median(run.tokens / run.seconds for run in several)
+        decodes = [run.decoded / run.decode_seconds for run in several if run.decode_seconds]
+        decode = statistics.median(decodes) if decodes else None
         # Paired within a round: the machine's mood cancels.
         ratio = (
             statistics.median(
@@ -188,7 +265,10 @@ def measure(args: argparse.Namespace, everyone: Sequence[Contestant], sets: dict
                 "batch": batch,
                 "prompts": kind,
                 "tokens_per_s": round(speed, 2),
-                "accept_length": several[0].accept_length and round(several[0].accept_length, 3),
+                "decode_tokens_per_s": decode and round(decode, 2),
+                "accept_length": accept_length(several[0].accepted),
+                "accept_length_without_loops": accept_length(several[0].accepted_unlooped),
+                "accepted_by_depth": by_depth(several[0].accepted),
                 "speedup": ratio and round(ratio, 3),
                 "tokens": several[0].tokens,
                 "same_as_none": round(sum(same) / len(same), 3) if same else None,
@@ -202,15 +282,17 @@ def measure(args: argparse.Namespace, everyone: Sequence[Contestant], sets: dict
 
 def table(rows: Sequence[dict], weight_bytes: int) -> str:
     """Return the results as a Markdown table."""
-    titles = ["batch", "prompts", "method", "tokens/s", "speed-up", "accept length", "same as none", "GB/s",
-              "drafter ms/step", "host ms/step"]  # fmt: skip
+    titles = ["batch", "prompts", "method", "tokens/s", "decode tokens/s", "speed-up", "accept length", "without loops",
+              "by depth", "same as none", "GB/s", "drafter ms/step", "host ms/step"]  # fmt: skip
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     show = lambda value, form: "" if value is None else format(value, form)  # noqa: E731
     for row in sorted(rows, key=lambda r: (r["batch"], r["prompts"])):
         rate = row["forwards_per_s"]
         cells = [
-            str(row["batch"]), row["prompts"], row["name"], f"{row['tokens_per_s']:.1f}", show(row["speedup"], ".2f"),
-            show(row["accept_length"], ".2f"), show(row["same_as_none"], ".0%"),
+            str(row["batch"]), row["prompts"], row["name"], f"{row['tokens_per_s']:.1f}",
+            show(row["decode_tokens_per_s"], ".1f"), show(row["speedup"], ".2f"), show(row["accept_length"], ".2f"),
+            show(row["accept_length_without_loops"], ".2f"),
+            " ".join(f"{share:.2f}" for share in row["accepted_by_depth"][:5]), show(row["same_as_none"], ".0%"),
             show(rate and rate * weight_bytes / 1e9, ".1f"), show(row["drafter_ms_per_step"], ".2f"),
             show(row["host_ms_per_step"], ".2f"),
         ]  # fmt: skip
@@ -224,15 +306,29 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", help="Hugging Face id or folder; default: the default model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
-    names = ("none", "ngram", "transformers", "transformers-prompt-lookup")
-    parser.add_argument("--method", nargs="+", choices=names, default=list(names))
+    parser.add_argument(
+        "--algorithm", "--method", dest="method", nargs="+", metavar="NAME",
+        help=f"of {', '.join((*METHODS, *THEIRS))}, or module:Class; default: all that ship for the model",
+    )  # fmt: skip
+    parser.add_argument("--draft-model-path", help="the head or draft model of all methods that take one")
+    parser.add_argument("--num-steps", type=int, help="rounds of drafting; this and the next two: all or none")
+    parser.add_argument("--eagle-topk", type=int, help="branches of a round")
+    parser.add_argument("--num-draft-tokens", type=int, help="nodes of a tree, root included")
+    parser.add_argument("--temperature", type=float, default=0.0, help="request i has seed i; 0 is greedy")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=2, help="timed runs of each; medians are reported")
     parser.add_argument("--dataset", type=Path, default=PROMPTS, help="JSON lines, our own or MT-bench's format")
     parser.add_argument("--limit", type=int, help="prompts of each set")
     parser.add_argument("--json", type=Path, help="write one JSON object here")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.method = args.method or shipped(args)
+    unknown = [name for name in args.method if name not in METHODS and name not in THEIRS and ":" not in name]
+    if unknown:
+        parser.error(f"--algorithm {unknown[0]}: must be of {', '.join((*METHODS, *THEIRS))}, or module:Class")
+    if args.temperature and set(args.method) & set(THEIRS):
+        parser.error("--temperature above 0: transformers draws other noise, so there is nothing to compare")
+    return args
 
 
 def main() -> None:

@@ -140,7 +140,13 @@ class LLM:
         wishes = list(params) if isinstance(params, Sequence) else [params] * len(listed)
         if len(wishes) != len(listed):
             raise RequestError(f"{len(listed)} prompts but {len(wishes)} params; give one for all or one for each")
-        requests = [self._request(prompt, wish) for prompt, wish in zip(listed, wishes, strict=True)]
+        requests = [self.request(prompt, wish) for prompt, wish in zip(listed, wishes, strict=True)]
+        texts = self.serve(requests)
+        results = [self._result(request, texts[request]) for request in requests]
+        return results[0] if single else results
+
+    def serve(self, requests: Sequence[Request]) -> dict[Request, str]:
+        """Run requests to their ends and return their texts. Raises RequestError before any is started."""
         for request in requests:
             self.scheduler.validate(request)
         texts = dict.fromkeys(requests, "")
@@ -154,21 +160,20 @@ class LLM:
             self.scheduler.fail_all(error, waiting=True)
             raise
         self.scheduler.check()
-        results = [self._result(request, texts[request]) for request in requests]
-        return results[0] if single else results
+        return texts
 
-    def _result(self, request: Request, text: str) -> dict[str, Any]:
-        """Return the object of /generate for a finished request."""
-        info = meta_info(request, len(request.output_ids), request.finish, self.scheduler.engine.drafter.nodes)
-        return {"text": text, "output_ids": request.output_ids, "meta_info": info}
-
-    def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
+    def request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """Make a request of a prompt; without params the default limit shrinks to the room there is."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if params is None:
             room = self.scheduler.engine.context_length - len(ids)
             params = SamplingParams(max_new_tokens=max(1, min(SamplingParams().max_new_tokens or 1, room)))
         return Request(uuid.uuid4().hex, ids, params)
+
+    def _result(self, request: Request, text: str) -> dict[str, Any]:
+        """Return the object of /generate for a finished request."""
+        info = meta_info(request, len(request.output_ids), request.finish, self.scheduler.engine.drafter.nodes)
+        return {"text": text, "output_ids": request.output_ids, "meta_info": info}
 
 
 # ---- the steps of putting it together ----------------------------------------------------------------------------

@@ -383,6 +383,7 @@ class Scheduler:
         request.verify_steps += 1
         request.drafted_tokens += nodes - 1
         request.accepted_drafts += kept - 1
+        request.last_step = kept
         histogram = request.accept_histogram
         histogram.extend([0] * (kept - len(histogram)))
         histogram[kept - 1] += 1

@@ -19,6 +19,7 @@ Read next: `beam.py` for the trees, `engine.py` for the calls.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from pathlib import Path
 
@@ -113,9 +114,7 @@ def load_draft(folder: Path, target: Model, tokenizer: Tokenizer, context_length
     weight = target.embed_tokens.weight
     try:
         config = ModelConfig.from_hf(read_config(folder))
-        own = _own_tokenizer(folder)
-        if difference := ids_differ(tokenizer, own):
-            raise ModelError(f"its tokenizer is not the target's: {difference}")
+        vocab_size = _compared(read_config(folder).get("tokenizer_digest"), tokenizer, folder)
         model = Model.empty(config, weight.dtype, weight.device)
         load_weights(model, fuse_hf(read_tensors(folder), config.tied), rename_hf, weight.dtype)
     except KeyError as error:
@@ -127,8 +126,31 @@ def load_draft(folder: Path, target: Model, tokenizer: Tokenizer, context_length
     if reach < served:
         logger.info("the draft model is made for %d tokens of the %d served: beyond them it runs on, and may draft "
                     "worse", reach, served)  # fmt: skip
-    sizes = (config.vocab_size, own.vocab_size, target.config.vocab_size, tokenizer.vocab_size)
-    return DraftModel(model, min(sizes))
+    return DraftModel(model, min(config.vocab_size, vocab_size, target.config.vocab_size))
+
+
+def _compared(digest: str | None, tokenizer: Tokenizer, folder: Path) -> int:
+    """Return how many ids mean the same to the target's tokenizer and to the draft; raises ModelError if one does not.
+
+    digest: of the tokenizer a draft was trained with, stated instead of a copy of it (`minispec.train standalone`).
+    """
+    if digest is not None:
+        if digest != tokenizer_digest(tokenizer):
+            raise ModelError("its tokenizer_digest is not that of the target's tokenizer")
+        return tokenizer.vocab_size
+    own = _own_tokenizer(folder)
+    if difference := ids_differ(tokenizer, own):
+        raise ModelError(f"its tokenizer is not the target's: {difference}")
+    return min(own.vocab_size, tokenizer.vocab_size)
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """Return a fingerprint of what every id means."""
+    digest = hashlib.sha256()
+    for token in range(tokenizer.vocab_size):
+        text = tokenizer.backend.token_bytes(token)
+        digest.update(len(text).to_bytes(4, "big") + text)
+    return digest.hexdigest()
 
 
 def _own_tokenizer(folder: Path) -> Tokenizer:

@@ -49,6 +49,7 @@ from minispec.model import FINAL, Model, ModelConfig
 from minispec.mtp import MtpHead
 from minispec.packed import can_pack, pack_linears
 from minispec.prompts import collect, read_jsonl
+from minispec.standalone import tokenizer_digest
 from minispec.tokenizer import load_tokenizer
 from minispec.weights import read_config
 
@@ -566,12 +567,12 @@ def small_model(model: Model, width: int, layers: int) -> Model:
 
 
 def train_small(
-    recipe: Recipe, model: Model, small: Model, replies: Sequence[Reply], folder: Path, tell: Tell
+    recipe: Recipe, model: Model, small: Model, replies: Sequence[Reply], folder: Path, digest: str, tell: Tell
 ) -> float:
     """Train a small model on the replies by cross-entropy; returns the share of held-out tokens it foresees.
 
     Of the vocabulary only the draft vocabulary and as many tokens again, drawn anew for each update, are told apart:
-    the full product would be nearly all of the work.
+    the full product would be nearly all of the work. digest: of the tokenizer, which the folder states.
     """
     ids = draft_vocabulary(replies, recipe.draft_vocab, model.config.vocab_size)
     order = list(range(len(replies)))
@@ -614,6 +615,7 @@ def train_small(
             "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim, "hidden_act": "silu",
             "vocab_size": c.vocab_size, "max_position_embeddings": c.context_length, "rms_norm_eps": c.norm_eps,
             "rope_theta": c.rope_theta, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+            "tokenizer_digest": digest,
         },
         tensors,
     )  # fmt: skip
@@ -720,7 +722,8 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
         feature_weight=FEATURE_WEIGHT.get(options.kind, 0.0),
     )
     if options.kind not in HEADS:
-        right = train_small(recipe, model, small_model(model, options.width, 1), replies, options.out, tell)
+        digest = tokenizer_digest(load_tokenizer(choose_folder(config, tell)))
+        right = train_small(recipe, model, small_model(model, options.width, 1), replies, options.out, digest, tell)
         tell(f"held out: {right:.3f} of reply tokens foreseen; wrote {options.out}")
         return
     taps: tuple[int | str, ...] = (2, model.config.layers // 2, model.config.layers - 3, FINAL)

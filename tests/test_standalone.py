@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from exactness import CPU, VOCAB, build, mixed_requests, next_logits, reference, request, run, tiny_model
+from exactness import CPU, VOCAB, any_ids, build, mixed_requests, next_logits, reference, request, run, tiny_model
 from safetensors.torch import save_file
 from test_beam import paths, record
 
@@ -23,8 +24,8 @@ from minispec.drafter import Plain
 from minispec.model import Model
 from minispec.request import Request
 from minispec.scheduler import Scheduler
-from minispec.standalone import DraftModel, StandaloneDrafter, ids_differ
-from minispec.tokenizer import byte_tokenizer
+from minispec.standalone import DraftModel, StandaloneDrafter, ids_differ, tokenizer_digest
+from minispec.tokenizer import byte_tokenizer, load_tokenizer
 
 MODEL = tiny_model()
 SHAPES = [(1, 1, 2), (3, 1, 4), (2, 2, 7), (3, 3, 8), (4, 4, 16), (1, 5, 4)]  # steps, topk, nodes
@@ -112,6 +113,19 @@ def test_a_chain_of_the_target_s_own_drafts_is_accepted_whole(steps, how) -> Non
         if not r.retractions:  # the first token is the prompt's
             assert r.verify_steps == -(-39 // (steps + 1)) and len(r.output_ids) == 40
     assert scheduler.metrics.retractions > 0 or "pages" not in how
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+def test_at_temperature_one_its_own_drafts_are_accepted_whole_if_they_share_its_noise(coupled) -> None:
+    wish = {"temperature": 1.0, "max_new_tokens": 40}
+    prompts = [any_ids(5 + 9 * i, random.Random(i)) for i in range(6)]
+    requests = [request(f"r{i}", ids, sampling_seed=i, **wish) for i, ids in enumerate(prompts)]
+    drafts = drafter(3, 1, 4, "itself")
+    drafts.coupled = coupled
+    run(build(MODEL, drafts), requests)
+    for r in requests:
+        whole = len(r.accept_histogram) == 4 and sum(r.accept_histogram[:-1]) <= 1
+        assert whole == coupled and r.output_ids == reference(MODEL, r)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 7), (3, 3, 8), (4, 4, 16)], ids=str)
@@ -387,6 +401,14 @@ def test_a_target_drafts_for_itself_from_its_own_folder(tmp_path) -> None:
     assert llm.scheduler.metrics.accept_length > 3.5
 
 
+def test_a_draft_may_state_its_tokenizer_s_digest_in_place_of_a_copy(tmp_path) -> None:
+    target = write(tmp_path / "target")
+    digest = tokenizer_digest(load_tokenizer(target))
+    assert digest != tokenizer_digest(byte_tokenizer(299))
+    draft = write(tmp_path / "draft", seed=1, tokens=None, num_hidden_layers=1, tokenizer_digest=digest)
+    assert outputs(drafting(target, draft)) == outputs(LLM(target, **OPTIONS))
+
+
 @pytest.mark.parametrize("vocab", [(320, 300), (320, 320), (290, 290), (300, 290), (256, 256)], ids=str)
 def test_vocabularies_of_other_sizes_fit_and_padding_is_never_proposed(vocab, tmp_path) -> None:
     # The draft's rows and the ids its tokenizer knows; the target has 300 and 300.
@@ -422,6 +444,8 @@ def test_a_draft_that_does_not_fit_is_refused_in_one_line(tmp_path) -> None:
     target = write(tmp_path / "target")
     assert "id 40 is" in refusal(target, write(tmp_path / "swapped", swap=True))
     assert "no tokenizer" in refusal(target, write(tmp_path / "mute", tokens=None))
+    other = write(tmp_path / "other", tokens=None, tokenizer_digest=tokenizer_digest(byte_tokenizer(299)))
+    assert "tokenizer_digest" in refusal(target, other)
     assert "neither a folder" in refusal(target, "no/such/model/anywhere")
     assert "no meaning for the folder" in refusal(target, target, speculative_draft_model_revision="main")
     empty = tmp_path / "empty"

@@ -474,7 +474,8 @@ class Trainer:
         """Return tokens per verify step over the held-out replies, drafting chains of `rounds`."""
         emitted = steps = 0
         for i in self.held_out:
-            more = replay(self.head, self._batch([i], rounds), self.taps, self.teacher)
+            with self._autocast():
+                more = replay(self.head, self._batch([i], rounds), self.taps, self.teacher)
             emitted, steps = emitted + more[0], steps + more[1]
         return emitted / max(1, steps)
 
@@ -498,7 +499,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.learning_rate * rise * fall
         batch = self._batch(chosen, recipe.rounds)
-        with torch.autocast(batch.features.device.type, torch.bfloat16, enabled=self.features.dtype == torch.bfloat16):
+        with self._autocast():
             loss, hits = losses(self.head, batch, self.taps, self.teacher, recipe.feature_weight)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -506,6 +507,11 @@ class Trainer:
         self.optimizer.step()
         self.step += 1
         return loss.item(), hits
+
+    def _autocast(self) -> torch.autocast:
+        """Return the context in which products are computed in the target's bfloat16 from fp32 master weights."""
+        low = self.features.dtype == torch.bfloat16
+        return torch.autocast(self.features.device.type, torch.bfloat16, enabled=low)
 
     def _scale(self, streams: int) -> Tensor:
         """Return the usual size of each tapped stream: a median over replies without their first token, a sink."""

@@ -35,7 +35,7 @@ def questions() -> parity.Questions:
 
 @pytest.fixture(scope="module")
 def compiled() -> Iterator[str]:
-    """A server as launched by default, FlexAttention compiled, NGRAM on; float32 for exactness."""
+    """A server as launched by default, FlexAttention compiled, EAGLE-3 on; float32 for exactness."""
     with parity.serve("--dtype", "float32", timeout_s=600) as url:
         yield url
 
@@ -54,14 +54,33 @@ def test_compiled_server_gives_transformers_tokens(compiled, questions) -> None:
     assert parity.stats(compiled)["avg_spec_accept_length"] > 1
 
 
-@pytest.mark.parametrize("drafter", ["NONE", "NGRAM"])
+def shape(steps: int, topk: int, nodes: int) -> list[str]:
+    """Return the flags of a tree's shape."""
+    names = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
+    return [word for name, value in zip(names, (steps, topk, nodes), strict=True) for word in (name, str(value))]
+
+
+# Every method, the heads those that ship, at topk 1 and above.
+DRAFTERS = {
+    "NONE": [],
+    "NGRAM": [],
+    "EAGLE3": shape(3, 1, 4),
+    "EAGLE": shape(3, 3, 8),
+    "NEXTN": shape(3, 1, 4),
+    "STANDALONE": shape(2, 3, 6),
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_eager_server_with_small_chunks_and_a_small_pool_gives_the_same(drafter, questions, compiled) -> None:
-    flags = ["--dtype", "float32", "--disable-torch-compile", "--speculative-algorithm", drafter]
+    flags = ["--dtype", "float32", "--disable-torch-compile", "--speculative-algorithm", drafter, *DRAFTERS[drafter]]
     flags += ["--chunked-prefill-size", "32", "--page-size", "16", "--max-total-tokens", "320"]
     with parity.serve(*flags) as url:
         assert_exact(url, questions, expect_retraction=True)
         for at_once in (1, 8):
             assert parity.sampled(url, questions, at_once) == parity.sampled(compiled, questions, 8)
+        if drafter != "NONE":
+            assert parity.stats(url)["avg_spec_accept_length"] > (1.0 if drafter == "NGRAM" else 1.1)
 
 
 @pytest.mark.cuda

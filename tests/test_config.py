@@ -81,10 +81,10 @@ def test_old_spellings_and_aliases_work(argv: list[str], field: str, value: obje
 
 
 def test_speculation_is_on_for_the_default_model_only() -> None:
-    assert Config().algorithm == "NGRAM" and Config().draft_tokens == 12
+    assert Config().algorithm == "EAGLE3" and Config(speculative_algorithm="ngram").draft_tokens == 12
     assert Config(model_path="x").algorithm == "NONE" and Config(model_path="x").draft_tokens == 1
     assert Config(speculative_algorithm="none").algorithm == "NONE"
-    assert Config(speculative_ngram_max_match_window_size=9).draft_tokens == 9
+    assert Config(speculative_algorithm="NGRAM", speculative_ngram_max_match_window_size=9).draft_tokens == 9
     assert Config(model_path="x", speculative_algorithm="NGRAM", speculative_num_draft_tokens=5).draft_tokens == 5
 
 
@@ -92,7 +92,7 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
     ("argv", "said"),
     [
         (["--tp", "2"], "--tp 2: minispec runs on one device"),
-        (["--speculative-draft", "x"], "--speculative-draft-model-path has no meaning with"),
+        (["--model", "m", "--speculative-draft", "x"], "--speculative-draft-model-path has no meaning with"),
         (["--speculative-algo", "EAGLE3", "--speculative-num-steps", "3"], "--speculative-eagle-topk"),
         (["--speculative-algo", "EAGLE", "--speculative-num-draft-tokens", "4"], "not given: --speculative-num-steps"),
         (["--speculative-algo", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2",
@@ -108,8 +108,10 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         (["--mem-fraction-static", "nan"], "--mem-fraction-static"),
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size must be positive"),
         (["--max-queued-requests", "0"], "--max-queued-requests must be at least 1, got 0"),
-        (["--speculative-ngram-branch-length", "12"], "must be below --speculative-ngram-branch-length, got 12 and 12"),
-        (["--speculative-ngram-min-bfs-breadth", "11"], "--speculative-ngram-max-bfs-breadth"),
+        (["--speculative-algo", "NGRAM", "--speculative-ngram-branch-length", "12"],
+         "must be below --speculative-ngram-branch-length, got 12 and 12"),
+        (["--speculative-algo", "NGRAM", "--speculative-ngram-min-bfs-breadth", "11"],
+         "--speculative-ngram-max-bfs-breadth"),
         (["--model", "x", "--speculative-num-draft-tokens", "4"], "--speculative-algorithm NONE; it belongs to NGRAM"),
         (["--model", "x", "--speculative-accept-threshold-acc", "0.9"], "--speculative-algorithm NONE; it belongs to"),
         (["--speculative-accept-threshold-single", "1.5"], "-single must be in [0, 1], got 1.5"),

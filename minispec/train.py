@@ -694,7 +694,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         run(options, tell)
     except ValueError as error:
-        sys.exit(f"minispec.train: error: {error}")
+        sys.exit(f"minispec.train: error: {error}")  # one line, as the server's
 
 
 def run(options: argparse.Namespace, tell: Tell) -> None:
@@ -706,6 +706,10 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
             setattr(options, name, value)
     work = options.work or options.out / "work"
     work.mkdir(parents=True, exist_ok=True)
+    owner = work / "model.txt"
+    if owner.exists() and owner.read_text() != config.served_name:
+        raise ValueError(f"--work {work} holds the replies of {owner.read_text()}, not of {config.served_name}")
+    owner.write_text(config.served_name)
     replies = ensure_replies(options, config, work / "replies.jsonl", tell)
     tell(f"{len(replies)} replies, {sum(len(r.ids) - r.start for r in replies)} reply tokens, "
          f"{sum(len(r.ids) for r in replies)} in all")  # fmt: skip

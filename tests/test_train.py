@@ -31,6 +31,7 @@ from minispec.train import (
     draft_vocabulary,
     export,
     losses,
+    main,
     new_head,
     pack,
     replay,
@@ -280,3 +281,10 @@ def test_batches_are_all_replies_once() -> None:
 def test_a_loop_is_a_short_period_at_the_end(tail: list[int], expected: bool) -> None:
     """48 tokens with a period of at most 16; shorter replies do not loop."""
     assert loops([99, 98, 97, *tail]) == expected
+
+
+def test_work_of_another_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    """Nothing is trained on the replies of another model."""
+    (tmp_path / "model.txt").write_text("other")
+    with pytest.raises(SystemExit, match="holds the replies of other, not of mine"):
+        main(["eagle3", "--model", "mine", "--out", str(tmp_path), "--work", str(tmp_path)])

@@ -96,7 +96,6 @@ HEADS: dict[str, dict[str, Subject]] = {
 SUBJECTS: dict[str, Subject] = {
     "none": Subject(lambda model: Plain()),
     "ngram": Subject(lambda model: NgramDrafter(NgramOptions(nodes=8))),
-    "ngram-prob": Subject(lambda model: NgramDrafter(NgramOptions(nodes=6, match_type="PROB"))),
     "oracle": Subject(lambda model: Oracle(truth_of(model)), accept_length=1.5),
     "standalone-chain": standalone(3, 1, 4, accept_length=3.0),
     "standalone-tree": standalone(3, 3, 8, accept_length=2.0),

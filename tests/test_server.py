@@ -456,11 +456,11 @@ def test_a_step_that_raises_costs_its_requests_and_not_the_server(
     engine = served.server.engine.llm.scheduler.engine
     real, left = engine.launch, [1]
 
-    def launch(slots: Any) -> Any:
+    def launch(slots: Any, **how: Any) -> Any:
         if left[0] and len(slots) == 2:
             left[0] -= 1
             raise RuntimeError("made to fail")
-        return real(slots)
+        return real(slots, **how)
 
     monkeypatch.setattr(engine, "launch", launch)
     with ThreadPoolExecutor(2) as pool:

@@ -43,7 +43,7 @@ def few() -> parity.Questions:
 def compiled() -> Iterator[str]:
     """A server as launched by default, FlexAttention compiled, EAGLE-3 on; float32 for exactness, and fewer batch sizes
     to compile."""
-    with parity.serve("--dtype", "float32", "--max-running-requests", "4", timeout_s=600) as url:
+    with parity.serve("--dtype", "float32", "--max-running-requests", "2", timeout_s=600) as url:
         yield url
 
 
@@ -72,8 +72,7 @@ def test_eager_server_with_small_chunks_and_a_small_pool_gives_the_same(question
     flags += ["--chunked-prefill-size", "32", "--page-size", "16", "--max-total-tokens", "320"]
     with parity.serve(*flags) as url:
         assert_exact(url, questions, expect_retraction=True)
-        for at_once in (1, 8):
-            assert parity.sampled(url, questions, at_once) == parity.sampled(compiled, questions, 8)
+        assert parity.sampled(url, questions, 8) == parity.sampled(compiled, questions, 8)
 
 
 # Every other method, with the heads that ship, at topk 1 and above; NGRAM and EAGLE-3's default tree are above.

@@ -242,14 +242,14 @@ def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_t
     own = StandaloneDrafter(DraftModel(models[1], VOCAB), steps=3, topk=2, nodes=6)
     models[0].compile_blocks()
     own.compile_head()
-    scheduler = build(models[0], own, running=2, chunk=128, compiled=True)
+    scheduler = build(models[0], own, running=1, chunk=128, compiled=True)
     graphs = lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]  # noqa: E731
     before = graphs()
     with torch._dynamo.config.patch(recompile_limit=16), torch.inference_mode():
         scheduler.engine.warm_up(lambda line: None)
-    # The target's prompt, and two batches with trees and without; the draft's path and frontier for two batches. The
-    # models are of one shape, so the draft's prompt is the target's graph, and the root behind it a plain step's.
-    assert graphs() - before == 5 + 4
+    # The target's prompt, a tree and a plain step; the draft's path and frontier. The models are of one shape, so the
+    # draft's prompt is the target's graph, and the root behind it a plain step's.
+    assert graphs() - before == 3 + 2
     record(scheduler, compare)
     requests = mixed_requests(count=4, max_new_tokens=10)
     with torch.compiler.set_stance("fail_on_recompile"):

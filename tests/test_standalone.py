@@ -16,7 +16,7 @@ import pytest
 import torch
 from exactness import CPU, VOCAB, any_ids, build, mixed_requests, next_logits, reference, request, run, tiny_model
 from safetensors.torch import save_file
-from test_beam import paths, record
+from test_beam import paths, record, siblings_see_each_other
 
 from minispec import LLM, SamplingParams
 from minispec.attention import Plan
@@ -313,17 +313,6 @@ def path_one_token_late(patch: pytest.MonkeyPatch) -> None:
     original = StandaloneDrafter.commit
     patch.setattr(StandaloneDrafter, "commit", lambda self, new: original(
         self, new if new.plan.width == 128 else new._replace(following=new.tokens)))  # fmt: skip
-
-
-def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
-    """A drafted node sees all scratch rows, not its ancestors alone."""
-    original = Plan.fill
-
-    def fill(self, slots, starts, visible, live, offset=0):
-        drafting = self.window != self.width
-        original(self, slots, starts, torch.ones_like(visible) if drafting else visible, live, offset)
-
-    patch.setattr(Plan, "fill", fill)
 
 
 MUTATIONS = [positions_off_by_one, drafts_in_the_root_s_row, stale_rows, first_token_unseen, no_root_after_a_prompt,

@@ -582,27 +582,38 @@ def published_tensors(head: Head) -> dict[str, Tensor]:
 
     They are views, fused matrices taken apart: writing to them fills the head. Only for a head that is not packed.
     """
-    q, kv = head.layer.q_size, head.layer.kv_size
-    parts: dict[str, tuple[str, ...]] = {
-        "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "o_proj": ("self_attn.o_proj",),
-        "q_norm": ("self_attn.q_norm",),
-        "k_norm": ("self_attn.k_norm",),
-        "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-        "down_proj": ("mlp.down_proj",),
-    }
     published: dict[str, Tensor] = {}
     for name, tensor in head.state_dict().items():
         owner, _, rest = name.partition(".")
-        part, _, kind = rest.partition(".")
-        if owner != "layer" or part not in parts:
+        if owner == "layer":
+            published |= {f"layer.{part}": view for part, view in unfused(head.layer, rest, tensor)}
+        else:
             published[name] = tensor
-            continue
-        names = parts[part]
-        rows = (q, kv, kv) if len(names) == 3 else [len(tensor) // len(names)] * len(names)
-        for one, view in zip(names, tensor.split(rows), strict=True):
-            published[f"layer.{one}.{kind}"] = view
     return published
+
+
+def unfused(block: Block, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """Return a block's tensor under its published names, a fused matrix as views of its parts.
+
+    name: within the block, as `qkv_proj.weight`.
+    """
+    part, _, kind = name.partition(".")
+    names = _PUBLISHED.get(part)
+    if names is None:
+        return [(name, tensor)]
+    q, kv = block.q_size, block.kv_size
+    rows = (q, kv, kv) if len(names) == 3 else [len(tensor) // len(names)] * len(names)
+    return [(f"{one}.{kind}", view) for one, view in zip(names, tensor.split(rows), strict=True)]
+
+
+_PUBLISHED = {  # our matrices -> the published ones that they join
+    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o_proj": ("self_attn.o_proj",),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_proj": ("mlp.down_proj",),
+}
 
 
 def _some(names: list[str]) -> str:

@@ -32,6 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from torch import Tensor, nn
 from minispec.attention import Causal
 from minispec.config import Config
 from minispec.corpus import Features, Reply, batches, generate, groups, groups_done, read_replies
-from minispec.eagle import Eagle3Head, EagleHead, Head, published_tensors, slice_head, spelled
+from minispec.eagle import Eagle3Head, EagleHead, Head, published_tensors, slice_head, spelled, unfused
 from minispec.llm import LLM, choose_device, choose_dtype, choose_folder, load_model
 from minispec.model import FINAL, Model, ModelConfig
 from minispec.mtp import MtpHead
@@ -160,7 +161,7 @@ class Round:
 
 
 @dataclass
-class Batch:
+class Packed:
     """Several replies packed into one row."""
 
     segments: list[Segment]
@@ -170,18 +171,18 @@ class Batch:
     rounds: list[Round]
 
 
-def pack(replies: Sequence[Reply], features: Sequence[tuple[Tensor, Tensor]], hidden: int, rounds: int) -> Batch:
+def pack(replies: Sequence[Reply], features: Sequence[tuple[Tensor, Tensor]], hidden: int, rounds: int) -> Packed:
     """Return a batch of replies and their features [T, F]; the last `hidden` columns are the target's final state."""
     device = features[0][0].device
     segments = [Segment(len(r.ids) - 2, r.start - 1) for r in replies]
     ids = [torch.tensor(r.ids, device=device) for r in replies]
+    span = lambda start, count: torch.arange(start, start + count, device=device)  # noqa: E731
+    first = list(accumulate((segment.anchors(0) for segment in segments), initial=0))
+    bases = list(accumulate((segment.rows for segment in segments), initial=0))
     plan: list[Round] = []
     for s in range(rounds):
         now = [segment.anchors(s) for segment in segments]
-        before = torch.tensor([0, *now]).cumsum(0).tolist()
-        first = torch.tensor([0, *(segment.anchors(0) for segment in segments)]).cumsum(0).tolist()
-        bases = torch.tensor([0, *(segment.rows for segment in segments)]).cumsum(0).tolist()
-        span = lambda start, count: torch.arange(start, start + count, device=device)  # noqa: E731
+        before = list(accumulate(now, initial=0))
         places = list(zip(segments, now, strict=True))
         tokens = [
             x[1 + s : 1 + s + g.rows] if s == 0 else x[g.first + 1 + s : g.first + 1 + s + n]
@@ -199,7 +200,7 @@ def pack(replies: Sequence[Reply], features: Sequence[tuple[Tensor, Tensor]], hi
                 teacher=torch.cat([span(b + s, n) for b, n in zip(first, now, strict=False)]),
             )
         )
-    return Batch(
+    return Packed(
         segments,
         torch.cat([f[: g.rows] for (f, _), g in zip(features, segments, strict=True)])[None],
         torch.cat([f[g.first + 1 : g.rows + 1, -hidden:] for (f, _), g in zip(features, segments, strict=True)]),
@@ -208,7 +209,7 @@ def pack(replies: Sequence[Reply], features: Sequence[tuple[Tensor, Tensor]], hi
     )
 
 
-def unroll(head: Head, batch: Batch, taps: slice) -> Iterator[tuple[Round, Tensor]]:
+def unroll(head: Head, batch: Packed, taps: slice) -> Iterator[tuple[Round, Tensor]]:
     """Yield each round and the head's states [n, H] at its anchors; `taps` are the head's columns of the features."""
     attend = Unrolled(batch.segments)
     state = head.fuse(batch.features[..., taps])
@@ -271,7 +272,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         return ctx.saved_tensors[0] * upstream, None, None, None
 
 
-def losses(head: Head, batch: Batch, taps: slice, teacher: Teacher, feature_weight: float) -> tuple[Tensor, Tensor]:
+def losses(head: Head, batch: Packed, taps: slice, teacher: Teacher, feature_weight: float) -> tuple[Tensor, Tensor]:
     """Return the loss and, detached, how often the head's first choice was the target's: [S, 2] hits and anchors.
 
     Soft cross-entropy per round, mean over the anchors whose choice is in the draft vocabulary. A hit counts where all
@@ -297,7 +298,7 @@ def losses(head: Head, batch: Batch, taps: slice, teacher: Teacher, feature_weig
 
 
 @torch.no_grad()
-def replay(head: Head, batch: Batch, taps: slice, teacher: Teacher) -> tuple[int, int]:
+def replay(head: Head, batch: Packed, taps: slice, teacher: Teacher) -> tuple[int, int]:
     """Return tokens emitted and verify steps of drafting chains along greedy replies, as a server would.
 
     Only for replies at temperature 0, whose tokens are the target's choices. A step cut by the reply's end is left out.
@@ -361,24 +362,7 @@ def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], s
 def export(head: Head, recipe: Recipe, model: Model, folder: Path) -> None:
     """Write a head in the format that SGLang reads: config.json and model.safetensors, bfloat16."""
     c = model.config
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "vocab_size": c.vocab_size,
-        "max_position_embeddings": c.context_length,
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "rope_scaling": None if c.rope_scaling is None else dict(c.rope_scaling),
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
+    config = published_config(replace(c, layers=1, tied=False))
     tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in published_tensors(head).items()}
     assert head.token_map is not None
     ids = head.token_map.cpu()
@@ -404,6 +388,28 @@ def export(head: Head, recipe: Recipe, model: Model, folder: Path) -> None:
             tensors = {spelled(name, "layers.0."): tensor for name, tensor in tensors.items()}
             config["architectures"] = ["LlamaForCausalLMEagle"]
     write_folder(folder, config, tensors)
+
+
+def published_config(c: ModelConfig) -> dict[str, Any]:
+    """Return the config.json of a Llama of these sizes."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "vocab_size": c.vocab_size,
+        "max_position_embeddings": c.context_length,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": None if c.rope_scaling is None else dict(c.rope_scaling),
+        "tie_word_embeddings": c.tied,
+        "torch_dtype": "bfloat16",
+    }
 
 
 def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -485,7 +491,7 @@ class Trainer:
             rng = random.Random(f"{self.recipe.seed}/{epoch}")
             yield from batches(self.replies, self.training, self.recipe.batch_tokens, rng)
 
-    def _batch(self, chosen: Sequence[int], rounds: int) -> Batch:
+    def _batch(self, chosen: Sequence[int], rounds: int) -> Packed:
         """Return a batch of replies by their numbers."""
         chosen = [i for i in chosen if len(self.replies[i].ids) - self.replies[i].start > 1]
         found = [self.features.of(i) for i in chosen]
@@ -611,20 +617,8 @@ def train_small(
         if time.perf_counter() - told > 15 or step + 1 == len(plan):
             tell(f"update {step + 1}/{len(plan)}  loss {mean:.3f}")
             told = time.perf_counter()
-    c = small.config
     tensors = {"model." + name: t.detach().to("cpu", torch.bfloat16) for name, t in _hf_tensors(small)}
-    write_folder(
-        folder,
-        {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": c.hidden_size,
-            "intermediate_size": c.intermediate_size, "num_hidden_layers": c.layers, "num_attention_heads": c.heads,
-            "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim, "hidden_act": "silu",
-            "vocab_size": c.vocab_size, "max_position_embeddings": c.context_length, "rms_norm_eps": c.norm_eps,
-            "rope_theta": c.rope_theta, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
-            "tokenizer_digest": digest,
-        },
-        tensors,
-    )  # fmt: skip
+    write_folder(folder, published_config(small.config) | {"tokenizer_digest": digest}, tensors)
     right = total = 0
     with torch.no_grad():
         for i in held_out:
@@ -654,21 +648,14 @@ def _next_token_loss(small: Model, reply: Reply, candidates: Tensor, place: Tens
 
 
 def _hf_tensors(small: Model) -> Iterator[tuple[str, Tensor]]:
-    """Yield a Llama's weights under their published names, fused matrices taken apart."""
-    q, kv = small.layers[0].q_size, small.layers[0].kv_size
+    """Yield a tied model's weights under their published names."""
     for name, tensor in small.state_dict().items():
-        stem, _, part = name.removesuffix(".weight").rpartition(".")
-        if name == "lm_head.weight":
-            continue  # tied
-        if part == "qkv_proj":
-            for one, rows in zip(("q_proj", "k_proj", "v_proj"), tensor.split((q, kv, kv)), strict=True):
-                yield f"{stem}.self_attn.{one}.weight", rows
-        elif part == "gate_up_proj":
-            for one, rows in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
-                yield f"{stem}.mlp.{one}.weight", rows
-        elif part in ("o_proj", "down_proj"):
-            yield f"{stem}.{'self_attn' if part == 'o_proj' else 'mlp'}.{part}.weight", tensor
-        else:
+        owner, _, rest = name.partition(".")
+        if owner == "layers":
+            index, _, rest = rest.partition(".")
+            for part, view in unfused(small.layers[int(index)], rest, tensor):
+                yield f"layers.{index}.{part}", view
+        elif name != "lm_head.weight":
             yield name, tensor
 
 

@@ -272,6 +272,7 @@ def _fill(template: str, rng: random.Random) -> str:
     drawn: dict[str, str] = {}
 
     def draw(slot: re.Match[str]) -> str:
+        """Return a number of the slot's range, or a word of its kind, the same one for a slot with a number."""
         if slot[3]:
             return str(rng.randint(int(slot[3]), int(slot[4])))
         if slot[2] and slot[0] in drawn:

@@ -53,6 +53,7 @@ METHODS: dict[str, dict[str, Any]] = {  # name -> launch flags; heads without a 
     "mtp-full-vocabulary": {"speculative_algorithm": "NEXTN", "speculative_token_map": "none"},
     "standalone": {"speculative_algorithm": "STANDALONE"},
 }
+HEADLESS = ("none", "ngram")  # methods without a head or a tree to shape
 THEIRS = ("transformers", "transformers-prompt-lookup")
 
 
@@ -213,10 +214,8 @@ def contestants(args: argparse.Namespace) -> list[Contestant]:
         if name in THEIRS:
             continue
         flags = METHODS[name] if name in METHODS else {"speculative_algorithm": name}
-        if name not in ("none", "ngram"):
-            flags = {**trees, **flags}
-        if name not in ("none", "ngram") and args.draft_model_path is not None:
-            flags = {**flags, "speculative_draft_model_path": args.draft_model_path}
+        if name not in HEADLESS:
+            flags = {**trees, "speculative_draft_model_path": args.draft_model_path, **flags}
         ours.append(Ours(name, {**options, **flags}, args.batch, args.temperature))
     return ours + theirs
 
@@ -226,7 +225,7 @@ def shipped(args: argparse.Namespace) -> list[str]:
     names = [name for name in METHODS if "full" not in name]
     found = [
         name for name in names
-        if name in ("none", "ngram") or Config(model_path=args.model, **METHODS[name]).draft_path is not None
+        if name in HEADLESS or Config(model_path=args.model, **METHODS[name]).draft_path is not None
     ]  # fmt: skip
     return found + (list(THEIRS) if args.temperature == 0 else [])
 

@@ -23,6 +23,8 @@ from minispec.eagle import Head
 from minispec.metrics import loops
 from minispec.model import FINAL, Model
 from minispec.mtp import load_head
+from minispec.standalone import load_draft, tokenizer_digest
+from minispec.tokenizer import byte_tokenizer
 from minispec.train import (
     Recipe,
     SoftCrossEntropy,
@@ -35,6 +37,8 @@ from minispec.train import (
     new_head,
     pack,
     replay,
+    small_model,
+    train_small,
     unroll,
 )
 
@@ -220,6 +224,22 @@ def test_training_learns_and_replay_counts_it(tmp_path: Path) -> None:
     before = trainer.accept_length(3)
     trainer.run()
     assert before < 1.6 and trainer.accept_length(3) > 3.0, (before, trainer.accept_length(3))
+
+
+def test_a_small_model_learns_the_replies_and_loads_as_a_draft(tmp_path: Path) -> None:
+    """It foresees most tokens of replies it was shown, and what was written is what was trained."""
+    torch.manual_seed(0)
+    model, tokenizer = Model(replace(target().config, vocab_size=100)).requires_grad_(False), byte_tokenizer(100)
+    texts = replies(model, 20)
+    made = recipe("standalone", epochs=40, learning_rate=5e-3)
+    small = small_model(model, 64, 1)
+    right = train_small(made, model, small, [*texts, *texts, *texts], tmp_path, tokenizer_digest(tokenizer), print)
+    assert right > 0.5
+    draft = load_draft(tmp_path, model, tokenizer, None)
+    ids = torch.tensor([texts[0].ids])
+    found = draft.model(ids, torch.arange(ids.shape[1])[None], Causal())[0]
+    expected = small(ids, torch.arange(ids.shape[1])[None], Causal())[0]
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)  # bfloat16's rounding of weights
 
 
 def test_replay_counts_like_a_server(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ The one idea: every forward pass is a set of query blocks, and every block is a 
 starts at row `starts[r]`, and its W nodes see all rows below the start and, within the block, what `visible[r]` says:
 the ancestors in a draft tree, the lower triangle in a chunk of prompt. So one mask serves verification and prefill.
 
-    a decode step: B blocks of N nodes, queries [B, H, N, D]      a prefill step: T / 128 blocks, queries [1, H, T, D]
+    a decode step: B blocks of N nodes, queries [B, H, N, D]      a prefill step: T / W blocks, queries [1, H, T, D]
     row:   0 ......... starts | 0 1 2 3  <- nodes, at rows starts + 0..W-1
     node 2 sees all of this ->  x . x .  <- visible[r, 2]
 
@@ -29,7 +29,15 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from minispec.kv import PagedKV
 
-QUERY_BLOCK = 128  # rows of one query block of FlexAttention, and the alignment of packed prefill chunks
+QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
+
+
+def prefill_block(device: torch.device) -> int:
+    """Return the width of a prefill step's query blocks, which every prompt chunk fills up with padding.
+
+    CUDA's kernels want whole blocks of 128; on a CPU half of that halves the padding of short prompts, the usual ones.
+    """
+    return QUERY_BLOCK if device.type == "cuda" else QUERY_BLOCK // 2
 
 
 class Plan:
@@ -43,8 +51,9 @@ class Plan:
     """
 
     def __init__(self, kv: PagedKV, batch: int, blocks: int, width: int, window: int | None = None) -> None:
-        assert width == QUERY_BLOCK or (blocks == 1 and width < QUERY_BLOCK), "nodes must fit in whole query blocks"
+        assert width <= QUERY_BLOCK and (blocks == 1 or QUERY_BLOCK % width == 0), "nodes must fit in query blocks"
         self.kv, self.batch, self.blocks, self.width, self.window = kv, batch, blocks, width, window or width
+        self.query_block = QUERY_BLOCK if blocks == 1 else width  # rows of a block in FlexAttention's eyes
         device, r = kv.pool.device, batch * blocks
         self.slots = torch.zeros(r, dtype=torch.int64, device=device)
         self.starts = torch.zeros(r, dtype=torch.int64, device=device)
@@ -142,7 +151,7 @@ class FlexLayer:
             q_indices=None,
             full_q_num_blocks=None,
             full_q_indices=None,
-            BLOCK_SIZE=(QUERY_BLOCK, page_size),
+            BLOCK_SIZE=(plan.query_block, page_size),
             mask_mod=self._visible,
         )
 
@@ -150,8 +159,8 @@ class FlexLayer:
         """FlexAttention's mask_mod: may query q of sequence b see the physical row `row`?"""
         plan, page_size = self.plan, self.plan.kv.page_size
         width, window = plan.width, plan.window
-        block = b * plan.blocks + q // QUERY_BLOCK
-        node = (q % QUERY_BLOCK) % width  # folded heads repeat the nodes
+        block = b * plan.blocks + q // plan.query_block
+        node = (q % plan.query_block) % width  # folded heads repeat the nodes
         page = self.logical[plan.slots[block], row // page_size]
         ahead = page * page_size + row % page_size - plan.starts[block]
         # The clamp is compulsory: the table is read before `&` is applied.

@@ -55,6 +55,7 @@ class Committed(NamedTuple):
     features: Tensor | None  # [B, T, F], the drafter's taps at each row; None without taps
     ends: Tensor  # [C] int64, the last row of each chunk or path in the flattened [B * T]
     plan: Plan  # where the rows lie and what each sees
+    prefill: bool  # chunks of prompts, packed into one row; else verified paths, a row each
 
 
 class Drafter(Protocol):

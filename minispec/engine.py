@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minispec.attention import QUERY_BLOCK, PagedFlex, PagedGather, Plan
+from minispec.attention import QUERY_BLOCK, PagedFlex, PagedGather, Plan, prefill_block
 from minispec.beam import BeamDrafter
 from minispec.config import LEARNED, MAX_NODES, Config
 from minispec.drafter import Batch, Committed, DeviceDrafter, Draft, HostDrafter, Payoff, Plain
@@ -247,10 +247,11 @@ class Engine:
         self.batch_sizes = sorted(batch_sizes)
         chunk_rows = -(-chunk_rows // QUERY_BLOCK) * QUERY_BLOCK
         self.prefill_rows = sorted({min(rows, chunk_rows) for rows in (128, 512, chunk_rows)})
-        self.prefill_plans = {rows: Plan(kv, 1, rows // QUERY_BLOCK, QUERY_BLOCK) for rows in self.prefill_rows}
+        self.query_block = width = prefill_block(device)
+        self.prefill_plans = {rows: Plan(kv, 1, rows // width, width) for rows in self.prefill_rows}
         layers = model.config.layers
         self.prefill_attends = {rows: self.attend_kind(kv, plan, layers) for rows, plan in self.prefill_plans.items()}
-        self.causal = torch.ones(QUERY_BLOCK, QUERY_BLOCK, dtype=torch.bool, device=device).tril()
+        self.causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
         self.path_plans: dict[int, Plan] = {}  # by batch: the accepted path as a chain, for a drafter on the device
         if not drafter.on_host:
             drafter.attach(kv, self.attend_kind, batch_sizes)
@@ -354,7 +355,8 @@ class Engine:
         if features is not None:
             features = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
         ends = torch.arange(batch, device=self.device) * most + verdict.count - 1
-        self.drafter.commit(Committed(slots, tokens, verdict.emitted, lens[:, None] + step, features, ends, plan))
+        positions = lens[:, None] + step
+        self.drafter.commit(Committed(slots, tokens, verdict.emitted, positions, features, ends, plan, prefill=False))
 
     def _upload(self, bucket: Bucket, slots: Sequence[int], drafts: Sequence[Draft]) -> None:
         """Write slots and trees, padded, into the bucket's static tensors; node 0 is filled in from `root`."""
@@ -380,37 +382,37 @@ class Engine:
 
     def blocks(self, tokens: int) -> int:
         """Return how many query blocks a chunk of this many tokens takes."""
-        return -(-tokens // QUERY_BLOCK)
+        return -(-tokens // self.query_block)
 
     @property
     def prefill_blocks(self) -> int:
         """Query blocks of the largest prefill step."""
-        return self.prefill_rows[-1] // QUERY_BLOCK
+        return self.prefill_rows[-1] // self.query_block
 
     def prefill(self, chunks: Sequence[Chunk]) -> Pending:
         """Compute chunks of several requests packed as [1, T], each starting on a query block of its own.
 
         Emits one token for every chunk that is its request's last, none for the others.
         """
-        needed = sum(self.blocks(len(chunk.tokens)) for chunk in chunks) * QUERY_BLOCK
+        needed = sum(self.blocks(len(chunk.tokens)) for chunk in chunks) * self.query_block
         rows = next(size for size in self.prefill_rows if size >= needed)
         emitted, count = self._prefill(rows, chunks)
         return self._pending([chunk.slot for chunk in chunks], emitted, count, chunks=chunks)
 
     def _prefill(self, rows: int, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
-        """Run one prefill step of `rows` padded rows; returns emitted [C, 1] and count [C] for C = rows / 128."""
-        blocks = rows // QUERY_BLOCK
+        """Run one prefill step of `rows` padded rows; returns emitted [C, 1] and count [C] for C = the query blocks."""
+        blocks = rows // self.query_block
         tokens, following = [0] * rows, [0] * rows
         slots, starts, sizes = [0] * blocks, [0] * blocks, [0] * blocks
         ends, last_rows = [(0, 0, 0)] * blocks, [0] * blocks  # per chunk: slot, length after it, picked or not
         block = 0
         for index, chunk in enumerate(chunks):
-            first = block * QUERY_BLOCK
+            first = block * self.query_block
             tokens[first : first + len(chunk.tokens)] = chunk.tokens
             following[first : first + len(chunk.tokens)] = [*chunk.tokens[1:], chunk.following]
-            for offset in range(0, len(chunk.tokens), QUERY_BLOCK):
+            for offset in range(0, len(chunk.tokens), self.query_block):
                 slots[block], starts[block] = chunk.slot, chunk.start + offset
-                sizes[block] = min(QUERY_BLOCK, len(chunk.tokens) - offset)
+                sizes[block] = min(self.query_block, len(chunk.tokens) - offset)
                 block += 1
             ends[index] = (chunk.slot, chunk.start + len(chunk.tokens), int(chunk.last))
             last_rows[index] = first + len(chunk.tokens) - 1
@@ -418,7 +420,7 @@ class Engine:
         send = lambda values: upload(values, torch.int64, self.device)  # noqa: E731
         tokens_t, after = send([tokens]), send(following)
         starts_t, ends_t, (chunk_slots, lens, picked) = send(starts), send(last_rows), send(ends).unbind(1)
-        row = torch.arange(QUERY_BLOCK, device=self.device)
+        row = torch.arange(self.query_block, device=self.device)
         plan = self.prefill_plans[rows]
         live = row < send(sizes)[:, None]
         plan.fill(send(slots), starts_t, self.causal.expand(blocks, -1, -1), live)
@@ -433,7 +435,8 @@ class Engine:
         if not self.drafter.on_host:
             # The pick follows the last row of a last chunk. Added, not assigned: padding repeats row 0.
             after.index_add_(0, ends_t, picked * (token - after[ends_t]))
-            self.drafter.commit(Committed(chunk_slots, tokens_t, after[None], positions, features, ends_t, plan))
+            new = Committed(chunk_slots, tokens_t, after[None], positions, features, ends_t, plan, prefill=True)
+            self.drafter.commit(new)
         self.sampling.commit(chunk_slots, token[:, None], picked)
         self.lens[chunk_slots] = lens
         self.root[chunk_slots] = token

@@ -25,7 +25,6 @@ from collections.abc import Sequence
 
 import torch
 
-from minispec.attention import QUERY_BLOCK
 from minispec.config import Config
 from minispec.drafter import Payoff
 from minispec.engine import Chunk, Engine
@@ -299,7 +298,7 @@ class Scheduler:
             if budget <= 0 or blocks <= 0:
                 break
             ids, start = self.seats[request].ids, request.kv_len
-            end = min(len(ids), start + min(budget, blocks * QUERY_BLOCK))
+            end = min(len(ids), start + min(budget, blocks * self.engine.query_block))
             tokens, last = ids[start:end], end == len(ids)
             chunks.append(
                 Chunk(request.slot, tokens, start, last, 0 if last else ids[end], again=request.retractions > 0)

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from minispec.attention import QUERY_BLOCK, Plan
+from minispec.attention import Plan
 from minispec.beam import BeamDrafter
 from minispec.drafter import Committed
 from minispec.model import Model, ModelConfig, fuse_hf, rename_hf
@@ -76,7 +76,7 @@ class StandaloneDrafter(BeamDrafter):
     def commit(self, new: Committed) -> None:
         """Write the rows of the tokens just committed and of the root behind them; keep the state at the root."""
         root = new.positions.flatten()[new.ends] + 1  # [C], its row and position
-        if new.plan.width == QUERY_BLOCK:  # a prompt: the chunk, then the root or the next chunk's first token
+        if new.prefill:  # a prompt: the chunk, then the root or the next chunk's first token
             self._run(new.tokens, None, new.positions, new.plan)
             tokens, first = new.following.flatten()[new.ends][:, None], root
         else:  # a path, whose first row, the old root's, was written with the step before

@@ -59,66 +59,25 @@ class LLM:
         self.config = config
         tell = progress or (lambda line: logger.info("%s", line))
         device = choose_device(config)
-        folder = choose_folder(config, tell)
-        hf_config = read_config(folder)
+        self.folder = choose_folder(config, tell)
+        hf_config = read_config(self.folder)
         self.model_config = ModelConfig.from_hf(hf_config)
         context = _context_length(config, self.model_config)
-        self.tokenizer = _load_tokenizer(config, folder, self.model_config.vocab_size)
-        self.folder = folder
-        dtype = choose_dtype(config, device)
+        self.tokenizer = _load_tokenizer(config, self.folder, self.model_config.vocab_size)
+        running = config.max_running_requests or (8 if device.type == "cpu" else 48)
+        chunk = config.chunked_prefill_size or (512 if device.type == "cpu" else 2048)
+        chunk = context if chunk == -1 else min(chunk, context)
+        compiled = not config.disable_torch_compile and _can_compile(device)
         with torch.inference_mode():
-            tell(f"loading {config.served_name} as {str(dtype).removeprefix('torch.')} on {device.type}")
-            network = load_model(config, self.model_config, folder, dtype, device)
-            compiled = not config.disable_torch_compile and _can_compile(device)
-            running = config.max_running_requests or (8 if device.type == "cpu" else 48)
-            if config.thresholds is not None:
-                logger.warning("--speculative-accept-threshold-single %g, -acc %g: sampled output is no longer exact, "
-                               "greedy output is", *config.thresholds)  # fmt: skip
-            drafter = make_drafter(config, network, folder, self.tokenizer)
-            for module in (network, *([] if drafter.on_host else [drafter.head])):
-                if device.type == "cpu" and can_pack(dtype):
-                    pack_linears(module)  # after a head has taken what it needs of the target's weights
-            if compiled:
-                network.compile_blocks(**_compile_options(device))
-                if not drafter.on_host:
-                    drafter.compile_head(**_compile_options(device))
-            tree_rows = max(drafter.nodes, drafter.scratch)
-            chunk = config.chunked_prefill_size or (512 if device.type == "cpu" else 2048)
-            chunk = context if chunk == -1 else min(chunk, context)
-            kv = PagedKV(
-                layers=self.model_config.layers,
-                kv_heads=self.model_config.kv_heads,
-                head_dim=self.model_config.head_dim,
-                pages=_pages(config, self.model_config, drafter, dtype, device, context, running),
-                page_size=config.page_size,
-                slots=running + 1,
-                rows_per_slot=context + tree_rows,
-                dtype=dtype,
-                device=device,
-            )
-            engine = Engine(
-                network,
-                kv,
-                drafter,
-                context_length=context,
-                batch_sizes=_batch_sizes(running),
-                chunk_rows=chunk,
-                compiled=compiled,
-                thresholds=config.thresholds,
-            )
-            if compiled:
-                # Every (batch, tree) is a graph of the same function, and several LLMs may share a process. Not for the
-                # warm-up alone: whoever registers a pytree node later (transformers does) invalidates all graphs.
-                # A draft model's blocks count too: prompts and the roots behind them, paths and frontiers.
-                shapes = len(engine.buckets) + len(engine.prefill_rows)
-                torch._dynamo.config.recompile_limit += shapes if drafter.on_host else 3 * shapes
+            network, drafter = self._load(device, compiled, tell)
+            engine = _make_engine(config, network, drafter, context, running, chunk, compiled)
             engine.warm_up(tell)
             if not drafter.on_host and config.load_format != "dummy":
                 self_test(engine, drafter, self.tokenizer.encode(PROMPT))
         self.scheduler = Scheduler(
             engine,
             self.tokenizer,
-            eos_token_ids(folder, hf_config, self.tokenizer),
+            eos_token_ids(self.folder, hf_config, self.tokenizer),
             max_running=running,
             chunk_size=chunk,
             radix=not config.disable_radix_cache,
@@ -126,6 +85,26 @@ class LLM:
             random_seed=config.random_seed,
         )
         logger.info("%s", startup_line(config, self.scheduler))
+
+    def _load(
+        self, device: torch.device, compiled: bool, tell: Callable[[str], None]
+    ) -> tuple[Model, HostDrafter | DeviceDrafter]:
+        """Return the target and the drafter, their weights packed and their blocks compiled where that is wanted."""
+        config, dtype = self.config, choose_dtype(self.config, device)
+        tell(f"loading {config.served_name} as {str(dtype).removeprefix('torch.')} on {device.type}")
+        network = load_model(config, self.model_config, self.folder, dtype, device)
+        if config.thresholds is not None:
+            logger.warning("--speculative-accept-threshold-single %g, -acc %g: sampled output is no longer exact, "
+                           "greedy output is", *config.thresholds)  # fmt: skip
+        drafter = make_drafter(config, network, self.folder, self.tokenizer)
+        for module in (network, *([] if drafter.on_host else [drafter.head])):
+            if device.type == "cpu" and can_pack(dtype):
+                pack_linears(module)  # after a head has taken what it needs of the target's weights
+        if compiled:
+            network.compile_blocks(**_compile_options(device))
+            if not drafter.on_host:
+                drafter.compile_head(**_compile_options(device))
+        return network, drafter
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -238,6 +217,47 @@ def load_model(
         tensors: Iterator[tuple[str, Tensor]] = read_tensors(folder, config.load_format)
         load_weights(model, fuse_hf(tensors, model_config.tied), rename_hf, dtype)
     return model
+
+
+def _make_engine(
+    config: Config,
+    network: Model,
+    drafter: HostDrafter | DeviceDrafter,
+    context: int,
+    running: int,
+    chunk: int,
+    compiled: bool,
+) -> Engine:
+    """Return the engine around target and drafter, with its pages."""
+    shape, weight = network.config, network.embed_tokens.weight
+    kv = PagedKV(
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        pages=_pages(config, shape, drafter, weight.dtype, weight.device, context, running),
+        page_size=config.page_size,
+        slots=running + 1,
+        rows_per_slot=context + max(drafter.nodes, drafter.scratch),
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+    engine = Engine(
+        network,
+        kv,
+        drafter,
+        context_length=context,
+        batch_sizes=_batch_sizes(running),
+        chunk_rows=chunk,
+        compiled=compiled,
+        thresholds=config.thresholds,
+    )
+    if compiled:
+        # Every (batch, tree) is a graph of the same function, and several LLMs may share a process. Not for the
+        # warm-up alone: whoever registers a pytree node later (transformers does) invalidates all graphs.
+        # A draft model's blocks count too: prompts and the roots behind them, paths and frontiers.
+        shapes = len(engine.buckets) + len(engine.prefill_rows)
+        torch._dynamo.config.recompile_limit += shapes if drafter.on_host else 3 * shapes
+    return engine
 
 
 def _fill_at_random(model: Model, seed: int) -> None:

@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from minispec.attention import Causal
 from minispec.config import Config
 from minispec.corpus import Features, Reply, batches, generate, groups, groups_done, read_replies
+from minispec.demo import DemoModelError
 from minispec.eagle import Eagle3Head, EagleHead, Head, published_tensors, slice_head, spelled, unfused
 from minispec.llm import LLM, choose_device, choose_dtype, choose_folder, load_model
 from minispec.model import FINAL, Model, ModelConfig
@@ -680,7 +681,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         run(options, tell)
-    except ValueError as error:
+    except (ValueError, DemoModelError) as error:
         sys.exit(f"minispec.train: error: {error}")  # one line, as the server's
 
 

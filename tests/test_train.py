@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minispec.attention import Causal
 from minispec.corpus import Features, Reply, batches
+from minispec.demo import DemoModelError
 from minispec.eagle import Head
 from minispec.metrics import loops
 from minispec.model import FINAL, Model
@@ -308,3 +309,14 @@ def test_work_of_another_model_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "model.txt").write_text("other")
     with pytest.raises(SystemExit, match="holds the replies of other, not of mine"):
         main(["eagle3", "--model", "mine", "--out", str(tmp_path), "--work", str(tmp_path)])
+
+
+def test_a_default_model_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the server, and without a traceback."""
+
+    def fail(tell: object) -> None:
+        raise DemoModelError("the wheel is nowhere")
+
+    monkeypatch.setattr("minispec.llm.ensure_demo_model", fail)
+    with pytest.raises(SystemExit, match="^minispec.train: error: the wheel is nowhere$"):
+        main(["eagle3", "--out", str(tmp_path)])

@@ -147,6 +147,7 @@ class _Writer:
         prompts = [self.tokenizer.encode_chat(conversation.messages) for conversation in conversations]
         fitting = [i for i, ids in enumerate(prompts) if len(ids) < room]
         heat = [round(self.rng.uniform(0.7, 1.0), 2) if self.rng.random() < SAMPLED else 0.0 for _ in prompts]
+        fitting.sort(key=lambda i: heat[i])  # a step whose rows are all greedy needs no noise of vocabulary size
         params = [self._params(heat[i], self.max_new_tokens) for i in fitting]
         kept = []
         for i, result in zip(fitting, self.llm.generate([prompts[i] for i in fitting], params), strict=True):

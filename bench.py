@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +40,7 @@ from minispec.config import Config
 from minispec.llm import choose_device, choose_dtype, choose_folder
 from minispec.metrics import loops
 from minispec.request import Request
+from minispec.tokenizer import Tokenizer
 from minispec.weights import read_tensors
 
 PROMPTS = Path(__file__).parent / "benchmarks" / "prompts.jsonl"
@@ -79,7 +81,7 @@ class Contestant(Protocol):
     name: str
     batches: Sequence[int]
 
-    def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int) -> Run:
+    def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int, temperature: float) -> Run:
         """Generate for all prompts, `batch` at a time."""
         ...
 
@@ -87,17 +89,17 @@ class Contestant(Protocol):
 class Ours:
     """minispec with one drafter."""
 
-    def __init__(self, name: str, options: dict[str, Any], batches: Sequence[int], temperature: float) -> None:
-        self.name, self.batches, self.temperature = name, batches, temperature
+    def __init__(self, name: str, options: dict[str, Any], batches: Sequence[int]) -> None:
+        self.name, self.batches = name, batches
         self.llm = LLM(max_running_requests=max(batches), **options)
 
-    def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int) -> Run:
-        """Generate through the scheduler, groups of `batch` requests at a time."""
+    def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int, temperature: float) -> Run:
+        """Generate through the scheduler, groups of `batch` requests at a time; request i has seed i."""
         scheduler = self.llm.scheduler
         assert scheduler.flush_cache(), "a benchmark starts on an idle engine"
         requests = [
             self.llm.request(
-                ids, SamplingParams(temperature=self.temperature, max_new_tokens=new_tokens, sampling_seed=seed)
+                ids, SamplingParams(temperature=temperature, max_new_tokens=new_tokens, sampling_seed=seed)
             )
             for seed, ids in enumerate(prompts)
         ]
@@ -138,13 +140,13 @@ def by_depth(histogram: Sequence[int] | None) -> list[float]:
 
 
 class Transformers:
-    """transformers' own generate, plain or with prompt lookup."""
+    """transformers' own greedy generate, plain or with prompt lookup."""
 
     def __init__(self, name: str, model: Any, pad: int, batches: Sequence[int], **options: Any) -> None:
         self.name, self.batches, self.model, self.pad, self.options = name, batches, model, pad, options
 
     @torch.inference_mode()
-    def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int) -> Run:
+    def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int, temperature: float) -> Run:
         """Generate with left-padded batches."""
         outputs, start = [], time.perf_counter()
         for i in range(0, len(prompts), batch):
@@ -167,13 +169,35 @@ def trim(ids: list[int], eos: int | list[int]) -> list[int]:
 
 
 def read_prompts(path: Path, limit: int | None) -> dict[str, list[str]]:
-    """Return {set: prompts} from our own file (fields kind, prompt) or an MT-bench one (turns; the first counts)."""
+    """Return {set: prompts} from our own file (fields kind, prompt) or an MT-bench one (turns; the first counts).
+
+    limit: prompts of each set, taken at equal distances, since a file may be sorted by subject.
+    """
     sets: dict[str, list[str]] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
         kind, text = (row["kind"], row["prompt"]) if "prompt" in row else (path.stem, row["turns"][0])
         sets.setdefault(kind, []).append(text)
-    return {kind: prompts[:limit] for kind, prompts in sets.items()}
+    size = {kind: min(limit or len(prompts), len(prompts)) for kind, prompts in sets.items()}
+    return {kind: [all_[i * len(all_) // size[kind]] for i in range(size[kind])] for kind, all_ in sets.items()}
+
+
+def encode(
+    prompts: Sequence[str], tokenizer: Tokenizer, tokens: int | None = None, others: Sequence[str] = ()
+) -> list[list[int]]:
+    """Return each prompt as a chat; with `tokens`, behind so much of `others` that it is about that long.
+
+    Every chat begins with another text, so that no two of them share a prefix.
+    """
+    chat = lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])  # noqa: E731
+    chats = [chat(prompt) for prompt in prompts]
+    for number, ids in enumerate(chats):
+        if tokens and (room := tokens - len(ids)) > 0:
+            first = number * len(others) // len(prompts)
+            around = tokenizer.encode("\n\n".join([*others[first:], *others[:first]]), False)
+            filler = (around * (room // len(around) + 1))[:room]
+            chats[number] = chat(tokenizer.decode(filler) + "\n\n" + prompts[number])
+    return chats
 
 
 def hardware(device: str) -> str:
@@ -191,6 +215,7 @@ def hardware(device: str) -> str:
 def contestants(args: argparse.Namespace) -> list[Contestant]:
     """Load everyone who was asked for, minispec first in the list."""
     options = {"model": args.model, "dtype": args.dtype, "device": args.device}
+    options["disable_torch_compile"] = args.disable_torch_compile
     theirs: list[Contestant] = []
     if names := [name for name in args.method if name.startswith("transformers")]:
         # Loaded before our graphs are compiled: loading registers pytree nodes, which would invalidate them.
@@ -216,7 +241,7 @@ def contestants(args: argparse.Namespace) -> list[Contestant]:
         flags = METHODS[name] if name in METHODS else {"speculative_algorithm": name}
         if name not in HEADLESS:
             flags = {**trees, "speculative_draft_model_path": args.draft_model_path, **flags}
-        ours.append(Ours(name, {**options, **flags}, args.batch, args.temperature))
+        ours.append(Ours(name, {**options, **flags}, args.batch))
     return ours + theirs
 
 
@@ -227,25 +252,25 @@ def shipped(args: argparse.Namespace) -> list[str]:
         name for name in names
         if name in HEADLESS or Config(model_path=args.model, **METHODS[name]).draft_path is not None
     ]  # fmt: skip
-    return found + (list(THEIRS) if args.temperature == 0 else [])
+    return found + (list(THEIRS) if 0 in args.temperature else [])
 
 
 def measure(args: argparse.Namespace, everyone: Sequence[Contestant], sets: dict[str, list[list[int]]]) -> list[dict]:
-    """Run everyone on every set, round after round; returns one row per contestant, batch and set."""
-    runs: dict[tuple[str, int, str], list[Run]] = {}
-    for round_ in range(args.rounds):
-        for batch in args.batch:
-            for kind, prompts in sets.items():
-                for one in everyone:
-                    if batch not in one.batches:
-                        continue
-                    run = one.run(prompts, batch, args.new_tokens)
-                    runs.setdefault((one.name, batch, kind), []).append(run)
-                    what = f"round {round_ + 1}: {one.name}, batch {batch}, {kind}"
-                    print(f"{what}: {run.tokens / run.seconds:.1f} token/s", file=sys.stderr)
+    """Run everyone on every set, round after round; returns one row per contestant, batch, temperature and set."""
+    runs: dict[tuple[str, int, str, float], list[Run]] = {}
+    for round_, batch, (kind, prompts), heat in product(
+        range(args.rounds), args.batch, sets.items(), args.temperature
+    ):
+        for one in everyone:
+            if batch not in one.batches or (heat and one.name in THEIRS):
+                continue  # transformers draws other noise, so a sampled reply of its own is no match for ours
+            run = one.run(prompts, batch, args.new_tokens, heat)
+            runs.setdefault((one.name, batch, kind, heat), []).append(run)
+            what = f"round {round_ + 1}: {one.name}, batch {batch}, {kind}, temperature {heat:g}"
+            print(f"{what}: {run.tokens / run.seconds:.1f} token/s", file=sys.stderr)
     rows = []
-    for (name, batch, kind), several in runs.items():
-        base = runs.get(("none", batch, kind))
+    for (name, batch, kind, heat), several in runs.items():
+        base = runs.get(("none", batch, kind, heat))
         speed = statistics.median(run.tokens / run.seconds for run in several)
         decodes = [run.decoded / run.decode_seconds for run in several if run.decode_seconds]
         decode = statistics.median(decodes) if decodes else None
@@ -263,6 +288,7 @@ def measure(args: argparse.Namespace, everyone: Sequence[Contestant], sets: dict
                 "name": name,
                 "batch": batch,
                 "prompts": kind,
+                "temperature": heat,
                 "tokens_per_s": round(speed, 2),
                 "decode_tokens_per_s": decode and round(decode, 2),
                 "accept_length": accept_length(several[0].accepted),
@@ -281,14 +307,14 @@ def measure(args: argparse.Namespace, everyone: Sequence[Contestant], sets: dict
 
 def table(rows: Sequence[dict], weight_bytes: int) -> str:
     """Return the results as a Markdown table."""
-    titles = ["batch", "prompts", "method", "tokens/s", "decode tokens/s", "speed-up", "accept length", "without loops",
-              "by depth", "same as none", "GB/s", "drafter ms/step", "host ms/step"]  # fmt: skip
+    titles = ["batch", "prompts", "T", "method", "tokens/s", "decode tokens/s", "speed-up", "accept length",
+              "without loops", "by depth", "same as none", "GB/s", "drafter ms/step", "host ms/step"]  # fmt: skip
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     show = lambda value, form: "" if value is None else format(value, form)  # noqa: E731
-    for row in sorted(rows, key=lambda r: (r["batch"], r["prompts"])):
+    for row in sorted(rows, key=lambda r: (r["batch"], r["prompts"], r["temperature"])):
         rate = row["forwards_per_s"]
         cells = [
-            str(row["batch"]), row["prompts"], row["name"], f"{row['tokens_per_s']:.1f}",
+            str(row["batch"]), row["prompts"], f"{row['temperature']:g}", row["name"], f"{row['tokens_per_s']:.1f}",
             show(row["decode_tokens_per_s"], ".1f"), show(row["speedup"], ".2f"), show(row["accept_length"], ".2f"),
             show(row["accept_length_without_loops"], ".2f"),
             " ".join(f"{share:.2f}" for share in row["accepted_by_depth"][:5]), show(row["same_as_none"], ".0%"),
@@ -305,6 +331,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", help="Hugging Face id or folder; default: the default model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--disable-torch-compile", action="store_true", help="run eagerly: a quick look at acceptance")
     parser.add_argument(
         "--algorithm", "--method", dest="method", nargs="+", metavar="NAME",
         help=f"of {', '.join((*METHODS, *THEIRS))}, or module:Class; default: all that ship for the model",
@@ -313,20 +340,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-steps", type=int, help="rounds of drafting; this and the next two: all or none")
     parser.add_argument("--eagle-topk", type=int, help="branches of a round")
     parser.add_argument("--num-draft-tokens", type=int, help="nodes of a tree, root included")
-    parser.add_argument("--temperature", type=float, default=0.0, help="request i has seed i; 0 is greedy")
+    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0], help="one table row each; 0 is greedy")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=2, help="timed runs of each; medians are reported")
     parser.add_argument("--dataset", type=Path, default=PROMPTS, help="JSON lines, our own or MT-bench's format")
-    parser.add_argument("--limit", type=int, help="prompts of each set")
+    parser.add_argument("--limit", type=int, help="prompts of each set, spread over it")
+    parser.add_argument("--context", nargs="+", type=int, help="lengthen prompts to so many tokens, a set each")
     parser.add_argument("--json", type=Path, help="write one JSON object here")
     args = parser.parse_args()
     args.method = args.method or shipped(args)
     unknown = [name for name in args.method if name not in METHODS and name not in THEIRS and ":" not in name]
     if unknown:
         parser.error(f"--algorithm {unknown[0]}: must be of {', '.join((*METHODS, *THEIRS))}, or module:Class")
-    if args.temperature and set(args.method) & set(THEIRS):
-        parser.error("--temperature above 0: transformers draws other noise, so there is nothing to compare")
     return args
 
 
@@ -337,11 +363,15 @@ def main() -> None:
     everyone = contestants(args)
     ours = next(one for one in everyone if isinstance(one, Ours))
     tokenizer, device = ours.llm.tokenizer, ours.llm.scheduler.kv.pool.device.type
-    encode = lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])  # noqa: E731
     for one in everyone:
         for batch in one.batches:
-            one.run([encode(text) for text in WARM_UP], batch, 8)
-    sets = {kind: [encode(p) for p in prompts] for kind, prompts in read_prompts(args.dataset, args.limit).items()}
+            one.run(encode(WARM_UP, tokenizer), batch, 8, 0.0)
+    whole = read_prompts(args.dataset, None)
+    sets = {
+        kind if tokens is None else f"{kind}, {tokens} tokens": encode(prompts, tokenizer, tokens, whole[kind])
+        for kind, prompts in read_prompts(args.dataset, args.limit).items()
+        for tokens in args.context or [None]
+    }
     rows = measure(args, everyone, sets)
     weights = sum(tensor.numel() for _, tensor in read_tensors(ours.llm.folder, "auto"))
     weight_bytes = weights * ours.llm.scheduler.kv.pool.dtype.itemsize

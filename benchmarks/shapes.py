@@ -1,0 +1,123 @@
+"""Which tree is fastest on this machine, and whether a table of step times could have told it.
+
+`python -m benchmarks.shapes` drafts with EAGLE-3 (or `--algorithm`) in several shapes, steps/topk/draft tokens, at
+batch 1 and greedily. For each shape it times the pieces of a step on padding of a usual length: t(1), a plain step;
+t(N), verifying a tree of N nodes; and the S rounds of drafting, the taking in of what was accepted included. Then it
+generates, all shapes and plain decoding in turn, and prints the speed-up of decoding beside the prediction
+
+    accept length / ((t(N) + S t_draft) / t(1))
+
+(speculative decoding's own arithmetic, arXiv 2211.17192). The two agree within 10 % where nothing else costs time.
+Read next: `bench.py`, whose runs these are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bench
+from minispec.engine import Engine
+
+SHAPES = ("1/1/2", "2/1/3", "3/1/4", "4/1/5", "1/4/5", "2/2/5", "2/4/8", "3/4/8", "5/4/8", "5/8/32")
+
+
+class Stopwatch:
+    """Calls a function and adds up the time it took."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.seconds = function, 0.0
+
+    def __call__(self, *args: Any) -> Any:
+        """Call it, on a CPU, where it returns when it is done."""
+        started = time.perf_counter()
+        try:
+            return self.function(*args)
+        finally:
+            self.seconds += time.perf_counter() - started
+
+
+@torch.inference_mode()
+def step_times(engine: Engine, repeats: int) -> tuple[float, float, float]:
+    """Return the medians of a plain step, of verifying a tree and of drafting it, in ms, on padding at batch 1."""
+    drafter, nodes = engine.drafter, engine.drafter.nodes
+    watches = [Stopwatch(drafter.propose), Stopwatch(drafter.commit)]
+    drafter.propose, drafter.commit = watches
+    plain, verify, draft = [], [], []
+    for _ in range(repeats):
+        plain.append(engine._step_seconds(1, 1))
+        for watch in watches:
+            watch.seconds = 0.0
+        whole = engine._step_seconds(1, nodes)
+        draft.append(sum(watch.seconds for watch in watches))
+        verify.append(whole - draft[-1])
+    del drafter.propose, drafter.commit  # the class's own again
+    return statistics.median(plain) * 1e3, statistics.median(verify) * 1e3, statistics.median(draft) * 1e3
+
+
+def contestants(args: argparse.Namespace) -> list[bench.Ours]:
+    """Load plain decoding and every shape."""
+    options = {"model": args.model, "dtype": args.dtype, "device": "cpu"}
+    everyone = [bench.Ours("none", {**options, **bench.METHODS["none"]}, [1])]
+    for shape in args.shape:
+        steps, topk, nodes = map(int, shape.split("/"))
+        tree = {
+            "speculative_num_steps": steps,
+            "speculative_eagle_topk": topk,
+            "speculative_num_draft_tokens": nodes,
+            "speculative_draft_model_path": args.draft_model_path,
+        }
+        everyone.append(bench.Ours(shape, {**options, **bench.METHODS[args.algorithm], **tree}, [1]))
+    return everyone
+
+
+def table(rows: Sequence[dict], times: dict[str, tuple[float, float, float]]) -> str:
+    """Return the shapes as a Markdown table, the fastest first."""
+    plain = next(row for row in rows if row["name"] == "none")
+    lines = ["| shape | accept length | t(1) ms | t(N) ms | S t_draft ms | predicted | measured | measured/predicted |",
+             "|---" * 8 + "|"]  # fmt: skip
+    for row in sorted(rows, key=lambda r: -r["decode_tokens_per_s"]):
+        if row is plain:
+            continue
+        once, verify, draft = times[row["name"]]
+        predicted = row["accept_length"] / ((verify + draft) / once)
+        measured = row["decode_tokens_per_s"] / plain["decode_tokens_per_s"]
+        cells = [row["accept_length"], once, verify, draft, predicted, measured, measured / predicted]
+        lines.append(f"| {row['name']} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--algorithm", default="eagle3", choices=[m for m in bench.METHODS if m not in bench.HEADLESS])
+    parser.add_argument("--draft-model-path")
+    parser.add_argument("--shape", nargs="+", default=SHAPES, help="steps/topk/draft tokens")
+    parser.add_argument("--dataset", type=Path, default=bench.PROMPTS)
+    parser.add_argument("--limit", type=int, default=4, help="prompts of each set")
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=15, help="of the timed steps")
+    args = parser.parse_args()
+    args.batch, args.temperature = [1], [0.0]
+    everyone = contestants(args)
+    sets = bench.read_prompts(args.dataset, args.limit)
+    chats = {"all": bench.encode([p for prompts in sets.values() for p in prompts], everyone[0].llm.tokenizer)}
+    for one in everyone:
+        one.run(bench.encode(bench.WARM_UP, one.llm.tokenizer), 1, 8, 0.0)
+    times = {one.name: step_times(one.llm.scheduler.engine, args.repeats) for one in everyone[1:]}
+    rows = bench.measure(args, everyone, chats)
+    print(f"{bench.hardware('cpu')}, {everyone[0].llm.scheduler.kv.pool.dtype}, {args.algorithm}")
+    print(table(rows, times))
+
+
+if __name__ == "__main__":
+    main()

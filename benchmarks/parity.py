@@ -28,6 +28,11 @@ from typing import Any
 
 Ids = list[int]
 GREEDY = {"temperature": 0.0}
+# Every method that ships, as a chain and as a tree.
+DRAFTERS = [
+    "NONE", "NGRAM:1", "NGRAM", "EAGLE3:3/1/4", "EAGLE3", "EAGLE:3/1/4", "EAGLE", "NEXTN:3/1/4", "NEXTN",
+    "STANDALONE", "STANDALONE:2/3/6",
+]  # fmt: skip
 SAMPLED = {
     "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1
 }  # fmt: skip
@@ -201,11 +206,22 @@ def sampled(url: str, questions: Questions, at_once: int) -> list[Ids]:
     return [a["output_ids"] for a in generate(url, questions.first, params, at_once)]
 
 
+def drafter_flags(drafter: str) -> list[str]:
+    """Return the flags of an algorithm with its shape: NAME, NAME:steps/topk/draft tokens, or NGRAM:breadth."""
+    name, _, shape = drafter.partition(":")
+    values = shape.split("/") if shape else []
+    names = ["--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens"]
+    if name == "NGRAM":
+        names = ["--speculative-ngram-max-bfs-breadth"]
+    pairs = zip(names, values, strict=True) if values else ()
+    return ["--speculative-algorithm", name, *(word for pair in pairs for word in pair)]
+
+
 def configurations(drafters: Sequence[str], modes: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
     """Yield (name, flags, whether retraction is expected) of every server to start."""
     for drafter in drafters:
         for mode in modes:
-            base = ["--dtype", "float32", "--speculative-algorithm", drafter]
+            base = ["--dtype", "float32", *drafter_flags(drafter)]
             base += ["--disable-torch-compile"] if mode == "eager" else []
             yield f"{drafter}, {mode}", base, False
             small = ["--chunked-prefill-size", "32", "--page-size", "16", "--max-total-tokens", "1024"]
@@ -238,7 +254,7 @@ def main() -> None:
     parser.add_argument("--dataset", type=Path, required=True, help="JSON lines with `turns`, MT-bench's format")
     parser.add_argument("--limit", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--drafter", nargs="+", default=["NONE", "NGRAM"])
+    parser.add_argument("--drafter", nargs="+", default=DRAFTERS, help="NAME, NAME:steps/topk/tokens or NGRAM:breadth")
     parser.add_argument("--mode", nargs="+", choices=("compiled", "eager"), default=["compiled", "eager"])
     args = parser.parse_args()
     from minispec.demo import ensure_demo_model

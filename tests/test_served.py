@@ -61,12 +61,6 @@ def test_compiled_server_gives_transformers_tokens(compiled, questions) -> None:
     assert parity.stats(compiled)["avg_spec_accept_length"] > 1
 
 
-def shape(steps: int, topk: int, nodes: int) -> list[str]:
-    """Return the flags of a tree's shape."""
-    names = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
-    return [word for name, value in zip(names, (steps, topk, nodes), strict=True) for word in (name, str(value))]
-
-
 def test_eager_server_with_small_chunks_and_a_small_pool_gives_the_same(questions, compiled) -> None:
     flags = ["--dtype", "float32", "--disable-torch-compile", "--speculative-algorithm", "NGRAM"]
     flags += ["--chunked-prefill-size", "32", "--page-size", "16", "--max-total-tokens", "320"]
@@ -75,14 +69,13 @@ def test_eager_server_with_small_chunks_and_a_small_pool_gives_the_same(question
         assert parity.sampled(url, questions, 8) == parity.sampled(compiled, questions, 8)
 
 
-# Every other method, with the heads that ship, at topk 1 and above; NGRAM and EAGLE-3's default tree are above.
-DRAFTERS = {"EAGLE3": (3, 1, 4), "EAGLE": (3, 3, 8), "NEXTN": (3, 1, 4), "STANDALONE": (2, 3, 6)}
-
-
-@pytest.mark.parametrize("drafter", DRAFTERS)
+# The heads that ship, as chains and as trees; EAGLE-3's default tree and NGRAM's are above.
+@pytest.mark.parametrize(
+    "drafter", ["EAGLE3:3/1/4", "EAGLE:3/1/4", "EAGLE:3/3/8", "NEXTN:3/1/4", "NEXTN:3/3/8", "STANDALONE:2/3/6"]
+)
 def test_every_method_that_ships_gives_the_same(drafter, few, compiled) -> None:
-    flags = ["--dtype", "float32", "--disable-torch-compile", "--speculative-algorithm", drafter]
-    with parity.serve(*flags, *shape(*DRAFTERS[drafter]), "--chunked-prefill-size", "64") as url:
+    flags = ["--dtype", "float32", "--disable-torch-compile", "--chunked-prefill-size", "64"]
+    with parity.serve(*flags, *parity.drafter_flags(drafter)) as url:
         assert_exact(url, few)
         assert parity.sampled(url, few, 8) == parity.sampled(compiled, few, 8)
         assert parity.stats(url)["avg_spec_accept_length"] > 1.1

@@ -1,9 +1,10 @@
 """Which tree is fastest on this machine, and whether a table of step times could have told it.
 
 `python -m benchmarks.shapes` drafts with EAGLE-3 (or `--algorithm`) in several shapes, steps/topk/draft tokens, at
-batch 1 and greedily. For each shape it times the pieces of a step on padding of a usual length: t(1), a plain step;
-t(N), verifying a tree of N nodes; and the S rounds of drafting, the taking in of what was accepted included. Then it
-generates, all shapes and plain decoding in turn, and prints the speed-up of decoding beside the prediction
+batch 1 and greedily. For each shape it times the pieces of a step on padding, as long as the texts are halfway through:
+t(1), a plain step; t(N), verifying a tree of N nodes; and the S rounds of drafting, the taking in of what was accepted
+included. Then it generates, all shapes and plain decoding in turn, times the pieces once more, and prints the speed-up
+of decoding beside the prediction
 
     accept length / ((t(N) + S t_draft) / t(1))
 
@@ -44,21 +45,25 @@ class Stopwatch:
 
 
 @torch.inference_mode()
-def step_times(engine: Engine, repeats: int) -> tuple[float, float, float]:
-    """Return the medians of a plain step, of verifying a tree and of drafting it, in ms, on padding at batch 1."""
-    drafter, nodes = engine.drafter, engine.drafter.nodes
+def step_times(engine: Engine, context: int, repeats: int) -> list[tuple[float, float, float]]:
+    """Return (plain step, verifying a tree, drafting it) in ms, several times, at batch 1 on padding of `context`."""
+    drafter = engine.drafter
     watches = [Stopwatch(drafter.propose), Stopwatch(drafter.commit)]
+    step = Stopwatch(lambda nodes: engine.launch([], engine.buckets[1, nodes]).count.tolist())
     drafter.propose, drafter.commit = watches
-    plain, verify, draft = [], [], []
+    times = []
     for _ in range(repeats):
-        plain.append(engine._step_seconds(1, 1))
-        for watch in watches:
-            watch.seconds = 0.0
-        whole = engine._step_seconds(1, nodes)
-        draft.append(sum(watch.seconds for watch in watches))
-        verify.append(whole - draft[-1])
+        seconds = []
+        for nodes in (1, drafter.nodes):
+            engine.lens[0] = context
+            for watch in (*watches, step):
+                watch.seconds = 0.0
+            step(nodes)
+            seconds.append(step.seconds)
+        draft = sum(watch.seconds for watch in watches)
+        times.append((seconds[0] * 1e3, (seconds[1] - draft) * 1e3, draft * 1e3))
     del drafter.propose, drafter.commit  # the class's own again
-    return statistics.median(plain) * 1e3, statistics.median(verify) * 1e3, statistics.median(draft) * 1e3
+    return times
 
 
 def contestants(args: argparse.Namespace) -> list[bench.Ours]:
@@ -77,7 +82,7 @@ def contestants(args: argparse.Namespace) -> list[bench.Ours]:
     return everyone
 
 
-def table(rows: Sequence[dict], times: dict[str, tuple[float, float, float]]) -> str:
+def table(rows: Sequence[dict], times: dict[str, list[tuple[float, float, float]]]) -> str:
     """Return the shapes as a Markdown table, the fastest first."""
     plain = next(row for row in rows if row["name"] == "none")
     lines = ["| shape | accept length | t(1) ms | t(N) ms | S t_draft ms | predicted | measured | measured/predicted |",
@@ -85,7 +90,7 @@ def table(rows: Sequence[dict], times: dict[str, tuple[float, float, float]]) ->
     for row in sorted(rows, key=lambda r: -r["decode_tokens_per_s"]):
         if row is plain:
             continue
-        once, verify, draft = times[row["name"]]
+        once, verify, draft = map(statistics.median, zip(*times[row["name"]], strict=True))
         predicted = row["accept_length"] / ((verify + draft) / once)
         measured = row["decode_tokens_per_s"] / plain["decode_tokens_per_s"]
         cells = [row["accept_length"], once, verify, draft, predicted, measured, measured / predicted]
@@ -113,9 +118,12 @@ def main() -> None:
     chats = {"all": bench.encode([p for prompts in sets.values() for p in prompts], everyone[0].llm.tokenizer)}
     for one in everyone:
         one.run(bench.encode(bench.WARM_UP, one.llm.tokenizer), 1, 8, 0.0)
-    times = {one.name: step_times(one.llm.scheduler.engine, args.repeats) for one in everyone[1:]}
-    rows = bench.measure(args, everyone, chats)
-    print(f"{bench.hardware('cpu')}, {everyone[0].llm.scheduler.kv.pool.dtype}, {args.algorithm}")
+    context = round(statistics.mean(map(len, chats["all"])) + args.new_tokens / 2)
+    time_all = lambda: {one.name: step_times(one.llm.scheduler.engine, context, args.repeats) for one in everyone[1:]}  # noqa: E731
+    before, rows, after = time_all(), bench.measure(args, everyone, chats), time_all()
+    times = {name: before[name] + after[name] for name in before}
+    dtype = everyone[0].llm.scheduler.kv.pool.dtype
+    print(f"{bench.hardware('cpu')}, {dtype}, {args.algorithm}, step times at a context of {context}")
     print(table(rows, times))
 
 

@@ -27,6 +27,7 @@ LEARNED = ("EAGLE", "EAGLE3")  # drafters with a trained head; NEXTN is another 
 GROWN = (*LEARNED, "STANDALONE")  # drafters that grow their trees on the device, with a draft model path
 HEADS = Path(__file__).parent / "heads"  # what ships for the default model; NEXTN is its MTP layer
 SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "standalone"}
+CPU_SHAPE = (2, 4, 6)  # steps/topk/nodes: measured fastest for them on two CPU cores, where each round costs (README)
 BEST = ("EAGLE3", "NGRAM")  # the default model's default, the first whose files are here
 MAX_NODES = 128  # of a draft tree: the nodes of one request are one query block of FlexAttention
 OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class, a drafter of the operator's own
@@ -203,13 +204,17 @@ class Config:
         if self.speculative_draft_model_revision is not None and self.speculative_draft_model_path is None:
             raise ValueError("--speculative-draft-model-revision needs --speculative-draft-model-path")
 
-    def tree_shape(self, architecture: str) -> tuple[int, int, int]:
-        """Return (steps, topk, draft tokens) of a tree grown on the device; SGLang's choice, by method and the target's
-        architecture, if none is given. With topk 1 the tree is a chain of steps + 1; more nodes than candidates exist
-        are not asked for.
+    def tree_shape(self, architecture: str, on_cpu: bool = False) -> tuple[int, int, int]:
+        """Return (steps, topk, draft tokens) of a tree grown on the device.
+
+        If none is given: SGLang's choice, by method and the target's architecture; for a head that ships, on a CPU, the
+        fastest. With topk 1 the tree is a chain of steps + 1; more nodes than candidates exist are not asked for.
         """
         steps, topk, nodes = self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens
         if steps is None or topk is None or nodes is None:
+            ships = self.model_path is None and self.speculative_draft_model_path is None
+            if on_cpu and ships and self.algorithm in LEARNED:
+                return CPU_SHAPE
             bushy = self.algorithm in LEARNED and architecture == "LlamaForCausalLM"
             return (5, 4, 8) if bushy else (3, 1, 4)
         return steps, topk, steps + 1 if topk == 1 else min(nodes, topk + (steps - 1) * topk * topk + 1)

@@ -202,7 +202,8 @@ def _token_map_file(name: str) -> Path:
 
 def _tree_shape(config: Config, model: Model) -> dict[str, int]:
     """Return steps, topk and nodes of a tree grown on the device; says so where the size asked for is impossible."""
-    steps, topk, nodes = config.tree_shape(model.config.architecture)
+    on_cpu = model.embed_tokens.weight.device.type == "cpu"
+    steps, topk, nodes = config.tree_shape(model.config.architecture, on_cpu)
     if config.speculative_num_draft_tokens not in (None, nodes):
         why = "the tree is a chain" if topk == 1 else "no more candidates exist"
         logger.warning("--speculative-num-draft-tokens %d becomes %d: with --speculative-num-steps %d and "

@@ -37,6 +37,15 @@ def test_the_default_model_drafts_with_eagle3_and_its_vocabulary_maps_come_along
         assert Config(speculative_algorithm=algorithm, speculative_token_map="z").token_map == "z"
 
 
+def test_on_a_cpu_heads_that_ship_draft_in_the_shape_measured_fastest() -> None:
+    shape = lambda on_cpu=True, **flags: Config(**flags).tree_shape("LlamaForCausalLM", on_cpu)  # noqa: E731
+    assert shape() == shape(speculative_algorithm="NEXTN") == (2, 4, 6) and shape(on_cpu=False) == (5, 4, 8)
+    assert shape(speculative_num_steps=3, speculative_eagle_topk=1, speculative_num_draft_tokens=4) == (3, 1, 4)
+    assert shape(speculative_algorithm="STANDALONE") == (3, 1, 4)
+    for other in ({"model_path": "x"}, {}):
+        assert shape(speculative_algorithm="EAGLE", speculative_draft_model_path="y", **other) == (5, 4, 8)
+
+
 @pytest.mark.parametrize("name", sorted(set(SHIPPED.values())))
 def test_a_shipped_head_says_where_it_comes_from(name: str) -> None:
     folder = HEADS / name

@@ -55,7 +55,8 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
 
     def __del__(self) -> None:
-        _weights.pop(self.key, None)
+        if _weights is not None:  # a module's names are gone before its last objects when Python ends
+            _weights.pop(self.key, None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, plus the bias, [..., out]."""

@@ -216,6 +216,8 @@ def contestants(args: argparse.Namespace) -> list[Contestant]:
     """Load everyone who was asked for, minispec first in the list."""
     options = {"model": args.model, "dtype": args.dtype, "device": args.device}
     options["disable_torch_compile"] = args.disable_torch_compile
+    if args.context:  # on a CPU the pool holds 4,096 rows a request unless told otherwise
+        options["max_total_tokens"] = max(args.batch) * (max(args.context) + args.new_tokens + 256)
     theirs: list[Contestant] = []
     if names := [name for name in args.method if name.startswith("transformers")]:
         # Loaded before our graphs are compiled: loading registers pytree nodes, which would invalidate them.

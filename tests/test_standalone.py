@@ -301,7 +301,7 @@ def no_root_after_a_prompt(patch: pytest.MonkeyPatch) -> None:
     original = StandaloneDrafter.commit
 
     def commit(self, new):
-        if new.plan.width == 128:
+        if new.prefill:
             new = new._replace(following=new.tokens)
         original(self, new)
 
@@ -312,7 +312,7 @@ def path_one_token_late(patch: pytest.MonkeyPatch) -> None:
     """The rows of a path hold the tokens before theirs."""
     original = StandaloneDrafter.commit
     patch.setattr(StandaloneDrafter, "commit", lambda self, new: original(
-        self, new if new.plan.width == 128 else new._replace(following=new.tokens)))  # fmt: skip
+        self, new if new.prefill else new._replace(following=new.tokens)))  # fmt: skip
 
 
 MUTATIONS = [positions_off_by_one, drafts_in_the_root_s_row, stale_rows, first_token_unseen, no_root_after_a_prompt,

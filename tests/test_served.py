@@ -72,7 +72,7 @@ def test_eager_server_with_small_chunks_and_a_small_pool_gives_the_same(question
 # The heads that ship, as chains and as trees; EAGLE-3's default tree and NGRAM's are above, EAGLE's chain is NEXTN's.
 @pytest.mark.parametrize(
     "drafter",
-    ["EAGLE3:3/1/4", "EAGLE:3/3/8", "NEXTN:3/1/4", "NEXTN:3/3/8", "STANDALONE:3/1/4", "STANDALONE:2/3/6"],
+    ["EAGLE3:3/1/4", "EAGLE:3/3/8", "NEXTN:3/1/4", "NEXTN:3/3/8", "STANDALONE:2/3/6"],
 )
 def test_every_method_that_ships_gives_the_same(drafter, few, compiled) -> None:
     flags = ["--dtype", "float32", "--disable-torch-compile", "--chunked-prefill-size", "64"]

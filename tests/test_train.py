@@ -318,5 +318,5 @@ def test_a_default_model_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypa
         raise DemoModelError("the wheel is nowhere")
 
     monkeypatch.setattr("minispec.llm.ensure_demo_model", fail)
-    with pytest.raises(SystemExit, match="^minispec.train: error: the wheel is nowhere$"):
+    with pytest.raises(SystemExit, match="^minispec.train: error: .*the wheel is nowhere"):
         main(["eagle3", "--out", str(tmp_path)])

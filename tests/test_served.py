@@ -69,7 +69,7 @@ def test_eager_server_with_small_chunks_and_a_small_pool_gives_the_same(question
         assert parity.sampled(url, questions, 8) == parity.sampled(compiled, questions, 8)
 
 
-# The heads that ship, as chains and as trees; EAGLE-3's default tree and NGRAM's are above, EAGLE's chain is NEXTN's.
+# The heads that ship; EAGLE-3's default tree and NGRAM's are above, chains of the others in the offline tests.
 @pytest.mark.parametrize(
     "drafter",
     ["EAGLE3:3/1/4", "EAGLE:3/3/8", "NEXTN:3/1/4", "NEXTN:3/3/8", "STANDALONE:2/3/6"],

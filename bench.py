@@ -38,10 +38,10 @@ import transformers
 from minispec import LLM, SamplingParams
 from minispec.config import Config
 from minispec.llm import choose_device, choose_dtype, choose_folder
+from minispec.load.tokenizer import Tokenizer
+from minispec.load.weights import read_tensors
 from minispec.metrics import loops
 from minispec.request import Request
-from minispec.tokenizer import Tokenizer
-from minispec.weights import read_tensors
 
 PROMPTS = Path(__file__).parent / "benchmarks" / "prompts.jsonl"
 WARM_UP = ["Name three rivers.", "Say hello to the class in one sentence."]

@@ -129,7 +129,7 @@ class Questions:
     """The prompts of a parity run with their reference outputs: first turns, second turns, shared beginnings."""
 
     def __init__(self, turns: Sequence[Sequence[str]], folder: Path, new_tokens: int, shared: int = 8) -> None:
-        from minispec.tokenizer import load_tokenizer
+        from minispec.load.tokenizer import load_tokenizer
 
         tokenizer, reference = load_tokenizer(folder), Reference(folder)
         ask = lambda *texts: tokenizer.encode_chat(  # noqa: E731
@@ -257,13 +257,13 @@ def main() -> None:
     parser.add_argument("--drafter", nargs="+", default=DRAFTERS, help="NAME, NAME:steps/topk/tokens or NGRAM:breadth")
     parser.add_argument("--mode", nargs="+", choices=("compiled", "eager"), default=["compiled", "eager"])
     args = parser.parse_args()
-    from minispec.demo import ensure_demo_model
+    from minispec.load.default_model import ensure_default_model
 
     turns = [json.loads(line)["turns"] for line in args.dataset.read_text().splitlines()]
     step = max(1, len(turns) // args.limit)  # spread over the categories
     tell = lambda line: print(line, flush=True)  # noqa: E731
     tell("generating the reference with transformers")
-    questions = Questions(turns[::step][: args.limit], ensure_demo_model(), args.new_tokens)
+    questions = Questions(turns[::step][: args.limit], ensure_default_model(), args.new_tokens)
     exact = run(questions, args.drafter, args.mode, tell)
     tell("all exact" if exact else "NOT exact")
     sys.exit(0 if exact else 1)

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minispec.load.weights import ModelError, read_config, read_tensors
 from minispec.model import (
     FINAL,
     Block,
@@ -39,7 +40,6 @@ from minispec.model import (
     Rope,
     rope_frequencies,
 )
-from minispec.weights import ModelError, read_config, read_tensors
 
 logger = logging.getLogger("minispec")
 

@@ -30,17 +30,17 @@ from minispec.beam import BeamDrafter
 from minispec.config import LEARNED, MAX_NODES, Config
 from minispec.drafter import Batch, Committed, DeviceDrafter, Draft, HostDrafter, Payoff, Plain
 from minispec.kv import PagedKV, upload
+from minispec.load.token_map import read_token_map
+from minispec.load.tokenizer import Tokenizer
+from minispec.load.weights import ModelError, resolve_file, resolve_model
 from minispec.model import Model
 from minispec.mtp import load_head
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import SamplingParams
 from minispec.sampling import Rows, SamplingState, pick
 from minispec.standalone import StandaloneDrafter, load_draft
-from minispec.tokenizer import Tokenizer
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import Verdict, verify, verify_greedy
-from minispec.vocab import read_token_map
-from minispec.weights import ModelError, resolve_file, resolve_model
 
 logger = logging.getLogger("minispec")
 

@@ -21,19 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minispec.api import meta_info
 from minispec.config import Config
-from minispec.demo import ensure_demo_model
 from minispec.drafter import DeviceDrafter, HostDrafter
 from minispec.engine import Engine, make_drafter
 from minispec.kv import PagedKV
+from minispec.load.default_model import ensure_default_model
+from minispec.load.packed import can_pack, pack_linears
+from minispec.load.selftest import PROMPT, self_test
+from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from minispec.load.weights import eos_token_ids, load_weights, read_config, read_tensors, resolve_model
 from minispec.model import Model, ModelConfig, fuse_hf, rename_hf
-from minispec.packed import can_pack, pack_linears
-from minispec.request import Request, RequestError, SamplingParams
+from minispec.request import Request, RequestError, SamplingParams, meta_info
 from minispec.scheduler import Scheduler, logger, startup_line
-from minispec.selftest import PROMPT, self_test
-from minispec.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
-from minispec.weights import eos_token_ids, load_weights, read_config, read_tensors, resolve_model
 
 Prompt = str | Sequence[int]
 
@@ -177,7 +176,7 @@ def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
 def choose_folder(config: Config, tell: Callable[[str], None]) -> Path:
     """Return the folder of the model to serve."""
     if config.model_path is None:
-        return ensure_demo_model(tell)
+        return ensure_default_model(tell)
     return resolve_model(config.model_path, config.revision)
 
 

@@ -14,8 +14,8 @@ Read next: `scheduler.py`, which calls `append`; `tokenizer.py` for the incremen
 
 from __future__ import annotations
 
+from minispec.load.tokenizer import Detokenizer, Tokenizer
 from minispec.request import Finish, Request
-from minispec.tokenizer import Detokenizer, Tokenizer
 
 
 class Output:

@@ -28,11 +28,11 @@ import torch
 from minispec.config import Config
 from minispec.drafter import Payoff
 from minispec.engine import Chunk, Engine
+from minispec.load.tokenizer import Tokenizer
 from minispec.metrics import Metrics
 from minispec.output import Output
 from minispec.radix import Node, PrefixCache
 from minispec.request import Finish, Request, RequestError, Update
-from minispec.tokenizer import Tokenizer
 
 logger = logging.getLogger("minispec")
 

@@ -11,7 +11,7 @@ What a client may rely on: the server listens at once and says 503 with a progre
 failure is OpenAI's error object, in a stream as an event; whoever hangs up is aborted, in the queue, in prefill and in
 decode; a step that raises costs the requests in it, not the server; Ctrl-C and SIGTERM end within five seconds.
 
-Read next: `api.py` for the schema, `scheduler.py` for what a step is.
+Read next: `http/schema.py` for the schema, `scheduler.py` for what a step is.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import ClientPayloadError, http_exceptions, web
 
-from minispec import api
 from minispec.config import Config
+from minispec.http import schema
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class EngineThread(threading.Thread):
 class Flight:
     """One HTTP request being answered: its job and the road on which its updates arrive."""
 
-    def __init__(self, job: api.Job) -> None:
+    def __init__(self, job: schema.Job) -> None:
         self.job = job
         self.requests: list[Request] = []
         self.items: asyncio.Queue[Update | RequestError] = asyncio.Queue()
@@ -317,27 +317,27 @@ class Server:
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """OpenAI's chat completions."""
-        return await self._answer(http, lambda body: api.parse_chat(body, self.engine.defaults))
+        return await self._answer(http, lambda body: schema.parse_chat(body, self.engine.defaults))
 
     async def completion(self, http: web.Request) -> web.StreamResponse:
         """OpenAI's completions."""
-        return await self._answer(http, lambda body: api.parse_completion(body, self.engine.defaults))
+        return await self._answer(http, lambda body: schema.parse_completion(body, self.engine.defaults))
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """SGLang's native generate."""
-        return await self._answer(http, api.parse_generate)
+        return await self._answer(http, schema.parse_generate)
 
-    async def _answer(self, http: web.Request, parse: Callable[[dict[str, Any]], api.Job]) -> web.StreamResponse:
+    async def _answer(self, http: web.Request, parse: Callable[[dict[str, Any]], schema.Job]) -> web.StreamResponse:
         """Answer a request for text, streaming or whole."""
         llm = self._ready()
         body = await self._body(http)
-        api.check_model(body.get("model"), self._names())
+        schema.check_model(body.get("model"), self._names())
         flight = Flight(parse(body))
         with self._counted(len(flight.job.prompts)), self._flying(flight):
             flight.requests = await asyncio.to_thread(_prepare, flight.job, llm)
             if not flight.items.empty():
                 await flight.next()  # ended while its prompt was tokenized: raises
-            reply = api.Reply(
+            reply = schema.Reply(
                 flight.job, flight.requests, self.config.served_name, draft_tokens=llm.scheduler.engine.drafter.nodes,
                 stream_interval=self.config.stream_interval, cache_report=self.config.enable_cache_report,
             )  # fmt: skip
@@ -350,7 +350,7 @@ class Server:
                 reply.take(await flight.next())
             return _json(reply.result())
 
-    async def _stream(self, http: web.Request, flight: Flight, reply: api.Reply) -> web.StreamResponse:
+    async def _stream(self, http: web.Request, flight: Flight, reply: schema.Reply) -> web.StreamResponse:
         """Send a flight's events; what fails after the headers becomes an error event, never a quiet end."""
         events = reply.take(await flight.next())  # before the headers: a failure up to here still has its status
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -361,19 +361,19 @@ class Server:
             try:
                 while True:
                     if events:
-                        await response.write(b"".join(map(api.sse, events)))
+                        await response.write(b"".join(map(schema.sse, events)))
                     if reply.done:
                         break
                     events = reply.take(await flight.next())
-                closing = b"".join(map(api.sse, reply.closing()))
+                closing = b"".join(map(schema.sse, reply.closing()))
             except ConnectionResetError:
                 raise
             except Exception as error:
                 if not isinstance(error, RequestError):
                     logger.exception("a stream failed")
                     error = RequestError(f"{type(error).__name__} in the server", None, 500)
-                closing = api.sse(api.error_body(error.message, error.status, error.param, error.code))
-            await response.write(closing + api.DONE)
+                closing = schema.sse(schema.error_body(error.message, error.status, error.param, error.code))
+            await response.write(closing + schema.DONE)
             await response.write_eof()
         except ConnectionResetError:
             logger.debug("a client hung up on its stream")
@@ -424,8 +424,8 @@ class Server:
     async def health_generate(self, http: web.Request) -> web.Response:
         """200 as soon as the engine has generated a token, 503 if that takes longer than 20 seconds."""
         llm = self._ready()
-        flight = Flight(api.parse_generate({"input_ids": llm.tokenizer.encode("a"), "rid": f"health-{uuid.uuid4().hex}",
-                                            "sampling_params": {"max_new_tokens": 1, "temperature": 0}}))  # fmt: skip
+        body = {"input_ids": llm.tokenizer.encode("a"), "rid": f"health-{uuid.uuid4().hex}"}
+        flight = Flight(schema.parse_generate({**body, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}))
         with self._flying(flight):
             flight.requests = _prepare(flight.job, llm)
             self.produced.clear()
@@ -448,7 +448,7 @@ class Server:
 
     async def model(self, http: web.Request) -> web.Response:
         """The model by its name, which may contain slashes."""
-        api.check_model(http.match_info["id"], self._names())
+        schema.check_model(http.match_info["id"], self._names())
         return _json(self._card())
 
     async def model_info(self, http: web.Request) -> web.Response:
@@ -491,11 +491,11 @@ class Server:
     async def tokenize(self, http: web.Request) -> web.Response:
         """Text to token ids."""
         llm, body = self._ready(), await self._body(http)
-        api.check_model(body.get("model"), self._names())
-        texts, batched, special = api.parse_tokenize(body)
+        schema.check_model(body.get("model"), self._names())
+        texts, batched, special = schema.parse_tokenize(body)
         context = llm.scheduler.engine.context_length
         for text in texts:
-            api.check_size(text, context)
+            schema.check_size(text, context)
         rows = await asyncio.to_thread(lambda: [llm.tokenizer.encode(text, special) for text in texts])
         counts = [len(row) for row in rows]
         pick = (lambda items: items) if batched else (lambda items: items[0])
@@ -504,8 +504,8 @@ class Server:
     async def detokenize(self, http: web.Request) -> web.Response:
         """Token ids to text."""
         llm, body = self._ready(), await self._body(http)
-        api.check_model(body.get("model"), self._names())
-        rows, batched, skip = api.parse_detokenize(body, llm.model_config.vocab_size)
+        schema.check_model(body.get("model"), self._names())
+        rows, batched, skip = schema.parse_detokenize(body, llm.model_config.vocab_size)
         texts = await asyncio.to_thread(lambda: [llm.tokenizer.decode(row, skip_special_tokens=skip) for row in rows])
         return _json({"text": texts if batched else texts[0]})
 
@@ -524,7 +524,7 @@ class Server:
 
     def _card(self) -> dict[str, Any]:
         context = self._ready().scheduler.engine.context_length
-        return api.model_card(self.config.served_name, self.created, context)
+        return schema.model_card(self.config.served_name, self.created, context)
 
     async def _body(self, http: web.Request) -> dict[str, Any]:
         """Read and parse a JSON body; RequestError 400 if it is broken on any level."""
@@ -532,7 +532,7 @@ class Server:
             raw = await http.read()
         except (http_exceptions.HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
             raise RequestError(f"the body cannot be read: {_one_line(error)}") from None
-        return api.parse_json(raw) if len(raw) <= INLINE_BODY else await asyncio.to_thread(api.parse_json, raw)
+        return schema.parse_json(raw) if len(raw) <= INLINE_BODY else await asyncio.to_thread(schema.parse_json, raw)
 
     @web.middleware
     async def _errors(self, http: web.Request, handler: Any) -> web.StreamResponse:
@@ -566,23 +566,23 @@ class Server:
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _prepare(job: api.Job, llm: LLM) -> list[Request]:
+def _prepare(job: schema.Job, llm: LLM) -> list[Request]:
     """Return the job's requests, tokenized and checked; slow, and safe on any thread."""
-    requests = api.tokenize(job, llm.tokenizer, llm.scheduler.engine.context_length)
+    requests = schema.tokenize(job, llm.tokenizer, llm.scheduler.engine.context_length)
     for request in requests:
         llm.scheduler.validate(request)
     return requests
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=api.dump(value), status=status, headers=headers, content_type="application/json")
+    return web.Response(body=schema.dump(value), status=status, headers=headers, content_type="application/json")
 
 
 def _error(message: str, status: int, param: str | None = None, code: str | None = None,
            headers: dict[str, str] | None = None) -> web.Response:  # fmt: skip
     """Return an error response: a 503 is worth trying again soon, a 500 is not worth trying again."""
     advice = {503: {"Retry-After": "5" if code == "not_ready" else "1"}, 500: {"x-should-retry": "false"}}
-    return _json(api.error_body(message, status, param, code), status, {**advice.get(status, {}), **(headers or {})})
+    return _json(schema.error_body(message, status, param, code), status, {**advice.get(status, {}), **(headers or {})})
 
 
 async def _set_request_id(http: web.Request, response: web.StreamResponse) -> None:
@@ -602,7 +602,7 @@ def _one_line(error: BaseException | None) -> str:
 def _read_defaults(folder: Path) -> dict[str, Any]:
     """Return the sampling values of generation_config.json; none if there is no such file or it makes no sense."""
     try:
-        found = api.sampling_defaults(json.loads((folder / "generation_config.json").read_text("utf-8")))
+        found = schema.sampling_defaults(json.loads((folder / "generation_config.json").read_text("utf-8")))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:  # RequestError is a ValueError

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from minispec.attention import Plan
 from minispec.beam import BeamDrafter
 from minispec.drafter import Committed
+from minispec.load.tokenizer import Tokenizer, load_tokenizer
+from minispec.load.weights import ModelError, load_weights, read_config, read_tensors
 from minispec.model import Model, ModelConfig, fuse_hf, rename_hf
-from minispec.tokenizer import Tokenizer, load_tokenizer
-from minispec.weights import ModelError, load_weights, read_config, read_tensors
 
 logger = logging.getLogger("minispec")
 

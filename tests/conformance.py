@@ -27,13 +27,13 @@ from minispec.config import Config
 from minispec.drafter import Drafter, Plain
 from minispec.eagle import Eagle3Head, EagleHead, Head
 from minispec.engine import make_drafter
+from minispec.load.tokenizer import byte_tokenizer
 from minispec.model import Model
 from minispec.mtp import MtpHead
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import Request
 from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter
-from minispec.tokenizer import byte_tokenizer
 
 sharp_model = functools.cache(tiny_model)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minispec.demo import DemoModelError, ensure_demo_model
+from minispec.load.default_model import DefaultModelError, ensure_default_model
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def demo_folder() -> Path:
     """The converted default model, made once per machine; skips where neither cache nor network has it."""
     try:
-        return ensure_demo_model(lambda line: None)
-    except DemoModelError as error:
+        return ensure_default_model(lambda line: None)
+    except DefaultModelError as error:
         pytest.skip(str(error))

@@ -14,7 +14,7 @@ from test_layers import ROOT, missing_files
 
 from minispec.config import Config
 from minispec.engine import make_drafter
-from minispec.tokenizer import byte_tokenizer
+from minispec.load.tokenizer import byte_tokenizer
 from minispec.tree import PADDING
 
 PAGE = (ROOT / "docs" / "adding-a-drafter.md").read_text(encoding="utf-8")

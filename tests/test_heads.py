@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from minispec.attention import Causal
 from minispec.eagle import Eagle3Head, EagleHead, Head, published_tensors
+from minispec.load.packed import PackedLinear, can_pack, pack_linears
+from minispec.load.weights import ModelError
 from minispec.model import FINAL, Model, ModelConfig
 from minispec.mtp import MtpHead, load_head
-from minispec.packed import PackedLinear, can_pack, pack_linears
-from minispec.weights import ModelError
 
 V, D, H, INNER, LAYERS = 61, 17, 32, 40, 9
 TOKENS, STEPS = 11, 3

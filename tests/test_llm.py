@@ -14,8 +14,8 @@ import minispec.verify as verify_module
 from minispec import LLM, RequestError, SamplingParams
 from minispec.drafter import Batch
 from minispec.engine import Engine
+from minispec.load.tokenizer import byte_tokenizer
 from minispec.model import Model
-from minispec.tokenizer import byte_tokenizer
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -207,7 +207,7 @@ def test_the_self_test_runs_where_weights_are_real(tmp_path, monkeypatch) -> Non
 
 
 def test_a_token_map_limits_what_is_drafted_not_what_is_said(tmp_path) -> None:
-    from minispec.vocab import read_token_map
+    from minispec.load.token_map import read_token_map
 
     ids = [9, 4, 250]
     (tmp_path / "map.json").write_text(json.dumps(ids))

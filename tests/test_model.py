@@ -30,14 +30,14 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from minispec import packed
 from minispec.attention import Causal
 from minispec.config import Config
 from minispec.llm import _context_length
+from minispec.load import packed
+from minispec.load.packed import PackedLinear, can_pack, pack_linears
+from minispec.load.tokenizer import load_tokenizer
+from minispec.load.weights import ModelError, load_weights, read_config, read_tensors
 from minispec.model import FINAL, Model, ModelConfig, RMSNorm, fuse_hf, rename_hf, rope_frequencies
-from minispec.packed import PackedLinear, can_pack, pack_linears
-from minispec.tokenizer import load_tokenizer
-from minispec.weights import ModelError, load_weights, read_config, read_tensors
 
 TOKENS = 300
 VOCAB = 211

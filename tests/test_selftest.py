@@ -20,9 +20,9 @@ from torch import Tensor
 from minispec.attention import Causal
 from minispec.beam import BeamDrafter
 from minispec.eagle import Eagle3Head
+from minispec.load.selftest import STEPS, agreement, readings, self_test
 from minispec.mtp import load_head
 from minispec.scheduler import Scheduler
-from minispec.selftest import STEPS, agreement, readings, self_test
 
 WIDTH, HEADS, KV_HEADS, SIZE, INNER, LAYERS = 72, 9, 3, 8, 96, 3
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]

@@ -15,7 +15,7 @@ import openai
 import parity
 import pytest
 
-from minispec.demo import ensure_demo_model
+from minispec.load.default_model import ensure_default_model
 
 TURNS = [
     ("Name three fruits and say what each tastes like.", "Which of them grows on trees?"),
@@ -30,13 +30,13 @@ TURNS = [
 @pytest.fixture(scope="module")
 def questions() -> parity.Questions:
     """Prompts and transformers' greedy answers to them."""
-    return parity.Questions(TURNS, ensure_demo_model(), new_tokens=24, shared=2)
+    return parity.Questions(TURNS, ensure_default_model(), new_tokens=24, shared=2)
 
 
 @pytest.fixture(scope="module")
 def few() -> parity.Questions:
     """Fewer of them, for what is run once for every method."""
-    return parity.Questions(TURNS[:3], ensure_demo_model(), new_tokens=16, shared=2)
+    return parity.Questions(TURNS[:3], ensure_default_model(), new_tokens=16, shared=2)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from test_layers import ROOT
 
 from minispec.config import HEADS, SHIPPED, Config
-from minispec.vocab import read_token_map
+from minispec.load.token_map import read_token_map
 
 MEGABYTE = 10**6
 

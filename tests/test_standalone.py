@@ -21,11 +21,11 @@ from test_beam import paths, record, siblings_see_each_other
 from minispec import LLM, SamplingParams
 from minispec.attention import Plan
 from minispec.drafter import Plain
+from minispec.load.tokenizer import byte_tokenizer, load_tokenizer
 from minispec.model import Model
 from minispec.request import Request
 from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter, ids_differ, tokenizer_digest
-from minispec.tokenizer import byte_tokenizer, load_tokenizer
 
 MODEL = tiny_model()
 SHAPES = [(1, 1, 2), (3, 1, 4), (2, 2, 7), (3, 3, 8), (4, 4, 16), (1, 5, 4)]  # steps, topk, nodes

@@ -16,8 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from minispec.request import RequestError, SamplingParams
-from minispec.tokenizer import (
+from minispec.load.tokenizer import (
     GPT4_SPLIT,
     KIMI_SPLIT,
     LLAMA3_SPECIAL,
@@ -27,6 +26,7 @@ from minispec.tokenizer import (
     _HuggingFace,
     load_tokenizer,
 )
+from minispec.request import RequestError, SamplingParams
 
 TEXTS = [
     "Hello, world! It's 2024.",

@@ -18,15 +18,14 @@ from exactness import tiny_model
 from torch import Tensor
 
 from minispec.attention import Causal
-from minispec.corpus import Features, Reply, batches
-from minispec.demo import DemoModelError
 from minispec.eagle import Head
+from minispec.load.default_model import DefaultModelError
+from minispec.load.tokenizer import byte_tokenizer
 from minispec.metrics import loops
 from minispec.model import FINAL, Model
 from minispec.mtp import load_head
 from minispec.standalone import load_draft, tokenizer_digest
-from minispec.tokenizer import byte_tokenizer
-from minispec.train import (
+from minispec.train.__main__ import (
     Recipe,
     SoftCrossEntropy,
     Teacher,
@@ -42,6 +41,7 @@ from minispec.train import (
     train_small,
     unroll,
 )
+from minispec.train.corpus import Features, Reply, batches
 
 KINDS = ("eagle3", "eagle", "mtp")
 
@@ -315,8 +315,8 @@ def test_a_default_model_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypa
     """As by the server, and without a traceback."""
 
     def fail(tell: object) -> None:
-        raise DemoModelError("the wheel is nowhere")
+        raise DefaultModelError("the wheel is nowhere")
 
-    monkeypatch.setattr("minispec.llm.ensure_demo_model", fail)
+    monkeypatch.setattr("minispec.llm.ensure_default_model", fail)
     with pytest.raises(SystemExit, match="^minispec.train: error: .*the wheel is nowhere"):
         main(["eagle3", "--out", str(tmp_path)])

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from minispec.weights import (
+from minispec.load.weights import (
     ModelError,
     eos_token_ids,
     load_weights,
@@ -89,7 +89,7 @@ def test_file_is_no_model(tmp_path: Path) -> None:
 
 def test_id_is_found_in_the_cache_that_the_environment_names_without_network(tmp_path: Path) -> None:
     snapshot = _fill_hub_cache(tmp_path / "hub", "org/name", {"config.json": "{}", "model.safetensors": ""})
-    code = "import sys; from minispec.weights import resolve_model as r; print(r('org/name', sys.argv[1] or None))"
+    code = "import sys; from minispec.load.weights import resolve_model as r; print(r('org/name', sys.argv[1] or None))"
     for revision in ("", "main", COMMIT):
         environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
         environment.pop("HF_HUB_CACHE", None)
@@ -138,7 +138,7 @@ def test_pickles_are_asked_for_only_where_there_are_no_safetensors(
         asked.append(allow_patterns)
         return str(tmp_path)
 
-    monkeypatch.setattr("minispec.weights.snapshot_download", snapshot)
+    monkeypatch.setattr("minispec.load.weights.snapshot_download", snapshot)
     resolve_model("org/name", None)
     assert len(asked) == 2 and "*.bin" not in asked[0] and "*.bin" in asked[1]
     (tmp_path / "model.safetensors").write_text("")

@@ -23,10 +23,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from minispec.request import Finish, Request, RequestError, SamplingParams, Update
+from minispec.request import Finish, Request, RequestError, SamplingParams, Update, meta_info
 
 if TYPE_CHECKING:
-    from minispec.tokenizer import Tokenizer
+    from minispec.load.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -449,47 +449,6 @@ def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
     """Return the entry of /v1/models."""
     return {"id": name, "object": "model", "created": created, "owned_by": "minispec", "root": name, "parent": None,
             "max_model_len": max_model_len}  # fmt: skip
-
-
-def finish_dict(finish: Finish, length: int) -> dict[str, Any]:
-    """Return SGLang's finish_reason object; `length` is the number of tokens generated."""
-    if finish.kind == "stop":
-        return {"type": "stop", "matched": finish.matched}
-    if finish.kind == "length":
-        return {"type": "length", "length": length}
-    return {"type": "abort", "message": finish.message, "status_code": finish.status, "err_type": None}
-
-
-def meta_info(request: Request, completion_tokens: int, finish: Finish | None, draft_tokens: int) -> dict[str, Any]:
-    """Return the native meta_info; the latency and the fields of speculation come with the finish.
-
-    `draft_tokens` is N, the nodes of a tree, root included. spec_accept_rate leaves the root out and spec_accept_length
-    counts everything delivered, prefill's token too, as SGLang defines them; plain steps count as verify steps that
-    drafted nothing.
-    """
-    info: dict[str, Any] = {
-        "id": request.rid,
-        "finish_reason": None if finish is None else finish_dict(finish, completion_tokens),
-        "prompt_tokens": len(request.prompt_ids),
-        "completion_tokens": completion_tokens,
-        "cached_tokens": request.cached_tokens,
-        "total_retractions": request.retractions,
-    }
-    if finish is None:
-        return info
-    info["e2e_latency"] = (request.finished_at or time.monotonic()) - request.arrived
-    steps = request.verify_steps
-    if steps and draft_tokens > 1:
-        drafted = request.drafted_tokens
-        info |= {
-            "spec_verify_ct": steps,
-            "spec_accept_token_num": request.accepted_drafts,
-            "spec_draft_token_num": drafted,
-            "spec_accept_rate": request.accepted_drafts / max(drafted, 1),
-            "spec_accept_length": completion_tokens / steps,
-            "spec_accept_histogram": list(request.accept_histogram),
-        }
-    return info
 
 
 class Reply:

@@ -10,7 +10,7 @@ time, so an interrupted run goes on where it stopped.
     replies.jsonl    {"ids": [...], "start": P, "temperature": 0.0, "source": "..."}    ids[P:] is the reply
     features.bin     [tokens, F], the tapped streams of every sequence, one behind the other
 
-On-policy data for draft heads: DistillSpec (arXiv 2310.08461). Read next: `prompts.py`, then `train.py`.
+On-policy data for draft heads: DistillSpec (arXiv 2310.08461). Read next: `prompts.py`, then `__main__.py`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch import Tensor
 
 from minispec.attention import Causal
 from minispec.llm import LLM
+from minispec.load.tokenizer import Tokenizer
 from minispec.metrics import loops
 from minispec.model import Model
-from minispec.prompts import Conversation
 from minispec.request import SamplingParams
-from minispec.tokenizer import Tokenizer
+from minispec.train.prompts import Conversation
 
 GROUP = 512  # prompts a group of replies holds: what an interruption loses
 SHORTEST = 8  # reply tokens worth training on

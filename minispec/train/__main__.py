@@ -43,17 +43,17 @@ from torch import Tensor, nn
 
 from minispec.attention import Causal
 from minispec.config import Config
-from minispec.corpus import Features, Reply, batches, generate, groups, groups_done, read_replies
-from minispec.demo import DemoModelError
 from minispec.eagle import Eagle3Head, EagleHead, Head, published_tensors, slice_head, spelled, unfused
 from minispec.llm import LLM, choose_device, choose_dtype, choose_folder, load_model
+from minispec.load.default_model import DefaultModelError
+from minispec.load.packed import can_pack, pack_linears
+from minispec.load.tokenizer import load_tokenizer
+from minispec.load.weights import read_config
 from minispec.model import FINAL, Model, ModelConfig
 from minispec.mtp import MtpHead
-from minispec.packed import can_pack, pack_linears
-from minispec.prompts import collect, read_jsonl
 from minispec.standalone import tokenizer_digest
-from minispec.tokenizer import load_tokenizer
-from minispec.weights import read_config
+from minispec.train.corpus import Features, Reply, batches, generate, groups, groups_done, read_replies
+from minispec.train.prompts import collect, read_jsonl
 
 HELD_OUT = 48  # replies never trained on, greedy ones, by which progress is told
 HEADS = {"eagle3": Eagle3Head, "eagle": EagleHead, "mtp": MtpHead}
@@ -681,7 +681,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         run(options, tell)
-    except (ValueError, DemoModelError) as error:
+    except (ValueError, DefaultModelError) as error:
         sys.exit(f"minispec.train: error: {error}")  # one line, as the server's
 
 

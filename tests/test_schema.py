@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
-from minispec import api
-from minispec.request import Finish, Request, RequestError, SamplingParams, Update
+from minispec.http import schema
+from minispec.request import Finish, Request, RequestError, SamplingParams, Update, meta_info
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-def chat(**fields: Any) -> api.Job:
-    return api.parse_chat({**CHAT, **fields}, {})
+def chat(**fields: Any) -> schema.Job:
+    return schema.parse_chat({**CHAT, **fields}, {})
 
 
-def completion(prompt: Any = "hi", **fields: Any) -> api.Job:
-    return api.parse_completion({"prompt": prompt, **fields}, {})
+def completion(prompt: Any = "hi", **fields: Any) -> schema.Job:
+    return schema.parse_completion({"prompt": prompt, **fields}, {})
 
 
-def generate(text: Any = "hi", **fields: Any) -> api.Job:
-    return api.parse_generate({"text": text, **fields})
+def generate(text: Any = "hi", **fields: Any) -> schema.Job:
+    return schema.parse_generate({"text": text, **fields})
 
 
 def refused(call: Any, *args: Any, **kwargs: Any) -> RequestError:
@@ -45,12 +45,12 @@ def refused(call: Any, *args: Any, **kwargs: Any) -> RequestError:
     ],
 )  # fmt: skip
 def test_hostile_json_is_refused(body: bytes) -> None:
-    refused(api.parse_json, body)
+    refused(schema.parse_json, body)
 
 
 def test_ordinary_json_passes_unchanged() -> None:
     value = {"a": [1, 2.5, -3e-7, True, None, "😀 中文 \u0000"], "b": {"c": 2**64 - 1}}
-    assert api.parse_json(json.dumps(value).encode()) == value
+    assert schema.parse_json(json.dumps(value).encode()) == value
 
 
 # ---- fields ----------------------------------------------------------------------------------------------------------
@@ -116,9 +116,10 @@ def test_errors_name_the_clients_own_field() -> None:
 
 
 def test_model_defaults_fill_what_the_request_leaves_out() -> None:
-    defaults = api.sampling_defaults({"temperature": 0.3, "top_k": 0, "top_p": None, "max_length": 20, "min_p": 0.05})
+    given = {"temperature": 0.3, "top_k": 0, "top_p": None, "max_length": 20, "min_p": 0.05}
+    defaults = schema.sampling_defaults(given)
     assert defaults == {"temperature": 0.3, "top_k": -1, "min_p": 0.05}
-    params = api.parse_chat({**CHAT, "temperature": 0.0, "min_p": None}, defaults).params[0]
+    params = schema.parse_chat({**CHAT, "temperature": 0.0, "min_p": None}, defaults).params[0]
     assert (params.temperature, params.min_p, params.top_p) == (0.0, 0.05, 1.0)
 
 
@@ -135,12 +136,12 @@ def test_model_defaults_fill_what_the_request_leaves_out() -> None:
     ],
 )  # fmt: skip
 def test_malformed_messages_are_refused(messages: Any) -> None:
-    assert refused(api.parse_chat, {"messages": messages}, {}).param == "messages"
+    assert refused(schema.parse_chat, {"messages": messages}, {}).param == "messages"
 
 
 def test_text_parts_become_text_and_unknown_message_fields_vanish() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    job = api.parse_chat({"messages": [{"role": "user", "content": parts, "refusal": None, "evil": 1}]}, {})
+    job = schema.parse_chat({"messages": [{"role": "user", "content": parts, "refusal": None, "evil": 1}]}, {})
     assert job.prompts == [[{"role": "user", "content": "a\nb"}]]
 
 
@@ -156,7 +157,7 @@ def test_template_variables_are_plain_values_under_free_names() -> None:
 def test_continuing_the_final_message_needs_one_of_the_assistant() -> None:
     assert refused(chat, continue_final_message=True).param == "continue_final_message"
     messages = [*CHAT["messages"], {"role": "assistant", "content": "Once"}]
-    job = api.parse_chat({"messages": messages, "continue_final_message": True}, {})
+    job = schema.parse_chat({"messages": messages, "continue_final_message": True}, {})
     assert (job.chat["continue_final_message"], job.chat["add_generation_prompt"]) == (True, False)
 
 
@@ -182,9 +183,9 @@ def test_native_batches_pair_prompts_with_parameters() -> None:
     for wrong in ({"sampling_params": [{}]}, {"rid": ["x"]}, {"rid": ""}, {"input_ids": [1]}, {"sampling_params": 3},
                   {"sampling_params": {"tempreature": 1}}):  # fmt: skip
         refused(generate, ["a", "b"], **wrong)
-    refused(api.parse_generate, {})
-    refused(api.parse_generate, {"input_ids": "text"})
-    refused(api.parse_generate, {"text": [1, 2]})
+    refused(schema.parse_generate, {})
+    refused(schema.parse_generate, {"input_ids": "text"})
+    refused(schema.parse_generate, {"text": [1, 2]})
 
 
 def test_rids_of_one_job_share_a_stem() -> None:
@@ -200,26 +201,26 @@ def test_an_oversized_prompt_is_refused_before_the_tokenizer_sees_it() -> None:
         encode_chat = encode
 
     for job in (completion("x" * 2000), chat(messages=[{"role": "user", "content": "é" * 1000}])):
-        assert refused(api.tokenize, job, Untouchable(), 20).code == "context_length_exceeded"
+        assert refused(schema.tokenize, job, Untouchable(), 20).code == "context_length_exceeded"
     with pytest.raises(AssertionError, match="tokenized"):
-        api.tokenize(completion("x" * 100), Untouchable(), 20)
+        schema.tokenize(completion("x" * 100), Untouchable(), 20)
 
 
 def test_the_default_limit_gives_way_to_the_context_and_an_explicit_one_does_not() -> None:
     ids = list(range(10))
     for job, limit in ((completion(ids), 2), (completion(ids, max_tokens=16), 16), (chat(), None)):
         job = dataclasses.replace(job, kind="completion", prompts=[ids])
-        assert api.tokenize(job, None, 12)[0].params.max_new_tokens == limit
+        assert schema.tokenize(job, None, 12)[0].params.max_new_tokens == limit
     for wish, limit in (({}, 2), ({"max_new_tokens": 100}, 100), ({"max_new_tokens": None}, 2)):
-        job = api.parse_generate({"input_ids": ids, "sampling_params": wish})
-        assert api.tokenize(job, None, 12)[0].params.max_new_tokens == limit
+        job = schema.parse_generate({"input_ids": ids, "sampling_params": wish})
+        assert schema.tokenize(job, None, 12)[0].params.max_new_tokens == limit
 
 
 def test_only_the_served_names_are_models() -> None:
     for name in (None, "", "default", "served", "/path/to/it"):
-        api.check_model(name, ("served", "/path/to/it"))
+        schema.check_model(name, ("served", "/path/to/it"))
     with pytest.raises(RequestError) as caught:
-        api.check_model("gpt-4", ("served", None))
+        schema.check_model("gpt-4", ("served", None))
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
 
 
@@ -228,10 +229,10 @@ def test_only_the_served_names_are_models() -> None:
 PIECES = [([5], "He"), ([6, 7], ""), ([8], "llo 😀"), ([9, 10, 11], "!")]
 
 
-def run(job: api.Job, **options: Any) -> tuple[api.Reply, list[dict[str, Any]]]:
+def run(job: schema.Job, **options: Any) -> tuple[schema.Reply, list[dict[str, Any]]]:
     """Feed every request of the job the same updates; return the reply and the events of its stream."""
     requests = [Request(rid, [1, 2, 3], params) for rid, params in zip(job.rids, job.params, strict=True)]
-    reply = api.Reply(job, requests, "m", **options)
+    reply = schema.Reply(job, requests, "m", **options)
     events = reply.opening() if job.stream else []
     for n, (ids, text) in enumerate(PIECES):
         finish = Finish("stop", 11) if n == len(PIECES) - 1 else None
@@ -291,13 +292,13 @@ def test_native_batches_answer_a_list_and_single_prompts_an_object() -> None:
 def test_speculation_fields_follow_their_definitions() -> None:
     request = Request("r", [1, 2], SamplingParams(), verify_steps=4, drafted_tokens=28, accepted_drafts=6,
                       accept_histogram=[1, 0, 3])  # fmt: skip
-    info = api.meta_info(request, 11, Finish("length"), draft_tokens=8)
+    info = meta_info(request, 11, Finish("length"), draft_tokens=8)
     assert info["finish_reason"] == {"type": "length", "length": 11} and info["e2e_latency"] > 0
     assert (info["spec_verify_ct"], info["spec_accept_token_num"], info["spec_draft_token_num"]) == (4, 6, 28)
     assert info["spec_accept_rate"] == 6 / 28 and info["spec_accept_length"] == 11 / 4
     assert info["spec_accept_histogram"] == [1, 0, 3]
-    assert not any("spec" in key for key in api.meta_info(request, 11, None, draft_tokens=8))
-    assert not any("spec" in key for key in api.meta_info(request, 11, Finish("length"), draft_tokens=1))
+    assert not any("spec" in key for key in meta_info(request, 11, None, draft_tokens=8))
+    assert not any("spec" in key for key in meta_info(request, 11, Finish("length"), draft_tokens=1))
 
 
 def test_cached_tokens_are_reported_when_asked_for() -> None:
@@ -312,13 +313,13 @@ def test_an_abort_becomes_an_error() -> None:
     job = chat()
     request = Request(job.rids[0], [1], job.params[0])
     with pytest.raises(RequestError, match="gone") as caught:
-        api.Reply(job, [request], "m").take(Update(request, [], "", Finish("abort", message="gone", status=503)))
+        schema.Reply(job, [request], "m").take(Update(request, [], "", Finish("abort", message="gone", status=503)))
     assert caught.value.status == 503
 
 
 def test_errors_are_wrapped_as_openai_does() -> None:
-    body = api.error_body("no", 404, "model", "model_not_found")
+    body = schema.error_body("no", 404, "model", "model_not_found")
     assert body == {"error": {"message": "no", "type": "not_found_error", "param": "model", "code": "model_not_found"}}
-    assert api.error_body("no", 400)["error"]["type"] == "invalid_request_error"
-    assert api.error_body("no", 503)["error"]["type"] == "server_error"
-    assert api.sse({"a": "é"}) == 'data: {"a":"é"}\n\n'.encode()
+    assert schema.error_body("no", 400)["error"]["type"] == "invalid_request_error"
+    assert schema.error_body("no", 503)["error"]["type"] == "server_error"
+    assert schema.sse({"a": "é"}) == 'data: {"a":"é"}\n\n'.encode()

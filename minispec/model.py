@@ -276,7 +276,7 @@ class Model(nn.Module):
         hidden = streams[FINAL] = self.norm(x)
         return hidden, torch.cat([streams[tap] for tap in taps], dim=-1) if taps else None
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of normed hidden states [..., d]."""
         return self.lm_head(hidden)
 

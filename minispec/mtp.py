@@ -22,13 +22,13 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from minispec.eagle import Checkpoint, Eagle3Head, EagleHead, Head, slice_head
+from minispec.eagle import Checkpoint, DraftHead, Eagle3Head, EagleHead, slice_head
 from minispec.model import FINAL, Block, LayerAttend, Model, ModelConfig, RMSNorm, Rope
 
 _PREFIX = "mtp_layers.0."
 
 
-class MtpHead(Head):
+class MtpHead(DraftHead):
     """MiMo's layer: hidden state first, an ordinary pre-norm block, and a final norm inside the step."""
 
     name = "mtp"
@@ -46,7 +46,7 @@ class MtpHead(Head):
     def forward(
         self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor
     ) -> Tensor:
-        """Return the next state [B, T, H], normed; see `Head.forward`."""
+        """Return the next state [B, T, H], normed; see `DraftHead.forward`."""
         # As SGLang and vLLM serve it, and so as its acceptance is known: no token at position 0.
         embedding = embedding.masked_fill((positions == 0)[..., None], 0)
         pair = torch.cat((self.hidden_layernorm(state), self.token_layernorm(embedding)), dim=-1)
@@ -95,7 +95,7 @@ def load_head(
     head_weight: Tensor | None = None,
     dtype: torch.dtype,
     device: torch.device,
-) -> Head:
+) -> DraftHead:
     """Return the draft head that lies in `folder`, for inference with `target`; which kind it is, its tensors tell.
 
     token_map: [Vd] int64 target ids that a head without a vocabulary of its own drafts from (FR-Spec). head_weight: the

@@ -51,7 +51,7 @@ class DraftModel(nn.Module):
 
     def logits(self, state: Tensor) -> Tensor:
         """Return the logits [..., vocab_size] of hidden states [..., H]; what pads the LM head is cut off."""
-        return self.model.head(state)[..., : self.vocab_size]
+        return self.model.logits(state)[..., : self.vocab_size]
 
 
 class StandaloneDrafter(BeamDrafter):

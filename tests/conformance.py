@@ -25,7 +25,7 @@ from trained import sentence, trained_head, trained_model
 from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.drafter import Drafter, Plain
-from minispec.eagle import Eagle3Head, EagleHead, Head
+from minispec.eagle import DraftHead, Eagle3Head, EagleHead
 from minispec.load.drafters import make_drafter
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.model import Model
@@ -65,7 +65,7 @@ def own(name: str) -> Subject:
 
 
 @torch.inference_mode()
-def random_head(kind: type[Head], model: Model, **switches: object) -> Head:
+def random_head(kind: type[DraftHead], model: Model, **switches: object) -> DraftHead:
     """Return a head of a published kind with random weights."""
     torch.manual_seed(5)
     head = kind.empty(model.config, model, dtype=torch.float32, device=CPU, **switches)
@@ -74,7 +74,7 @@ def random_head(kind: type[Head], model: Model, **switches: object) -> Head:
     return head
 
 
-def beams(head: Callable[[Model], Head], **options: object) -> dict[str, Subject]:
+def beams(head: Callable[[Model], DraftHead], **options: object) -> dict[str, Subject]:
     """Return the subjects of a head, by what their names end in: a chain and a tree."""
     make = lambda steps, topk, nodes: lambda model: BeamDrafter(head(model), steps=steps, topk=topk, nodes=nodes)  # noqa: E731
     return {"chain": Subject(make(3, 1, 4), **options), "tree": Subject(make(3, 3, 8), **options)}

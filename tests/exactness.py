@@ -67,7 +67,7 @@ def tiny_model(seed: int = 0, context: int = CONTEXT) -> Model:
 def next_logits(model: Model, ids: Sequence[int]) -> torch.Tensor:
     """Return the logits [V] after `ids`, computed from the whole text with plain causal attention."""
     hidden, _ = model(torch.tensor([ids]), torch.arange(len(ids))[None], Causal())
-    return model.head(hidden[0, -1])
+    return model.logits(hidden[0, -1])
 
 
 @torch.inference_mode()

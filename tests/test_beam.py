@@ -62,7 +62,7 @@ class ToyHead(nn.Module):
 
     def logits(self, state):
         """Return the target's logits of a state."""
-        return self.target[0].head(self.target[0].norm(state))
+        return self.target[0].logits(self.target[0].norm(state))
 
 
 with torch.inference_mode():

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minispec.attention import Causal
-from minispec.eagle import Eagle3Head, EagleHead, Head, published_tensors
+from minispec.eagle import DraftHead, Eagle3Head, EagleHead, published_tensors
 from minispec.load.packed import PackedLinear, can_pack, pack_linears
 from minispec.load.weights import ModelError
 from minispec.model import FINAL, Model, ModelConfig
@@ -154,7 +154,7 @@ def reference(w: Tensors, facts: dict[str, Any], target: Tensors, features: Tens
     return result
 
 
-def draft(head: Head, features: Tensor, tokens: Tensor) -> Drafted:
+def draft(head: DraftHead, features: Tensor, tokens: Tensor) -> Drafted:
     """Do the same with the head under test: cacheless causal attention over the growing sequence."""
     features, tokens, result = features[None], tokens[None], Drafted()
     state = head.fuse(features)
@@ -470,7 +470,7 @@ def write(folder: Path, form: Format) -> Path:
     return folder
 
 
-def load(folder: Path, target: Model, **options: Any) -> Head:
+def load(folder: Path, target: Model, **options: Any) -> DraftHead:
     return load_head(folder, target, dtype=torch.float32, device=CPU, **options)
 
 
@@ -503,12 +503,12 @@ def expected(form: Format, target: Model) -> list[Drafted]:
     return [reference(w, form.facts, shared, *pair) for pair in sequences(len(form.taps), width)]
 
 
-def drafted(head: Head, width: int = H) -> list[Drafted]:
+def drafted(head: DraftHead, width: int = H) -> list[Drafted]:
     with torch.inference_mode():
         return [draft(head, *pair) for pair in sequences(len(head.taps), width)]
 
 
-def furthest(head: Head, wanted: list[Drafted]) -> float:
+def furthest(head: DraftHead, wanted: list[Drafted]) -> float:
     got = drafted(head)
     assert len(got) == len(wanted) == 2
     return max(distance(a, b) for a, b in zip(got, wanted, strict=True))
@@ -896,7 +896,7 @@ def test_head_takes_the_dtype_asked_for_and_rope_stays_wide(make: MakeFormat, ta
     assert not any(p.requires_grad for p in head.parameters())
 
 
-def fresh(kind: str, target: Model) -> Head:
+def fresh(kind: str, target: Model) -> DraftHead:
     """A head for training, with no file behind it."""
     torch.manual_seed(3)
     shape = replace(target.config, kv_heads=2, layers=1, rope_theta=777.0)

@@ -185,7 +185,7 @@ def text() -> Tensor:
 def logits_of(model: Model, tokens: Tensor) -> Tensor:
     """Return all logits [B, T, V] by plain causal attention."""
     hidden, _ = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), Causal())
-    return model.head(hidden)
+    return model.logits(hidden)
 
 
 @pytest.fixture(scope="module", autouse=True)

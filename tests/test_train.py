@@ -18,7 +18,7 @@ from exactness import tiny_model
 from torch import Tensor
 
 from minispec.attention import Causal
-from minispec.eagle import Head
+from minispec.eagle import DraftHead
 from minispec.load.default_model import DefaultModelError
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.metrics import loops
@@ -77,10 +77,10 @@ def _forward(model: Model, ids: Sequence[int], taps: Sequence[int | str]) -> tup
     """Return logits and features of a text."""
     x = torch.tensor([list(ids)])
     hidden, features = model(x, torch.arange(x.shape[1])[None], Causal(), taps)
-    return model.head(hidden), features
+    return model.logits(hidden), features
 
 
-def head_of(kind: str, model: Model, texts: Sequence[Reply]) -> tuple[Head, slice]:
+def head_of(kind: str, model: Model, texts: Sequence[Reply]) -> tuple[DraftHead, slice]:
     """Return a head with random weights and its columns of the features."""
     ids = draft_vocabulary(texts, 24, model.config.vocab_size).sort().values
     head = new_head(recipe(kind), model, ids, (0, 1, 2), torch.ones(3))
@@ -114,7 +114,7 @@ def test_all_anchors_at_once_equal_one_chain_at_a_time(kind: str, tmp_path: Path
         assert row == len(states), "anchors end where the last reply token is drafted"
 
 
-def chain(head: Head, model: Model, ids: Sequence[int], anchor: int, rounds: int, taps: slice) -> Tensor:
+def chain(head: DraftHead, model: Model, ids: Sequence[int], anchor: int, rounds: int, taps: slice) -> Tensor:
     """Return the state after `rounds` drafted tokens beyond an anchor, recomputing everything, one pair at a time."""
     features = _forward(model, ids, TAPS)[1][0, : anchor + 1, taps]
     tokens = [ids[i + 1] for i in range(anchor + 1)]

@@ -84,7 +84,7 @@ def trained_model() -> Model:
 
     def loss_of(ids: Tensor) -> Tensor:
         hidden, _ = model(ids[:, :-1], positions, Causal())
-        return F.cross_entropy(model.head(hidden).flatten(0, 1), ids[:, 1:].flatten())
+        return F.cross_entropy(model.logits(hidden).flatten(0, 1), ids[:, 1:].flatten())
 
     train(model.parameters(), loss_of, steps=160, seed=1)
     return model.requires_grad_(False).eval()
@@ -105,7 +105,7 @@ def trained_head() -> Eagle3Head:
     def loss_of(ids: Tensor) -> Tensor:
         with torch.no_grad():
             hidden, features = model(ids, torch.arange(48)[None], Causal(), TAPS)
-            labels = model.head(hidden)[..., DRAFT_IDS].argmax(-1)
+            labels = model.logits(hidden)[..., DRAFT_IDS].argmax(-1)
         states, loss = head.fuse(features)[:, :-1], torch.tensor(0.0)
         for round_ in range(ROUNDS):
             positions = torch.arange(round_, 47)[None]

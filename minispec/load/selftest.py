@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from minispec.attention import QUERY_BLOCK, Causal
 from minispec.drafter import DeviceDrafter
-from minispec.eagle import Eagle3Head, Head
+from minispec.eagle import DraftHead, Eagle3Head
 from minispec.engine import Chunk, Engine
 from minispec.model import FINAL, Model
 from minispec.request import HOPELESS_LENGTH, SamplingParams
@@ -62,7 +62,8 @@ def self_test(engine: Engine, drafter: DeviceDrafter, prompt: Sequence[int]) -> 
     if length >= HOPELESS_LENGTH:
         logger.info("%s", said)
         return
-    best, now, then = _compare(engine.model, drafter.head, text) if isinstance(drafter.head, Head) else (None, 0, 0)
+    head = drafter.head
+    best, now, then = _compare(engine.model, head, text) if isinstance(head, DraftHead) else (None, 0, 0)
     if best is not None:
         logger.warning("%s; its first choice is the target's at %.0f %% of the positions, and at %.0f %% if its "
                        "config.json had %s", said, 100 * now, 100 * then, best.asks)  # fmt: skip
@@ -93,18 +94,18 @@ def _serve(engine: Engine, drafter: DeviceDrafter, prompt: Sequence[int]) -> tup
     return text, (len(text) - known) / STEPS
 
 
-def _compare(model: Model, head: Head, text: Sequence[int]) -> tuple[Reading | None, float, float]:
+def _compare(model: Model, head: DraftHead, text: Sequence[int]) -> tuple[Reading | None, float, float]:
     """Return the best neighbouring reading, None if none is clearly better, and the agreement now and then."""
     ids = torch.tensor([text], device=model.embed_tokens.weight.device)
     streams = _streams(model, ids)
-    picks = model.head(streams[FINAL]).argmax(-1)
+    picks = model.logits(streams[FINAL]).argmax(-1)
     now = agreement(head, Reading("", head.taps), streams, ids, picks)
     found = [(agreement(head, reading, streams, ids, picks), reading) for reading in readings(head, len(model.layers))]
     then, best = max(found, key=lambda pair: pair[0])
     return (best if then > now + CLEARLY else None), now, then
 
 
-def readings(head: Head, layers: int) -> Iterator[Reading]:
+def readings(head: DraftHead, layers: int) -> Iterator[Reading]:
     """Yield the readings that differ from a head's own in one point and that its config.json can ask for."""
     key = '"eagle_aux_hidden_state_layer_ids"'
     if head.taps == (FINAL,):
@@ -125,7 +126,7 @@ def readings(head: Head, layers: int) -> Iterator[Reading]:
             yield Reading(f'"norm_output": {str(not head.norm_output).lower()}', head.taps, (head, "norm_output"))
 
 
-def agreement(head: Head, reading: Reading, streams: Streams, ids: Tensor, picks: Tensor) -> float:
+def agreement(head: DraftHead, reading: Reading, streams: Streams, ids: Tensor, picks: Tensor) -> float:
     """Return at how many of the positions of ids [1, T] the head's first choice is the target's, in [0, 1].
 
     picks [1, T]: the target's choice after each position. Half of it is the first drafted token, from the target's

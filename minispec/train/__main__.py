@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from minispec.attention import Causal
 from minispec.config import Config
-from minispec.eagle import Eagle3Head, EagleHead, Head, published_tensors, slice_head, spelled, unfused
+from minispec.eagle import DraftHead, Eagle3Head, EagleHead, published_tensors, slice_head, spelled, unfused
 from minispec.llm import LLM, choose_device, choose_dtype, choose_folder, load_model
 from minispec.load.default_model import DefaultModelError
 from minispec.load.packed import can_pack, pack_linears
@@ -210,7 +210,7 @@ def pack(replies: Sequence[Reply], features: Sequence[tuple[Tensor, Tensor]], hi
     )
 
 
-def unroll(head: Head, batch: Packed, taps: slice) -> Iterator[tuple[Round, Tensor]]:
+def unroll(head: DraftHead, batch: Packed, taps: slice) -> Iterator[tuple[Round, Tensor]]:
     """Yield each round and the head's states [n, H] at its anchors; `taps` are the head's columns of the features."""
     attend = Unrolled(batch.segments)
     state = head.fuse(batch.features[..., taps])
@@ -273,7 +273,9 @@ class SoftCrossEntropy(torch.autograd.Function):
         return ctx.saved_tensors[0] * upstream, None, None, None
 
 
-def losses(head: Head, batch: Packed, taps: slice, teacher: Teacher, feature_weight: float) -> tuple[Tensor, Tensor]:
+def losses(
+    head: DraftHead, batch: Packed, taps: slice, teacher: Teacher, feature_weight: float
+) -> tuple[Tensor, Tensor]:
     """Return the loss and, detached, how often the head's first choice was the target's: [S, 2] hits and anchors.
 
     Soft cross-entropy per round, mean over the anchors whose choice is in the draft vocabulary. A hit counts where all
@@ -299,7 +301,7 @@ def losses(head: Head, batch: Packed, taps: slice, teacher: Teacher, feature_wei
 
 
 @torch.no_grad()
-def replay(head: Head, batch: Packed, taps: slice, teacher: Teacher) -> tuple[int, int]:
+def replay(head: DraftHead, batch: Packed, taps: slice, teacher: Teacher) -> tuple[int, int]:
     """Return tokens emitted and verify steps of drafting chains along greedy replies, as a server would.
 
     Only for replies at temperature 0, whose tokens are the target's choices. A step cut by the reply's end is left out.
@@ -330,7 +332,7 @@ def draft_vocabulary(replies: Sequence[Reply], size: int, vocab_size: int) -> Te
     return torch.tensor((frequent + [i for i in range(vocab_size) if i not in seen])[: min(size, vocab_size)])
 
 
-def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], scale: Tensor) -> Head:
+def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], scale: Tensor) -> DraftHead:
     """Return a head to train, in fp32: [Vd] draft ids, and `scale` the size of each stream that it reads.
 
     Streams differ tenfold in size, and the largest would drown the rest: each column block of `fc` starts as small as
@@ -341,7 +343,7 @@ def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], s
     torch.manual_seed(recipe.seed)
     kind, newer = HEADS[recipe.kind], recipe.variant == "3.1"
     more = {"taps": taps, "fc_norm": newer, "norm_output": newer} if kind is Eagle3Head else {}
-    head: Head = kind(shape, model, token_map=ids, **more).float()
+    head: DraftHead = kind(shape, model, token_map=ids, **more).float()
     with torch.no_grad():
         for name, parameter in head.named_parameters():
             if parameter.dim() == 2 and not name.startswith("lm_head"):
@@ -360,7 +362,7 @@ def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], s
     return head.to(device)
 
 
-def export(head: Head, recipe: Recipe, model: Model, folder: Path) -> None:
+def export(head: DraftHead, recipe: Recipe, model: Model, folder: Path) -> None:
     """Write a head in the format that SGLang reads: config.json and model.safetensors, bfloat16."""
     c = model.config
     config = published_config(replace(c, layers=1, tied=False))
@@ -624,7 +626,7 @@ def train_small(
     with torch.no_grad():
         for i in held_out:
             x = torch.tensor([replies[i].ids], device=device)
-            logits = small.head(_hidden(small, x)[0, replies[i].start : -1])
+            logits = small.logits(_hidden(small, x)[0, replies[i].start : -1])
             right += int((logits.argmax(-1) == x[0, replies[i].start + 1 :]).sum())
             total += len(logits)
     return right / max(1, total)

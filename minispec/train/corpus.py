@@ -230,7 +230,7 @@ class Features:
         hidden, features = self.model(ids, positions, Causal(), self.taps)
         assert features is not None
         choices = torch.zeros_like(ids[0])
-        choices[sequence.start - 1 :] = self.model.head(hidden[0, sequence.start - 1 :]).argmax(-1)
+        choices[sequence.start - 1 :] = self.model.logits(hidden[0, sequence.start - 1 :]).argmax(-1)
         return features[0], choices
 
 

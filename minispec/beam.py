@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from minispec.attention import PagedFlex, PagedGather, Plan
-from minispec.drafter import Batch, Committed
-from minispec.kv import PagedKV
+from minispec.drafter import Batch, Committed, Drafter
+from minispec.kv import KVShape, PagedKV
 from minispec.model import Attend, LayerAttend, Rope
 from minispec.request import GREEDY_BELOW
 from minispec.sampling import gumbel
@@ -123,8 +123,8 @@ def grow(
     return Candidates(*(torch.cat(parts, dim=1) for parts in zip(*found, strict=True)))
 
 
-class Head(Protocol):
-    """What the beam needs of a draft head; see `eagle.py`."""
+class DraftNetwork(Protocol):
+    """What the beam needs of the module it drafts with, a draft head as in `eagle.py`."""
 
     name: str
     taps: tuple[int | str, ...]
@@ -142,35 +142,43 @@ class Head(Protocol):
     def logits(self, state: Tensor) -> Tensor: ...
 
 
-class BeamDrafter:
+class BeamDrafter(Drafter):
     """The drafter around a head: S rounds over K branches, reranked to a tree of N nodes."""
 
-    on_host = False
     lookahead = 1  # row i holds token i + lookahead: here, in the pair
 
-    def __init__(self, head: nn.Module, *, steps: int, topk: int, nodes: int, coupled: bool = True) -> None:
-        """`coupled` drafts with the noise of the target's picks; without it every draft is the head's likeliest."""
+    def __init__(self, network: nn.Module, *, steps: int, topk: int, nodes: int, coupled: bool = True) -> None:
+        """`network` has what `DraftNetwork` names.
+
+        `coupled` drafts with the noise of the target's picks; without it every draft is the network's likeliest.
+        """
         assert nodes <= candidate_count(steps, topk) + 1, "more nodes than candidates"
-        self.head, self.steps, self.topk, self.nodes, self.coupled = head, steps, topk, nodes, coupled
-        self.name, self.taps = head.name, head.taps
+        self.network, self.steps, self.topk, self.nodes, self.coupled = network, steps, topk, nodes, coupled
+        self.name, self.taps = network.name, network.taps
         self.depth = min(steps, nodes - 1)
-        self.kv_shape = (1, head.kv_heads, head.head_dim)
+        self.kv_shape = KVShape(1, network.kv_heads, network.head_dim)
         self.window = self.scratch = (steps - 1) * topk  # rows of all frontiers
-        self.run_head: Callable[..., Tensor] = type(head).forward
+        self.run_network: Callable[..., Tensor] = type(network).forward
 
     def attach(self, kv: PagedKV, attend_kind: type[PagedFlex] | type[PagedGather], batch_sizes: Sequence[int]) -> None:
-        """Allocate the head's pages and per-slot state beside the target's."""
-        self.kv, self.attend_kind = kv.sibling(*self.kv_shape), attend_kind
+        """Allocate the own pages and per-slot state beside the target's."""
+        self.kv, self.attend_kind = kv.sibling(self.kv_shape), attend_kind
         slots, like = kv.table.shape[0], {"dtype": kv.pool.dtype, "device": kv.pool.device}
-        self.state = torch.zeros(slots, self.head.hidden_size, **like)  # the head's output at each slot's last row
+        self.state = torch.zeros(slots, self.network.hidden_size, **like)  # the head's output at each slot's last row
         self._attends: dict[Plan, Attend] = {}
         self._plans = {
             size: Plan(self.kv, size, 1, self.topk, window=self.window) for size in batch_sizes if self.window
         }
 
-    def compile_head(self, **options: object) -> None:
-        """From now on run the head through torch.compile with these options."""
-        self.run_head = torch.compile(type(self.head).forward, fullgraph=True, dynamic=False, **options)
+    def compile(self, **options: object) -> None:
+        """From now on run the network through torch.compile with these options."""
+        self.run_network = torch.compile(type(self.network).forward, fullgraph=True, dynamic=False, **options)
+
+    def shapes(self, batch_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> list[str]:
+        """Return a name for every graph of the network: prompts, accepted paths, frontiers."""
+        rounds = [f"draft, batch {batch}, {self.topk} nodes a frontier" for batch in batch_sizes if self.window]
+        paths = [f"draft, batch {batch}, {self.depth + 1} tokens a path" for batch in batch_sizes]
+        return [f"draft, prefill of {size} tokens" for size in prefill_sizes] + paths + rounds
 
     def propose(self, batch: Batch) -> DraftTree:
         """Grow one tree per row of the batch; writes scratch rows beyond the committed ones in the own pages."""
@@ -184,27 +192,21 @@ class BeamDrafter:
             plan.fill(batch.slots, first, frontier.visible, live, offset=(round_ - 1) * self.topk)
             positions = (first + round_ - 1)[:, None].expand_as(frontier.tokens)
             states = self._run(frontier.tokens, frontier.states, positions, plan)
-            return self._couple(self.head.logits(states), batch, round_), states
+            return self._couple(self.network.logits(states), batch, round_), states
 
-        logits = self._couple(self.head.logits(state)[:, None], batch, 0)[:, 0]
+        logits = self._couple(self.network.logits(state)[:, None], batch, 0)[:, 0]
         candidates = grow(logits, state, expand, self._to_target, steps=self.steps, topk=self.topk)
         return rerank(candidates, batch.root, self.nodes)
 
     def commit(self, new: Committed) -> None:
         """Write the rows of the tokens just committed from the target's features; keep the state at each end."""
-        states = self._run(new.following, self.head.fuse(new.features), new.positions, new.plan)
+        states = self._run(new.following, self.network.fuse(new.features), new.positions, new.plan)
         self.state[new.slots] = states.flatten(0, 1)[new.ends]
-
-    def release(self, slot: int) -> None:
-        """Forget nothing: rows and state are written anew before they are read."""
-
-    def clear(self) -> None:
-        """Learn nothing from requests, so forget nothing."""
 
     def _run(self, tokens: Tensor, states: Tensor, positions: Tensor, plan: Plan) -> Tensor:
         """Run the head over pairs of tokens and states [B, T, ...] under a plan."""
-        embedding, attend = self.head.embed(tokens.clamp(min=0)), self._attend(plan).layer(0)
-        return self.run_head(self.head, embedding, states, self.head.rope(positions), attend, positions)
+        embedding, attend = self.network.embed(tokens.clamp(min=0)), self._attend(plan).layer(0)
+        return self.run_network(self.network, embedding, states, self.network.rope(positions), attend, positions)
 
     def _attend(self, plan: Plan) -> Attend:
         """Return the attention over the own pages under a plan."""
@@ -220,7 +222,7 @@ class BeamDrafter:
         """
         if not self.coupled or batch.temperature is None:
             return logits
-        ids = logits.shape[-1] if self.head.token_map is None else self.head.token_map
+        ids = logits.shape[-1] if self.network.token_map is None else self.network.token_map
         noise = gumbel(batch.seed, batch.lens + depth + 1, ids)[:, None]
         t, logits = batch.temperature[:, None, None], logits.float()
         score = t * noise - (logits.amax(-1, keepdim=True) - logits)  # as `pick` computes it, so that equals stay equal
@@ -228,4 +230,4 @@ class BeamDrafter:
 
     def _to_target(self, ids: Tensor) -> Tensor:
         """Map draft ids to target ids."""
-        return ids if self.head.token_map is None else self.head.token_map[ids]
+        return ids if self.network.token_map is None else self.network.token_map[ids]

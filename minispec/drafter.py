@@ -1,28 +1,32 @@
 """What a drafter is: anything that proposes a tree and is told what the target made of it.
 
-A drafter is a class with the attributes and the calls of a protocol below. The engine asks for a tree before every
-target forward and reports after EVERY one, prefill chunks included, so "draft prefill" and "draft extend" are no ideas
-of their own. Plain decoding is the drafter `none`: its tree is the root alone, and nothing in the engine asks whether
-decoding is speculative.
+The engine calls one interface, `Drafter`: it asks for a tree before every target forward and reports after EVERY one,
+prompt chunks included, so that "draft prefill" and "draft extend" are no ideas of their own. Plain decoding is the
+drafter `none`: its tree is the root alone, and nothing in the engine asks whether decoding is speculative.
 
-Drafters come in two kinds. One works on token lists on the host (`on_host`, like `ngram.py`): it may decline a step,
-and `Payoff` decides whether the trees it offers are worth their cost. The other works on the device, inside the step
-(`beam.py` and its heads, `standalone.py`).
+A drafter that works on tensors, inside the step, derives from `Drafter` (`beam.py` with its heads, `standalone.py`).
+One that works on lists of tokens, between the steps, derives from `HostDrafter` (`ngram.py`). `HostTrees` wraps the
+second kind once, so that the engine sees the first: it decides by `Payoff` whether the trees offered are worth their
+cost, and it checks them, since a drafter of one's own may be wrong and its trees index tensors.
 
 Read next: `ngram.py` for a drafter, `engine.py` for the calls, docs/adding-a-drafter.md for one of your own.
 """
 
 from __future__ import annotations
 
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from minispec.attention import Plan
-from minispec.kv import PagedKV
-from minispec.tree import DraftTree
+from minispec.kv import KVShape, PagedKV
+from minispec.tree import PADDING, DraftTree, problem
+
+logger = logging.getLogger("minispec")
 
 
 @dataclass(frozen=True)
@@ -35,18 +39,19 @@ class Draft:
 
 
 class Batch(NamedTuple):
-    """The device view of the rows of a decode step; slot 0 is padding."""
+    """The device view of the requests of a decode step; slot 0 is padding."""
 
     slots: Tensor  # [B] int64
     lens: Tensor  # [B] int64, committed rows
     root: Tensor  # [B] int64, the newest committed token, whose row is not written yet
+    tree: DraftTree  # [B, N] each, what the host drafted for this step; padding where it drafted nothing
     # The pick at depth d has position lens + d + 1, and its noise is gumbel(seed, position, target id).
-    temperature: Tensor | None = None  # [B] fp32, 0 for greedy rows; None: all are
+    temperature: Tensor | None = None  # [B] fp32, 0 for greedy requests; None: all are
     seed: Tensor | None = None  # [B] int64, given with temperature
 
 
 class Committed(NamedTuple):
-    """What a target forward has just committed: a prompt chunk or a verified path, padded to T rows."""
+    """What a target forward has just committed: a prompt chunk or a verified path, padded to T tokens."""
 
     slots: Tensor  # [C] int64, one per chunk or path; 0 is padding
     tokens: Tensor  # [B, T] int64, each row's own token
@@ -58,81 +63,176 @@ class Committed(NamedTuple):
     prefill: bool  # chunks of prompts, packed into one row; else verified paths, a row each
 
 
-class Drafter(Protocol):
-    """What both kinds have. Slots are the engine's; a drafter keeps its state by slot."""
+# ---- the interface that the engine calls -----------------------------------------------------------------------------
+
+
+class Drafter(ABC):
+    """A drafter as the engine sees it. Slots are the engine's; a drafter keeps its state by slot.
+
+    In a decode step the engine calls `host_drafts`, then `propose` and `commit` inside the step, then `observe`.
+    """
 
     name: str
     nodes: int  # N, root included: the static size of every tree
     depth: int  # longest path in edges; A = depth + 1 is the most tokens a step emits
-    scratch: int  # draft KV rows needed beyond the committed length
-    lookahead: int  # 1 if the draft KV at row i depends on token i + 1, else 0
-    taps: tuple[int | str, ...]  # target layers whose INPUT it wants as features
-    on_host: bool  # which of the two protocols below it follows
+    steps: int | None = None  # rounds of drafting, for a drafter that grows its trees in rounds
+    topk: int | None = None  # branches of a round
+    scratch: int = 0  # draft KV rows needed beyond the committed length
+    lookahead: int = 0  # 1 if the draft KV at row i depends on token i + 1, else 0
+    taps: tuple[int | str, ...] = ()  # target layers whose INPUT it wants as features
+    kv_shape: KVShape = KVShape(0, 0, 0)  # of its own pages, under the target's page table
+    network: nn.Module | None = None  # what it drafts with, for whoever packs linear layers
+    commits: bool = True  # whether `commit` is to be called: a drafter without state on the device saves the work
+    declines: bool = False  # whether `host_drafts` may choose a plain step; if not, the scheduler stops hopeless drafts
 
-    def release(self, slot: int) -> None:
-        """Forget a slot: its request ended or was retracted."""
-        ...
+    def compile(self, **options: Any) -> None:  # noqa: B027  a drafter without a network has nothing to compile
+        """Run the network through torch.compile from now on, with these options."""
 
-    def clear(self) -> None:
-        """Forget everything learned from past requests."""
-        ...
-
-
-class HostDrafter(Drafter, Protocol):
-    """A drafter that works on token lists, between the steps."""
-
-    def propose(self, slots: Sequence[int]) -> list[Draft]:
-        """Return one tree per slot; the first token of each is the newest committed one."""
-        ...
-
-    def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
-        """Take in the tokens just committed to a slot's text; `again` when a retracted request replays its own."""
-        ...
-
-
-class DeviceDrafter(Drafter, Protocol):
-    """A drafter that works on tensors, inside the step: static shapes, nothing crosses to the host."""
-
-    head: Any  # the module it drafts with, a head or a whole model
-    kv_shape: tuple[int, int, int]  # of its own pages: layers, kv_heads, head_dim
-
-    def compile_head(self, **options: Any) -> None:
-        """Run the module through torch.compile from now on."""
-        ...
-
-    def attach(self, kv: PagedKV, attend_kind: Any, batch_sizes: Sequence[int]) -> None:
+    def attach(  # noqa: B027  a drafter without tensors has nothing to allocate
+        self, kv: PagedKV, attend_kind: Any, batch_sizes: Sequence[int]
+    ) -> None:
         """Allocate pages and per-slot state beside the target's, once, before the first step."""
-        ...
 
+    def shapes(self, batch_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> list[str]:
+        """Return a name for every graph that the drafter's network is compiled to, in addition to the target's."""
+        return []
+
+    def host_drafts(self, slots: Sequence[int], time_ratio: float) -> Sequence[Draft] | None:
+        """Do the host's part before a decode step: the trees to upload, one a slot, or None for a plain step.
+
+        time_ratio: the time of a step with a tree over that of a plain one. A drafter that works on the device uploads
+        nothing and drafts at every step, which is what the default says.
+        """
+        return ()
+
+    @abstractmethod
     def propose(self, batch: Batch) -> DraftTree:
-        """Return trees [B, N]; the root is given."""
-        ...
+        """Return trees [B, N]; the root is given. Runs inside the step: static shapes, no look from the host."""
 
-    def commit(self, new: Committed) -> None:
-        """Take in what a target forward has committed."""
-        ...
+    def commit(self, new: Committed) -> None:  # noqa: B027  a drafter without state on the device takes nothing in
+        """Take in, on the device, what a target forward has committed."""
+
+    def observe(  # noqa: B027  a drafter that reads no text learns nothing from it
+        self, slot: int, tokens: Sequence[int], again: bool = False
+    ) -> None:
+        """Take in, on the host, the tokens that were added to a slot's text: those a step emitted, or known ones.
+
+        `again`: a retracted request replays its own text.
+        """
+
+    def release(self, slot: int) -> None:  # noqa: B027  what is written anew before it is read need not be forgotten
+        """Forget a slot: its request ended or was retracted."""
+
+    def clear(self) -> None:  # noqa: B027  a drafter that learns nothing from requests has nothing to forget
+        """Forget everything learned from past requests."""
 
 
-class Plain:
+class Plain(Drafter):
     """The drafter `none`: no proposal, a tree of one node."""
 
-    name = "none"
-    nodes, depth, scratch, lookahead = 1, 0, 0, 0
-    taps: tuple[int | str, ...] = ()
-    on_host = True
+    name, nodes, depth, commits = "none", 1, 0, False
 
+    def host_drafts(self, slots: Sequence[int], time_ratio: float) -> None:
+        """Ask for a plain step."""
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """Return the root alone."""
+        return batch.tree
+
+
+# ---- drafters that work on lists of tokens ---------------------------------------------------------------------------
+
+
+class HostDrafter(ABC):
+    """A drafter that works on lists of tokens, between the steps: derive from it, and set `nodes` and `depth`."""
+
+    name: str
+    nodes: int  # N, root included: the static size of every tree
+    depth: int  # longest path in edges; A = depth + 1 is the most tokens a step emits
+
+    @abstractmethod
     def propose(self, slots: Sequence[int]) -> list[Draft]:
-        """Return the root alone; the engine knows its token."""
-        return [Draft([-1], [-1]) for _ in slots]
+        """Return one tree per slot; the first token of each is the newest committed one."""
 
+    @abstractmethod
     def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
-        """Learn nothing."""
+        """Take in the tokens just committed to a slot's text; `again` when a retracted request replays its own."""
+
+    @abstractmethod
+    def release(self, slot: int) -> None:
+        """Forget a slot: its request ended or was retracted."""
+
+    def clear(self) -> None:  # noqa: B027  a drafter that learns nothing beyond its requests has nothing to forget
+        """Forget everything learned from past requests."""
+
+
+class HostTrees(Drafter):
+    """The engine's view of a `HostDrafter`: its trees are judged, checked, and uploaded with the step.
+
+    A tree that breaks the rules of `tree.py` would index tensors wrongly or break exactness. It is dropped with an
+    error in the log that names the drafter, and its request decodes plainly in that step, so nobody loses an answer.
+    """
+
+    declines, commits = True, False
+
+    def __init__(self, inner: HostDrafter, vocab_size: int) -> None:
+        self.inner, self.vocab_size = inner, vocab_size
+        self.name, self.nodes, self.depth = inner.name, inner.nodes, inner.depth
+        self.payoff = Payoff()
+        self.refused = 0  # trees that broke the rules, since the start
+        self._tried: dict[int, int] = {}  # slot -> match length of the tree that the step under way verifies
+
+    def host_drafts(self, slots: Sequence[int], time_ratio: float) -> list[Draft] | None:
+        """Ask the drafter, and return its trees if they are worth a step with trees."""
+        offered = self.inner.propose(slots)
+        if len(offered) != len(slots):
+            self._refuse(f"{len(offered)} trees for {len(slots)} requests")
+            return None
+        drafts = [self._checked(draft) for draft in offered]
+        if not self.payoff.worth(drafts, time_ratio):
+            return None
+        self._tried = {slot: draft.match_length for slot, draft in zip(slots, drafts, strict=True)}
+        return drafts
+
+    def _checked(self, draft: Draft) -> Draft:
+        """Return the tree, or its root alone if it breaks a rule."""
+        wrong = problem(draft.tokens, draft.parents, self.nodes, self.vocab_size)
+        if wrong is None:
+            return draft
+        self._refuse(wrong)
+        return Draft([PADDING], [-1])
+
+    def _refuse(self, wrong: str) -> None:
+        """Count what the drafter did wrong and log it; one that is always wrong must not flood the log."""
+        self.refused += 1
+        if self.refused <= 10 or self.refused % 1000 == 0:
+            logger.error("the drafter %s proposed what is no tree (%s), so its request decodes plainly in this step; "
+                         "refused so far: %d", self.name, wrong, self.refused)  # fmt: skip
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """Return the trees as uploaded."""
+        return batch.tree
+
+    def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
+        """Hand the tokens on, and learn what the tree of this step was worth."""
+        if match_length := self._tried.pop(slot, 0):
+            self.payoff.learn(match_length, len(tokens))
+        self.inner.commit(slot, tokens, again=again)
 
     def release(self, slot: int) -> None:
-        """Keep nothing."""
+        """Forget a slot."""
+        self._tried.pop(slot, None)
+        self.inner.release(slot)
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Forget what past requests taught, and what trees were worth."""
+        self.payoff = Payoff()
+        self.inner.clear()
+
+
+def as_drafter(drafter: Drafter | HostDrafter, vocab_size: int) -> Drafter:
+    """Return what the engine takes: a `HostDrafter` in its wrapping, a `Drafter` as it is."""
+    return HostTrees(drafter, vocab_size) if isinstance(drafter, HostDrafter) else drafter
 
 
 @dataclass

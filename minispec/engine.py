@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from minispec.attention import QUERY_BLOCK, PagedFlex, PagedGather, Plan, prefill_block
-from minispec.drafter import Batch, Committed, DeviceDrafter, Draft, HostDrafter, Payoff
+from minispec.drafter import Batch, Committed, Draft, Drafter
 from minispec.kv import PagedKV, upload
 from minispec.model import Model
-from minispec.request import SamplingParams
-from minispec.sampling import Rows, SamplingState, pick
+from minispec.request import Request
+from minispec.sampling import SamplingState, Wishes, pick
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import Verdict, verify, verify_greedy
 
@@ -54,15 +54,55 @@ class Pending:
     count: Tensor  # [B] int64 on the host
     ready: torch.cuda.Event | None  # set when the two are filled; None: they are
     nodes: int = 1  # tree size of a decode step
-    drafts: Sequence[Draft] = ()
     chunks: Sequence[Chunk] = ()
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Every static size of an engine, as resolved from flags, model, drafter and device.
+
+    Log, /server_info, scheduler and benchmarks read them here, so that none of them can say what is not so.
+    """
+
+    context_length: int  # most tokens of a request, prompt and output
+    max_running: int  # requests decoded together
+    chunk_size: int  # most prompt tokens of a prefill step
+    nodes: int  # N, nodes of a draft tree, root included
+    depth: int  # its longest path in edges; a step emits at most A = depth + 1 tokens
+    scratch: int  # rows that drafting writes beyond the committed ones
+    steps: int | None  # rounds of drafting, None for a drafter without
+    topk: int | None  # branches of a round
+    batch_sizes: tuple[int, ...]  # the decode steps' batch buckets, B
+    prefill_sizes: tuple[int, ...]  # the prefill steps' token counts, T
+
+    @classmethod
+    def resolve(cls, drafter: Drafter, *, context_length: int, max_running: int, chunk_size: int) -> Sizes:
+        """Return the sizes of an engine with this drafter."""
+        powers = {1 << i for i in range(max_running.bit_length())}
+        largest = -(-chunk_size // QUERY_BLOCK) * QUERY_BLOCK
+        return cls(
+            context_length, max_running, chunk_size, drafter.nodes, drafter.depth, drafter.scratch, drafter.steps,
+            drafter.topk, batch_sizes=tuple(sorted(powers | {max_running})),
+            prefill_sizes=tuple(sorted({min(size, largest) for size in (128, 512, largest)})),
+        )  # fmt: skip
+
+    @property
+    def tree_sizes(self) -> tuple[int, ...]:
+        """Nodes of the trees that steps verify: a drafter may decline or be given up, and then a step is plain."""
+        return tuple(sorted({1, self.nodes}))
+
+    @property
+    def tree_rows(self) -> int:
+        """Rows that a decode step may write beyond a request's committed ones."""
+        return max(self.nodes, self.scratch)
+
+
 class Bucket:
-    """The static tensors of decode steps of B rows with trees of N nodes."""
+    """The static tensors of decode steps of B requests with trees of N nodes."""
 
     def __init__(self, engine: Engine, batch: int, nodes: int) -> None:
         device = engine.kv.pool.device
+        self.batch, self.nodes = batch, nodes
         self.slots = torch.zeros(batch, dtype=torch.int64, device=device)
         self.tree = DraftTree(
             torch.full((batch, nodes), PADDING, dtype=torch.int64, device=device),
@@ -71,6 +111,21 @@ class Bucket:
         self.tree.parents[:, 0] = -1
         self.plan = Plan(engine.kv, batch, 1, nodes)
         self.attend = engine.attend_kind(engine.kv, self.plan, engine.model.config.layers)
+
+    def upload(self, slots: Sequence[int], drafts: Sequence[Draft]) -> None:
+        """Write slots and the host's trees, padded; node 0 is filled in on the device, from `root`."""
+        device = self.slots.device
+        self.slots.copy_(upload([*slots, *[0] * (self.batch - len(slots))], torch.int64, device))
+        if not drafts:
+            return
+        tokens = [[PADDING] * self.nodes for _ in range(self.batch)]
+        parents = [[-1, *[0] * (self.nodes - 1)] for _ in range(self.batch)]
+        for index, draft in enumerate(drafts):
+            tokens[index][: len(draft.tokens)] = draft.tokens
+            parents[index][: len(draft.parents)] = draft.parents
+        both = upload([tokens, parents], torch.int64, device)
+        self.tree.tokens.copy_(both[0])
+        self.tree.parents.copy_(both[1])
 
 
 class Engine:
@@ -84,59 +139,53 @@ class Engine:
         self,
         model: Model,
         kv: PagedKV,
-        drafter: HostDrafter | DeviceDrafter,
+        drafter: Drafter,
+        sizes: Sizes,
         *,
-        context_length: int,
-        batch_sizes: Sequence[int],
-        chunk_rows: int,
         compiled: bool,
         thresholds: tuple[float, float] | None = None,
     ) -> None:
         """`thresholds` (single, acc) make acceptance lossy; None leaves output exact."""
-        self.model, self.kv, self.drafter, self.thresholds = model, kv, drafter, thresholds
-        self.context_length = context_length
+        self.model, self.kv, self.drafter, self.sizes, self.thresholds = model, kv, drafter, sizes, thresholds
         self.attend_kind = PagedFlex if compiled else PagedGather
         device, slots = kv.pool.device, kv.table.shape[0]
         self.device = device
         self.lens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.root = torch.zeros(slots, dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
-        self.payoff = Payoff()
-        self.drafter_seconds = 0.0  # host time spent in a drafter that works on the host
+        self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
         self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): measured at warm-up
-        self.tree_sizes = sorted({1, drafter.nodes})  # a drafter may decline, or be given up; then a step is plain
-        self.buckets = {(b, n): Bucket(self, b, n) for b in batch_sizes for n in self.tree_sizes}
-        self.batch_sizes = sorted(batch_sizes)
-        chunk_rows = -(-chunk_rows // QUERY_BLOCK) * QUERY_BLOCK
-        self.prefill_rows = sorted({min(rows, chunk_rows) for rows in (128, 512, chunk_rows)})
+        self.buckets = {(b, n): Bucket(self, b, n) for b in sizes.batch_sizes for n in sizes.tree_sizes}
         self.query_block = width = prefill_block(device)
-        self.prefill_plans = {rows: Plan(kv, 1, rows // width, width) for rows in self.prefill_rows}
+        self.prefill_plans = {size: Plan(kv, 1, size // width, width) for size in sizes.prefill_sizes}
         layers = model.config.layers
-        self.prefill_attends = {rows: self.attend_kind(kv, plan, layers) for rows, plan in self.prefill_plans.items()}
+        self.prefill_attends = {size: self.attend_kind(kv, plan, layers) for size, plan in self.prefill_plans.items()}
         self.causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-        self.path_plans: dict[int, Plan] = {}  # by batch: the accepted path as a chain, for a drafter on the device
-        if not drafter.on_host:
-            drafter.attach(kv, self.attend_kind, batch_sizes)
-            self.path_plans = {size: Plan(kv, size, 1, drafter.depth + 1) for size in batch_sizes}
+        drafter.attach(kv, self.attend_kind, sizes.batch_sizes)
+        # By batch: the accepted path as a chain.
+        paths = sizes.batch_sizes if drafter.commits else ()
+        self.path_plans = {size: Plan(kv, size, 1, drafter.depth + 1) for size in paths}
+
+    def shapes(self) -> list[str]:
+        """Return a name for every graph that is compiled, the drafter's included: after warm-up there are no others."""
+        return [
+            *(f"target, prefill of {size} tokens" for size in self.sizes.prefill_sizes),
+            *(f"target, batch {batch}, {nodes} nodes a tree" for batch, nodes in sorted(self.buckets)),
+            *self.drafter.shapes(self.sizes.batch_sizes, self.sizes.prefill_sizes),
+        ]
 
     # ---- slots ---------------------------------------------------------------------------------------------------
 
-    def assign(
-        self,
-        slot: int,
-        params: SamplingParams,
-        seed: int,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        stop_ids: Iterable[int],
-        cached: int,
-        again: bool,
-    ) -> None:
-        """Give a slot to a request of which the first `cached` rows are in mapped pages already."""
-        self.sampling.assign(slot, params, seed, prompt_ids, output_ids, stop_ids)
-        self.lens[slot] = cached
-        if self.drafter.on_host:
-            self.drafter.commit(slot, (list(prompt_ids) + list(output_ids))[:cached], again=again)
+    def assign(self, request: Request, stop_ids: Iterable[int]) -> None:
+        """Give its slot to a request whose first `kv_len` rows are in mapped pages already.
+
+        `stop_ids` are all ids that end the request. The host tells the drafter what the request's text begins with.
+        """
+        slot, r = request.slot, request
+        self.sampling.assign(slot, r.params, r.seed, r.prompt_ids, r.output_ids, stop_ids)
+        self.lens[slot] = r.kv_len
+        if r.kv_len:
+            self.drafter.observe(slot, r.ids[: r.kv_len], again=r.retractions > 0)
 
     def release(self, slot: int) -> None:
         """Take a slot back from a request that ended or was retracted."""
@@ -153,52 +202,50 @@ class Engine:
         `draft` the step is plain, and a drafter on the device hears nothing of it: its rows and states of these slots
         are invalid from here on.
         """
-        bucket, drafts = self._prepare(slots, bucket, draft)
-        rows = bucket.slots
-        lens, root = self.lens[rows], self.root[rows]
-        wishes = None if self.sampling.all_greedy(slots) else self.sampling.rows(rows, slots)
-        on_device = not self.drafter.on_host and bucket.plan.width > 1
-        if on_device:
-            # Under thresholds a coin accepts, not the noise, and no draft may know the noise of what is drawn instead.
-            couple = wishes is not None and self.thresholds is None
-            noise = (wishes.temperature, wishes.seed) if couple else ()
-            tokens, parents = self.drafter.propose(Batch(rows, lens, root, *noise))
+        if bucket is None:
+            bucket = self._prepare(slots, draft)
         else:
-            tokens, parents = bucket.tree
-        nodes = tokens.shape[1]
+            bucket.upload(slots, ())
+        rows, nodes = bucket.slots, bucket.nodes
+        lens, root = self.lens[rows], self.root[rows]
+        wishes = None if self.sampling.all_greedy(slots) else self.sampling.wishes(rows, slots)
+        tokens, parents = self._propose(bucket, lens, root, wishes) if nodes > 1 else bucket.tree
         tokens[:, 0] = root
         above = ancestors(parents)
         positions = lens[:, None] + depth(above)
-        tree = DraftTree(tokens.masked_fill(positions >= self.context_length, PADDING), parents)
+        tree = DraftTree(tokens.masked_fill(positions >= self.sizes.context_length, PADDING), parents)
         bucket.plan.fill(rows, lens, above, tree.tokens != PADDING)
-        taps = self.drafter.taps if on_device else ()
+        taps = self.drafter.taps if nodes > 1 else ()
         hidden, features = self.model(tree.tokens.clamp(min=0), positions, bucket.attend, taps)
         verdict = self._verify(tree, above, self.model.logits(hidden), wishes, lens)
         if nodes > 1:
             self.kv.compact(rows, lens, verdict.path, verdict.count)
-        if on_device:
-            self._commit_path(rows, lens, verdict, tree.tokens, features)
+            if self.drafter.commits:
+                self._commit_path(rows, lens, verdict, tree.tokens, features)
         self.sampling.commit(rows, verdict.emitted, verdict.count)
         self.lens[rows] = lens + verdict.count
         self.root[rows] = verdict.bonus
         self.lens[0] = 0  # slot 0 is padding, several rows of it at once
-        return self._pending(list(slots), verdict.emitted, verdict.count, nodes=nodes, drafts=drafts)
+        return self._pending(list(slots), verdict.emitted, verdict.count, nodes=nodes)
 
-    def _prepare(self, slots: Sequence[int], bucket: Bucket | None, draft: bool) -> tuple[Bucket, Sequence[Draft]]:
-        """Ask a drafter on the host, choose the bucket, and upload slots and trees."""
-        drafts: Sequence[Draft] = ()
-        if self.drafter.on_host and bucket is None and draft:
-            started = time.perf_counter()
-            drafts = self.drafter.propose(slots)
-            self.drafter_seconds += time.perf_counter() - started
-        if bucket is None:
-            batch = next(size for size in self.batch_sizes if size >= len(slots))
-            pays = draft and (not self.drafter.on_host or self.payoff.worth(drafts, self.time_ratio(batch)))
-            bucket = self.buckets[batch, self.drafter.nodes if pays else 1]
-        self._upload(bucket, slots, drafts)
-        return bucket, drafts
+    def _prepare(self, slots: Sequence[int], draft: bool) -> Bucket:
+        """Do the host's part of a step: ask the drafter, choose the bucket, upload slots and trees."""
+        batch = next(size for size in self.sizes.batch_sizes if size >= len(slots))
+        started = time.perf_counter()
+        drafts = self.drafter.host_drafts(slots, self.time_ratio(batch)) if draft else None
+        self.drafter_seconds += time.perf_counter() - started
+        bucket = self.buckets[batch, 1 if drafts is None else self.sizes.nodes]
+        bucket.upload(slots, drafts or ())
+        return bucket
 
-    def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Rows | None, lens: Tensor) -> Verdict:
+    def _propose(self, bucket: Bucket, lens: Tensor, root: Tensor, wishes: Wishes | None) -> DraftTree:
+        """Ask the drafter for the trees [B, N] of this step."""
+        # Under thresholds a coin accepts, not the noise, and no draft may know the noise of what is drawn instead.
+        couple = wishes is not None and self.thresholds is None
+        noise = (wishes.temperature, wishes.seed) if couple else ()
+        return self.drafter.propose(Batch(bucket.slots, lens, root, bucket.tree, *noise))
+
+    def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor) -> Verdict:
         """Return the target's verdict; greedy batches, without wishes, need no walk."""
         most = self.drafter.depth + 1 if tree.tokens.shape[1] > 1 else 1
         if wishes is None:
@@ -220,25 +267,10 @@ class Engine:
         positions = lens[:, None] + step
         self.drafter.commit(Committed(slots, tokens, verdict.emitted, positions, features, ends, plan, prefill=False))
 
-    def _upload(self, bucket: Bucket, slots: Sequence[int], drafts: Sequence[Draft]) -> None:
-        """Write slots and trees, padded, into the bucket's static tensors; node 0 is filled in from `root`."""
-        batch, nodes = bucket.tree.tokens.shape
-        bucket.slots.copy_(upload([*slots, *[0] * (batch - len(slots))], torch.int64, self.device))
-        if not self.drafter.on_host:
-            return
-        tokens = [[PADDING] * nodes for _ in range(batch)]
-        parents = [[-1, *[0] * (nodes - 1)] for _ in range(batch)]
-        for row, draft in enumerate(drafts if nodes > 1 else ()):
-            tokens[row][: len(draft.tokens)] = draft.tokens
-            parents[row][: len(draft.parents)] = draft.parents
-        both = upload([tokens, parents], torch.int64, self.device)
-        bucket.tree.tokens.copy_(both[0])
-        bucket.tree.parents.copy_(both[1])
-
     def time_ratio(self, batch: int) -> float:
         """Return the measured time of a tree step over a plain one; 1 where nothing was measured."""
         plain = self.step_seconds.get((batch, 1))
-        return self.step_seconds[batch, self.drafter.nodes] / plain if plain else 1.0
+        return self.step_seconds[batch, self.sizes.nodes] / plain if plain else 1.0
 
     # ---- a prefill step ------------------------------------------------------------------------------------------
 
@@ -249,7 +281,7 @@ class Engine:
     @property
     def prefill_blocks(self) -> int:
         """Query blocks of the largest prefill step."""
-        return self.prefill_rows[-1] // self.query_block
+        return self.sizes.prefill_sizes[-1] // self.query_block
 
     def prefill(self, chunks: Sequence[Chunk]) -> Pending:
         """Compute chunks of several requests packed as [1, T], each starting on a query block of its own.
@@ -257,14 +289,17 @@ class Engine:
         Emits one token for every chunk that is its request's last, none for the others.
         """
         needed = sum(self.blocks(len(chunk.tokens)) for chunk in chunks) * self.query_block
-        rows = next(size for size in self.prefill_rows if size >= needed)
-        emitted, count = self._prefill(rows, chunks)
+        size = next(size for size in self.sizes.prefill_sizes if size >= needed)
+        emitted, count = self._prefill(size, chunks)
         return self._pending([chunk.slot for chunk in chunks], emitted, count, chunks=chunks)
 
-    def _prefill(self, rows: int, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
-        """Run one prefill step of `rows` padded rows; returns emitted [C, 1] and count [C] for C = the query blocks."""
-        blocks = rows // self.query_block
-        tokens, following = [0] * rows, [0] * rows
+    def _prefill(self, size: int, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
+        """Run one prefill step, padded to T = `size` tokens.
+
+        Returns emitted [C, 1] and count [C], where C is the number of query blocks.
+        """
+        blocks = size // self.query_block
+        tokens, following = [0] * size, [0] * size
         slots, starts, sizes = [0] * blocks, [0] * blocks, [0] * blocks
         ends, last_rows = [(0, 0, 0)] * blocks, [0] * blocks  # per chunk: slot, length after it, picked or not
         block = 0
@@ -283,18 +318,18 @@ class Engine:
         tokens_t, after = send([tokens]), send(following)
         starts_t, ends_t, (chunk_slots, lens, picked) = send(starts), send(last_rows), send(ends).unbind(1)
         row = torch.arange(self.query_block, device=self.device)
-        plan = self.prefill_plans[rows]
+        plan = self.prefill_plans[size]
         live = row < send(sizes)[:, None]
         plan.fill(send(slots), starts_t, self.causal.expand(blocks, -1, -1), live)
-        positions = (starts_t[:, None] + row).view(1, rows)
-        hidden, features = self.model(tokens_t, positions, self.prefill_attends[rows], self.drafter.taps)
+        positions = (starts_t[:, None] + row).view(1, size)
+        hidden, features = self.model(tokens_t, positions, self.prefill_attends[size], self.drafter.taps)
         logits = self.model.logits(hidden[0].index_select(0, ends_t))
         host_slots = [chunk.slot for chunk in chunks if chunk.last]
         if self.sampling.all_greedy(host_slots):
             token = logits.argmax(-1)
         else:
-            token = pick(logits, self.sampling.rows(chunk_slots, host_slots), lens)
-        if not self.drafter.on_host:
+            token = pick(logits, self.sampling.wishes(chunk_slots, host_slots), lens)
+        if self.drafter.commits:
             # The pick follows the last row of a last chunk. Added, not assigned: padding repeats row 0.
             after.index_add_(0, ends_t, picked * (token - after[ends_t]))
             new = Committed(chunk_slots, tokens_t, after[None], positions, features, ends_t, plan, prefill=True)
@@ -321,41 +356,37 @@ class Engine:
         if pending.ready is not None:
             pending.ready.synchronize()
         counts = pending.count.tolist()
-        rows = [row[:count] for row, count in zip(pending.emitted.tolist(), counts, strict=True)][: len(pending.slots)]
-        if not self.drafter.on_host:
-            return rows
+        emitted = pending.emitted.tolist()
+        found = [tokens[:count] for tokens, count in zip(emitted, counts, strict=True)][: len(pending.slots)]
         started = time.perf_counter()
         for chunk in pending.chunks:
-            self.drafter.commit(chunk.slot, chunk.tokens, again=chunk.again)
-        for slot, row in zip(pending.slots, rows, strict=True):
-            self.drafter.commit(slot, row)
+            self.drafter.observe(chunk.slot, chunk.tokens, again=chunk.again)
+        for slot, tokens in zip(pending.slots, found, strict=True):
+            self.drafter.observe(slot, tokens)
         self.drafter_seconds += time.perf_counter() - started
-        if pending.nodes > 1:
-            for draft, row in zip(pending.drafts, rows, strict=True):
-                self.payoff.learn(draft.match_length, len(row))
-        return rows
+        return found
 
     # ---- warm-up -------------------------------------------------------------------------------------------------
 
     def warm_up(self, progress: Callable[[str], None], repeats: int = 5) -> None:
         """Run every bucket on padding, largest first, so that all is compiled; then time both tree sizes."""
-        shapes = sorted(self.buckets, reverse=True)
-        total = len(shapes) + len(self.prefill_rows)
-        for done, rows in enumerate(reversed(self.prefill_rows), start=1):
-            progress(f"warm-up {done}/{total}: prefill of {rows} tokens")
-            self._prefill(rows, [])
-        for done, (batch, nodes) in enumerate(shapes, start=len(self.prefill_rows) + 1):
+        shapes, sizes = sorted(self.buckets, reverse=True), self.sizes.prefill_sizes
+        total = len(shapes) + len(sizes)
+        for done, size in enumerate(reversed(sizes), start=1):
+            progress(f"warm-up {done}/{total}: prefill of {size} tokens")
+            self._prefill(size, [])
+        for done, (batch, nodes) in enumerate(shapes, start=len(sizes) + 1):
             progress(f"warm-up {done}/{total}: decode, batch {batch}, {nodes} nodes a tree")
             self.launch([], self.buckets[batch, nodes])
-        for batch in self.batch_sizes if self.drafter.on_host and len(self.tree_sizes) > 1 else ():
+        for batch in self.sizes.batch_sizes if self.drafter.declines else ():
             # In turn, and the least of several: the machine's mood at start must not decide about trees for good.
-            times = [[self._step_seconds(batch, nodes) for nodes in self.tree_sizes] for _ in range(repeats)]
-            for nodes, several in zip(self.tree_sizes, zip(*times, strict=True), strict=True):
+            times = [[self._step_seconds(batch, nodes) for nodes in self.sizes.tree_sizes] for _ in range(repeats)]
+            for nodes, several in zip(self.sizes.tree_sizes, zip(*times, strict=True), strict=True):
                 self.step_seconds[batch, nodes] = min(several)
 
     def _step_seconds(self, batch: int, nodes: int) -> float:
         """Return the time of one decode step on padding of a usual length."""
-        self.lens[0] = min(TIMED_CONTEXT, self.context_length // 2)
+        self.lens[0] = min(TIMED_CONTEXT, self.sizes.context_length // 2)
         start = time.perf_counter()
         self.launch([], self.buckets[batch, nodes]).count.tolist()  # waits for the device
         return time.perf_counter() - start

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,18 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
     return torch.tensor(values, dtype=dtype, pin_memory=on_cuda).to(device, non_blocking=on_cuda)
 
 
+class KVShape(NamedTuple):
+    """What a page holds for each of its rows: keys and values of so many layers, heads and numbers."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    def bytes(self, rows: int, dtype: torch.dtype) -> int:
+        """Return the memory of so many rows, keys and values."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * rows * dtype.itemsize
+
+
 class PagedKV:
     """Pages for every layer's keys and values under one page table.
 
@@ -43,22 +55,16 @@ class PagedKV:
     """
 
     def __init__(
-        self,
-        *,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        pages: int,
-        page_size: int,
-        slots: int,
-        rows_per_slot: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, shape: KVShape, *, pages: int, page_size: int, slots: int, rows_per_slot: int, like: Tensor
     ) -> None:
+        """Allocate `pages` pages, the trash page among them, of the dtype and on the device of the tensor `like`."""
+        device = like.device
         self.page_size, self.pages = page_size, pages
         self.pages_per_slot = -(-rows_per_slot // page_size)
         # Zeros, not empty: garbage rows must stay finite, since a masked NaN still poisons a product.
-        self.pool = torch.zeros(2 * layers, kv_heads, pages * page_size, head_dim, dtype=dtype, device=device)
+        self.pool = torch.zeros(
+            2 * shape.layers, shape.kv_heads, pages * page_size, shape.head_dim, dtype=like.dtype, device=device
+        )
         self.table = torch.zeros(slots, self.pages_per_slot, dtype=torch.int32, device=device)
         self.logical = torch.full((slots, pages), -1, dtype=torch.int32, device=device)
         self.free: list[int] = []  # a stack; the newest freed page is the warmest in cache
@@ -71,18 +77,13 @@ class PagedKV:
         self.table.zero_()
         self.logical.fill_(-1)
 
-    def sibling(self, layers: int, kv_heads: int, head_dim: int) -> PagedKV:
+    def sibling(self, shape: KVShape) -> PagedKV:
         """Return pages for a drafter's layers under the same table and free list: same row numbers, own memory."""
         other = copy.copy(self)
         rows, like = self.pool.shape[2], {"dtype": self.pool.dtype, "device": self.pool.device}
-        other.pool = torch.zeros(2 * layers, kv_heads, rows, head_dim, **like)
+        other.pool = torch.zeros(2 * shape.layers, shape.kv_heads, rows, shape.head_dim, **like)
         self.pools.append(other.pool)
         return other
-
-    @staticmethod
-    def bytes_per_page(layers: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
-        """Return the memory of one page over all layers, keys and values."""
-        return 2 * layers * kv_heads * head_dim * page_size * dtype.itemsize
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return views of one layer's keys and values, each [1, Hkv, PAGES * P, D]."""

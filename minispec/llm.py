@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from minispec.config import Config
-from minispec.drafter import DeviceDrafter, HostDrafter
-from minispec.engine import Engine
-from minispec.kv import PagedKV
+from minispec.drafter import Drafter
+from minispec.engine import Engine, Sizes
+from minispec.kv import KVShape, PagedKV
 from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter
 from minispec.load.packed import can_pack, pack_linears
@@ -70,16 +70,15 @@ class LLM:
         compiled = not config.disable_torch_compile and _can_compile(device)
         with torch.inference_mode():
             network, drafter = self._load(device, compiled, tell)
-            engine = _make_engine(config, network, drafter, context, running, chunk, compiled)
+            sizes = Sizes.resolve(drafter, context_length=context, max_running=running, chunk_size=chunk)
+            engine = _make_engine(config, network, drafter, sizes, compiled)
             engine.warm_up(tell)
-            if not drafter.on_host and config.load_format != "dummy":
+            if drafter.network is not None and config.load_format != "dummy":
                 self_test(engine, drafter, self.tokenizer.encode(PROMPT))
         self.scheduler = Scheduler(
             engine,
             self.tokenizer,
             eos_token_ids(self.folder, hf_config, self.tokenizer),
-            max_running=running,
-            chunk_size=chunk,
             radix=not config.disable_radix_cache,
             decode_log_interval=config.decode_log_interval,
             random_seed=config.random_seed,
@@ -88,7 +87,7 @@ class LLM:
 
     def _load(
         self, device: torch.device, compiled: bool, tell: Callable[[str], None]
-    ) -> tuple[Model, HostDrafter | DeviceDrafter]:
+    ) -> tuple[Model, Drafter]:
         """Return the target and the drafter, their weights packed and their blocks compiled where that is wanted."""
         config, dtype = self.config, choose_dtype(self.config, device)
         tell(f"loading {config.served_name} as {str(dtype).removeprefix('torch.')} on {device.type}")
@@ -97,13 +96,13 @@ class LLM:
             logger.warning("--speculative-accept-threshold-single %g, -acc %g: sampled output is no longer exact, "
                            "greedy output is", *config.thresholds)  # fmt: skip
         drafter = make_drafter(config, network, self.folder, self.tokenizer)
-        for module in (network, *([] if drafter.on_host else [drafter.head])):
-            if device.type == "cpu" and can_pack(dtype):
-                pack_linears(module)  # after a head has taken what it needs of the target's weights
+        if device.type == "cpu" and can_pack(dtype):
+            pack_linears(network)  # after a head has taken what it needs of the target's weights
+            if drafter.network is not None:
+                pack_linears(drafter.network)
         if compiled:
             network.compile_blocks(**_compile_options(device))
-            if not drafter.on_host:
-                drafter.compile_head(**_compile_options(device))
+            drafter.compile(**_compile_options(device))
         return network, drafter
 
     def generate(
@@ -145,13 +144,13 @@ class LLM:
         """Make a request of a prompt; without params the default limit shrinks to the room there is."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if params is None:
-            room = self.scheduler.engine.context_length - len(ids)
+            room = self.scheduler.sizes.context_length - len(ids)
             params = SamplingParams(max_new_tokens=max(1, min(SamplingParams().max_new_tokens or 1, room)))
         return Request(uuid.uuid4().hex, ids, params)
 
     def _result(self, request: Request, text: str) -> dict[str, Any]:
         """Return the object of /generate for a finished request."""
-        info = meta_info(request, len(request.output_ids), request.finish, self.scheduler.engine.drafter.nodes)
+        info = meta_info(request, len(request.output_ids), request.finish, self.scheduler.sizes.nodes)
         return {"text": text, "output_ids": request.output_ids, "meta_info": info}
 
 
@@ -219,44 +218,24 @@ def load_model(
     return model
 
 
-def _make_engine(
-    config: Config,
-    network: Model,
-    drafter: HostDrafter | DeviceDrafter,
-    context: int,
-    running: int,
-    chunk: int,
-    compiled: bool,
-) -> Engine:
+def _make_engine(config: Config, network: Model, drafter: Drafter, sizes: Sizes, compiled: bool) -> Engine:
     """Return the engine around target and drafter, with its pages."""
     shape, weight = network.config, network.embed_tokens.weight
+    own = KVShape(shape.layers, shape.kv_heads, shape.head_dim)
+    row_bytes = sum(kind.bytes(1, weight.dtype) for kind in (own, drafter.kv_shape))  # a page holds rows of both
     kv = PagedKV(
-        layers=shape.layers,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        pages=_pages(config, shape, drafter, weight.dtype, weight.device, context, running),
+        own,
+        pages=_pages(config, row_bytes, sizes, weight.device),
         page_size=config.page_size,
-        slots=running + 1,
-        rows_per_slot=context + max(drafter.nodes, drafter.scratch),
-        dtype=weight.dtype,
-        device=weight.device,
+        slots=sizes.max_running + 1,
+        rows_per_slot=sizes.context_length + sizes.tree_rows,
+        like=weight,
     )
-    engine = Engine(
-        network,
-        kv,
-        drafter,
-        context_length=context,
-        batch_sizes=_batch_sizes(running),
-        chunk_rows=chunk,
-        compiled=compiled,
-        thresholds=config.thresholds,
-    )
+    engine = Engine(network, kv, drafter, sizes, compiled=compiled, thresholds=config.thresholds)
     if compiled:
-        # Every (batch, tree) is a graph of the same function, and several LLMs may share a process. Not for the
-        # warm-up alone: whoever registers a pytree node later (transformers does) invalidates all graphs.
-        # A draft model's blocks count too: prompts and the roots behind them, paths and frontiers.
-        shapes = len(engine.buckets) + len(engine.prefill_rows)
-        torch._dynamo.config.recompile_limit += shapes if drafter.on_host else 3 * shapes
+        # Every shape is a graph of the same function, and several LLMs may share a process. Not for the warm-up alone:
+        # whoever registers a pytree node later (transformers does) invalidates all graphs.
+        torch._dynamo.config.recompile_limit += len(engine.shapes())
     return engine
 
 
@@ -289,11 +268,6 @@ def _compile_options(device: torch.device) -> Mapping[str, Any]:
     return {"mode": "max-autotune-no-cudagraphs"} if device.type == "cuda" else {}
 
 
-def _batch_sizes(running: int) -> list[int]:
-    """Return the batch buckets: powers of two, and the limit itself."""
-    return sorted({1 << i for i in range(running.bit_length()) if 1 << i <= running} | {running})
-
-
 def _free_bytes(device: torch.device) -> tuple[int, int]:
     """Return (free, total) memory of the device."""
     if device.type == "cuda":
@@ -307,24 +281,14 @@ def _free_bytes(device: torch.device) -> tuple[int, int]:
         return page * os.sysconf("SC_AVPHYS_PAGES"), total
 
 
-def _pages(
-    config: Config,
-    model: ModelConfig,
-    drafter: HostDrafter | DeviceDrafter,
-    dtype: torch.dtype,
-    device: torch.device,
-    context: int,
-    running: int,
-) -> int:
+def _pages(config: Config, row_bytes: int, sizes: Sizes, device: torch.device) -> int:
     """Return the pages of the KV pool, the trash page included; raises ValueError when not one tree fits.
 
     On a CPU: running requests times min(context, 4096) rows, at most a quarter of free memory. With
     --mem-fraction-static (on CUDA always, 0.85): what is left of that share of memory beside the weights.
     """
-    page_bytes = PagedKV.bytes_per_page(model.layers, model.kv_heads, model.head_dim, config.page_size, dtype)
-    tree_rows = max(drafter.nodes, drafter.scratch)
-    if not drafter.on_host:  # the drafter's rows lie in pages of the same numbers
-        page_bytes += PagedKV.bytes_per_page(*drafter.kv_shape, config.page_size, dtype)
+    page_bytes, tree_rows = row_bytes * config.page_size, sizes.tree_rows
+    context, running = sizes.context_length, sizes.max_running
     free, total = _free_bytes(device)
     fraction = config.mem_fraction_static or (0.85 if device.type == "cuda" else None)
     if fraction is None:

@@ -13,8 +13,17 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 logger = logging.getLogger("minispec")
+
+
+class Load(NamedTuple):
+    """How busy the scheduler is after a step."""
+
+    usage: float  # share of pages that requests hold
+    running: int  # requests that decode
+    queued: int  # requests that wait
 
 
 @dataclass
@@ -45,10 +54,8 @@ class Metrics:
         """Tokens per verify step since start; 0 before the first."""
         return self.verified_tokens / self.verify_steps if self.verify_steps else 0.0
 
-    def prefill(
-        self, *, sequences: int, new: int, cached: int, emitted: int, usage: float, running: int, queued: int
-    ) -> None:
-        """Count and log one prefill step; `usage` is the share of pages in use."""
+    def prefill(self, load: Load, *, sequences: int, new: int, cached: int, emitted: int) -> None:
+        """Count and log one prefill step: `new` prompt tokens computed, `cached` ones found, `emitted` picked."""
         self.generated_tokens += emitted
         self.prompt_tokens += new
         self.cached_tokens += cached
@@ -57,10 +64,10 @@ class Metrics:
         logger.info(
             "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, #running-req: %d, "
             "#queue-req: %d, input throughput (token/s): %.2f, cuda graph: False",
-            sequences, new, cached, usage, running, queued, speed,
+            sequences, new, cached, load.usage, load.running, load.queued, speed,
         )  # fmt: skip
 
-    def decode(self, *, emitted: list[int], nodes: int, tokens: int, usage: float, running: int, queued: int) -> None:
+    def decode(self, load: Load, *, emitted: list[int], nodes: int, tokens: int) -> None:
         """Count one decode step, `emitted` tokens kept per request, and log every `log_interval` steps."""
         kept = sum(emitted)
         self.verify_steps += len(emitted)
@@ -83,7 +90,8 @@ class Metrics:
         logger.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, %scuda graph: False, "
             "gen throughput (token/s): %.2f, #queue-req: %d",
-            running, tokens, usage, accept if self.tree_nodes > 1 else "", self.last_throughput, queued,
+            load.running, tokens, load.usage, accept if self.tree_nodes > 1 else "", self.last_throughput,
+            load.queued,
         )  # fmt: skip
         self._window, self._window_start = [0, 0, 0], now
 

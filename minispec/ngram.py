@@ -22,14 +22,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from minispec.drafter import Draft
+from minispec.drafter import Draft, HostDrafter
 
 INDEX_PER_STEP = 256  # prompt tokens indexed between two drafts; about 15 ms of Python
 KEPT_AFTER_RELEASE = 65_536  # tokens of ended requests that may still wait to be indexed
 CROWDED = 64  # with more children than this the likeliest are remembered, not searched for
 
 ROOT = 0  # the empty path. No child, leaf or bucket entry is ever the root, so 0 also means "no node" in every link
-MAX_NODES = 2**31 - 1
+MOST = 2**31 - 1
 
 _FLAGS = {
     "min_match": "--speculative-ngram-min-match-window-size",
@@ -59,14 +59,14 @@ class NgramOptions:
     def __post_init__(self) -> None:
         if self.match_type not in ("BFS", "PROB"):
             raise ValueError(f"{_FLAGS['match_type']} must be BFS or PROB, got {self.match_type!r}")
-        self._check("nodes", 1, MAX_NODES)
-        self._check("min_match", 1, MAX_NODES)
-        self._check("max_match", self.min_match, MAX_NODES, low_is="min_match")
-        self._check("min_breadth", 1, MAX_NODES)
-        self._check("max_breadth", self.min_breadth, MAX_NODES, low_is="min_breadth")
+        self._check("nodes", 1, MOST)
+        self._check("min_match", 1, MOST)
+        self._check("max_match", self.min_match, MOST, low_is="min_match")
+        self._check("min_breadth", 1, MOST)
+        self._check("max_breadth", self.min_breadth, MOST, low_is="min_breadth")
         # One token beyond the longest match must fit a path, or that match could never draft.
-        self._check("branch_length", max(2, self.max_match + 1), MAX_NODES, low_is="max_match")
-        self._check("capacity", self.branch_length + 1, MAX_NODES, low_is="branch_length")
+        self._check("branch_length", max(2, self.max_match + 1), MOST, low_is="max_match")
+        self._check("capacity", self.branch_length + 1, MOST, low_is="branch_length")
 
     def _check(self, name: str, low: int, high: int, low_is: str | None = None) -> None:
         """Raise unless the field is an int in [low, high]; `low_is` names the field the lower bound comes from."""
@@ -395,7 +395,7 @@ class _Text:
     released: bool = False
 
 
-class NgramDrafter:
+class NgramDrafter(HostDrafter):
     """The drafter over one shared trie; per slot it keeps the newest tokens, open paths and what waits for indexing.
 
     Output is indexed as it is committed. Prompts wait in line and are indexed INDEX_PER_STEP tokens a step, all
@@ -404,10 +404,6 @@ class NgramDrafter:
     """
 
     name = "ngram"
-    scratch = 0
-    lookahead = 0
-    taps: tuple[int | str, ...] = ()
-    on_host = True
 
     def __init__(self, options: NgramOptions) -> None:
         self.options = options

@@ -11,7 +11,7 @@ a threshold, so tokens that tie at the threshold stay together. The threshold co
 of the fp32 values: three histograms instead of a sort of the vocabulary, exact and independent of summation order.
 
 Everything on the device is static in shape and free of host decisions; what no request of a batch asks for is None in
-its `Rows` and costs nothing. Read next: `verify.py` for the walk that calls `pick`, `request.py` for the parameters.
+its `Wishes` and costs nothing. Read next: `verify.py` for the walk that calls `pick`, `request.py` for the parameters.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def gumbel(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------- pick
 
 
-class Rows(NamedTuple):
+class Wishes(NamedTuple):
     """What one pick needs to know of each batch row. A None member is wanted by no row, and its work is skipped."""
 
-    temperature: Tensor | None  # [B] fp32; 0 or at least 1e-6; 0 is greedy; None: all rows are
+    temperature: Tensor | None  # [B] fp32; 0 or at least 1e-6; 0 is greedy; None: all requests are
     top_k: Tensor | None  # [B] int64, at least 1; the vocabulary size or more keeps all
     top_p: Tensor | None  # [B] fp32; 1 keeps all
     min_p: Tensor | None  # [B] fp32; 0 keeps all
@@ -103,78 +103,78 @@ class Rows(NamedTuple):
     stop_mask: Tensor | None  # [B, V] bool, ids that may not be picked while outputs < min_new
 
 
-def adjust(logits: Tensor, rows: Rows) -> Tensor:
+def adjust(logits: Tensor, wishes: Wishes) -> Tensor:
     """Return `[B, V] fp32` logits after penalties, bias and the stop ids' mask, in this order.
 
     Repetition (arXiv 1909.05858; prompt and output) divides positive and multiplies negative logits; frequency times
     count and presence (output only) are subtracted. A row with neutral values comes out bit for bit as it went in.
     """
     logits = logits.float()
-    if rows.counts is not None:
-        output = rows.counts > 0
-        if rows.prompt_seen is not None:
-            penalty = rows.repetition[:, None]
+    if wishes.counts is not None:
+        output = wishes.counts > 0
+        if wishes.prompt_seen is not None:
+            penalty = wishes.repetition[:, None]
             scaled = torch.where(logits < 0, logits * penalty, logits / penalty)
-            logits = torch.where(output | rows.prompt_seen, scaled, logits)
-        logits = logits - rows.frequency[:, None] * rows.counts - rows.presence[:, None] * output
-    if rows.bias is not None:
-        logits = logits + rows.bias
-    if rows.stop_mask is not None:
-        waiting = (rows.outputs < rows.min_new)[:, None]
-        logits = logits.masked_fill(rows.stop_mask & waiting, -torch.inf)
+            logits = torch.where(output | wishes.prompt_seen, scaled, logits)
+        logits = logits - wishes.frequency[:, None] * wishes.counts - wishes.presence[:, None] * output
+    if wishes.bias is not None:
+        logits = logits + wishes.bias
+    if wishes.stop_mask is not None:
+        waiting = (wishes.outputs < wishes.min_new)[:, None]
+        logits = logits.masked_fill(wishes.stop_mask & waiting, -torch.inf)
     return logits
 
 
-def pick(logits: Tensor, rows: Rows, position: Tensor) -> Tensor:
+def pick(logits: Tensor, wishes: Wishes, position: Tensor) -> Tensor:
     """Return `[B] int64`, the token each row of `logits [B, V]` gets at absolute `position [B] int64`.
 
     Order: `adjust`, temperature, top-k, top-p on what top-k left (renormalised, as vLLM does), min-p relative to the
     largest probability (which no filter removes, so its place in the order changes nothing). Greedy rows take the
     largest adjusted logit, ties to the lowest id. The result is an id in range even where logits are NaN.
     """
-    logits = adjust(logits, rows)
-    if rows.temperature is None:
+    logits = adjust(logits, wishes)
+    if wishes.temperature is None:
         return logits.argmax(-1)
     # Distances below the maximum instead of logits: exact for the candidates that matter at any temperature, since
     # close floats subtract exactly, and never negative, so that their bits as integers have their order.
     gap = logits.amax(-1, keepdim=True) - logits
-    score = rows.temperature[:, None] * gumbel(rows.seed, position, logits.shape[1]) - gap
-    if rows.top_k is not None or rows.top_p is not None or rows.min_p is not None:
-        score = score.masked_fill(_filtered(gap, rows), -torch.inf)
+    score = wishes.temperature[:, None] * gumbel(wishes.seed, position, logits.shape[1]) - gap
+    if wishes.top_k is not None or wishes.top_p is not None or wishes.min_p is not None:
+        score = score.masked_fill(_filtered(gap, wishes), -torch.inf)
     return score.argmax(-1)
 
 
-def law(logits: Tensor, rows: Rows) -> Tensor:
+def law(logits: Tensor, wishes: Wishes) -> Tensor:
     """Return `[B, V] fp32`, the probabilities with which `pick` draws; one-hot in a greedy row."""
-    logits = adjust(logits, rows)
+    logits = adjust(logits, wishes)
     likeliest = torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
-    if rows.temperature is None:
+    if wishes.temperature is None:
         return likeliest
     gap = logits.amax(-1, keepdim=True) - logits
-    scaled = -gap / rows.temperature.clamp(min=GREEDY_BELOW)[:, None]
-    if rows.top_k is not None or rows.top_p is not None or rows.min_p is not None:
-        scaled = scaled.masked_fill(_filtered(gap, rows), -torch.inf)
-    return torch.where(rows.temperature[:, None] > 0, scaled.softmax(-1), likeliest)
+    scaled = -gap / wishes.temperature.clamp(min=GREEDY_BELOW)[:, None]
+    if wishes.top_k is not None or wishes.top_p is not None or wishes.min_p is not None:
+        scaled = scaled.masked_fill(_filtered(gap, wishes), -torch.inf)
+    return torch.where(wishes.temperature[:, None] > 0, scaled.softmax(-1), likeliest)
 
 
 MASS_UNIT = 2.0**40  # of the likeliest token: sums of up to 2^23 ids stay in int64, and integer sums have no order
 
 
-def _filtered(gap: Tensor, rows: Rows) -> Tensor:
+def _filtered(gap: Tensor, wishes: Wishes) -> Tensor:
     """Return `[B, V] bool`, the tokens that top-k, top-p and min-p take away, from distances `gap [B, V] fp32`."""
     bits = gap.view(torch.int32)
-    share = torch.exp(-gap / rows.temperature.clamp(min=GREEDY_BELOW)[:, None])  # probability over the largest one
-    limit = torch.full_like(rows.seed, 2**31 - 1, dtype=torch.int32)
-    if rows.top_k is not None:
-        limit = _cut(bits, torch.ones_like(bits, dtype=torch.int64), rows.top_k)
-    if rows.top_p is not None:
+    share = torch.exp(-gap / wishes.temperature.clamp(min=GREEDY_BELOW)[:, None])  # probability over the largest one
+    limit = torch.full_like(wishes.seed, 2**31 - 1, dtype=torch.int32)
+    if wishes.top_k is not None:
+        limit = _cut(bits, torch.ones_like(bits, dtype=torch.int64), wishes.top_k)
+    if wishes.top_p is not None:
         mass = (share * (bits <= limit[:, None]) * MASS_UNIT).to(torch.int64)
         total = mass.sum(-1)
-        goal = (total.double() * rows.top_p.double()).ceil().to(torch.int64)
-        goal = torch.where(rows.top_p < 1, goal, total + 1)  # out of reach: keep even what has no mass
+        goal = (total.double() * wishes.top_p.double()).ceil().to(torch.int64)
+        goal = torch.where(wishes.top_p < 1, goal, total + 1)  # out of reach: keep even what has no mass
         limit = torch.minimum(limit, _cut(bits, mass, goal))
     gone = bits > limit[:, None]
-    return gone if rows.min_p is None else gone | (share < rows.min_p[:, None])
+    return gone if wishes.min_p is None else gone | (share < wishes.min_p[:, None])
 
 
 def _cut(bits: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ EVERYTHING = frozenset(("temperature", "top_k", "top_p", "min_p", *TABLES))
 
 
 def _wanted(params: SamplingParams, outputs: int, vocab_size: int) -> frozenset[str]:
-    """Return the names of those `Rows` members that may be None but not for this request."""
+    """Return the names of those `Wishes` members that may be None but not for this request."""
     penalised = params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1
     wants = {
         "temperature": not params.greedy,
@@ -283,8 +283,8 @@ class SamplingState:
         """Say whether a bare argmax serves all `slots`: no sampling, penalty, bias, or min_new_tokens to wait for."""
         return not any(self._wants[slot] for slot in slots)
 
-    def rows(self, slots: Tensor, host_slots: Sequence[int] | None) -> Rows:
-        """Return the rows of `slots [B] int64`, as copies. `host_slots` names the same slots for the host.
+    def wishes(self, slots: Tensor, host_slots: Sequence[int] | None) -> Wishes:
+        """Return what the requests in `slots [B] int64` wish, as copies. `host_slots` are the same slots on the host.
 
         Members that none of them wants are None; `host_slots=None` fills every member, for a graph that must serve
         any batch.
@@ -294,7 +294,7 @@ class SamplingState:
         members |= zip(INTS, self._ints[slots].unbind(1), strict=True)
         members |= {name: self._table(name)[slots] if name in named else None for name in TABLES}
         members |= {name: None for name in EVERYTHING - named}
-        return Rows(**members)
+        return Wishes(**members)
 
     def commit(self, slots: Tensor, tokens: Tensor, count: Tensor) -> None:
         """Add the first `count [B]` of `tokens [B, A]` to the outputs and counts of `slots [B]`."""

@@ -26,10 +26,9 @@ from collections.abc import Sequence
 import torch
 
 from minispec.config import Config
-from minispec.drafter import Payoff
 from minispec.engine import Chunk, Engine
 from minispec.load.tokenizer import Tokenizer
-from minispec.metrics import Metrics
+from minispec.metrics import Load, Metrics
 from minispec.output import Output
 from minispec.radix import Node, PrefixCache
 from minispec.request import Finish, Request, RequestError, Update
@@ -64,22 +63,20 @@ class Scheduler:
         tokenizer: Tokenizer,
         eos_ids: frozenset[int],
         *,
-        max_running: int,
-        chunk_size: int,
         radix: bool = True,
         decode_log_interval: int = 40,
         random_seed: int | None = None,
     ) -> None:
         self.engine, self.kv, self.tokenizer, self.eos_ids = engine, engine.kv, tokenizer, eos_ids
         self.cache = PrefixCache(self.kv.page_size, engine.drafter.lookahead, enabled=radix)
-        self.max_running, self.chunk_size = max_running, chunk_size
-        self.metrics = Metrics(engine.drafter.nodes, decode_log_interval)
+        self.sizes = engine.sizes
+        self.metrics = Metrics(self.sizes.nodes, decode_log_interval)
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []  # in order of admission
         self.running: list[Request] = []  # in order of admission
         self.seats: dict[Request, Seat] = {}
         self.outputs: dict[Request, Output] = {}
-        self.free_slots = list(range(max_running, 0, -1))  # slot 0 is padding
+        self.free_slots = list(range(self.sizes.max_running, 0, -1))  # slot 0 is padding
         self._seeds = random.Random(random_seed)
         # What happened and was not handed out yet. A member, so that a step that raises halfway loses no answer.
         self._updates: list[Update] = []
@@ -89,22 +86,17 @@ class Scheduler:
     # ---- the door ------------------------------------------------------------------------------------------------
 
     @property
-    def tree_rows(self) -> int:
-        """Rows a decode step may write beyond the committed ones."""
-        return max(self.engine.drafter.nodes, self.engine.drafter.scratch)
-
-    @property
     def max_prompt_tokens(self) -> int:
         """The longest prompt that leaves room for one output token, in context and pool."""
         pool_rows = (self.kv.pages - 1) * self.kv.page_size
-        return min(self.engine.context_length - 1, pool_rows - self.tree_rows)
+        return min(self.sizes.context_length - 1, pool_rows - self.sizes.tree_rows)
 
     def validate(self, request: Request) -> None:
         """Check a request against model, context and pool, and set its max_new_tokens; raises RequestError (400).
 
         Reads constants only, so any thread may call it.
         """
-        vocab_size, context = self.engine.model.config.vocab_size, self.engine.context_length
+        vocab_size, context = self.engine.model.config.vocab_size, self.sizes.context_length
         ids, wanted = request.prompt_ids, request.params.max_new_tokens
         if not ids:
             raise RequestError("the prompt is empty: at least one token is needed", "prompt")
@@ -116,7 +108,7 @@ class Scheduler:
             raise RequestError(
                 f"The input ({len(ids)} tokens) is longer than the longest possible ({self.max_prompt_tokens} tokens: "
                 f"the context is {context}, the KV pool holds {(self.kv.pages - 1) * self.kv.page_size}, and a step "
-                f"needs {self.tree_rows})",
+                f"needs {self.sizes.tree_rows})",
                 "prompt",
                 code="context_length_exceeded",
             )
@@ -163,10 +155,10 @@ class Scheduler:
             self._close(request, finish)
         self.waiting = deque(r for r in self.waiting if r in queued)
         self.prefilling, self.running, self.seats, self._refused = [], [], {}, None
-        self.free_slots = list(range(self.max_running, 0, -1))
+        self.free_slots = list(range(self.sizes.max_running, 0, -1))
         self.cache = PrefixCache(self.kv.page_size, self.engine.drafter.lookahead, enabled=self.cache.enabled)
         self.kv.reset()
-        for slot in range(self.max_running + 1):
+        for slot in range(self.sizes.max_running + 1):
             self.engine.release(slot)
         return self._drain()
 
@@ -188,7 +180,7 @@ class Scheduler:
         self._refused = None
         self.kv.give_back(self.cache.evict(self.cache.count))
         self.engine.drafter.clear()
-        self.engine.payoff, self.engine.drafter_seconds = Payoff(), 0.0
+        self.engine.drafter_seconds = 0.0
         self.metrics = Metrics(self.metrics.tree_nodes, self.metrics.log_interval)
         return True
 
@@ -228,7 +220,7 @@ class Scheduler:
             self.cache.hold(path)
             # One page to spare for each that runs, or the newcomer would soon be retracted again.
             spare = len(self.running) + len(self.prefilling)
-            needed = self.kv.pages_for(len(ids) + self.tree_rows) - len(path)
+            needed = self.kv.pages_for(len(ids) + self.sizes.tree_rows) - len(path)
             if not self._obtain(needed + spare) and not (spare == 0 and self._obtain(needed)):
                 self.cache.release(path)
                 self._refused = (request, available)
@@ -245,16 +237,7 @@ class Scheduler:
         if request.retractions == 0:
             request.cached_tokens = request.kv_len
         self.kv.map(request.slot, 0, seat.pages)
-        self.engine.assign(
-            request.slot,
-            request.params,
-            request.seed,
-            request.prompt_ids,
-            request.output_ids,
-            self.outputs[request].stop_ids,
-            cached=request.kv_len,
-            again=request.retractions > 0,
-        )
+        self.engine.assign(request, self.outputs[request].stop_ids)
         self.prefilling.append(request)
 
     def _obtain(self, count: int) -> bool:
@@ -270,13 +253,11 @@ class Scheduler:
         """Take in a prefill step: move requests on, and start those whose prompt is complete."""
         fresh = [r for r in requests if r.kv_len == len(self.seats[r].path) * self.kv.page_size]
         self.metrics.prefill(
+            Load(self._usage(), len(self.running), len(self.waiting)),
             sequences=len(chunks),
             new=sum(len(chunk.tokens) for chunk in chunks),
             cached=sum(r.kv_len for r in fresh),
             emitted=sum(map(len, rows)),
-            usage=self._usage(),
-            running=len(self.running),
-            queued=len(self.waiting),
         )
         for request, chunk, row in zip(requests, chunks, rows, strict=True):
             request.kv_len = chunk.start + len(chunk.tokens)
@@ -291,7 +272,7 @@ class Scheduler:
 
     def _next_chunks(self) -> tuple[list[Chunk], list[Request]]:
         """Cut the next chunks off the prompts, within the chunk size and the query blocks of a step."""
-        budget, blocks = self.chunk_size, self.engine.prefill_blocks
+        budget, blocks = self.sizes.chunk_size, self.engine.prefill_blocks
         chunks: list[Chunk] = []
         requests: list[Request] = []
         for request in self.prefilling:
@@ -317,12 +298,10 @@ class Scheduler:
             kept.append(self._deliver(request, row))
             self._count(request, kept[-1], nodes)
         self.metrics.decode(
+            Load(self._usage(), len(requests), len(self.waiting)),
             emitted=kept,
             nodes=nodes,
             tokens=sum(request.kv_len for request in requests),
-            usage=self._usage(),
-            running=len(requests),
-            queued=len(self.waiting),
         )
         self.metrics.host_seconds += time.perf_counter() - started
 
@@ -336,7 +315,7 @@ class Scheduler:
     def _grow(self, request: Request) -> bool:
         """Extend a request's pages to its rows plus one tree; False if the pool cannot."""
         seat = self.seats[request]
-        missing = self.kv.pages_for(request.kv_len + self.tree_rows) - len(seat.pages)
+        missing = self.kv.pages_for(request.kv_len + self.sizes.tree_rows) - len(seat.pages)
         if missing <= 0:
             return True
         if not self._obtain(missing):
@@ -386,7 +365,7 @@ class Scheduler:
         histogram = request.accept_histogram
         histogram.extend([0] * (kept - len(histogram)))
         histogram[kept - 1] += 1
-        if nodes > 1 and request.drafting and request.slot and not self.engine.drafter.on_host:
+        if nodes > 1 and request.drafting and request.slot and not self.engine.drafter.declines:
             request.recent.append(kept)
             if request.hopeless:
                 self._stop_drafting(request)
@@ -443,7 +422,7 @@ class Scheduler:
         assert free + self.cache.count + owned == total, f"{free} free, {self.cache.count} cached, {owned} of {total}"
         assert len(set(self.kv.free)) == free, "a page is free twice"
 
-    def stats(self) -> dict[str, float | int]:
+    def stats(self) -> dict[str, float | int | None]:
         """Return current numbers for /server_info, names as SGLang's where it has one."""
         m = self.metrics
         return {
@@ -457,7 +436,7 @@ class Scheduler:
             "num_queue_reqs": len(self.waiting),
             "max_total_num_tokens": (self.kv.pages - 1) * self.kv.page_size,
             "max_req_input_len": self.max_prompt_tokens,
-            "effective_max_running_requests_per_dp": self.max_running,
+            "effective_max_running_requests_per_dp": self.sizes.max_running,
             "total_retractions": m.retractions,
             "prompt_tokens": m.prompt_tokens,
             "cached_tokens": m.cached_tokens,
@@ -466,6 +445,9 @@ class Scheduler:
             "tree_steps": m.tree_steps,
             "plain_steps": m.plain_steps,
             "step_seconds": m.step_seconds,
+            "speculative_num_steps": self.sizes.steps,
+            "speculative_eagle_topk": self.sizes.topk,
+            "speculative_num_draft_tokens": self.sizes.nodes,
             "drafter_seconds": self.engine.drafter_seconds,
             "host_seconds": m.host_seconds,
         }
@@ -473,10 +455,11 @@ class Scheduler:
 
 def startup_line(config: Config, scheduler: Scheduler) -> str:
     """Return SGLang's start-up line of sizes."""
-    pool = (scheduler.kv.pages - 1) * scheduler.kv.page_size
+    pool, sizes = (scheduler.kv.pages - 1) * scheduler.kv.page_size, scheduler.sizes
+    shape = "" if sizes.steps is None else f"num_steps={sizes.steps}, eagle_topk={sizes.topk}, "
     return (
-        f"max_total_num_tokens={pool}, chunked_prefill_size={scheduler.chunk_size}, "
-        f"max_running_requests={scheduler.max_running}, context_len={scheduler.engine.context_length}, "
+        f"max_total_num_tokens={pool}, chunked_prefill_size={sizes.chunk_size}, "
+        f"max_running_requests={sizes.max_running}, context_len={sizes.context_length}, "
         f"page_size={scheduler.kv.page_size}, speculative_algorithm={config.algorithm}, "
-        f"draft_tokens={scheduler.engine.drafter.nodes}"
+        f"{shape}draft_tokens={sizes.nodes}, compiled shapes={len(scheduler.engine.shapes())}"
     )

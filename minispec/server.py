@@ -338,7 +338,7 @@ class Server:
             if not flight.items.empty():
                 await flight.next()  # ended while its prompt was tokenized: raises
             reply = schema.Reply(
-                flight.job, flight.requests, self.config.served_name, draft_tokens=llm.scheduler.engine.drafter.nodes,
+                flight.job, flight.requests, self.config.served_name, draft_tokens=llm.scheduler.sizes.nodes,
                 stream_interval=self.config.stream_interval, cache_report=self.config.enable_cache_report,
             )  # fmt: skip
             self._submit(flight)
@@ -382,7 +382,7 @@ class Server:
     @contextmanager
     def _counted(self, count: int) -> Iterator[None]:
         """Count prompts against the bound of the queue, at the instant it is checked; 503 where it is full."""
-        limit = self._ready().scheduler.max_running + self.config.max_queued_requests
+        limit = self._ready().scheduler.sizes.max_running + self.config.max_queued_requests
         if count > limit:
             raise RequestError(f"{count} prompts in one request; --max-queued-requests allows {limit}", "prompt")
         if self.admitted + count > limit:
@@ -469,7 +469,7 @@ class Server:
         stats = await self.engine.ask(lambda scheduler: scheduler.stats())
         flags = {k: v for k, v in dataclasses.asdict(self.config).items() if k not in ("api_key", "notes")}
         flags["speculative_algorithm"] = self.config.algorithm
-        flags["speculative_num_draft_tokens"] = self.config.draft_tokens
+        flags = {name: value for name, value in flags.items() if name not in stats}  # as resolved, not as asked for
         return _json({**stats, **flags, "version": _version(), "internal_states": [{**flags, **stats}]})
 
     async def flush_cache(self, http: web.Request) -> web.Response:
@@ -493,7 +493,7 @@ class Server:
         llm, body = self._ready(), await self._body(http)
         schema.check_model(body.get("model"), self._names())
         texts, batched, special = schema.parse_tokenize(body)
-        context = llm.scheduler.engine.context_length
+        context = llm.scheduler.sizes.context_length
         for text in texts:
             schema.check_size(text, context)
         rows = await asyncio.to_thread(lambda: [llm.tokenizer.encode(text, special) for text in texts])
@@ -523,7 +523,7 @@ class Server:
         return (self.config.served_name, self.config.model_path)
 
     def _card(self) -> dict[str, Any]:
-        context = self._ready().scheduler.engine.context_length
+        context = self._ready().scheduler.sizes.context_length
         return schema.model_card(self.config.served_name, self.created, context)
 
     async def _body(self, http: web.Request) -> dict[str, Any]:
@@ -568,7 +568,7 @@ class Server:
 
 def _prepare(job: schema.Job, llm: LLM) -> list[Request]:
     """Return the job's requests, tokenized and checked; slow, and safe on any thread."""
-    requests = schema.tokenize(job, llm.tokenizer, llm.scheduler.engine.context_length)
+    requests = schema.tokenize(job, llm.tokenizer, llm.scheduler.sizes.context_length)
     for request in requests:
         llm.scheduler.validate(request)
     return requests

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from minispec.attention import Plan
 from minispec.beam import BeamDrafter
 from minispec.drafter import Committed
+from minispec.kv import KVShape
 from minispec.load.tokenizer import Tokenizer, load_tokenizer
 from minispec.load.weights import ModelError, load_weights, read_config, read_tensors
 from minispec.model import Model, ModelConfig, fuse_hf, rename_hf
@@ -58,20 +60,25 @@ class StandaloneDrafter(BeamDrafter):
     """The drafter around a model: S rounds over K branches, reranked to a tree of N nodes."""
 
     lookahead = 0
-    head: DraftModel
+    network: DraftModel
 
-    def __init__(self, head: DraftModel, *, steps: int, topk: int, nodes: int, coupled: bool = True) -> None:
-        super().__init__(head, steps=steps, topk=topk, nodes=nodes, coupled=coupled)
-        self.kv_shape = (head.model.config.layers, head.kv_heads, head.head_dim)
+    def __init__(self, network: DraftModel, *, steps: int, topk: int, nodes: int, coupled: bool = True) -> None:
+        super().__init__(network, steps=steps, topk=topk, nodes=nodes, coupled=coupled)
+        self.kv_shape = KVShape(network.model.config.layers, network.kv_heads, network.head_dim)
         # From the old root on: a path of depth + 1 rows and the new root behind it, or the old root and the frontiers.
         self.scratch = max(self.depth + 2, 1 + self.window)
         self._tails: dict[tuple[int, int], Plan] = {}  # by batch and width; all are met in warm-up
-        device = head.model.embed_tokens.weight.device
+        device = network.model.embed_tokens.weight.device
         self._causal = torch.ones(self.depth + 1, self.depth + 1, dtype=torch.bool, device=device).tril()
 
-    def compile_head(self, **options: object) -> None:
+    def compile(self, **options: object) -> None:
         """From now on run the model's blocks through torch.compile with these options."""
-        self.head.model.compile_blocks(**options)
+        self.network.model.compile_blocks(**options)
+
+    def shapes(self, batch_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> list[str]:
+        """Return a name for every graph of the model: as a head's, and the roots behind prompt chunks."""
+        roots = [f"draft, roots behind a prefill of {size} tokens" for size in prefill_sizes]
+        return super().shapes(batch_sizes, prefill_sizes) + roots
 
     def commit(self, new: Committed) -> None:
         """Write the rows of the tokens just committed and of the root behind them; keep the state at the root."""
@@ -98,8 +105,8 @@ class StandaloneDrafter(BeamDrafter):
     def _run(self, tokens: Tensor, states: Tensor | None, positions: Tensor, plan: Plan) -> Tensor:
         """Return the hidden states [B, T, H] of tokens [B, T] under a plan; what came before is in the pages."""
         # An id beyond the draft's own rows is one that only the target's padding knows.
-        known = tokens.clamp(0, self.head.model.config.vocab_size - 1)
-        return self.head.model(known, positions, self._attend(plan))[0]
+        known = tokens.clamp(0, self.network.model.config.vocab_size - 1)
+        return self.network.model(known, positions, self._attend(plan))[0]
 
 
 # ---- reading a draft model ----------------------------------------------------------------------------------------

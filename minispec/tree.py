@@ -12,6 +12,7 @@ Read next: `verify.py` for what the target makes of a tree, `attention.py` for t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,13 +26,6 @@ class DraftTree(NamedTuple):
 
     tokens: Tensor  # [B, N] int64; padding nodes hold -1
     parents: Tensor  # [B, N] int64; -1 for the root, 0 for padding nodes, else an index below the node's own
-
-
-def chain(tokens: Tensor) -> DraftTree:
-    """Return the tree without branches over `tokens [B, N] int64`; -1 may pad its end."""
-    before = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
-    # A padded root stays a root: only nodes after it move below node 0.
-    return DraftTree(tokens, torch.where((tokens == PADDING) & (before >= 0), 0, before))
 
 
 def ancestors(parents: Tensor) -> Tensor:
@@ -54,20 +48,23 @@ def depth(ancestors: Tensor) -> Tensor:
     return ancestors.sum(-1) - 1
 
 
-def check(tree: DraftTree) -> None:
-    """Raise AssertionError where `tree` breaks invariant 1. Reads the tensors on the host: for tests and debugging."""
-    assert tree.tokens.shape == tree.parents.shape, f"shapes differ: {tree.tokens.shape}, {tree.parents.shape}"
-    for row, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
-        assert parents[0] == -1, f"row {row}: the root's parent is {parents[0]}, not -1"
-        siblings: set[tuple[int, int]] = set()
-        for node in range(1, len(tokens)):
-            token, parent = tokens[node], parents[node]
-            where = f"row {row}, node {node} (token {token}, parent {parent})"
-            if token == PADDING:
-                assert parent == 0, f"{where}: padding must hang below the root"
-                continue
-            assert token >= 0, f"{where}: tokens are ids or {PADDING}"
-            assert 0 <= parent < node, f"{where}: parents precede children"
-            assert parent == 0 or tokens[parent] != PADDING, f"{where}: the parent is padding"
-            assert (parent, token) not in siblings, f"{where}: a sibling holds the same token"
-            siblings.add((parent, token))
+def problem(tokens: Sequence[int], parents: Sequence[int], nodes: int, vocab_size: int) -> str | None:
+    """Return how one request's tree, as lists without padding, breaks invariant 1, or None if it does not.
+
+    The token of node 0 is not looked at: the engine knows the root. At most `nodes` nodes, ids below `vocab_size`.
+    """
+    if not 0 < len(tokens) <= nodes or len(parents) != len(tokens):
+        return f"{len(tokens)} tokens and {len(parents)} parents, where 1 to {nodes} of both are allowed"
+    if parents[0] != -1:
+        return f"the root's parent is {parents[0]}, not -1"
+    children: set[tuple[int, int]] = set()
+    for node in range(1, len(tokens)):
+        token, parent = tokens[node], parents[node]
+        if not 0 <= token < vocab_size:
+            return f"node {node} holds the token {token}, which is not in [0, {vocab_size - 1}]"
+        if not 0 <= parent < node:
+            return f"node {node} has the parent {parent}, which does not precede it"
+        if (parent, token) in children:
+            return f"two children of node {parent} hold the token {token}"
+        children.add((parent, token))
+    return None

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minispec.sampling import Rows, gumbel, law, pick, uniform
+from minispec.sampling import Wishes, gumbel, law, pick, uniform
 from minispec.tree import PADDING, DraftTree, depth
 
 COIN = -1  # the id under which a position's noise is the coin of `pick_lossy`; no token has it
@@ -54,23 +54,23 @@ def verify_greedy(tree: DraftTree, ancestors: Tensor, logits: Tensor, A: int) ->
 
 
 def verify(
-    tree: DraftTree, logits: Tensor, rows: Rows, lens: Tensor, A: int, thresholds: tuple[float, float] | None = None
+    tree: DraftTree, logits: Tensor, wishes: Wishes, lens: Tensor, A: int, thresholds: tuple[float, float] | None = None
 ) -> Verdict:
     """Return the verdict of `sampling.pick` on `logits [B, N, V]`, walking down from the root at most A picks long.
 
     `lens [B] int64` is the committed length, the position of the root, so the pick at depth d has position
-    lens + d + 1. `rows` is not changed: penalties see the path through a copy of its counts, and are thus what plain
+    lens + d + 1. `wishes` is not changed: penalties see the path through a copy of its counts, and are thus what plain
     decoding of the same tokens would see. Temperature 0 without adjustments gives the verdict of `verify_greedy`.
     With `thresholds` (single, acc) `pick_lossy` takes the place of `pick`.
     """
     batch, nodes, vocab = logits.shape
     flat, first = logits.reshape(batch * nodes, vocab), torch.arange(batch, device=logits.device) * nodes
-    counts = None if rows.counts is None else rows.counts.clone()
+    counts = None if wishes.counts is None else wishes.counts.clone()
     node, walking = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
     path, emitted = first.new_zeros(batch, A), first.new_zeros(batch, A)
     count = torch.zeros_like(first)
     for a in range(A):
-        here, position = rows._replace(outputs=rows.outputs + a, counts=counts), lens + a + 1
+        here, position = wishes._replace(outputs=wishes.outputs + a, counts=counts), lens + a + 1
         at = flat.index_select(0, first + node)
         drafted = tree.tokens.masked_fill(tree.parents != node[:, None], PADDING)
         token = pick(at, here, position) if thresholds is None else pick_lossy(at, here, position, drafted, *thresholds)
@@ -88,7 +88,7 @@ def verify(
     return _verdict(path, count, emitted)
 
 
-def pick_lossy(logits: Tensor, rows: Rows, position: Tensor, drafted: Tensor, single: float, acc: float) -> Tensor:
+def pick_lossy(logits: Tensor, wishes: Wishes, position: Tensor, drafted: Tensor, single: float, acc: float) -> Tensor:
     """Return `[B] int64`, what SGLang's threshold rule takes at a node with children `drafted [B, N] int64` or -1.
 
     With q_1, q_2 ... the children's probabilities (`sampling.law`, after all filters) and a coin u, it is the first
@@ -96,13 +96,13 @@ def pick_lossy(logits: Tensor, rows: Rows, position: Tensor, drafted: Tensor, si
     children leave. `single` lies in [0, 1], `acc` in (0, 1]. At 1 and 1 this draws from the law itself, though other
     tokens than `pick`; lower values favour what was drafted. Greedy rows get `pick`'s token: their law is one-hot.
     """
-    q, held = law(logits, rows), drafted.clamp(min=0)
+    q, held = law(logits, wishes), drafted.clamp(min=0)
     mass = q.gather(1, held) * (drafted != PADDING)
-    coin = uniform(rows.seed, position, torch.full((1,), COIN, device=logits.device))
+    coin = uniform(wishes.seed, position, torch.full((1,), COIN, device=logits.device))
     accepted = (mass > 0) & ((coin < mass.cumsum(1) / acc) | (mass >= single))
     left = q.scatter_add(1, held, -mass)  # q - q is 0 exactly, and siblings are distinct
     left = torch.where(left.amax(-1, keepdim=True) > 0, left, q)  # a sum rounded below 1, and a coin above it
-    drawn = (left.log() + gumbel(rows.seed, position, logits.shape[1])).argmax(-1)
+    drawn = (left.log() + gumbel(wishes.seed, position, logits.shape[1])).argmax(-1)
     chosen = held.gather(1, accepted.to(torch.int8).argmax(-1, keepdim=True)).squeeze(1)  # the first of equal maxima
     return torch.where(accepted.any(-1), chosen, drawn)
 

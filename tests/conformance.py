@@ -24,7 +24,7 @@ from trained import sentence, trained_head, trained_model
 
 from minispec.beam import BeamDrafter
 from minispec.config import Config
-from minispec.drafter import Drafter, Plain
+from minispec.drafter import Drafter, HostDrafter, HostTrees, Plain
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead
 from minispec.load.drafters import make_drafter
 from minispec.load.tokenizer import byte_tokenizer
@@ -42,16 +42,20 @@ sharp_model = functools.cache(tiny_model)
 class Subject:
     """A target and how to make a drafter for it."""
 
-    drafter: Callable[[Model], Drafter]
+    drafter: Callable[[Model], Drafter | HostDrafter]
     accept_length: float = 0.0  # what it must exceed when greedy
     model: Callable[[], Model] = sharp_model
     text: Callable[[int, random.Random], list[int]] = any_ids  # of prompts
+    built: list[HostTrees] = dataclasses.field(default_factory=list)  # the host drafters of all schedulers put together
 
     def build(self, **how: object) -> Scheduler:
         """Put a scheduler together over a fresh drafter."""
         with torch.inference_mode():
             drafter = self.drafter(self.model())
-        return build(self.model(), drafter, **how)
+        scheduler = build(self.model(), drafter, **how)
+        if isinstance(scheduler.engine.drafter, HostTrees):
+            self.built.append(scheduler.engine.drafter)
+        return scheduler
 
     def requests(self, **params: object) -> list[Request]:
         """Return eight mixed requests."""
@@ -119,7 +123,8 @@ def truth(model: Model, request: Request, stop_ids: Sequence[int] = ()) -> list[
 
 
 def assert_exact(subject: Subject, requests: Sequence[Request], stop_ids: Sequence[int] = ()) -> None:
-    """Compare every request with its reference."""
+    """Compare every request with its reference; every tree of a drafter on the host must have been one."""
+    assert not any(drafter.refused for drafter in subject.built), "a tree broke the rules; the log says which"
     for r in requests:
         assert r.output_ids and r.output_ids == truth(subject.model(), r, stop_ids), f"{r.rid} differs"
 

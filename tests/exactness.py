@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 import torch
 
 from minispec.attention import Causal
-from minispec.drafter import Draft, Drafter
-from minispec.engine import Engine
-from minispec.kv import PagedKV
+from minispec.drafter import Draft, Drafter, HostDrafter, as_drafter
+from minispec.engine import Engine, Sizes
+from minispec.kv import KVShape, PagedKV
 from minispec.model import Model, ModelConfig
 from minispec.request import Request, SamplingParams
 from minispec.sampling import SamplingState, pick
 from minispec.scheduler import Scheduler
+from minispec.tree import PADDING, DraftTree
 
 VOCAB = 61
 CONTEXT = 256
@@ -78,8 +79,8 @@ def reference(model: Model, request: Request, stop_ids: Sequence[int] = ()) -> l
     while len(output) < request.max_new_tokens:
         state = SamplingState(2, VOCAB, CPU)
         state.assign(1, params, request.seed, request.prompt_ids, output, stop_ids)
-        rows = state.rows(torch.tensor([1]), [1])
-        token = int(pick(next_logits(model, ids)[None], rows, torch.tensor([len(ids)])))
+        wishes = state.wishes(torch.tensor([1]), [1])
+        token = int(pick(next_logits(model, ids)[None], wishes, torch.tensor([len(ids)])))
         output.append(token)
         ids.append(token)
         if token in stop_ids and len(output) > params.min_new_tokens:
@@ -88,7 +89,7 @@ def reference(model: Model, request: Request, stop_ids: Sequence[int] = ()) -> l
 
 
 @dataclass
-class Oracle:
+class Oracle(HostDrafter):
     """A drafter that knows how each text goes on and plants that path in a random tree of wrong turns.
 
     `truth` gives the continuation after a text. With probability `miss` the tree leaves the truth early.
@@ -99,10 +100,6 @@ class Oracle:
     miss: float = 0.3
     seed: int = 0
     name: str = "oracle"
-    scratch: int = 0
-    lookahead: int = 0
-    taps: tuple[int | str, ...] = ()
-    on_host: bool = True
     texts: dict[int, list[int]] = field(default_factory=dict)
     branched: int = 0  # true nodes that do not directly follow their parent, so that acceptance needs compaction
 
@@ -152,7 +149,7 @@ class Oracle:
 @torch.inference_mode()
 def build(
     model: Model,
-    drafter: Drafter,
+    drafter: Drafter | HostDrafter,
     *,
     pages: int = 200,
     page_size: int = 16,
@@ -164,17 +161,14 @@ def build(
     thresholds: tuple[float, float] | None = None,
 ) -> Scheduler:
     """Put a scheduler together over the tiny model, as `LLM` does over a real one."""
+    config, drafter = model.config, as_drafter(drafter, model.config.vocab_size)
+    sizes = Sizes.resolve(drafter, context_length=config.context_length, max_running=running, chunk_size=chunk)
     kv = PagedKV(
-        layers=model.config.layers, kv_heads=model.config.kv_heads, head_dim=model.config.head_dim, pages=pages,
-        page_size=page_size, slots=running + 1, dtype=torch.float32, device=CPU,
-        rows_per_slot=model.config.context_length + max(drafter.nodes, drafter.scratch),
+        KVShape(config.layers, config.kv_heads, config.head_dim), pages=pages, page_size=page_size, slots=running + 1,
+        rows_per_slot=config.context_length + sizes.tree_rows, like=model.embed_tokens.weight,
     )  # fmt: skip
-    sizes = sorted({size for size in (1, 2, 4, 8) if size <= running} | {running})
-    engine = Engine(
-        model, kv, drafter, context_length=model.config.context_length, batch_sizes=sizes, chunk_rows=chunk,
-        compiled=compiled, thresholds=thresholds,
-    )  # fmt: skip
-    return Scheduler(engine, Letters(), frozenset(eos), max_running=running, chunk_size=chunk, radix=radix)
+    engine = Engine(model, kv, drafter, sizes, compiled=compiled, thresholds=thresholds)
+    return Scheduler(engine, Letters(), frozenset(eos), radix=radix)
 
 
 def request(name: str, prompt: Sequence[int], **params: object) -> Request:
@@ -236,3 +230,32 @@ def mixed_requests(
         own = text(rng.choice((1, 7, 16, 30, 70)), rng)
         prompts.append(shared + own if index % 2 else own)
     return [request(f"r{i}", prompt, sampling_seed=7 * i - 3, **params) for i, prompt in enumerate(prompts)]
+
+
+# ---- trees --------------------------------------------------------------------------------------------------------
+
+
+def chain(tokens: torch.Tensor) -> DraftTree:
+    """Return the tree without branches over `tokens [B, N] int64`; -1 may pad its end."""
+    before = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
+    # A padded root stays a root: only nodes after it move below node 0.
+    return DraftTree(tokens, torch.where((tokens == PADDING) & (before >= 0), 0, before))
+
+
+def check(tree: DraftTree) -> None:
+    """Raise AssertionError where `tree` breaks invariant 1; written apart from the engine's `tree.problem`."""
+    assert tree.tokens.shape == tree.parents.shape, f"shapes differ: {tree.tokens.shape}, {tree.parents.shape}"
+    for row, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
+        assert parents[0] == -1, f"row {row}: the root's parent is {parents[0]}, not -1"
+        siblings: set[tuple[int, int]] = set()
+        for node in range(1, len(tokens)):
+            token, parent = tokens[node], parents[node]
+            where = f"row {row}, node {node} (token {token}, parent {parent})"
+            if token == PADDING:
+                assert parent == 0, f"{where}: padding must hang below the root"
+                continue
+            assert token >= 0, f"{where}: tokens are ids or {PADDING}"
+            assert 0 <= parent < node, f"{where}: parents precede children"
+            assert parent == 0 or tokens[parent] != PADDING, f"{where}: the parent is padding"
+            assert (parent, token) not in siblings, f"{where}: a sibling holds the same token"
+            siblings.add((parent, token))

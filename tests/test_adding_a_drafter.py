@@ -36,7 +36,7 @@ def test_the_drafter_of_the_page_passes(subject: Subject, check: Callable[[Subje
 
 
 def test_it_drafts_what_followed_before(subject: Subject) -> None:
-    drafter = subject.drafter(tiny_model())
+    drafter = subject.drafter(tiny_model()).inner
     drafter.commit(1, [1, 2, 3, 4, 5, 9, 2, 3, 7, 8])
     drafter.commit(1, [2, 3])
     (draft,) = drafter.propose([1])
@@ -49,7 +49,7 @@ def test_it_drafts_what_followed_before(subject: Subject) -> None:
 
 
 def test_its_trees_are_trees_and_every_branch_stood_in_the_text(subject: Subject) -> None:
-    rng, drafter, text = random.Random(0), subject.drafter(tiny_model()), []
+    rng, drafter, text = random.Random(0), subject.drafter(tiny_model()).inner, []
     for _ in range(300):
         new = [rng.randrange(4) for _ in range(rng.randrange(1, 4))]
         drafter.commit(5, new)
@@ -72,12 +72,17 @@ def test_the_page_names_files_that_exist_and_the_flags_it_shows_parse() -> None:
 
 
 BROKEN = '''
-class Half:
-    name, nodes, depth, on_host = "half", 4, 3, True
+from minispec.drafter import HostDrafter
+class Stranger:
+    pass
+class Half(HostDrafter):
     def __init__(self, config, *target): pass
-class Wide(Half):
-    nodes, scratch, lookahead, taps = 129, 0, 0, ()
-    propose = commit = release = clear = print
+    def propose(self, slots): return []
+class Nameless(Half):
+    nodes, depth = 4, 3
+    commit = release = print
+class Wide(Nameless):
+    name, nodes = "wide", 129
 '''
 
 
@@ -86,8 +91,10 @@ class Wide(Half):
     [
         ("nowhere_at_all:Drafter", "there is no module nowhere_at_all on the Python path"),
         ("minispec.nowhere:Drafter", "there is no module minispec.nowhere on the Python path"),
-        ("broken_drafter:Drafter", "broken_drafter has no class Drafter; it has Half, Wide"),
-        ("broken_drafter:Half", "must have scratch, lookahead, taps, propose, commit, release, clear; see"),
+        ("broken_drafter:Drafter", "broken_drafter has no class Drafter; it has Stranger, Half, Nameless, Wide"),
+        ("broken_drafter:Stranger", "Stranger must derive from HostDrafter or Drafter of minispec/drafter.py"),
+        ("broken_drafter:Half", "Half lacks the methods commit, release; see"),
+        ("broken_drafter:Nameless", "Nameless must set name; see"),
         ("broken_drafter:Wide", r"nodes must be in \[1, 128\] and depth in \[0, nodes - 1\], got 129 and 3"),
     ],
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from minispec.attention import QUERY_BLOCK, Causal, PagedFlex, PagedGather, Plan
-from minispec.kv import PagedKV
+from minispec.kv import KVShape, PagedKV
 
 GROUPS = (1, 3, 4, 7, 8)  # query heads per KV head
 TREES = (1, 2, 3, 8, 17, 33, 64)
@@ -58,8 +58,8 @@ class World:
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.kv = PagedKV(
-            layers=LAYERS, kv_heads=self.kv_heads, head_dim=dim, pages=slots * -(-rows // page) + 2, page_size=page,
-            slots=slots + 1, rows_per_slot=rows, dtype=dtype, device=torch.device(device),
+            KVShape(LAYERS, self.kv_heads, dim), pages=slots * -(-rows // page) + 2, page_size=page, slots=slots + 1,
+            rows_per_slot=rows, like=torch.zeros(0, dtype=dtype, device=device),
         )  # fmt: skip
         self.texts: list[dict[int, tuple[Tensor, Tensor]]] = []
         self.pages: dict[int, list[int]] = {}

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conformance import HALF, random_head, truth
-from exactness import CPU, VOCAB, build, mixed_requests, reference, request, run, tiny_model
+from exactness import CPU, VOCAB, build, check, mixed_requests, reference, request, run, tiny_model
 from torch import nn
 
 import minispec.beam as beam_module
@@ -24,7 +24,7 @@ from minispec.mtp import MtpHead
 from minispec.radix import PrefixCache
 from minispec.request import Request
 from minispec.sampling import gumbel
-from minispec.tree import ancestors, check, depth
+from minispec.tree import ancestors, depth
 
 MODEL = tiny_model()
 SHAPES = [(1, 1, 2), (3, 1, 4), (2, 2, 7), (3, 3, 8), (4, 4, 16), (1, 5, 4)]  # steps, topk, nodes
@@ -295,7 +295,7 @@ def stale_rows(patch: pytest.MonkeyPatch) -> None:
 
     def commit(self, new):
         if new.following.shape[1] == self.depth + 1:
-            states = self._run(new.following, self.head.fuse(new.features), new.positions, new.plan)
+            states = self._run(new.following, self.network.fuse(new.features), new.positions, new.plan)
             self.state[new.slots] = states.flatten(0, 1)[new.ends - (new.ends % new.following.shape[1] > 0).long()]
         else:
             original(self, new)

@@ -73,17 +73,17 @@ def layers_one_early(patch: pytest.MonkeyPatch) -> None:
 
 def d2t_as_ids(patch: pytest.MonkeyPatch) -> None:
     """The file's offsets are taken for target ids."""
-    patch.setattr(BeamDrafter, "_to_target", lambda self, ids: self.head.token_map[ids] - ids)
+    patch.setattr(BeamDrafter, "_to_target", lambda self, ids: self.network.token_map[ids] - ids)
 
 
 def sample_at_a_chunk_s_end(patch: pytest.MonkeyPatch) -> None:
     """The pair at a chunk's end holds what the target would have said, not the prompt's next token."""
     original = Engine._prefill
 
-    def prefill(self, rows, chunks):
-        said, _ = original(self, rows, chunks)
+    def prefill(self, size, chunks):
+        said, _ = original(self, size, chunks)
         wrong = [c if c.last else c._replace(following=int(said[i])) for i, c in enumerate(chunks)]
-        return original(self, rows, wrong)
+        return original(self, size, wrong)
 
     patch.setattr(Engine, "_prefill", prefill)
 

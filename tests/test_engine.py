@@ -23,7 +23,7 @@ def eagle3() -> BeamDrafter:
     for name, parameter in head.named_parameters():
         parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.3)
     drafter = BeamDrafter(head, steps=3, topk=2, nodes=6)
-    drafter.compile_head()
+    drafter.compile()
     return drafter
 
 

@@ -87,7 +87,7 @@ def test_lossy_thresholds_leave_greedy_requests_exact_and_a_seed_its_text(
         inner = drafter.propose
         drafter.propose = lambda batch: batches.append(batch) or inner(batch)
         run(scheduler, requests)
-        if not drafter.on_host:  # a draft may know the noise of a pick, not of what is drawn after a coin
+        if drafter.network is not None:  # a draft may know the noise of a pick, not of what is drawn after a coin
             assert any(batch.temperature is not None for batch in batches) == (thresholds is None)
         return requests, scheduler.metrics.accept_length
 

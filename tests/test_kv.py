@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minispec.kv import PagedKV
+from minispec.kv import KVShape, PagedKV
 
 PAGES = 24
 
@@ -16,9 +16,8 @@ PAGES = 24
 def make(page: int = 4, rows: int = 30, slots: int = 4, dtype: torch.dtype = torch.float32) -> PagedKV:
     """Return a small pool of which every element is different, so that every row is recognised."""
     kv = PagedKV(
-        layers=3, kv_heads=2, head_dim=2, pages=PAGES, page_size=page, slots=slots, rows_per_slot=rows, dtype=dtype,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+        KVShape(3, 2, 2), pages=PAGES, page_size=page, slots=slots, rows_per_slot=rows, like=torch.zeros(0, dtype=dtype)
+    )
     kv.pool.copy_(torch.arange(kv.pool.numel()).view_as(kv.pool))
     return kv
 
@@ -111,7 +110,7 @@ def test_layers_are_views_of_one_pool() -> None:
 def test_bytes_per_page_is_what_a_page_takes() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         kv = make(dtype=dtype)
-        size = PagedKV.bytes_per_page(3, 2, 2, 4, dtype)
+        size = KVShape(3, 2, 2).bytes(4, dtype)
         assert size * PAGES == kv.pool.numel() * kv.pool.element_size()
 
 

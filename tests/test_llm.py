@@ -169,7 +169,7 @@ def test_a_token_map_slices_the_head_of_an_untied_target_and_changes_no_token(fo
     drafter, network = few.scheduler.engine.drafter, few.scheduler.engine.model
     state = torch.randn(4, target.config.hidden_size)
     with torch.inference_mode():
-        torch.testing.assert_close(drafter.head.logits(state), network.logits(state)[:, ids])
+        torch.testing.assert_close(drafter.network.logits(state), network.logits(state)[:, ids])
         proposed = drafter.propose(Batch(*torch.zeros(3, 1, dtype=torch.int64)))
     assert set(proposed.tokens[0, 1:].tolist()) <= set(ids)
     want, got = (llm.generate([list(range(20)), [7] * 9], GREEDY) for llm in (plain, few))

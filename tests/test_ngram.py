@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from exactness import check
 
 from minispec.drafter import Draft
 from minispec.ngram import CROWDED, INDEX_PER_STEP, KEPT_AFTER_RELEASE, NgramDrafter, NgramOptions, Trie
-from minispec.tree import DraftTree, check
+from minispec.tree import DraftTree
 
 Path = tuple[int, ...]
 SMALL = NgramOptions(max_match=3, branch_length=5, max_breadth=4, nodes=8)

@@ -20,7 +20,9 @@ from test_beam import paths, record, siblings_see_each_other
 
 from minispec import LLM, SamplingParams
 from minispec.attention import Plan
-from minispec.drafter import Plain
+from minispec.drafter import Drafter, Plain
+from minispec.engine import Sizes
+from minispec.kv import KVShape
 from minispec.load.tokenizer import byte_tokenizer, load_tokenizer
 from minispec.model import Model
 from minispec.request import Request
@@ -241,7 +243,7 @@ def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_t
     models, shape, compare = (tiny_model(), near(0.01)), (3, 2, 6), []
     own = StandaloneDrafter(DraftModel(models[1], VOCAB), steps=3, topk=2, nodes=6)
     models[0].compile_blocks()
-    own.compile_head()
+    own.compile()
     scheduler = build(models[0], own, running=1, chunk=128, compiled=True)
     graphs = lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]  # noqa: E731
     before = graphs()
@@ -385,7 +387,7 @@ def test_a_target_drafts_for_itself_from_its_own_folder(tmp_path) -> None:
     llm = drafting(target, target)
     drafter = llm.scheduler.engine.drafter
     assert (drafter.steps, drafter.topk, drafter.nodes, drafter.name) == (3, 1, 4, "standalone")
-    assert drafter.head.model is not llm.scheduler.engine.model
+    assert drafter.network.model is not llm.scheduler.engine.model
     assert outputs(llm) == outputs(LLM(target, **OPTIONS))
     assert llm.scheduler.metrics.accept_length > 3.5
 
@@ -474,12 +476,13 @@ def test_the_pool_counts_the_draft_s_pages(tmp_path) -> None:
     drafter, engine = llm.scheduler.engine.drafter, llm.scheduler.engine
     assert drafter.kv_shape == (6, 2, 8) and drafter.kv.pool.shape[0] == 12 and engine.kv.pool.shape[0] == 4
 
-    def pages(drafter: object) -> int:
+    def pages(drafter: Drafter) -> int:
         config = replace(llm.config, mem_fraction_static=0.5, max_total_tokens=None)
+        sizes = Sizes.resolve(drafter, context_length=10**6, max_running=4, chunk_size=64)
+        row_bytes = KVShape(2, 2, 8).bytes(1, torch.float32) + drafter.kv_shape.bytes(1, torch.float32)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("minispec.llm._free_bytes", lambda device: (2**20, 2**20))
-            patch.setattr(drafter, "nodes", 4, raising=False)
-            return _pages(config, llm.model_config, drafter, torch.float32, CPU, 10**6, 4) - 1
+            return _pages(config, row_bytes, sizes, CPU) - 1
 
     # 64 rows of 2 layers, keys and values, 2 heads of 8 floats: 16 KiB a page, and 48 KiB more for 6 layers.
     assert pages(Plain()) == 2**19 // 2**14 and pages(drafter) == 2**19 // 2**16

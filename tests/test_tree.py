@@ -6,8 +6,9 @@ import random
 
 import pytest
 import torch
+from exactness import chain, check
 
-from minispec.tree import PADDING, DraftTree, ancestors, chain, check, depth
+from minispec.tree import PADDING, DraftTree, ancestors, depth
 
 
 def random_tree(rng: random.Random, nodes: int, vocab: int, bushy: float = 0.5) -> DraftTree:

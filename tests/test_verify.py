@@ -11,11 +11,12 @@ import random
 
 import pytest
 import torch
+from exactness import chain, check
 from torch import Tensor
 
 from minispec.request import SamplingParams
-from minispec.sampling import Rows, SamplingState, law, pick
-from minispec.tree import PADDING, DraftTree, ancestors, chain, check, depth
+from minispec.sampling import SamplingState, Wishes, law, pick
+from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import Verdict, verify, verify_greedy
 
 
@@ -70,11 +71,11 @@ def assert_verdict(verdict: Verdict, row: int, path: list[int], out: list[int], 
     assert ((verdict.path[row] >= 0) & (verdict.path[row] < nodes)).all()
 
 
-def greedy_rows(batch: int, vocab: int, **params) -> Rows:
+def greedy_rows(batch: int, vocab: int, **params) -> Wishes:
     state = SamplingState(batch + 1, vocab, "cpu")
     for slot in range(1, batch + 1):
         state.assign(slot, SamplingParams(temperature=0.0, **params), slot, [], [], [])
-    return state.rows(torch.arange(1, batch + 1), range(1, batch + 1))
+    return state.wishes(torch.arange(1, batch + 1), range(1, batch + 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -158,7 +159,7 @@ def one_by_one(target: Tensor, params: SamplingParams, seed: int, stop_ids: list
     state, slot = slots_of(1, params, seed, stop_ids), torch.tensor([1])
     ids = list(PROMPT)
     while len(ids) < len(PROMPT) + LENGTH:
-        token = pick(target[ids[-1]][None], state.rows(slot, [1]), torch.tensor([len(ids)]))
+        token = pick(target[ids[-1]][None], state.wishes(slot, [1]), torch.tensor([len(ids)]))
         state.commit(slot, token[:, None], torch.tensor([1]))
         ids.append(int(token))
     return ids[len(PROMPT) :]
@@ -171,7 +172,7 @@ def by_trees(
     state, slots = slots_of(batch, params, first_seed, stop_ids), torch.arange(1, batch + 1)
     host = list(range(1, batch + 1))
     ids = [list(PROMPT) for _ in range(batch)]
-    first = pick(target[torch.full((batch,), PROMPT[-1])], state.rows(slots, host), torch.full((batch,), len(PROMPT)))
+    first = pick(target[torch.full((batch,), PROMPT[-1])], state.wishes(slots, host), torch.full((batch,), len(PROMPT)))
     state.commit(slots, first[:, None], torch.ones(batch, dtype=torch.int64))
     for row in range(batch):
         ids[row].append(int(first[row]))
@@ -180,7 +181,7 @@ def by_trees(
         tree = forest(rng, batch, rng.choice([1, 3, 8, 16]), VOCAB, [row[-1] for row in ids])
         lens = torch.tensor([len(row) - 1 for row in ids])  # the root is not in the KV cache
         logits = target[tree.tokens.clamp(min=0)]
-        verdict = verify(tree, logits, state.rows(slots, host), lens, longest(tree))
+        verdict = verify(tree, logits, state.wishes(slots, host), lens, longest(tree))
         state.commit(slots, verdict.emitted, verdict.count)
         for row in range(batch):
             count = int(verdict.count[row])
@@ -214,7 +215,7 @@ def test_min_new_tokens_is_counted_along_the_path_not_per_step() -> None:
     slot = torch.tensor([1])
     state.commit(slot, torch.tensor([[1]]), torch.tensor([1]))
     tree = chain(torch.tensor([[1, 1, 1, 1, 1, 1]]))
-    verdict = verify(tree, logits, state.rows(slot, [1]), torch.tensor([1]), 6)
+    verdict = verify(tree, logits, state.wishes(slot, [1]), torch.tensor([1]), 6)
     assert verdict.emitted[0, : int(verdict.count)].tolist() == [1, 1, 1, 2]
 
 
@@ -222,7 +223,7 @@ def test_penalties_see_the_path_and_leave_the_rows_as_they_were() -> None:
     logits = torch.tensor([3.0, 2.0, 1.5]).expand(1, 4, 3)
     state = SamplingState(2, 3, "cpu")
     state.assign(1, SamplingParams(temperature=0.0, presence_penalty=2.0), 0, [0], [], [])
-    rows = state.rows(torch.tensor([1]), [1])
+    rows = state.wishes(torch.tensor([1]), [1])
     assert rows.counts is not None
     verdict = verify(chain(torch.tensor([[0, 0, 1, 2]])), logits, rows, torch.tensor([1]), 4)
     assert verdict.emitted.tolist() == [[0, 1, 2, 0]]  # each id pays once, then the order is the old one
@@ -235,11 +236,12 @@ def test_stopped_rows_do_not_disturb_walking_ones() -> None:
     tree = forest(rng, 6, 12, VOCAB)
     state = slots_of(6, PARAMS["penalties"], 50, [])
     logits, A = target[tree.tokens.clamp(min=0)], longest(tree)
-    together = verify(tree, logits, state.rows(torch.arange(1, 7), range(1, 7)), torch.full((6,), 4), A)
+    together = verify(tree, logits, state.wishes(torch.arange(1, 7), range(1, 7)), torch.full((6,), 4), A)
     assert len(set(together.count.tolist())) > 1
     for row in range(6):
         one = DraftTree(tree.tokens[row : row + 1], tree.parents[row : row + 1])
-        alone = verify(one, logits[row : row + 1], state.rows(torch.tensor([row + 1]), [row + 1]), torch.tensor([4]), A)
+        wishes = state.wishes(torch.tensor([row + 1]), [row + 1])
+        alone = verify(one, logits[row : row + 1], wishes, torch.tensor([4]), A)
         count = int(alone.count)
         assert_verdict(together, row, alone.path[0, :count].tolist(), alone.emitted[0, :count].tolist(), 12)
 
@@ -249,7 +251,7 @@ def test_the_compiled_walk_has_no_host_decision_and_the_same_verdict() -> None:
     torch.manual_seed(6)
     tree = forest(random.Random(2), 4, 8, VOCAB)
     logits, A = torch.randn(VOCAB, VOCAB)[tree.tokens.clamp(min=0)], longest(tree)
-    rows = slots_of(4, PARAMS["filters"], 9, []).rows(torch.arange(1, 5), None)
+    rows = slots_of(4, PARAMS["filters"], 9, []).wishes(torch.arange(1, 5), None)
     lens = torch.tensor([4, 5, 6, 7])
     compiled = torch.compile(verify, fullgraph=True, dynamic=False, backend="eager")(tree, logits, rows, lens, A)
     eager = verify(tree, logits, rows, lens, A)
@@ -285,7 +287,7 @@ def test_the_published_verdicts_of_two_requests_at_any_threshold(single: float, 
     logits = torch.ones(2, 6, 20)
     for row, likely in enumerate(([3, 18, 18, 4, 5, 18], [11, 18, 18, 18, 12, 18])):
         logits[row, range(6), likely] = 10.0
-    rows = slots_of(2, SamplingParams(temperature=0.01), 1, []).rows(torch.arange(1, 3), range(1, 3))
+    rows = slots_of(2, SamplingParams(temperature=0.01), 1, []).wishes(torch.arange(1, 3), range(1, 3))
     lens = torch.tensor([5, 9])
     for verdict in (
         verify(tree, logits, rows, lens, 4, (single, acc)),
@@ -329,7 +331,7 @@ def test_emitted_paths_follow_the_threshold_rule_in_closed_form(single: float, a
     params, rows_of = SamplingParams(temperature=0.8, top_p=top_p), torch.arange(1, n + 1)
     state = SamplingState(n + 1, 5, "cpu")
     state.assign(1, params, 0, [], [], [])
-    rows = state.rows(torch.ones(n, dtype=torch.int64), [1])._replace(seed=rows_of)
+    rows = state.wishes(torch.ones(n, dtype=torch.int64), [1])._replace(seed=rows_of)
     tree = DraftTree(BUSHY.tokens.expand(n, -1), BUSHY.parents.expand(n, -1))
     verdict = verify(tree, torch.tensor(LOGITS).expand(n, 8, 5), rows, rows_of % 7, 3, (single, acc))
     q = (torch.tensor(LOGITS).double() / 0.8).softmax(-1)
@@ -369,7 +371,7 @@ def test_a_lossy_walk_keeps_greedy_rows_exact_penalised_ones_too() -> None:
         for _ in range(40):
             tree = forest(rng, 6, 12, VOCAB)
             logits, A, lens = target[tree.tokens.clamp(min=0)], longest(tree), torch.full((6,), 4)
-            rows = state.rows(slots, range(1, 7))
+            rows = state.wishes(slots, range(1, 7))
             lossy, exact = verify(tree, logits, rows, lens, A, (0.1, 0.3)), verify(tree, logits, rows, lens, A)
             for row in range(0, 6, 2):
                 count = int(exact.count[row])
@@ -386,7 +388,7 @@ def test_the_law_is_that_of_pick() -> None:
     state = SamplingState(2, 5, "cpu")
     for params in PARAMS.values():
         state.assign(1, params, 0, [3, 1], [1], STOPS.get("min new", []))
-        rows = state.rows(torch.ones(n, dtype=torch.int64), [1])._replace(seed=torch.arange(n))
+        rows = state.wishes(torch.ones(n, dtype=torch.int64), [1])._replace(seed=torch.arange(n))
         expected = law(logits, rows._replace(**{k: v[:1] for k, v in rows._asdict().items() if v is not None}))[0]
         seen = torch.bincount(pick(logits.expand(n, -1), rows, torch.full((n,), 3)), minlength=5) / n
         assert (seen - expected).abs().max() < 0.01 and float(expected.sum()) == pytest.approx(1)
@@ -396,7 +398,7 @@ def test_the_compiled_lossy_walk_has_no_host_decision_and_the_same_verdict() -> 
     torch.manual_seed(6)
     tree = forest(random.Random(2), 4, 8, VOCAB)
     logits, A = torch.randn(VOCAB, VOCAB)[tree.tokens.clamp(min=0)], longest(tree)
-    rows, lens = slots_of(4, PARAMS["filters"], 9, []).rows(torch.arange(1, 5), None), torch.tensor([4, 5, 6, 7])
+    rows, lens = slots_of(4, PARAMS["filters"], 9, []).wishes(torch.arange(1, 5), None), torch.tensor([4, 5, 6, 7])
     given = (tree, logits, rows, lens, A, (0.4, 0.6))
     compiled = torch.compile(verify, fullgraph=True, dynamic=False, backend="eager")(*given)
     eager = verify(*given)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from minispec.beam import BeamDrafter
 from minispec.config import LEARNED, MAX_NODES, Config
-from minispec.drafter import DeviceDrafter, HostDrafter, Plain
+from minispec.drafter import Drafter, HostDrafter, Plain, as_drafter
 from minispec.load.token_map import read_token_map
 from minispec.load.tokenizer import Tokenizer
 from minispec.load.weights import ModelError, resolve_file, resolve_model
@@ -27,15 +27,15 @@ from minispec.standalone import StandaloneDrafter, load_draft
 logger = logging.getLogger("minispec")
 
 
-def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> HostDrafter | DeviceDrafter:
+def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> Drafter:
     """Build the drafter a config asks for, for a target that lies in `folder`; the one table of drafters.
 
     `module:Class` is no entry of it: the class is imported and called as the entries are. Raises ValueError naming the
     flag where a head or draft model is missing or does not fit target and tokenizer, or one's own drafter is none.
     """
     if config.is_own_drafter:
-        return _own(config, model, folder, tokenizer)
-    table: dict[str, Callable[[Config, Model, Path, Tokenizer], HostDrafter | DeviceDrafter]] = {
+        return as_drafter(_own(config, model, folder, tokenizer), model.config.vocab_size)
+    table: dict[str, Callable[[Config, Model, Path, Tokenizer], Drafter | HostDrafter]] = {
         "NONE": lambda *_: Plain(),
         "NGRAM": lambda config, *_: NgramDrafter(
             NgramOptions(
@@ -56,15 +56,10 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
     if config.speculative_token_map is not None and config.algorithm not in LEARNED:
         logger.warning("--speculative-token-map is ignored: --speculative-algorithm %s drafts without the target's LM "
                        "head", config.algorithm)  # fmt: skip
-    return table[config.algorithm](config, model, folder, tokenizer)
+    return as_drafter(table[config.algorithm](config, model, folder, tokenizer), model.config.vocab_size)
 
 
-DRAFTER_HAS = ("name", "nodes", "depth", "scratch", "lookahead", "taps", "on_host", "propose", "commit", "release",
-               "clear")  # fmt: skip
-DEVICE_HAS = ("attach", "compile_head", "head", "kv_shape")
-
-
-def _own(config: Config, *target: object) -> HostDrafter | DeviceDrafter:
+def _own(config: Config, *target: object) -> Drafter | HostDrafter:
     """Build the drafter that --speculative-algorithm names as module:Class; errors of its own code pass through."""
     flag = f"--speculative-algorithm {config.algorithm}"
     where, _, name = config.algorithm.partition(":")
@@ -79,10 +74,13 @@ def _own(config: Config, *target: object) -> HostDrafter | DeviceDrafter:
     if not callable(make):
         classes = [k for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == where]
         raise ValueError(f"{flag}: {where} has no class {name}; it has {', '.join(classes) or 'none'}")
+    if not (isinstance(make, type) and issubclass(make, (Drafter, HostDrafter))):
+        raise ValueError(f"{flag}: {name} must derive from HostDrafter or Drafter of minispec/drafter.py")
+    if abstract := sorted(make.__abstractmethods__):
+        raise ValueError(f"{flag}: {name} lacks the methods {', '.join(abstract)}; see minispec/drafter.py")
     drafter = make(config, *target)
-    needed = DRAFTER_HAS if getattr(drafter, "on_host", True) else (*DRAFTER_HAS, *DEVICE_HAS)
-    if missing := [part for part in needed if not hasattr(drafter, part)]:
-        raise ValueError(f"{flag}: a drafter must have {', '.join(missing)}; see minispec/drafter.py")
+    if missing := [part for part in ("name", "nodes", "depth") if not hasattr(drafter, part)]:
+        raise ValueError(f"{flag}: {name} must set {', '.join(missing)}; see minispec/drafter.py")
     if not 1 <= drafter.nodes <= MAX_NODES or not 0 <= drafter.depth < drafter.nodes:
         raise ValueError(f"{flag}: nodes must be in [1, {MAX_NODES}] and depth in [0, nodes - 1], got {drafter.nodes} "
                          f"and {drafter.depth}")  # fmt: skip

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from minispec.attention import QUERY_BLOCK, Causal
-from minispec.drafter import DeviceDrafter
+from minispec.drafter import Drafter
 from minispec.eagle import DraftHead, Eagle3Head
 from minispec.engine import Chunk, Engine
 from minispec.model import FINAL, Model
-from minispec.request import HOPELESS_LENGTH, SamplingParams
+from minispec.request import HOPELESS_LENGTH, Request, SamplingParams
 
 logger = logging.getLogger("minispec")
 
@@ -48,7 +48,7 @@ class Reading(NamedTuple):
 
 
 @torch.inference_mode()
-def self_test(engine: Engine, drafter: DeviceDrafter, prompt: Sequence[int]) -> None:
+def self_test(engine: Engine, drafter: Drafter, prompt: Sequence[int]) -> None:
     """Draft and verify a few steps after `prompt` and log the accept length; if it is about 1, the better reading.
 
     For an idle engine after warm-up; pages, slots and counters are left as they were. A context or pool too small for
@@ -62,7 +62,7 @@ def self_test(engine: Engine, drafter: DeviceDrafter, prompt: Sequence[int]) -> 
     if length >= HOPELESS_LENGTH:
         logger.info("%s", said)
         return
-    head = drafter.head
+    head = drafter.network
     best, now, then = _compare(engine.model, head, text) if isinstance(head, DraftHead) else (None, 0, 0)
     if best is not None:
         logger.warning("%s; its first choice is the target's at %.0f %% of the positions, and at %.0f %% if its "
@@ -72,16 +72,16 @@ def self_test(engine: Engine, drafter: DeviceDrafter, prompt: Sequence[int]) -> 
                        "--speculative-draft-model-path", said)  # fmt: skip
 
 
-def _serve(engine: Engine, drafter: DeviceDrafter, prompt: Sequence[int]) -> tuple[list[int], float] | None:
+def _serve(engine: Engine, drafter: Drafter, prompt: Sequence[int]) -> tuple[list[int], float] | None:
     """Return the prompt with its greedy continuation and the accept length; None where there is no room for it."""
     kv, slot, text = engine.kv, 1, list(prompt)
     rows = len(text) + 1 + STEPS * (drafter.depth + 1)
-    pages = kv.pages_for(rows + max(drafter.nodes, drafter.scratch))
-    if rows > engine.context_length or pages > len(kv.free):
+    pages = kv.pages_for(rows + engine.sizes.tree_rows)
+    if rows > engine.sizes.context_length or pages > len(kv.free):
         return None
     taken = kv.allocate(pages)
     kv.map(slot, 0, taken)
-    engine.assign(slot, SamplingParams(temperature=0.0), 0, text, [], (), cached=0, again=False)
+    engine.assign(Request("self-test", text, SamplingParams(temperature=0.0), slot=slot), ())
     try:
         text += engine.collect(engine.prefill([Chunk(slot, text, 0, last=True)]))[0]
         known = len(text)

@@ -143,7 +143,7 @@ class _Writer:
 
     def reply(self, conversations: Sequence[Conversation]) -> list[Reply]:
         """Return the target's replies to conversations, as far as they are worth keeping."""
-        room = self.llm.scheduler.engine.context_length - self.max_new_tokens
+        room = self.llm.scheduler.sizes.context_length - self.max_new_tokens
         prompts = [self.tokenizer.encode_chat(conversation.messages) for conversation in conversations]
         fitting = [i for i, ids in enumerate(prompts) if len(ids) < room]
         heat = [round(self.rng.uniform(0.7, 1.0), 2) if self.rng.random() < SAMPLED else 0.0 for _ in prompts]

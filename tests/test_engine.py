@@ -37,10 +37,12 @@ def test_nothing_recompiles_over_200_steps_of_changing_requests(name, monkeypatc
     model.compile_blocks()
     scheduler = build(model, drafter, compiled=True, running=2, pages=14, chunk=100)
     assert isinstance(scheduler.engine.buckets[2, 6].attend, PagedFlex)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     with torch.inference_mode():
         scheduler.engine.warm_up(lambda line: None)
-    scheduler.engine.step_seconds.clear()  # a tree always pays
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs - before == len(scheduler.engine.shapes()), "the one list of what is compiled"
+    scheduler.engine.step_seconds.clear()  # a tree always pays
     rng, requests, steps = random.Random(0), [], 0
     with torch.compiler.set_stance("fail_on_recompile"):
         while steps < 200 or scheduler.has_work:

@@ -128,6 +128,18 @@ def signatures_are_typed(module: str, source: str) -> Iterator[str]:
             yield f"{module}:{node.lineno}: {node.name} lacks types for {bare or 'its return'}"
 
 
+def functions_are_short_and_take_few_things(module: str, source: str) -> Iterator[str]:
+    """No function has more than six parameters besides self, or more than sixty lines."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        if (count := sum(a.arg not in ("self", "cls") for a in named)) > 6:
+            yield f"{module}:{node.lineno}: {node.name} has {count} parameters"
+        if (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > 60:
+            yield f"{module}:{node.lineno}: {node.name} has {lines} lines"
+
+
 def methods_are_named_in_one_table(module: str, source: str) -> Iterator[str]:
     """Nobody but the flags and the table of drafters compares with the name of a speculation method."""
     if module in ("config", "load.drafters"):
@@ -177,6 +189,7 @@ RULES: dict[Rule, tuple[str, str]] = {  # rule: a module name and lines in it th
     errors_are_caught_by_type: ("kv", "try:\n    pass\nexcept:\n    pass"),
     public_things_have_docstrings: ("kv", '"""A file."""\nclass A:\n    """A."""\n    def f(self): return 1'),
     signatures_are_typed: ("kv", "def f(x) -> int: return x"),
+    functions_are_short_and_take_few_things: ("kv", "def f(a: int, b: int, c: int, d: int, *, e: int, f: int, g: int): ..."),
     methods_are_named_in_one_table: ("scheduler", "if algorithm == 'NGRAM': pass"),
     nothing_forbidden_is_named: ("weights", "AutoModel.from_pretrained(x, trust_remote_code=True)"),
     docstrings_name_files_that_exist: ("kv", '"""Read next: `nowhere.py`."""'),
@@ -208,10 +221,17 @@ def test_a_breach_is_seen_of(rule: Rule) -> None:
         ("kv", "from .tree import ancestors"),
         ("server", "from minispec.nowhere import main"),  # a file without a rank
         ("load.weights", "from minispec.load.tokenizer import Tokenizer"),  # up, within a folder
+        ("load.weights", "from minispec.load import tokenizer"),
     ],
 )
 def test_forbidden_imports_are_seen(module: str, line: str) -> None:
     assert list(imports_point_strictly_down(module, line))
+
+
+def test_a_long_function_is_seen() -> None:
+    lines = ["def f() -> None:", *["    pass"] * 60]
+    assert list(functions_are_short_and_take_few_things("kv", "\n".join(lines)))
+    assert not list(functions_are_short_and_take_few_things("kv", "\n".join(lines[:-1])))
 
 
 def test_allowed_imports_pass() -> None:

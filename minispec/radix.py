@@ -48,6 +48,7 @@ class PrefixCache:
         self.root = Node((), 0, None)
         self.idle: dict[Node, None] = {}  # ordered: least recently used first
         self.count = 0  # pages in the cache, held or idle
+        self.insertions = 0  # pages that ever entered; while it stands still, a prompt matches no more than before
 
     def _key(self, ids: Sequence[int], page: int) -> tuple[int, ...] | None:
         """Return the key of the page-th page of `ids`, None if it is not full with its lookahead."""
@@ -108,6 +109,7 @@ class PrefixCache:
             if child is None:
                 child = node.children[key] = Node(key, pages[index], node)
                 self.count += 1
+                self.insertions += 1
             self.hold([child])
             path.append(child)
             node = child

@@ -81,7 +81,8 @@ class Scheduler:
         # What happened and was not handed out yet. A member, so that a step that raises halfway loses no answer.
         self._updates: list[Update] = []
         self._prefilled_last = False
-        self._refused: tuple[Request, int] | None = None  # head of the queue that lacked pages, and how many there were
+        # The front of the queue if it lacked pages, how many were available, and the cache's insertions at that time.
+        self._refused: tuple[Request, int, int] | None = None
 
     # ---- the door ------------------------------------------------------------------------------------------------
 
@@ -212,8 +213,8 @@ class Scheduler:
         while self.waiting and self.free_slots:
             request, available = self.waiting[0], len(self.kv.free) + len(self.cache.idle)
             busy = self.running or self.prefilling  # with nobody at work nothing will be freed: try whatever it costs
-            if busy and self._refused and self._refused[0] is request and available <= self._refused[1]:
-                return  # nothing was freed since: do not hash a long prompt at every step
+            if busy and self._refused_already(request, available):
+                return
             ids = request.ids
             # At least the last token is computed, since its hidden state picks the next.
             path = self.cache.match(ids, len(ids) - 1, request.drafting)
@@ -223,10 +224,20 @@ class Scheduler:
             needed = self.kv.pages_for(len(ids) + self.sizes.tree_rows) - len(path)
             if not self._obtain(needed + spare) and not (spare == 0 and self._obtain(needed)):
                 self.cache.release(path)
-                self._refused = (request, available)
+                self._refused = (request, available, self.cache.insertions)
                 return
             self.waiting.popleft()
             self._seat(request, ids, path, needed)
+
+    def _refused_already(self, request: Request, available: int) -> bool:
+        """Return whether another attempt would fail as the last one did, so that no long prompt is hashed at each step.
+
+        Either of two things can make the next attempt succeed: pages became available, or pages entered the prefix
+        cache, among which may be the prompt's own prefix, computed meanwhile for another request.
+        """
+        if self._refused is None or self._refused[0] is not request:
+            return False
+        return available <= self._refused[1] and self.cache.insertions == self._refused[2]
 
     def _seat(self, request: Request, ids: list[int], path: list[Node], needed: int) -> None:
         """Give `request` a slot, its cached path and `needed` fresh pages."""

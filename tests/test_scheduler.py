@@ -151,3 +151,17 @@ def test_a_long_queue_is_not_hashed_at_every_step(monkeypatch) -> None:
         scheduler.step()
         steps += 1
     assert steps > 100 and len(matches) < 30
+
+
+def test_a_request_refused_for_pages_is_admitted_as_soon_as_its_prefix_is_cached() -> None:
+    """The front of the queue lacks pages while its prefix is being computed for another; afterwards few are enough."""
+    scheduler, prefix = build(MODEL, Plain(), pages=11, chunk=32), [3 * i % 61 for i in range(96)]
+    first, second = request("first", [*prefix, 1, 2, 3, 4]), request("second", [*prefix, 9])
+    submit(scheduler, [first, second])
+    while not first.output_ids:
+        scheduler.step()
+        assert second in scheduler.waiting and scheduler._refused[0] is second, "the pool was to be too small for both"
+    scheduler.step()
+    assert second.slot and second.cached_tokens == len(prefix), "the front of the queue was not matched again"
+    drive(scheduler, [])
+    assert all(r.output_ids == reference(MODEL, r) for r in (first, second))

@@ -42,7 +42,7 @@ class Seat:
     def __init__(self, request: Request, ids: list[int], path: list[Node]) -> None:
         self.request = request
         self.ids = ids  # what was known at admission: the tokens to prefill
-        self.path = path  # held nodes of the prefix cache; path[i] stands for pages[i]
+        self.path = path  # held nodes of the prefix cache; pages[i] is path[i]'s page
         self.pages = [node.page for node in path]
         # Rows whose draft rows are valid too; None: all. A request that came back without drafting computes them again,
         # but in vain behind a page that lacks them.
@@ -50,8 +50,7 @@ class Seat:
 
     def owned(self) -> list[int]:
         """Return the pages that are the request's own, not the cache's."""
-        cached = {node.page for node in self.path}
-        return [page for page in self.pages if page not in cached]
+        return self.pages[len(self.path) :]
 
 
 class Scheduler:
@@ -276,10 +275,24 @@ class Scheduler:
                 continue
             self.prefilling.remove(request)
             self.running.append(request)
-            seat = self.seats[request]
-            pages = seat.pages[: request.kv_len // self.kv.page_size]
-            self.cache.insert(seat.ids, pages, seat.path, seat.drafted)
+            self._share(request.slot, self.seats[request], self.seats[request].ids)
             self._deliver(request, row)
+
+    def _share(self, slot: int, seat: Seat, known: list[int]) -> None:
+        """Enter the full pages of `known`, the tokens whose rows are written, into the prefix cache.
+
+        The cache may have the same tokens already, when another request computed them at the same time. Then the slot
+        reads the cache's page from here on, and its own copy goes back to the free list.
+        """
+        first = len(seat.path)
+        self.cache.insert(known, seat.pages[: len(known) // self.kv.page_size], seat.path, seat.drafted)
+        cached = [node.page for node in seat.path[first:]]
+        copies = [own for own, page in zip(seat.pages[first:], cached, strict=False) if own != page]
+        if copies:
+            seat.pages[first : len(seat.path)] = cached
+            self.kv.give_back(copies)
+            self.kv.unmap(slot)
+            self.kv.map(slot, 0, seat.pages)
 
     def _next_chunks(self) -> tuple[list[Chunk], list[Request]]:
         """Cut the next chunks off the prompts, within the chunk size and the query blocks of a step."""
@@ -407,8 +420,7 @@ class Scheduler:
         (self.running if request in self.running else self.prefilling).remove(request)
         seat = self.seats.pop(request)
         # Rows are valid as far as tokens are known and written: a stop inside a step leaves rows without a token.
-        known = request.ids[: request.kv_len]
-        self.cache.insert(known, seat.pages[: len(known) // self.kv.page_size], seat.path, seat.drafted)
+        self._share(request.slot, seat, request.ids[: request.kv_len])
         self.kv.give_back(seat.owned())
         self.cache.release(seat.path)
         self.kv.unmap(request.slot)
@@ -432,6 +444,8 @@ class Scheduler:
         total, free, owned = self.kv.pages - 1, len(self.kv.free), self._owned()
         assert free + self.cache.count + owned == total, f"{free} free, {self.cache.count} cached, {owned} of {total}"
         assert len(set(self.kv.free)) == free, "a page is free twice"
+        for seat in self.seats.values():
+            assert seat.pages[: len(seat.path)] == [node.page for node in seat.path], "a copy of a cached page is kept"
 
     def stats(self) -> dict[str, float | int | None]:
         """Return current numbers for /server_info, names as SGLang's where it has one."""

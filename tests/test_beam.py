@@ -202,6 +202,28 @@ def test_a_prefix_hit_restores_the_draft_rows_whatever_follows_the_page() -> Non
         assert_slow_trees(compare, 3, 2, 6, every=3)
 
 
+def test_prompts_prefilled_together_share_the_pages_of_their_draft_rows_too() -> None:
+    compare: list = []
+    scheduler = build(MODEL, drafter(3, 2, 6, coupled=False), pages=40, chunk=256)
+    record(scheduler, compare)
+    # The second prompt first differs in the token that row 47 of the draft looks ahead to: it shares two pages of six.
+    prompt = [5 * i % 61 for i in range(100)]
+    prompts = [prompt, prompt, prompt[:48] + [7] + prompt[49:]]
+    requests = [request(f"t{i}", p, temperature=1.0, sampling_seed=i, max_new_tokens=12) for i, p in enumerate(prompts)]
+    for r in requests:
+        scheduler.validate(r)
+        scheduler.submit(r)
+    while len(scheduler.running) < 3:
+        scheduler.step()
+    one, two, three = (scheduler.seats[r].pages for r in requests)
+    assert one[:6] == two[:6] and one[:2] == three[:2] and not set(one[2:]) & set(three[2:])
+    while scheduler.has_work:
+        scheduler.step()
+        scheduler.check()
+    assert_slow_trees(compare, 3, 2, 6, every=3)
+    assert all(r.output_ids == reference(MODEL, r) for r in requests)
+
+
 # ---- requests that are drafted for in vain -----------------------------------------------------------------------
 
 LONG = dict(max_new_tokens=110)

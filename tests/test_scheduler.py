@@ -165,3 +165,26 @@ def test_a_request_refused_for_pages_is_admitted_as_soon_as_its_prefix_is_cached
     assert second.slot and second.cached_tokens == len(prefix), "the front of the queue was not matched again"
     drive(scheduler, [])
     assert all(r.output_ids == reference(MODEL, r) for r in (first, second))
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_prompts_prefilled_together_share_their_pages_from_then_on(speculative: bool) -> None:
+    """Two equal prompts, two continuations, in a pool that cannot hold the prompt twice to their ends."""
+    drafter = Oracle(truth_of(MODEL)) if speculative else Plain()
+    scheduler, prompt = build(MODEL, drafter, pages=18, chunk=256), [5 * i % 61 for i in range(100)]
+    twins = [request(f"t{i}", prompt, temperature=1.0, sampling_seed=i, max_new_tokens=50) for i in range(2)]
+    submit(scheduler, twins)
+    updates = scheduler.step()
+    assert len(updates) == 2 and scheduler.running == twins, "both were to be prefilled in one step"
+    scheduler.check()
+    (first, second), stats = (scheduler.seats[r].pages for r in twins), scheduler.stats()
+    assert first[:6] == second[:6] and not set(first[6:]) & set(second[6:])
+    assert stats["kv_pages_cached"] == 6 and stats["kv_pages_owned"] == len(first[6:]) + len(second[6:])
+    for r in twins:
+        table, pages = scheduler.kv.table[r.slot], scheduler.seats[r].pages
+        assert table[: len(pages)].tolist() == pages and not table[len(pages) :].any()
+        inverse = {page: logical for logical, page in enumerate(pages)}
+        assert scheduler.kv.logical[r.slot].tolist() == [inverse.get(page, -1) for page in range(scheduler.kv.pages)]
+    drive(scheduler, updates)
+    assert scheduler.metrics.retractions == 0, "the pages of a copy were missing"
+    assert twins[0].output_ids != twins[1].output_ids and all(r.output_ids == reference(MODEL, r) for r in twins)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from minispec.load import default_model
-from minispec.train import prompt_words, prompts
+from minispec.train import prompts
 
 
 def _fail(requirement: str, folder: Path) -> Path:
@@ -58,7 +58,7 @@ def test_offline_says_one_line_a_package_and_the_rest_fills_the_count(offline: l
 def test_no_prompt_comes_twice_though_sources_repeat_themselves(
     offline: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_words, "TEMPLATES", ("What is {concept}?", "Tell me about the {animal}."))
+    monkeypatch.setitem(prompts.word_lists(), "templates", ("What is {concept}?", "Tell me about the {animal}."))
     assert len(set(_texts(prompts.collect(400, 0, offline.append)))) == 400
 
 
@@ -85,12 +85,24 @@ def test_templates_are_plenty_distinct_and_leave_no_slot_open() -> None:
 
 
 def test_every_template_and_word_fills() -> None:
-    rng = random.Random(0)
-    everything = [*prompt_words.TEMPLATES, *prompt_words.OPENERS, *prompt_words.LIMITS, *prompt_words.SYSTEMS]
-    for text in everything + [word for words in prompt_words.WORDS.values() for word in words]:
-        assert "{" not in prompts._fill(text, rng)
-    assert len(set(everything)) == len(everything)
-    assert all(word and len(set(words)) == len(words) for words in prompt_words.WORDS.values() for word in words)
+    rng, lists = random.Random(0), prompts.word_lists()
+    for text in itertools.chain.from_iterable(lists.values()):
+        if not re.search(r"\{(code|passage|language)\}", text):  # filled by what is asked about
+            assert "{" not in prompts._fill(text, rng)
+    assert len(lists) > 50 and len(lists["templates"]) > 400
+    assert all(entry and entry == entry.strip() for entries in lists.values() for entry in entries)
+    assert all(len(set(entries)) == len(entries) > 1 for entries in lists.values())
+    asked = [entry for name in ("templates", "openers", "limits", "systems") for entry in lists[name]]
+    assert len(set(asked)) == len(asked)
+
+
+def test_word_lists_are_read_as_the_files_head_describes() -> None:
+    text = "# a comment\n\n[one]\na b | c\nd\\ne\n\n[two]\n{one}: 3|4\n"
+    assert prompts.parse_word_lists(text) == {"one": ("a b", "c", "d\ne"), "two": ("{one}: 3|4",)}
+    with pytest.raises(ValueError, match="prompt_words.txt, line 2: an entry stands above"):
+        prompts.parse_word_lists("# a comment\nword\n[one]\nword")
+    with pytest.raises(ValueError, match=r"line 3: there are two lists \[one\]"):
+        prompts.parse_word_lists("[one]\nword\n[one]\n")
 
 
 def test_a_numbered_slot_repeats_its_word_and_a_plain_one_does_not() -> None:

@@ -9,7 +9,7 @@ open-source packages. A tenth of the prompts is long, since a head that only met
 Nothing that this project measures on is in here, and no template copies it: what is trained on shows nothing when
 measured (the function-calling questions come from a benchmark of that skill, which is not run here). Packages are
 pinned and checked like the default model's (`default_model.py`) and read without being installed or run. Read next:
-`prompt_words.py`.
+`prompt_words.txt`, then `corpus.py`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 from minispec.load import default_model
-from minispec.train import prompt_words as words
 
 PACKAGES = {  # name -> version, wheel's sha256, licence
     "bfcl-eval": ("2026.3.23", "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a", "Apache-2.0"),
@@ -55,6 +55,8 @@ INSTALLED = (  # beside the standard library, where they are installed: PSF, BSD
 LONG_SHARE = 0.5  # of code and passages, hence a tenth of everything
 LONG_CHARS = (7000, 14000)  # roughly 2,000 to 4,500 tokens
 SYSTEM_SHARES = {"absent": 0.5, "varied": 0.25, "empty": 0.25}
+
+WORD_FILE = Path(__file__).with_name("prompt_words.txt")
 
 Tell = Callable[[str], None]
 T = TypeVar("T")
@@ -131,13 +133,44 @@ def _messages(row: object) -> list[dict[str, str]]:
     return [{"role": message["role"], "content": message["content"]} for message in value]
 
 
+@cache
+def word_lists() -> dict[str, tuple[str, ...]]:
+    """Return the lists of `prompt_words.txt` by name: ways to ask, and the words that fill their slots."""
+    return parse_word_lists(WORD_FILE.read_text(encoding="utf-8"))
+
+
+def parse_word_lists(text: str) -> dict[str, tuple[str, ...]]:
+    """Return lists by name from the notation that the head of `prompt_words.txt` describes.
+
+    Raises ValueError for an entry that stands in no list and for a name that comes twice.
+    """
+    lists: dict[str, list[str]] = {}
+    entries: list[str] | None = None
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.startswith("["):
+            name = line.strip().strip("[]")
+            if name in lists:
+                raise ValueError(f"{WORD_FILE.name}, line {number}: there are two lists [{name}]")
+            entries = lists[name] = []
+        elif line.strip() and not line.startswith("#"):
+            if entries is None:
+                raise ValueError(f"{WORD_FILE.name}, line {number}: an entry stands above the first [name]")
+            entries += [entry.strip().replace("\\n", "\n") for entry in line.split(" | ")]
+    return {name: tuple(entries) for name, entries in lists.items()}
+
+
+def _one_of(name: str, rng: random.Random) -> str:
+    """Return an entry of a list of `prompt_words.txt`."""
+    return rng.choice(word_lists()[name])
+
+
 def _with_system(text: str, source: str, rng: random.Random) -> Conversation:
     """Return `text` as a user turn under none (the chat template may add its own), a varied or an empty system turn."""
     kind = rng.choices(list(SYSTEM_SHARES), list(SYSTEM_SHARES.values()))[0]
     user = {"role": "user", "content": text}
     if kind == "absent":
         return Conversation([user], source)
-    system = _fill(rng.choice(words.SYSTEMS), rng) if kind == "varied" else ""
+    system = _fill(_one_of("systems", rng), rng) if kind == "varied" else ""
     return Conversation([{"role": "system", "content": system}, user], source)
 
 
@@ -200,10 +233,10 @@ def _reasoning_gym(wheel: zipfile.ZipFile) -> Iterator[str]:
     for row in json.loads(gzip.decompress(wheel.read("reasoning_gym/data/codeio-hq.jsonl.gz"))):
         task, code = row["task_description"].strip(), row["code_sample"].strip()
         rng = random.Random(task)
-        yield f"{task} {rng.choice(words.HOW_SOLVED)}"
-        yield f"{rng.choice(words.WRITE_PROGRAM)}\n\n{task}\n\n{row['input_output_spec'].strip()}"
+        yield task + " " + _one_of("how_solved", rng)
+        yield "\n\n".join((_one_of("write_program", rng), task, row["input_output_spec"].strip()))
         if len(code) < LONG_CHARS[0]:
-            yield rng.choice(words.CODE_ASKS).format(language="Python", code=f"```python\n{code}\n```")
+            yield _one_of("code_asks", rng).format(language="Python", code=f"```python\n{code}\n```")
 
 
 def _code(rng: random.Random) -> Iterator[str]:
@@ -227,7 +260,7 @@ def _code(rng: random.Random) -> Iterator[str]:
                 code = stretch[: _long(rng)].splitlines()[:-1]
             margin = min((len(line) - len(line.lstrip()) for line in code if line.strip()), default=0)
             text = "\n".join(line[margin:] for line in code).strip("\n")
-            yield rng.choice(words.CODE_ASKS).format(language="Python", code=f"```python\n{text}\n```")
+            yield _one_of("code_asks", rng).format(language="Python", code=f"```python\n{text}\n```")
             long = rng.random() < LONG_SHARE
 
 
@@ -243,7 +276,7 @@ def _passages(rng: random.Random) -> Iterator[str]:
             if len(text) < (LONG_CHARS[0] if long else 300):
                 continue  # still owed: a later text pays
             text = text[: _long(rng) if long else rng.randint(300, 1800)].rsplit(" ", 1)[0].strip()
-            yield rng.choice(words.PASSAGE_ASKS).format(passage=text)
+            yield _one_of("passage_asks", rng).format(passage=text)
             long = rng.random() < LONG_SHARE
 
 
@@ -255,10 +288,10 @@ def _long(rng: random.Random) -> int:
 def _templates(rng: random.Random) -> Iterator[str]:
     """Yield filled templates without end: an even choice among all of them, sometimes dressed as people dress talk."""
     while True:
-        text = _fill(rng.choice(words.TEMPLATES), rng)
+        text = _fill(_one_of("templates", rng), rng)
         if rng.random() < 0.2:
-            text = f"{_fill(rng.choice(words.OPENERS), rng)} {text}"
-        for limit in rng.sample(words.LIMITS, rng.choice((0, 0, 0, 0, 0, 1, 1, 2, 3))):
+            text = _fill(_one_of("openers", rng), rng) + " " + text
+        for limit in rng.sample(word_lists()["limits"], rng.choice((0, 0, 0, 0, 0, 1, 1, 2, 3))):
             text = f"{text} {_fill(limit, rng)}"
         if (casual := rng.random()) < 0.12:
             text = text[0].lower() + text[1:].rstrip(".?")
@@ -268,7 +301,7 @@ def _templates(rng: random.Random) -> Iterator[str]:
 
 
 def _fill(template: str, rng: random.Random) -> str:
-    """Replace slots by words, as `prompt_words.py` says; a word may hold slots itself."""
+    """Replace slots by words, as `prompt_words.txt` says; a word may hold slots itself."""
     drawn: dict[str, str] = {}
 
     def draw(slot: re.Match[str]) -> str:
@@ -277,7 +310,7 @@ def _fill(template: str, rng: random.Random) -> str:
             return str(rng.randint(int(slot[3]), int(slot[4])))
         if slot[2] and slot[0] in drawn:
             return drawn[slot[0]]
-        entries = words.WORDS[slot[1]]
+        entries = word_lists()[slot[1]]
         word = rng.choice([entry for entry in entries if entry not in drawn.values()] or entries)
         drawn[slot[0] if slot[2] else str(len(drawn))] = word
         return word

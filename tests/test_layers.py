@@ -32,8 +32,10 @@ RANKS = {
     6: "scheduler load.selftest",
     7: "llm http.schema",
     8: "server train.corpus",
-    9: "train.__main__",
-    10: "__init__",  # the package's face: hands out LLM and SamplingParams
+    9: "train.rounds train.export",
+    10: "train.trainer train.small",
+    11: "train.__main__",
+    12: "__init__",  # the package's face: hands out LLM and SamplingParams
 }
 RANK = {module: rank for rank, modules in RANKS.items() for module in modules.split()}
 ALGORITHMS = {"NONE", "NGRAM", "EAGLE", "EAGLE3", "NEXTN", "MTP", "STANDALONE"}

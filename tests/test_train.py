@@ -25,23 +25,12 @@ from minispec.metrics import loops
 from minispec.model import FINAL, Model
 from minispec.mtp import load_head
 from minispec.standalone import load_draft, tokenizer_digest
-from minispec.train.__main__ import (
-    Recipe,
-    SoftCrossEntropy,
-    Teacher,
-    Trainer,
-    draft_vocabulary,
-    export,
-    losses,
-    main,
-    new_head,
-    pack,
-    replay,
-    small_model,
-    train_small,
-    unroll,
-)
+from minispec.train.__main__ import main
 from minispec.train.corpus import Features, Reply, batches
+from minispec.train.export import Recipe, draft_vocabulary, export, new_head
+from minispec.train.rounds import SoftCrossEntropy, Teacher, losses, pack, replay, unroll
+from minispec.train.small import export_small, small_model, train_small
+from minispec.train.trainer import Trainer
 
 KINDS = ("eagle3", "eagle", "mtp")
 
@@ -201,7 +190,7 @@ def test_an_exported_head_is_the_trained_one(kind: str, variant: str, tmp_path: 
         for parameter in trainer.head.parameters():
             if parameter.requires_grad:  # not the target's own rows
                 parameter.copy_(parameter.bfloat16())
-    export(trainer.head, made, model, tmp_path / "head")
+    export(trainer.head, model, tmp_path / "head")
     token_map = None if kind == "eagle3" else trainer.head.token_map
     loaded = load_head(
         tmp_path / "head", model, token_map=token_map, dtype=torch.float32, device=torch.device("cpu")
@@ -234,8 +223,8 @@ def test_a_small_model_learns_the_replies_and_loads_as_a_draft(tmp_path: Path) -
     texts = replies(model, 20)
     made = recipe("standalone", epochs=40, learning_rate=5e-3)
     small = small_model(model, 64, 1)
-    right = train_small(made, model, small, [*texts, *texts, *texts], tmp_path, tokenizer_digest(tokenizer), print)
-    assert right > 0.5
+    assert train_small(made, small, [*texts, *texts, *texts], print) > 0.5
+    export_small(small, tokenizer_digest(tokenizer), tmp_path)
     draft = load_draft(tmp_path, model, tokenizer, None)
     ids = torch.tensor([texts[0].ids])
     found = draft.model(ids, torch.arange(ids.shape[1])[None], Causal())[0]

@@ -10,7 +10,8 @@ time, so an interrupted run goes on where it stopped.
     replies.jsonl    {"ids": [...], "start": P, "temperature": 0.0, "source": "..."}    ids[P:] is the reply
     features.bin     [tokens, F], the tapped streams of every sequence, one behind the other
 
-On-policy data for draft heads: DistillSpec (arXiv 2310.08461). Read next: `prompts.py`, then `__main__.py`.
+On-policy data for draft heads: DistillSpec (arXiv 2310.08461). Read next: `prompts.py`, where the prompts
+come from; then `rounds.py`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ SHORTEST = 8  # reply tokens worth training on
 SAMPLED = 0.25  # share of replies at a temperature of 0.7 to 1, since such requests are served too
 SELF_PROMPTED = 0.15  # share of first user turns that the target makes up
 SECOND_TURNS = 0.18  # share of conversations that the target, in the user's place, goes on with
+HELD_OUT = 48  # replies never trained on, by which progress is told
 USER_TOKENS = 96  # the longest user turn made up
 MARK = "\N{LOZENGE}\N{LOZENGE}"
 

@@ -1,0 +1,145 @@
+"""A head before training and after it: made in fp32 to be trained, and written in the format that SGLang reads.
+
+A head starts near the target: its LM head is rows of the target's, for the tokens that the replies hold most often
+(the draft vocabulary, FR-Spec, arXiv 2502.14856). Written, it is a folder of config.json and model.safetensors, under
+the tensor names of the published heads of its kind.
+
+Read next: `eagle.py` and `mtp.py`, which read such folders.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minispec.eagle import Eagle3Head, EagleHead, DraftHead, published_tensors, slice_head, spelled
+from minispec.model import Model, ModelConfig
+from minispec.mtp import MtpHead
+from minispec.train.corpus import Reply
+
+HEAD_CLASSES = {"eagle3": Eagle3Head, "eagle": EagleHead, "mtp": MtpHead}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a head is trained; a checkpoint of another recipe is refused."""
+
+    kind: str
+    rounds: int  # S of the training-time test
+    epochs: int
+    learning_rate: float
+    batch_tokens: int  # reply tokens behind one update
+    draft_vocab: int
+    seed: int
+    variant: str = "3"  # of EAGLE-3: "3" or "3.1" (a norm per stream, and the normed state fed back)
+    warm_up: float = 0.03  # share of the updates
+    floor: float = 0.05  # last learning rate over the peak
+    clip: float = 0.5
+    feature_weight: float = 0.0  # EAGLE-2: weight of imitating the target's next feature
+
+
+def draft_vocabulary(replies: Sequence[Reply], size: int, vocab_size: int) -> Tensor:
+    """Return the `size` most frequent tokens of the replies, most frequent first, filled up with the lowest ids."""
+    counts = Counter(token for reply in replies for token in reply.ids[reply.start :])
+    frequent = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
+    seen = set(frequent)
+    return torch.tensor((frequent + [i for i in range(vocab_size) if i not in seen])[: min(size, vocab_size)])
+
+
+def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], scale: Tensor) -> DraftHead:
+    """Return a head to train, in fp32: [Vd] draft ids, and `scale` the size of each stream that it reads.
+
+    Streams differ tenfold in size, and the largest would drown the rest: each column block of `fc` starts as small as
+    its stream is large. The LM head starts as the target's rows, its norm as the target's.
+    """
+    shape = replace(model.config, layers=1)
+    device = model.embed_tokens.weight.device
+    torch.manual_seed(recipe.seed)
+    kind, newer = HEAD_CLASSES[recipe.kind], recipe.variant == "3.1"
+    more = {"taps": taps, "fc_norm": newer, "norm_output": newer} if kind is Eagle3Head else {}
+    head: DraftHead = kind(shape, model, token_map=ids, **more).float()
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if parameter.dim() == 2 and not name.startswith("lm_head"):
+                parameter.normal_(0.0, 0.02)
+            elif name.endswith("bias"):
+                parameter.zero_()
+        assert head.lm_head is not None
+        head.lm_head.weight.copy_(slice_head(model, ids, None).float())
+        if isinstance(head, Eagle3Head):
+            head.norm.weight.copy_(model.norm.weight)
+            if not head.fc_norm:
+                head.fc.weight.div_(scale.repeat_interleave(model.config.hidden_size))
+        else:
+            head.lm_head.requires_grad_(False)  # the target's own rows, and they stay what they are
+    head.frequencies, head.token_map = head.frequencies.to(device), ids.to(device)
+    return head.to(device)
+
+
+def export(head: DraftHead, model: Model, folder: Path) -> None:
+    """Write a head in the format that SGLang reads: config.json and model.safetensors, bfloat16."""
+    c = model.config
+    config = published_config(replace(c, layers=1, tied=False))
+    tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in published_tensors(head).items()}
+    assert head.token_map is not None
+    ids = head.token_map.cpu()
+    if isinstance(head, Eagle3Head):
+        tensors = {spelled(name, "midlayer."): tensor for name, tensor in tensors.items()}
+        known = torch.zeros(c.vocab_size, dtype=torch.bool)
+        known[ids] = True
+        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+        outputs = [int(tap) - 1 for tap in head.taps]
+        config |= {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": len(ids),
+            "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs},
+        }
+        if head.norm_output:
+            config |= {"fc_norm": True, "norm_output": True}
+    else:
+        del tensors["lm_head.weight"]  # the target's
+        if isinstance(head, MtpHead):
+            tensors = {"model.mtp_layers.0." + name.removeprefix("layer."): tensor for name, tensor in tensors.items()}
+            config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+        else:
+            tensors = {spelled(name, "layers.0."): tensor for name, tensor in tensors.items()}
+            config["architectures"] = ["LlamaForCausalLMEagle"]
+    write_folder(folder, config, tensors)
+
+
+def published_config(c: ModelConfig) -> dict[str, Any]:
+    """Return the config.json of a Llama of these sizes."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "vocab_size": c.vocab_size,
+        "max_position_embeddings": c.context_length,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": None if c.rope_scaling is None else dict(c.rope_scaling),
+        "tie_word_embeddings": c.tied,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write config.json and model.safetensors into a folder, made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    whole = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,269 @@
+"""The rounds of drafting that a head is trained on, played from every token of a reply at once.
+
+A head reads true features only at the first drafted token; from the second on it reads its own state. A head trained
+on true features alone therefore meets its own states for the first time when it serves, and drafts badly at depth. So
+every update plays S rounds of drafting, with the true tokens and with states of the head's own ("training-time test",
+EAGLE-3, arXiv 2503.01840):
+
+    round s, anchor i:   embedding of x[i+1+s], state of round s-1 at i      learns the target's p(x[i+2+s])
+    attention:           the true rows 0..i of round 0, and of each later round its own row alone
+
+The one idea: those later rows form a diagonal, so a round costs one causal attention and s products per row, whatever
+S is (`Unrolled`).
+
+Sizes in this file: T rows of all packed replies, n anchors of a round, F width of the features, d hidden size of the
+target, V and Vd vocabulary and draft vocabulary, Hq and Hkv heads of queries and of keys, D head size.
+
+Read next: `trainer.py`, which makes updates of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minispec.eagle import DraftHead
+from minispec.train.corpus import Reply
+
+DECAY = 0.8  # weight of each round against the one before
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One reply in a packed batch: its rows in the first round, and where its anchors begin.
+
+    Row r holds the feature of token r and the embedding of token r + 1. Anchors are the rows from which something is
+    really drafted: from the one that ends in the reply's first token, which the target itself chose, to the one whose
+    draft is the reply's last token. Each round has one anchor less.
+    """
+
+    rows: int
+    first: int
+
+    def anchors(self, round_: int) -> int:
+        """Return how many anchors a round has."""
+        return max(0, self.rows - self.first - round_)
+
+
+class Unrolled:
+    """The attention of the training-time test, a `LayerAttend` that is called once per round.
+
+    Round 0 is causal over all rows of each segment and keeps their keys and values. A query of a later round sees the
+    rows up to its anchor's and, of each round since, the row that its own anchor made.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+        self.round = 0
+        self.prompt: list[tuple[Tensor, Tensor]] = []  # per segment, its rows of round 0: [Hkv, rows, D]
+        self.own: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []  # per round since, per segment: [Hkv, n, D]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend with q [1, Hq, T, D] to k, v [1, Hkv, T, D] over the rows of all segments, or their n anchors."""
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        sizes = [s.anchors(self.round) if self.round else s.rows for s in self.segments]
+        queries, keys, values = (x[0].split(sizes, dim=1) for x in (q, k, v))
+        if self.round:
+            self.own.append((keys, values))
+            outs = [self._later(index, query) for index, query in enumerate(queries)]
+        else:
+            self.prompt = list(zip(keys, values, strict=True))
+            outs = [
+                F.scaled_dot_product_attention(
+                    a[None], b[None], c[None], is_causal=True, enable_gqa=a.shape[0] != b.shape[0]
+                )[0]
+                for a, b, c in zip(queries, keys, values, strict=True)
+            ]
+        self.round += 1
+        return torch.cat(outs, dim=1)[None]
+
+    def _later(self, index: int, query: Tensor) -> Tensor:
+        """Return the attention [Hq, n, D] of one segment's anchors in a round after the first."""
+        segment, (keys, values) = self.segments[index], self.prompt[index]
+        heads, count, dim = query.shape
+        kv_heads, rows = keys.shape[:2]
+        query = query.view(kv_heads, -1, count, dim) / math.sqrt(dim)
+        scores = query.flatten(1, 2) @ keys.transpose(1, 2)
+        scores = scores.view(kv_heads, -1, count, rows).float()
+        row = torch.arange(rows, device=keys.device)
+        scores = scores.masked_fill(row > segment.first + row[:count, None], -torch.inf)
+        mine = [(k[index][:, None, :count], v[index][:, None, :count]) for k, v in self.own]
+        diagonal = [(query * k).sum(-1, dtype=torch.float32)[..., None] for k, _ in mine]
+        weight = torch.cat((scores, *diagonal), dim=-1).softmax(-1).to(values.dtype)
+        out = (weight[..., :rows].flatten(1, 2) @ values).view(kv_heads, -1, count, dim)
+        for s, (_, v) in enumerate(mine):
+            out = out + weight[..., rows + s, None] * v
+        return out.reshape(heads, count, dim)
+
+
+@dataclass
+class Round:
+    """What one round of a batch reads and learns, over its n anchors (all rows in the first round)."""
+
+    tokens: Tensor  # [1, n] int64, whose embeddings are read
+    positions: Tensor  # [1, n] int64
+    learn: Tensor | None  # anchors among the rows, first round only
+    keep: Tensor  # anchors of the next round among this round's
+    teacher: Tensor  # [n] rows of the batch's teacher
+
+
+@dataclass
+class Packed:
+    """Several replies packed into one row."""
+
+    segments: list[Segment]
+    features: Tensor  # [1, T, F] of the rows
+    target: Tensor  # [n, d] the target's final state at the token before each one learned
+    choice: Tensor  # [n] int64, the target's greedy choice there
+    rounds: list[Round]
+
+
+def pack(replies: Sequence[Reply], features: Sequence[tuple[Tensor, Tensor]], hidden: int, rounds: int) -> Packed:
+    """Return a batch of replies and their features [T, F]; the last `hidden` columns are the target's final state."""
+    device = features[0][0].device
+    segments = [Segment(len(reply.ids) - 2, reply.start - 1) for reply in replies]
+    ids = [torch.tensor(reply.ids, device=device) for reply in replies]
+    cuts = [(streams, choices, s) for (streams, choices), s in zip(features, segments, strict=True)]
+    return Packed(
+        segments,
+        torch.cat([streams[: s.rows] for streams, _, s in cuts])[None],
+        torch.cat([streams[s.first + 1 : s.rows + 1, -hidden:] for streams, _, s in cuts]),
+        torch.cat([choices[s.first + 1 : s.rows + 1] for _, choices, s in cuts]),
+        [_round(number, segments, ids) for number in range(rounds)],
+    )
+
+
+def _round(number: int, segments: Sequence[Segment], ids: Sequence[Tensor]) -> Round:
+    """Return what round `number` of a batch reads and learns; ids: the tokens of each segment's reply."""
+    counts = [segment.anchors(number) for segment in segments]
+    sizes = ([s.rows for s in segments], [s.anchors(0) for s in segments], counts)
+    row, learned, anchor = (list(accumulate(size, initial=0)) for size in sizes)  # where each segment begins
+    tokens, positions, learn, keep, teacher = [], [], [], [], []
+    for i, (segment, count) in enumerate(zip(segments, counts, strict=True)):
+        start, length = (segment.first + number, count) if number else (0, segment.rows)
+        tokens.append(ids[i][start + 1 : start + 1 + length])
+        positions.append(torch.arange(start, start + length))
+        learn.append(torch.arange(row[i] + segment.first, row[i] + segment.first + count))
+        keep.append(torch.arange(anchor[i], anchor[i] + max(0, count - 1)))
+        teacher.append(torch.arange(learned[i] + number, learned[i] + number + count))
+    device = ids[0].device
+    return Round(
+        tokens=torch.cat(tokens)[None],
+        positions=torch.cat(positions)[None].to(device),
+        learn=None if number else torch.cat(learn).to(device),
+        keep=torch.cat(keep).to(device),
+        teacher=torch.cat(teacher).to(device),
+    )
+
+
+def unroll(head: DraftHead, batch: Packed, taps: slice) -> Iterator[tuple[Round, Tensor]]:
+    """Yield each round and the head's states [n, d] at its anchors; `taps` are the head's columns of the features."""
+    attend = Unrolled(batch.segments)
+    state = head.fuse(batch.features[..., taps])
+    for round_ in batch.rounds:
+        rope = head.rope(round_.positions)
+        state = head(head.embed(round_.tokens), state, rope, attend, round_.positions)
+        if round_.learn is not None:
+            state = state[:, round_.learn]
+        yield round_, state[0]
+        state = state[:, round_.keep]
+
+
+class Teacher:
+    """The target's distribution over the draft vocabulary, and where a draft id of its choice is."""
+
+    def __init__(self, weight: Tensor, ids: Tensor, vocab_size: int) -> None:
+        self.weight = weight  # [Vd, d]
+        self.place = torch.full((vocab_size,), -1, dtype=torch.int64, device=ids.device)
+        self.place[ids] = torch.arange(len(ids), device=ids.device)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the probabilities [n, Vd] fp32, renormalised over the draft vocabulary, after states [n, d]."""
+        return F.linear(hidden, self.weight).float().softmax(-1)
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """The cross-entropy of logits against the teacher's distribution, its gradient worked out in the same pass.
+
+    A vocabulary-sized row is read once, a few rows at a time that stay in the cache, and nothing of fp32 size is kept:
+    as separate operations this costs more than the matrix product before it.
+    """
+
+    ROWS = 64
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, wanted: Tensor, teacher: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss, summed with `weight` [n], and the best draft id [n] of logits [n, Vd].
+
+        wanted: [m, Vd] the teacher's probabilities, of which row i is to be compared with row teacher[i].
+        """
+        gradient, best = torch.empty_like(logits), torch.empty_like(teacher)
+        total = weight.new_zeros(())
+        for start in range(0, len(logits), SoftCrossEntropy.ROWS):
+            part = slice(start, start + SoftCrossEntropy.ROWS)
+            z, p, w = logits[part].float(), wanted[teacher[part]], weight[part, None]
+            best[part] = z.argmax(-1)
+            z = z - z.logsumexp(-1, keepdim=True)
+            total -= (p * z * w).sum()
+            gradient[part] = z.exp_().sub_(p).mul_(w)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(best)
+        return total, best
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the gradient of the logits."""
+        return ctx.saved_tensors[0] * upstream, None, None, None
+
+
+def losses(head: DraftHead, batch: Packed, taps: slice, teacher: Teacher, feature_weight: float) -> tuple[Tensor, Tensor]:
+    """Return the loss and, detached, how often the head's first choice was the target's: [S, 2] hits and anchors.
+
+    Soft cross-entropy per round, mean over the anchors whose choice is in the draft vocabulary. A hit counts where all
+    rounds before it hit as well, and so do the anchors: the acceptance at a depth that was reached.
+    """
+    wanted = teacher(batch.target)
+    place = teacher.place[batch.choice]
+    total = wanted.new_zeros(())
+    hits, alive = [], None
+    for s, (round_, state) in enumerate(unroll(head, batch, taps)):
+        known = (place[round_.teacher] >= 0).float()
+        weight = DECAY**s * known / known.sum().clamp(min=1)
+        loss, best = SoftCrossEntropy.apply(head.logits(state), wanted, round_.teacher, weight)
+        total = total + loss
+        if feature_weight:
+            imitate = F.smooth_l1_loss(state.float(), batch.target[round_.teacher].float(), reduction="none").mean(-1)
+            total = total + feature_weight * DECAY**s * imitate.mean()
+        hit = best == place[round_.teacher]
+        alive = hit.new_ones(hit.shape) if alive is None else alive
+        hits.append(torch.stack([(hit & alive).sum(), alive.sum()]))
+        alive = (alive & hit)[round_.keep]
+    return total, torch.stack(hits)
+
+
+@torch.no_grad()
+def replay(head: DraftHead, batch: Packed, taps: slice, teacher: Teacher) -> tuple[int, int]:
+    """Return tokens emitted and verify steps of drafting chains along greedy replies, as a server would.
+
+    Only for replies at temperature 0, whose tokens are the target's choices. A step cut by the reply's end is left out.
+    """
+    place = teacher.place[batch.choice]
+    agree = []
+    for round_, state in unroll(head, batch, taps):
+        hit = head.logits(state).argmax(-1) == place[round_.teacher]
+        agree.append(list(hit.split([segment.anchors(len(agree)) for segment in batch.segments])))
+    emitted = steps = 0
+    for index, segment in enumerate(batch.segments):
+        table = [agree[s][index].tolist() for s in range(len(agree))]
+        anchor = 0
+        while anchor + len(agree) <= segment.anchors(0):
+            run = next((s for s in range(len(agree)) if not table[s][anchor]), len(agree))
+            emitted, steps, anchor = emitted + run + 1, steps + 1, anchor + run + 1
+    return emitted, steps

@@ -1,0 +1,156 @@
+"""The training loop of a head: updates in a fixed order, a checkpoint to go on from, and what the head is worth.
+
+A run that is cut in two ends with the same bits as one in one go, since the order of the replies and every random
+number are functions of the recipe's seed. Some replies are never trained on; on them `accept_length` replays what a
+server would do with the head, so that the number told at the end is the one to expect when serving.
+
+Read next: `rounds.py`, what one update computes; `export.py`, the head before and after.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from minispec.eagle import Eagle3Head, slice_head
+from minispec.model import FINAL, Model
+from minispec.train.corpus import HELD_OUT, Features, Reply, batches
+from minispec.train.export import HEAD_CLASSES, Recipe, draft_vocabulary, new_head
+from minispec.train.prompts import Tell
+from minispec.train.rounds import Packed, Teacher, losses, pack, replay
+
+
+class Trainer:
+    """A head, its optimizer and its data; `run` goes on from the checkpoint in `folder`, if there is one."""
+
+    def __init__(
+        self, recipe: Recipe, model: Model, replies: Sequence[Reply], features: Features, folder: Path, tell: Tell
+    ) -> None:
+        self.recipe, self.model, self.replies, self.features, self.folder = recipe, model, replies, features, folder
+        self.tell = tell
+        order = list(range(len(replies)))
+        random.Random(recipe.seed).shuffle(order)
+        greedy = [i for i in order if replies[i].temperature == 0]
+        self.held_out = greedy[: min(HELD_OUT, len(order) // 10)]
+        self.training = sorted(set(order) - set(self.held_out))
+        hidden, vocab = model.config.hidden_size, model.config.vocab_size
+        ids = draft_vocabulary([replies[i] for i in self.training], recipe.draft_vocab, vocab)
+        streams = HEAD_CLASSES[recipe.kind] is Eagle3Head  # the others read the final state alone
+        ids = (ids.sort().values if streams else ids).to(features.device)
+        tapped = tuple(tap for tap in features.taps if tap != FINAL)
+        self.taps = slice(0, len(tapped) * hidden) if streams else slice(-hidden, None)
+        self.head = new_head(recipe, model, ids, tapped, self._scale(len(tapped)))
+        self.teacher = Teacher(slice_head(model, ids, None), ids, vocab)
+        trained = [p for p in self.head.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.step = 0
+        self.updates = sum(1 for _ in self._order())
+
+    def run(self, save_every: float = 300.0, stop_at: int | None = None) -> None:
+        """Train to the end (or to update `stop_at`), telling progress and saving what it takes to go on."""
+        self._resume()
+        begun, first, told, saved, tokens = time.perf_counter(), self.step, time.perf_counter(), time.perf_counter(), 0
+        hits, loss_sum, count = torch.zeros(self.recipe.rounds, 2), 0.0, 0
+        for number, chosen in enumerate(self._order()):
+            if number < self.step:
+                continue
+            if number == stop_at:
+                break
+            loss, found = self._update(chosen)
+            hits, loss_sum, count = 0.98 * hits + found.cpu(), loss_sum + loss, count + 1
+            tokens += sum(len(self.replies[i].ids) - self.replies[i].start for i in chosen)
+            now = time.perf_counter()
+            if now - told > 15 or self.step == self.updates:
+                rate = (self.step - first) / (now - begun)
+                depth = " ".join(f"{a:.2f}" for a in (hits[:, 0] / hits[:, 1].clamp(min=1)).tolist())
+                self.tell(
+                    f"update {self.step}/{self.updates}  loss {loss_sum / count:.3f}  acceptance by depth {depth}  "
+                    f"{tokens / (now - begun):.0f} tokens/s  {(self.updates - self.step) / rate / 60:.1f} min left"
+                )
+                told, loss_sum, count = now, 0.0, 0
+            if now - saved > save_every:
+                self._save()
+                saved = now
+        self._save()
+
+    def accept_length(self, rounds: int) -> float:
+        """Return tokens per verify step over the held-out replies, drafting chains of `rounds`."""
+        emitted = steps = 0
+        for i in self.held_out:
+            with self._autocast():
+                more = replay(self.head, self._batch([i], rounds), self.taps, self.teacher)
+            emitted, steps = emitted + more[0], steps + more[1]
+        return emitted / max(1, steps)
+
+    def _order(self) -> Iterator[list[int]]:
+        """Yield the replies of every update, the same in every run."""
+        for epoch in range(self.recipe.epochs):
+            rng = random.Random(f"{self.recipe.seed}/{epoch}")
+            yield from batches(self.replies, self.training, self.recipe.batch_tokens, rng)
+
+    def _batch(self, chosen: Sequence[int], rounds: int) -> Packed:
+        """Return a batch of replies by their numbers."""
+        chosen = [i for i in chosen if len(self.replies[i].ids) - self.replies[i].start > 1]
+        found = [self.features.of(i) for i in chosen]
+        return pack([self.replies[i] for i in chosen], found, self.model.config.hidden_size, rounds)
+
+    def _update(self, chosen: Sequence[int]) -> tuple[float, Tensor]:
+        """Make one update of the weights; returns the loss and the hits."""
+        recipe, share = self.recipe, self.step / self.updates
+        rise = min(1.0, (self.step + 1) / (recipe.warm_up * self.updates + 1))
+        fall = recipe.floor + (1 - recipe.floor) * 0.5 * (1 + math.cos(math.pi * share))
+        for group in self.optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * rise * fall
+        batch = self._batch(chosen, recipe.rounds)
+        with self._autocast():
+            loss, hits = losses(self.head, batch, self.taps, self.teacher, recipe.feature_weight)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.head.parameters(), recipe.clip)
+        self.optimizer.step()
+        self.step += 1
+        return loss.item(), hits
+
+    def _autocast(self) -> torch.autocast:
+        """Return the context in which products are computed in the target's bfloat16 from fp32 master weights."""
+        low = self.features.dtype == torch.bfloat16
+        return torch.autocast(self.features.device.type, torch.bfloat16, enabled=low)
+
+    def _scale(self, streams: int) -> Tensor:
+        """Return the usual size of each tapped stream: a median over replies without their first token, a sink."""
+        hidden = self.model.config.hidden_size
+        rows = torch.cat([self.features.of(i)[0][1:] for i in self.training[:16]]).float()
+        parts = rows[:, : streams * hidden].view(-1, streams, hidden)
+        return parts.square().mean(-1).sqrt().median(0).values
+
+    def _save(self) -> None:
+        """Write the checkpoint, whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            "recipe": asdict(self.recipe),
+            "step": self.step,
+            "head": self.head.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        torch.save(state, self.folder / "checkpoint.partial")
+        (self.folder / "checkpoint.partial").replace(self.folder / "checkpoint.pt")
+
+    def _resume(self) -> None:
+        """Take up the checkpoint, if there is one of this recipe."""
+        path = self.folder / "checkpoint.pt"
+        if not path.exists():
+            return
+        state = torch.load(path, map_location=self.features.device, weights_only=True)
+        if state["recipe"] != asdict(self.recipe):
+            raise ValueError(f"{path} is of another recipe ({state['recipe']}); remove it or choose another --out")
+        self.head.load_state_dict(state["head"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+        self.tell(f"going on from update {self.step} of {self.updates}")

@@ -165,16 +165,16 @@ def test_a_run_cut_in_two_is_bit_identical(kind: str, tmp_path: Path) -> None:
     texts = replies(model, 24)
     features = Features(model, texts, (0, 1, 2, FINAL), tmp_path / "work", 10**9)
     silent = lambda line: None  # noqa: E731
-    whole = Trainer(recipe(kind), model, texts, features, tmp_path / "whole", silent)
+    whole = Trainer(recipe(kind), features, tmp_path / "whole", silent)
     whole.run()
-    Trainer(recipe(kind), model, texts, features, tmp_path / "cut", silent).run(stop_at=3)
-    rest = Trainer(recipe(kind), model, texts, features, tmp_path / "cut", silent)
+    Trainer(recipe(kind), features, tmp_path / "cut", silent).run(stop_at=3)
+    rest = Trainer(recipe(kind), features, tmp_path / "cut", silent)
     rest.run()
     assert whole.step == rest.step == whole.updates > 4
     for name, tensor in whole.head.state_dict().items():
         assert torch.equal(tensor, rest.head.state_dict()[name]), name
     with pytest.raises(ValueError, match="another recipe"):
-        Trainer(recipe(kind, epochs=3), model, texts, features, tmp_path / "cut", silent).run()
+        Trainer(recipe(kind, epochs=3), features, tmp_path / "cut", silent).run()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -185,7 +185,7 @@ def test_an_exported_head_is_the_trained_one(kind: str, variant: str, tmp_path: 
     texts = replies(model, 6)
     features = Features(model, texts, (2, 2, 1, FINAL), tmp_path / "work", 10**9)
     made = recipe(kind, variant=variant)
-    trainer = Trainer(made, model, texts, features, tmp_path / "out", lambda line: None)
+    trainer = Trainer(made, features, tmp_path / "out", lambda line: None)
     with torch.no_grad():
         for parameter in trainer.head.parameters():
             if parameter.requires_grad:  # not the target's own rows
@@ -209,7 +209,7 @@ def test_training_learns_and_replay_counts_it(tmp_path: Path) -> None:
     texts = replies(model, 12)
     features = Features(model, texts, (0, 1, 2, FINAL), tmp_path / "work", 10**9)
     made = recipe("eagle3", epochs=60, learning_rate=3e-3, draft_vocab=model.config.vocab_size)
-    trainer = Trainer(made, model, texts, features, tmp_path / "out", lambda line: None)
+    trainer = Trainer(made, features, tmp_path / "out", lambda line: None)
     trainer.held_out = trainer.training
     before = trainer.accept_length(3)
     trainer.run()

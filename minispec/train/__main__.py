@@ -105,7 +105,7 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
         return
     taps: tuple[int | str, ...] = (2, model.config.layers // 2, model.config.layers - 3, FINAL)
     features = Features(model, replies, taps, work, options.feature_gigabytes * 10**9)
-    trainer = Trainer(recipe, model, replies, features, options.out, tell)
+    trainer = Trainer(recipe, features, options.out, tell)
     trainer.run()
     export(trainer.head, model, options.out)
     lengths = ", ".join(f"{trainer.accept_length(rounds):.2f} with {rounds}" for rounds in (1, 2, 3, 5))

@@ -20,21 +20,22 @@ import torch
 from torch import Tensor, nn
 
 from minispec.eagle import Eagle3Head, slice_head
-from minispec.model import FINAL, Model
-from minispec.train.corpus import HELD_OUT, Features, Reply, batches
+from minispec.model import FINAL
+from minispec.train.corpus import HELD_OUT, Features, batches
 from minispec.train.export import HEAD_CLASSES, Recipe, draft_vocabulary, new_head
 from minispec.train.prompts import Tell
 from minispec.train.rounds import Packed, Teacher, losses, pack, replay
 
 
 class Trainer:
-    """A head, its optimizer and its data; `run` goes on from the checkpoint in `folder`, if there is one."""
+    """A head, its optimizer and its data; `run` goes on from the checkpoint in `folder`, if there is one.
 
-    def __init__(
-        self, recipe: Recipe, model: Model, replies: Sequence[Reply], features: Features, folder: Path, tell: Tell
-    ) -> None:
-        self.recipe, self.model, self.replies, self.features, self.folder = recipe, model, replies, features, folder
-        self.tell = tell
+    features: of the replies to learn from, and of the target that wrote them.
+    """
+
+    def __init__(self, recipe: Recipe, features: Features, folder: Path, tell: Tell) -> None:
+        self.recipe, self.features, self.folder, self.tell = recipe, features, folder, tell
+        self.model, self.replies = model, replies = features.model, features.sequences
         order = list(range(len(replies)))
         random.Random(recipe.seed).shuffle(order)
         greedy = [i for i in order if replies[i].temperature == 0]

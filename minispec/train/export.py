@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minispec.eagle import Eagle3Head, EagleHead, DraftHead, published_tensors, slice_head, spelled
+from minispec.eagle import DraftHead, Eagle3Head, EagleHead, published_tensors, slice_head, spelled
 from minispec.model import Model, ModelConfig
 from minispec.mtp import MtpHead
 from minispec.train.corpus import Reply

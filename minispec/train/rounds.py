@@ -223,7 +223,9 @@ class SoftCrossEntropy(torch.autograd.Function):
         return ctx.saved_tensors[0] * upstream, None, None, None
 
 
-def losses(head: DraftHead, batch: Packed, taps: slice, teacher: Teacher, feature_weight: float) -> tuple[Tensor, Tensor]:
+def losses(
+    head: DraftHead, batch: Packed, taps: slice, teacher: Teacher, feature_weight: float
+) -> tuple[Tensor, Tensor]:
     """Return the loss and, detached, how often the head's first choice was the target's: [S, 2] hits and anchors.
 
     Soft cross-entropy per round, mean over the anchors whose choice is in the draft vocabulary. A hit counts where all

@@ -199,33 +199,33 @@ class Engine:
         """Decode one step for these slots: verify a tree each, keep the accepted path, emit its tokens.
 
         `bucket` fixes batch and tree size; without it they are the smallest that fit, and a tree if it pays. Without
-        `draft` the step is plain, and a drafter on the device hears nothing of it: its rows and states of these slots
-        are invalid from here on.
+        `draft` the step is plain, and a drafter on the device hears nothing of it: the KV rows and states that it keeps
+        for these slots are invalid from here on.
         """
         if bucket is None:
             bucket = self._prepare(slots, draft)
         else:
             bucket.upload(slots, ())
-        rows, nodes = bucket.slots, bucket.nodes
-        lens, root = self.lens[rows], self.root[rows]
-        wishes = None if self.sampling.all_greedy(slots) else self.sampling.wishes(rows, slots)
+        index, nodes = bucket.slots, bucket.nodes
+        lens, root = self.lens[index], self.root[index]
+        wishes = None if self.sampling.all_greedy(slots) else self.sampling.wishes(index, slots)
         tokens, parents = self._propose(bucket, lens, root, wishes) if nodes > 1 else bucket.tree
         tokens[:, 0] = root
         above = ancestors(parents)
         positions = lens[:, None] + depth(above)
         tree = DraftTree(tokens.masked_fill(positions >= self.sizes.context_length, PADDING), parents)
-        bucket.plan.fill(rows, lens, above, tree.tokens != PADDING)
+        bucket.plan.fill(index, lens, above, tree.tokens != PADDING)
         taps = self.drafter.taps if nodes > 1 else ()
         hidden, features = self.model(tree.tokens.clamp(min=0), positions, bucket.attend, taps)
         verdict = self._verify(tree, above, self.model.logits(hidden), wishes, lens)
         if nodes > 1:
-            self.kv.compact(rows, lens, verdict.path, verdict.count)
+            self.kv.compact(index, lens, verdict.path, verdict.count)
             if self.drafter.commits:
-                self._commit_path(rows, lens, verdict, tree.tokens, features)
-        self.sampling.commit(rows, verdict.emitted, verdict.count)
-        self.lens[rows] = lens + verdict.count
-        self.root[rows] = verdict.bonus
-        self.lens[0] = 0  # slot 0 is padding, several rows of it at once
+                self._commit_path(index, lens, verdict, tree.tokens, features)
+        self.sampling.commit(index, verdict.emitted, verdict.count)
+        self.lens[index] = lens + verdict.count
+        self.root[index] = verdict.bonus
+        self.lens[0] = 0  # slot 0 is padding, and several requests of a bucket may be
         return self._pending(list(slots), verdict.emitted, verdict.count, nodes=nodes)
 
     def _prepare(self, slots: Sequence[int], draft: bool) -> Bucket:

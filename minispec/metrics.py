@@ -30,7 +30,7 @@ class Load(NamedTuple):
 class Metrics:
     """Totals since start (or the last flush), and the window since the last decode log line."""
 
-    tree_nodes: int  # N of the drafter
+    nodes: int  # N, nodes of a draft tree
     log_interval: int  # decode steps between log lines
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -86,11 +86,11 @@ class Metrics:
         now = time.monotonic()
         self.last_throughput = window[2] / max(now - self._window_start, 1e-9)
         length = window[2] / max(window[1], 1)
-        accept = f"accept len: {length:.2f}, accept rate: {length / self.tree_nodes:.2f}, "
+        accept = f"accept len: {length:.2f}, accept rate: {length / self.nodes:.2f}, "
         logger.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, %scuda graph: False, "
             "gen throughput (token/s): %.2f, #queue-req: %d",
-            load.running, tokens, load.usage, accept if self.tree_nodes > 1 else "", self.last_throughput,
+            load.running, tokens, load.usage, accept if self.nodes > 1 else "", self.last_throughput,
             load.queued,
         )  # fmt: skip
         self._window, self._window_start = [0, 0, 0], now

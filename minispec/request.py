@@ -222,10 +222,10 @@ def finish_dict(finish: Finish, length: int) -> dict[str, Any]:
     return {"type": "abort", "message": finish.message, "status_code": finish.status, "err_type": None}
 
 
-def meta_info(request: Request, completion_tokens: int, finish: Finish | None, draft_tokens: int) -> dict[str, Any]:
+def meta_info(request: Request, completion_tokens: int, finish: Finish | None, nodes: int) -> dict[str, Any]:
     """Return the native meta_info; the latency and the fields of speculation come with the finish.
 
-    `draft_tokens` is N, the nodes of a tree, root included. spec_accept_rate leaves the root out and spec_accept_length
+    `nodes` is N, the nodes of a tree, root included. spec_accept_rate leaves the root out and spec_accept_length
     counts everything delivered, prefill's token too, as SGLang defines them; plain steps count as verify steps that
     drafted nothing.
     """
@@ -241,7 +241,7 @@ def meta_info(request: Request, completion_tokens: int, finish: Finish | None, d
         return info
     info["e2e_latency"] = (request.finished_at or time.monotonic()) - request.arrived
     steps = request.verify_steps
-    if steps and draft_tokens > 1:
+    if steps and nodes > 1:
         drafted = request.drafted_tokens
         info |= {
             "spec_verify_ct": steps,

@@ -181,7 +181,7 @@ class Scheduler:
         self.kv.give_back(self.cache.evict(self.cache.count))
         self.engine.drafter.clear()
         self.engine.drafter_seconds = 0.0
-        self.metrics = Metrics(self.metrics.tree_nodes, self.metrics.log_interval)
+        self.metrics = Metrics(self.sizes.nodes, self.metrics.log_interval)
         return True
 
     # ---- a step --------------------------------------------------------------------------------------------------
@@ -202,9 +202,9 @@ class Scheduler:
             pending = self.engine.launch(
                 [request.slot for request in requests], draft=any(request.drafting for request in requests)
             )
-            rows = self.engine.collect(pending)
+            emitted = self.engine.collect(pending)
             self.metrics.step_seconds += time.perf_counter() - started
-            self._after_decode(requests, rows, pending.nodes)
+            self._after_decode(requests, emitted, pending.nodes)
         return self._drain()
 
     def _admit(self) -> None:
@@ -259,7 +259,7 @@ class Scheduler:
             self.kv.give_back(self.cache.evict(short))
         return True
 
-    def _after_prefill(self, requests: Sequence[Request], chunks: Sequence[Chunk], rows: list[list[int]]) -> None:
+    def _after_prefill(self, requests: Sequence[Request], chunks: Sequence[Chunk], emitted: list[list[int]]) -> None:
         """Take in a prefill step: move requests on, and start those whose prompt is complete."""
         fresh = [r for r in requests if r.kv_len == len(self.seats[r].path) * self.kv.page_size]
         self.metrics.prefill(
@@ -267,16 +267,16 @@ class Scheduler:
             sequences=len(chunks),
             new=sum(len(chunk.tokens) for chunk in chunks),
             cached=sum(r.kv_len for r in fresh),
-            emitted=sum(map(len, rows)),
+            emitted=sum(map(len, emitted)),
         )
-        for request, chunk, row in zip(requests, chunks, rows, strict=True):
+        for request, chunk, tokens in zip(requests, chunks, emitted, strict=True):
             request.kv_len = chunk.start + len(chunk.tokens)
             if not chunk.last:
                 continue
             self.prefilling.remove(request)
             self.running.append(request)
             self._share(request.slot, self.seats[request], self.seats[request].ids)
-            self._deliver(request, row)
+            self._deliver(request, tokens)
 
     def _share(self, slot: int, seat: Seat, known: list[int]) -> None:
         """Enter the full pages of `known`, the tokens whose rows are written, into the prefix cache.
@@ -313,13 +313,13 @@ class Scheduler:
             blocks -= self.engine.blocks(len(tokens))
         return chunks, requests
 
-    def _after_decode(self, requests: Sequence[Request], rows: list[list[int]], nodes: int) -> None:
+    def _after_decode(self, requests: Sequence[Request], emitted: list[list[int]], nodes: int) -> None:
         """Take in a decode step with trees of `nodes` nodes: deliver, retire, count."""
         started = time.perf_counter()
         kept = []
-        for request, row in zip(requests, rows, strict=True):
-            request.kv_len += len(row)
-            kept.append(self._deliver(request, row))
+        for request, tokens in zip(requests, emitted, strict=True):
+            request.kv_len += len(tokens)
+            kept.append(self._deliver(request, tokens))
             self._count(request, kept[-1], nodes)
         self.metrics.decode(
             Load(self._usage(), len(requests), len(self.waiting)),
@@ -363,11 +363,11 @@ class Scheduler:
 
     # ---- the end of a request ------------------------------------------------------------------------------------
 
-    def _deliver(self, request: Request, row: Sequence[int]) -> int:
-        """Append emitted tokens one by one until a stop rule applies; returns how many were kept of the row."""
+    def _deliver(self, request: Request, tokens: Sequence[int]) -> int:
+        """Append emitted tokens one by one until a stop rule applies; returns how many of them were kept."""
         output, first = self.outputs[request], len(request.output_ids)
         finish = None
-        for token in row:
+        for token in tokens:
             finish = output.append(token)
             if finish:
                 break

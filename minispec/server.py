@@ -338,7 +338,7 @@ class Server:
             if not flight.items.empty():
                 await flight.next()  # ended while its prompt was tokenized: raises
             reply = schema.Reply(
-                flight.job, flight.requests, self.config.served_name, draft_tokens=llm.scheduler.sizes.nodes,
+                flight.job, flight.requests, self.config.served_name, nodes=llm.scheduler.sizes.nodes,
                 stream_interval=self.config.stream_interval, cache_report=self.config.enable_cache_report,
             )  # fmt: skip
             self._submit(flight)

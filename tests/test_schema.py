@@ -292,13 +292,13 @@ def test_native_batches_answer_a_list_and_single_prompts_an_object() -> None:
 def test_speculation_fields_follow_their_definitions() -> None:
     request = Request("r", [1, 2], SamplingParams(), verify_steps=4, drafted_tokens=28, accepted_drafts=6,
                       accept_histogram=[1, 0, 3])  # fmt: skip
-    info = meta_info(request, 11, Finish("length"), draft_tokens=8)
+    info = meta_info(request, 11, Finish("length"), nodes=8)
     assert info["finish_reason"] == {"type": "length", "length": 11} and info["e2e_latency"] > 0
     assert (info["spec_verify_ct"], info["spec_accept_token_num"], info["spec_draft_token_num"]) == (4, 6, 28)
     assert info["spec_accept_rate"] == 6 / 28 and info["spec_accept_length"] == 11 / 4
     assert info["spec_accept_histogram"] == [1, 0, 3]
-    assert not any("spec" in key for key in meta_info(request, 11, None, draft_tokens=8))
-    assert not any("spec" in key for key in meta_info(request, 11, Finish("length"), draft_tokens=1))
+    assert not any("spec" in key for key in meta_info(request, 11, None, nodes=8))
+    assert not any("spec" in key for key in meta_info(request, 11, Finish("length"), nodes=1))
 
 
 def test_cached_tokens_are_reported_when_asked_for() -> None:

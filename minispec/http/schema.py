@@ -458,11 +458,11 @@ class Reply:
     """
 
     def __init__(
-        self, job: Job, requests: Sequence[Request], model: str, *, draft_tokens: int = 1, stream_interval: int = 1,
+        self, job: Job, requests: Sequence[Request], model: str, *, nodes: int = 1, stream_interval: int = 1,
         cache_report: bool = False,
     ) -> None:  # fmt: skip
         self.job, self.requests, self.model = job, list(requests), model
-        self.draft_tokens, self.interval, self.cache_report = draft_tokens, stream_interval, cache_report
+        self.nodes, self.interval, self.cache_report = nodes, stream_interval, cache_report
         count = len(self.requests)
         self.created = int(time.time())
         self.id = job.rids[0] if count == 1 else job.rids[0].removesuffix("-0")
@@ -536,7 +536,7 @@ class Reply:
 
     def _native(self, i: int) -> dict[str, Any]:
         ids = self.ids[i]
-        info = meta_info(self.requests[i], len(ids), self.finishes[i], self.draft_tokens)
+        info = meta_info(self.requests[i], len(ids), self.finishes[i], self.nodes)
         info["id"] = self.job.rids[i]
         return {"text": self.texts[i], "output_ids": list(ids), "meta_info": info}
 

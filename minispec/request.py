@@ -73,7 +73,6 @@ class SamplingParams:
     ignore_eos: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
     sampling_seed: int | None = None  # None: drawn at submission
 
     def __post_init__(self) -> None:
@@ -99,7 +98,7 @@ class SamplingParams:
         if not isinstance(self.stop_token_ids, (list, tuple)):
             raise RequestError(f"stop_token_ids must be a list of ids, got {self.stop_token_ids!r}", "stop_token_ids")
         put("stop_token_ids", tuple(_integer("stop_token_ids", t, 0, 2**31) for t in self.stop_token_ids))
-        for name in ("ignore_eos", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"):
+        for name in ("ignore_eos", "no_stop_trim", "skip_special_tokens"):
             _flag(name, getattr(self, name))
         if self.sampling_seed is not None:
             _integer("sampling_seed", self.sampling_seed, -(2**63), 2**63 - 1)

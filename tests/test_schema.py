@@ -224,6 +224,23 @@ def test_only_the_served_names_are_models() -> None:
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
 
 
+def test_any_name_is_a_model_where_none_are_told_apart_but_a_name_it_must_be() -> None:
+    for name in (None, "", "gpt-4"):
+        schema.check_model(name, None)
+    for wrong in (7, ["gpt-4"], {}):
+        with pytest.raises(RequestError) as caught:
+            schema.check_model(wrong, None)
+        assert (caught.value.status, caught.value.param) == (400, "model")
+
+
+def test_spaces_between_special_tokens_is_taken_and_asks_for_nothing() -> None:
+    for value in (True, False, None):
+        wish = {"spaces_between_special_tokens": value}
+        assert chat(**wish).params == chat().params and completion("a", **wish).params == completion("a").params
+        native = schema.parse_generate({"text": "a", "sampling_params": wish})
+        assert native.params == schema.parse_generate({"text": "a"}).params
+
+
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 PIECES = [([5], "He"), ([6, 7], ""), ([8], "llo 😀"), ([9, 10, 11], "!")]

@@ -16,9 +16,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from minispec.load.chat_templates import NAMED
 from minispec.load.tokenizer import (
     GPT4_SPLIT,
-    KIMI_SPLIT,
     LLAMA3_SPECIAL,
     SINGLE_DIGIT_SPLIT,
     Detokenizer,
@@ -70,7 +70,7 @@ def test_ids_text_and_special_ids_are_those_of_transformers(demo: Tokenizer, hf:
         assert ids == hf.encode(text)
         for skip in (True, False):
             assert demo.decode(ids, skip) == hf.decode(ids, skip_special_tokens=skip)
-    assert (demo.vocab_size, demo.eos_ids, demo.bos_id) == (len(hf), {hf.eos_token_id}, hf.bos_token_id)
+    assert (demo.vocab_size, demo.eos_ids) == (len(hf), {hf.eos_token_id})
     assert demo.token_id("<|im_end|>") == 2 and demo.token_id("<|eom_id|>") is None
 
 
@@ -100,7 +100,7 @@ def test_tokenizer_json_alone_is_enough_and_never_truncates_or_pads(tmp_path: Pa
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("a b a b") == [0, 2, 3, 2, 3]
     assert tokenizer.encode("a b a b", add_special_tokens=False) == [2, 3, 2, 3]
-    assert tokenizer.eos_ids == frozenset() and tokenizer.bos_id is None
+    assert tokenizer.eos_ids == frozenset()
 
 
 def test_chat_is_encoded_without_adding_a_second_bos(tmp_path: Path) -> None:
@@ -167,38 +167,28 @@ def test_splits_are_those_of_the_published_models() -> None:
 
     assert pieces(GPT4_SPLIT, "ab 1234") == ["ab", " ", "123", "4"]
     assert pieces(SINGLE_DIGIT_SPLIT, "ab 123") == ["ab", " ", "1", "2", "3"]
-    assert pieces(GPT4_SPLIT, "ab中文") == ["ab中文"] and pieces(KIMI_SPLIT, "ab中文") == ["ab", "中文"]
-    assert pieces(KIMI_SPLIT, "fooBar I'll") == ["foo", "Bar", " I'll"]
+    assert pieces(GPT4_SPLIT, "ab中文 I'll") == ["ab中文", " I", "'ll"]
 
 
-def test_kimi_reads_tiktoken_model_and_special_tokens_of_its_config(tmp_path: Path) -> None:
-    (tmp_path / "tiktoken.model").write_text(_rank_text())
+def test_listed_special_tokens_and_pattern_of_the_config_rule_over_llama3s(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_text(_rank_text())
     special = {"[BOS]": 300, "[EOS]": 301, "<|im_end|>": 302}
     listed = {str(i): {"content": token, "special": True} for token, i in special.items()}
     config = {"added_tokens_decoder": listed, "eos_token": "[EOS]", "bos_token": {"content": "[BOS]"},
               "tokenizer_class": "TikTokenTokenizer", "chat_template": CHATML}  # fmt: skip
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(tmp_path)
-    _check_against(tokenizer, KIMI_SPLIT, special)
-    assert tokenizer.encode("a") == tokenizer.encode("a", add_special_tokens=False)
-    assert (tokenizer.eos_ids, tokenizer.bos_id) == ({301}, 300)
+    _check_against(tokenizer, GPT4_SPLIT, special)
+    assert tokenizer.encode("a") == [300, 97] and tokenizer.eos_ids == {301}
     assert tokenizer.render_chat([USER]) == "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "pat_str": SINGLE_DIGIT_SPLIT}))
+    _check_against(load_tokenizer(tmp_path), SINGLE_DIGIT_SPLIT, special)
 
 
-def test_qwen_reads_its_tiktoken_file_with_its_own_special_tokens(tmp_path: Path) -> None:
+def test_a_rank_file_of_a_family_that_is_not_served_is_not_read_with_another_s_split(tmp_path: Path) -> None:
     (tmp_path / "qwen.tiktoken").write_text(_rank_text())
-    special = {name: len(RANKS) + i for i, name in enumerate(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])}
-    special |= {f"<|extra_{i}|>": len(RANKS) + 3 + i for i in range(205)}
-    tokenizer = load_tokenizer(tmp_path)
-    _check_against(tokenizer, SINGLE_DIGIT_SPLIT, special)
-    assert tokenizer.eos_ids == {special["<|endoftext|>"], special["<|im_end|>"]}
-
-
-def test_other_rank_files_use_the_common_split_or_the_configs(tmp_path: Path) -> None:
-    (tmp_path / "some.tiktoken").write_text(_rank_text())
-    _check_against(load_tokenizer(tmp_path), GPT4_SPLIT, {})
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pat_str": SINGLE_DIGIT_SPLIT}))
-    _check_against(load_tokenizer(tmp_path), SINGLE_DIGIT_SPLIT, {})
+    with pytest.raises(ValueError, match="no tokenizer that can be read"):
+        load_tokenizer(tmp_path)
 
 
 def test_llama3_original_has_its_pattern_and_special_tokens_behind_the_ranks(tmp_path: Path) -> None:
@@ -213,7 +203,7 @@ def test_llama3_original_has_its_pattern_and_special_tokens_behind_the_ranks(tmp
     for token, llama_id in published.items():
         assert tokenizer.token_id(token) == len(RANKS) + llama_id - 128000
     assert tokenizer.encode("a") == [len(RANKS), 97]
-    assert tokenizer.eos_ids == {len(RANKS) + 1, len(RANKS) + 9} and tokenizer.bos_id == len(RANKS)
+    assert tokenizer.eos_ids == {len(RANKS) + 1, len(RANKS) + 9}
 
 
 def test_sentencepiece_model_is_not_taken_for_a_rank_file(tmp_path: Path) -> None:
@@ -223,7 +213,7 @@ def test_sentencepiece_model_is_not_taken_for_a_rank_file(tmp_path: Path) -> Non
 
 
 def test_broken_rank_file_names_the_line(tmp_path: Path) -> None:
-    (tmp_path / "tiktoken.model").write_text(_rank_text() + "!!! 999\n")
+    (tmp_path / "tokenizer.model").write_text(_rank_text() + "!!! 999\n")
     with pytest.raises(ValueError, match=f"line {len(RANKS) + 1}"):
         load_tokenizer(tmp_path)
 
@@ -335,8 +325,59 @@ def test_template_comes_from_argument_file_and_config_in_that_order(demo_folder:
         load_tokenizer(tmp_path, "{{ 1 }}\n{% if %}")
 
 
+TURNS = [{"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Yes"), ("user", "2+2?"))]
+RULES = {"role": "system", "content": "Be brief."}
+VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the user's questions."
+)
+NAMED_FORMATS = {  # the prompts of TURNS, without a system message and with one, written out
+    "chatml": (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\nYes<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\nYes<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "llama-2": (
+        "<s>[INST] Hi [/INST] Yes </s><s>[INST] 2+2? [/INST]",
+        "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Yes </s><s>[INST] 2+2? [/INST]",
+    ),
+    "llama-3-instruct": (
+        "<s><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+        "Yes<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nYes<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "vicuna_v1.1": (
+        f"<s>{VICUNA} USER: Hi ASSISTANT: Yes</s>USER: 2+2? ASSISTANT:",
+        "<s>Be brief. USER: Hi ASSISTANT: Yes</s>USER: 2+2? ASSISTANT:",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_named_template_writes_its_published_format_and_its_end_of_turn_ends_an_answer(
+    name: str, tmp_path: Path
+) -> None:
+    rust, end = _word_tokenizer(), NAMED[name].end
+    rust.add_special_tokens([AddedToken(end)])
+    rust.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "b"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path, name)
+    plain, ruled = NAMED_FORMATS[name]
+    assert tokenizer.render_chat(TURNS) == plain and tokenizer.render_chat([RULES, *TURNS]) == ruled
+    assert tokenizer.eos_ids == {3, tokenizer.token_id(end)}
+    open_end = tokenizer.render_chat(TURNS[:2], add_generation_prompt=False, continue_final_message=True)
+    assert open_end.endswith("Yes") and plain.startswith(open_end)
+    if name in ("llama-2", "vicuna_v1.1"):
+        _refusal(lambda: tokenizer.render_chat([*TURNS, {"role": "tool", "content": "4"}]))
+
+
 def test_no_template_is_a_400_that_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "some.tiktoken").write_text(_rank_text())
+    (tmp_path / "tokenizer.model").write_text(_rank_text())
     message = str(_refusal(lambda: load_tokenizer(tmp_path).render_chat([USER])))
     assert "--chat-template" in message and "/v1/completions" in message
 
@@ -428,7 +469,7 @@ def _spelt_tokenizer() -> Tokenizer:
 
 
 def _wrapped(rust: tokenizers.Tokenizer) -> Tokenizer:
-    return Tokenizer(_HuggingFace(rust), frozenset(), None, None, {})
+    return Tokenizer(_HuggingFace(rust), frozenset(), None, {})
 
 
 def _metaspace_tokenizer() -> Tokenizer:
@@ -480,7 +521,7 @@ def test_streamed_random_ids_add_up_to_decode_for_byte_fallback(make: Callable[[
 
 
 def test_streamed_random_ids_add_up_to_decode_for_tiktoken(tmp_path: Path) -> None:
-    (tmp_path / "qwen.tiktoken").write_text(_rank_text())
+    (tmp_path / "tokenizer.model").write_text(_rank_text())
     tokenizer, draw = load_tokenizer(tmp_path), random.Random(7)
     for skip in (True, False):
         for _ in range(100):

@@ -3,8 +3,8 @@
 Three dialects share one path: OpenAI's chat and completions, and SGLang's native `/generate`. A body becomes a `Job`
 (what was asked, checked, with prompts still as text), `tokenize` makes its `Request`s, and a `Reply` turns the
 scheduler's updates into stream events or one answer. The one idea: a field either acts or is refused by name. What is
-not here yet (`_NOT_YET`) is a 400 as soon as it asks for something, while its null and default values pass; names
-nobody knows are ignored with a debug line, because clients send many.
+not here yet (`_NOT_YET`) is a 400 as soon as it asks for something, while its null and default values pass; a name
+without an effect (`_INERT`) is dropped; names nobody knows are ignored with a debug line, because clients send many.
 
 Everything a client sends is hostile until parsed: `parse_json` lets through no NaN, no infinity, no lone surrogate,
 no integer beyond 64 bits and no deep nesting.
@@ -132,14 +132,17 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
 }  # fmt: skip
 
+# Fields that clients send and that change nothing here: only slow Python tokenizers put spaces between special tokens.
+_INERT = ("spaces_between_special_tokens",)
+
 # Fields that are the same in a /v1 body and in SamplingParams.
 _SAMPLING = """temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty logit_bias stop
-    stop_token_ids ignore_eos no_stop_trim skip_special_tokens spaces_between_special_tokens""".split()
+    stop_token_ids ignore_eos no_stop_trim skip_special_tokens""".split()
 _RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed", "sampling_seed": "sampling_seed",
             "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}  # fmt: skip
 _KNOWN = {
-    *_SAMPLING, *_RENAMED, "model", "messages", "prompt", "stream", "stream_options", "rid", "continue_final_message",
-    "add_generation_prompt", "chat_template_kwargs", "reasoning_effort", "add_special_tokens",
+    *_SAMPLING, *_RENAMED, *_INERT, "model", "messages", "prompt", "stream", "stream_options", "rid",
+    "continue_final_message", "add_generation_prompt", "chat_template_kwargs", "reasoning_effort", "add_special_tokens",
 }  # fmt: skip
 _NATIVE_KNOWN = {"text", "input_ids", "sampling_params", "rid", "stream", "model"}
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -230,12 +233,15 @@ def parse_detokenize(body: Mapping[str, Any], vocab_size: int) -> tuple[list[lis
     return rows, batched, _bool(body, "skip_special_tokens", True)
 
 
-def check_model(name: Any, accepted: Iterable[str | None]) -> None:
-    """Raise RequestError 404 unless `name` is missing, empty, "default" or one of the accepted names."""
-    if name is None or name in ("", "default"):
-        return
-    if not isinstance(name, str):
+def check_model(name: Any, accepted: Iterable[str | None] | None) -> None:
+    """Raise RequestError 404 unless `name` is missing, empty, "default" or one of the accepted names; None: any name.
+
+    Raises 400 for what is no name at all.
+    """
+    if name is not None and not isinstance(name, str):
         raise RequestError(f"model must be a string, got {_short(name)}", "model")
+    if name in (None, "", "default") or accepted is None:
+        return
     names = [n for n in accepted if n]
     if name not in names:
         raise RequestError(f"the model {_short(name)} does not exist here; there is {names[0]!r}", "model", 404,
@@ -371,7 +377,7 @@ def _native_params(wish: Any) -> SamplingParams:
     """Return the parameters of one `sampling_params` object."""
     if isinstance(wish, dict):
         _refuse_not_yet(wish, "sampling_params.")
-        wish = {name: value for name, value in wish.items() if name not in _NOT_YET}
+        wish = {name: value for name, value in wish.items() if name not in _NOT_YET and name not in _INERT}
         if wish.get("max_new_tokens", 0) is None:  # null means "the default", as in every other field of a body
             del wish["max_new_tokens"]
     return SamplingParams.from_dict(wish)

@@ -1,7 +1,7 @@
 """Text to ids and back: two kinds of tokenizer behind one face, chat templates, and incremental decoding.
 
 `Tokenizer` is that face. Behind it works either a fast Hugging Face tokenizer, or `tiktoken` on one of the formats in
-which models publish bare rank tables (Qwen 1, Kimi, Llama 3's `original/`, Grok). Chat templates are programs of the
+which models publish bare rank tables (Llama 3's `original/`, Grok). Chat templates are programs of the
 model's author: they are rendered here, in a sandbox, the same way for both kinds.
 
 The one idea of `Detokenizer`: hand out text only when no later token can change it. One token may be half of a
@@ -32,23 +32,15 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from minispec.load.chat_templates import NAMED, is_template
 from minispec.request import RequestError, SamplingParams
 
-# How tiktoken formats split a text before merging. The rank files do not say, so it goes by the file's name.
+# How tiktoken formats split a text before merging, since the rank files do not say.
 GPT4_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
 )  # Llama 3 as well
-SINGLE_DIGIT_SPLIT = GPT4_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # Qwen 1, Grok
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-KIMI_SPLIT = (
-    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}|"
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}|"
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPLITS = {"qwen.tiktoken": SINGLE_DIGIT_SPLIT, "tiktoken.model": KIMI_SPLIT}
+SINGLE_DIGIT_SPLIT = GPT4_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # Grok
 
 LLAMA3_SPECIAL = (
     *("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"),
@@ -56,9 +48,7 @@ LLAMA3_SPECIAL = (
     *("<|eom_id|>", "<|eot_id|>", "<|python_tag|>"),
     *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
 )
-QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
-# What ends a text or a turn, in formats that only list their special tokens.
-KNOWN_EOS = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eos|>")
+LLAMA3_EOS = ("<|end_of_text|>", "<|eot_id|>")  # what ends a text and a turn, where no config says so
 GROK_FILE = "tokenizer.tok.json"
 GROK_TEMPLATE = (
     "{% for message in messages %}{{ {'user': 'Human: ', 'assistant': 'Assistant: ', 'system': 'System: '}"
@@ -95,12 +85,11 @@ class Tokenizer:
         self,
         backend: Backend,
         eos_ids: frozenset[int],
-        bos_id: int | None,
         template: str | Mapping[str, str] | None,
         named_tokens: Mapping[str, str],
     ) -> None:
         """`template` may be one template or several by name; `named_tokens` are what it may use, like `bos_token`."""
-        self.backend, self.eos_ids, self.bos_id = backend, eos_ids, bos_id
+        self.backend, self.eos_ids = backend, eos_ids
         self.vocab_size = backend.vocab_size
         sources = {"default": template} if isinstance(template, str) else dict(template or {})
         self._templates = {name: _compile(source) for name, source in sources.items()}
@@ -119,13 +108,8 @@ class Tokenizer:
         _check_unicode(text, "text")
         return self.backend.encode(text, add_special_tokens)
 
-    def decode(
-        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
-    ) -> str:
-        """Return the text of ids; ids without a token have none, and bytes that are no UTF-8 become U+FFFD.
-
-        `spaces_between_special_tokens` is for slow Python tokenizers; the kinds here put no space there either way.
-        """
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ids; ids without a token have none, and bytes that are no UTF-8 become U+FFFD."""
         return self.backend.decode(ids, skip_special_tokens)
 
     def render_chat(
@@ -192,11 +176,19 @@ class Tokenizer:
 def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
     """Return the tokenizer in a model folder; raises ValueError if there is none that can be read.
 
-    `chat_template` replaces the model's own: the path of a Jinja file, or the template itself. No code from the folder
-    is executed, whatever its files ask for.
+    `chat_template` replaces the model's own: a name of `chat_templates.NAMED`, whose end of turn then ends an answer,
+    the path of a Jinja file, or the template itself. No code from the folder is executed, whatever its files ask for.
     """
     config = _read_config(folder)
     template = _own_template(folder, config) if chat_template is None else _given_template(chat_template)
+    tokenizer = _load(folder, config, template)
+    if chat_template in NAMED and (end := tokenizer.token_id(NAMED[chat_template].end)) is not None:
+        tokenizer.eos_ids |= {end}
+    return tokenizer
+
+
+def _load(folder: Path, config: Mapping[str, Any], template: str | Mapping[str, str] | None) -> Tokenizer:
+    """Return the folder's tokenizer, by the files it has."""
     if (grok := folder / GROK_FILE).is_file():
         return _load_grok(grok, GROK_TEMPLATE if template is None else template)
     if not (folder / "tokenizer.json").is_file() and (ranks := _rank_file(folder)) is not None:
@@ -212,7 +204,7 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    return Tokenizer(_HuggingFace(tokenizer), frozenset(), None, None, {})
+    return Tokenizer(_HuggingFace(tokenizer), frozenset(), None, {})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -275,9 +267,9 @@ def _load_huggingface(folder: Path, template: str | Mapping[str, str] | None) ->
             failure = failure or error
             continue
         if (rust := getattr(loaded, "backend_tokenizer", None)) is not None:
-            eos, bos = loaded.eos_token_id, loaded.bos_token_id
+            eos = loaded.eos_token_id
             named = {role: str(token) for role in TOKEN_ROLES if (token := getattr(loaded, role, None)) is not None}
-            return Tokenizer(_HuggingFace(rust), frozenset(() if eos is None else (eos,)), bos, template, named)
+            return Tokenizer(_HuggingFace(rust), frozenset(() if eos is None else (eos,)), template, named)
     raise ValueError(
         f"{folder} has no tokenizer that can be read without running code from it (tokenizer.json or a tiktoken file); "
         f"name another folder with --tokenizer-path ({failure or 'only a slow Python tokenizer'})"
@@ -322,8 +314,7 @@ class _Tiktoken:
 
 def _rank_file(folder: Path) -> Path | None:
     """Return the tiktoken file of a model folder, if it has one."""
-    candidates = [*sorted(folder.glob("*.tiktoken")), folder / "tiktoken.model", folder / "original/tokenizer.model",
-                  folder / "tokenizer.model"]  # fmt: skip
+    candidates = (folder / "original/tokenizer.model", folder / "tokenizer.model")
     return next((path for path in candidates if path.is_file() and _is_rank_file(path)), None)
 
 
@@ -348,26 +339,22 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _load_tiktoken(path: Path, config: Mapping[str, Any], template: str | Mapping[str, str] | None) -> Tokenizer:
-    """Load a rank file; special tokens as tokenizer_config.json lists them, else those of the file's family."""
+    """Load a rank file; special tokens as tokenizer_config.json lists them, else Llama 3's."""
     ranks = _read_ranks(path)
     listed = config.get("added_tokens_decoder") or {}
     special = {token: int(i) for i, given in listed.items() if (token := _token_text(given)) is not None}
-    if not special:  # both families put theirs right behind the ranks: Llama 3's are 128000 to 128255
-        family = {"qwen.tiktoken": QWEN_SPECIAL, "tokenizer.model": LLAMA3_SPECIAL}.get(path.name, ())
-        special = {token: max(ranks.values()) + 1 + i for i, token in enumerate(family)}
+    if not special:  # they come right behind the ranks, as 128000 to 128255
+        special = {token: max(ranks.values()) + 1 + i for i, token in enumerate(LLAMA3_SPECIAL)}
     named = {role: token for role in TOKEN_ROLES if (token := _token_text(config.get(role))) is not None}
-    eos = {special[token] for token in KNOWN_EOS if token in special}
+    eos = {special[token] for token in LLAMA3_EOS if token in special}
     if named.get("eos_token") in special:
         eos = {special[named["eos_token"]]}
     named.setdefault("bos_token", "<|begin_of_text|>")  # Llama 3's templates write it
     if named["bos_token"] not in special:
         del named["bos_token"]
-    # Kimi and Qwen name a BOS and do not put it before a text; Llama 3 does.
     bos_id = special.get(named.get("bos_token", ""))
-    leading = bos_id if path.name == "tokenizer.model" else None
-    split = config.get("pat_str") or SPLITS.get(path.name, GPT4_SPLIT)
-    backend = _Tiktoken(str(path), split, ranks, special, leading)
-    return Tokenizer(backend, frozenset(eos), bos_id, template, named)
+    backend = _Tiktoken(str(path), config.get("pat_str") or GPT4_SPLIT, ranks, special, bos_id)
+    return Tokenizer(backend, frozenset(eos), template, named)
 
 
 def _load_grok(path: Path, template: str | Mapping[str, str]) -> Tokenizer:
@@ -383,7 +370,7 @@ def _load_grok(path: Path, template: str | Mapping[str, str]) -> Tokenizer:
         raise ValueError(f"{path} is no Grok tokenizer: {error!r}") from error
     backend = _Tiktoken(str(path), given.get("pat_str") or SINGLE_DIGIT_SPLIT, ranks, special, None)
     backend.vocab_size = max(backend.vocab_size, int(given.get("vocab_size") or 0))  # may count ids without a token
-    return Tokenizer(backend, frozenset({eos_id}), None, template, {"eos_token": "<|eos|>"})
+    return Tokenizer(backend, frozenset({eos_id}), template, {"eos_token": "<|eos|>"})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -422,8 +409,10 @@ def _compile(source: str) -> jinja2.Template:
 
 
 def _given_template(given: str) -> str:
-    """Return the operator's template: the content of the file, or the text itself where it is clearly a template."""
-    if "{{" in given or "{%" in given:
+    """Return the operator's template: one that goes by a name, the text itself if it is one, or a file's content."""
+    if given in NAMED:
+        return NAMED[given].source
+    if is_template(given):
         return given
     try:
         return Path(given).read_text(encoding="utf-8")

@@ -33,7 +33,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-DATA_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken"]
+DATA_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model"]
 # Second copies of the weights and other parts of a pipeline, which nobody here reads; "*" matches "/" as well.
 SECOND_COPIES = ["consolidated*", "*/*.safetensors", "*/*.bin"]
 # Pickles of a training run that lie beside the weights and are no weights.

@@ -1,12 +1,13 @@
 """Launch flags: one frozen dataclass, checked once, from which the command line is derived.
 
-Names and defaults are SGLang's where they make sense here, so that a launch command written for SGLang either does
-the same thing or says in one line why it cannot. The one idea: no flag is ever parsed and ignored. A flag of ours is a
-field of `Config`; a known flag of SGLang without meaning here is in `_FOREIGN` with its reason, and passes only with
-the value that describes what is so anyway; anything else is refused and the closest known flag is named.
+Names and defaults are SGLang's where they make sense here, so that a launch command written for SGLang starts. No flag
+is ever parsed and ignored: a flag acts, or one line at start says what is done instead. A server refuses to start only
+for a flag that would change what clients get, or would open or close a door. Flags that act are the fields of `Config`;
+SGLang's others are in the tables of `load/sglang_flags.py`; an unknown flag is an error.
 
 `Config.from_args` serves the command line, `Config(...)` the library (`LLM(model, page_size=32)`): same checks, same
 messages. What depends on the machine (dtype auto, chunk size, pool size) is resolved by whoever knows the machine.
+`python -m minispec.config` prints docs/flags.md.
 
 Read next: `llm.py`, which turns a `Config` into a running engine.
 """
@@ -15,12 +16,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
+
+from minispec.load.chat_templates import NAMED, is_template
+from minispec.load.sglang_flags import INSTEAD, SPEC_V2, VARIABLES, Foreign, foreign_flags
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # served when no model is named
 LEARNED = ("EAGLE", "EAGLE3")  # drafters with a trained head; NEXTN is another name of EAGLE
@@ -34,6 +39,8 @@ OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class, a drafter of 
 _SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative_accept_threshold_single",
            "speculative_accept_threshold_acc")  # flags of every drafter that drafts  # fmt: skip
 _DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
+_LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+_LEVELS = ("debug", "info", "warning", "error", "critical")
 _TYPES = {"str": str, "int": int, "float": float}
 
 
@@ -53,21 +60,29 @@ class Config:
     revision: str | None = _flag(None, "Model", "branch, tag or commit of a Hugging Face id")
     load_format: str = _flag(
         "auto", "Model", "weight files to read; auto prefers safetensors, dummy draws random weights from config.json",
-        choices=("auto", "safetensors", "pt", "dummy"),
+        choices=_LOAD_FORMATS,
     )  # fmt: skip
+    download_dir: str | None = _flag(
+        None, "Model", "FOLDER that models, heads and token maps of the hub are kept in; default: the hub's own cache"
+    )
     dtype: str = _flag(
         "auto", "Model", "auto: bfloat16 on CUDA and on CPUs with avx512_bf16 or AMX, else float32",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )  # fmt: skip
     device: str = _flag("auto", "Model", "auto takes CUDA when there is one", choices=("auto", "cpu", "cuda"))
     context_length: int | None = _flag(None, "Model", "longest prompt plus output; default: the model's", low=2)
-    chat_template: str | None = _flag(None, "Model", "FILE with a Jinja chat template, in place of the model's own")
+    chat_template: str | None = _flag(
+        None, "Model", f"FILE with a Jinja chat template, or {', '.join(NAMED)}, in place of the model's own"
+    )
     trust_remote_code: bool = _flag(False, "Model", "accepted and without effect: code of a model repo never runs here")
     random_seed: int | None = _flag(
         None, "Model", "seed of the seeds drawn for requests without one, and of dummy weights", low=0, high=2**63 - 1
     )
 
     served_model_name: str | None = _flag(None, "Server", "name in /v1/models and in answers; default: the model path")
+    strict_model_name: bool = _flag(
+        False, "Server", "answer 404 to a request that names another model; without it the name is not looked at"
+    )
     host: str = _flag("127.0.0.1", "Server", "address to listen on")
     port: int = _flag(30000, "Server", "port to listen on; 0 takes a free one", low=0, high=65535)
     api_key: str | None = _flag(None, "Server", "clients must send it as a bearer token, except to /health*")
@@ -102,9 +117,13 @@ class Config:
         None, "Speculation", "id or folder of the draft head or model; a MiMo target brings its own"
     )
     speculative_draft_model_revision: str | None = _flag(None, "Speculation", "branch, tag or commit of that id")
-    speculative_num_steps: int | None = _flag(
-        None, "Speculation", "rounds of drafting (with the next two: all or none)", low=1, high=32
+    speculative_draft_load_format: str | None = _flag(
+        None, "Speculation", "weight files of the draft to read; default: as --load-format", choices=_LOAD_FORMATS
     )
+    speculative_num_steps: int | None = _flag(
+        None, "Speculation", "rounds of drafting (with the next two: all or none; a chain needs no number of tokens)",
+        low=1, high=32,
+    )  # fmt: skip
     speculative_eagle_topk: int | None = _flag(None, "Speculation", "branches of a draft round", low=1, high=32)
     speculative_token_map: str | None = _flag(
         None, "Speculation", "FILE, or owner/repo/file of the hub, of the target ids a head may draft, most frequent "
@@ -132,14 +151,15 @@ class Config:
     speculative_ngram_branch_length: int = _flag(18, "Speculation", "length of the paths indexed", low=2)
     speculative_ngram_capacity: int = _flag(10_000_000, "Speculation", "most nodes of the trie", low=1)
 
-    log_level: str = _flag(
-        "info", "Logging", "how much is logged", choices=("debug", "info", "warning", "error", "critical")
+    log_level: str = _flag("info", "Logging", "how much is logged", choices=_LEVELS)
+    log_level_http: str = _flag(
+        "warning", "Logging", "how much is logged of HTTP: info is a line for each answer", choices=_LEVELS
     )
     log_requests: bool = _flag(False, "Logging", "log each request's sizes and parameters (never its text)")
     decode_log_interval: int = _flag(40, "Logging", "decode steps between two log lines", low=1)
 
     draft_path: str | None = field(default=None, init=False)  # the draft model to load: the one named, or a shipped one
-    notes: tuple[str, ...] = ()  # one line for each flag accepted because it asks for what is so anyway; to be logged
+    notes: tuple[str, ...] = ()  # one line for each flag in whose place something else is done; to be logged
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen: normalise once, here
@@ -147,6 +167,11 @@ class Config:
             value = getattr(self, name)
             if isinstance(value, str) and ":" not in value:  # a module's name is kept as it is
                 put(name, value.upper())
+        for name, values in INSTEAD.items():
+            given = getattr(self, name)
+            if type(given) in (int, str) and given in values:
+                put(name, values[given][0])
+                self._note(f"{flag_name(name)} {given} is taken as {values[given][0]}: {values[given][1]}")
         asked = self.speculative_algorithm
         if asked == "NEXTN":
             put("speculative_algorithm", "EAGLE")
@@ -168,6 +193,11 @@ class Config:
             raise ValueError("--chunked-prefill-size must be positive, or -1 for no limit, got 0")
         if self.revision is not None and self.model_path is None:
             raise ValueError("--revision needs --model-path: the default model has one revision")
+        template = self.chat_template
+        if template is not None and template not in NAMED and not is_template(template):
+            if not Path(template).is_file():
+                raise ValueError(f"--chat-template must be a file with a Jinja template or one of {', '.join(NAMED)}, "
+                                 f"got {template!r}, which is no file")  # fmt: skip
         ordered = (
             ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size", 0),
             ("speculative_ngram_max_match_window_size", "speculative_ngram_branch_length", 1),
@@ -181,28 +211,33 @@ class Config:
         self._check_drafter()
 
     def _check_drafter(self) -> None:
-        """Raise ValueError where a flag belongs to another drafter than the one that runs, or a shape is half given."""
+        """Note the flags of other drafters than the one that runs; raise ValueError where a shape is half given."""
         for f in _flags():
             if not f.name.startswith("speculative_") or getattr(self, f.name) in (f.default, "NONE"):
                 continue
             owners = ("NGRAM",) if f.name.startswith("speculative_ngram_") else GROWN
             owners = ("NGRAM", *GROWN) if f.name in _SHARED else owners
             if f.name == "speculative_token_map":
-                continue  # ignored with a warning by the others, as in SGLang
+                continue  # the drafter itself says whether it uses one
             if self.is_own_drafter and owners != ("NGRAM",):
                 continue  # it is handed the whole config
             if self.algorithm not in owners:
-                raise ValueError(f"{flag_name(f.name)} has no meaning with --speculative-algorithm {self.algorithm}; "
-                                 f"it belongs to {', '.join(owners)}")  # fmt: skip
+                self._note(f"{flag_name(f.name)} does nothing with --speculative-algorithm {self.algorithm}; "
+                           f"it belongs to {', '.join(owners)}")  # fmt: skip
         shape = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
         missing = [flag_name(name) for name in shape if getattr(self, name) is None]
-        if self.algorithm in GROWN and 0 < len(missing) < len(shape):
+        is_chain = self.speculative_eagle_topk == 1 and missing == [flag_name(shape[2])]  # its length says the rest
+        if self.algorithm in GROWN and 0 < len(missing) < len(shape) and not is_chain:
             raise ValueError(f"{', '.join(map(flag_name, shape))} go together, all or none; not given: "
                              f"{', '.join(missing)}")  # fmt: skip
         if self.algorithm in GROWN and self.speculative_num_draft_tokens == 1:
             raise ValueError("--speculative-num-draft-tokens must be at least 2, the root and a draft, got 1")
         if self.speculative_draft_model_revision is not None and self.speculative_draft_model_path is None:
             raise ValueError("--speculative-draft-model-revision needs --speculative-draft-model-path")
+
+    def _note(self, line: str) -> None:
+        """Add a line to `notes`."""
+        object.__setattr__(self, "notes", (*self.notes, line))
 
     def tree_shape(self, architecture: str, on_cpu: bool = False) -> tuple[int, int, int]:
         """Return (steps, topk, draft tokens) of a tree grown on the device.
@@ -211,13 +246,14 @@ class Config:
         fastest. With topk 1 the tree is a chain of steps + 1; more nodes than candidates exist are not asked for.
         """
         steps, topk, nodes = self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens
-        if steps is None or topk is None or nodes is None:
+        if steps is None or topk is None or (nodes is None and topk > 1):
             ships = self.model_path is None and self.speculative_draft_model_path is None
             if on_cpu and ships and self.algorithm in LEARNED:
                 return CPU_SHAPE
             bushy = self.algorithm in LEARNED and architecture == "LlamaForCausalLM"
             return (5, 4, 8) if bushy else (3, 1, 4)
-        return steps, topk, steps + 1 if topk == 1 else min(nodes, topk + (steps - 1) * topk * topk + 1)
+        candidates = topk + (steps - 1) * topk * topk
+        return steps, topk, candidates + 1 if nodes is None or topk == 1 else min(nodes, candidates + 1)
 
     @property
     def algorithm(self) -> str:
@@ -243,6 +279,11 @@ class Config:
         return str(folder) if whole else None
 
     @property
+    def draft_load_format(self) -> str:
+        """Which weight files of the draft are read: its own --speculative-draft-load-format, else --load-format."""
+        return self.speculative_draft_load_format or self.load_format
+
+    @property
     def is_own_drafter(self) -> bool:
         """Whether the drafter is named as module:Class, and so is none of the built-in ones."""
         return OWN.fullmatch(self.algorithm) is not None
@@ -266,8 +307,11 @@ class Config:
         return self.served_model_name or self.model_path or DEFAULT_MODEL
 
     @classmethod
-    def from_args(cls, argv: Sequence[str] | None = None) -> Config:
-        """Parse a command line (default: the process's own); a bad one prints one line and exits with status 2."""
+    def from_args(cls, argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> Config:
+        """Parse a command line (default: the process's own); a bad one prints one line and exits with status 2.
+
+        environ: looked through for SGLang's variables, to note that they are not read.
+        """
         parser = _parser()
         given, unknown = parser.parse_known_args(None if argv is None else list(argv))
         if unknown:
@@ -276,6 +320,7 @@ class Config:
         notes = values.pop("notes", [])
         if values.get("trust_remote_code"):
             notes = [*notes, "--trust-remote-code is without effect: code of a model repository never runs here"]
+        notes += _variables(environ, values.get("speculative_eagle_topk"))
         try:
             return cls(**values, notes=tuple(notes))
         except ValueError as error:
@@ -318,58 +363,8 @@ _ALIASES = {  # other spellings, SGLang's own and those of its documents' histor
     "mem_fraction_static": ("--mem-fraction", "--mem-frac"),
     "speculative_algorithm": ("--speculative-algo",),
     "speculative_draft_model_path": ("--speculative-draft-model", "--speculative-draft"),
+    "speculative_ngram_branch_length": ("--speculative-ngram-max-trie-depth",),  # its name since SGLang 0.5.23
 }
-
-# Known flags of SGLang that have no meaning here: reason -> flags. `--flag=value` marks a value that describes what
-# is so anyway, and `--flag=` a switch that asks for it: those are accepted with one log line.
-_FOREIGN = {
-    "minispec runs on one device": """--tp-size=1 --tp=1 --tensor-parallel-size=1 --dp-size=1 --dp=1
-        --data-parallel-size=1 --pp-size=1 --pp=1 --pipeline-parallel-size=1 --ep-size=1 --ep=1 --expert-parallel-size=1
-        --nnodes=1 --node-rank=0 --dist-init-addr --base-gpu-id=0 --gpu-id-step --enable-dp-attention --enable-ep-moe
-        --load-balance-method --nccl-port --disable-custom-all-reduce= --moe-a2a-backend=none
-        --disaggregation-mode=null""",
-    "attention is FlexAttention, compiled, and there is no other backend to choose": """
-        --attention-backend=flex_attention --prefill-attention-backend=flex_attention
-        --decode-attention-backend=flex_attention --mm-attention-backend
-        --speculative-draft-attention-backend --speculative-attention-mode""",
-    "sampling is done by one seeded sampler": "--sampling-backend=pytorch --enable-deterministic-inference",
-    "quantization is not in this version yet": """--quantization --quantization-param-path --torchao-config
-        --kv-cache-dtype=auto --speculative-draft-model-quantization=unquant --modelopt-quant""",
-    "LoRA adapters are not supported": """--enable-lora --lora-paths --max-loras-per-batch --max-lora-rank
-        --lora-target-modules --lora-backend""",
-    "mixture-of-experts models are not supported": """--moe-runner-backend --speculative-moe-runner-backend
-        --speculative-moe-a2a-backend""",
-    "a head is loaded from safetensors or a plain .bin, whichever is there": "--speculative-draft-load-format=auto",
-    "a head has one layer": "--enable-multi-layer-eagle",
-    "CUDA-graph capture is not in this version yet": """--cuda-graph-max-bs --cuda-graph-max --cuda-graph-bs
-        --enable-cudagraph-gc --disable-cuda-graph= --disable-cuda-graph-padding=""",
-    "compilation is on unless --disable-torch-compile is given, and its batch sizes follow --max-running-requests":
-        "--enable-torch-compile= --torch-compile-max-bs",
-    "steps in flight are not in this version yet": "--disable-overlap-schedule= --enable-two-batch-overlap",
-    "prefill and decode steps alternate": "--enable-mixed-chunk",
-    "a prefill step is bounded by --chunked-prefill-size": "--max-prefill-tokens --prefill-max-requests",
-    "requests are served in order of arrival": "--schedule-policy=fcfs --enable-priority-scheduling",
-    "admission reserves real pages and retraction does the rest": "--schedule-conservativeness=1.0",
-    "a prompt longer than the context is answered with 400": "--allow-auto-truncate",
-    "/metrics is not in this version yet": """--enable-metrics --enable-request-time-stats-logging --show-time-cost
-        --collect-tokens-histogram""",
-    "there is one key, --api-key": "--admin-api-key",
-    "constrained output is not in this version yet": "--grammar-backend=none --constrained-json-whitespace-pattern",
-    "tool calls and reasoning are not parsed": "--tool-call-parser --reasoning-parser --tool-server",
-    "requests may not bring code": "--enable-custom-logit-processor",
-    "hidden states are not returned": "--enable-return-hidden-states",
-    "events of /generate are cumulative": "--stream-output",
-    "defaults come from --sampling-defaults": "--preferred-sampling-params",
-    "the model's config.json is taken as it is": "--json-model-override-args={} --is-embedding --model-impl",
-    "only text goes in": "--enable-multimodal --limit-mm-data-per-request --mm-process-config",
-    "the tokenizer is always the model's fast one": """--tokenizer-mode=auto --skip-tokenizer-init
-        --tokenizer-worker-num=1""",
-    "a step that raises answers its requests with an error, and there is no other process to watch": """
-        --watchdog-timeout --dist-timeout --crash-dump-folder""",
-    "write the flags on the command line": "--config",
-    "KV pages stay in the device's memory": """--enable-hierarchical-cache --hicache-ratio --hicache-size
-        --cpu-offload-gb""",
-}  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -388,26 +383,28 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Foreign(argparse.Action):
-    """A flag of SGLang's with no meaning here: a note if it asks for what is so anyway, else an error."""
+    """A flag of SGLang's with no meaning here: a note, or an error where it asks for what is refused."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        accepted, reason = self.const
-        if " ".join(values) not in accepted:
-            also = "".join(f"; {v} is accepted" for v in sorted(accepted) if v)
-            parser.error(f"{' '.join([option_string or '', *values])}: {reason}{also}")
-        namespace.notes = [*getattr(namespace, "notes", []), f"{option_string} changes nothing: {reason}"]
+        flag: Foreign = self.const
+        given = " ".join([option_string or "", *values])
+        if flag.accepted is not None and " ".join(values) not in flag.accepted:
+            also = "".join(f"; {v} is accepted" for v in sorted(flag.accepted) if v)
+            parser.error(f"{given}: {flag.reason}{also}")
+        namespace.notes = [*getattr(namespace, "notes", []), f"{given} changes nothing: {flag.reason}"]
 
 
-def _foreign_flags() -> dict[str, tuple[set[str], str]]:
-    """Return {flag: (values accepted, reason)} from the table; "" among the values means the bare switch."""
-    table: dict[str, tuple[set[str], str]] = {}
-    for reason, flags in _FOREIGN.items():
-        for word in flags.split():
-            flag, equals, value = word.partition("=")
-            accepted = table.setdefault(flag, (set(), reason))[0]
-            if equals:
-                accepted.add(value)
-    return table
+def _variables(environ: Mapping[str, str], topk: int | None) -> list[str]:
+    """Return the notes on SGLang's environment variables that are set."""
+    names = sorted(name for name in environ if name.startswith("SGLANG_"))
+    notes = []
+    if environ.get(SPEC_V2, "").lower() in ("1", "true", "yes", "y"):
+        names.remove(SPEC_V2)
+        trees = f"; with --speculative-eagle-topk {topk} trees are served all the same" if (topk or 1) > 1 else ""
+        notes.append(f"{SPEC_V2} changes nothing: each step is finished before the next one begins{trees}")
+    if names:
+        notes.append(f"these environment variables of SGLang's are not read here: {', '.join(names)}")
+    return notes
 
 
 def _parser() -> _Parser:
@@ -415,7 +412,7 @@ def _parser() -> _Parser:
     parser = _Parser(
         prog="python -m minispec.server", allow_abbrev=False, argument_default=argparse.SUPPRESS,
         description="Serve a language model over HTTP, OpenAI's and SGLang's endpoints, with speculative decoding.",
-        epilog="Underscores may stand for dashes. Flags of SGLang that are not listed are refused with the reason.",
+        epilog="Underscores may stand for dashes. docs/flags.md says what SGLang's other flags do here.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=120),
     )  # fmt: skip
     groups: dict[str, Any] = {}
@@ -431,7 +428,7 @@ def _parser() -> _Parser:
             continue
         metavar = "{" + ",".join(map(str, meta["choices"])) + "}" if meta["choices"] else kind.upper()
         group.add_argument(*names, dest=f.name, type=_TYPES[kind], metavar=metavar, help=meta["help"] + shown)
-    for flag, const in _foreign_flags().items():
+    for flag, const in foreign_flags().items():
         parser.add_argument(flag, dest="notes", action=_Foreign, nargs="*", const=const, help=argparse.SUPPRESS)
     return parser
 
@@ -439,5 +436,54 @@ def _parser() -> _Parser:
 def _unknown(word: str, parser: _Parser) -> str:
     """Return the error for a word that is no flag, naming the closest flag there is."""
     known = [name for action in parser._actions for name in action.option_strings]
-    close = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.8)
     return f"unknown argument {word}" + (f"; did you mean {close[0]}?" if close else "; --help lists the flags")
+
+
+# ---- docs/flags.md ---------------------------------------------------------------------------------------------------
+
+
+def flags_page() -> str:
+    """Return the text of docs/flags.md: what each flag and environment variable of SGLang's does here."""
+    lines, refused = [], []
+    for flag, (accepted, reason) in sorted(foreign_flags().items()):
+        if accepted is None:
+            lines.append((flag, reason))
+        else:
+            passes = ", ".join(f"`{value}`" if value else "the bare switch" for value in sorted(accepted))
+            refused.append((flag, reason, passes))
+    acting = []
+    for f in _flags():
+        names = ", ".join(f"`{name}`" for name in (flag_name(f.name), *_ALIASES.get(f.name, ())))
+        acting.append((names, "" if f.default is None else f"`{f.default}`", f.metadata["help"]))
+    instead = [
+        (f"{flag_name(name)} {value}", str(taken), why)
+        for name, values in INSTEAD.items() for value, (taken, why) in values.items()
+    ]  # fmt: skip
+    return "\n\n".join([
+        "# Launch flags",
+        "Written by `python -m minispec.config` from the tables that the command line is parsed with; do not edit.\n"
+        "A flag acts, or one line at start says what is done instead; the server refuses to start only for a flag that "
+        "would change what clients get, or would open or close a door. Underscores may stand for dashes.",
+        "## Flags that act", _table(("flag", "default", "what it does"), acting),
+        "## Values taken as another one, with a line at start",
+        _table(("given", "taken as", "why"), [(f"`{given}`", f"`{taken}`", why) for given, taken, why in instead]),
+        "A chain (`--speculative-eagle-topk 1`) needs no `--speculative-num-draft-tokens`: it has one node more than "
+        "steps. A flag of another drafter than the one that runs does nothing, and a line says so.",
+        "## Flags with a line at start, whatever their value",
+        _table(("flag", "what is done instead"), [(f"`{flag}`", reason) for flag, reason in lines]),
+        "## Flags that are refused",
+        _table(("flag", "why", "accepted"), [(f"`{flag}`", reason, passes) for flag, reason, passes in refused]),
+        "## SGLang's environment variables", "They are not read, and those that are set are named in a line at start.",
+        _table(("variable", "what holds here"), [(f"`{name}`", text) for name, text in VARIABLES.items()]),
+    ]) + "\n"  # fmt: skip
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    cells = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(flags_page())

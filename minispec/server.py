@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import ClientPayloadError, http_exceptions, web
+from aiohttp.abc import AbstractAccessLogger
 
 from minispec.config import Config
 from minispec.http import schema
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from minispec.scheduler import Scheduler
 
 logger = logging.getLogger("minispec")
+access_logger = logging.getLogger("minispec.access")  # a line for each answer, at --log-level-http info
 
 MAX_BODY = 16 * 2**20  # bytes of one HTTP body, after decompression
 INLINE_BODY = 2**16  # a larger one is parsed off the event loop
@@ -205,6 +207,20 @@ class EngineThread(threading.Thread):
         llm.scheduler.flush_cache()
 
 
+class AccessLog(AbstractAccessLogger):
+    """One line for each answer: who asked for what, its status, bytes and seconds."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether aiohttp should call `log` at all."""
+        return self.logger.isEnabledFor(logging.INFO)
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        """Log an answer; the path stays encoded, since newlines would forge lines, and a query may hold keys."""
+        self.logger.info("%s %s %s %d %d bytes %.3f s", request.remote, request.method, request.rel_url.raw_path,
+                         response.status, response.body_length, time)  # fmt: skip
+
+
 class Flight:
     """One HTTP request being answered: its job and the road on which its updates arrive."""
 
@@ -226,6 +242,7 @@ class Server:
 
     def __init__(self, config: Config, build: Build = build_llm) -> None:
         self.config, self.build = config, build
+        self._names = (config.served_name, config.model_path)
         self.created = int(time.time())
         self.port = config.port
         self.flights: set[Flight] = set()
@@ -240,9 +257,11 @@ class Server:
     async def start(self) -> None:
         """Listen, and begin to load; raises OSError if the address is taken."""
         self.engine = EngineThread(self.config, self.build, self._deliver, self._died)
+        access_logger.setLevel(self.config.log_level_http.upper())
         self.runner = web.AppRunner(
-            self.application(), handler_cancellation=True, shutdown_timeout=STOP_TIMEOUT, access_log=None
-        )
+            self.application(), handler_cancellation=True, shutdown_timeout=STOP_TIMEOUT, access_log=access_logger,
+            access_log_class=AccessLog,
+        )  # fmt: skip
         await self.runner.setup()
         site = web.TCPSite(self.runner, self.config.host, self.config.port)
         await site.start()
@@ -331,7 +350,7 @@ class Server:
         """Answer a request for text, streaming or whole."""
         llm = self._ready()
         body = await self._body(http)
-        schema.check_model(body.get("model"), self._names())
+        self._check_model(body)
         flight = Flight(parse(body))
         with self._counted(len(flight.job.prompts)), self._flying(flight):
             flight.requests = await asyncio.to_thread(_prepare, flight.job, llm)
@@ -448,7 +467,7 @@ class Server:
 
     async def model(self, http: web.Request) -> web.Response:
         """The model by its name, which may contain slashes."""
-        schema.check_model(http.match_info["id"], self._names())
+        schema.check_model(http.match_info["id"], self._names)
         return _json(self._card())
 
     async def model_info(self, http: web.Request) -> web.Response:
@@ -491,7 +510,7 @@ class Server:
     async def tokenize(self, http: web.Request) -> web.Response:
         """Text to token ids."""
         llm, body = self._ready(), await self._body(http)
-        schema.check_model(body.get("model"), self._names())
+        self._check_model(body)
         texts, batched, special = schema.parse_tokenize(body)
         context = llm.scheduler.sizes.context_length
         for text in texts:
@@ -504,7 +523,7 @@ class Server:
     async def detokenize(self, http: web.Request) -> web.Response:
         """Token ids to text."""
         llm, body = self._ready(), await self._body(http)
-        schema.check_model(body.get("model"), self._names())
+        self._check_model(body)
         rows, batched, skip = schema.parse_detokenize(body, llm.model_config.vocab_size)
         texts = await asyncio.to_thread(lambda: [llm.tokenizer.decode(row, skip_special_tokens=skip) for row in rows])
         return _json({"text": texts if batched else texts[0]})
@@ -519,8 +538,9 @@ class Server:
             raise RequestError(f"the server is not ready ({state}): {line}", None, 503, "not_ready")
         return self.engine.llm
 
-    def _names(self) -> tuple[str | None, ...]:
-        return (self.config.served_name, self.config.model_path)
+    def _check_model(self, body: dict[str, Any]) -> None:
+        """Raise RequestError where the body names no model, or with --strict-model-name another one."""
+        schema.check_model(body.get("model"), self._names if self.config.strict_model_name else None)
 
     def _card(self) -> dict[str, Any]:
         context = self._ready().scheduler.sizes.context_length
@@ -682,7 +702,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.log_level != "debug":  # its errors quote raw request lines, which may hold keys
         logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
     for note in config.notes:
-        logger.info("%s", note)
+        logger.warning("%s", note)
     own_compile_cache()
     sys.exit(asyncio.run(serve(config)))
 

@@ -1,13 +1,17 @@
-"""Claims about the launch flags: nothing is parsed and ignored, and every refusal names its flag."""
+"""Claims about the launch flags: each acts or has its line, every documented command is taken, refusals name flags."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
-from minispec.config import Config, flag_name
+from minispec.config import Config, flag_name, flags_page
+from minispec.load.sglang_flags import INSTEAD, LINES, REFUSED, SPEC_V2, VARIABLES, foreign_flags
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -18,6 +22,36 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1, printed
     return printed
+
+
+def documented() -> list[tuple[dict[str, str], list[str]]]:
+    """Return the launch commands of SGLang's documentation: environment variables, and the flags as written."""
+    lines = (ROOT / "tests/launch_commands.txt").read_text().splitlines()
+    commands = []
+    for line in lines:
+        if line.startswith("#"):
+            continue
+        words = line.split()  # not a shell's rules: <your-model> is a name like any other
+        at = words.index("minispec.server")
+        commands.append((dict(word.split("=", 1) for word in words[:at]), words[at + 1 :]))
+    return commands
+
+
+DOCUMENTED = documented()
+
+
+@pytest.mark.parametrize("number", range(len(DOCUMENTED)))
+def test_every_documented_command_is_accepted_as_written(number: int) -> None:
+    environ, argv = DOCUMENTED[number]
+    assert len(DOCUMENTED) == 22
+    config = Config.from_args(argv, environ)
+    asked = dict(zip(argv, argv[1:], strict=False))
+    assert config.model_path == (asked.get("--model") or asked["--model-path"])
+    assert config.algorithm == (asked.get("--speculative-algorithm") or asked["--speculative-algo"])
+    assert config.speculative_num_draft_tokens == int(asked["--speculative-num-draft-tokens"])
+    noted = [flag for flag in argv if flag in foreign_flags() or flag == "--trust-remote-code"]
+    assert len(config.notes) == len(noted) + len(environ)  # a line for each flag that does not act, and no other
+    assert all(any(flag in note for note in config.notes) for flag in noted)
 
 
 def test_defaults_are_those_of_the_contract() -> None:
@@ -42,6 +76,7 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
         "speculative_algorithm": "ngram", "speculative_ngram_match_type": "prob", "log_level": "debug",
         "mem_fraction_static": "0.5", "speculative_ngram_branch_length": "19",
         "speculative_accept_threshold_single": "0.5", "speculative_accept_threshold_acc": "0",
+        "speculative_draft_load_format": "pt", "log_level_http": "info", "chat_template": "chatml",
     }  # fmt: skip
     flags = [f for f in dataclasses.fields(Config) if f.metadata]
     assert len(flags) > 30
@@ -74,6 +109,7 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
         (["--speculative-algo=a:B", "--speculative-draft=x"], "speculative_draft_model_path", "x"),
         (["--chunked-prefill-size", "-1"], "chunked_prefill_size", -1),
         (["--dtype", "half"], "dtype", "float16"),
+        (["--speculative-algo=ngram", "--speculative-ngram-max-trie-depth=20"], "speculative_ngram_branch_length", 20),
     ],
 )
 def test_old_spellings_and_aliases_work(argv: list[str], field: str, value: object) -> None:
@@ -92,16 +128,21 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
     ("argv", "said"),
     [
         (["--tp", "2"], "--tp 2: minispec runs on one device"),
-        (["--model", "m", "--speculative-draft", "x"], "--speculative-draft-model-path has no meaning with"),
         (["--speculative-algo", "EAGLE3", "--speculative-num-steps", "3"], "--speculative-eagle-topk"),
         (["--speculative-algo", "EAGLE", "--speculative-num-draft-tokens", "4"], "not given: --speculative-num-steps"),
         (["--speculative-algo", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2",
           "--speculative-num-draft-tokens", "1"], "--speculative-num-draft-tokens must be at least 2"),
-        (["--speculative-algo", "NGRAM", "--speculative-eagle-topk", "3"], "belongs to EAGLE, EAGLE3, STANDALONE"),
+        (["--speculative-algo", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2"],
+         "not given: --speculative-num-draft-tokens"),
         (["--quantization", "fp8"], "quantization is not in this version"),
-        (["--attention-backend", "fa3"], "attention is FlexAttention"),
-        (["--schedule-policy", "lpm"], "fcfs is accepted"),
+        (["--ssl-keyfile", "k.pem"], "reverse proxy"),
+        (["--lora-paths", "a"], "adapters are not supported"),
+        (["--admin-api-key", "k"], "there is one key, --api-key"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "auto is accepted"),
+        (["--chat-template", "vicuna"], "or one of chatml, llama-2, llama-3-instruct, vicuna_v1.1, got 'vicuna'"),
+        (["--load-format", "gguf"], "--load-format must be one of auto, safetensors, pt, dummy, got 'gguf'"),
         (["--pgae-size", "16"], "did you mean --page-size?"),
+        (["--speculative-dflash-block-size", "3"], "unknown argument --speculative-dflash-block-size; --help lists"),
         (["stray"], "unknown argument stray"),
         (["--page-size", "48"], "--page-size must be one of 16, 32, 64, 128, got 48"),
         (["--port", "70000"], "--port must be in [0, 65535], got 70000"),
@@ -112,14 +153,11 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
          "must be below --speculative-ngram-branch-length, got 12 and 12"),
         (["--speculative-algo", "NGRAM", "--speculative-ngram-min-bfs-breadth", "11"],
          "--speculative-ngram-max-bfs-breadth"),
-        (["--model", "x", "--speculative-num-draft-tokens", "4"], "--speculative-algorithm NONE; it belongs to NGRAM"),
-        (["--model", "x", "--speculative-accept-threshold-acc", "0.9"], "--speculative-algorithm NONE; it belongs to"),
         (["--speculative-accept-threshold-single", "1.5"], "-single must be in [0, 1], got 1.5"),
         (["--speculative-accept-threshold-acc", "nan"], "--speculative-accept-threshold-acc must be in [0, 1]"),
         (["--revision", "main"], "--revision needs --model-path"),
         (["--speculative-algorithm", "medusa"], "NONE, NGRAM, EAGLE, EAGLE3, NEXTN or STANDALONE, or module:Class of"),
         (["--speculative-algorithm", "my drafter:X"], "or module:Class of your own, got"),
-        (["--speculative-algorithm", "my.drafter:X", "--speculative-ngram-capacity", "99"], "belongs to NGRAM"),
         (["--speculative-algo", "standalone", "--speculative-num-steps", "3"], "--speculative-eagle-topk"),
     ],
 )
@@ -130,12 +168,111 @@ def test_refusals_are_one_line_that_names_the_flag(
 
 
 @pytest.mark.parametrize(
-    "argv", [["--tp", "1"], ["--disable-cuda-graph"], ["--disable_overlap_schedule"], ["--schedule-policy", "fcfs"],
-             ["--disable-cuda-graph-padding"], ["--trust-remote-code"]],
+    "argv", [["--tp", "1"], ["--kv-cache-dtype=auto"], ["--disable_overlap_schedule"], ["--trust-remote-code"],
+             ["--json-model-override-args", "{}"], ["--nnodes", "1"], ["--disaggregation-mode", "null"]],
 )  # fmt: skip
 def test_flags_that_ask_for_what_is_so_leave_one_note(argv: list[str]) -> None:
     notes = Config.from_args(argv).notes
-    assert len(notes) == 1 and argv[0].replace("_", "-") in notes[0]
+    assert len(notes) == 1 and argv[0].partition("=")[0].replace("_", "-") in notes[0]
+
+
+@pytest.mark.parametrize("flag", [flag for flags in LINES.values() for flag in flags.split()])
+def test_what_changes_no_output_is_taken_with_any_value_and_one_line(flag: str) -> None:
+    for words in ([flag], [flag, "7"], [flag, "1", "2", "4"], [f"{flag}=auto"]):
+        config = Config.from_args(words)
+        assert len(config.notes) == 1 and config.notes[0].startswith(words[0].partition("=")[0])
+        assert dataclasses.replace(config, notes=()) == Config()
+
+
+@pytest.mark.parametrize("flag", [word for flags in REFUSED.values() for word in flags.split()])
+def test_what_opens_a_door_is_refused_but_for_the_value_that_describes_what_is_so(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, equals, value = flag.partition("=")
+    assert name in refusal(capsys, name, "another")
+    if equals:
+        assert len(Config.from_args([name, value]).notes) == 1
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_values_that_stand_for_another_are_taken_as_it_with_a_line(name: str) -> None:
+    for given, (taken, _) in INSTEAD[name].items():
+        drafting = {"speculative_algorithm": "EAGLE", "model_path": "x"}
+        for config in (
+            Config(**drafting, **{name: given}),
+            Config.from_args(["--model=x", "--speculative-algo=EAGLE", flag_name(name), str(given)]),
+        ):
+            assert getattr(config, name) == taken
+            assert len(config.notes) == 1 and f"{flag_name(name)} {given} is taken as {taken}" in config.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--model", "m", "--speculative-draft", "x"], "--speculative-draft-model-path does nothing with"),
+        (["--speculative-algo", "NGRAM", "--speculative-eagle-topk", "3"], "belongs to EAGLE, EAGLE3, STANDALONE"),
+        (["--model", "x", "--speculative-num-draft-tokens", "4"], "--speculative-algorithm NONE; it belongs to NGRAM"),
+        (["--model", "x", "--speculative-accept-threshold-acc", "0.9"], "--speculative-algorithm NONE; it belongs to"),
+        (["--speculative-algorithm", "my.drafter:X", "--speculative-ngram-capacity", "99"], "belongs to NGRAM"),
+        (["--speculative-algo", "NGRAM", "--speculative-draft-load-format", "pt"], "--speculative-draft-load-format"),
+    ],
+)
+def test_a_flag_of_another_drafter_does_nothing_and_says_so(argv: list[str], said: str) -> None:
+    (note,) = Config.from_args(argv).notes
+    assert said in note
+
+
+def test_variables_of_sglang_that_are_set_are_named_in_one_line() -> None:
+    environ = {"SGLANG_B": "1", "SGLANG_A": "", "HOME": "/", SPEC_V2: "False"}
+    (note,) = Config.from_args([], environ).notes
+    assert note.endswith(f"not read here: SGLANG_A, SGLANG_B, {SPEC_V2}")
+    assert Config.from_args([], {"HOME": "/"}).notes == ()
+
+
+def test_spec_v2_says_that_trees_are_served() -> None:
+    tree = ["--model=x", "--speculative-algo=EAGLE", "--speculative-num-steps=3", "--speculative-eagle-topk=4",
+            "--speculative-num-draft-tokens=16"]  # fmt: skip
+    (note,) = Config.from_args(tree, {SPEC_V2: "True"}).notes
+    assert SPEC_V2 in note and "--speculative-eagle-topk 4 trees are served" in note
+    (note,) = Config.from_args([], {SPEC_V2: "1"}).notes
+    assert SPEC_V2 in note and "trees" not in note
+
+
+CONTRACT = """
+    --admin-api-key --allow-auto-truncate --api-key --attention-backend --chat-template --chunked-prefill-size --config
+    --context-length --cuda-graph-bs --cuda-graph-max --cuda-graph-max-bs --decode-log-interval --disable-cuda-graph
+    --disable-cuda-graph-padding --disable-overlap-schedule --disable-radix-cache --dp --dtype --enable-cache-report
+    --enable-custom-logit-processor --enable-metrics --enable-mixed-chunk --enable-multi-layer-eagle
+    --enable-return-hidden-states --enable-torch-compile --ep --grammar-backend --host --json-model-override-args
+    --kv-cache-dtype --log-level --max-prefill-tokens --max-queued-requests --max-running-requests --max-total-tokens
+    --mem-frac --mem-fraction --mem-fraction-static --model --model-path --page-size --port --preferred-sampling-params
+    --quantization --random-seed --sampling-backend --sampling-defaults --schedule-conservativeness --schedule-policy
+    --served-model-name --skip-server-warmup --speculative-accept-threshold-acc --speculative-accept-threshold-single
+    --speculative-adaptive --speculative-algo --speculative-algorithm --speculative-attention-mode --speculative-draft
+    --speculative-draft-attention-backend --speculative-draft-load-format --speculative-draft-model
+    --speculative-draft-model-path --speculative-draft-model-quantization --speculative-draft-model-revision
+    --speculative-eagle-topk --speculative-moe-a2a-backend --speculative-moe-runner-backend
+    --speculative-ngram-branch-length --speculative-ngram-capacity --speculative-ngram-match-type
+    --speculative-ngram-max-bfs-breadth --speculative-ngram-max-match-window-size --speculative-ngram-max-trie-depth
+    --speculative-ngram-min-bfs-breadth --speculative-ngram-min-match-window-size --speculative-num-draft-tokens
+    --speculative-num-steps --speculative-token-map --speculative-use-block-verification
+    --speculative-use-rejection-sampling --stream-interval --stream-output --tensor-parallel-size --tokenizer-path
+    --torch-compile-max-bs --tp --tp-size --watchdog-timeout --download-dir --log-level-http --trust-remote-code
+    """.split()
+
+
+def test_the_page_of_flags_is_what_the_tables_say_and_lists_the_whole_contract(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (ROOT / "docs/flags.md").read_text(encoding="utf-8")
+    assert page == flags_page(), "python -m minispec.config > docs/flags.md"
+    assert [flag for flag in CONTRACT if f"`{flag}`" not in page] == []
+    assert [name for name in VARIABLES if f"`{name}`" not in page] == [] and len(VARIABLES) == 10
+    for flag in CONTRACT:  # and the parser knows each: whatever else it says, it is not that it never heard of it
+        try:
+            Config.from_args([flag, "1"])
+        except SystemExit:
+            assert "unknown argument --" not in capsys.readouterr().err, flag
 
 
 def test_a_token_map_is_taken_whatever_drafts() -> None:
@@ -144,11 +281,25 @@ def test_a_token_map_is_taken_whatever_drafts() -> None:
 
 
 def test_the_library_gets_the_same_checks() -> None:
-    for wrong in ({"page_size": "64"}, {"port": True}, {"disable_radix_cache": 1}, {"host": ""}, {"dtype": "int8"}):
+    for wrong in ({"page_size": "64"}, {"port": True}, {"disable_radix_cache": 1}, {"host": ""}, {"dtype": "int8"},
+                  {"page_size": True}, {"page_size": [1]}):  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(flag_name(next(iter(wrong))))):
             Config(**wrong)
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().port = 1  # type: ignore[misc]
+
+
+def test_the_draft_is_read_in_the_target_s_format_unless_it_has_one_of_its_own() -> None:
+    flags = ["--speculative-algo=EAGLE3", "--load-format=pt"]
+    assert Config.from_args(flags).draft_load_format == "pt"
+    assert Config.from_args([*flags, "--speculative-draft-load-format=safetensors"]).draft_load_format == "safetensors"
+    assert Config().draft_load_format == "auto"
+
+
+def test_a_chat_template_is_a_name_a_file_or_a_template(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("{{ messages }}")
+    for given in ("llama-2", str(tmp_path / "mine"), "{% for m in messages %}{% endfor %}"):
+        assert Config.from_args(["--chat-template", given]).chat_template == given
 
 
 def test_help_lists_every_flag_and_hides_the_foreign_ones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,6 +327,8 @@ def test_thresholds_are_none_where_verification_is_exact() -> None:
         ((3, 1, 9), "LlamaForCausalLM", (3, 1, 4)),  # a chain has steps + 1 nodes
         ((2, 2, 8), "LlamaForCausalLM", (2, 2, 7)),  # no more candidates exist
         ((3, 4, 16), "LlamaForCausalLM", (3, 4, 16)),
+        ((3, 1), "LlamaForCausalLM", (3, 1, 4)),  # a chain needs no count
+        ((5, 1), "Qwen3ForCausalLM", (5, 1, 6)),
     ],
 )
 def test_tree_shapes_are_the_seed_systems_and_possible(given, architecture, shape) -> None:

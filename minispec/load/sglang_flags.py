@@ -1,0 +1,117 @@
+"""SGLang's flags and environment variables that minispec has no use for, and what happens where they are given.
+
+A flag of SGLang's acts (it is a field of `Config`), or it is here. One in `LINES` is taken with any value, and one line
+at start says what is done instead. One in `REFUSED` would change what clients get, or would open or close a door, so
+the server does not start; `--flag=value` there marks a value that describes what is so anyway, and `--flag=` the bare
+switch that does. Variables are never read, except for the wish in SGLANG_ENABLE_SPEC_V2.
+
+docs/flags.md is written from these tables. Read next: `config.py`, which reads them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+LINES = {  # what is done instead -> flags; a whole clause, as it follows "--flag: " in the log
+    "attention is FlexAttention, compiled, whatever kernels are asked for": """--attention-backend
+        --prefill-attention-backend --decode-attention-backend --mm-attention-backend --speculative-attention-mode
+        --speculative-draft-attention-backend""",
+    "one seeded sampler draws for every request": "--sampling-backend",
+    "there are no mixture-of-experts models here, so there are no kernels for them to choose": """--moe-runner-backend
+        --moe-a2a-backend --speculative-moe-runner-backend --speculative-moe-a2a-backend""",
+    "CUDA graphs are not captured in this version, so that every step is launched from Python": """--cuda-graph-max-bs
+        --cuda-graph-max --cuda-graph-bs --enable-cudagraph-gc --disable-cuda-graph --disable-cuda-graph-padding""",
+    "compilation is on unless --disable-torch-compile is given, and its batch sizes follow --max-running-requests":
+        "--enable-torch-compile --torch-compile-max-bs",
+    "each step is finished before the next one begins, without overlap": """--disable-overlap-schedule
+        --enable-two-batch-overlap""",
+    "steps of prefill and of decoding alternate": "--enable-mixed-chunk",
+    "a step of prefill is bounded by --chunked-prefill-size": "--max-prefill-tokens --prefill-max-requests",
+    "requests are served in the order of their arrival": "--schedule-policy --enable-priority-scheduling",
+    "a request is admitted when its pages are free, and the newest one waits again when they run out":
+        "--schedule-conservativeness",
+    "the tree keeps its shape while the server runs": "--speculative-adaptive --speculative-adaptive-config",
+    "drafts are accepted where they are what the target draws itself, which is as exact": """
+        --speculative-use-rejection-sampling --speculative-use-block-verification""",
+    "a head with more than one layer is refused when it is loaded": "--enable-multi-layer-eagle",
+    "a step that raises answers its requests with an error, and no watchdog runs": """--watchdog-timeout --dist-timeout
+        --crash-dump-folder""",
+    "there is no /metrics in this version; /server_info has the counters": """--enable-metrics
+        --enable-request-time-stats-logging --show-time-cost --collect-tokens-histogram""",
+    "constrained output is not in this version, and a request for it is answered with 400": "--grammar-backend",
+    "KV pages and weights stay in the device's memory": """--enable-hierarchical-cache --hicache-ratio --hicache-size
+        --cpu-offload-gb""",
+    "there is one process, on one device, with nothing to communicate with": """--dist-init-addr --nccl-port
+        --load-balance-method --disable-custom-all-reduce --gpu-id-step""",
+    "the tokenizer is the model's fast one, in threads of the server": "--tokenizer-mode --tokenizer-worker-num",
+    "models run in this package's own code": "--model-impl",
+}  # fmt: skip
+
+REFUSED = {  # why -> flags
+    "minispec runs on one device": """--tp-size=1 --tp=1 --tensor-parallel-size=1 --dp-size=1 --dp=1
+        --data-parallel-size=1 --pp-size=1 --pp=1 --pipeline-parallel-size=1 --ep-size=1 --ep=1 --expert-parallel-size=1
+        --nnodes=1 --node-rank=0 --base-gpu-id=0 --enable-dp-attention --enable-ep-moe --disaggregation-mode=null""",
+    "quantization is not in this version yet": """--quantization --quantization-param-path --torchao-config
+        --kv-cache-dtype=auto --speculative-draft-model-quantization=unquant --modelopt-quant""",
+    "LoRA adapters are not supported": """--enable-lora --lora-paths --max-loras-per-batch --max-lora-rank
+        --lora-target-modules --lora-backend""",
+    "the server speaks plain HTTP; put a reverse proxy in front of it for TLS": """--ssl-keyfile --ssl-certfile
+        --ssl-ca-certs --ssl-keyfile-password""",
+    "there is one key, --api-key": "--admin-api-key",
+    "in bfloat16 two batch shapes may round differently, so determinism is not promised beyond float32":
+        "--enable-deterministic-inference",
+    "a prompt longer than the context is answered with 400, never cut": "--allow-auto-truncate",
+    "constrained output is not in this version yet": "--constrained-json-whitespace-pattern",
+    "tool calls and reasoning are not parsed in this version": "--tool-call-parser --reasoning-parser --tool-server",
+    "requests may not bring code": "--enable-custom-logit-processor",
+    "hidden states are not returned": "--enable-return-hidden-states",
+    "events of /generate are cumulative": "--stream-output",
+    "defaults come from --sampling-defaults": "--preferred-sampling-params",
+    "the model's config.json is taken as it is": "--json-model-override-args={} --is-embedding",
+    "only text goes in": "--enable-multimodal --limit-mm-data-per-request --mm-process-config",
+    "only text comes out, so the tokenizer is needed": "--skip-tokenizer-init",
+    "flags are read from the command line alone": "--config",
+}  # fmt: skip
+
+# A value of SGLang's that a flag of ours takes as another one: {field: {value: (value taken, why)}}.
+INSTEAD: dict[str, dict[int | str, tuple[int | str, str]]] = {
+    "page_size": {1: (16, "the smallest page has 16 rows, and prompts share whole pages")},
+    "load_format": {
+        "npcache": ("pt", "no second copy of the weights is kept"),
+        "layered": ("auto", "weights are always read one tensor after another"),
+        "fastsafetensors": ("safetensors", "they are read by the plain reader"),
+    },
+}
+INSTEAD["speculative_draft_load_format"] = INSTEAD["load_format"]
+
+SPEC_V2 = "SGLANG_ENABLE_SPEC_V2"
+VARIABLES = {  # -> what holds here, whether the variable is set or not
+    SPEC_V2: "each step is finished before the next one begins; trees (topk above 1) are served with it and without it",
+    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "steps do not overlap",
+    "SGLANG_NGRAM_FORCE_GREEDY_VERIFY": "sampled requests are verified exactly with every drafter",
+    "SGLANG_SIMULATE_ACC_LEN": "acceptance is never simulated",
+    "SGLANG_SIMULATE_ACC_METHOD": "acceptance is never simulated",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "logprobs are not in this version",
+    "SGLANG_RECORD_STEP_TIME": "step times are not recorded; `python -m benchmarks.shapes` measures them",
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN":
+        "a context beyond the target's is refused; beyond the draft's the draft runs on, and a line says so",
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "/health generates nothing, /health_generate one token",
+    "SGLANG_HEALTH_CHECK_TIMEOUT": "/health_generate waits for 20 seconds",
+}  # fmt: skip
+
+
+class Foreign(NamedTuple):
+    """A flag that has no meaning here."""
+
+    accepted: frozenset[str] | None  # None: any value; "" is the bare switch
+    reason: str  # what is done instead, or why it is refused
+
+
+def foreign_flags() -> dict[str, Foreign]:
+    """Return every flag of the tables."""
+    table = {flag: Foreign(None, reason) for reason, flags in LINES.items() for flag in flags.split()}
+    for reason, flags in REFUSED.items():
+        for word in flags.split():
+            flag, equals, value = word.partition("=")
+            table[flag] = Foreign(frozenset([value] if equals else []), reason)
+    return table

@@ -7,8 +7,9 @@ out; the trainer does all anchors at once. They must agree to rounding, or a hea
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from exactness import tiny_model
 from torch import Tensor
 
 from minispec.attention import Causal
+from minispec.config import Config
 from minispec.eagle import DraftHead
+from minispec.llm import choose_dtype
 from minispec.load.default_model import DefaultModelError
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.metrics import loops
@@ -26,7 +29,7 @@ from minispec.model import FINAL, Model
 from minispec.mtp import load_head
 from minispec.standalone import load_draft, tokenizer_digest
 from minispec.train.__main__ import main
-from minispec.train.corpus import Features, Reply, batches
+from minispec.train.corpus import Features, Reply, batches, begin_replies, groups_done, read_replies
 from minispec.train.export import Recipe, draft_vocabulary, export, new_head
 from minispec.train.rounds import SoftCrossEntropy, Teacher, losses, pack, replay, unroll
 from minispec.train.small import export_small, small_model, train_small
@@ -293,11 +296,148 @@ def test_a_loop_is_a_short_period_at_the_end(tail: list[int], expected: bool) ->
     assert loops([99, 98, 97, *tail]) == expected
 
 
-def test_work_of_another_model_is_refused_in_one_line(tmp_path: Path) -> None:
-    """Nothing is trained on the replies of another model."""
-    (tmp_path / "model.txt").write_text("other")
-    with pytest.raises(SystemExit, match="holds the replies of other, not of mine"):
-        main(["eagle3", "--model", "mine", "--out", str(tmp_path), "--work", str(tmp_path)])
+# ---- data that changed between two runs -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ("more replies", "other replies", "another dtype"))
+def test_resuming_with_other_data_is_refused_in_one_sentence(change: str, tmp_path: Path) -> None:
+    """The head's rows belong to the draft ids of the old replies, and the new held-out ones were trained on."""
+    model = target()
+    texts, silent = replies(model, 24), lambda line: None
+    before = Features(model, texts, TAPS, tmp_path / "before", 10**9)
+    Trainer(recipe("eagle3"), before, tmp_path / "head", silent).run(stop_at=3)
+    if change == "another dtype":
+        model = model.bfloat16()
+    else:
+        texts = texts + replies(model, 4, seed=9) if change == "more replies" else replies(model, 24, seed=9)
+    after = Features(model, texts, TAPS, tmp_path / "after", 10**9)
+    with pytest.raises(ValueError, match="checkpoint.pt .*other replies.*--work.*--out"):
+        Trainer(recipe("eagle3"), after, tmp_path / "head", silent).run()
+
+
+def test_a_checkpoint_holds_the_draft_ids_of_its_head(tmp_path: Path) -> None:
+    """Row r of the saved LM head drafts the token ids[r], whatever replies lie in the work folder by now."""
+    model = target()
+    features = Features(model, replies(model, 24), TAPS, tmp_path / "work", 10**9)
+    trainer = Trainer(recipe("eagle3"), features, tmp_path / "head", lambda line: None)
+    trainer.run(stop_at=1)
+    state = torch.load(tmp_path / "head" / "checkpoint.pt", weights_only=True)
+    assert torch.equal(state["ids"], trainer.head.token_map) and state["data"] == features.digest
+
+
+@pytest.mark.parametrize("change", ("replies", "dtype", "taps"))
+def test_features_of_other_data_are_not_read_back(change: str, tmp_path: Path) -> None:
+    """A work folder whose feature files were made of something else gives the features of what is asked for."""
+    model = target()
+    texts, taps = replies(model, 3), TAPS
+    old = Features(model, texts, taps, tmp_path / "work", 10**9)
+    for i in range(3):
+        old.of(i)
+    if change == "replies":  # of the same lengths, so that nothing in the files' sizes tells them apart
+        texts = [replace(text, ids=text.ids[::-1]) for text in texts]
+    elif change == "dtype":
+        model = model.bfloat16()
+    else:
+        taps = (0, 1, 1, FINAL)
+    found = Features(model, texts, taps, tmp_path / "work", 10**9)
+    fresh = Features(model, texts, taps, tmp_path / "fresh", 10**9)
+    for i in range(3):
+        assert torch.equal(found.of(i)[0], fresh.of(i)[0]) and torch.equal(found.of(i)[1], fresh.of(i)[1])
+        assert not torch.equal(old.of(i)[0], fresh.of(i)[0]), "the change changes nothing"
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>"
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """The command on a random target over single bytes, uncompiled; writes the token map of two replies by default."""
+    monkeypatch.setattr("minispec.train.__main__.Config", partial(Config, disable_torch_compile=True))
+    torch.manual_seed(0)
+    model = Model(replace(target().config, vocab_size=258, tied=True, context_length=512))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.3)
+    export_small(model, "", tmp_path / "target")
+    byte_tokenizer(258).backend._tokenizer.save(str(tmp_path / "target" / "tokenizer.json"))
+    (tmp_path / "target" / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    base = {"--model": tmp_path / "target", "--out": tmp_path / "out", "--work": tmp_path / "work", "--device": "cpu",
+            "--prompts": tmp_path / "mine.jsonl", "--max-new-tokens": 40, "--draft-vocab": 32}  # fmt: skip
+
+    def run(kind: str = "token-map", **flags: object) -> None:
+        given = base | {"--" + name.replace("_", "-"): value for name, value in flags.items()}
+        main([kind, *(str(word) for pair in given.items() if pair[1] is not None for word in pair)])
+
+    return run
+
+
+def test_the_same_command_again_reads_its_replies_and_another_kind_shares_them(
+    command: Callable[..., None], tmp_path: Path
+) -> None:
+    """The replies of a finished run are read, not written anew, and a head is trained on them and goes on."""
+    command()
+    made = (tmp_path / "work" / "replies.jsonl").read_text()
+    command()
+    command("eagle", epochs=1, rounds=2, batch_tokens=50, out=tmp_path / "head")
+    assert (tmp_path / "work" / "replies.jsonl").read_text() == made and made.count('"ids"') >= 2
+    assert (tmp_path / "out" / "token_map.safetensors").is_file()
+    assert (tmp_path / "head" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"max_new_tokens": 41}, "--max-new-tokens 40, and this run has --max-new-tokens 41;"),
+        ({"seed": 3}, "--seed 0, and this run has --seed 3;"),
+        ({"prompts": "other.jsonl"}, "--prompts mine.jsonl .sha256 .*, and this run has --prompts other.jsonl .sha256"),
+        ({"prompts": None, "count": 20}, "--prompts mine.jsonl .*, and this run has --count 20;"),
+        ({"model": "elsewhere"}, "--model .*/target, and this run has --model .*/elsewhere;"),
+    ],
+)
+def test_replies_made_with_other_flags_are_refused_by_name(
+    flags: dict[str, object], named: str, command: Callable[..., None], tmp_path: Path
+) -> None:
+    """What the replies depend on stands in their file, and a run that asks for something else says which flag it is."""
+    command()
+    (tmp_path / "target").rename(tmp_path / "elsewhere") if "model" in flags else None
+    (tmp_path / "other.jsonl").write_text('{"prompt": "three"}\n{"prompt": "four"}\n')
+    files = {name: tmp_path / str(flags[name]) for name in ("prompts", "model") if flags.get(name)}
+    with pytest.raises(SystemExit, match=f"^minispec.train: error: --work .* was made with {named}.* --work$"):
+        command(**flags | files)
+
+
+def test_a_prompts_file_that_was_edited_is_refused(command: Callable[..., None], tmp_path: Path) -> None:
+    """The content counts, not the name: moved it is the same, edited under the same name it is not."""
+    command()
+    (tmp_path / "moved").mkdir()
+    moved = (tmp_path / "mine.jsonl").rename(tmp_path / "moved" / "mine.jsonl")
+    command(prompts=moved)
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "one"}\n{"prompt": "three"}\n')
+    with pytest.raises(SystemExit, match="--prompts mine.jsonl .sha256"):
+        command()
+
+
+def test_replies_in_another_dtype_are_refused(command: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target of another precision would have replied otherwise; the device chooses it."""
+    command()
+    other = torch.float32 if choose_dtype(Config(), torch.device("cpu")) == torch.bfloat16 else torch.bfloat16
+    monkeypatch.setattr("minispec.train.__main__.choose_dtype", lambda config, device: other)
+    with pytest.raises(SystemExit, match="dtype .*32.*dtype|dtype .*16.*dtype"):
+        command()
+
+
+def test_a_work_folder_that_does_not_say_what_made_it_is_refused(tmp_path: Path) -> None:
+    """Replies of unknown making are not trained on, and a first line that was cut off is written anew."""
+    path = tmp_path / "replies.jsonl"
+    path.write_text('{"ids": [1, 2, 3], "start": 1, "temperature": 0.0, "source": "x"}\n{"group": 0}\n')
+    with pytest.raises(ValueError, match="does not say what made it.*--work"):
+        begin_replies(path, {"--seed": 0})
+    path.write_text('{"made w')
+    begin_replies(path, {"--seed": 0})
+    begin_replies(path, {"--seed": 0})
+    assert groups_done(path) == 0 and read_replies(path) == []
+    with pytest.raises(ValueError, match="--seed 0, and this run has --seed 1"):
+        begin_replies(path, {"--seed": 1})
 
 
 def test_a_default_model_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ Read next: `corpus.py`, where the replies come from; `rounds.py`, what is learne
 from __future__ import annotations
 
 import argparse
+import hashlib
 import random
 import sys
 import time
@@ -34,7 +35,7 @@ from minispec.load.tokenizer import load_tokenizer
 from minispec.load.weights import read_config
 from minispec.model import FINAL, Model, ModelConfig
 from minispec.standalone import tokenizer_digest
-from minispec.train.corpus import Features, Reply, generate, groups, groups_done, read_replies
+from minispec.train.corpus import Features, Reply, begin_replies, generate, groups, groups_done, read_replies
 from minispec.train.export import HEAD_CLASSES, Recipe, draft_vocabulary, export
 from minispec.train.prompts import Tell, collect, read_jsonl
 from minispec.train.small import export_small, small_model, train_small
@@ -72,10 +73,7 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
             setattr(options, name, value)
     work = options.work or options.out / "work"
     work.mkdir(parents=True, exist_ok=True)
-    owner = work / "model.txt"
-    if owner.exists() and owner.read_text() != config.served_name:
-        raise ValueError(f"--work {work} holds the replies of {owner.read_text()}, not of {config.served_name}")
-    owner.write_text(config.served_name)
+    begin_replies(work / "replies.jsonl", made_with(options, config))
     replies = ensure_replies(options, config, work / "replies.jsonl", tell)
     tell(f"{len(replies)} replies, {sum(len(r.ids) - r.start for r in replies)} reply tokens, "
          f"{sum(len(r.ids) for r in replies)} in all")  # fmt: skip
@@ -113,8 +111,23 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
     tell(f"wrote {options.out}; serve it with --speculative-draft-model-path {options.out}")
 
 
+def made_with(options: argparse.Namespace, config: Config) -> dict[str, object]:
+    """Return what the replies depend on, by flag; the dtype, which the device chooses, under its own name."""
+    dtype = choose_dtype(config, choose_device(config))
+    made: dict[str, object] = {"--model": config.served_name, "dtype": str(dtype).removeprefix("torch.")}
+    if options.prompts is None:
+        made["--count"] = options.count
+    elif options.prompts.is_file():
+        digest = hashlib.sha256(options.prompts.read_bytes()).hexdigest()
+        made["--prompts"] = f"{options.prompts.name} (sha256 {digest[:16]})"
+    else:
+        raise ValueError(f"--prompts {options.prompts} is no file")
+    flags = ("--long-share", "--max-new-tokens", "--seed")
+    return made | {flag: getattr(options, flag.removeprefix("--").replace("-", "_")) for flag in flags}
+
+
 def ensure_replies(options: argparse.Namespace, config: Config, path: Path, tell: Tell) -> list[Reply]:
-    """Return the replies in a file, generating what is missing of them."""
+    """Return the replies in a file that was begun, generating what is missing of them."""
     tokenizer = load_tokenizer(choose_folder(config, tell))
     rng, short = random.Random(options.seed), []
     for conversation in read_jsonl(options.prompts) if options.prompts else collect(options.count, options.seed, tell):

@@ -7,18 +7,24 @@ prompts that need an open licence and nothing else. And it reads that model's fe
 The one idea: everything is a file that grows. Replies are appended a group at a time and features one sequence at a
 time, so an interrupted run goes on where it stopped.
 
-    replies.jsonl    {"ids": [...], "start": P, "temperature": 0.0, "source": "..."}    ids[P:] is the reply
+    replies.jsonl    {"made": {"--model": ..., "--seed": ..., ...}}, what all replies below depend on
+                     {"ids": [...], "start": P, "temperature": 0.0, "source": "..."}    ids[P:] is the reply
     features.bin     [tokens, F], the tapped streams of every sequence, one behind the other
+    digest.txt       of the sequences, taps and dtype that the features belong to
 
-On-policy data for draft heads: DistillSpec (arXiv 2310.08461). Read next: `prompts.py`, where the prompts
-come from; then `rounds.py`.
+A file is only as good as what it was made of. Replies made with other flags are refused, since they were dear;
+features of other replies are dropped and computed anew, since a head trained on them would learn from the wrong rows.
+
+On-policy data for draft heads: DistillSpec (arXiv 2310.08461). Read next: `prompts.py`, where the prompts come from;
+then `rounds.py`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -57,6 +63,30 @@ class Reply:
 # ---- generating ---------------------------------------------------------------------------------------------------
 
 
+def begin_replies(path: Path, made: Mapping[str, object]) -> None:
+    """Write what all replies of a file depend on into its first line, or see that the file there depends on the same.
+
+    made: values by flag of the command. Raises ValueError naming the flags that differ, or that the file names none.
+    """
+    first = ""
+    if path.exists():
+        with path.open(encoding="utf-8") as file:
+            first = file.readline()
+    if not first.endswith("\n"):  # no file, or one of a run that was killed while it wrote this line
+        path.write_text(json.dumps({"made": made}) + "\n", encoding="utf-8")
+        return
+    found = json.loads(first).get("made")
+    if found is None:
+        raise ValueError(f"--work {path.parent}: its {path.name} does not say what made it; choose another --work")
+    if found != made:
+        other = [flag for flag in {**found, **made} if found.get(flag) != made.get(flag)]
+        then, now = (" ".join(f"{flag} {have[flag]}" for flag in other if flag in have) for have in (found, made))
+        raise ValueError(
+            f"--work {path.parent}: its {path.name} was made with {then}, and this run has {now}; "
+            "repeat what made it or choose another --work"
+        )
+
+
 def generate(
     llm: LLM,
     conversations: Sequence[Conversation],
@@ -66,7 +96,7 @@ def generate(
     max_new_tokens: int,
     tell: Callable[[str], None],
 ) -> None:
-    """Append the target's replies to all conversations to `path`, a group at a time, going on where the file ends.
+    """Append the target's replies to all conversations to a file begun by `begin_replies`, going on where it ends.
 
     Some conversations are replaced by ones that the target makes up, and some get a second turn. Replies that loop or
     are cut to nothing are dropped: a loop teaches copying and flatters every measure.
@@ -88,7 +118,7 @@ def read_replies(path: Path) -> list[Reply]:
     """Return the sequences of a file that `generate` wrote; a group that was cut off is left out."""
     whole: list[Reply] = []
     group: list[Reply] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines()[1:]:
         row = json.loads(line)
         if "group" in row:
             whole, group = whole + group, []
@@ -103,12 +133,10 @@ def groups(conversations: int) -> int:
 
 
 def groups_done(path: Path) -> int:
-    """Return how many groups a file holds, cutting off one that is not whole."""
-    if not path.exists():
-        return 0
+    """Return how many groups a file of replies holds, cutting off one that is not whole."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     ends = [i for i, line in enumerate(lines) if line.startswith('{"group"') and line.endswith("\n")]
-    path.write_text("".join(lines[: ends[-1] + 1] if ends else []), encoding="utf-8")
+    path.write_text("".join(lines[: ends[-1] + 1 if ends else 1]), encoding="utf-8")
     return len(ends)
 
 
@@ -187,7 +215,8 @@ class Features:
     """The target's tapped streams on every sequence, computed once and kept in a file.
 
     `of(i)` returns [T_i, F] in the target's dtype and the target's greedy choice after each token [T_i] int64.
-    limit: bytes to keep; sequences beyond it are computed anew every time.
+    limit: bytes to keep; sequences beyond it are computed anew every time. `digest` names what the features belong
+    to, sequences, taps and dtype; files of another digest are dropped.
     """
 
     def __init__(
@@ -203,10 +232,13 @@ class Features:
         self.kept = int(np.searchsorted(self.offsets, room, side="right")) - 1 if room < rows else len(sequences)
         rows = int(self.offsets[self.kept])
         kind = np.uint16 if self.dtype.itemsize == 2 else np.uint32
+        self.digest = _digest(sequences, self.taps, self.dtype)
         name = "-".join(map(str, self.taps))
-        self._file = _grown(folder / f"features-{name}.bin", kind, (rows, self.width))
-        self._choice = _grown(folder / f"choices-{name}.bin", np.int32, (rows,))
-        self._done = _grown(folder / f"done-{name}.bin", np.uint8, (max(1, self.kept),))
+        files = [folder / f"{part}-{name}.bin" for part in ("features", "choices", "done")]
+        _drop_others(files, folder / f"digest-{name}.txt", self.digest)
+        self._file = _grown(files[0], kind, (rows, self.width))
+        self._choice = _grown(files[1], np.int32, (rows,))
+        self._done = _grown(files[2], np.uint8, (max(1, self.kept),))
 
     def of(self, index: int) -> tuple[Tensor, Tensor]:
         """Return features [T, F] and greedy choices [T] int64 of sequence `index`, on the model's device."""
@@ -236,10 +268,32 @@ class Features:
         return features[0], choices
 
 
+def _digest(sequences: Sequence[Reply], taps: Sequence[int | str], dtype: torch.dtype) -> str:
+    """Return a sha256 of all that features depend on beside the target's weights, and of what is held out by."""
+    digest = hashlib.sha256(f"{list(taps)} {dtype}".encode())
+    for sequence in sequences:
+        digest.update(f"{len(sequence.ids)} {sequence.start} {sequence.temperature}".encode())
+        digest.update(np.asarray(sequence.ids, np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def _drop_others(files: Sequence[Path], record: Path, digest: str) -> None:
+    """Remove `files` unless `record` says that they are of this digest, and have it say so from now on.
+
+    They are removed and not emptied, since another run may still read the old ones, and the record comes last, since
+    a run that is killed in between must find nothing rather than old files under the new digest.
+    """
+    if record.exists() and record.read_text() == digest:
+        return
+    for path in files:
+        path.unlink(missing_ok=True)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(digest)
+
+
 def _grown(path: Path, kind: type, shape: tuple[int, ...]) -> np.memmap:
     """Return a file as an array of this shape, made or lengthened with zeros (a sparse file) as needed."""
     size = int(np.prod(shape)) * np.dtype(kind).itemsize
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         if file.tell() < size:
             file.truncate(max(size, 1))

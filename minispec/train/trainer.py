@@ -132,10 +132,15 @@ class Trainer:
         return parts.square().mean(-1).sqrt().median(0).values
 
     def _save(self) -> None:
-        """Write the checkpoint, whole or not at all."""
+        """Write the checkpoint, whole or not at all.
+
+        ids: what the rows of the head's LM head stand for, [Vd]. data: which replies, and hence which held-out ones.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         state = {
             "recipe": asdict(self.recipe),
+            "data": self.features.digest,
+            "ids": self.head.token_map,
             "step": self.step,
             "head": self.head.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -144,13 +149,18 @@ class Trainer:
         (self.folder / "checkpoint.partial").replace(self.folder / "checkpoint.pt")
 
     def _resume(self) -> None:
-        """Take up the checkpoint, if there is one of this recipe."""
+        """Take up the checkpoint, if there is one; raises ValueError if it is of another recipe or of other replies."""
         path = self.folder / "checkpoint.pt"
         if not path.exists():
             return
         state = torch.load(path, map_location=self.features.device, weights_only=True)
         if state["recipe"] != asdict(self.recipe):
             raise ValueError(f"{path} is of another recipe ({state['recipe']}); remove it or choose another --out")
+        if state.get("data") != self.features.digest or not torch.equal(state["ids"], self.head.token_map):
+            raise ValueError(
+                f"{path} was trained on other replies or in another dtype: its draft ids and held-out replies are not "
+                "these; give the --work it was trained with or choose another --out"
+            )
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]

@@ -157,7 +157,10 @@ def law(logits: Tensor, wishes: Wishes) -> Tensor:
     return torch.where(wishes.temperature[:, None] > 0, scaled.softmax(-1), likeliest)
 
 
-MASS_UNIT = 2.0**40  # of the likeliest token: sums of up to 2^23 ids stay in int64, and integer sums have no order
+# Masses are summed as integers of this unit. Floats summed in another order round differently, so two batch shapes
+# could disagree about a threshold; integers cannot. The likeliest token has one unit, so that sums of up to 2^23 ids
+# stay in int64.
+MASS_UNIT = 2.0**40
 
 
 def _filtered(gap: Tensor, wishes: Wishes) -> Tensor:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Two workers whose OpenMP pools wait for each other are slower than one. Before torch is imported; servers that the
+    # tests start inherit it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -13,6 +19,13 @@ from minispec.load.default_model import DefaultModelError, ensure_default_model
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--drafter module:Class` runs test_exactness.py on a drafter of one's own, docs/adding-a-drafter.md."""
     parser.addoption("--drafter", help="module:Class of a drafter to run the exactness suite on")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """With `-n`, give a worker whole files: one server, or one compiled model, serves all tests of a file."""
+    if getattr(config.option, "dist", "no") == "load":
+        config.option.dist = "loadscope"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -194,7 +194,12 @@ class PagedGather:
         return GatherLayer(*self._layers[index], self.plan, *self._first)
 
     def _rows_and_mask(self) -> tuple[Tensor, Tensor]:
-        """Return the rows to read [r, S] int64 and who sees them [r, W, S] bool, S the rows of the longest block."""
+        """Return the rows to read [r, S] int64 and who sees them [r, W, S] bool, S the rows of the longest block.
+
+        A row that no query of its block may see is replaced by the block's row 0, which all of them see. Masking alone
+        would not keep it out: in float16 it may hold an overflow, of padding in page 0 or of a page's former owner, and
+        a weight of 0 times infinity is NaN.
+        """
         plan, page_size = self.plan, self.kv.page_size
         pages = self.kv.pages_per_slot
         if not plan.starts.is_cuda:  # a host look at the lengths is free on the CPU, and forbidden on CUDA
@@ -205,7 +210,8 @@ class PagedGather:
         ahead = position - plan.starts[:, None]
         inside = ahead.clamp(0, plan.window - 1)[:, None, :].expand(-1, plan.width, -1)
         within = (ahead < plan.window)[:, None, :] & plan.visible.gather(2, inside)
-        return rows, (ahead < 0)[:, None, :] | within
+        mask = (ahead < 0)[:, None, :] | within
+        return torch.where(mask.any(1), rows, rows[:, :1]), mask
 
 
 class GatherLayer:

@@ -99,8 +99,8 @@ class PagedKV:
         assert count <= len(self.free), f"asked for {count} pages, {len(self.free)} free"
         pages = [self.free.pop() for _ in range(count)]
         if self.pool.dtype == torch.float16 and pages:
-            # The one dtype in which a request can overflow: its infinities must not reach the page's next owner, as a
-            # masked NaN still poisons a product.
+            # The one dtype in which a request can overflow. FlexAttention multiplies masked values by a weight of 0, so
+            # an infinity left in the page would reach its next owner as NaN.
             index = upload(pages, torch.int64, self.pool.device)
             for pool in self.pools:
                 pool.view(*pool.shape[:2], self.pages, -1).index_fill_(2, index, 0)

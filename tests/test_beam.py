@@ -224,6 +224,25 @@ def test_prompts_prefilled_together_share_the_pages_of_their_draft_rows_too() ->
     assert all(r.output_ids == reference(MODEL, r) for r in requests)
 
 
+def test_an_overflow_in_the_trash_page_reaches_no_request(monkeypatch) -> None:
+    """A shorter request of a batch has page 0 where the longer one has its last pages; padding may have written NaN."""
+    compare: list = []
+    scheduler = build(MODEL, drafter(3, 2, 6), running=3)
+    record(scheduler, compare)
+    fill = Plan.fill
+
+    def poisoned(self, *step, **more):
+        for pool in scheduler.kv.pools:
+            pool[:, :, : scheduler.kv.page_size] = float("nan")
+        fill(self, *step, **more)
+
+    monkeypatch.setattr(Plan, "fill", poisoned)
+    requests = [request("short", [5], max_new_tokens=8), request("long", range(50), max_new_tokens=8)]
+    run(scheduler, requests)
+    assert_slow_trees(compare, 3, 2, 6, every=3)
+    assert all(r.output_ids == reference(MODEL, r) for r in requests)
+
+
 # ---- requests that are drafted for in vain -----------------------------------------------------------------------
 
 LONG = dict(max_new_tokens=110)

@@ -77,6 +77,16 @@ def rerank(candidates: Candidates, root: Tensor, nodes: int) -> DraftTree:
     )
 
 
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities fp32 and the ids of the `count` likeliest of logits [..., V], each [..., count].
+
+    Logits with NaN or infinity have no probabilities. All their children then score -inf: as NaN they would be sorted
+    before everything else, and enter the tree without their parents.
+    """
+    scores, ids = logits.float().log_softmax(-1).topk(count, dim=-1)
+    return scores.masked_fill(scores.isnan(), -torch.inf), ids
+
+
 def grow(
     logits: Tensor,
     state: Tensor,
@@ -92,7 +102,7 @@ def grow(
     `to_target` maps draft ids to target ids. Static shapes, no look from the host; the loop is over rounds.
     """
     batch, width = logits.shape[0], (steps - 1) * topk
-    scores, ids = logits.float().log_softmax(-1).topk(topk, dim=-1)
+    scores, ids = likeliest(logits, topk)
     frontier = Frontier(
         tokens=to_target(ids),
         states=state[:, None].expand(-1, topk, -1),
@@ -107,7 +117,7 @@ def grow(
         seen = torch.cat((frontier.visible[..., :column], own.expand(batch, -1, -1)), dim=-1)
         seen = torch.nn.functional.pad(seen, (0, width - seen.shape[-1]))
         logits, states = expand(round_, frontier._replace(visible=seen))
-        scores, ids = logits.float().log_softmax(-1).topk(topk, dim=-1)
+        scores, ids = likeliest(logits, topk)
         scores = (frontier.scores[..., None] + scores).flatten(1)
         tokens = to_target(ids).flatten(1)
         found.append(Candidates(tokens, scores, frontier.index.repeat_interleave(topk, dim=1)))

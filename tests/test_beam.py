@@ -578,3 +578,62 @@ def test_ties_never_keep_a_child_without_its_parent() -> None:
         check(tree)
         above = ancestors(tree.parents)[0]
         assert depth(above[None])[0].max() == min(nodes - 1, 4)
+
+
+# ---- logits that are no numbers ----------------------------------------------------------------------------------
+
+BROKEN = [float("nan"), float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("value", BROKEN)
+@pytest.mark.parametrize("round_", range(3))
+@pytest.mark.parametrize("whole", [False, True], ids=["one logit", "all logits"])
+def test_a_child_without_probability_never_stands_without_its_parent(round_: int, value: float, whole: bool) -> None:
+    """The middle node of a frontier has broken logits; the root, in round 0."""
+    generator, rounds = torch.Generator().manual_seed(round_), 3
+
+    def draw(round_now: int, nodes: int) -> torch.Tensor:
+        logits = 4 * torch.randn(2, nodes, VOCAB, generator=generator)
+        if round_now == round_:
+            logits[:, nodes // 2, slice(None) if whole else 7] = value
+        return logits
+
+    candidates = grow(draw(0, 1)[:, 0], torch.zeros(2, 4), lambda now, frontier: (draw(now, 3), frontier.states),
+                      lambda ids: ids, steps=rounds, topk=3)  # fmt: skip
+    for nodes in range(2, candidate_count(rounds, 3) + 2):
+        tree = rerank(candidates, torch.tensor([1, 2]), nodes)
+        check(tree)
+        for row in range(2):
+            proposed = paths([-1, *candidates.tokens[row].tolist()], [-1, *(candidates.parents[row] + 1).tolist()])
+            assert paths(tree.tokens[row].tolist(), tree.parents[row].tolist()) <= proposed, f"{nodes} nodes"
+
+
+class BrokenHead(ToyHead):
+    """The toy head, whose logits are broken at one node of the frontier in one round of three."""
+
+    def break_at(self, round_: int, value: float) -> BrokenHead:
+        """Choose the round, and what stands in the logits."""
+        self.round, self.value, self.calls = round_, value, 0
+        return self
+
+    def logits(self, state):
+        """Return the target's logits, now and then broken."""
+        logits = super().logits(state)
+        if self.calls % 3 == self.round:
+            logits[:, logits.shape[1] // 2] = self.value
+        self.calls += 1
+        return logits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("round_", "value"), [(0, BROKEN[0]), (1, BROKEN[0]), (2, BROKEN[0]), (1, BROKEN[1])], ids=str)
+def test_output_stays_exact_when_a_head_gives_no_numbers(round_: int, value: float, temperature: float) -> None:
+    with torch.inference_mode():
+        head = BrokenHead(MODEL).break_at(round_, value)
+    compare: list = []
+    scheduler = build(MODEL, drafter(3, 3, 8, head=head))
+    record(scheduler, compare)
+    requests = mixed_requests(count=4, max_new_tokens=8, temperature=temperature)
+    run(scheduler, requests)
+    assert len(compare) > 10 and head.calls > 20
+    assert all(r.output_ids == reference(MODEL, r) for r in requests)

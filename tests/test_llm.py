@@ -12,8 +12,10 @@ import torch
 
 import minispec.verify as verify_module
 from minispec import LLM, RequestError, SamplingParams
+from minispec.config import Config
 from minispec.drafter import Batch
 from minispec.engine import Engine
+from minispec.llm import dtype_line
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.model import Model
 
@@ -152,6 +154,54 @@ def test_what_is_wrong_with_a_head_is_one_line_that_names_a_flag(tmp_path, monke
         with pytest.raises(ValueError, match=flag) as refused:
             LLM(model, speculative_algorithm="EAGLE", **wishes, **OPTIONS)
         assert "\n" not in str(refused.value) and "--speculative-" in str(refused.value)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])  # the head is EAGLE-3 under either name
+@pytest.mark.parametrize("name", ["org/absent/map.pt", "absent.json", "twice.json"])
+def test_a_bad_token_map_does_not_stop_a_head_that_ignores_it(algorithm, name, tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    Path("twice.json").write_text("[1, 1]")
+    target = test_heads.make_target()
+    model = config_of(target, tmp_path / "target")
+    head = test_heads.write(tmp_path / "head", test_heads.eagle3_official(target))
+    options = {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(head), **OPTIONS}
+    llm = LLM(model, speculative_token_map=name, **options)
+    assert llm.generate([1, 2, 3], GREEDY)["output_ids"] and llm.scheduler.metrics.tree_steps > 0
+    (warning,) = [record.message for record in caplog.records if "--speculative-token-map" in record.message]
+    assert name in warning and "ignored" in warning
+
+
+def test_models_heads_and_maps_of_the_hub_are_looked_for_in_the_download_dir(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    target, at = test_heads.make_target(), tmp_path / "kept"
+    kept = {name: hub_snapshot(at, name) for name in ("org/model", "org/draft", "org/maps")}
+    config_of(target, kept["org/model"] / "new")
+    (kept["org/model"] / "new/config.json").rename(kept["org/model"] / "config.json")
+    test_heads.write(kept["org/draft"], test_heads.eagle_original(target))
+    torch.save([5, 6, 7, 8], kept["org/maps"] / "freq.pt")
+    options = {"speculative_draft_model_path": "org/draft", "speculative_token_map": "org/maps/freq.pt", **OPTIONS}
+    llm = LLM("org/model", speculative_algorithm="EAGLE", download_dir=str(at), **options)
+    assert llm.folder == kept["org/model"] and llm.scheduler.engine.drafter.network.draft_vocab == 4
+
+
+def hub_snapshot(cache: Path, name: str) -> Path:
+    """Make an empty snapshot folder of a hub id in a cache, and return it."""
+    repo = cache / f"models--{name.replace('/', '--')}"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs/main").write_text("0" * 40)
+    (folder := repo / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    return folder
+
+
+def test_the_line_at_start_says_where_sglang_would_have_taken_float16() -> None:
+    auto, half = Config(model_path="x"), Config(model_path="x", dtype="bfloat16")
+    for stored in ("float16", "float32"):
+        line = dtype_line(auto, stored, torch.bfloat16)
+        assert line.startswith("bfloat16 (") and "float16 for a " + stored in line and "--dtype float16" in line
+        assert dtype_line(half, stored, torch.bfloat16) == "bfloat16"  # asked for: nothing to say
+        assert dtype_line(auto, stored, torch.float32) == "float32"  # a CPU without bfloat16
+    assert dtype_line(auto, "bfloat16", torch.bfloat16) == dtype_line(auto, None, torch.bfloat16) == "bfloat16"
 
 
 @pytest.mark.parametrize("form", [test_heads.eagle_original, test_heads.mtp_alone], ids=lambda f: f.__name__)

@@ -108,6 +108,16 @@ def test_absent_revision_is_named(offline_hub: Path) -> None:
     assert "'v2'" in _message(lambda: resolve_model("org/name", "v2"))
 
 
+def test_a_cache_of_ones_own_is_looked_in_and_named_instead_of_the_hubs(offline_hub: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    snapshot = _fill_hub_cache(mine, "org/name", {"config.json": "{}", "model.safetensors": "", "freq.pt": ""})
+    assert resolve_model("org/name", cache=str(mine)) == snapshot
+    assert resolve_file("org/name/freq.pt", str(mine)) == snapshot / "freq.pt"
+    for absent in (lambda: resolve_model("org/absent", cache=str(mine)), lambda: resolve_file("org/name/x", str(mine))):
+        message = _message(absent)
+        assert str(mine) in message and str(offline_hub) not in message
+
+
 def test_misspelt_path_is_one_sentence(offline_hub: Path) -> None:
     assert "./no/such/folder" in _message(lambda: resolve_model("./no/such/folder", None))
 
@@ -134,7 +144,7 @@ def test_pickles_are_asked_for_only_where_there_are_no_safetensors(
 ) -> None:
     asked: list[list[str]] = []
 
-    def snapshot(name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+    def snapshot(name: str, *, allow_patterns: list[str], **_: Any) -> str:
         asked.append(allow_patterns)
         return str(tmp_path)
 

@@ -95,12 +95,19 @@ def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -
             f"--speculative-algorithm {config.algorithm} needs --speculative-draft-model-path: this target "
             f"({model.config.architecture}) brings no draft head of its own"
         )
-    ids = None
+    ids, bad_map = None, None
     if config.token_map is not None:
-        ids = read_token_map(_token_map_file(config.token_map), model.config.vocab_size)
+        try:
+            ids = read_token_map(_token_map_file(config), model.config.vocab_size)
+        except ValueError as error:  # it matters only to a head that would use the map, which its files will tell
+            bad_map = error
     weight = model.embed_tokens.weight
     where = folder if path is None else _draft_folder(config, path)
     head = load_head(where, model, token_map=ids, head_weight=None, dtype=weight.dtype, device=weight.device)
+    if bad_map is not None:
+        if head.name != "eagle3":
+            raise bad_map
+        logger.warning("%s; it is ignored: an EAGLE-3 head has a draft vocabulary of its own", bad_map)
     if head.name != config.algorithm.lower():
         logger.info("--speculative-algorithm %s: the head is of kind %s and used as such", config.algorithm, head.name)
     context = config.context_length or model.config.context_length
@@ -126,17 +133,18 @@ def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer
 def _draft_folder(config: Config, path: str) -> Path:
     """Return the folder of the draft head or model; raises ModelError naming the flag."""
     try:
-        return resolve_model(path, config.speculative_draft_model_revision, "--speculative-draft-model-revision")
+        revision, flag = config.speculative_draft_model_revision, "--speculative-draft-model-revision"
+        return resolve_model(path, revision, flag, config.download_dir)
     except ModelError as error:
         raise ModelError(f"--speculative-draft-model-path {path}: {error}") from error
 
 
-def _token_map_file(name: str) -> Path:
+def _token_map_file(config: Config) -> Path:
     """Return the token map's file; raises ModelError naming the flag."""
     try:
-        return resolve_file(name)
+        return resolve_file(config.token_map, config.download_dir)
     except ModelError as error:
-        raise ModelError(f"--speculative-token-map {name}: {error}") from error
+        raise ModelError(f"--speculative-token-map {config.token_map}: {error}") from error
 
 
 def _tree_shape(config: Config, model: Model) -> dict[str, int]:

@@ -82,7 +82,9 @@ INSTEAD: dict[str, dict[int | str, tuple[int | str, str]]] = {
         "fastsafetensors": ("safetensors", "they are read by the plain reader"),
     },
 }
-INSTEAD["speculative_draft_load_format"] = INSTEAD["load_format"]
+INSTEAD["speculative_draft_load_format"] = {
+    **INSTEAD["load_format"], "dummy": ("auto", "what kind of head a draft is, its tensors tell, so they are read"),
+}  # fmt: skip
 
 SPEC_V2 = "SGLANG_ENABLE_SPEC_V2"
 VARIABLES = {  # -> what holds here, whether the variable is set or not

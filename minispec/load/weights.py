@@ -59,11 +59,13 @@ class Vocabulary(Protocol):
 # Where the model lies
 
 
-def resolve_model(name: str, revision: str | None = None, revision_flag: str = "--revision") -> Path:
+def resolve_model(
+    name: str, revision: str | None = None, revision_flag: str = "--revision", cache: str | None = None
+) -> Path:
     """Return the folder of a model: `name` itself if it is a folder, else the hub's snapshot, downloaded if need be.
 
-    The hub's own rules hold: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN. Pickled weights are fetched only where
-    there are no safetensors. Raises ModelError.
+    cache: the folder of snapshots, None for the hub's own. The hub's own rules hold: HF_HOME, HF_HUB_CACHE,
+    HF_HUB_OFFLINE, HF_TOKEN. Pickled weights are fetched only where there are no safetensors. Raises ModelError.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -72,14 +74,17 @@ def resolve_model(name: str, revision: str | None = None, revision_flag: str = "
         return path
     if path.exists():
         raise ModelError(f"model {name!r} is a file; pass the folder that holds config.json")
-    folder = _snapshot(name, revision, DATA_FILES)
+    folder = _snapshot(name, revision, DATA_FILES, cache)
     if not any(folder.glob("*.safetensors")):
-        folder = _snapshot(name, revision, [*DATA_FILES, "*.bin"])
+        folder = _snapshot(name, revision, [*DATA_FILES, "*.bin"], cache)
     return folder
 
 
-def resolve_file(name: str) -> Path:
-    """Return a data file: `name` itself if it is one, else owner/repo/file of the hub; raises ModelError."""
+def resolve_file(name: str, cache: str | None = None) -> Path:
+    """Return a data file: `name` itself if it is one, else owner/repo/file of the hub; raises ModelError.
+
+    cache: the folder of snapshots, None for the hub's own.
+    """
     path = Path(name).expanduser()
     if path.is_file():
         return path
@@ -87,19 +92,21 @@ def resolve_file(name: str) -> Path:
     repo, _, file = rest.partition("/")
     if not owner or not repo or not file or path.exists():
         raise ModelError("is neither a file nor owner/repo/file on the hub")
-    found = _snapshot(f"{owner}/{repo}", None, [file]) / file
+    found = _snapshot(f"{owner}/{repo}", None, [file], cache) / file
     if not found.is_file():  # a snapshot is whole without it, if it was never asked for or never there
-        why = f"HF_HUB_OFFLINE is set and the cache {constants.HF_HUB_CACHE}" if constants.HF_HUB_OFFLINE else "the hub"
+        kept = cache or constants.HF_HUB_CACHE
+        why = f"HF_HUB_OFFLINE is set and the cache {kept}" if constants.HF_HUB_OFFLINE else "the hub"
         raise ModelError(f"{why} has no {file!r} in {owner}/{repo}")
     return found
 
 
-def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
+def _snapshot(name: str, revision: str | None, patterns: list[str], cache: str | None) -> Path:
     """Return the snapshot folder of a hub id; raises ModelError with one sentence on why there is none."""
     try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=SECOND_COPIES)
+        found = snapshot_download(
+            name, revision=revision, cache_dir=cache, allow_patterns=patterns, ignore_patterns=SECOND_COPIES
         )
+        return Path(found)
     except HFValidationError:
         reason = "is neither a folder nor an id like org/name"
     except GatedRepoError:
@@ -111,7 +118,7 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
     except LocalEntryNotFoundError:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub could not be reached"
         at = f" at revision {revision!r}" if revision else ""
-        reason = f"is no folder, not whole in the cache {constants.HF_HUB_CACHE}{at}, and {why}"
+        reason = f"is no folder, not whole in the cache {cache or constants.HF_HUB_CACHE}{at}, and {why}"
     except (HfHubHTTPError, OSError) as error:  # the server's refusal, a full disk
         reason = f"could not be downloaded ({' '.join(str(error).split())})"
     raise ModelError(f"model {name!r} {reason}; to use local files pass the path of their folder instead of an id")

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from minispec.config import Config
 from minispec.drafter import Drafter
@@ -31,7 +30,7 @@ from minispec.load.packed import can_pack, pack_linears
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.load.weights import eos_token_ids, load_weights, read_config, read_tensors, resolve_model
-from minispec.model import Model, ModelConfig, fuse_hf, rename_hf
+from minispec.model import Model, ModelConfig, published_tensors
 from minispec.request import Request, RequestError, SamplingParams, meta_info
 from minispec.scheduler import Scheduler, logger, startup_line
 
@@ -225,8 +224,7 @@ def load_model(
     if config.load_format == "dummy":
         _fill_at_random(model, config.random_seed or 0)
     else:
-        tensors: Iterator[tuple[str, Tensor]] = read_tensors(folder, config.load_format)
-        load_weights(model, fuse_hf(tensors, model_config.tied), rename_hf, dtype)
+        load_weights(published_tensors(model), read_tensors(folder, config.load_format, wanted=model.reads))
     return model
 
 

@@ -16,7 +16,7 @@ Read next: `attention.py`, then `engine.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -276,37 +276,40 @@ class Model(nn.Module):
         hidden = streams[FINAL] = self.norm(x)
         return hidden, torch.cat([streams[tap] for tap in taps], dim=-1) if taps else None
 
+    def reads(self, name: str) -> bool:
+        """Return whether a file's tensor is one of this model's; an MTP layer is a draft head's, no part of it."""
+        return not name.startswith("mtp_layers.") and not (self.config.tied and name == "lm_head.weight")
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of normed hidden states [..., d]."""
         return self.lm_head(hidden)
 
 
-def rename_hf(name: str) -> str | None:
-    """Map a Hugging Face tensor name, fused by `fuse_hf`, to this module's; None for what the target leaves alone."""
-    if "mtp_layers" in name or name.endswith("rotary_emb.inv_freq"):
-        return None
-    return name.removeprefix("model.").replace("self_attn.", "").replace("mlp.", "")
+_JOINED = {  # our matrices: the published ones that they join, or the name within the layer that the files have
+    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o_proj": ("self_attn.o_proj",),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_proj": ("mlp.down_proj",),
+}
 
 
-def fuse_hf(tensors: Iterable[tuple[str, Tensor]], tied: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors with q, k, v and gate, up joined into one each; a tied head stored anyway is dropped."""
-    groups = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
-    waiting: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in tensors:
+def published_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of a model or a draft head under the names that files use, with q, k, v and gate, up apart.
+
+    They are views: whoever writes into them fills the module. A tied LM head is left out, being the embedding again.
+    """
+    published: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():  # each once, a tied one by its first name
         stem, _, kind = name.rpartition(".")
         owner, _, part = stem.rpartition(".")
-        if tied and name == "lm_head.weight":
-            continue
-        if part not in groups or "mtp_layers" in name:
-            yield name, tensor
-            continue
-        fused, size = ("qkv_proj", 3) if owner.endswith("self_attn") else ("gate_up_proj", 2)
-        key = f"{owner}.{fused}.{kind}"
-        parts = waiting.setdefault(key, {})
-        parts[groups[part]] = tensor
-        if len(parts) == size:
-            yield key, torch.cat([parts[i] for i in range(size)])
-            del waiting[key]
-    # Whatever is left is incomplete: hand it on under its group's name, for the strict loader to name it.
-    for key, parts in waiting.items():
-        yield f"{key} (only {len(parts)} of its parts)", next(iter(parts.values()))
+        names = _JOINED.get(part, (part,))
+        rows = [len(parameter) // len(names)] * len(names)
+        if part == "qkv_proj":
+            block = module.get_submodule(owner)
+            rows = [block.q_size, block.kv_size, block.kv_size]
+        prefix = f"{owner}." if owner else ""
+        for one, view in zip(names, parameter.detach().split(rows), strict=True):
+            published[f"{prefix}{one}.{kind}"] = view
+    return published

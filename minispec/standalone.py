@@ -33,7 +33,7 @@ from minispec.drafter import Committed
 from minispec.kv import KVShape
 from minispec.load.tokenizer import Tokenizer, load_tokenizer
 from minispec.load.weights import ModelError, load_weights, read_config, read_tensors
-from minispec.model import Model, ModelConfig, fuse_hf, rename_hf
+from minispec.model import Model, ModelConfig, published_tensors
 
 logger = logging.getLogger("minispec")
 
@@ -112,18 +112,22 @@ class StandaloneDrafter(BeamDrafter):
 # ---- reading a draft model ----------------------------------------------------------------------------------------
 
 
-def load_draft(folder: Path, target: Model, tokenizer: Tokenizer, context_length: int | None) -> DraftModel:
+def load_draft(
+    folder: Path, target: Model, tokenizer: Tokenizer, context_length: int | None, load_format: str = "auto"
+) -> DraftModel:
     """Return the model in `folder` as a drafter for `target`, in its dtype and on its device.
 
-    tokenizer: the target's. context_length: the one served, None for the target's own. Raises ModelError naming
-    --speculative-draft-model-path for what is no supported model or has other token ids.
+    tokenizer: the target's. context_length: the one served, None for the target's own. load_format: as for
+    `read_tensors`. Raises ModelError naming --speculative-draft-model-path for what is no supported model or has other
+    token ids.
     """
     weight = target.embed_tokens.weight
     try:
-        config = ModelConfig.from_hf(read_config(folder))
-        vocab_size = _compared(read_config(folder).get("tokenizer_digest"), tokenizer, folder)
+        stated = read_config(folder)
+        config = ModelConfig.from_hf(stated)
+        vocab_size = _compared(stated.get("tokenizer_digest"), tokenizer, folder)
         model = Model.empty(config, weight.dtype, weight.device)
-        load_weights(model, fuse_hf(read_tensors(folder), config.tied), rename_hf, weight.dtype)
+        load_weights(published_tensors(model), read_tensors(folder, load_format, wanted=model.reads))
     except KeyError as error:
         raise ModelError(f"--speculative-draft-model-path {folder}: config.json lacks {error}") from error
     except ValueError as error:

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from exactness import CPU, VOCAB, Oracle, any_ids, build, mixed_requests, reference, request, run, tiny_model, truth_of
+from exactness import VOCAB, Oracle, any_ids, build, mixed_requests, reference, request, run, tiny_model, truth_of
 from trained import sentence, trained_head, trained_model
 
 from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.drafter import Drafter, HostDrafter, HostTrees, Plain
-from minispec.eagle import DraftHead, Eagle3Head, EagleHead
+from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
 from minispec.load.drafters import make_drafter
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.model import Model
@@ -72,7 +72,7 @@ def own(name: str) -> Subject:
 def random_head(kind: type[DraftHead], model: Model, **switches: object) -> DraftHead:
     """Return a head of a published kind with random weights."""
     torch.manual_seed(5)
-    head = kind.empty(model.config, model, dtype=torch.float32, device=CPU, **switches)
+    head = kind.empty(HeadConfig(kind.name, model.config, **switches), model)
     for name, parameter in head.named_parameters():
         parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.3)
     return head

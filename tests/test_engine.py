@@ -10,7 +10,7 @@ from exactness import Oracle, build, reference, request, tiny_model, truth_of
 
 from minispec.attention import PagedFlex
 from minispec.beam import BeamDrafter
-from minispec.eagle import Eagle3Head
+from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.request import Request
 
 MODEL = tiny_model()
@@ -19,7 +19,7 @@ MODEL = tiny_model()
 def eagle3() -> BeamDrafter:
     """Return a drafter around a random EAGLE-3 head, compiled."""
     torch.manual_seed(5)
-    head = Eagle3Head.empty(MODEL.config, MODEL, taps=(1, 2), dtype=torch.float32, device=torch.device("cpu"))
+    head = Eagle3Head.empty(HeadConfig("eagle3", MODEL.config, (1, 2), own_lm_head=True), MODEL)
     for name, parameter in head.named_parameters():
         parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.3)
     drafter = BeamDrafter(head, steps=3, topk=2, nodes=6)

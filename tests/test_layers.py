@@ -27,7 +27,7 @@ RANKS = {
     "load.sglang_flags",
     1: "config sampling attention eagle load.tokenizer load.default_model",
     2: "verify output drafter mtp train.prompts",
-    3: "beam ngram",
+    3: "beam ngram load.heads",
     4: "standalone",
     5: "engine load.drafters",
     6: "scheduler load.selftest",

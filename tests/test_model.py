@@ -37,7 +37,7 @@ from minispec.load import packed
 from minispec.load.packed import PackedLinear, can_pack, pack_linears
 from minispec.load.tokenizer import load_tokenizer
 from minispec.load.weights import ModelError, load_weights, read_config, read_tensors
-from minispec.model import FINAL, Model, ModelConfig, RMSNorm, fuse_hf, rename_hf, rope_frequencies
+from minispec.model import FINAL, Model, ModelConfig, RMSNorm, published_tensors, rope_frequencies
 
 TOKENS = 300
 VOCAB = 211
@@ -172,7 +172,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Mo
     """Load a folder as `LLM` does, with changes to the config if wanted."""
     config = replace(ModelConfig.from_hf(read_config(folder)), **changes)
     model = Model.empty(config, dtype, CPU)
-    load_weights(model, fuse_hf(read_tensors(folder), config.tied), rename_hf, dtype)
+    load_weights(published_tensors(model), read_tensors(folder, wanted=model.reads))
     return model
 
 
@@ -239,18 +239,18 @@ def test_linear_scaling_is_that_of_transformers() -> None:
 
 
 def test_head_dim_from_the_hidden_size_does_not_fit_qwen3(folders: dict[str, Path]) -> None:
-    with pytest.raises(ModelError, match="wrong shape.*self_attn.qkv_proj"):
+    with pytest.raises(ModelError, match="wrong shapes: .*self_attn.q_proj"):
         load(folders["qwen3"], head_dim=96 // 6)
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("qwen2", {"qkv_bias": False}, "unexpected.*qkv_proj.bias"),
-        ("qwen3", {"qk_norm": False}, "unexpected.*q_norm"),
-        ("smollm2", {"tied": False}, "missing: lm_head.weight"),
-        ("llama3", {"layers": 4}, "missing: layers.3"),
-        ("llama3", {"layers": 2}, "unexpected.*layers.2"),
+        ("qwen2", {"qkv_bias": False}, "unknown tensors: .*q_proj.bias"),
+        ("qwen3", {"qk_norm": False}, "unknown tensors: .*q_norm"),
+        ("smollm2", {"tied": False}, "missing tensors: lm_head.weight"),
+        ("llama3", {"layers": 4}, "missing tensors: layers.3"),
+        ("llama3", {"layers": 2}, "unknown tensors: .*layers.2"),
     ],
 )
 def test_weights_that_do_not_fit_the_config_are_named(
@@ -262,8 +262,6 @@ def test_weights_that_do_not_fit_the_config_are_named(
 
 def test_stored_head_of_a_tied_model_is_left_alone(folders: dict[str, Path]) -> None:
     model, stored = load(folders["llama3"], tied=True), hf_model("llama3")
-    head_last = sorted(read_tensors(folders["llama3"]), key=lambda item: item[0] == "lm_head.weight")
-    load_weights(model, fuse_hf(head_last, tied=True), rename_hf, torch.float32)
     assert not torch.equal(stored.lm_head.weight, stored.model.embed_tokens.weight)
     assert torch.equal(model.embed_tokens.weight, stored.model.embed_tokens.weight)
     assert model.lm_head.weight is model.embed_tokens.weight
@@ -272,9 +270,9 @@ def test_stored_head_of_a_tied_model_is_left_alone(folders: dict[str, Path]) -> 
 def test_missing_part_of_a_fused_matrix_is_named(folders: dict[str, Path]) -> None:
     config = ModelConfig.from_hf(read_config(folders["llama3"]))
     model = Model.empty(config, torch.float32, CPU)
-    tensors = [(n, t) for n, t in read_tensors(folders["llama3"]) if n != "model.layers.1.self_attn.k_proj.weight"]
-    with pytest.raises(ModelError, match="layers.1.*qkv_proj"):
-        load_weights(model, fuse_hf(tensors, config.tied), rename_hf, torch.float32)
+    tensors = read_tensors(folders["llama3"], wanted=lambda name: name != "layers.1.self_attn.k_proj.weight")
+    with pytest.raises(ModelError, match="missing tensors: layers.1.self_attn.k_proj.weight$"):
+        load_weights(published_tensors(model), tensors)
 
 
 @pytest.mark.parametrize("name", ["llama3", "smollm2"])

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import CPU, VOCAB, build, reference, request, run, tiny_model
+from exactness import VOCAB, build, reference, request, run, tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
 
 from minispec.attention import Causal
 from minispec.beam import BeamDrafter
-from minispec.eagle import Eagle3Head
+from minispec.eagle import Eagle3Head, HeadConfig
+from minispec.load.heads import load_head
 from minispec.load.selftest import STEPS, agreement, readings, self_test
-from minispec.mtp import load_head
 from minispec.scheduler import Scheduler
 
 WIDTH, HEADS, KV_HEADS, SIZE, INNER, LAYERS = 72, 9, 3, 8, 96, 3
@@ -98,7 +98,7 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> P
 @torch.inference_mode()
 def served(folder: Path) -> Scheduler:
     """Put a scheduler together around the head in a folder."""
-    head = load_head(folder, MODEL, dtype=torch.float32, device=CPU)
+    head = load_head(folder, MODEL)
     return build(MODEL, BeamDrafter(head, steps=3, topk=1, nodes=4), running=2)
 
 
@@ -159,10 +159,10 @@ def test_a_head_that_no_reading_helps_is_said_to_be_of_no_use(tmp_path, caplog) 
 
 
 def test_only_readings_that_a_config_can_ask_for_are_tried_and_all_switches_are_left_as_they_were(tmp_path) -> None:
-    make = {"dtype": torch.float32, "device": CPU}
-    plain = Eagle3Head.empty(MODEL.config, MODEL, taps=(1, 2), **make)
+    plain = Eagle3Head.empty(HeadConfig("eagle3", MODEL.config, (1, 2), own_lm_head=True), MODEL)
     assert [r.taps for r in readings(plain, LAYERS)] == [(0, 1), (1, 2)], "layer 3 is not there"
-    newer = Eagle3Head.empty(MODEL.config, MODEL, taps=(1,), fc_norm=True, norm_output=True, **make)
+    config = HeadConfig("eagle3", MODEL.config, (1,), own_lm_head=True, fc_norm=True, norm_output=True)
+    newer = Eagle3Head.empty(config, MODEL)
     found = list(readings(newer, LAYERS))
     assert [r.taps for r in found] == [(0,), (2,), (1,), (1,)] and '"norm_output": false' in found[-1].asks
     with torch.inference_mode():

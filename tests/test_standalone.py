@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from exactness import CPU, VOCAB, any_ids, build, mixed_requests, next_logits, reference, request, run, tiny_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_beam import paths, record, siblings_see_each_other
 
 from minispec import LLM, SamplingParams
@@ -27,7 +27,7 @@ from minispec.load.tokenizer import byte_tokenizer, load_tokenizer
 from minispec.model import Model
 from minispec.request import Request
 from minispec.scheduler import Scheduler
-from minispec.standalone import DraftModel, StandaloneDrafter, ids_differ, tokenizer_digest
+from minispec.standalone import DraftModel, StandaloneDrafter, ids_differ, load_draft, tokenizer_digest
 
 MODEL = tiny_model()
 SHAPES = [(1, 1, 2), (3, 1, 4), (2, 2, 7), (3, 3, 8), (4, 4, 16), (1, 5, 4)]  # steps, topk, nodes
@@ -446,12 +446,21 @@ def test_a_draft_that_does_not_fit_is_refused_in_one_line(tmp_path) -> None:
     assert "LlamaForCausalLMEagle" in refusal(target, odd)
     thin = write(tmp_path / "thin")
     (thin / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 3}))
-    assert "missing: layers.2." in refusal(target, thin)
+    assert "missing tensors: layers.2." in refusal(target, thin)
     bare = write(tmp_path / "bare")
     (bare / "config.json").write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "vocab_size"}))
     assert "vocab_size" in refusal(target, bare)
     with pytest.raises(ValueError, match="STANDALONE needs --speculative-draft-model-path"):
         LLM(target, speculative_algorithm="STANDALONE", **OPTIONS)
+
+
+def test_a_draft_is_read_in_the_format_asked_for(tmp_path) -> None:
+    folder = write(tmp_path / "draft")
+    tensors = {name: torch.full_like(tensor, 7.0) for name, tensor in load_file(folder / "model.safetensors").items()}
+    torch.save(tensors, folder / "pytorch_model.bin")
+    for load_format, pickled in (("auto", False), ("safetensors", False), ("pt", True)):
+        draft = load_draft(folder, MODEL, load_tokenizer(folder), None, load_format)
+        assert bool((draft.model.layers[1].qkv_proj.weight == 7.0).all()) == pickled
 
 
 def test_a_draft_of_a_shorter_context_runs_on_and_says_so_once(tmp_path, caplog) -> None:

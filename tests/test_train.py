@@ -23,10 +23,10 @@ from minispec.config import Config
 from minispec.eagle import DraftHead
 from minispec.llm import choose_dtype
 from minispec.load.default_model import DefaultModelError
+from minispec.load.heads import load_head
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.metrics import loops
 from minispec.model import FINAL, Model
-from minispec.mtp import load_head
 from minispec.standalone import load_draft, tokenizer_digest
 from minispec.train.__main__ import main
 from minispec.train.corpus import Features, Reply, batches, begin_replies, groups_done, read_replies
@@ -195,9 +195,7 @@ def test_an_exported_head_is_the_trained_one(kind: str, variant: str, tmp_path: 
                 parameter.copy_(parameter.bfloat16())
     export(trainer.head, model, tmp_path / "head")
     token_map = None if kind == "eagle3" else trainer.head.token_map
-    loaded = load_head(
-        tmp_path / "head", model, token_map=token_map, dtype=torch.float32, device=torch.device("cpu")
-    )
+    loaded = load_head(tmp_path / "head", model, token_map=token_map)
     assert loaded.name == kind and loaded.taps == trainer.head.taps
     batch = trainer._batch([0, 1], 3)
     for (_, a), (_, b) in zip(

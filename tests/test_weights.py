@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from minispec.load import weights
 from minispec.load.weights import (
     ModelError,
     eos_token_ids,
@@ -39,6 +41,32 @@ def _same(read: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
     return set(read) == set(wanted) and all(
         read[k].dtype == wanted[k].dtype and torch.equal(read[k], wanted[k]) for k in wanted
     )
+
+
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets the name of every tensor read from a safetensors file from now on."""
+    names: list[str] = []
+
+    class Counted:
+        def __init__(self, *place: Any, **how: Any) -> None:
+            self.file = safe_open(*place, **how)
+
+        def __enter__(self) -> Counted:
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self.file.__exit__(*error)
+
+        def keys(self) -> list[str]:
+            return self.file.keys()
+
+        def get_tensor(self, name: str) -> Tensor:
+            names.append(name)
+            return self.file.get_tensor(name)
+
+    monkeypatch.setattr(weights, "safe_open", Counted)
+    return names
 
 
 def _message(call: Callable[[], object]) -> str:
@@ -299,6 +327,33 @@ def test_progress_is_told_file_by_file(tmp_path: Path) -> None:
     assert [message.split()[-1] for message in told] == ["2)", "2)"] and "00001" in told[0]
 
 
+def test_names_come_plain_and_rotary_frequencies_not_at_all(tmp_path: Path) -> None:
+    given = {f"model.{name}": tensor for name, tensor in TENSORS.items()}
+    save_file({**given, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, tmp_path / "model.safetensors")
+    assert _same(dict(read_tensors(tmp_path)), TENSORS)
+
+
+def test_tensor_given_twice_is_an_error(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+    save_file({"a": torch.zeros(1), "model.a": torch.ones(1)}, one / "model.safetensors")
+    for name in ("first", "second"):  # no index says which of them counts
+        save_file({"a": torch.zeros(1)}, two / f"{name}.safetensors")
+    assert f"{one} holds a twice" in _message(lambda: list(read_tensors(one)))
+    assert f"{two} holds a twice" in _message(lambda: list(read_tensors(two)))
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_a_tensor_that_is_not_wanted_is_not_read(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write_shards(tmp_path, suffix, save_file if suffix == "safetensors" else torch.save)
+    touched = reads(monkeypatch)
+    assert _same(dict(read_tensors(tmp_path, wanted=lambda name: name == "c")), {"c": TENSORS["c"]})
+    assert touched == (["c"] if suffix == "safetensors" else [])  # a pickle is mapped as a whole
+
+
 class _Evil:
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -342,71 +397,39 @@ def test_code_in_a_model_folder_is_never_executed(tmp_path: Path, monkeypatch: p
 # load_weights
 
 
-class _Small(nn.Module):
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 4)
-        self.head = nn.Linear(4, 5, bias=False)
-        self.register_buffer("scale", torch.zeros(2))
-        self.register_buffer("scratch", torch.zeros(2), persistent=False)
-        if tied:
-            self.head.weight = self.embed.weight
+def _named() -> dict[str, Tensor]:
+    """Return a module's weights by name, as `published_tensors` does: views of one storage among them."""
+    joined = torch.zeros(6, 4)
+    return {"q": joined[:4], "k": joined[4:], "norm": torch.zeros(2, dtype=torch.bfloat16)}
 
 
 def _state() -> dict[str, Tensor]:
-    return {"embed.weight": torch.randn(5, 4), "head.weight": torch.randn(5, 4), "scale": torch.tensor([1.0, 2.0])}
+    return {"q": torch.randn(4, 4), "k": torch.randn(2, 4), "norm": torch.tensor([1.0, 2.0])}
 
 
 def test_weights_are_copied_into_the_same_storage_and_cast() -> None:
-    module, state = _Small(), _state()
-    before = module.embed.weight.data_ptr()
-    load_weights(module, state.items(), lambda name: name, None)
-    assert module.embed.weight.data_ptr() == before and torch.equal(module.embed.weight, state["embed.weight"])
-    load_weights(module, state.items(), lambda name: name, torch.bfloat16)
-    assert module.head.weight.dtype == torch.bfloat16
-    assert torch.equal(module.head.weight, state["head.weight"].to(torch.bfloat16))
-    assert module.scale.dtype == torch.float32 and torch.equal(module.scale, state["scale"])
-
-
-def test_rename_maps_names_and_none_skips() -> None:
-    module, state = _Small(), _state()
-    stored = {"model." + name: tensor for name, tensor in state.items()} | {"model.inv_freq": torch.ones(9)}
-    load_weights(
-        module, stored.items(), lambda name: None if "inv_freq" in name else name.removeprefix("model."), None
-    )
-    assert torch.equal(module.head.weight, state["head.weight"])
-
-
-def test_tied_parameter_needs_only_one_of_its_names() -> None:
-    module, state = _Small(tied=True), _state()
-    del state["head.weight"]
-    load_weights(module, state.items(), lambda name: name, torch.bfloat16)
-    assert module.head.weight is module.embed.weight
-    assert torch.equal(module.head.weight, state["embed.weight"].to(torch.bfloat16))
+    named, state = _named(), _state()
+    joined = named["q"]._base
+    load_weights(named, state.items())
+    assert torch.equal(joined, torch.cat([state["q"], state["k"]]))
+    assert named["norm"].dtype == torch.bfloat16 and torch.equal(named["norm"].float(), state["norm"])
 
 
 def test_every_misfit_is_named_in_one_error() -> None:
     state = _state()
-    del state["embed.weight"]
-    state["scale"] = torch.zeros(3)
-    state["head.weight_scale"] = torch.zeros(1)
-    message = _message(lambda: load_weights(_Small(), state.items(), lambda name: name, None))
-    assert "missing: embed.weight" in message and "unexpected: head.weight_scale" in message
-    assert "wrong shape: scale [3] for [2]" in message and "head.weight," not in message
+    del state["q"]
+    state["norm"] = torch.zeros(3)
+    state["k_scale"] = torch.zeros(1)
+    message = _message(lambda: load_weights(_named(), state.items()))
+    assert message.endswith("missing tensors: q; unknown tensors: k_scale; wrong shapes: norm [3] for [2]")
 
 
 def test_long_lists_show_the_first_few_and_the_count() -> None:
     tensors = [(f"extra{i}", torch.zeros(1)) for i in range(40)]
-    message = _message(lambda: load_weights(_Small(), [*_state().items(), *tensors], lambda name: name, None))
-    assert "extra4" in message and "extra5" not in message and "40 in all" in message
-
-
-def test_tensor_given_twice_is_an_error() -> None:
-    tensors = [*_state().items(), ("scale", torch.zeros(2))]
-    assert "twice: scale" in _message(lambda: load_weights(_Small(), tensors, lambda name: name, None))
+    message = _message(lambda: load_weights(_named(), [*_state().items(), *tensors]))
+    assert "extra7" in message and "extra8" not in message and "40 in all" in message
 
 
 def test_module_without_memory_is_refused() -> None:
-    with torch.device("meta"):
-        module = _Small()
-    assert "meta" in _message(lambda: load_weights(module, _state().items(), lambda name: name, None))
+    module = nn.Linear(2, 2, device="meta")
+    assert "meta" in _message(lambda: load_weights(module.state_dict(), []))

@@ -20,7 +20,7 @@ from exactness import VOCAB, tiny_config
 from torch import Tensor, nn
 
 from minispec.attention import Causal
-from minispec.eagle import Eagle3Head
+from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.model import Model
 
 MARKS = [0, 1]
@@ -99,7 +99,7 @@ def trained_head() -> Eagle3Head:
     """
     model = trained_model()
     torch.manual_seed(1)
-    head = Eagle3Head(model.config, model, taps=TAPS, token_map=DRAFT_IDS)
+    head = Eagle3Head(HeadConfig("eagle3", model.config, TAPS, token_map=DRAFT_IDS), model)
     randomise(head, 0.1)
 
     def loss_of(ids: Tensor) -> Tensor:

@@ -16,11 +16,11 @@ from pathlib import Path
 from minispec.beam import BeamDrafter
 from minispec.config import LEARNED, MAX_NODES, Config
 from minispec.drafter import Drafter, HostDrafter, Plain, as_drafter
+from minispec.load.heads import load_head
 from minispec.load.token_map import read_token_map
 from minispec.load.tokenizer import Tokenizer
 from minispec.load.weights import ModelError, resolve_file, resolve_model
 from minispec.model import Model
-from minispec.mtp import load_head
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.standalone import StandaloneDrafter, load_draft
 
@@ -101,9 +101,8 @@ def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -
             ids = read_token_map(_token_map_file(config), model.config.vocab_size)
         except ValueError as error:  # it matters only to a head that would use the map, which its files will tell
             bad_map = error
-    weight = model.embed_tokens.weight
     where = folder if path is None else _draft_folder(config, path)
-    head = load_head(where, model, token_map=ids, head_weight=None, dtype=weight.dtype, device=weight.device)
+    head = load_head(where, model, token_map=ids, load_format=config.draft_load_format)
     if bad_map is not None:
         if head.name != "eagle3":
             raise bad_map
@@ -126,7 +125,8 @@ def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer
     if path is None:
         raise ValueError("--speculative-algorithm STANDALONE needs --speculative-draft-model-path: "
                          "a smaller model with the target's tokenizer")  # fmt: skip
-    draft = load_draft(_draft_folder(config, path), model, tokenizer, config.context_length)
+    where, context = _draft_folder(config, path), config.context_length
+    draft = load_draft(where, model, tokenizer, context, config.draft_load_format)
     return StandaloneDrafter(draft, **_tree_shape(config, model))
 
 

@@ -8,7 +8,7 @@ to the one its files ask for. Nothing is changed; one line of the log names the 
 The one idea: a reading need not be served to be judged. On one text, with plain causal attention and the true tokens
 given, count where the head's first choice is the target's: two small forwards each.
 
-Read next: `eagle.py`, where config.json becomes a reading; EAGLE-3 (arXiv 2503.01840) for what a head reads.
+Read next: `heads.py`, where config.json becomes a reading; EAGLE-3 (arXiv 2503.01840) for what a head reads.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Most of a text is made of few tokens. A head that scores only those reads a fraction of the LM head's matrix, and a
 token outside the table costs a missed draft, never a wrong output. FR-Spec (arXiv 2502.14856) ranks tokens by frequency
-in a file; EAGLE-3 brings its own table (`eagle.py`).
+in a file; EAGLE-3 brings its own table.
 
-Read next: `eagle.py`, which slices the target's head by such a table.
+Read next: `heads.py`, which slices the target's LM head by such a table.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Model folders: where a model lies, what its config says, and its tensors into a module. Nothing from it is ever run.
 
 A model is a folder of data files. This file finds it (a path, or an id of the Hugging Face hub), reads config.json in
-either of its two spellings, streams the tensors one by one, and copies them into any `nn.Module` in place. It imports
-no model: which name of the checkpoint is which parameter is the caller's `rename`.
+either of its two spellings, streams the tensors one by one, and copies them into a module in place, the target's and a
+draft head's alike. It imports no model: the caller says which tensor of the module has which name in the files.
 
 The one idea: strictness at the border. A tensor that is missing, left over, misshapen or there twice is an error that
 names it, because a model with one random matrix still talks. And a model folder is untrusted: no Python file in it is
 imported (`auto_map` is not looked at), and pickles pass only through PyTorch's restricted unpickler.
 
-Read next: `model.py` for the module that is filled, `tokenizer.py` for the other half of the folder.
+Read next: `model.py` for the module that is filled, `heads.py` for the folder of a draft head, `tokenizer.py` for the
+other half of a model's folder.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 DATA_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model"]
 # Second copies of the weights and other parts of a pipeline, which nobody here reads; "*" matches "/" as well.
 SECOND_COPIES = ["consolidated*", "*/*.safetensors", "*/*.bin"]
 # Pickles of a training run that lie beside the weights and are no weights.
 TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
-NAMES_SHOWN = 5
+NAMES_SHOWN = 8
 
 Progress = Callable[[str], None]
+Wanted = Callable[[str], bool]  # whether the tensor of a name is read
 
 
 class ModelError(ValueError):
@@ -190,12 +192,16 @@ def eos_token_ids(folder: Path, config: Mapping[str, Any], tokenizer: Vocabulary
 
 
 def read_tensors(
-    folder: Path, load_format: str = "auto", progress: Progress | None = None
+    folder: Path,
+    load_format: str = "auto",
+    progress: Progress | None = None,
+    wanted: Wanted = lambda name: True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every (name, tensor) of the folder's weights, on the CPU and in the dtype of the file, file by file.
 
-    load_format: "safetensors", "pt" (.bin and .pt pickles of plain tensors), or "auto": safetensors where there are
-    some. Which files there are is checked before the first tensor; raises ModelError, also while iterating.
+    Names come without the `model.` that most writers put in front. load_format: "safetensors", "pt" (.bin and .pt
+    pickles of plain tensors), or "auto": safetensors where there are some. wanted: whether the tensor of a name is to
+    be read at all. Which files there are is checked before the first tensor; raises ModelError, also while iterating.
     """
     if load_format not in ("auto", "safetensors", "pt"):
         raise ModelError(f"load format must be auto, safetensors or pt to read weights, got {load_format!r}")
@@ -204,9 +210,16 @@ def read_tensors(
     if not files and load_format != "safetensors":
         files, reader = _pickle_files(folder), _read_pickle
     if not files:
-        wanted = {"auto": "*.safetensors, *.bin or *.pt", "safetensors": "*.safetensors", "pt": "*.bin or *.pt"}
-        raise ModelError(f"{folder} holds no weights ({wanted[load_format]})")
-    return _read_all(files, reader, progress)
+        kinds = {"auto": "*.safetensors, *.bin or *.pt", "safetensors": "*.safetensors", "pt": "*.bin or *.pt"}
+        raise ModelError(f"{folder} holds no weights ({kinds[load_format]})")
+    # Transformers saved the rotary frequencies once; they follow from config.json.
+    read = lambda name: not name.endswith("rotary_emb.inv_freq") and wanted(_plain(name))  # noqa: E731
+    return _read_all(files, lambda path, names: reader(path, names, read), progress)
+
+
+def _plain(name: str) -> str:
+    """Return a tensor's name without the `model.` that most writers put in front."""
+    return name.removeprefix("model.")
 
 
 # The names of a file's tensors, as its index lists them; None: all of them.
@@ -252,26 +265,32 @@ def _indexed_files(index: Path) -> Files:
 def _read_all(
     files: Files, reader: Callable[[Path, list[str] | None], Iterator[tuple[str, Tensor]]], progress: Progress | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of all files."""
+    """Yield the tensors of all files under their plain names; raises ModelError for a name that comes twice."""
+    seen: set[str] = set()
     for number, (path, names) in enumerate(files.items(), start=1):
         if progress is not None:
             progress(f"Reading {path.name} ({number} of {len(files)})")
-        yield from reader(path, names)
+        for name, tensor in reader(path, names):
+            if _plain(name) in seen:
+                raise ModelError(f"{path.parent} holds {_plain(name)} twice, in two files or with and without model. "
+                                 "in front")  # fmt: skip
+            seen.add(_plain(name))
+            yield _plain(name), tensor
 
 
-def _read_safetensors(path: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the named tensors of one safetensors file, memory-mapped."""
+def _read_safetensors(path: Path, names: list[str] | None, wanted: Wanted) -> Iterator[tuple[str, Tensor]]:
+    """Yield the named tensors of one safetensors file that are wanted, memory-mapped; no other is touched."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             _check_listed(path, names, file.keys())
-            for name in names or file.keys():
+            for name in filter(wanted, names or file.keys()):
                 yield name, file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} is no whole safetensors file ({error}); was its download finished?") from error
 
 
-def _read_pickle(path: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the named tensors of one PyTorch file; anything in it but plain tensors is refused, never executed."""
+def _read_pickle(path: Path, names: list[str] | None, wanted: Wanted) -> Iterator[tuple[str, Tensor]]:
+    """Yield the named tensors of one PyTorch file that are wanted; anything in it but plain tensors is refused."""
     try:
         # Files of torch before 1.6 are no zip archives and cannot be memory-mapped.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -286,7 +305,7 @@ def _read_pickle(path: Path, names: list[str] | None) -> Iterator[tuple[str, Ten
     if other:
         raise ModelError(f"{path} must hold a dict from names to dense tensors; not so: {_some(other)}")
     _check_listed(path, names, content)
-    for name in names or content:
+    for name in filter(wanted, names or content):
         yield name, content[name]
 
 
@@ -301,48 +320,29 @@ def _check_listed(path: Path, names: list[str] | None, found: Iterable[str]) -> 
 # Into a module
 
 
-def load_weights(
-    module: nn.Module,
-    tensors: Iterable[tuple[str, Tensor]],
-    rename: Callable[[str], str | None] = lambda name: name,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Fill every parameter and persistent buffer of `module` in place, on its device; raises ModelError otherwise.
+def load_weights(module_tensors: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy every tensor of a file into the one of the same name in a module, in place and cast to its dtype.
 
-    `rename` maps a name in the file to one in the module, or to None for a tensor to leave alone. A floating-point
-    parameter gets `dtype` (None: it keeps its own); values are cast to it. A tied one needs only one of its names.
+    module_tensors: the module's weights by the file's names, as `model.published_tensors` gives them. Raises ModelError
+    that names everything missing, unknown or misshapen, after all has been read; then the module is filled in part.
     """
-    for parameter in module.parameters():
-        if dtype is not None and parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-    targets = module.state_dict()  # detached views of the very parameters: copying into them fills the module
-    if any(target.is_meta for target in targets.values()):
+    if any(wanted.is_meta for wanted in module_tensors.values()):
         raise ModelError("the module is on the meta device, which holds no values; give it memory before loading")
     loaded: set[str] = set()
-    unexpected, misshapen, twice = [], [], []
-    for source, tensor in tensors:
-        name = rename(source)
-        if name is None:
-            continue
-        if name not in targets:
-            unexpected.append(source)
-        elif targets[name].shape != tensor.shape:
-            misshapen.append(f"{source} {list(tensor.shape)} for {list(targets[name].shape)}")
-        elif name in loaded:
-            twice.append(source)
+    unknown, misshapen = [], []
+    for name, tensor in tensors:
+        wanted = module_tensors.get(name)
+        if wanted is None:
+            unknown.append(name)
+        elif wanted.shape != tensor.shape:
+            misshapen.append(f"{name} {list(tensor.shape)} for {list(wanted.shape)}")
         else:
-            targets[name].copy_(tensor)
+            wanted.copy_(tensor)
         loaded.add(name)
-    filled = {targets[name].data_ptr() for name in loaded & targets.keys()}
-    missing = [name for name, target in targets.items() if name not in loaded and target.data_ptr() not in filled]
-    _raise_unless_empty(missing=missing, unexpected=unexpected, wrong_shape=misshapen, twice=twice)
-
-
-def _raise_unless_empty(**problems: list[str]) -> None:
-    """Raise ModelError that lists every kind of problem that occurred."""
-    found = [f"{kind.replace('_', ' ')}: {_some(names)}" for kind, names in problems.items() if names]
-    if found:
-        raise ModelError(f"the weights do not fit the model; {'; '.join(found)}")
+    missing = [name for name in module_tensors if name not in loaded]
+    problems = {"missing tensors": missing, "unknown tensors": unknown, "wrong shapes": misshapen}
+    if found := [f"{kind}: {_some(names)}" for kind, names in problems.items() if names]:
+        raise ModelError(f"the weights are not those that config.json describes; {'; '.join(found)}")
 
 
 def _some(names: list[str]) -> str:

@@ -30,18 +30,19 @@ from safetensors.torch import save_file
 from minispec.config import Config
 from minispec.llm import LLM, choose_device, choose_dtype, choose_folder, load_model
 from minispec.load.default_model import DefaultModelError
+from minispec.load.heads import HEAD_KINDS
 from minispec.load.packed import can_pack, pack_linears
 from minispec.load.tokenizer import load_tokenizer
 from minispec.load.weights import read_config
 from minispec.model import FINAL, Model, ModelConfig
 from minispec.standalone import tokenizer_digest
 from minispec.train.corpus import Features, Reply, begin_replies, generate, groups, groups_done, read_replies
-from minispec.train.export import HEAD_CLASSES, Recipe, draft_vocabulary, export
+from minispec.train.export import Recipe, draft_vocabulary, export
 from minispec.train.prompts import Tell, collect, read_jsonl
 from minispec.train.small import export_small, small_model, train_small
 from minispec.train.trainer import Trainer
 
-KINDS = (*HEAD_CLASSES, "standalone", "token-map")
+KINDS = (*HEAD_KINDS, "standalone", "token-map")
 FEATURE_WEIGHT = {"eagle": 1.0}  # its LM head is the target's, so its state must come close to the target's
 ON_CPU = {"count": 3000, "max_new_tokens": 96, "long_share": 0.25, "rounds": 3, "epochs": 4, "batch_tokens": 1500}
 ON_CUDA = {"count": 100_000, "max_new_tokens": 512, "long_share": 1.0, "rounds": 5, "epochs": 3, "batch_tokens": 32768}
@@ -95,7 +96,7 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
         variant=options.variant,
         feature_weight=FEATURE_WEIGHT.get(options.kind, 0.0),
     )
-    if options.kind not in HEAD_CLASSES:
+    if options.kind not in HEAD_KINDS:
         small = small_model(model, options.width, 1)
         right = train_small(recipe, small, replies, tell)
         export_small(small, tokenizer_digest(load_tokenizer(choose_folder(config, tell))), options.out)

@@ -20,12 +20,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minispec.eagle import DraftHead, Eagle3Head, EagleHead, published_tensors, slice_head, spelled
+from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
+from minispec.load.heads import HEAD_KINDS, head_tensors, slice_head
 from minispec.model import Model, ModelConfig
 from minispec.mtp import MtpHead
 from minispec.train.corpus import Reply
-
-HEAD_CLASSES = {"eagle3": Eagle3Head, "eagle": EagleHead, "mtp": MtpHead}
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,11 @@ def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], s
     shape = replace(model.config, layers=1)
     device = model.embed_tokens.weight.device
     torch.manual_seed(recipe.seed)
-    kind, newer = HEAD_CLASSES[recipe.kind], recipe.variant == "3.1"
-    more = {"taps": taps, "fc_norm": newer, "norm_output": newer} if kind is Eagle3Head else {}
-    head: DraftHead = kind(shape, model, token_map=ids, **more).float()
+    kind, newer = HEAD_KINDS[recipe.kind], recipe.variant == "3.1"
+    config = HeadConfig(recipe.kind, shape, token_map=ids, fc_bias=kind is EagleHead)
+    if kind is Eagle3Head:
+        config = replace(config, taps=taps, fc_norm=newer, norm_output=newer)
+    head = kind(config, model).float()
     with torch.no_grad():
         for name, parameter in head.named_parameters():
             if parameter.dim() == 2 and not name.startswith("lm_head"):
@@ -73,7 +74,7 @@ def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], s
             elif name.endswith("bias"):
                 parameter.zero_()
         assert head.lm_head is not None
-        head.lm_head.weight.copy_(slice_head(model, ids, None).float())
+        head.lm_head.weight.copy_(slice_head(model, ids).float())
         if isinstance(head, Eagle3Head):
             head.norm.weight.copy_(model.norm.weight)
             if not head.fc_norm:
@@ -88,11 +89,10 @@ def export(head: DraftHead, model: Model, folder: Path) -> None:
     """Write a head in the format that SGLang reads: config.json and model.safetensors, bfloat16."""
     c = model.config
     config = published_config(replace(c, layers=1, tied=False))
-    tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in published_tensors(head).items()}
+    tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in head_tensors(head).items()}
     assert head.token_map is not None
     ids = head.token_map.cpu()
     if isinstance(head, Eagle3Head):
-        tensors = {spelled(name, "midlayer."): tensor for name, tensor in tensors.items()}
         known = torch.zeros(c.vocab_size, dtype=torch.bool)
         known[ids] = True
         tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": known}
@@ -107,10 +107,9 @@ def export(head: DraftHead, model: Model, folder: Path) -> None:
     else:
         del tensors["lm_head.weight"]  # the target's
         if isinstance(head, MtpHead):
-            tensors = {"model.mtp_layers.0." + name.removeprefix("layer."): tensor for name, tensor in tensors.items()}
+            tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
             config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
         else:
-            tensors = {spelled(name, "layers.0."): tensor for name, tensor in tensors.items()}
             config["architectures"] = ["LlamaForCausalLMEagle"]
     write_folder(folder, config, tensors)
 

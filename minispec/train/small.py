@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.attention import Causal
-from minispec.eagle import unfused
-from minispec.model import Model
+from minispec.model import Model, published_tensors
 from minispec.train.corpus import HELD_OUT, Reply, batches
 from minispec.train.export import Recipe, draft_vocabulary, published_config, write_folder
 from minispec.train.prompts import Tell
@@ -90,7 +89,8 @@ def train_small(recipe: Recipe, small: Model, replies: Sequence[Reply], tell: Te
 
 def export_small(small: Model, tokenizer_digest: str, folder: Path) -> None:
     """Write a small model as a folder in bfloat16, which states whose tokenizer it shares instead of holding a copy."""
-    tensors = {"model." + name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in _hf_tensors(small)}
+    published = published_tensors(small)
+    tensors = {"model." + name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in published.items()}
     write_folder(folder, published_config(small.config) | {"tokenizer_digest": tokenizer_digest}, tensors)
 
 
@@ -125,15 +125,3 @@ def _next_token_loss(small: Model, reply: Reply, candidates: Tensor) -> Tensor:
     weight = torch.full_like(loss, 0.1)
     weight[reply.start - 1 :] = 1.0
     return (loss * weight).sum() / weight.sum()
-
-
-def _hf_tensors(small: Model) -> Iterator[tuple[str, Tensor]]:
-    """Yield a tied model's weights under their published names."""
-    for name, tensor in small.state_dict().items():
-        owner, _, rest = name.partition(".")
-        if owner == "layers":
-            index, _, rest = rest.partition(".")
-            for part, view in unfused(small.layers[int(index)], rest, tensor):
-                yield f"layers.{index}.{part}", view
-        elif name != "lm_head.weight":
-            yield name, tensor

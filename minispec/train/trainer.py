@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from minispec.eagle import Eagle3Head, slice_head
+from minispec.eagle import Eagle3Head
+from minispec.load.heads import HEAD_KINDS, slice_head
 from minispec.model import FINAL
 from minispec.train.corpus import HELD_OUT, Features, batches
-from minispec.train.export import HEAD_CLASSES, Recipe, draft_vocabulary, new_head
+from minispec.train.export import Recipe, draft_vocabulary, new_head
 from minispec.train.prompts import Tell
 from minispec.train.rounds import Packed, Teacher, losses, pack, replay
 
@@ -43,12 +44,12 @@ class Trainer:
         self.training = sorted(set(order) - set(self.held_out))
         hidden, vocab = model.config.hidden_size, model.config.vocab_size
         ids = draft_vocabulary([replies[i] for i in self.training], recipe.draft_vocab, vocab)
-        streams = HEAD_CLASSES[recipe.kind] is Eagle3Head  # the others read the final state alone
+        streams = HEAD_KINDS[recipe.kind] is Eagle3Head  # the others read the final state alone
         ids = (ids.sort().values if streams else ids).to(features.device)
         tapped = tuple(tap for tap in features.taps if tap != FINAL)
         self.taps = slice(0, len(tapped) * hidden) if streams else slice(-hidden, None)
         self.head = new_head(recipe, model, ids, tapped, self._scale(len(tapped)))
-        self.teacher = Teacher(slice_head(model, ids, None), ids, vocab)
+        self.teacher = Teacher(slice_head(model, ids), ids, vocab)
         trained = [p for p in self.head.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         self.step = 0

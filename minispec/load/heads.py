@@ -1,0 +1,389 @@
+"""Draft heads as they are published: a folder is read into a `HeadConfig` and tensors, and these into a module.
+
+A head has no format of its own. It borrows a Llama's config.json, adds keys that its publisher needed, and leaves
+unsaid what its own loader knows: which layers of the target it reads, whether it shares the target's embedding.
+What the tensors show is taken from the tensors, since published configs contradict them; only the rest from the config.
+
+    format                  the layer's names   what else tells it
+    EAGLE, EAGLE-2          layers.0.           fc.weight [H, 2H], and no norm but one
+    EAGLE-3, SGLang's, 3.1  midlayer.           d2t: offsets from draft ids to the target's; fc_norm.*: 3.1
+    speculators             layers.0.           the layer's config nested in transformer_layer_config; d2t
+    MiMo's MTP              mtp_layers.0.       lies among the target's own tensors, or in a folder of its own
+
+A head that is read wrongly drafts nonsense and changes no output. So every tensor must have its place and its shape,
+and a key that two publishers read in two ways must be there.
+
+Read next: `eagle.py` and `mtp.py` for the heads, `selftest.py` for what is measured where a file leaves a doubt.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
+from minispec.load.weights import ModelError, load_weights, read_config, read_tensors
+from minispec.model import FINAL, Model, ModelConfig, published_tensors
+from minispec.mtp import MtpHead
+
+logger = logging.getLogger("minispec")
+
+HEAD_KINDS: dict[str, type[DraftHead]] = {kind.name: kind for kind in (EagleHead, Eagle3Head, MtpHead)}
+ARCHITECTURES = {  # what config.json may call a head of each kind; the first EAGLE heads say LlamaForCausalLM
+    EagleHead.name: ("LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle", "EagleLlamaForCausalLM"),
+    Eagle3Head.name: (
+        "LlamaForCausalLMEagle3",
+        "Qwen2ForCausalLMEagle3",
+        "Qwen3ForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        "Eagle3Speculator",
+        "Eagle3DraftModel",
+    ),
+    MtpHead.name: ("MiMoForCausalLM", "MiMoMTP", "MiMoMTPModel"),
+}
+# How the names of a layer's tensors begin; first the spelling that SGLang reads.
+LAYER_NAMES = {EagleHead.name: ("layers.0.",), Eagle3Head.name: ("midlayer.", "layers.0."),
+               MtpHead.name: ("mtp_layers.0.",)}  # fmt: skip
+
+Stated = Mapping[str, Any]  # a config.json as `read_config` returns it
+Tensors = dict[str, Tensor]  # by the file's names, without `model.` in front
+
+
+class Published(NamedTuple):
+    """A draft folder as read: the head it describes, and the head's weights by the names they have there."""
+
+    config: HeadConfig
+    tensors: Tensors
+    layer_name: str  # how the names of the layer's tensors begin
+
+
+# ---- a head for a target ------------------------------------------------------------------------------------------
+
+
+def load_head(
+    folder: Path, target: Model, *, token_map: Tensor | None = None, load_format: str = "auto"
+) -> DraftHead:
+    """Return the draft head in `folder` for inference, in the target's dtype and on its device.
+
+    token_map: [Vd] int64 target ids that a head without a vocabulary of its own drafts from (FR-Spec). load_format: as
+    for `read_tensors`. To be called before the target's LM head is packed. Raises ModelError naming
+    --speculative-draft-model-path for a folder that is no head, not whole, not this target's, or of a variant without a
+    formula here.
+    """
+    with _naming(folder):
+        config, tensors, layer_name = read_head(folder, target.config, load_format)
+        config = _shared(config, tensors, target)
+    if token_map is not None and config.kind == Eagle3Head.name:
+        logger.warning("--speculative-token-map is ignored: an EAGLE-3 head has a draft vocabulary of its own")
+    elif token_map is not None:
+        tensors["lm_head.weight"] = slice_head(target, token_map)
+        config = replace(config, token_map=token_map)
+    head = HEAD_KINDS[config.kind].empty(config, target)
+    with _naming(folder):
+        load_weights(head_tensors(head, layer_name), tensors.items())
+    if config.kind == Eagle3Head.name:
+        logger.info("EAGLE-3 head reads the target's residual stream entering layers %s", config.taps)
+    return head
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Raise an error about a draft folder again with the flag and the folder in front."""
+    try:
+        yield
+    except ValueError as error:
+        raise ModelError(f"--speculative-draft-model-path {folder}: {error}") from error
+
+
+def _shared(config: HeadConfig, tensors: Tensors, target: Model) -> HeadConfig:
+    """Return the config after what the head has in common with the target: `tensors` loses or gains it.
+
+    A copy of the target's embedding is dropped. An EAGLE-3 LM head that is tied to an embedding, and so not in the
+    files, is put in unless the target's own is tied to the same.
+    """
+    ours, given = target.embed_tokens.weight, tensors.get("embed_tokens.weight")
+    if given is not None and given.shape == ours.shape and torch.equal(given.to(ours), ours):
+        del tensors["embed_tokens.weight"]
+        given, config = None, replace(config, own_embedding=False)
+    if given is not None:
+        logger.info("the draft head uses its own embed_tokens.weight, which differs from the target's")
+    tied = config.kind == Eagle3Head.name and config.layer.tied and not config.own_lm_head
+    if tied and (given is not None or not target.config.tied):
+        tensors["lm_head.weight"] = ours if given is None else given
+        config = replace(config, own_lm_head=True)
+    return config
+
+
+def slice_head(target: Model, token_map: Tensor) -> Tensor:
+    """Return the rows [Vd, d] of the target's LM head for the ids of a token map [Vd] int64; raises ModelError."""
+    if problem := map_problem(token_map, target.config.vocab_size):
+        raise ModelError(f"--speculative-token-map {problem}")
+    assert isinstance(target.lm_head, nn.Linear), "the LM head is sliced before it is packed"
+    weight = target.lm_head.weight
+    return weight[token_map.to(weight.device)]
+
+
+def map_problem(ids: Tensor, vocab_size: int) -> str | None:
+    """Return what is wrong with a map from draft ids to target ids; siblings in a tree must be distinct tokens."""
+    if ids.dim() != 1 or not len(ids):
+        return f"must be a list of token ids, got the shape {list(ids.shape)}"
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        return f"has ids from {low} to {high}; the target's vocabulary has 0 to {vocab_size - 1}"
+    repeated = len(ids) - len(ids.unique())
+    return f"names {repeated} token ids more than once" if repeated else None
+
+
+def head_tensors(head: DraftHead, layer_name: str | None = None) -> Tensors:
+    """Return a head's weights by the names that a file gives them, as views: whoever writes into them fills the head.
+
+    layer_name: how the names of the layer's tensors begin; None: as SGLang reads them.
+    """
+    layer_name = layer_name or LAYER_NAMES[head.name][0]
+    # MiMo names what surrounds the layer as if it lay within.
+    around = layer_name if isinstance(head, MtpHead) else ""
+
+    def spelled(name: str) -> str:
+        if name.startswith("layer."):
+            return layer_name + name.removeprefix("layer.")
+        return name if name == "lm_head.weight" else around + name
+
+    return {spelled(name): tensor for name, tensor in published_tensors(head).items()}
+
+
+# ---- reading a folder ---------------------------------------------------------------------------------------------
+
+
+def read_head(folder: Path, target: ModelConfig, load_format: str = "auto") -> Published:
+    """Return what a draft folder describes and holds, for a target of these sizes; nothing of the target is read.
+
+    Of a whole model's folder only the MTP layers are read. Raises ValueError, not yet with the folder's flag.
+    """
+    stated = read_config(folder)
+    whole = "MiMoForCausalLM" in (stated.get("architectures") or ())
+    wanted: Callable[[str], bool] = lambda name: not whole or name.startswith("mtp_layers.")  # noqa: E731
+    tensors = dict(read_tensors(folder, load_format, wanted=wanted))
+    kind = _kind(stated, tensors)
+    names = LAYER_NAMES[kind]
+    layer_name = next((begin for begin in names if any(name.startswith(begin) for name in tensors)), names[-1])
+    read = {EagleHead.name: _read_eagle, Eagle3Head.name: _read_eagle3, MtpHead.name: _read_mtp}[kind]
+    return Published(read(stated, tensors, target, layer_name), tensors, layer_name)
+
+
+def _kind(stated: Stated, tensors: Tensors) -> str:
+    """Return the kind of head a folder holds: the tensors decide, and `architectures` must not contradict them."""
+    if (speculators := stated.get("speculators_model_type", Eagle3Head.name)) != Eagle3Head.name:
+        raise ModelError(f"speculators_model_type {speculators!r} is not supported; supported: {Eagle3Head.name}")
+    architectures = stated.get("architectures") or []
+    said = next((kind for kind, names in ARCHITECTURES.items() if set(names) & set(architectures)), None)
+    found = None
+    if any(name.startswith("mtp_layers.") for name in tensors):
+        found = MtpHead.name
+    elif any(name.startswith("midlayer.") or "hidden_norm" in name or name in ("d2t", "t2d") for name in tensors):
+        found = Eagle3Head.name
+    elif "fc.weight" in tensors:
+        found = EagleHead.name
+    if said and found and said != found:
+        raise ModelError(f"architectures {architectures} say {said}, the tensors are those of {found}")
+    if kind := found or said:
+        return kind
+    raise ModelError(
+        f"holds no draft head that is supported ({', '.join(HEAD_KINDS)}): architectures {architectures}, "
+        f"tensors {', '.join(sorted(tensors)[:4])}, ..."
+    )
+
+
+def _read_eagle(stated: Stated, tensors: Tensors, target: ModelConfig, layer_name: str) -> HeadConfig:
+    """Return the config of an EAGLE or EAGLE-2 head; an LM head in its files is taken out of `tensors`."""
+    layer = _layer(stated, tensors, layer_name)
+    _check_single("num_hidden_layers", stated)
+    _check_fit(layer.hidden_size, layer.vocab_size, target)
+    if tensors.pop("lm_head.weight", None) is not None:
+        logger.info("the draft head's own lm_head.weight is not used: EAGLE-2 drafts with the target's")
+    return HeadConfig(
+        EagleHead.name,
+        layer,
+        _last_state(stated, target),
+        own_embedding="embed_tokens.weight" in tensors,
+        # Whatever "bias" in the config says: published configs and files contradict each other.
+        fc_bias="fc.bias" in tensors,
+    )
+
+
+def _read_mtp(stated: Stated, tensors: Tensors, target: ModelConfig, layer_name: str) -> HeadConfig:
+    """Return the config of MiMo's layer."""
+    _check_single("num_nextn_predict_layers", stated)
+    layer = _layer(stated, tensors, layer_name)
+    _check_fit(layer.hidden_size, layer.vocab_size, target)
+    return HeadConfig(MtpHead.name, layer, _last_state(stated, target))
+
+
+def _read_eagle3(stated: Stated, tensors: Tensors, target: ModelConfig, layer_name: str) -> HeadConfig:
+    """Return the config of an official, SGLang, SpecForge or speculators head; d2t and t2d leave `tensors`."""
+    tensors.pop("t2d", None)  # d2t seen from the other side
+    nested = _layer_config(stated)
+    layer = _layer(nested, tensors, layer_name)
+    _check_single("num_hidden_layers", nested)
+    stream = stated.get("target_hidden_size") or layer.hidden_size
+    _check_fit(stream, layer.vocab_size, target)
+    taps = _taps(stated, target)
+    return HeadConfig(
+        Eagle3Head.name,
+        layer,
+        taps,
+        own_embedding="embed_tokens.weight" in tensors or stream != layer.hidden_size,
+        own_lm_head=_owns_lm_head(stated, tensors, layer, target),
+        token_map=_draft_ids(stated, tensors, layer.vocab_size),
+        fc=taps not in ((FINAL,), (target.layers,)),
+        **_switches(stated, tensors),
+    )
+
+
+# ---- what config.json and the tensors say -------------------------------------------------------------------------
+
+
+def _layer(stated: Stated, tensors: Tensors, layer_name: str) -> ModelConfig:
+    """Return the sizes of the head's layer; whether it has biases and q, k norms is seen from the tensors."""
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    if missing := [key for key in needed if stated.get(key) is None]:
+        raise ModelError(f"config.json lacks {', '.join(missing)}")
+    like_llama = {"num_hidden_layers": 1, **stated, "architectures": ["LlamaForCausalLM"]}
+    positions = stated.get("max_position_embeddings") or sys.maxsize
+    shape = ModelConfig.from_hf({**like_llama, "max_position_embeddings": positions})
+    if shape.sliding_window is not None:
+        raise ModelError(f"sliding_window {shape.sliding_window} of the head is not supported; supported: none")
+
+    def has(*parts: str) -> bool:
+        return any(f"{layer_name}{part}" in tensors for part in parts)
+
+    return replace(
+        shape,
+        layers=1,
+        qkv_bias=has("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+        output_bias=has("self_attn.o_proj.bias"),
+        mlp_bias=has("mlp.gate_proj.bias", "mlp.up_proj.bias", "mlp.down_proj.bias"),
+        qk_norm=has("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+    )
+
+
+def _layer_config(stated: Stated) -> Stated:
+    """Return the config of the head's layer: speculators nest it, in either spelling of rope."""
+    nested = stated.get("transformer_layer_config")
+    if nested is None:
+        return stated
+    rope = {**(nested.get("rope_scaling") or {}), **(nested.get("rope_parameters") or {})}
+    theta = rope.pop("rope_theta", None) or nested.get("rope_theta")
+    return {**nested, "rope_theta": theta, "rope_scaling": rope or None}
+
+
+def _check_single(key: str, stated: Stated) -> None:
+    """Raise ModelError unless the number of layers that `key` states, if it does, is one."""
+    if (layers := stated.get(key, 1)) != 1:
+        raise ModelError(f"{key} is {layers}; supported: 1")
+
+
+def _check_fit(hidden_size: int, vocab_size: int, target: ModelConfig) -> None:
+    """Raise ModelError unless the head was made for a target of these sizes."""
+    for key, made_for, has in (
+        ("hidden_size", hidden_size, target.hidden_size),
+        ("vocab_size", vocab_size, target.vocab_size),
+    ):
+        if made_for != has:
+            raise ModelError(f"the head is made for a target of {key} {made_for}, and the target has {has}")
+
+
+def _last_state(stated: Stated, target: ModelConfig) -> tuple[int | str]:
+    """Return the tap of a head that reads the last hidden state: behind the final norm, unless config.json says so.
+
+    It says so as it would name any stream: by the layer L that it would enter, the first there is not.
+    """
+    return (target.layers,) if stated.get("eagle_aux_hidden_state_layer_ids") == [target.layers] else (FINAL,)
+
+
+def _taps(stated: Stated, target: ModelConfig) -> tuple[int | str, ...]:
+    """Return the layers of the target whose input an EAGLE-3 head was trained on.
+
+    Files count in two ways. `eagle_config.eagle_aux_hidden_state_layer_ids` (SGLang, SpecForge) names layers by their
+    OUTPUT, which enters the next one. The same key at the top level (speculators, vLLM) names them by their INPUT.
+    """
+    nested = stated.get("eagle_config") or {}
+    if nested.get("use_aux_hidden_state") is False:
+        return _last_state(stated, target)
+    entering = stated.get("eagle_aux_hidden_state_layer_ids")
+    leaving = nested.get("eagle_aux_hidden_state_layer_ids")
+    readings = [tuple(entering)] if entering else []
+    readings += [tuple(i + 1 for i in leaving)] if leaving else []
+    if len(set(readings)) > 1:
+        raise ModelError(
+            f"eagle_aux_hidden_state_layer_ids are {entering} (layer inputs) and, in eagle_config, {leaving} "
+            "(layer outputs), which are not the same streams; remove one of them"
+        )
+    layers = target.layers
+    taps = readings[0] if readings else (2, layers // 2, layers - 3)
+    if not all(0 <= tap < layers for tap in taps):
+        origin = "eagle_aux_hidden_state_layer_ids ask" if readings else "the default of 2, L // 2, L - 3 asks"
+        raise ModelError(f"{origin} for the input of layers {taps}; the target has 0 to {layers - 1}")
+    return taps
+
+
+def _switches(stated: Stated, tensors: Tensors) -> dict[str, bool]:
+    """Return the variant of an EAGLE-3 head: what tensors show, from the tensors; the rest from the config."""
+    before = stated.get("norm_before_residual")
+    if before is None and "speculators_model_type" in stated:
+        # Its readers differ in what a missing key means, and the wrong one costs nearly all acceptance.
+        raise ModelError("config.json lacks norm_before_residual (true or false), which speculators heads must state")
+    fc_norm = bool(stated.get("fc_norm")) or any(name.startswith("fc_norm.") for name in tensors)
+    output = bool(stated.get("norm_output"))
+    if output and not fc_norm:
+        # The key once meant the norm in front of the LM head, which every EAGLE-3 head has.
+        logger.info("the draft head's norm_output is ignored, since there are no fc_norm tensors beside it")
+    return {
+        "fc_bias": "fc.bias" in tensors,
+        "fc_norm": fc_norm,
+        "norm_before_fc": bool(stated.get("norm_before_fc")) or "input_norm.weight" in tensors,
+        "norm_before_residual": bool(before),
+        "norm_output": output and fc_norm,
+    }
+
+
+def _owns_lm_head(stated: Stated, tensors: Tensors, layer: ModelConfig, target: ModelConfig) -> bool:
+    """Return whether the files have the LM head; if not, it is the embedding where they are tied, or the target's."""
+    draft_vocab = stated.get("draft_vocab_size")
+    if "lm_head.weight" in tensors or (draft_vocab is not None and not layer.tied):
+        return True
+    if draft_vocab not in (None, target.vocab_size):
+        raise ModelError(
+            f"tie_word_embeddings makes the LM head the embedding of {target.vocab_size} tokens, "
+            f"but draft_vocab_size is {draft_vocab}, and the file has no lm_head.weight"
+        )
+    if not layer.tied and layer.hidden_size != target.hidden_size:
+        raise ModelError("lm_head.weight is missing, and the target's reads another hidden size")
+    return False
+
+
+def _draft_ids(stated: Stated, tensors: Tensors, vocab_size: int) -> Tensor | None:
+    """Return the target's id of every draft id [D] int64; None where there is but one vocabulary.
+
+    The file's d2t, which leaves `tensors`, holds offsets, target id minus draft id; from here on there are only ids.
+    """
+    draft_vocab = stated.get("draft_vocab_size") or vocab_size
+    offsets = tensors.pop("d2t", None)
+    if offsets is None:
+        if draft_vocab != vocab_size:
+            raise ModelError(f"missing tensors: d2t, for a draft vocabulary of {draft_vocab} of {vocab_size} tokens")
+        return None
+    if list(offsets.shape) != [draft_vocab]:
+        key = "draft_vocab_size" if stated.get("draft_vocab_size") else "vocab_size, for want of another,"
+        raise ModelError(f"d2t has the shape {list(offsets.shape)}, but {key} is {draft_vocab}")
+    ids = torch.arange(draft_vocab) + offsets.long()
+    if problem := map_problem(ids, vocab_size):
+        raise ModelError(f"d2t, draft id plus offset, {problem}")
+    return None if draft_vocab == vocab_size and not offsets.any() else ids

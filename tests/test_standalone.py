@@ -447,6 +447,8 @@ def test_a_draft_that_does_not_fit_is_refused_in_one_line(tmp_path) -> None:
     thin = write(tmp_path / "thin")
     (thin / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 3}))
     assert "missing tensors: layers.2." in refusal(target, thin)
+    small = write(tmp_path / "small", quantization_config={"quant_method": "fp8"})
+    assert "quantization_config (fp8)" in refusal(target, small)
     bare = write(tmp_path / "bare")
     (bare / "config.json").write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "vocab_size"}))
     assert "vocab_size" in refusal(target, bare)

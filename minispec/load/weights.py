@@ -135,9 +135,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     `rope_theta` (float), `rope_scaling` (dict with `rope_type`, or None for plain rotation) and `torch_dtype` (a name
     like "bfloat16", or None) are always there; `rope_parameters` and `dtype`, the newer spelling, never. Raises
-    ModelError.
+    ModelError, also for quantized weights, which nothing here can compute with.
     """
     config = _read_json(folder / "config.json")
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise ModelError(f"{folder / 'config.json'} has a quantization_config ({method}): quantized weights are not "
+                         "supported; use the repository of the same model in bfloat16, float16 or float32")  # fmt: skip
     config["torch_dtype"] = _dtype_name(config.pop("dtype", None) or config.get("torch_dtype"))
     parameters = config.pop("rope_parameters", None)
     # The older spelling has two keys, the newer one dict with both; a file with both was upgraded, the newer one rules.

@@ -26,6 +26,7 @@ from minispec.engine import Engine, Sizes
 from minispec.kv import KVShape, PagedKV
 from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter
+from minispec.load.machine import core_count, host_memory
 from minispec.load.packed import can_pack, pack_linears
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
@@ -58,6 +59,8 @@ class LLM:
         self.config = config
         tell = progress or (lambda line: logger.info("%s", line))
         device = choose_device(config)
+        if device.type == "cpu":
+            _limit_threads()
         self.folder = choose_folder(config, tell)
         hf_config = read_config(self.folder)
         self.stored_dtype = hf_config["torch_dtype"]
@@ -282,20 +285,37 @@ def _free_bytes(device: torch.device) -> tuple[int, int]:
     """Return (free, total) memory of the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    try:  # MemAvailable counts what the kernel would give back; sysconf does not know it
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), total
-    except (OSError, StopIteration):
-        return page * os.sysconf("SC_AVPHYS_PAGES"), total
+    return host_memory()
+
+
+def coarse(pages: int) -> int:
+    """Round a number of pages down to five binary digits and zeros behind them, so by less than a sixteenth.
+
+    The number of pages is part of every compiled graph's shape, and free memory is another number at every start: the
+    exact quotient would find nothing in the compile cache.
+    """
+    shift = max(pages.bit_length() - 5, 0)
+    return pages >> shift << shift
+
+
+def _limit_threads() -> None:
+    """Let torch use no more threads than the process has whole cores, unless OMP_NUM_THREADS says otherwise.
+
+    torch counts the machine's cores and knows no quota. Threads beyond it make every parallel loop wait for those that
+    are not scheduled.
+    """
+    cores = core_count()
+    if "OMP_NUM_THREADS" not in os.environ and cores < torch.get_num_threads():
+        logger.info("%d threads, as many as the process has cores; OMP_NUM_THREADS sets another number", cores)
+        torch.set_num_threads(cores)
 
 
 def _pages(config: Config, row_bytes: int, sizes: Sizes, device: torch.device) -> int:
     """Return the pages of the KV pool, the trash page included; raises ValueError when not one tree fits.
 
     On a CPU: running requests times min(context, 4096) rows, at most a quarter of free memory. With
-    --mem-fraction-static (on CUDA always, 0.85): what is left of that share of memory beside the weights.
+    --mem-fraction-static (on CUDA always, 0.85): what is left of that share of memory beside the weights. What follows
+    from free memory is `coarse`.
     """
     page_bytes, tree_rows = row_bytes * config.page_size, sizes.tree_rows
     context, running = sizes.context_length, sizes.max_running
@@ -303,9 +323,9 @@ def _pages(config: Config, row_bytes: int, sizes: Sizes, device: torch.device) -
     fraction = config.mem_fraction_static or (0.85 if device.type == "cuda" else None)
     if fraction is None:
         rows = running * (min(context, 4096) + tree_rows)
-        pages = min(-(-rows // config.page_size), free // 4 // page_bytes)
+        pages = min(-(-rows // config.page_size), coarse(free // 4 // page_bytes))
     else:
-        pages = int(free - total * (1 - fraction)) // page_bytes
+        pages = coarse(max(int(free - total * (1 - fraction)), 0) // page_bytes)
     if config.max_total_tokens is not None:
         wanted = -(-config.max_total_tokens // config.page_size)
         if wanted > pages and fraction is not None:

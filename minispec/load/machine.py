@@ -1,0 +1,94 @@
+"""What this machine grants the process: memory and cores, within the limits of its control groups.
+
+A container or a batch job usually gets a part of its machine, and neither /proc/meminfo nor the number of cores says
+so. The limits stand in the files of the process's control groups and of all groups above them; the tightest counts.
+Both versions of control groups are read. `root` stands for / everywhere, so that tests can lay out a machine of files.
+
+Read next: `llm.py`, which sizes the KV pool and the thread pool by these.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+SLASH = Path("/")
+
+
+def host_memory(root: Path = SLASH) -> tuple[int, int]:
+    """Return the (free, total) bytes of memory that the process may use; what the kernel would give back is free."""
+    free, total = _machine_memory(root)
+    for group in _groups(root, "memory"):
+        limit = _number(group / "memory.max") or _number(group / "memory.limit_in_bytes")
+        if limit is not None:
+            used = _number(group / "memory.current") or _number(group / "memory.usage_in_bytes") or 0
+            total = min(total, limit)
+            free = min(free, max(limit - used + _file_pages(group), 0))
+    return min(free, total), total
+
+
+def core_count(root: Path = SLASH) -> int:
+    """Return how many whole cores the process may keep busy, at least 1: its affinity mask, within the CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group in _groups(root, "cpu"):
+        quota, _, period = _text(group / "cpu.max").partition(" ")
+        quota = quota or _text(group / "cpu.cfs_quota_us")
+        period = period or _text(group / "cpu.cfs_period_us")
+        if quota.strip() not in ("", "max", "-1"):  # the last two, of version 2 and 1, say that there is no quota
+            cores = min(cores, int(quota) // int(period))
+    return max(cores, 1)
+
+
+def _machine_memory(root: Path) -> tuple[int, int]:
+    """Return the machine's own (free, total) bytes."""
+    lines = [line.split() for line in _text(root / "proc/meminfo").splitlines()]
+    known = {words[0]: int(words[1]) * 1024 for words in lines}
+    if "MemAvailable:" in known:  # it counts what the kernel would give back; sysconf does not know that
+        return known["MemAvailable:"], known["MemTotal:"]
+    page = os.sysconf("SC_PAGE_SIZE")
+    return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of the process's control groups that may limit this controller, the innermost first.
+
+    Within a container the path may be the host's, of which the mounted tree shows only the end or nothing, so all
+    folders above are looked at, down to where the tree is mounted.
+    """
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            mounts = ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
+        elif controller in controllers.split(","):
+            mounts = [f"sys/fs/cgroup/{controllers}", f"sys/fs/cgroup/{controller}"]
+        else:
+            continue
+        for mount in mounts:
+            folder = root / mount
+            inner = folder / path.strip("/")
+            yield from (each for each in (inner, *inner.parents) if each.is_relative_to(folder) and each.is_dir())
+
+
+def _file_pages(group: Path) -> int:
+    """Return the bytes of files that count as the group's memory and that the kernel drops when it needs room."""
+    words = [line.split() for line in _text(group / "memory.stat").splitlines()]
+    known = {name: int(value) for name, value in words}
+    whole = "total_" if "total_inactive_file" in known else ""  # version 1 counts the groups below only in these
+    return known.get(whole + "inactive_file", 0) + known.get(whole + "active_file", 0)
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None where there is no file or no number, as where the limit is the word max."""
+    try:
+        return int(_text(path))
+    except ValueError:
+        return None
+
+
+def _text(path: Path) -> str:
+    """Return a file's text, empty where it cannot be read."""
+    try:
+        return path.read_text("ascii", "replace")
+    except OSError:
+        return ""

@@ -1,0 +1,151 @@
+"""What a process is granted of its machine, read from trees of files as Linux lays them out, and what is made of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import minispec.llm as llm_module
+from minispec import LLM
+from minispec.llm import coarse
+from minispec.load.machine import core_count, host_memory
+
+MIB = 2**20
+MEMINFO = "MemTotal: 67108864 kB\nMemFree: 1 kB\nMemAvailable: 33554432 kB\nHugePages_Total: 0\n"  # 64 and 32 GiB
+UNLIMITED = "9223372036854771712\n"  # what version 1 writes where there is no limit
+
+
+def machine(root: Path, groups: str, files: dict[str, str]) -> Path:
+    """Write a machine's files: the process's groups, and what stands under /sys/fs/cgroup."""
+    for name, text in {"proc/meminfo": MEMINFO, "proc/self/cgroup": groups}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    for name, text in files.items():
+        (root / "sys/fs/cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "sys/fs/cgroup" / name).write_text(text)
+    return root
+
+
+def memory(limit: str, used: int, inactive: int, active: int, prefix: str) -> dict[str, str]:
+    """Return a group's memory files, sizes in MiB, of version 2 or, with a prefix, of version 1."""
+    one = prefix.startswith("memory")
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if one else ("memory.max", "memory.current")
+    whole = "total_" if one else ""
+    stat = f"anon 5\n{whole}inactive_file {inactive * MIB}\n{whole}active_file {active * MIB}\n"
+    return {prefix + names[0]: limit, prefix + names[1]: f"{used * MIB}\n", prefix + "memory.stat": stat}
+
+
+TWO = "0::/slice/job\n"
+ONE = "9:name=systemd:/docker/x\n4:memory:/docker/x\n2:cpu,cpuacct:/docker/x\n1:cpuset:/\n0::/\n"
+MEMORY = {
+    "no group": ("", {}, (32768, 65536)),
+    "no limit, version 2": (TWO, memory("max\n", 900, 0, 0, "slice/job/"), (32768, 65536)),
+    "no limit, version 1": (ONE, memory(UNLIMITED, 900, 0, 0, "memory/"), (32768, 65536)),
+    "a limit, version 2": (TWO, memory(f"{4096 * MIB}\n", 3000, 1000, 500, "slice/job/"), (2596, 4096)),
+    "a group above is tighter": (
+        TWO,
+        memory(f"{4096 * MIB}\n", 100, 0, 0, "slice/job/") | memory(f"{2048 * MIB}\n", 1500, 0, 0, "slice/"),
+        (548, 2048),
+    ),
+    "a limit, version 1, in a container that does not show the host's path": (
+        ONE, memory(f"{1024 * MIB}\n", 1000, 300, 200, "memory/"), (524, 1024)
+    ),
+    "a limit, version 1, by its path": (
+        ONE, memory(UNLIMITED, 9000, 0, 0, "memory/") | memory(f"{1024 * MIB}\n", 24, 0, 0, "memory/docker/x/"),
+        (1000, 1024),
+    ),
+    "above its limit": (TWO, memory(f"{100 * MIB}\n", 101, 0, 0, "slice/job/"), (0, 100)),
+    "beyond the machine": (TWO, memory(f"{99999 * MIB}\n", 10, 0, 0, "slice/job/"), (32768, 65536)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MEMORY.values(), ids=MEMORY.keys())
+def test_memory_is_what_machine_and_groups_leave(case, tmp_path) -> None:
+    groups, files, (free, total) = case
+    assert host_memory(machine(tmp_path, groups, files)) == (free * MIB, total * MIB)
+
+
+CORES = {
+    "no group": ("", {}, 8),
+    "no quota, version 2": (TWO, {"slice/job/cpu.max": "max 100000\n"}, 8),
+    "two and a half cores": (TWO, {"slice/job/cpu.max": "250000 100000\n"}, 2),
+    "less than a core": (TWO, {"slice/job/cpu.max": "50000 100000\n"}, 1),
+    "more than the mask": (TWO, {"slice/job/cpu.max": "6400000 100000\n"}, 8),
+    "a group above is tighter": (TWO, {"slice/job/cpu.max": "700000 100000\n", "slice/cpu.max": "300000 100000\n"}, 3),
+    "no quota, version 1": (ONE, {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 8),
+    "a quota, version 1": (ONE, {"cpu,cpuacct/cpu.cfs_quota_us": "20000", "cpu,cpuacct/cpu.cfs_period_us": "5000"}, 4),
+    "a quota, version 1, under one name": (ONE, {"cpu/docker/x/cpu.cfs_quota_us": "200000",
+                                                 "cpu/docker/x/cpu.cfs_period_us": "100000"}, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CORES.values(), ids=CORES.keys())
+def test_cores_are_what_mask_and_quota_leave(case, tmp_path, monkeypatch) -> None:
+    groups, files, cores = case
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    assert core_count(machine(tmp_path, groups, files)) == cores
+
+
+def test_this_machine_s_own_files_can_be_read() -> None:
+    free, total = host_memory()
+    assert 0 < free <= total and 1 <= core_count() <= (os.cpu_count() or 1)
+
+
+# ---- what is made of it ------------------------------------------------------------------------------------------
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 100_000,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+OPTIONS = {"load_format": "dummy", "dtype": "float32", "disable_torch_compile": True, "device": "cpu"}
+
+
+def start(folder: Path, **options: object) -> LLM:
+    """Start a model of random weights."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return LLM(folder, **OPTIONS, **options)
+
+
+@pytest.mark.parametrize("options", [{"mem_fraction_static": 0.5}, {}], ids=["a share of memory", "a quarter"])
+def test_the_pool_keeps_to_the_group_and_nearby_memory_gives_the_same_pages(options, tmp_path, monkeypatch) -> None:
+    pages = set()
+    for used in (12, 13, 14):  # of 160 MiB, 2 of them files
+        root = machine(tmp_path / str(used), TWO, memory(f"{160 * MIB}\n", used, 2, 0, "slice/job/"))
+        monkeypatch.setattr(llm_module, "host_memory", lambda root=root: host_memory(root))
+        kv = start(tmp_path / "model", max_running_requests=40, page_size=64, **options).scheduler.kv
+        free = (162 - used) * MIB
+        room = free - 80 * MIB if options else free // 4
+        taken = kv.pool.numel() * kv.pool.element_size() * (kv.pages - 1) // kv.pages  # page 0 holds nothing
+        assert 15 * room < 16 * taken <= 16 * room
+        pages.add(kv.pages)
+    assert len(pages) == 1, "a start a moment later would compile everything anew"
+
+
+def test_the_grid_of_pages_is_coarse_and_close_below() -> None:
+    assert [coarse(n) for n in (0, 1, 31, 32, 33, 63, 64, 1000)] == [0, 1, 31, 32, 32, 62, 64, 992]
+    numbers = range(10_000, 20_000)
+    assert len({coarse(n) for n in numbers}) == 17 and all(15 * n < 16 * coarse(n) <= 16 * n for n in numbers)
+
+
+@pytest.mark.parametrize(("wish", "threads"), [(None, 3), ("5", 5)], ids=["no wish", "OMP_NUM_THREADS"])
+def test_a_start_lowers_the_threads_to_the_cores_unless_told_otherwise(wish, threads, tmp_path, monkeypatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if wish:
+        monkeypatch.setenv("OMP_NUM_THREADS", wish)
+    monkeypatch.setattr(llm_module, "core_count", lambda: 3)
+    try:
+        torch.set_num_threads(5)
+        start(tmp_path / "model", max_running_requests=1, max_total_tokens=64)
+        assert torch.get_num_threads() == threads
+        torch.set_num_threads(2)
+        start(tmp_path / "model", max_running_requests=1, max_total_tokens=64)
+        assert torch.get_num_threads() == 2, "raised"
+    finally:
+        torch.set_num_threads(before)

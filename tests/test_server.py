@@ -7,6 +7,7 @@ words, emoji and CJK, while its two random layers keep sampled text dependent on
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gzip
 import http.client
 import json
@@ -296,10 +297,24 @@ def test_models_and_info_speak_of_the_served_model(served: Running, tiny: Path) 
         info = served.ok(path)
         assert info["page_size"] == 16 and "api_key" not in info and info["internal_states"][0]["kv_pages_total"] > 0
     assert served.call("/health_generate")[0] == served.call("/health")[0] == 200
-    for name in ("org/tiny", str(tiny), "default", "", None):
-        assert served.ok("/v1/chat/completions", chat(model=name, max_tokens=1))["model"] == "org/tiny"
-    status, body, _ = served.call("/v1/chat/completions", chat(model="gpt-4"))
-    assert (status, body["error"]["code"]) == (404, "model_not_found")
+
+
+def test_any_model_name_is_answered_by_the_one_model_unless_the_server_is_strict(
+    served: Running, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = (("/v1/chat/completions", chat(max_tokens=1)), ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+             ("/generate", native(max_new_tokens=1)), ("/tokenize", {"prompt": "a"}),
+             ("/detokenize", {"tokens": [5]}))  # fmt: skip
+    own = ("org/tiny", str(tiny), "default", "", None)
+    for path, body in asked:
+        assert [served.call(path, {**body, "model": name})[0] for name in (*own, "gpt-4")] == [200] * 6
+        assert served.call(path, {**body, "model": 7})[0] == 400
+    assert served.ok(*asked[0])["model"] == "org/tiny"
+    monkeypatch.setattr(served.server, "config", dataclasses.replace(served.server.config, strict_model_name=True))
+    for path, body in asked:
+        assert [served.call(path, {**body, "model": name})[0] for name in own] == [200] * 5
+        status, answer, _ = served.call(path, {**body, "model": "gpt-4"})
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
 
 
 def test_tokenize_and_detokenize_are_inverse(served: Running) -> None:
@@ -391,7 +406,7 @@ def test_whoever_hangs_up_is_aborted_in_decode_and_queue(served: Running) -> Non
 
 def test_whoever_hangs_up_is_aborted_in_prefill(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = served.server.engine.llm.scheduler
-    monkeypatch.setattr(scheduler, "chunk_size", 1)
+    monkeypatch.setattr(scheduler, "sizes", dataclasses.replace(scheduler.sizes, chunk_size=1))
     seen = []
     real = scheduler.engine.prefill
 
@@ -526,6 +541,26 @@ def test_when_the_scheduler_itself_fails_health_turns_503_and_nothing_hangs(
         assert running.call("/generate", native())[0] == running.call("/server_info")[0] == 503
     finally:
         running.stop()
+
+
+@pytest.mark.parametrize("level", ["info", "warning"])
+def test_answers_are_logged_at_the_level_of_http_alone_and_without_queries(
+    level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build(config: Config, progress: Callable[[str], None]) -> Any:
+        raise RuntimeError("no model is needed for this")
+
+    running = Running(Config(port=0, log_level_http=level, log_level="error"), build)
+    try:
+        assert running.call("/health?key=secret")[0] == 503 and running.call("/no%0Awhere")[0] == 404
+    finally:
+        running.stop()
+    lines = [record.getMessage() for record in caplog.records if record.name == "minispec.access"]
+    if level == "warning":
+        assert lines == []
+    else:
+        assert len(lines) == 2 and "secret" not in "".join(lines) and "\n" not in "".join(lines)
+        assert " GET /health 503 " in lines[0] and " GET /no%0Awhere 404 " in lines[1]
 
 
 def launch(*argv: str) -> subprocess.Popen[str]:

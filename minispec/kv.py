@@ -146,4 +146,9 @@ class PagedKV:
         live = step < count[:, None]
         source = self.rows(slots, lens[:, None] + path, live)
         target = self.rows(slots, lens[:, None] + step, live)
-        self.pool.index_copy_(2, target, self.pool.index_select(2, source))
+        # As one table of rows with an index for every layer and head: CUDA copies along an inner dimension piece by
+        # piece wherever its offsets exceed 2 GiB, some 64 launches for a pool that fills the device.
+        layers, heads, rows, dim = self.pool.shape
+        every = torch.arange(layers * heads, device=path.device)[:, None] * rows
+        flat = self.pool.view(-1, dim)
+        flat.index_copy_(0, (every + target).flatten(), flat.index_select(0, (every + source).flatten()))

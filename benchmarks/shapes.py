@@ -36,7 +36,7 @@ class Stopwatch:
         self.function, self.seconds = function, 0.0
 
     def __call__(self, *args: Any) -> Any:
-        """Call it, on a CPU, where it returns when it is done."""
+        """Call it and return what it returns."""
         started = time.perf_counter()
         try:
             return self.function(*args)
@@ -49,13 +49,13 @@ def step_times(engine: Engine, context: int, repeats: int) -> list[tuple[float, 
     """Return (plain step, verifying a tree, drafting it) in ms, several times, at batch 1 on padding of `context`."""
     drafter = engine.drafter
     watches = [Stopwatch(drafter.propose), Stopwatch(drafter.commit)]
-    step = Stopwatch(lambda nodes: engine.launch([], engine.buckets[1, nodes]).count.tolist())
+    step = Stopwatch(lambda nodes: engine.collect(engine.launch([], engine.buckets[1, nodes])))
     drafter.propose, drafter.commit = watches
     times = []
     for _ in range(repeats):
         seconds = []
         for nodes in (1, drafter.nodes):
-            engine.lens[0] = context
+            engine.lens[:1].fill_(context)
             for watch in (*watches, step):
                 watch.seconds = 0.0
             step(nodes)

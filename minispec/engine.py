@@ -183,7 +183,7 @@ class Engine:
         """
         slot, r = request.slot, request
         self.sampling.assign(slot, r.params, r.seed, r.prompt_ids, r.output_ids, stop_ids)
-        self.lens[slot] = r.kv_len
+        self.lens[slot : slot + 1].fill_(r.kv_len)
         if r.kv_len:
             self.drafter.observe(slot, r.ids[: r.kv_len], again=r.retractions > 0)
 
@@ -191,7 +191,7 @@ class Engine:
         """Take a slot back from a request that ended or was retracted."""
         self.sampling.release(slot)
         self.drafter.release(slot)
-        self.lens[slot] = 0
+        self.lens[slot : slot + 1].zero_()
 
     # ---- a decode step -------------------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class Engine:
         self.sampling.commit(index, verdict.emitted, verdict.count)
         self.lens[index] = lens + verdict.count
         self.root[index] = verdict.bonus
-        self.lens[0] = 0  # slot 0 is padding, and several requests of a bucket may be
+        self._clear_padding()
         return self._pending(list(slots), verdict.emitted, verdict.count, nodes=nodes)
 
     def _prepare(self, slots: Sequence[int], draft: bool) -> Bucket:
@@ -337,10 +337,15 @@ class Engine:
         self.sampling.commit(chunk_slots, token[:, None], picked)
         self.lens[chunk_slots] = lens
         self.root[chunk_slots] = token
-        self.lens[0] = 0
+        self._clear_padding()
         return token[:, None], picked
 
     # ---- the end of a step ---------------------------------------------------------------------------------------
+
+    def _clear_padding(self) -> None:
+        """Set the length of slot 0, whose rows several rows of a batch may have written, back to 0."""
+        # `lens[0] = 0` would copy a number from the host, and on CUDA the host would wait for the step to be done.
+        self.lens[:1].zero_()
 
     def _pending(self, slots: list[int], emitted: Tensor, count: Tensor, **what: object) -> Pending:
         """Start the copy of what was emitted to the host."""
@@ -386,7 +391,7 @@ class Engine:
 
     def _step_seconds(self, batch: int, nodes: int) -> float:
         """Return the time of one decode step on padding of a usual length."""
-        self.lens[0] = min(TIMED_CONTEXT, self.sizes.context_length // 2)
+        self.lens[:1].fill_(min(TIMED_CONTEXT, self.sizes.context_length // 2))
         start = time.perf_counter()
-        self.launch([], self.buckets[batch, nodes]).count.tolist()  # waits for the device
+        self.collect(self.launch([], self.buckets[batch, nodes]))  # waits for the device
         return time.perf_counter() - start

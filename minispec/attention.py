@@ -193,6 +193,13 @@ class PagedGather:
         assert self._first is not None, "layer 0 comes first"
         return GatherLayer(*self._layers[index], self.plan, *self._first)
 
+    def _pages(self) -> int:
+        """Return how many logical pages to read of every slot, the same for all."""
+        window = self.kv.pages_for(self.plan.window)  # at least what the nodes stand in, or padding would see nothing
+        if self.plan.starts.is_cuda:  # the host must not look at the lengths there, but it mapped the pages itself
+            return max(window, *self.kv.mapped)
+        return min(self.kv.pages_per_slot, self.kv.pages_for(int(self.plan.starts.max()) + self.plan.window))
+
     def _rows_and_mask(self) -> tuple[Tensor, Tensor]:
         """Return the rows to read [r, S] int64 and who sees them [r, W, S] bool, S the rows of the longest block.
 
@@ -201,9 +208,7 @@ class PagedGather:
         a weight of 0 times infinity is NaN.
         """
         plan, page_size = self.plan, self.kv.page_size
-        pages = self.kv.pages_per_slot
-        if not plan.starts.is_cuda:  # a host look at the lengths is free on the CPU, and forbidden on CUDA
-            pages = min(pages, self.kv.pages_for(int(plan.starts.max()) + plan.window))
+        pages = self._pages()
         position = torch.arange(pages * page_size, device=plan.starts.device)
         table = self.kv.table[plan.slots, :pages].long()
         rows = (table[:, :, None] * page_size + position[:page_size]).flatten(1)

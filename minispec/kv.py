@@ -67,6 +67,7 @@ class PagedKV:
         )
         self.table = torch.zeros(slots, self.pages_per_slot, dtype=torch.int32, device=device)
         self.logical = torch.full((slots, pages), -1, dtype=torch.int32, device=device)
+        self.mapped = [0] * slots  # what the host knows of the table: how many logical pages each slot has
         self.free: list[int] = []  # a stack; the newest freed page is the warmest in cache
         self.pools = [self.pool]  # and the drafter's, see `sibling`
         self.reset()
@@ -74,6 +75,7 @@ class PagedKV:
     def reset(self) -> None:
         """Take all pages back from everyone and forget all tables."""
         self.free[:] = range(self.pages - 1, 0, -1)
+        self.mapped[:] = [0] * len(self.mapped)
         self.table.zero_()
         self.logical.fill_(-1)
 
@@ -119,11 +121,13 @@ class PagedKV:
         order = torch.arange(first, first + len(pages), dtype=torch.int32, device=self.table.device)
         self.table[slot, first : first + len(pages)] = physical
         self.logical[slot, physical.long()] = order
+        self.mapped[slot] = max(self.mapped[slot], first + len(pages))
 
     def unmap(self, slot: int) -> None:
         """Forget all pages of `slot`; the pages themselves are the caller's to give back."""
         self.table[slot].zero_()
         self.logical[slot].fill_(-1)
+        self.mapped[slot] = 0
 
     def rows(self, slots: Tensor, positions: Tensor, live: Tensor) -> Tensor:
         """Return the flat physical rows [r * W] int64 of logical rows `positions` [r, W] of `slots` [r].

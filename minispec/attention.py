@@ -31,6 +31,29 @@ from minispec.kv import PagedKV
 
 QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
 
+# CUDA's kernels work on tiles of query rows by key rows. With larger ones the sums and the mask do not fit in registers
+# and spill into memory; benchmarks/lowering.py compiles the kernels and shows it.
+TILE_ROWS, TILE_KEYS = 64, 32
+
+# Writing rows is an operator of its own, so that warm-up on CUDA does not tune it: a tuned kernel that writes into the
+# pool is tried out on copies of the pool, gigabytes each time.
+_library = torch.library.Library("minispec", "FRAGMENT")
+_library.define("write_rows(Tensor(a!) pool, Tensor rows, Tensor new) -> ()")
+
+
+def _write_rows(pool: Tensor, rows: Tensor, new: Tensor) -> None:
+    """Store new [1, Hkv, T, D] in rows [T] of pool [1, Hkv, PAGES * P, D]."""
+    pool.index_copy_(2, rows, new)
+
+
+_library.impl("write_rows", _write_rows, "CompositeExplicitAutograd")
+torch.library.register_fake("minispec::write_rows", lambda pool, rows, new: None)
+
+
+def most_nodes(device: torch.device) -> int:
+    """Return the most nodes a tree may have; CUDA's decode kernel takes fewer query rows than a query block has."""
+    return QUERY_BLOCK - 1 if device.type == "cuda" else QUERY_BLOCK
+
 
 def prefill_block(device: torch.device) -> int:
     """Return the width of a prefill step's query blocks, which every prompt chunk fills up with padding.
@@ -119,9 +142,7 @@ class FlexLayer:
         _write(self.keys, self.plan.rows, k)
         _write(self.values, self.plan.rows, v)
         group = heads // kv_heads
-        # Queries that share a KV head become rows of one head: each key is read once, and the CUDA decode kernel,
-        # which wants a group of a power of two, takes any group.
-        fold = self.plan.blocks == 1 and group * length <= QUERY_BLOCK
+        fold = self._folds(q, group)
         if fold:
             q = q.reshape(batch, kv_heads, group * length, dim)
         elif q.is_cuda and group & (group - 1):
@@ -132,11 +153,21 @@ class FlexLayer:
             self.values,
             block_mask=self._block_mask(q.shape[2]),
             enable_gqa=not fold and group > 1,
-            kernel_options=self._kernel_options(q),
+            kernel_options=self._kernel_options(q, kv_heads),
         )
         if out.shape[1] != heads and not fold:
             out = out.view(batch, kv_heads, group, length, dim)[:, :, : heads // kv_heads]
         return out.reshape(batch, heads, length, dim)
+
+    def _folds(self, q: Tensor, group: int) -> bool:
+        """Do the queries that share a KV head become rows of one head, so that each key is read once?
+
+        CUDA's decode kernel does that itself for a group of a power of two, and takes less than a query block of rows.
+        """
+        rows = group * q.shape[2]
+        if q.is_cuda:
+            return self.plan.blocks == 1 and rows < QUERY_BLOCK and group & (group - 1) != 0
+        return self.plan.blocks == 1 and rows <= QUERY_BLOCK
 
     def _block_mask(self, query_rows: int) -> BlockMask:
         """Wrap the plan's lists; costs microseconds, being built from tensors that exist."""
@@ -162,20 +193,27 @@ class FlexLayer:
         block = b * plan.blocks + q // plan.query_block
         node = (q % plan.query_block) % width  # folded heads repeat the nodes
         page = self.logical[plan.slots[block], row // page_size]
-        ahead = page * page_size + row % page_size - plan.starts[block]
+        # 32 bits, since a tile of 64-bit indices does not fit in CUDA's registers.
+        ahead = page * page_size + row % page_size - plan.starts[block].int()
         # The clamp is compulsory: the table is read before `&` is applied.
         within = (ahead < window) & plan.visible[block, node, ahead.clamp(0, window - 1)]
         return (page >= 0) & ((ahead < 0) | within)
 
-    def _kernel_options(self, q: Tensor) -> dict[str, Any]:
+    def _kernel_options(self, q: Tensor, kv_heads: int) -> dict[str, Any]:
         """What each device's kernel must be told; see docs/architecture.md for what goes wrong otherwise."""
         if not q.is_cuda:
             # Any value that does not divide the page: the CPU's split-KV kernel reads the shape of the buffer behind
             # a view of q and returns garbage, silently.
             return {"PARTITION_SIZE": 1}
-        if self.plan.blocks == 1 and q.shape[2] < QUERY_BLOCK:
-            return {"BACKEND": "TRITON_DECODE"}  # an unsuitable shape fails loudly instead of running slowly
-        return {"BLOCK_N": min(64, self.plan.kv.page_size)}
+        # Nothing is left to autotuning, which would try the kernels on block lists as long as the whole pool.
+        keys = min(TILE_KEYS, self.plan.kv.page_size)
+        if self.plan.blocks > 1 or q.shape[2] >= QUERY_BLOCK:
+            return {"BLOCK_M": TILE_ROWS, "BLOCK_N": keys, "num_warps": 4, "num_stages": 3}
+        rows = q.shape[1] * q.shape[2] // kv_heads
+        tile = min(TILE_ROWS, max(16, 1 << (rows - 1).bit_length()))
+        # Named, so that an unsuitable shape fails loudly instead of running slowly in the prefill kernel.
+        decode = {"BACKEND": "TRITON_DECODE", "BLOCK_M": tile, "BLOCK_N": keys}
+        return {**decode, "num_warps": 4 if tile == TILE_ROWS else 2, "num_stages": 3}
 
 
 class PagedGather:
@@ -253,7 +291,11 @@ class Causal:
 
 def _write(pool: Tensor, rows: Tensor, new: Tensor) -> None:
     """Store new [B, Hkv, T, D] in rows [B * T] of pool [1, Hkv, PAGES * P, D]."""
-    pool.index_copy_(2, rows, new.transpose(0, 1).reshape(1, new.shape[1], -1, new.shape[3]))
+    new = new.transpose(0, 1).reshape(1, new.shape[1], -1, new.shape[3])
+    if pool.is_cuda:
+        torch.ops.minispec.write_rows(pool, rows, new)
+    else:
+        pool.index_copy_(2, rows, new)  # fused with what computes the rows
 
 
 def _pad_group(q: Tensor, kv_heads: int, group: int) -> tuple[Tensor, int]:

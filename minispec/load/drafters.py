@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from minispec.attention import most_nodes
 from minispec.beam import BeamDrafter
 from minispec.config import LEARNED, MAX_NODES, Config
 from minispec.drafter import Drafter, HostDrafter, Plain, as_drafter
@@ -34,7 +35,9 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
     flag where a head or draft model is missing or does not fit target and tokenizer, or one's own drafter is none.
     """
     if config.is_own_drafter:
-        return as_drafter(_own(config, model, folder, tokenizer), model.config.vocab_size)
+        drafter = _own(config, model, folder, tokenizer)
+        _check_size(f"--speculative-algorithm {config.algorithm}", drafter, model)
+        return as_drafter(drafter, model.config.vocab_size)
     table: dict[str, Callable[[Config, Model, Path, Tokenizer], Drafter | HostDrafter]] = {
         "NONE": lambda *_: Plain(),
         "NGRAM": lambda config, *_: NgramDrafter(
@@ -56,7 +59,17 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
     if config.speculative_token_map is not None and config.algorithm not in LEARNED:
         logger.warning("--speculative-token-map is ignored: --speculative-algorithm %s drafts without the target's LM "
                        "head", config.algorithm)  # fmt: skip
-    return as_drafter(table[config.algorithm](config, model, folder, tokenizer), model.config.vocab_size)
+    drafter = table[config.algorithm](config, model, folder, tokenizer)
+    _check_size("--speculative-num-draft-tokens", drafter, model)
+    return as_drafter(drafter, model.config.vocab_size)
+
+
+def _check_size(flag: str, drafter: Drafter | HostDrafter, model: Model) -> None:
+    """Raise ValueError naming the flag where the drafter's trees have more nodes than the model's device takes."""
+    device = model.embed_tokens.weight.device
+    if drafter.nodes > (most := most_nodes(device)):
+        raise ValueError(f"{flag}: the draft tree has {drafter.nodes} nodes, but on {device.type} it may have at most "
+                         f"{most}")  # fmt: skip
 
 
 def _own(config: Config, *target: object) -> Drafter | HostDrafter:

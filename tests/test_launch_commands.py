@@ -1,0 +1,273 @@
+"""Five of the documentation's launch commands, run as written against tiny checkpoints in the formats of their models.
+
+A folder whose name is a hub's id is found before the hub is asked, so each command runs in a folder that holds its
+checkpoints under the very ids. Appended are only a free port and `--device cpu --disable-torch-compile`, for speed.
+
+Every target follows a script: its LM head maps each token of a fixed text to the next one, through layers of random
+weights that add a little noise. So the greedy answer is known beforehand. The heads are made to read the newest token
+out of what their format gives them, so that their drafts are right where the format is read rightly: a head that is
+loaded wrongly drafts nonsense, and is seen by its acceptance.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_config import DOCUMENTED, ROOT
+from test_server import script
+from torch import Tensor
+from transformers import AutoTokenizer
+
+Tensors = dict[str, Tensor]
+H, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 8  # sizes of every target; a head's layer has them too
+SIZE = H // HEADS
+
+
+class Text(NamedTuple):
+    """What all models are made of: the vocabulary's size, the script, and an embedding [V, H]."""
+
+    vocab: int
+    ids: list[int]
+    embed: Tensor
+
+    def head(self, steps: int = 1) -> Tensor:
+        """Return an LM head [V, H] that maps each token of the script to the one `steps` further."""
+        weight = torch.zeros_like(self.embed)
+        weight[[*self.ids[steps:], *self.ids[:steps]]] = 0.2 * self.embed[self.ids]
+        return weight
+
+
+# ---- checkpoints --------------------------------------------------------------------------------------------------
+
+
+def config(text: Text, architecture: str, **more: Any) -> dict[str, Any]:
+    """Return what a config.json of the Llama family says."""
+    return {
+        "architectures": [architecture], "model_type": "llama", "hidden_size": H, "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+        "vocab_size": text.vocab, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 1024, "bos_token_id": 1,
+        "eos_token_id": 2, "tie_word_embeddings": False, "torch_dtype": "float16", **more,
+    }  # fmt: skip
+
+
+def layer(prefix: str, width: int = H, silent: bool = False, biases: bool = False) -> Tensors:
+    """Return a layer's matrices under their published names; a silent one passes its residual on as it is."""
+    out = 0.0 if silent else 0.01
+    shapes = {
+        "self_attn.q_proj": (H, width, 0.2), "self_attn.k_proj": (KV_HEADS * SIZE, width, 0.2),
+        "self_attn.v_proj": (KV_HEADS * SIZE, width, 0.2), "self_attn.o_proj": (H, H, out),
+        "mlp.gate_proj": (INNER, H, 0.2), "mlp.up_proj": (INNER, H, 0.2), "mlp.down_proj": (H, INNER, out),
+    }  # fmt: skip
+    tensors = {f"{prefix}{name}.weight": std * torch.randn(rows, cols) for name, (rows, cols, std) in shapes.items()}
+    tensors[f"{prefix}post_attention_layernorm.weight"] = torch.ones(H)
+    if biases:
+        for name in ("q", "k", "v"):
+            rows = shapes[f"self_attn.{name}_proj"][0]
+            tensors[f"{prefix}self_attn.{name}_proj.bias"] = 0.1 * torch.randn(rows)
+    return tensors
+
+
+def target(text: Text, biases: bool = False, layers: int = LAYERS) -> Tensors:
+    """Return the tensors of a whole model that follows the script."""
+    tensors = {"model.embed_tokens.weight": text.embed, "lm_head.weight": text.head()}
+    tensors["model.norm.weight"] = torch.ones(H)
+    for i in range(layers):
+        tensors |= layer(f"model.layers.{i}.", biases=biases)
+        tensors[f"model.layers.{i}.input_layernorm.weight"] = torch.ones(H)
+    return tensors
+
+
+def keep(width: int, part: int) -> Tensor:
+    """Return the matrix [H, width] that reads the part-th H of its input and drops the rest."""
+    matrix = torch.zeros(H, width)
+    matrix[:, part * H : (part + 1) * H] = torch.eye(H)
+    return matrix
+
+
+def write(folder: Path, stated: dict[str, Any], tensors: Tensors, *, tokenizer: Path | None = None,
+          pickled: bool = False) -> None:  # fmt: skip
+    """Write a checkpoint in float16, with a tokenizer if it is a whole model."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(stated))
+    tensors = {name: t.half().contiguous() if t.is_floating_point() else t for name, t in tensors.items()}
+    if pickled:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors")
+    if tokenizer is not None:
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(tokenizer / name, folder)
+
+
+def eagle2(at: Path, text: Text, base: Path) -> None:
+    """Llama 2 and SGLang's EAGLE head: fc over (embedding, feature), a layer without an input norm, a pickle."""
+    write(at / "meta-llama/Llama-2-7b-chat-hf", config(text, "LlamaForCausalLM"), target(text), tokenizer=base)
+    head = {"fc.weight": keep(2 * H, 0), **layer("layers.0.", silent=True)}
+    stated = config(text, "LlamaForCausalLMEagle", num_hidden_layers=1, bias=False)
+    write(at / "lmsys/sglang-EAGLE-llama2-chat-7B", stated, head, pickled=True)
+
+
+def fr_spec(at: Path, text: Text, base: Path) -> None:
+    """Llama 3, an EAGLE head, and FR-Spec's map: a pickled list of the most frequent ids."""
+    stated = config(text, "LlamaForCausalLM", rope_theta=500000.0)
+    write(at / "meta-llama/Meta-Llama-3-8B-Instruct", stated, target(text), tokenizer=base)
+    head = {"fc.weight": keep(2 * H, 0), **layer("layers.0.", silent=True)}
+    stated = config(text, "LlamaForCausalLMEagle", num_hidden_layers=1, bias=False, rope_theta=500000.0)
+    write(at / "lmsys/sglang-EAGLE-LLaMA3-Instruct-8B", stated, head, pickled=True)
+    others = [i for i in range(text.vocab) if i not in text.ids][:40]
+    (maps := at / "thunlp/LLaMA3-Instruct-8B-FR-Spec").mkdir(parents=True)
+    torch.save(text.ids[::-1] + others, maps / "freq_32768.pt")
+
+
+def eagle3(at: Path, text: Text, base: Path) -> None:
+    """Llama 3.1 and an EAGLE-3 head with a draft vocabulary: three streams of the target, offsets in d2t.
+
+    The state is the stream itself, that is the token before the newest; so the head's own LM head looks two ahead.
+    """
+    stated = config(text, "LlamaForCausalLM", rope_theta=500000.0)
+    write(at / "meta-llama/Meta-Llama-3.1-8B-Instruct", stated, target(text), tokenizer=base)
+    ids = torch.tensor(sorted(text.ids))
+    head = {
+        "fc.weight": keep(3 * H, 0), **layer("midlayer.", width=2 * H, silent=True), "norm.weight": torch.ones(H),
+        "midlayer.input_layernorm.weight": torch.ones(H), "midlayer.hidden_norm.weight": torch.ones(H),
+        "lm_head.weight": text.head(2)[ids], "d2t": ids - torch.arange(len(ids)),
+        "t2d": torch.zeros(text.vocab, dtype=torch.bool).index_fill(0, ids, True),
+    }  # fmt: skip
+    stated = config(text, "LlamaForCausalLMEagle3", num_hidden_layers=1, draft_vocab_size=len(ids))
+    write(at / "jamesliu1/sglang-EAGLE3-Llama-3.1-Instruct-8B", stated, head, pickled=True)
+
+
+def mimo(at: Path, text: Text, base: Path) -> None:
+    """MiMo: biases on q, k, v, and the MTP layer among the target's tensors; hidden state first, then embedding."""
+    prefix = "model.mtp_layers.0."
+    ones = ("token_layernorm", "hidden_layernorm", "input_layernorm", "final_layernorm")
+    mtp = {f"{prefix}{name}.weight": torch.ones(H) for name in ones}
+    mtp |= {f"{prefix}input_proj.weight": keep(2 * H, 1), **layer(prefix, silent=True, biases=True)}
+    stated = config(text, "MiMoForCausalLM", model_type="mimo", attention_bias=True, num_nextn_predict_layers=1)
+    write(at / "XiaomiMiMo/MiMo-7B-RL", stated, {**target(text, biases=True), **mtp}, tokenizer=base)
+
+
+def standalone(at: Path, text: Text, base: Path) -> None:
+    """Two Qwen2.5 of one tokenizer, the draft of two layers."""
+    stated = config(text, "Qwen2ForCausalLM", model_type="qwen2")
+    write(at / "Qwen/Qwen2.5-7B-Instruct", stated, target(text, biases=True), tokenizer=base)
+    draft = {**stated, "num_hidden_layers": 2}
+    write(at / "Qwen/Qwen2.5-1.5B-Instruct", draft, target(text, biases=True, layers=2), tokenizer=base)
+
+
+class Case(NamedTuple):
+    """A command, by its number among the documented ones, its checkpoints, and what is accepted if read rightly."""
+
+    number: int
+    make: Callable[[Path, Text, Path], None]
+    shape: tuple[int, int, int]  # as the command says
+    accepts: float  # tokens a verify step, at least
+
+
+CASES = [
+    Case(0, eagle2, (3, 4, 16), 3.5),
+    Case(2, fr_spec, (3, 4, 16), 3.5),
+    Case(3, eagle3, (3, 4, 16), 1.8),  # its first draft is right, and its state stays where it is
+    Case(4, mimo, (1, 1, 2), 1.9),
+    Case(5, standalone, (4, 2, 7), 4.5),
+]
+
+
+# ---- the server, as launched --------------------------------------------------------------------------------------
+
+
+class Launched:
+    """A documented command running in a folder, with a free port."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        environ, argv = DOCUMENTED[number]
+        words = [sys.executable, "-m", "minispec.server", *argv]
+        words += ["--port", str(self.port), "--device", "cpu", "--disable-torch-compile"]
+        quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            words, cwd=folder, env={**os.environ, **quiet, **environ}, stderr=subprocess.PIPE, text=True
+        )
+
+    def get(self, path: str) -> Any:
+        """Return the JSON of a path."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+            return json.load(answer)
+
+    def wait(self, seconds: float = 120) -> None:
+        """Wait until it is ready."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                self.get("/health")
+                return
+            except OSError:  # nobody listens yet, or 503
+                time.sleep(0.2)
+        self.process.kill()
+        pytest.fail(f"not ready: {self.process.communicate()[1]}")
+
+    def stop(self) -> str:
+        """End it and return its log."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.communicate(timeout=20)[1]
+        finally:
+            self.process.kill()
+
+
+@pytest.fixture(scope="module")
+def text(demo_folder: Path) -> Text:
+    """The script in the default model's tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_folder)
+    generator = torch.Generator().manual_seed(0)
+    return Text(len(tokenizer), script(tokenizer), torch.randn(len(tokenizer), H, generator=generator))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.make.__name__)
+def test_a_documented_command_serves_the_documented_call(
+    case: Case, text: Text, demo_folder: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    case.make(tmp_path, text, demo_folder)
+    launched = Launched(case.number, tmp_path)
+    try:
+        launched.wait()
+        asked = DOCUMENTED[case.number][1]
+        model = asked[asked.index("--model") + 1]
+        client = openai.Client(base_url=f"http://127.0.0.1:{launched.port}/v1", api_key="None", max_retries=0)
+        response = client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": "List 3 countries and their capitals."}],
+            temperature=0,
+            max_tokens=64,
+        )
+        answer = response.choices[0].message.content
+        state = launched.get("/server_info")["internal_states"][0]
+    finally:
+        log = launched.stop()
+    assert launched.process.returncode == 0 and "Traceback" not in log, log
+    assert response.model == model and response.usage.completion_tokens == 64
+    cycle = AutoTokenizer.from_pretrained(demo_folder).decode(text.ids * 8)
+    assert len(answer) > 100 and answer.strip("\N{REPLACEMENT CHARACTER}") in cycle, answer
+    shape = [state[f"speculative_{name}"] for name in ("num_steps", "eagle_topk", "num_draft_tokens")]
+    assert tuple(shape) == case.shape
+    assert state["avg_spec_accept_length"] > case.accepts
+    for flag in ("--cuda-graph-max-bs 8", "--trust-remote-code"):
+        if flag.split()[0] in asked:
+            assert f"{flag} " in log  # the line that says what is done instead

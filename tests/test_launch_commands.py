@@ -60,8 +60,8 @@ def config(text: Text, architecture: str, **more: Any) -> dict[str, Any]:
     return {
         "architectures": [architecture], "model_type": "llama", "hidden_size": H, "intermediate_size": INNER,
         "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-        "vocab_size": text.vocab, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 1024, "bos_token_id": 1,
-        "eos_token_id": 2, "tie_word_embeddings": False, "torch_dtype": "float16", **more,
+        "vocab_size": text.vocab, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 1024,
+        "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "torch_dtype": "float16", **more,
     }  # fmt: skip
 
 

@@ -1,17 +1,20 @@
 """From logits to a token: penalties, bias, masks, temperature, top-k, top-p, min-p, and noise that can be recomputed.
 
 The one idea: sampling is an argmax. `argmax(logits + T * g)` with Gumbel noise g draws from softmax(logits / T), and g
-here is a pure function of (request seed, absolute position, token id), a counter-based generator in the sense of
-Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). So a seeded request picks the same token at the
-same place whatever the batch, the drafter or the tree around it (drafter-invariant decoding, arXiv 2408.07978), and
-T = 0 is greedy with no branch.
+here is a pure function of (request seed, absolute position, token id): a counter-based generator, as in Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3" (2011). So a seeded request picks the same token at the same position
+whatever the batch, the drafter or the tree around it (drafter-invariant decoding, arXiv 2408.07978), and T = 0 is
+greedy decoding without a branch.
 
 Top-k (arXiv 1805.04833), top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082) keep every token whose logit is at least
-a threshold, so tokens that tie at the threshold stay together. The threshold comes from a radix selection over the bits
-of the fp32 values: three histograms instead of a sort of the vocabulary, exact and independent of summation order.
+a threshold, so tokens that tie at the threshold are all kept. Sorting the vocabulary to find the threshold would be
+slow; a radix selection over the bits of the fp32 values finds it with three histograms, exactly and whatever the order
+of summation.
 
-Everything on the device is static in shape and free of host decisions; what no request of a batch asks for is None in
-its `Wishes` and costs nothing. Read next: `verify.py` for the walk that calls `pick`, `request.py` for the parameters.
+Everything on the device has a static shape and waits for no decision of the host. What no request of a batch asks for
+is None in its `Wishes` and costs nothing.
+
+Read next: `verify.py` for the walk that calls `pick`, `request.py` for the parameters.
 """
 
 from __future__ import annotations
@@ -32,13 +35,13 @@ def _signed(constant: int) -> int:
     return constant - 2**64 if constant >= 2**63 else constant
 
 
-GOLDEN = _signed(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: only keeps seed 0 off the finalizer's fixed point 0
+GOLDEN = _signed(0x9E3779B97F4A7C15)  # 2^64 / golden ratio; without it seed 0 would stay 0, which _mix64 maps to 0
 MIX64 = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 
 
 def _mix64(x: Tensor) -> Tensor:
     """SplitMix64's finalizer (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), on int64."""
-    x = (x ^ ((x >> 30) & (2**34 - 1))) * MIX64[0]  # >> keeps the sign: the mask makes it a logical shift
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * MIX64[0]  # >> copies the sign bit; the mask makes it a logical shift
     x = (x ^ ((x >> 27) & (2**37 - 1))) * MIX64[1]
     return x ^ ((x >> 31) & (2**33 - 1))
 
@@ -46,14 +49,14 @@ def _mix64(x: Tensor) -> Tensor:
 def _bits(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
     """Return `[.., V] int32`, 32 uniform bits per token id from `seed, position [..] int64`; ids as in `uniform`.
 
-    Seed and position are mixed one after the other into 64 bits, never added, so (seed, position + 1) and
-    (seed + 1, position) have nothing in common. Per id it is one round of hash-prospector's best two-multiply function
-    (github.com/skeeto/hash-prospector, issue 19) with half of the key before the first and half before the second
-    multiply: two rows whose first halves are close do not share permuted noise. int32 and int64 products wrap in torch
-    on every device, so the bits are the same everywhere.
+    Were seed and position added, (seed, position + 1) and (seed + 1, position) would share their noise; they are mixed
+    into a key of 64 bits one after the other. Each id then takes one round of hash-prospector's best two-multiply
+    function (github.com/skeeto/hash-prospector, issue 19). If the whole key entered before the first multiply, two
+    close keys would have the same noise, permuted among the ids; so half of it enters before the second. int32 and
+    int64 products wrap in torch on every device, so the bits are the same everywhere.
     """
     key = _mix64(_mix64(seed ^ GOLDEN) ^ position)[..., None]
-    first, second = (((key >> shift) & 0xFFFFFFFF) - 2**31 for shift in (0, 32))  # in range: the casts are exact
+    first, second = (((key >> shift) & 0xFFFFFFFF) - 2**31 for shift in (0, 32))  # in int32's range: casts are exact
     ids = torch.arange(ids, device=seed.device) if isinstance(ids, int) else ids
     x = ids.to(torch.int32) ^ first.to(torch.int32)
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
@@ -65,8 +68,8 @@ def _bits(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
 def uniform(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
     """Return `[.., V] fp32` in [2^-33, 1 - 2^-24] for `seed [..] int64` (any value) and `position [..] int64`.
 
-    `ids` says for which tokens: `[V] int64`, or V for the ids 0 to V - 1. No token has a negative id: a number under
-    one is independent of all noise.
+    `ids` says for which tokens: `[V] int64`, or V for the ids 0 to V - 1. No token has a negative id, so the number of
+    a negative id is independent of all tokens' noise.
     """
     bits = _bits(seed, position, ids).to(torch.int64) & 0xFFFFFFFF
     return bits.float().mul_(2.0**-32).add_(2.0**-33).clamp_(max=1 - 2.0**-24)
@@ -75,9 +78,9 @@ def uniform(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
 def gumbel(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
     """Return `[.., V] fp32` of standard Gumbel noise in [-2.9, 22.9]; the arguments are those of `uniform`.
 
-    log1p(-u) spends fp32's resolution near u = 0, where the noise is large and decides.
+    log1p(-u) has fp32's full resolution near u = 0, where the noise is large and decides the argmax.
     """
-    # -log(-log1p(-u)); in place, or eager CPU time goes into memory
+    # -log(-log1p(-u)), in place: run eagerly on a CPU, it would spend its time on new tensors of width V
     return uniform(seed, position, ids).neg_().log1p_().neg_().log_().neg_()
 
 
@@ -85,9 +88,9 @@ def gumbel(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
 
 
 class Wishes(NamedTuple):
-    """What one pick needs to know of each batch row. A None member is wanted by no row, and its work is skipped."""
+    """What one pick needs to know of each request. A member that no request needs is None, and its work is skipped."""
 
-    temperature: Tensor | None  # [B] fp32; 0 or at least 1e-6; 0 is greedy; None: all requests are
+    temperature: Tensor | None  # [B] fp32; 0 or at least 1e-6; 0 is greedy; None if all requests are greedy
     top_k: Tensor | None  # [B] int64, at least 1; the vocabulary size or more keeps all
     top_p: Tensor | None  # [B] fp32; 1 keeps all
     min_p: Tensor | None  # [B] fp32; 0 keeps all
@@ -96,7 +99,7 @@ class Wishes(NamedTuple):
     repetition: Tensor  # [B] fp32, acts only if prompt_seen is given
     seed: Tensor  # [B] int64
     min_new: Tensor  # [B] int64, acts only if stop_mask is given
-    outputs: Tensor  # [B] int64 output tokens so far
+    outputs: Tensor  # [B] int64, the number of output tokens so far
     counts: Tensor | None  # [B, V] int32, how often each id was output
     prompt_seen: Tensor | None  # [B, V] bool, ids of the prompt
     bias: Tensor | None  # [B, V] fp32, added to the logits
@@ -107,7 +110,7 @@ def adjust(logits: Tensor, wishes: Wishes) -> Tensor:
     """Return `[B, V] fp32` logits after penalties, bias and the stop ids' mask, in this order.
 
     Repetition (arXiv 1909.05858; prompt and output) divides positive and multiplies negative logits; frequency times
-    count and presence (output only) are subtracted. A row with neutral values comes out bit for bit as it went in.
+    count and presence (output only) are subtracted. A request with neutral values gets its logits back bit for bit.
     """
     logits = logits.float()
     if wishes.counts is not None:
@@ -128,15 +131,16 @@ def adjust(logits: Tensor, wishes: Wishes) -> Tensor:
 def pick(logits: Tensor, wishes: Wishes, position: Tensor) -> Tensor:
     """Return `[B] int64`, the token each row of `logits [B, V]` gets at absolute `position [B] int64`.
 
-    Order: `adjust`, temperature, top-k, top-p on what top-k left (renormalised, as vLLM does), min-p relative to the
-    largest probability (which no filter removes, so its place in the order changes nothing). Greedy rows take the
-    largest adjusted logit, ties to the lowest id. The result is an id in range even where logits are NaN.
+    The order is `adjust`, temperature, top-k, top-p on what top-k left (renormalised, as vLLM does), min-p. Min-p is
+    relative to the largest probability, which no filter removes, so it could as well come first. Greedy requests take
+    the largest adjusted logit, ties to the lowest id. The result is an id in range even where logits are NaN.
     """
     logits = adjust(logits, wishes)
     if wishes.temperature is None:
         return logits.argmax(-1)
-    # Distances below the maximum instead of logits: exact for the candidates that matter at any temperature, since
-    # close floats subtract exactly, and never negative, so that their bits as integers have their order.
+    # The scores start from distances below the maximum, not from logits. Close floats subtract exactly, so the
+    # candidates that matter have exact distances at any temperature. And a distance is never negative, so the bits of
+    # two distances compare as integers just as the distances do, which `_cut` needs.
     gap = logits.amax(-1, keepdim=True) - logits
     score = wishes.temperature[:, None] * gumbel(wishes.seed, position, logits.shape[1]) - gap
     if wishes.top_k is not None or wishes.top_p is not None or wishes.min_p is not None:
@@ -145,7 +149,7 @@ def pick(logits: Tensor, wishes: Wishes, position: Tensor) -> Tensor:
 
 
 def law(logits: Tensor, wishes: Wishes) -> Tensor:
-    """Return `[B, V] fp32`, the probabilities with which `pick` draws; one-hot in a greedy row."""
+    """Return `[B, V] fp32`, the probabilities with which `pick` draws; one-hot for a greedy request."""
     logits = adjust(logits, wishes)
     likeliest = torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
     if wishes.temperature is None:
@@ -157,9 +161,9 @@ def law(logits: Tensor, wishes: Wishes) -> Tensor:
     return torch.where(wishes.temperature[:, None] > 0, scaled.softmax(-1), likeliest)
 
 
-# Masses are summed as integers of this unit. Floats summed in another order round differently, so two batch shapes
-# could disagree about a threshold; integers cannot. The likeliest token has one unit, so that sums of up to 2^23 ids
-# stay in int64.
+# Probabilities are summed as integers, and the likeliest token counts this much. Floats summed in another order round
+# differently, so two batch shapes could disagree about a threshold; integers cannot. Sums over up to 2^23 ids fit into
+# int64.
 MASS_UNIT = 2.0**40
 
 
@@ -174,7 +178,7 @@ def _filtered(gap: Tensor, wishes: Wishes) -> Tensor:
         mass = (share * (bits <= limit[:, None]) * MASS_UNIT).to(torch.int64)
         total = mass.sum(-1)
         goal = (total.double() * wishes.top_p.double()).ceil().to(torch.int64)
-        goal = torch.where(wishes.top_p < 1, goal, total + 1)  # out of reach: keep even what has no mass
+        goal = torch.where(wishes.top_p < 1, goal, total + 1)  # 1 is a goal out of reach: it keeps ids of mass 0 too
         limit = torch.minimum(limit, _cut(bits, mass, goal))
     gone = bits > limit[:, None]
     return gone if wishes.min_p is None else gone | (share < wishes.min_p[:, None])
@@ -183,10 +187,10 @@ def _filtered(gap: Tensor, wishes: Wishes) -> Tensor:
 def _cut(bits: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
     """Return `[B] int32`, the smallest t with sum(mass[bits <= t]) >= goal, or 2^31 - 1 if there is none.
 
-    `bits [B, V] int32` not negative, `mass [B, V] int64`, `goal [B] int64`. Radix selection: t's 31 bits are
+    `bits [B, V] int32` not negative, `mass [B, V] int64`, `goal [B] int64`. This is a radix selection: t's 31 bits are
     found as digits of 11, 10 and 10 bits, each from one histogram. Ids below the prefix found so far fall into the
-    first bin, so that the running sum needs no carry between rounds, and ids beyond it into the last, whose sum nobody
-    asks for: what no smaller digit reaches is the last one's.
+    first bin, so the running sum needs no carry between rounds. Ids beyond it fall into the last bin, whose sum is not
+    looked at: where no smaller digit reaches the goal, the last one is the answer.
     """
     prefix = torch.zeros_like(goal, dtype=torch.int32)
     for shift, digits in ((20, 2048), (10, 1024), (0, 1024)):
@@ -208,7 +212,7 @@ EVERYTHING = frozenset(("temperature", "top_k", "top_p", "min_p", *TABLES))
 
 
 def _wanted(params: SamplingParams, outputs: int, vocab_size: int) -> frozenset[str]:
-    """Return the names of those `Wishes` members that may be None but not for this request."""
+    """Return the names of the `Wishes` members that this request needs, among those that may be None."""
     penalised = params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1
     wants = {
         "temperature": not params.greedy,
@@ -224,10 +228,10 @@ def _wanted(params: SamplingParams, outputs: int, vocab_size: int) -> frozenset[
 
 
 class SamplingState:
-    """The sampling parameters and token counts of every slot, on the device; row 0 is padding and greedy.
+    """The sampling parameters and token counts of every slot, on the device; slot 0 is padding and greedy.
 
-    Small parameters sit in two tables `[R, 6] fp32` and `[R, 4] int64`; those of vocabulary width are allocated when
-    the first request wants one. `assign` writes a slot's whole row, so a reused slot never sees its past.
+    Small parameters sit in two tables `[R, 6] fp32` and `[R, 4] int64`; a table of vocabulary width is allocated when
+    the first request needs it. `assign` writes all of a slot's entries, so nothing is left of the request before it.
     """
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device | str) -> None:
@@ -249,8 +253,8 @@ class SamplingState:
         """Give `slot` to a request that has output `output_ids` so far (not empty after a retraction).
 
         `stop_ids` are all ids that end the request and thus wait for min_new_tokens: EOS unless ignored, and
-        stop_token_ids. Every id must lie in the vocabulary. A top_k of 1 is stored as temperature 0: the same tokens,
-        with ties to the lowest id.
+        stop_token_ids. Every id must lie in the vocabulary. A top_k of 1 is stored as temperature 0, which picks the
+        same tokens, with ties to the lowest id.
         """
         wants = self._wants[slot] = _wanted(params, len(output_ids), self.vocab_size)
         temperature = 0.0 if params.greedy else params.temperature
@@ -275,11 +279,11 @@ class SamplingState:
             self._tables["stop_mask"][slot].index_fill_(0, self._upload(list(stop_ids), torch.int64), True)
 
     def release(self, slot: int) -> None:
-        """Forget the wishes of `slot`, so that it costs the batch nothing; its rows stay until `assign`."""
+        """Forget the wishes of `slot`, so that it costs the batch nothing; its table entries stay until `assign`."""
         self._wants[slot] = frozenset()
 
     def stops_allowed(self, slot: int) -> None:
-        """Note that `slot` has output its min_new_tokens: the mask is without effect from here on."""
+        """Note that `slot` has output its min_new_tokens, so that its stop mask has no effect any more."""
         self._wants[slot] -= {"stop_mask"}
 
     def all_greedy(self, slots: Sequence[int]) -> bool:
@@ -315,6 +319,6 @@ class SamplingState:
         return self._tables[name]
 
     def _upload(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """Return host values on the device; from pinned memory on CUDA, where the host must not wait for steps."""
+        """Return host values on the device; from pinned memory on CUDA, so that the host does not wait for a step."""
         on_cuda = self.device.type == "cuda"
         return torch.tensor(values, dtype=dtype, pin_memory=on_cuda).to(self.device, non_blocking=True)

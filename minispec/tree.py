@@ -1,11 +1,11 @@
-"""Draft trees: several proposed continuations of one text, flattened into rows the target reads in a single forward.
+"""Draft trees: several proposed continuations of one text, flattened so that the target reads them in one forward pass.
 
 The one idea: a tree is two integer arrays, the token of each node and the index of its parent. Everything else (who
 may attend to whom, at which position a node stands) follows from the parents by tensor operations of static shape, so
-it works in a compiled graph. Plain decoding is the tree with one node, a prompt chunk is a chain. Tree attention comes
-from SpecInfer (arXiv 2305.09781); choosing which tree to draft is the business of a drafter.
+it works in a compiled graph. Plain decoding is the tree with one node, and a prompt chunk is a chain. Tree attention
+comes from SpecInfer (arXiv 2305.09781). Which tree to draft is the drafter's choice.
 
-Invariant 1, owned here: parents precede children, siblings hold distinct tokens, padding nodes hold -1.
+This file owns invariant 1: parents precede children, siblings hold distinct tokens, padding nodes hold -1.
 
 Read next: `verify.py` for what the target makes of a tree, `attention.py` for the mask.
 """
@@ -22,7 +22,7 @@ PADDING = -1  # the token of a node that is not there; no pick of the target eve
 
 
 class DraftTree(NamedTuple):
-    """One tree per batch row; node 0 is the root, the newest committed token, whose KV is not written yet."""
+    """One tree per request; node 0 is the root, the newest committed token, whose KV is not written yet."""
 
     tokens: Tensor  # [B, N] int64; padding nodes hold -1
     parents: Tensor  # [B, N] int64; -1 for the root, 0 for padding nodes, else an index below the node's own
@@ -31,8 +31,8 @@ class DraftTree(NamedTuple):
 def ancestors(parents: Tensor) -> Tensor:
     """Return `[B, N, N] bool` from `parents [B, N] int64`: entry [b, i, j] says that j is i or an ancestor of i.
 
-    Pointer doubling: after round k a node knows its 2^k nearest ancestors-or-self and points 2^k levels up, so
-    ceil(log2 N) rounds do for any shape, chains included.
+    Pointers are doubled: after k rounds a node knows itself and its ancestors less than 2^k levels up, and points to
+    the one 2^k levels up. So ceil(log2 N) rounds are enough for any shape, chains included.
     """
     batch, nodes = parents.shape
     known = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, nodes, nodes)
@@ -51,7 +51,7 @@ def depth(ancestors: Tensor) -> Tensor:
 def problem(tokens: Sequence[int], parents: Sequence[int], nodes: int, vocab_size: int) -> str | None:
     """Return how one request's tree, as lists without padding, breaks invariant 1, or None if it does not.
 
-    The token of node 0 is not looked at: the engine knows the root. At most `nodes` nodes, ids below `vocab_size`.
+    It has at most `nodes` nodes, and ids below `vocab_size`. The token of node 0 is not checked: the engine knows it.
     """
     if not 0 < len(tokens) <= nodes or len(parents) != len(tokens):
         return f"{len(tokens)} tokens and {len(parents)} parents, where 1 to {nodes} of both are allowed"

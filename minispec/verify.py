@@ -1,15 +1,16 @@
 """Verification: which drafted tokens the target would have chosen itself, and what it chooses after them.
 
-The one idea: the target picks a token at the root; if a child holds it, move there and pick again. The picks on the way
-are the output. Every emitted token is the target's own, so greedy picks give greedy decoding and sampled picks give
-exact samples, whatever the drafter and the shape of the tree; no draft probabilities are needed. With children of
-distinct tokens this has the law of the recursive rejection of speculative sampling (arXiv 2211.17192, 2302.01318) with
-point-mass drafts. The noise of a pick depends on seed, position and token alone (`sampling.gumbel`), so a seeded
-request gives the same text with every drafter: drafter-invariant decoding (arXiv 2408.07978).
+The one idea: the target picks a token at the root; if a child holds it, we move there and the target picks again. The
+picks on the way are the output. Every emitted token is the target's own, so greedy picks give greedy decoding and
+sampled picks give exact samples, whatever the drafter and the shape of the tree; no draft probabilities are needed.
+Since siblings hold distinct tokens, the output is distributed as by speculative sampling (arXiv 2211.17192,
+2302.01318), with one rejection after the other, when each draft is proposed with probability 1. The noise of a pick
+depends on seed, position and token alone (`sampling.gumbel`), so a seeded request gets the same text with every
+drafter: this is drafter-invariant decoding (arXiv 2408.07978).
 
-`pick_lossy` is the one exception, for those who set an accept threshold below 1: it accepts more and is not exact.
+`pick_lossy` is the exception, for users who set an accept threshold below 1: it accepts more and is not exact.
 
-Read next: `sampling.py` for the pick, `engine.py` for what a verdict sets in motion.
+Read next: `sampling.py` for the pick, `engine.py` for what is done with a verdict.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from minispec.sampling import Wishes, gumbel, law, pick, uniform
 from minispec.tree import PADDING, DraftTree, depth
 
-COIN = -1  # the id under which a position's noise is the coin of `pick_lossy`; no token has it
+COIN = -1  # `pick_lossy` draws its coin as the noise of this id, which no token has
 
 
 class Verdict(NamedTuple):
@@ -35,11 +36,11 @@ class Verdict(NamedTuple):
 
 
 def verify_greedy(tree: DraftTree, ancestors: Tensor, logits: Tensor, A: int) -> Verdict:
-    """Return the verdict of argmax picks on `logits [B, N, V]`, ties to the lowest id, with no walk.
+    """Return the verdict of argmax picks on `logits [B, N, V]`, ties to the lowest id, without walking the tree.
 
-    `ancestors [B, N, N]` is `tree.ancestors(parents)`; at most `A` tokens are emitted per row.
-    A node is accepted iff it and all above it hold their parents' picks; siblings are distinct, so the accepted
-    nodes are one path with one node per depth, and the depth is the place in the path.
+    `ancestors [B, N, N]` is `tree.ancestors(parents)`; at most `A` tokens are emitted per request. A node is accepted
+    if it and all its ancestors below the root hold the tokens picked at their parents. Siblings are distinct, so the
+    accepted nodes are one path with one node per depth, and a node's depth is its place in the path.
     """
     batch, nodes = tree.tokens.shape
     picks = logits.argmax(-1)  # the first of equal maxima, by torch's contract
@@ -47,7 +48,7 @@ def verify_greedy(tree: DraftTree, ancestors: Tensor, logits: Tensor, A: int) ->
     chosen[:, 0] = True
     level = depth(ancestors)
     accepted = (chosen[:, None, :] | ~ancestors).all(-1) & (level < A)
-    place = torch.where(accepted, level, A)  # all others into a last column that is cut off
+    place = torch.where(accepted, level, A)  # the other nodes go into a last column that is cut off
     index = torch.arange(nodes, device=picks.device).expand(batch, nodes)
     path = torch.zeros(batch, A + 1, dtype=torch.int64, device=picks.device).scatter_(1, place, index)[:, :A]
     return _verdict(path, accepted.sum(-1), picks.gather(1, path))
@@ -56,11 +57,11 @@ def verify_greedy(tree: DraftTree, ancestors: Tensor, logits: Tensor, A: int) ->
 def verify(
     tree: DraftTree, logits: Tensor, wishes: Wishes, lens: Tensor, A: int, thresholds: tuple[float, float] | None = None
 ) -> Verdict:
-    """Return the verdict of `sampling.pick` on `logits [B, N, V]`, walking down from the root at most A picks long.
+    """Return the verdict of `sampling.pick` on `logits [B, N, V]`, walking down from the root for at most A picks.
 
     `lens [B] int64` is the committed length, the position of the root, so the pick at depth d has position
-    lens + d + 1. `wishes` is not changed: penalties see the path through a copy of its counts, and are thus what plain
-    decoding of the same tokens would see. Temperature 0 without adjustments gives the verdict of `verify_greedy`.
+    lens + d + 1. `wishes` is not changed: the tokens of the path are added to a copy of its counts, so penalties are
+    those of plain decoding of the same tokens. Temperature 0 without adjustments gives the verdict of `verify_greedy`.
     With `thresholds` (single, acc) `pick_lossy` takes the place of `pick`.
     """
     batch, nodes, vocab = logits.shape
@@ -82,9 +83,9 @@ def verify(
             counts.scatter_add_(1, token[:, None], walking[:, None].to(counts.dtype))
         child = drafted == token[:, None]  # at most one; never padding
         walking = walking & child.any(-1)
-        node = child.to(torch.int8).argmax(-1)  # who stopped is at the root again, in range, and no longer counts
+        node = child.to(torch.int8).argmax(-1)  # a walk that has stopped restarts at the root, and is no longer counted
         if logits.device.type == "cpu" and not torch.compiler.is_compiling() and not walking.any():
-            break  # the host may look only where there is no device to wait for
+            break  # only on a CPU: elsewhere the host would have to wait for the device to know this
     return _verdict(path, count, emitted)
 
 
@@ -92,16 +93,18 @@ def pick_lossy(logits: Tensor, wishes: Wishes, position: Tensor, drafted: Tensor
     """Return `[B] int64`, what SGLang's threshold rule takes at a node with children `drafted [B, N] int64` or -1.
 
     With q_1, q_2 ... the children's probabilities (`sampling.law`, after all filters) and a coin u, it is the first
-    child with q_i > 0 and (u < (q_1 + ... + q_i) / acc or q_i >= single); if there is none, a draw from what the
-    children leave. `single` lies in [0, 1], `acc` in (0, 1]. At 1 and 1 this draws from the law itself, though other
-    tokens than `pick`; lower values favour what was drafted. Greedy rows get `pick`'s token: their law is one-hot.
+    child with q_i > 0 and (u < (q_1 + ... + q_i) / acc or q_i >= single); if there is none, a token is drawn from
+    the probabilities of all but the children. `single` lies in [0, 1], `acc` in (0, 1]. At 1 and 1 this samples the
+    law exactly, though a seed gives other tokens than with `pick`; lower values favour what was drafted. A greedy
+    request gets the token of `pick`, since its law is one-hot.
     """
     q, held = law(logits, wishes), drafted.clamp(min=0)
     mass = q.gather(1, held) * (drafted != PADDING)
     coin = uniform(wishes.seed, position, torch.full((1,), COIN, device=logits.device))
     accepted = (mass > 0) & ((coin < mass.cumsum(1) / acc) | (mass >= single))
-    left = q.scatter_add(1, held, -mass)  # q - q is 0 exactly, and siblings are distinct
-    left = torch.where(left.amax(-1, keepdim=True) > 0, left, q)  # a sum rounded below 1, and a coin above it
+    left = q.scatter_add(1, held, -mass)  # exactly 0 at each child: siblings are distinct, so each is subtracted once
+    # Nothing is left if the children have all the mass, but their sum was rounded below 1 and the coin lies above it.
+    left = torch.where(left.amax(-1, keepdim=True) > 0, left, q)
     drawn = (left.log() + gumbel(wishes.seed, position, logits.shape[1])).argmax(-1)
     chosen = held.gather(1, accepted.to(torch.int8).argmax(-1, keepdim=True)).squeeze(1)  # the first of equal maxima
     return torch.where(accepted.any(-1), chosen, drawn)

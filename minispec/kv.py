@@ -10,8 +10,8 @@ pages. Paged attention: Kwon et al., arXiv 2309.06180.
     rows 128..149 committed, 150.. draft tree or garbage   page 90
 
 Invariants owned here:
-  - Page 0 is the trash page: in no free list, in no request's table; slot 0 is padding. A padded row writes there, so
-    padding needs no branch, and nobody reads it for output.
+  - Page 0 is the trash page: it is in no free list and in no request's table. Slot 0 is padding. What is padding
+    writes to page 0, so it needs no branch, and no output is computed from that page.
   - Rows at or beyond a slot's length are garbage; only a tree mask may read them.
   - Each page is in exactly one place: the free list, the prefix cache, or owned by one request.
 
@@ -29,20 +29,20 @@ from torch import Tensor
 
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return host values on a device; from pinned memory on CUDA, where the host must not wait for steps under way."""
+    """Return host values on a device; from pinned memory on CUDA, so that the host does not wait for running steps."""
     on_cuda = device.type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=on_cuda).to(device, non_blocking=on_cuda)
 
 
 class KVShape(NamedTuple):
-    """What a page holds for each of its rows: keys and values of so many layers, heads and numbers."""
+    """What a page holds for each of its rows: keys and values of `kv_heads` attention heads in each layer."""
 
     layers: int
     kv_heads: int
     head_dim: int
 
     def bytes(self, rows: int, dtype: torch.dtype) -> int:
-        """Return the memory of so many rows, keys and values."""
+        """Return the memory that `rows` rows take, keys and values together."""
         return 2 * self.layers * self.kv_heads * self.head_dim * rows * dtype.itemsize
 
 
@@ -51,7 +51,7 @@ class PagedKV:
 
     pool    [2L, Hkv, PAGES * P, D]  keys of layer i at 2i, values at 2i + 1
     table   [R, M] int32             physical page of each logical page of a slot; 0 where there is none
-    logical [R, PAGES] int32         its inverse, -1 where the page is not the slot's
+    logical [R, PAGES] int32         the inverse of the table; -1 where the page is not the slot's
     """
 
     def __init__(
@@ -61,15 +61,16 @@ class PagedKV:
         device = like.device
         self.page_size, self.pages = page_size, pages
         self.pages_per_slot = -(-rows_per_slot // page_size)
-        # Zeros, not empty: garbage rows must stay finite, since a masked NaN still poisons a product.
+        # With `empty`, a row that nobody has written could hold a NaN, and attention would spread it although the row
+        # is masked, since 0 * NaN is NaN.
         self.pool = torch.zeros(
             2 * shape.layers, shape.kv_heads, pages * page_size, shape.head_dim, dtype=like.dtype, device=device
         )
         self.table = torch.zeros(slots, self.pages_per_slot, dtype=torch.int32, device=device)
         self.logical = torch.full((slots, pages), -1, dtype=torch.int32, device=device)
         self.mapped = [0] * slots  # what the host knows of the table: how many logical pages each slot has
-        self.free: list[int] = []  # a stack; the newest freed page is the warmest in cache
-        self.pools = [self.pool]  # and the drafter's, see `sibling`
+        self.free: list[int] = []  # a stack, since the page freed last is likeliest to be in the processor's cache
+        self.pools = [self.pool]  # `sibling` adds the drafter's
         self.reset()
 
     def reset(self) -> None:
@@ -80,7 +81,7 @@ class PagedKV:
         self.logical.fill_(-1)
 
     def sibling(self, shape: KVShape) -> PagedKV:
-        """Return pages for a drafter's layers under the same table and free list: same row numbers, own memory."""
+        """Return pages for a drafter's layers: memory of their own under the same table, free list and row numbers."""
         other = copy.copy(self)
         rows, like = self.pool.shape[2], {"dtype": self.pool.dtype, "device": self.pool.device}
         other.pool = torch.zeros(2 * shape.layers, shape.kv_heads, rows, shape.head_dim, **like)
@@ -89,7 +90,7 @@ class PagedKV:
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return views of one layer's keys and values, each [1, Hkv, PAGES * P, D]."""
-        # One input per layer, never pool[i] inside a graph: that would copy the pool at every step.
+        # A compiled graph takes these views as inputs. Were it to index the pool itself, it would copy it at each step.
         return self.pool[2 * index].unsqueeze(0), self.pool[2 * index + 1].unsqueeze(0)
 
     def pages_for(self, rows: int) -> int:
@@ -101,8 +102,8 @@ class PagedKV:
         assert count <= len(self.free), f"asked for {count} pages, {len(self.free)} free"
         pages = [self.free.pop() for _ in range(count)]
         if self.pool.dtype == torch.float16 and pages:
-            # The one dtype in which a request can overflow. FlexAttention multiplies masked values by a weight of 0, so
-            # an infinity left in the page would reach its next owner as NaN.
+            # An infinity left in the page would reach its next owner as NaN, since FlexAttention multiplies masked
+            # values by a weight of 0. Only float16 has so small a range that a request can overflow.
             index = upload(pages, torch.int64, self.pool.device)
             for pool in self.pools:
                 pool.view(*pool.shape[:2], self.pages, -1).index_fill_(2, index, 0)
@@ -124,7 +125,7 @@ class PagedKV:
         self.mapped[slot] = max(self.mapped[slot], first + len(pages))
 
     def unmap(self, slot: int) -> None:
-        """Forget all pages of `slot`; the pages themselves are the caller's to give back."""
+        """Forget all pages of `slot`; giving the pages themselves back is up to the caller."""
         self.table[slot].zero_()
         self.logical[slot].fill_(-1)
         self.mapped[slot] = 0
@@ -143,15 +144,15 @@ class PagedKV:
     def compact(self, slots: Tensor, lens: Tensor, path: Tensor, count: Tensor) -> None:
         """Move tree rows lens + path[a] to rows lens + a for a < count, in every layer at once.
 
-        slots, lens, count [B] int64, path [B, A] int64. All sources are read before any row is written, and a path
-        never moves a row upwards, so the order of the copies does not matter.
+        slots, lens, count [B] int64, path [B, A] int64. All sources are read before any row is written, so the order
+        of the copies does not matter.
         """
         step = torch.arange(path.shape[1], device=path.device).expand_as(path)
         live = step < count[:, None]
         source = self.rows(slots, lens[:, None] + path, live)
         target = self.rows(slots, lens[:, None] + step, live)
-        # As one table of rows with an index for every layer and head: CUDA copies along an inner dimension piece by
-        # piece wherever its offsets exceed 2 GiB, some 64 launches for a pool that fills the device.
+        # CUDA copies along an inner dimension piece by piece wherever its offsets exceed 2 GiB: some 64 launches for a
+        # pool that fills the device. So the pool is indexed as one table of rows, over all layers and attention heads.
         layers, heads, rows, dim = self.pool.shape
         every = torch.arange(layers * heads, device=path.device)[:, None] * rows
         flat = self.pool.view(-1, dim)

@@ -5,9 +5,9 @@ Llama 2/3, Mistral, Qwen2, Qwen3, MiMo and SmolLM2 are one architecture with fou
 reads them from `config.json`; the forward pass has no branch on a model's name.
 
 The one idea: the model knows a single function about context, `attend.layer(i)(q, k, v) -> out`. Where keys and values
-live, who may see whom, pages, trees and chunks are behind it (`attention.py`), so the same module serves, verifies
-trees, trains heads and stands as reference in tests. What a drafter wants to look at, the residual stream that enters
-chosen layers, is asked for by `taps`.
+lie, who may see whom, pages, trees and chunks are behind it (`attention.py`), so the same module serves, verifies
+trees, trains heads and is the reference in tests. A drafter may read the residual stream that enters chosen layers; it
+names these layers by `taps`.
 
 Papers: LLaMA (arXiv 2302.13971), rotary embeddings (arXiv 2104.09864), grouped-query attention (arXiv 2305.13245).
 Read next: `attention.py`, then `engine.py`.
@@ -61,7 +61,7 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     tied: bool
-    sliding_window: int | None  # active window in tokens; None: full attention
+    sliding_window: int | None  # in tokens, where it is in use; None: attention is full
     dtype: str | None
 
     @classmethod
@@ -105,7 +105,7 @@ class ModelConfig:
 
 
 def _checked_scaling(scaling: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return rope_scaling, None for the plain kind; raise ValueError for a kind without a formula here."""
+    """Return rope_scaling, None if nothing is scaled; raise ValueError for a kind without a formula below."""
     if not scaling:
         return None
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -136,8 +136,8 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
         scaling["high_freq_factor"],
         scaling["original_max_position_embeddings"],
     )
-    # How often the wave turns within the original context. The order of operations is that of transformers: one unit
-    # in the last place here is 1e-4 in the logits of a sharp model after 300 tokens.
+    # How often the wave turns within the original context. The order of operations is that of transformers, since a
+    # difference in the last bit here becomes 1e-4 in the logits of a sharp model after 300 tokens.
     turns = original / (2 * math.pi / frequency)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * frequency / scaling["factor"] + keep * frequency
@@ -162,7 +162,7 @@ class LayerAttend(Protocol):
 
 
 class Attend(Protocol):
-    """What the model knows of context; see `attention.py` for the three there are."""
+    """What the model knows of context; `attention.py` has the three kinds that there are."""
 
     def layer(self, index: int) -> LayerAttend: ...
 
@@ -227,7 +227,7 @@ class Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
-        # Neither parameter nor buffer: `to(bfloat16)` must not round it, positions need fp32.
+        # As a parameter or a buffer it would be rounded by `to(bfloat16)`, but large positions need fp32.
         self.frequencies = rope_frequencies(config)
         self.run_block: Callable[[Block, Tensor, Rope, LayerAttend], Tensor] = Block.forward
 
@@ -262,8 +262,9 @@ class Model(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the normed hidden state [B, T, d] and the tapped features [B, T, F], None without taps.
 
-        tokens, positions [B, T] int64. A tap i is the residual stream that ENTERS layer i, L the last one; FINAL is
-        that one normed. Features are concatenated in the order of `taps`. A context of `attend` is written in place.
+        tokens, positions [B, T] int64. Tap i is the residual stream that ENTERS layer i; tap L is what leaves the last
+        layer, and FINAL is that after the norm. Features are concatenated in the order of `taps`. Where `attend` keeps
+        keys and values, the new ones are written in place.
         """
         x = self.embed_tokens(tokens)
         rope = self.rope(positions)
@@ -277,7 +278,7 @@ class Model(nn.Module):
         return hidden, torch.cat([streams[tap] for tap in taps], dim=-1) if taps else None
 
     def reads(self, name: str) -> bool:
-        """Return whether a file's tensor is one of this model's; an MTP layer is a draft head's, no part of it."""
+        """Return whether a file's tensor belongs to this model; an MTP layer does not, since it is a draft head."""
         return not name.startswith("mtp_layers.") and not (self.config.tied and name == "lm_head.weight")
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -285,7 +286,7 @@ class Model(nn.Module):
         return self.lm_head(hidden)
 
 
-_JOINED = {  # our matrices: the published ones that they join, or the name within the layer that the files have
+_JOINED = {  # our module: the published modules that it joins, by their names within a layer
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o_proj": ("self_attn.o_proj",),
     "q_norm": ("self_attn.q_norm",),
@@ -298,7 +299,7 @@ _JOINED = {  # our matrices: the published ones that they join, or the name with
 def published_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the weights of a model or a draft head under the names that files use, with q, k, v and gate, up apart.
 
-    They are views: whoever writes into them fills the module. A tied LM head is left out, being the embedding again.
+    They are views, so writing into them fills the module. A tied LM head is left out, since it is the embedding.
     """
     published: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():  # each once, a tied one by its first name

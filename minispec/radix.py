@@ -1,14 +1,14 @@
 """The prefix cache: a radix tree from pages of tokens to page ids, so that a known prefix is not computed again.
 
 Each edge is one full page: its P tokens, and the drafter's `lookahead` tokens after them, since a draft row at i may
-depend on token i + 1 and must be valid on a hit as well. Radix caching of prompts: SGLang, arXiv 2312.07104.
+depend on token i + 1 and must be valid on a hit as well. Radix caching of prompts comes from SGLang (arXiv 2312.07104).
 
 The one idea: a node is either held by running requests (its count is above zero) or idle, and idle nodes stand in one
-queue in the order they were let go. Paths are let go deepest page first, so a child always stands before its parent,
-and the front of the queue is always a leaf: eviction is popping the front.
+queue in the order in which they were released. Paths are released deepest page first, so a child always stands before
+its parent, and the front of the queue is always a leaf. To evict is therefore to take nodes from the front.
 
-A request that stopped drafting (`scheduler.py`) leaves pages in which the draft rows are missing. They are undrafted
-nodes with a key of their own, which only requests that do not draft may hit; below one there are only others.
+A request that stopped drafting (`scheduler.py`) leaves pages in which the draft rows are missing. Such pages are
+undrafted nodes, with keys that only requests which do not draft may hit; all nodes below them are undrafted too.
 
 Invariants owned here: only full pages enter; a page in the cache is never written again; held nodes are never evicted.
 This file deals in page ids and knows nothing of what a page holds.
@@ -48,7 +48,7 @@ class PrefixCache:
         self.root = Node((), 0, None)
         self.idle: dict[Node, None] = {}  # ordered: least recently used first
         self.count = 0  # pages in the cache, held or idle
-        self.insertions = 0  # pages that ever entered; while it stands still, a prompt matches no more than before
+        self.insertions = 0  # pages that ever entered; until it grows, no prompt can match more than before
 
     def _key(self, ids: Sequence[int], page: int) -> tuple[int, ...] | None:
         """Return the key of the page-th page of `ids`, None if it is not full with its lookahead."""
@@ -56,7 +56,7 @@ class PrefixCache:
         return tuple(ids[start:end]) if end <= len(ids) else None
 
     def match(self, ids: Sequence[int], limit: int, drafting: bool = True) -> list[Node]:
-        """Return a cached path of pages that lies within ids[:limit], root's child first, as long as it goes.
+        """Return the longest cached path of pages that lies within ids[:limit], the root's child first.
 
         For a request that drafts it ends before the first undrafted page.
         """
@@ -80,8 +80,8 @@ class PrefixCache:
             self.idle.pop(node, None)
 
     def release(self, path: Sequence[Node]) -> None:
-        """Let go of a path that was held; without other holders it becomes the most recently used idle one."""
-        for node in reversed(path):  # deepest first: see the module's one idea
+        """Release a path that was held; its nodes without other holders become the most recently used idle ones."""
+        for node in reversed(path):  # deepest first, so that a child stands before its parent in the queue
             node.holders -= 1
             assert node.holders >= 0, "a path was released twice"
             if node.holders == 0:
@@ -92,9 +92,9 @@ class PrefixCache:
     ) -> None:
         """Extend the held `path` in place by the further full pages of `ids`; pages[i] holds the i-th page's rows.
 
-        Draft rows are valid in the first `drafted` rows (None: in all); none are below an undrafted node of `path`.
-        A page not known yet passes into the cache's hands. Where the cache has the same tokens already, its own node
-        is held and pages[i] stays the caller's.
+        The drafter's keys and values are valid in the first `drafted` rows (None: in all), and in none below an
+        undrafted node of `path`. A page that is new to the cache belongs to it from now on. Where the cache has the
+        same tokens already, its own node is held and pages[i] stays the caller's.
         """
         if not self.enabled:
             return
@@ -117,7 +117,7 @@ class PrefixCache:
     def evict(self, wanted: int) -> list[int]:
         """Drop up to `wanted` idle pages, least recently used first, and return their ids."""
         pages: list[int] = []
-        for node in list(itertools.islice(self.idle, wanted)):  # not next(iter()) each time: that rescans what is gone
+        for node in list(itertools.islice(self.idle, wanted)):  # next(iter()) rescans deleted entries each time
             assert not node.children, "an idle parent stood before its child"
             del self.idle[node], node.parent.children[node.key]
             pages.append(node.page)
@@ -125,7 +125,7 @@ class PrefixCache:
         return pages
 
     def check(self) -> None:
-        """Assert that counts, idle queue and tree agree; walks the whole tree."""
+        """Assert that counts, idle queue and tree agree, by a walk through the whole tree."""
         nodes = [self.root]
         for node in nodes:
             nodes.extend(node.children.values())

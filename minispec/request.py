@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 HOPELESS_STEPS, HOPELESS_LENGTH = 64, 1.05  # so many verify steps, and their accept length, make drafting pointless
 GREEDY_BELOW = 1e-6  # a temperature under this is greedy, as in SGLang
+ABORT_WANTED = 499  # the status of an abort that somebody asked for; with any other the request has failed
 
 
 class RequestError(ValueError):
@@ -213,12 +214,16 @@ class Update:
 
 
 def finish_dict(finish: Finish, length: int) -> dict[str, Any]:
-    """Return SGLang's finish_reason object; `length` is the number of tokens generated."""
+    """Return SGLang's finish_reason object; `length` is the number of tokens generated.
+
+    An abort that was asked for has no status code there, since it is no failure.
+    """
     if finish.kind == "stop":
         return {"type": "stop", "matched": finish.matched}
     if finish.kind == "length":
         return {"type": "length", "length": length}
-    return {"type": "abort", "message": finish.message, "status_code": finish.status, "err_type": None}
+    status = None if finish.status == ABORT_WANTED else finish.status
+    return {"type": "abort", "message": finish.message, "status_code": status, "err_type": None}
 
 
 def meta_info(request: Request, completion_tokens: int, finish: Finish | None, nodes: int) -> dict[str, Any]:

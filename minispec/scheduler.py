@@ -31,7 +31,7 @@ from minispec.load.tokenizer import Tokenizer
 from minispec.metrics import Load, Metrics
 from minispec.output import Output
 from minispec.radix import Node, PrefixCache
-from minispec.request import Finish, Request, RequestError, Update
+from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update
 
 logger = logging.getLogger("minispec")
 
@@ -134,12 +134,12 @@ class Scheduler:
         else:
             self.waiting.append(request)
 
-    def abort(self, rid_prefix: str, message: str = "aborted") -> list[Update]:
+    def abort(self, rid_prefix: str) -> list[Update]:
         """End every request whose rid starts with `rid_prefix`, wherever it is; returns their last updates."""
         named = [r for r in [*self.waiting, *self.prefilling, *self.running] if r.rid.startswith(rid_prefix)]
         self.metrics.aborted += len(named)
         for request in named:
-            self._end(request, Finish("abort", message=message, status=499))
+            self._end(request, Finish("abort", message="the request was aborted", status=ABORT_WANTED))
         return self._drain()
 
     @torch.inference_mode()

@@ -227,6 +227,7 @@ class Flight:
     def __init__(self, job: schema.Job) -> None:
         self.job = job
         self.requests: list[Request] = []
+        self.aborted: set[int] = set()  # indices of prompts to end, maybe before they are submitted
         self.items: asyncio.Queue[Update | RequestError] = asyncio.Queue()
 
     async def next(self) -> Update:
@@ -321,15 +322,10 @@ class Server:
         else:
             self.failed_to_load.set()
 
-    def _fail_flights(self, error: RequestError, rid_prefix: str = "") -> None:
-        """End every flight that has a rid of this beginning; its handler sees to the engine's side."""
-        for flight in self.flights:
-            if any(rid.startswith(rid_prefix) for rid in flight.job.rids):
-                flight.items.put_nowait(error)
-
     def _fail_everything(self, error: RequestError) -> None:
-        """End every flight and every question to the scheduler."""
-        self._fail_flights(error)
+        """End every flight and every question to the scheduler; the flights' handlers see to the engine's side."""
+        for flight in self.flights:
+            flight.items.put_nowait(error)
         self.engine.refuse_questions(error)
 
     # ---- text --------------------------------------------------------------------------------------------------------
@@ -429,6 +425,12 @@ class Server:
         self._ready()
         self.routes.update(dict.fromkeys(flight.requests, flight))
         self.engine.submit(flight.requests)
+        self._end_aborted(flight)
+
+    def _end_aborted(self, flight: Flight) -> None:
+        """Have the engine end those of a flight's submitted requests that were aborted; their last updates follow."""
+        if flight.aborted:
+            self.engine.abort([r for i, r in enumerate(flight.requests) if i in flight.aborted and r in self.routes])
 
     # ---- the other endpoints -----------------------------------------------------------------------------------------
 
@@ -499,12 +501,14 @@ class Server:
         return web.Response(text="Cache flushed.\n")
 
     async def abort_request(self, http: web.Request) -> web.Response:
-        """End the requests whose rid begins with `rid`, or all; 200 whether there were any or not."""
+        """End the prompts whose rid begins with `rid`, or all; 200 whether there were any or not."""
         body = await self._body(http)
         rid, everything = body.get("rid"), body.get("abort_all") or False
         if not isinstance(everything, bool) or (not everything and not (isinstance(rid, str) and rid)):
             raise RequestError("give rid, a non-empty string, or abort_all, true", "rid")
-        self._fail_flights(RequestError("the request was aborted", None, 499, "aborted"), "" if everything else rid)
+        for flight in self.flights:
+            flight.aborted |= {i for i, own in enumerate(flight.job.rids) if everything or own.startswith(rid)}
+            self._end_aborted(flight)
         return web.Response()
 
     async def tokenize(self, http: web.Request) -> web.Response:

@@ -30,6 +30,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from minispec.config import Config
+from minispec.http import schema
 from minispec.server import Build, Server, build_llm
 
 PIECES = "Once upon a time 😀 there was 中 文 语 한 🎉 é ü ∑ good people who lived by some river near".split(" ")
@@ -423,6 +424,92 @@ def test_whoever_hangs_up_is_aborted_in_prefill(served: Running, monkeypatch: py
     assert 2 < len(seen) < 700
 
 
+def is_aborted(answer: dict[str, Any]) -> bool:
+    """Tell whether a native answer ended by /abort_request, and says so as SGLang does."""
+    reason = {"type": "abort", "message": "the request was aborted", "status_code": None, "err_type": None}
+    meta = answer["meta_info"]
+    return meta["finish_reason"] == reason and meta["completion_tokens"] == len(answer["output_ids"])
+
+
+@pytest.fixture
+def unhurried(served: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
+    """The server, whose decode steps leave the time to abort a request between its first token and its last."""
+    engine = served.server.engine.llm.scheduler.engine
+    real = engine.launch
+    monkeypatch.setattr(engine, "launch", lambda *given, **how: time.sleep(0.005) or real(*given, **how))
+    return served
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_aborted_prompt_keeps_its_text_and_the_others_of_its_request_go_on(unhurried: Running, stream: bool) -> None:
+    served = unhurried
+    full = served.ok("/generate", native(**LONG))
+    short = {"temperature": 0, "max_new_tokens": 150, "ignore_eos": True}
+    wish = {"text": ["Once upon"] * 3, "rid": ["one", "two", "three"], "sampling_params": [LONG, short, short]}
+    with ThreadPoolExecutor(1) as pool:
+        before = served.stats()["generated_tokens"]
+        answer = pool.submit(served.stream if stream else served.call, "/generate", wish)
+        served.wait(lambda s: s["num_running_reqs"] == 3 and s["generated_tokens"] > before + 40)
+        assert served.call("/abort_request", {"rid": "one"})[0] == 200
+        if stream:
+            received, _ = answer.result()
+            assert received.pop() == "[DONE]"
+            items = [[e for e in received if e["index"] == i][-1] for i in range(3)]
+        else:
+            status, items, _ = answer.result()
+            assert status == 200
+    assert [item["meta_info"]["id"] for item in items] == wish["rid"] and is_aborted(items[0])
+    assert 10 < len(items[0]["text"]) < len(full["text"]) and full["text"].startswith(items[0]["text"])
+    assert items[0]["output_ids"] == full["output_ids"][: len(items[0]["output_ids"])]
+    for item in items[1:]:
+        assert item["meta_info"]["finish_reason"]["type"] == "length" and len(item["output_ids"]) == 150
+    served.idle()
+
+
+def test_a_prompt_is_aborted_in_the_queue_and_before_it_gets_there(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = served.open("/generate", {"text": ["x"] * 4, "sampling_params": LONG})
+    served.wait(lambda s: s["num_running_reqs"] == 4)
+    tokenizing, go_on = threading.Event(), threading.Event()
+    real = schema.tokenize
+
+    def slow(*given: Any) -> Any:
+        tokenizing.set()
+        assert go_on.wait(20)
+        return real(*given)
+
+    with ThreadPoolExecutor(2) as pool:
+        queued = pool.submit(served.ok, "/generate", {**native(**LONG), "rid": "queued"})
+        served.wait(lambda s: s["num_queue_reqs"] == 1)
+        monkeypatch.setattr(schema, "tokenize", slow)
+        early = pool.submit(served.ok, "/generate", {**native(**LONG), "rid": "early"})
+        assert tokenizing.wait(20)
+        for rid in ("queued", "early"):
+            assert served.call("/abort_request", {"rid": rid})[0] == 200
+        go_on.set()
+        for answer in (queued.result(), early.result()):
+            assert is_aborted(answer) and answer["text"] == "" and answer["output_ids"] == []
+    held.close()
+    served.idle()
+
+
+def test_an_abort_under_openai_s_schema_is_its_error_object(unhurried: Running) -> None:
+    served = unhurried
+    wish = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "rid": "open"}
+    with ThreadPoolExecutor(2) as pool:
+        before = served.stats()["generated_tokens"]
+        whole = pool.submit(served.call, "/v1/completions", wish)
+        streamed = pool.submit(served.stream, "/v1/completions", wish)
+        served.wait(lambda s: s["num_running_reqs"] == 2 and s["generated_tokens"] > before + 20)
+        served.call("/abort_request", {"rid": "open"})
+        status, body, _ = whole.result()
+        (events_, _) = streamed.result()
+    assert (status, body["error"]["code"]) == (499, "aborted")
+    assert len(events_) > 2 and events_[-2] == body and events_[-1] == "[DONE]"
+    served.idle()
+
+
 def test_abort_request_ends_those_of_a_prefix_only(served: Running) -> None:
     with ThreadPoolExecutor(3) as pool:
         one, two = (
@@ -432,11 +519,11 @@ def test_abort_request_ends_those_of_a_prefix_only(served: Running) -> None:
         served.wait(lambda s: s["num_running_reqs"] == 3)
         assert served.call("/abort_request", {"rid": "group"})[:2] == (200, "")
         for aborted in (one, two):
-            assert aborted.result()[0] == 499 and aborted.result()[1]["error"]["code"] == "aborted"
+            assert aborted.result()[0] == 200 and is_aborted(aborted.result()[1])
         status, body, _ = served.call("/flush_cache", b"")
         assert status == 400 and "running" in body["error"]["message"] and not other.done()
         assert served.call("/abort_request", {"abort_all": True})[0] == 200
-        assert other.result()[0] == 499
+        assert is_aborted(other.result()[1])
     assert served.call("/abort_request", {"rid": "nobody"})[0] == 200
     served.idle()
 

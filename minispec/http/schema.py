@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from minispec.request import Finish, Request, RequestError, SamplingParams, Update, meta_info
+from minispec.request import ABORT_WANTED, Finish, Request, RequestError, SamplingParams, Update, meta_info
 
 if TYPE_CHECKING:
     from minispec.load.tokenizer import Tokenizer
@@ -484,11 +484,16 @@ class Reply:
         return all(finish is not None for finish in self.finishes)
 
     def take(self, update: Update) -> list[dict[str, Any]]:
-        """Add one update and return the events to send now, if streaming; RequestError if the request was aborted."""
+        """Add one update and return the events to send now, if streaming; RequestError if the request has failed.
+
+        An abort that was asked for ends a native prompt with the text so far, and its siblings go on, as in SGLang.
+        OpenAI's schema has no finish_reason for it, so there it is a RequestError too.
+        """
         i = self._index[id(update.request)]
         finish = update.finish
         if finish is not None and finish.kind == "abort":
-            raise RequestError(finish.message or "the request was aborted", None, finish.status, "aborted")
+            if finish.status != ABORT_WANTED or self.job.kind != "generate":
+                raise RequestError(finish.message or "the request was aborted", None, finish.status, "aborted")
         self.texts[i] += update.text
         self.ids[i] += update.ids
         self.finishes[i] = finish

@@ -5,19 +5,20 @@ cumulative probability are the next frontier, and everything proposed stays a ca
 candidates form the tree (EAGLE-2, arXiv 2406.16858). A child's score never exceeds its parent's, and ties go to the
 earlier index, so whatever is kept, its parent is kept.
 
-What a head reads is the pair (state at i, token i + 1), and its keys and values for that pair lie in row i of its own
-pages, under the target's page table. After every target forward `commit` computes them again from the target's real
-features; rows written while drafting are scratch beyond the committed length:
+A head reads pairs (state at i, token i + 1), and the keys and values of such a pair lie in row i of its own pages,
+under the target's page table. What it wrote while drafting came from its own states and is scratch beyond the
+committed length. After every forward pass of the target, `commit` computes the rows again from the target's features:
 
     row   0 ... lens-1 | lens .. lens+K-1 | lens+K .. lens+2K-1 | ...
           committed      first frontier     second frontier          each node sees the committed rows and its ancestors
 
-Where a request samples, its picks are argmax(logits + T * noise) with noise that anybody can compute. So the drafter
-may add the same noise to its own logits ("Coupling without communication and drafter-invariant speculative decoding",
-arXiv 2408.07978): two models that agree on the logits then agree on the pick, and the beam drafts what it would pick
-itself. That is a guess like any other: penalties and filters are left out, and verification alone makes output exact.
+Where a request samples, its picks are argmax(logits + T * noise), and this noise is known before the target runs. So
+the drafter adds the same noise to its own logits ("Coupling without communication and drafter-invariant speculative
+decoding", arXiv 2408.07978): two models that agree on the logits then agree on the pick as well, and the beam drafts
+what it would pick itself. It may leave out penalties and filters, since verification alone makes the output exact.
 
-A model of its own drafts by the same beam; only which row a token lies in differs (`lookahead`), see `standalone.py`.
+A separate draft model uses the same beam; only the row in which a token lies differs (`lookahead`), see
+`standalone.py`.
 
 Read next: `eagle.py` for the heads, `engine.py` for the calls, `tree.py` for what comes out.
 """
@@ -48,26 +49,26 @@ class Candidates(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """The nodes a round expands."""
+    """The nodes that a round expands."""
 
     tokens: Tensor  # [B, K] int64, target ids
     states: Tensor  # [B, K, H], the head's output at each node's parent
     scores: Tensor  # [B, K] fp32
-    index: Tensor  # [B, K] int64, place among the candidates
+    index: Tensor  # [B, K] int64, of each node among the candidates
     visible: Tensor  # [B, K, W] bool, which scratch rows each node sees, its own included
 
 
 def candidate_count(steps: int, topk: int) -> int:
-    """Return how many candidates S rounds over K branches make."""
+    """Return how many candidates S = `steps` rounds over K = `topk` branches make."""
     return topk + (steps - 1) * topk * topk
 
 
 def rerank(candidates: Candidates, root: Tensor, nodes: int) -> DraftTree:
     """Return the tree of the root [B] int64 and the best nodes - 1 candidates, in the order of their indices."""
-    # Stable, so that of equal scores the earlier index is kept: a child never without its parent.
+    # A child may score as high as its parent. The sort is stable, so that the earlier index, the parent, is kept first.
     order = candidates.scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
     chosen = order.sort(dim=1).values
-    place = torch.zeros_like(candidates.parents)  # of each candidate in the tree
+    place = torch.zeros_like(candidates.parents)  # each candidate's node index in the tree
     place.scatter_(1, chosen, torch.arange(1, nodes, device=root.device).expand_as(chosen))
     above = candidates.parents.gather(1, chosen)
     parents = torch.where(above < 0, 0, place.gather(1, above.clamp(min=0)))
@@ -80,8 +81,8 @@ def rerank(candidates: Candidates, root: Tensor, nodes: int) -> DraftTree:
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities fp32 and the ids of the `count` likeliest of logits [..., V], each [..., count].
 
-    Logits with NaN or infinity have no probabilities. All their children then score -inf: as NaN they would be sorted
-    before everything else, and enter the tree without their parents.
+    Logits with NaN or infinity have NaN for probabilities, which would be sorted before everything else, so that
+    children entered the tree without their parents. Such children score -inf instead.
     """
     scores, ids = logits.float().log_softmax(-1).topk(count, dim=-1)
     return scores.masked_fill(scores.isnan(), -torch.inf), ids
@@ -99,7 +100,7 @@ def grow(
     """Run the beam from the logits [B, Vd] and state [B, H] at the root.
 
     `expand(round, frontier)` runs the head over a frontier and returns logits [B, K, Vd] and states [B, K, H];
-    `to_target` maps draft ids to target ids. Static shapes, no look from the host; the loop is over rounds.
+    `to_target` maps draft ids to target ids. Shapes are static and the host reads nothing; the loop is over rounds.
     """
     batch, width = logits.shape[0], (steps - 1) * topk
     scores, ids = likeliest(logits, topk)
@@ -134,7 +135,7 @@ def grow(
 
 
 class DraftNetwork(Protocol):
-    """What the beam needs of the module it drafts with, a draft head as in `eagle.py`."""
+    """What the beam needs of the module that it drafts with, such as a draft head of `eagle.py`."""
 
     name: str
     taps: tuple[int | str, ...]
@@ -155,12 +156,12 @@ class DraftNetwork(Protocol):
 class BeamDrafter(Drafter):
     """The drafter around a head: S rounds over K branches, reranked to a tree of N nodes."""
 
-    lookahead = 1  # row i holds token i + lookahead: here, in the pair
+    lookahead = 1  # row i depends on token i + 1, which is in the head's pair
 
     def __init__(self, network: nn.Module, *, steps: int, topk: int, nodes: int, coupled: bool = True) -> None:
         """`network` has what `DraftNetwork` names.
 
-        `coupled` drafts with the noise of the target's picks; without it every draft is the network's likeliest.
+        `coupled` drafts with the noise of the target's picks; without it every draft is the network's likeliest token.
         """
         assert nodes <= candidate_count(steps, topk) + 1, "more nodes than candidates"
         self.network, self.steps, self.topk, self.nodes, self.coupled = network, steps, topk, nodes, coupled
@@ -171,7 +172,7 @@ class BeamDrafter(Drafter):
         self.run_network: Callable[..., Tensor] = type(network).forward
 
     def attach(self, kv: PagedKV, attend_kind: type[PagedFlex] | type[PagedGather], batch_sizes: Sequence[int]) -> None:
-        """Allocate the own pages and per-slot state beside the target's."""
+        """Allocate the drafter's own pages and per-slot state beside the target's."""
         self.kv, self.attend_kind = kv.sibling(self.kv_shape), attend_kind
         slots, like = kv.table.shape[0], {"dtype": kv.pool.dtype, "device": kv.pool.device}
         self.state = torch.zeros(slots, self.network.hidden_size, **like)  # the head's output at each slot's last row
@@ -185,18 +186,18 @@ class BeamDrafter(Drafter):
         self.run_network = torch.compile(type(self.network).forward, fullgraph=True, dynamic=False, **options)
 
     def shapes(self, batch_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> list[str]:
-        """Return a name for every graph of the network: prompts, accepted paths, frontiers."""
+        """Return a name for every graph of the network: those of prompts, of accepted paths and of frontiers."""
         rounds = [f"draft, batch {batch}, {self.topk} nodes a frontier" for batch in batch_sizes if self.window]
         paths = [f"draft, batch {batch}, {self.depth + 1} tokens a path" for batch in batch_sizes]
         return [f"draft, prefill of {size} tokens" for size in prefill_sizes] + paths + rounds
 
     def propose(self, batch: Batch) -> DraftTree:
-        """Grow one tree per row of the batch; writes scratch rows beyond the committed ones in the own pages."""
+        """Grow one tree per request of the batch; writes scratch rows beyond the committed ones in its own pages."""
         state = self.state[batch.slots]
-        first = batch.lens + 1 - self.lookahead  # the row of the first drafted token, which is number lens + 1
+        first = batch.lens + 1 - self.lookahead  # the row of the first drafted token, which has position lens + 1
 
         def expand(round_: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
-            """Run the head over a frontier, its rows behind those of the rounds before."""
+            """Run the head over a frontier, whose rows come after those of the rounds before."""
             plan = self._plans[len(batch.slots)]
             live = torch.ones_like(frontier.tokens, dtype=torch.bool)
             plan.fill(batch.slots, first, frontier.visible, live, offset=(round_ - 1) * self.topk)
@@ -219,23 +220,23 @@ class BeamDrafter(Drafter):
         return self.run_network(self.network, embedding, states, self.network.rope(positions), attend, positions)
 
     def _attend(self, plan: Plan) -> Attend:
-        """Return the attention over the own pages under a plan."""
+        """Return the attention over the drafter's own pages under a plan."""
         if plan not in self._attends:
             self._attends[plan] = self.attend_kind(self.kv, plan, self.kv_shape[0])
         return self._attends[plan]
 
     def _couple(self, logits: Tensor, batch: Batch, depth: int) -> Tensor:
-        """Return logits [B, K, Vd] of nodes at a depth with the noise of the target's pick there; greedy rows as given.
+        """Return logits [B, K, Vd] of nodes at a depth plus the noise of the target's pick there, if it is not greedy.
 
-        Their softmax scores the children: it is the chance that the target picks each, given the noise, if its logits
-        over T differ from the head's by independent standard Gumbel errors.
+        Their softmax scores the children. It is the chance that the target picks each one, given the noise, if the
+        target's logits over T differ from the head's by independent standard Gumbel errors.
         """
         if not self.coupled or batch.temperature is None:
             return logits
         ids = logits.shape[-1] if self.network.token_map is None else self.network.token_map
         noise = gumbel(batch.seed, batch.lens + depth + 1, ids)[:, None]
         t, logits = batch.temperature[:, None, None], logits.float()
-        score = t * noise - (logits.amax(-1, keepdim=True) - logits)  # as `pick` computes it, so that equals stay equal
+        score = t * noise - (logits.amax(-1, keepdim=True) - logits)  # as `pick` computes it: equal logits, equal sums
         return torch.where(t > 0, score / t.clamp(min=GREEDY_BELOW), logits)
 
     def _to_target(self, ids: Tensor) -> Tensor:

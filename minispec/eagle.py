@@ -5,13 +5,13 @@ states, its features. At position i it joins the features there with the embeddi
 chosen by then, and the state that comes out predicts token i + 2. To draft further, the head takes its own state in
 place of the features and its own token in place of the target's.
 
-The one idea: a head is a step, `forward(embedding, state) -> state`. What differs is where the first state comes from
-(`fuse`), how token and state are joined, and which of the two LM heads reads the result (`logits`). The step knows
-nothing of trees and pages, so the module that is trained is the module that is served.
+Each head is one step, `forward(embedding, state) -> state`. The heads differ in where the first state comes from
+(`fuse`), in how token and state are joined, and in whose LM head reads the result (`logits`). The step knows nothing
+of trees and pages, so the module that is trained is the module that is served.
 
-    EAGLE-2   u = fc[emb; f]                a = u + attn(u)               logits = target's head(a)      f' = a
-    EAGLE-3   g = fc[low; mid; high]        a = g + attn[norm emb; norm g] logits = own head(norm a)     g' = a
-    (both)    a = a + mlp(norm a)
+    EAGLE-2   u = fc[emb; f]           a = u + attn(u)                  logits = target's LM head(a)   f' = a
+    EAGLE-3   g = fc[low; mid; high]   a = g + attn[norm emb; norm g]   logits = own LM head(norm a)   g' = a
+    In both, a = a + mlp(norm a) follows the attention.
 
 Papers: EAGLE (arXiv 2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840), FR-Spec (2502.14856).
 Read next: `mtp.py`, the third formula; `load/heads.py`, which reads the files that heads are published in.
@@ -37,11 +37,11 @@ class HeadConfig:
     layer: ModelConfig  # the sizes of its one layer, and of the target's vocabulary
     taps: tuple[int | str, ...] = (FINAL,)  # what is read of the target, in this order; see `Model.forward`
     token_map: Tensor | None = None  # [Vd] int64, the target's id of each draft id; None: they are the same
-    own_embedding: bool = False  # else the target's embeds
-    own_lm_head: bool = False  # else the target's reads the state; with a token map there always is an own one
+    own_embedding: bool = False  # False: the target's embedding is used
+    own_lm_head: bool = False  # False: the target's LM head reads the state, unless there is a token map
     fc_bias: bool = False
-    # EAGLE-3 alone.
-    fc: bool = True  # False: the one stream that is read is the first state as it is
+    # The fields below are for EAGLE-3 alone.
+    fc: bool = True  # False: only one stream is read, and it is the first state as it is
     fc_norm: bool = False  # a norm on every stream in front of `fc` (EAGLE-3.1)
     norm_before_fc: bool = False  # one norm over all streams together
     norm_before_residual: bool = False  # the residual is the normed state, a variant that the weights do not show
@@ -52,7 +52,7 @@ class DraftHead(nn.Module):
     """What a drafter asks of a learned head; a subclass adds the layer and the step.
 
     Vd, the number of tokens it can draft, is the token map's length, else V. `lm_head` and `embed_tokens` are None
-    where the target's serve.
+    where the target's are used.
     """
 
     name: ClassVar[str]
@@ -64,14 +64,14 @@ class DraftHead(nn.Module):
         shape, ids = config.layer, config.token_map
         self.taps, self.token_map = config.taps, ids
         self.hidden_size, self.kv_heads, self.head_dim = shape.hidden_size, shape.kv_heads, shape.head_dim
-        self.positions = shape.context_length  # as its files state; it runs on beyond them
-        # Neither parameters nor buffers: `to(bfloat16)` must not round the one, `to_empty` not lose the other.
+        self.positions = shape.context_length  # as its files state; beyond them it still drafts
+        # As buffers the frequencies would be rounded by `to(bfloat16)`, and the token map lost by `to_empty`.
         self.frequencies = rope_frequencies(shape)
         self.draft_vocab = shape.vocab_size if ids is None else len(ids)
         own_lm_head = config.own_lm_head or ids is not None
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size) if config.own_embedding else None
         self.lm_head = nn.Linear(shape.hidden_size, self.draft_vocab, bias=False) if own_lm_head else None
-        # Bound methods and no submodules: the target's weights are not this module's to load, to train or to pack.
+        # As submodules, they would make the target's weights part of this module: loaded, trained and packed with it.
         self._target_embed, self._target_logits = target.embed_tokens.forward, target.logits
 
     @classmethod
@@ -166,9 +166,10 @@ class PairBlock(Block):
 
 
 class Eagle3Head(DraftHead):
-    """EAGLE-3: starts from three raw residual streams and is bound to no feature of the target; has its own LM head.
+    """The head of EAGLE-3: its states need not resemble the target's features, so it mostly has an LM head of its own.
 
-    Its first state is `fuse`d from the streams; later ones are its own, as they are or, in EAGLE-3.1, normed.
+    Its first state is `fuse`d from raw residual streams, mostly three. Later states are its own output, in EAGLE-3.1
+    after a norm.
     """
 
     name = "eagle3"

@@ -3,12 +3,12 @@
 Multi-token prediction gives a model one more layer that predicts one token further. MiMo publishes it inside the
 model's own files, so drafting with it needs no draft folder at all.
 
-It is a head like EAGLE's, an ordinary block behind another way of joining token and state. The hidden state comes
-FIRST, each half has its own norm, and the norm at the end belongs to the state that is fed back:
+It is a draft head like EAGLE's, but it joins token and state in another way, in front of an ordinary block. The hidden
+state comes FIRST, each half has its own norm, and the state that is fed back has passed the final norm:
 
-    x = input_proj[norm f; norm emb]     a = block(x)     f' = norm a     logits = target's head(f')
+    x = input_proj[norm f; norm emb]     a = block(x)     f' = norm a     logits = target's LM head(f')
 
-The published use is one step; further steps re-apply the layer to its own state.
+MiMo is published for one step of drafting; further steps apply the layer again to its own state.
 
 Papers: MiMo (arXiv 2505.07608); multi-token prediction, Gloeckle et al. (arXiv 2404.19737).
 Read next: `eagle.py` for what a head is, `beam.py` for the trees that are grown with it.
@@ -41,7 +41,7 @@ class MtpHead(DraftHead):
         self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor
     ) -> Tensor:
         """Return the next state [B, T, H], normed; see `DraftHead.forward`."""
-        # SGLang and vLLM serve the layer without a token at position 0, and its known acceptance is theirs.
+        # SGLang and vLLM serve the layer without a token at position 0, and its known acceptance was measured so.
         embedding = embedding.masked_fill((positions == 0)[..., None], 0)
         pair = torch.cat((self.hidden_layernorm(state), self.token_layernorm(embedding)), dim=-1)
         return self.final_layernorm(self.layer(self.input_proj(pair), rope, attend))

@@ -1,18 +1,18 @@
 """STANDALONE: a whole small model as drafter, with keys and values of its own under the target's page table.
 
 The oldest kind of draft (speculative decoding, arXiv 2211.17192 and 2302.01318) needs no training: any model that reads
-the same token ids will do. It sees the text as it would alone, from the first token on and at true positions.
+the same token ids will do. It sees the text as if it served alone, from the first token on and at true positions.
 
-The one idea: it is a beam like a head's (`beam.py`) with lookahead 0. Row i holds token i, and what a head takes from
-the target's features a model computes from the tokens, so `commit` goes one row further, to the root:
+The model drafts by the same beam as a draft head (`beam.py`), but with lookahead 0: row i holds token i. It computes
+from the tokens what a head takes from the target's features, so `commit` goes one row further, to the root:
 
     row   0 ... lens-1 | lens | lens+1 .. lens+K | lens+K+1 .. lens+2K | ...
           committed      root   first frontier     second frontier
 
 The state kept for a slot is the hidden state at its root, whose logits are the first drafts.
 
-What decides whether two models fit is whether an id means the same to both. So the tokenizers are compared, not the
-sizes of the vocabularies, which are padded as each publisher likes.
+Two models fit if each id means the same to both. So their tokenizers are compared, not the sizes of their
+vocabularies, which every publisher pads differently.
 
 Read next: `beam.py` for the trees, `engine.py` for the calls.
 """
@@ -39,7 +39,7 @@ logger = logging.getLogger("minispec")
 
 
 class DraftModel(nn.Module):
-    """A model as the beam sees it: it draws on no feature of the target and drafts the ids below `vocab_size`."""
+    """A model as the beam sees it: it reads no features of the target and drafts the ids below `vocab_size`."""
 
     name = "standalone"
     taps: tuple[int | str, ...] = ()
@@ -52,7 +52,7 @@ class DraftModel(nn.Module):
         self.hidden_size, self.kv_heads, self.head_dim = config.hidden_size, config.kv_heads, config.head_dim
 
     def logits(self, state: Tensor) -> Tensor:
-        """Return the logits [..., vocab_size] of hidden states [..., H]; what pads the LM head is cut off."""
+        """Return the logits [..., vocab_size] of hidden states [..., H]; the LM head's padding is cut off."""
         return self.model.logits(state)[..., : self.vocab_size]
 
 
@@ -65,9 +65,9 @@ class StandaloneDrafter(BeamDrafter):
     def __init__(self, network: DraftModel, *, steps: int, topk: int, nodes: int, coupled: bool = True) -> None:
         super().__init__(network, steps=steps, topk=topk, nodes=nodes, coupled=coupled)
         self.kv_shape = KVShape(network.model.config.layers, network.kv_heads, network.head_dim)
-        # From the old root on: a path of depth + 1 rows and the new root behind it, or the old root and the frontiers.
+        # Rows from the old root on: those of a path, depth + 1, and of the new root; or of the root and the frontiers.
         self.scratch = max(self.depth + 2, 1 + self.window)
-        self._tails: dict[tuple[int, int], Plan] = {}  # by batch and width; all are met in warm-up
+        self._tails: dict[tuple[int, int], Plan] = {}  # by batch and width; warm-up fills it
         device = network.model.embed_tokens.weight.device
         self._causal = torch.ones(self.depth + 1, self.depth + 1, dtype=torch.bool, device=device).tril()
 
@@ -76,17 +76,17 @@ class StandaloneDrafter(BeamDrafter):
         self.network.model.compile_blocks(**options)
 
     def shapes(self, batch_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> list[str]:
-        """Return a name for every graph of the model: as a head's, and the roots behind prompt chunks."""
+        """Return a name for every graph of the model: those that a head has, and the roots after prompt chunks."""
         roots = [f"draft, roots behind a prefill of {size} tokens" for size in prefill_sizes]
         return super().shapes(batch_sizes, prefill_sizes) + roots
 
     def commit(self, new: Committed) -> None:
-        """Write the rows of the tokens just committed and of the root behind them; keep the state at the root."""
+        """Write the rows of the tokens just committed and of the root after them; keep the state at the root."""
         root = new.positions.flatten()[new.ends] + 1  # [C], its row and position
-        if new.prefill:  # a prompt: the chunk, then the root or the next chunk's first token
+        if new.prefill:  # first the prompt's chunk, below the root or the next chunk's first token
             self._run(new.tokens, None, new.positions, new.plan)
             tokens, first = new.following.flatten()[new.ends][:, None], root
-        else:  # a path, whose first row, the old root's, was written with the step before
+        else:  # a path, whose first row is the old root's and was written by the commit before
             tokens, first = new.following, new.positions[:, 0] + 1
         count, width = tokens.shape
         positions = first[:, None] + torch.arange(width, device=first.device)
@@ -97,14 +97,14 @@ class StandaloneDrafter(BeamDrafter):
         self.state[new.slots] = states[torch.arange(count, device=first.device), root - first]
 
     def _tail(self, count: int, width: int) -> Plan:
-        """Return the plan of `count` runs of `width` rows that end in a root."""
+        """Return the plan of `count` requests with up to `width` rows each, the last one the root's."""
         if (count, width) not in self._tails:
             self._tails[count, width] = Plan(self.kv, count, 1, width)
         return self._tails[count, width]
 
     def _run(self, tokens: Tensor, states: Tensor | None, positions: Tensor, plan: Plan) -> Tensor:
         """Return the hidden states [B, T, H] of tokens [B, T] under a plan; what came before is in the pages."""
-        # An id beyond the draft's own rows is one that only the target's padding knows.
+        # The draft has no embedding for ids that exist only in the target's padding; they get its last one.
         known = tokens.clamp(0, self.network.model.config.vocab_size - 1)
         return self.network.model(known, positions, self._attend(plan))[0]
 
@@ -118,8 +118,8 @@ def load_draft(
     """Return the model in `folder` as a drafter for `target`, in its dtype and on its device.
 
     tokenizer: the target's. context_length: the one served, None for the target's own. load_format: as for
-    `read_tensors`. Raises ModelError naming --speculative-draft-model-path for what is no supported model or has other
-    token ids.
+    `read_tensors`. Raises ModelError naming --speculative-draft-model-path if the model is not supported or gives
+    token ids another meaning.
     """
     weight = target.embed_tokens.weight
     try:
@@ -141,9 +141,10 @@ def load_draft(
 
 
 def _compared(digest: str | None, tokenizer: Tokenizer, folder: Path) -> int:
-    """Return how many ids mean the same to the target's tokenizer and to the draft; raises ModelError if one does not.
+    """Return how many ids the target's tokenizer and the draft share; raises ModelError if one differs in meaning.
 
-    digest: of the tokenizer a draft was trained with, stated instead of a copy of it (`minispec.train standalone`).
+    digest: of the tokenizer that the draft was trained with. `minispec.train standalone` writes it in place of a copy
+    of the tokenizer; None where the folder states none.
     """
     if digest is not None:
         if digest != tokenizer_digest(tokenizer):
@@ -176,7 +177,7 @@ def _own_tokenizer(folder: Path) -> Tokenizer:
 def ids_differ(target: Tokenizer, draft: Tokenizer) -> str | None:
     """Return where two tokenizers first give an id different meanings, None where they never do.
 
-    An id that only one of them has is no difference: the draft does not propose what the target has not.
+    An id that only one of them has is no difference, since the draft proposes no id that the target lacks.
     """
     for token in range(min(target.vocab_size, draft.vocab_size)):
         ours, theirs = target.backend.token_bytes(token), draft.backend.token_bytes(token)

@@ -2,7 +2,7 @@
 
 Definitions, as in SGLang's log: a decode forward over B requests counts B verify steps; accept len is the tokens
 emitted per verify step, the target's own included (1.00 is plain decoding); accept rate is accept len over the size of
-a tree, the root included. Tokens beyond a stop inside a step are left out.
+a tree, the root included. Tokens that a step emitted beyond a stop are not counted.
 
 Read next: `scheduler.py`, which counts.
 """
@@ -36,15 +36,15 @@ class Metrics:
     cached_tokens: int = 0
     generated_tokens: int = 0
     verify_steps: int = 0
-    verified_tokens: int = 0  # emitted by verify steps
+    verified_tokens: int = 0  # tokens emitted by verify steps
     tree_steps: int = 0  # decode forwards with a tree of more than its root
     plain_steps: int = 0
     requests: int = 0
     aborted: int = 0
     retractions: int = 0
     last_throughput: float = 0.0
-    step_seconds: float = 0.0  # decode steps: launch and wait
-    host_seconds: float = 0.0  # decode steps: stop rules, text, retiring
+    step_seconds: float = 0.0  # spent in decode steps on launching and waiting
+    host_seconds: float = 0.0  # spent in decode steps on stop rules, text and ending requests
     _window: list[int] = field(default_factory=lambda: [0, 0, 0])  # steps, verify steps, tokens
     _window_start: float = field(default_factory=time.monotonic)
     _last_prefill: float = field(default_factory=time.monotonic)
@@ -99,7 +99,8 @@ class Metrics:
 def loops(tokens: Sequence[int], window: int = 48, period: int = 16) -> bool:
     """Say whether a reply's last `window` tokens repeat with a period of at most `period`.
 
-    Small models loop under greedy decoding, and a loop is easy to draft: figures stand with and without such replies.
+    Small models loop under greedy decoding, and a loop is easy to draft. So benchmarks state their figures with and
+    without such replies.
     """
     tail = list(tokens[-window:])
     return len(tail) == window and any(tail[p:] == tail[:-p] for p in range(1, period + 1))

@@ -1,14 +1,16 @@
-"""NGRAM: draft what followed the last few tokens the last times they stood somewhere, in any prompt or output.
+"""NGRAM: find where the last few tokens occurred before, in any prompt or output, and draft what followed them there.
 
-One trie holds every stretch of up to `branch_length` tokens that was seen; all requests share it. The one idea is in
-`Trie.extend`: a text's open paths are the nodes of its suffixes, one per suffix length. A new token moves each of them
-one child down, which inserts every new stretch exactly once, so a node's frequency is the number of times its path
-occurred; and the nodes arrived at are the matches of all suffix lengths, with no walk from the root.
+One trie holds every stretch of up to `branch_length` tokens that was seen; all requests share it.
 
-A node is one index into a few integer arrays that grow as nodes come, never an object. Its child for a token is found
-by linear hashing (Litwin, 1980), which splits one bucket per new node: nothing is ever rehashed as a whole.
-A trie that drafts several branches at once is due to Lookahead (Zhao et al., arXiv 2312.12728); the rules of selection
-are those of SGLang's NGRAM.
+The one idea, in `Trie.extend`: for each suffix length we keep the node where the text's suffix of that length ends,
+called an open path. A new token moves each open path one child down. This inserts every new stretch exactly once, so a
+node's frequency is the number of times its path occurred. The nodes reached are the matches of all suffix lengths, and
+no search from the root is needed.
+
+Objects would cost too much memory, so a node is one index into a few integer arrays that grow with the nodes. Its child
+for a token is found by linear hashing (Litwin, 1980), which splits one bucket per new node, so that no step ever has to
+rehash the whole table. Lookahead (Zhao et al., arXiv 2312.12728) drafts several branches at once from a trie; the rules
+by which branches are chosen are those of SGLang's NGRAM.
 
 Read next: `drafter.py` for the protocol, `verify.py` for what becomes of a draft.
 """
@@ -26,7 +28,7 @@ from minispec.drafter import Draft, HostDrafter
 
 INDEX_PER_STEP = 256  # prompt tokens indexed between two drafts; about 15 ms of Python
 KEPT_AFTER_RELEASE = 65_536  # tokens of ended requests that may still wait to be indexed
-CROWDED = 64  # with more children than this the likeliest are remembered, not searched for
+CROWDED = 64  # a node with more children than this remembers the likeliest, since to search for them would be slow
 
 ROOT = 0  # the empty path. No child, leaf or bucket entry is ever the root, so 0 also means "no node" in every link
 MOST = 2**31 - 1
@@ -50,10 +52,10 @@ class NgramOptions:
     min_match: int = 1  # shortest suffix looked up
     max_match: int = 12  # longest suffix looked up
     min_breadth: int = 1  # BFS: children taken right after the longest match
-    max_breadth: int = 10  # BFS: about what is taken after the shortest one; PROB: children considered per node
-    match_type: str = "BFS"  # continuations by recency (BFS) or by frequency (PROB)
+    max_breadth: int = 10  # BFS: about so many children after the shortest match; PROB: children considered per node
+    match_type: str = "BFS"  # continuations are chosen by recency (BFS) or by frequency (PROB)
     branch_length: int = 18  # tokens in the longest path kept
-    capacity: int = 10_000_000  # most nodes, root included
+    capacity: int = 10_000_000  # largest number of nodes of the trie, root included
     nodes: int = 12  # N: nodes of a draft, root included
 
     def __post_init__(self) -> None:
@@ -64,7 +66,7 @@ class NgramOptions:
         self._check("max_match", self.min_match, MOST, low_is="min_match")
         self._check("min_breadth", 1, MOST)
         self._check("max_breadth", self.min_breadth, MOST, low_is="min_breadth")
-        # One token beyond the longest match must fit a path, or that match could never draft.
+        # The longest match could never draft anything if paths had no room for one more token.
         self._check("branch_length", max(2, self.max_match + 1), MOST, low_is="max_match")
         self._check("capacity", self.branch_length + 1, MOST, low_is="branch_length")
 
@@ -86,12 +88,12 @@ class Match(NamedTuple):
 
 
 class Trie:
-    """Counted paths of tokens, at most `capacity` nodes; knows no requests.
+    """Counted paths of tokens, at most `capacity` nodes; it knows nothing of requests.
 
-    Who calls `extend` keeps the list it returns, the open paths: entry w - 1 is the node of the suffix of length w.
-    Those nodes are pinned until the next `extend` or `close` of that list, so they can never be evicted under it. When
-    the trie is full, the least recently used leaf that nobody has pinned makes room; if that leaves its parent
-    childless, the parent is next, so that a stale path goes as a whole. If all is pinned, the path ends (entry 0).
+    The caller of `extend` keeps the list that it returns, the open paths: entry w - 1 is the node of the suffix of
+    length w. Those nodes are pinned, and so not evicted, until that list is given to `extend` or `close`. When the trie
+    is full, the least recently used leaf that nobody has pinned is evicted; if this leaves its parent childless, the
+    parent is next, so that a stale path goes as a whole. If every leaf is pinned, the open path ends (its entry is 0).
     """
 
     def __init__(self, options: NgramOptions) -> None:
@@ -99,27 +101,27 @@ class Trie:
         self.clear()
 
     def clear(self) -> None:
-        """Empty the trie; open paths handed out before are void."""
+        """Empty the trie; open paths returned before are no longer valid."""
         fresh = lambda: array("i", [0])  # noqa: E731  the root's entry
         self._token, self._parent = fresh(), fresh()
-        self._count = array("q", [0])  # how many times the path occurred; 2^31 is a matter of days
+        self._count = array("q", [0])  # how many times the path occurred; in 32 bits it could overflow within days
         self._pins = fresh()  # open paths that end here
         # Children of a node, newest first.
         self._first, self._next, self._previous = fresh(), fresh(), fresh()
-        # Leaves without pins in a ring through the root: the oldest is _newer[ROOT], the newest is _older[ROOT].
+        # A ring of the leaves without pins, and the root: the oldest is _newer[ROOT], the newest is _older[ROOT].
         self._newer, self._older = fresh(), fresh()
         self._zeros = (self._count, self._pins, self._first, self._next, self._previous, self._newer, self._older)
-        # Buckets of (parent, token) -> node, always as many as nodes; the chain goes through nodes.
+        # A hash table (parent, token) -> node with as many buckets as nodes; a bucket's nodes are chained.
         self._bucket, self._chain = fresh(), fresh()
         self._mask = 0
-        self._likeliest: dict[int, list[int]] = {}  # the top children of crowded parents that were asked for theirs
+        self._likeliest: dict[int, list[int]] = {}  # the likeliest children of CROWDED parents, once looked for
 
     def __len__(self) -> int:
         return len(self._token)
 
     @property
     def nbytes(self) -> int:
-        """Bytes the node arrays hold, the spare room of their growth included."""
+        """Bytes that the node arrays take, the spare room for their growth included."""
         return sum(a.__sizeof__() for a in vars(self).values() if isinstance(a, array))
 
     # ---- insertion
@@ -127,8 +129,8 @@ class Trie:
     def extend(self, path: Sequence[int], token: int, count: bool = True) -> list[int]:
         """Insert every stretch that ends with `token`, the next one of the text whose open paths are `path`.
 
-        Returns the text's new open paths; `path` is void afterwards. Without `count` the stretches are known to have
-        been counted before: those still here keep their frequency.
+        Returns the text's new open paths; `path` is not valid afterwards. Without `count`, for stretches that were
+        counted before, those that are still in the trie keep their frequency.
         """
         grown = [self._descend(ROOT, token, count)]
         for node in path[: self.options.branch_length - 1]:
@@ -224,13 +226,13 @@ class Trie:
         self._previous[node] = self._next[node] = 0
         self._unhash(node)
         if node in self._likeliest.get(parent, ()):
-            del self._likeliest[parent]  # who moves up is not known; the next question finds out
+            del self._likeliest[parent]  # which child moves up is not known; `likeliest` will search for it
         if parent and not self._first[parent] and not self._pins[parent]:
             self._queue(parent, ROOT)
         return node
 
     def _queue(self, node: int, older: int) -> None:
-        """Put `node` into the ring right after `older`: ROOT makes it the next to go, _older[ROOT] the last."""
+        """Put `node` into the ring after `older`: after ROOT it is evicted first, after _older[ROOT] last."""
         newer = self._newer[older]
         self._older[node], self._newer[node] = older, newer
         self._newer[older] = self._older[newer] = node
@@ -249,12 +251,12 @@ class Trie:
         return node
 
     def _home(self, parent: int, token: int) -> int:
-        """Return the bucket of a key: its low hash bits, one fewer where that bucket is not there yet."""
+        """Return the bucket of a key: the low bits of its hash, one bit fewer if there is no such bucket yet."""
         bucket = hash((parent, token)) & self._mask
         return bucket if bucket < len(self._bucket) else bucket & (self._mask >> 1)
 
     def _split(self) -> None:
-        """Add one bucket and move to it what now belongs there, all of it from one other bucket."""
+        """Add one bucket and move to it the nodes that now belong there, all of which come from one other bucket."""
         added = len(self._bucket)
         self._bucket.append(0)
         self._mask = (1 << added.bit_length()) - 1
@@ -293,16 +295,16 @@ class Trie:
         matches = [Match(w, path[w - 1]) for w in lengths if path[w - 1] and self._first[path[w - 1]]]
         tree = _Growth(root, self.options.nodes)
         grow = self._by_recency if self.options.match_type == "BFS" else self._by_probability
-        for match in matches:  # the longest first: what it says is the most specific
+        for match in matches:  # the longest first, since it is the most specific
             if tree.full:
                 break
             grow(tree, match)
         return Draft(tree.tokens, tree.parents, matches[0].length if matches else 0)
 
     def _by_recency(self, tree: _Growth, match: Match) -> None:
-        """Add continuations level by level, newest first; breadth falls by `scale` a level, down to 1.
+        """Add continuations level by level, newest first; the breadth falls by `scale` per level, down to 1.
 
-        A longer match starts narrower, so that it gets deeper.
+        A longer match starts with a smaller breadth, so that its tree gets deeper.
         """
         o = self.options
         scale = (o.max_breadth - o.min_breadth) / (o.max_match - o.min_match + 1)
@@ -315,9 +317,9 @@ class Trie:
                 child, room = self._next[child], room - 1
 
     def _by_probability(self, tree: _Growth, match: Match) -> None:
-        """Add continuations by falling product of estimated probabilities; among equals the shallower, then the token.
+        """Add continuations by the product of estimated probabilities, highest first; then by depth, then by token id.
 
-        A child's estimate is its share of the occurrences of the `max_breadth` likeliest children.
+        A child's estimated probability is its share of the occurrences of the `max_breadth` likeliest children.
         """
         token, count = self._token, self._count
         heap: list[tuple[float, int, int, int, int]] = []
@@ -334,7 +336,7 @@ class Trie:
             open_node(tree.add(parent, of), node, depth + 1, -negative)
 
     def likeliest(self, parent: int) -> list[int]:
-        """Return the `max_breadth` most frequent children, equals by token id; fewer if there are fewer."""
+        """Return the `max_breadth` most frequent children, ties by token id; fewer if there are fewer."""
         if parent in self._likeliest:
             return self._likeliest[parent]
         children = list(self._children(parent))
@@ -344,7 +346,7 @@ class Trie:
         return best
 
     def _rerank(self, parent: int, child: int) -> None:
-        """Keep the remembered top of `parent` true after `child`, and no other, became more frequent."""
+        """Correct the remembered likeliest children of `parent` after `child`, and no other, became more frequent."""
         best = self._likeliest[parent]
         if child not in best:
             if self._rank(child) > self._rank(best[-1]):
@@ -363,7 +365,7 @@ class Trie:
 
 
 class _Growth:
-    """A draft in the making: parents precede children, and siblings of equal token are one node."""
+    """A draft that is being built: parents precede children, and siblings of equal token are one node."""
 
     def __init__(self, root: int, limit: int) -> None:
         self.tokens, self.parents, self.limit = [root], [-1], limit
@@ -374,7 +376,7 @@ class _Growth:
         return len(self.tokens) >= self.limit
 
     def add(self, parent: int, token: int) -> int:
-        """Return the node for `token` below `parent`, added if it is not there; the caller sees to the limit."""
+        """Return the node for `token` below `parent`, added if it is not there; the caller must check `full` first."""
         node = self._known.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
@@ -386,12 +388,12 @@ class _Growth:
 class _Text:
     """One request's text as the drafter sees it."""
 
-    newest: list[int] = field(default_factory=list)  # the last max_match tokens: what is looked up
+    newest: list[int] = field(default_factory=list)  # the last max_match tokens, which are looked up
     path: list[int] = field(default_factory=list)  # open paths of the part that is indexed
     waiting: deque[int] = field(default_factory=deque)  # tokens not indexed yet
     replayed: int = 0  # how many of `waiting`, from its front, were counted before a retraction
-    fresh: bool = False  # holds tokens that no earlier slot held
-    drafted: bool = False  # what comes after the first draft is output
+    fresh: bool = False  # whether the last tokens committed were new, not those of before a retraction
+    drafted: bool = False  # whether a draft was asked for; tokens committed after that are output
     released: bool = False
 
 
@@ -399,8 +401,8 @@ class NgramDrafter(HostDrafter):
     """The drafter over one shared trie; per slot it keeps the newest tokens, open paths and what waits for indexing.
 
     Output is indexed as it is committed. Prompts wait in line and are indexed INDEX_PER_STEP tokens a step, all
-    requests together, first come first served; until a text's turn is over its newest tokens are looked up from the
-    root. What an ended request left in line is still indexed, up to KEPT_AFTER_RELEASE tokens.
+    requests together, first come first served. Until the whole text is indexed, its newest tokens are looked up from
+    the root. What an ended request left in line is still indexed, up to KEPT_AFTER_RELEASE tokens.
     """
 
     name = "ngram"
@@ -424,10 +426,10 @@ class NgramDrafter(HostDrafter):
         return self.trie.draft(path, text.newest[-1])
 
     def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
-        """Take in the next tokens of a slot's text, those of a prompt found in the prefix cache included.
+        """Take in the next tokens of a slot's text, also those of a prompt that the prefix cache had.
 
-        A retracted request commits its history anew in its next slot; `again` marks the tokens it had committed
-        before, so that they are not counted twice. Raises ValueError if such tokens follow new ones.
+        A retracted request commits its history once more in its next slot; `again` marks the tokens that it had
+        committed before, so that they are not counted twice. Raises ValueError if such tokens follow new ones.
         """
         if not tokens:
             return
@@ -446,7 +448,7 @@ class NgramDrafter(HostDrafter):
         text.waiting.extend(tokens)
 
     def tick(self) -> None:
-        """Index at most INDEX_PER_STEP waiting tokens. `propose` calls it; call it in steps that propose nothing."""
+        """Index at most INDEX_PER_STEP waiting tokens; `propose` calls it, so call it in steps that propose nothing."""
         left = INDEX_PER_STEP
         while left and self._line:
             text = self._line[0]
@@ -461,7 +463,7 @@ class NgramDrafter(HostDrafter):
                     self.trie.close(text.path)
 
     def release(self, slot: int) -> None:
-        """Forget a slot, its request having ended or been retracted; what it added to the trie stays."""
+        """Forget a slot whose request ended or was retracted; what it added to the trie stays."""
         text = self._texts.pop(slot, None)
         if text is None:
             return
@@ -473,7 +475,7 @@ class NgramDrafter(HostDrafter):
             self.trie.close(text.path)
 
     def clear(self) -> None:
-        """Empty the trie and the line; texts in slots go on, matching what is committed from now on."""
+        """Empty the trie and the line; texts in slots go on and match what is committed from now on."""
         self.trie.clear()
         self._line.clear()
         for text in self._texts.values():

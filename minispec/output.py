@@ -1,11 +1,11 @@
 """Tokens to text, and when to stop: the rules applied to every emitted token, one at a time, in order.
 
-A step may emit several tokens. They are appended one by one and the rules are asked after each, so a request ends at
-exactly the token where plain decoding would end it, and what lies beyond is dropped from ids and text alike.
+A step may emit several tokens. They are appended one by one and the rules are checked after each, so a request ends at
+exactly the token where plain decoding would end it, and later tokens of the step are dropped from ids and text.
 
-The order, per token: EOS or stop id, stop string, length. A matched id stays in the ids and out of the text; a matched
-string is cut from the text, the ids run through the token that completed it (`no_stop_trim` keeps both in the text).
-Below `min_new_tokens` nothing stops but the length, and the sampler masks EOS and stop ids there.
+The order, per token: EOS or stop id, stop string, length. A matched id stays in the ids but not in the text. A matched
+string is cut from the text, while the ids keep all up to the token that completed it. `no_stop_trim` keeps either in
+the text. Below `min_new_tokens` only the length can end a request, and the sampler masks EOS and stop ids.
 
 Text that may turn out to be the beginning of a stop string, or half of a character, is held back until it is certain.
 
@@ -19,7 +19,7 @@ from minispec.request import Finish, Request
 
 
 class Output:
-    """The growing output of one request: its text, what of it was released, and the stop rules."""
+    """The growing output of one request: its text, how much of it was released, and the stop rules."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> None:
         self.request, self.params = request, request.params
@@ -49,8 +49,8 @@ class Output:
         return Finish("length") if last else None
 
     def _stop_string(self, before: int) -> str | None:
-        """Return the stop string that ends in text[before:], first by position, and cut the text at it."""
-        # Each is searched from where it could end beyond `before`: a match wholly before that was waived while
+        """Return the first stop string, by position, that ends in text[before:], and cut the text at it."""
+        # The search leaves out matches that lie wholly before `before`: they were ignored when they came, since
         # min_new_tokens was not reached.
         found = [(self.text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self.params.stop]
         found = [(at, stop) for at, stop in found if at >= 0]
@@ -61,7 +61,7 @@ class Output:
         return stop
 
     def release(self, finished: bool) -> str:
-        """Return the text that became certain since the last call; all that is left when finished."""
+        """Return the text that became certain since the last call; if the request is finished, all that is left."""
         end = len(self.text) if finished else len(self.text) - self._held_back()
         new = self.text[self.released : end]
         self.released = max(end, self.released)

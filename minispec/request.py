@@ -1,8 +1,8 @@
 """Requests: what one generation asks for, how far it has come, and how it ended. Host side only, no torch.
 
-`SamplingParams` is the wish, checked once at the door; `Request` is the wish plus its progress, owned by the
-scheduler; `Update` is what one step added, on its way to the client; `RequestError` is a wish that cannot be granted.
-Names and defaults are those of SGLang's `sampling_params`.
+`SamplingParams` says how to generate and is checked once, at construction. A `Request` is a prompt with these
+parameters and its progress; the scheduler owns it. An `Update` is what one step added to it, on the way to the client,
+and a `RequestError` says why a request cannot be served. Names and defaults are those of SGLang's `sampling_params`.
 
 Read next: `scheduler.py` for the life of a request, `sampling.py` for what the parameters do to logits.
 """
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-HOPELESS_STEPS, HOPELESS_LENGTH = 64, 1.05  # so many verify steps, and their accept length, make drafting pointless
+HOPELESS_STEPS, HOPELESS_LENGTH = 64, 1.05  # below this accept length over so many verify steps, drafting is given up
 GREEDY_BELOW = 1e-6  # a temperature under this is greedy, as in SGLang
 ABORT_WANTED = 499  # the status of an abort that somebody asked for; with any other the request has failed
 
@@ -181,7 +181,7 @@ class Request:
     finish: Finish | None = None
     slot: int = 0  # 0: not in the running set
     kv_len: int = 0  # rows of KV written and kept; host mirror of `lens`
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     verify_steps: int = 0  # decode forwards this request took part in
     drafted_tokens: int = 0  # nodes verified, roots not counted; plain steps draft none
     accepted_drafts: int = 0
@@ -205,7 +205,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Update:
-    """What one step added to one request: new token ids, newly certain text, and on the last one the finish."""
+    """What one step added to one request: new ids, text that became certain, and, on the last update, the finish."""
 
     request: Request
     ids: list[int]

@@ -54,6 +54,8 @@ class LLM:
     ) -> None:
         if config is None:
             config = Config(model_path=None if model is None else os.fspath(model), **options)
+            for note in config.notes:  # the server, which passes a config, has logged them already
+                logger.warning("%s", note)
         elif model is not None or options:
             raise ValueError("give either config or model and options, not both")
         self.config = config

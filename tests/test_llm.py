@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from minispec.config import Config
 from minispec.drafter import Batch
 from minispec.engine import Engine
 from minispec.llm import dtype_line
+from minispec.load.drafters import make_drafter
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.model import Model
 
@@ -45,6 +47,13 @@ def test_dummy_weights_need_a_config_alone(folder) -> None:
         llm.generate([1, 2], SamplingParams(max_new_tokens=500))
     with pytest.raises(ValueError, match="tokenizer"):
         LLM(folder, load_format="dummy", tokenizer_path=str(folder))
+
+
+def test_what_is_done_in_place_of_an_option_is_said_once(folder, caplog) -> None:
+    llm = LLM(folder, load_format="dummy", page_size=1, speculative_num_steps=3, disable_torch_compile=True)
+    assert llm.scheduler.kv.page_size == 16
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [line.split()[0] for line in said] == ["--page-size", "--speculative-num-steps"]
 
 
 def test_the_same_seed_in_another_place_gives_the_same_weights(folder) -> None:
@@ -192,6 +201,22 @@ def hub_snapshot(cache: Path, name: str) -> Path:
     (repo / "refs/main").write_text("0" * 40)
     (folder := repo / "snapshots" / ("0" * 40)).mkdir(parents=True)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "pickled"),
+    [({}, False), ({"load_format": "pt"}, True), ({"speculative_draft_load_format": "pt"}, True),
+     ({"load_format": "pt", "speculative_draft_load_format": "safetensors"}, False), ({"load_format": "dummy"}, False)],
+    ids=str,
+)  # fmt: skip
+def test_the_load_format_reaches_the_draft_unless_it_has_its_own(flags, pickled, tmp_path) -> None:
+    target, form = test_heads.make_target(), test_heads.eagle_sglang(test_heads.make_target())
+    test_heads.write(tmp_path, replace(form, file="model.safetensors"))
+    tensors = {name: torch.full_like(tensor, 7.0) for name, tensor in form.tensors.items()}
+    test_heads.write(tmp_path, replace(form, tensors=tensors, file="pytorch_model.bin"))
+    config = Config(model_path="x", speculative_algorithm="EAGLE", speculative_draft_model_path=str(tmp_path), **flags)
+    head = make_drafter(config, target, tmp_path, byte_tokenizer(test_heads.V)).network
+    assert bool((head.fc.weight == 7.0).all()) == pickled
 
 
 def test_the_line_at_start_says_where_sglang_would_have_taken_float16() -> None:

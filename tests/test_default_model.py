@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -29,6 +32,16 @@ TEXTS = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def parsed_once() -> Iterator[None]:
+    """Keep what the gguf package makes of the file, since three of its readers here parse it for five seconds each."""
+    read, names = functools.cache(gguf.GGUFReader), functools.cache(gguf.get_tensor_name_map)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", lambda path: read(str(path)))
+        patch.setattr(gguf, "get_tensor_name_map", names)
+        yield
+
+
 @pytest.fixture(scope="module")
 def gguf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
@@ -43,10 +56,12 @@ def reference(gguf_path: Path) -> LlamaForCausalLM:
 
     `from_pretrained(gguf_file=...)` is this function behind a check that another package is installed.
     """
-    config = LlamaConfig(**load_gguf_checkpoint(gguf_path)["config"])
-    model = LlamaForCausalLM(config)
-    tensors = load_gguf_checkpoint(gguf_path, return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    layers = gguf.GGUFReader(gguf_path).fields["llama.block_count"].contents()
+    with torch.device("meta"):
+        names = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers))  # only its weights' names are read
+    read = load_gguf_checkpoint(gguf_path, return_tensors=True, model_to_load=names)
+    model = LlamaForCausalLM(LlamaConfig(**read["config"]))
+    missing, unexpected = model.load_state_dict(read["tensors"], strict=False)
     assert missing == ["lm_head.weight"] and not unexpected  # tied
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16).float()

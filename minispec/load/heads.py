@@ -1,8 +1,9 @@
 """Draft heads as they are published: a folder is read into a `HeadConfig` and tensors, and these into a module.
 
-A head has no format of its own. It borrows a Llama's config.json, adds keys that its publisher needed, and leaves
-unsaid what its own loader knows: which layers of the target it reads, whether it shares the target's embedding.
-What the tensors show is taken from the tensors, since published configs contradict them; only the rest from the config.
+There is no common format for heads. Each borrows a Llama's config.json, adds keys that its publisher needed, and does
+not state what the publisher's own loader knows: which layers of the target it reads, whether it shares the target's
+embedding. Published configs may contradict the tensors beside them. So whatever the tensors show is taken from them,
+and only the rest from the config.
 
     format                  the layer's names   what else tells it
     EAGLE, EAGLE-2          layers.0.           fc.weight [H, 2H], and no norm but one
@@ -10,10 +11,10 @@ What the tensors show is taken from the tensors, since published configs contrad
     speculators             layers.0.           the layer's config nested in transformer_layer_config; d2t
     MiMo's MTP              mtp_layers.0.       lies among the target's own tensors, or in a folder of its own
 
-A head that is read wrongly drafts nonsense and changes no output. So every tensor must have its place and its shape,
-and a key that two publishers read in two ways must be there.
+A head that is read wrongly drafts nonsense, but since no output changes, nobody notices. So every tensor must have its
+place and its shape, and a key must be there if publishers disagree on what it means to leave it out.
 
-Read next: `eagle.py` and `mtp.py` for the heads, `selftest.py` for what is measured where a file leaves a doubt.
+Read next: `eagle.py` and `mtp.py` for the heads, `selftest.py` for what is measured when a head is hardly accepted.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ Tensors = dict[str, Tensor]  # by the file's names, without `model.` in front
 
 
 class Published(NamedTuple):
-    """A draft folder as read: the head it describes, and the head's weights by the names they have there."""
+    """What a draft folder holds: the head that it describes, and the head's weights by their names in the files."""
 
     config: HeadConfig
     tensors: Tensors
@@ -75,8 +76,8 @@ def load_head(
 
     token_map: [Vd] int64 target ids that a head without a vocabulary of its own drafts from (FR-Spec). load_format: as
     for `read_tensors`. To be called before the target's LM head is packed. Raises ModelError naming
-    --speculative-draft-model-path for a folder that is no head, not whole, not this target's, or of a variant without a
-    formula here.
+    --speculative-draft-model-path if the folder holds no head, is not complete, or holds a head for another target or
+    of a variant that is not supported.
     """
     with _naming(folder):
         config, tensors, layer_name = read_head(folder, target.config, load_format)
@@ -104,10 +105,10 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 def _shared(config: HeadConfig, tensors: Tensors, target: Model) -> HeadConfig:
-    """Return the config after what the head has in common with the target: `tensors` loses or gains it.
+    """Return the config that says which weights the head shares with the target, and change `tensors` accordingly.
 
-    A copy of the target's embedding is dropped. An EAGLE-3 LM head that is tied to an embedding, and so not in the
-    files, is put in unless the target's own is tied to the same.
+    A copy of the target's embedding is dropped. An EAGLE-3 LM head that is tied to an embedding is not in the files: it
+    is added to `tensors`, unless the target's own LM head is tied to the same embedding.
     """
     ours, given = target.embed_tokens.weight, tensors.get("embed_tokens.weight")
     if given is not None and given.shape == ours.shape and torch.equal(given.to(ours), ours):
@@ -143,12 +144,12 @@ def map_problem(ids: Tensor, vocab_size: int) -> str | None:
 
 
 def head_tensors(head: DraftHead, layer_name: str | None = None) -> Tensors:
-    """Return a head's weights by the names that a file gives them, as views: whoever writes into them fills the head.
+    """Return a head's weights by the names that a file gives them, as views, so that writing into them fills the head.
 
     layer_name: how the names of the layer's tensors begin; None: as SGLang reads them.
     """
     layer_name = layer_name or LAYER_NAMES[head.name][0]
-    # MiMo names what surrounds the layer as if it lay within.
+    # MiMo gives the tensors around the layer the same beginning as those of the layer.
     around = layer_name if isinstance(head, MtpHead) else ""
 
     def spelled(name: str) -> str:
@@ -163,9 +164,9 @@ def head_tensors(head: DraftHead, layer_name: str | None = None) -> Tensors:
 
 
 def read_head(folder: Path, target: ModelConfig, load_format: str = "auto") -> Published:
-    """Return what a draft folder describes and holds, for a target of these sizes; nothing of the target is read.
+    """Return what a draft folder describes and holds, for a target of these sizes; no weight of the target is read.
 
-    Of a whole model's folder only the MTP layers are read. Raises ValueError, not yet with the folder's flag.
+    Of a whole model's folder only the MTP layers are read. Raises ValueError; its message does not name the flag.
     """
     stated = read_config(folder)
     whole = "MiMoForCausalLM" in (stated.get("architectures") or ())
@@ -228,7 +229,7 @@ def _read_mtp(stated: Stated, tensors: Tensors, target: ModelConfig, layer_name:
 
 def _read_eagle3(stated: Stated, tensors: Tensors, target: ModelConfig, layer_name: str) -> HeadConfig:
     """Return the config of an official, SGLang, SpecForge or speculators head; d2t and t2d leave `tensors`."""
-    tensors.pop("t2d", None)  # d2t seen from the other side
+    tensors.pop("t2d", None)  # it says which target ids are drafted, as d2t does
     nested = _layer_config(stated)
     layer = _layer(nested, tensors, layer_name)
     _check_single("num_hidden_layers", nested)
@@ -251,7 +252,7 @@ def _read_eagle3(stated: Stated, tensors: Tensors, target: ModelConfig, layer_na
 
 
 def _layer(stated: Stated, tensors: Tensors, layer_name: str) -> ModelConfig:
-    """Return the sizes of the head's layer; whether it has biases and q, k norms is seen from the tensors."""
+    """Return the sizes of the head's layer; the tensors tell whether it has biases and norms on q and k."""
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     if missing := [key for key in needed if stated.get(key) is None]:
         raise ModelError(f"config.json lacks {', '.join(missing)}")
@@ -275,7 +276,7 @@ def _layer(stated: Stated, tensors: Tensors, layer_name: str) -> ModelConfig:
 
 
 def _layer_config(stated: Stated) -> Stated:
-    """Return the config of the head's layer: speculators nest it, in either spelling of rope."""
+    """Return the config of the head's layer, which speculators nest, with rope in either spelling."""
     nested = stated.get("transformer_layer_config")
     if nested is None:
         return stated
@@ -301,9 +302,9 @@ def _check_fit(hidden_size: int, vocab_size: int, target: ModelConfig) -> None:
 
 
 def _last_state(stated: Stated, target: ModelConfig) -> tuple[int | str]:
-    """Return the tap of a head that reads the last hidden state: behind the final norm, unless config.json says so.
+    """Return the tap of a head that reads the last hidden state: after the final norm, unless config.json says before.
 
-    It says so as it would name any stream: by the layer L that it would enter, the first there is not.
+    It says so by the number L, as every stream is named by the layer that it enters: layer L would come after the last.
     """
     return (target.layers,) if stated.get("eagle_aux_hidden_state_layer_ids") == [target.layers] else (FINAL,)
 
@@ -311,8 +312,9 @@ def _last_state(stated: Stated, target: ModelConfig) -> tuple[int | str]:
 def _taps(stated: Stated, target: ModelConfig) -> tuple[int | str, ...]:
     """Return the layers of the target whose input an EAGLE-3 head was trained on.
 
-    Files count in two ways. `eagle_config.eagle_aux_hidden_state_layer_ids` (SGLang, SpecForge) names layers by their
-    OUTPUT, which enters the next one. The same key at the top level (speculators, vLLM) names them by their INPUT.
+    Files count in two ways. `eagle_config.eagle_aux_hidden_state_layer_ids` (SGLang, SpecForge) names layers whose
+    OUTPUT is read, which enters the next one. The same key at the top level (speculators, vLLM) names layers whose
+    INPUT is read.
     """
     nested = stated.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
@@ -338,7 +340,7 @@ def _switches(stated: Stated, tensors: Tensors) -> dict[str, bool]:
     """Return the variant of an EAGLE-3 head: what tensors show, from the tensors; the rest from the config."""
     before = stated.get("norm_before_residual")
     if before is None and "speculators_model_type" in stated:
-        # Its readers differ in what a missing key means, and the wrong one costs nearly all acceptance.
+        # Other loaders differ in what a missing key means, and the wrong reading costs nearly all acceptance.
         raise ModelError("config.json lacks norm_before_residual (true or false), which speculators heads must state")
     fc_norm = bool(stated.get("fc_norm")) or any(name.startswith("fc_norm.") for name in tensors)
     output = bool(stated.get("norm_output"))
@@ -355,7 +357,7 @@ def _switches(stated: Stated, tensors: Tensors) -> dict[str, bool]:
 
 
 def _owns_lm_head(stated: Stated, tensors: Tensors, layer: ModelConfig, target: ModelConfig) -> bool:
-    """Return whether the files have the LM head; if not, it is the embedding where they are tied, or the target's."""
+    """Return whether the LM head must be in the files; else it is tied to the embedding, or the target's is used."""
     draft_vocab = stated.get("draft_vocab_size")
     if "lm_head.weight" in tensors or (draft_vocab is not None and not layer.tied):
         return True
@@ -370,9 +372,9 @@ def _owns_lm_head(stated: Stated, tensors: Tensors, layer: ModelConfig, target: 
 
 
 def _draft_ids(stated: Stated, tensors: Tensors, vocab_size: int) -> Tensor | None:
-    """Return the target's id of every draft id [D] int64; None where there is but one vocabulary.
+    """Return the target's id of every draft id [Vd] int64; None if draft and target have the same ids.
 
-    The file's d2t, which leaves `tensors`, holds offsets, target id minus draft id; from here on there are only ids.
+    The file's d2t holds offsets, target id minus draft id. It is taken out of `tensors`, and all other code sees ids.
     """
     draft_vocab = stated.get("draft_vocab_size") or vocab_size
     offsets = tensors.pop("d2t", None)

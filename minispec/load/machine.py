@@ -1,8 +1,9 @@
 """What this machine grants the process: memory and cores, within the limits of its control groups.
 
-A container or a batch job usually gets a part of its machine, and neither /proc/meminfo nor the number of cores says
-so. The limits stand in the files of the process's control groups and of all groups above them; the tightest counts.
-Both versions of control groups are read. `root` stands for / everywhere, so that tests can lay out a machine of files.
+A container or a batch job usually gets a part of its machine, but /proc/meminfo and the number of cores describe the
+whole machine. The limits stand in the files of the process's control groups and of all groups above them, and the
+tightest one holds. Both versions of control groups are read. In every function `root` stands for /, so that tests can
+lay out the files of a machine elsewhere.
 
 Read next: `llm.py`, which sizes the KV pool and the thread pool by these.
 """
@@ -17,7 +18,7 @@ SLASH = Path("/")
 
 
 def host_memory(root: Path = SLASH) -> tuple[int, int]:
-    """Return the (free, total) bytes of memory that the process may use; what the kernel would give back is free."""
+    """Return the (free, total) bytes of memory that the process may use; memory the kernel can reclaim is free."""
     free, total = _machine_memory(root)
     for group in _groups(root, "memory"):
         limit = _number(group / "memory.max") or _number(group / "memory.limit_in_bytes")
@@ -35,7 +36,7 @@ def core_count(root: Path = SLASH) -> int:
         quota, _, period = _text(group / "cpu.max").partition(" ")
         quota = quota or _text(group / "cpu.cfs_quota_us")
         period = period or _text(group / "cpu.cfs_period_us")
-        if quota.strip() not in ("", "max", "-1"):  # the last two, of version 2 and 1, say that there is no quota
+        if quota.strip() not in ("", "max", "-1"):  # without a quota version 2 says max, and version 1 says -1
             cores = min(cores, int(quota) // int(period))
     return max(cores, 1)
 
@@ -44,7 +45,7 @@ def _machine_memory(root: Path) -> tuple[int, int]:
     """Return the machine's own (free, total) bytes."""
     lines = [line.split() for line in _text(root / "proc/meminfo").splitlines()]
     known = {words[0]: int(words[1]) * 1024 for words in lines}
-    if "MemAvailable:" in known:  # it counts what the kernel would give back; sysconf does not know that
+    if "MemAvailable:" in known:  # unlike sysconf's number, this one includes memory that the kernel can reclaim
         return known["MemAvailable:"], known["MemTotal:"]
     page = os.sysconf("SC_PAGE_SIZE")
     return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
@@ -53,8 +54,8 @@ def _machine_memory(root: Path) -> tuple[int, int]:
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of the process's control groups that may limit this controller, the innermost first.
 
-    Within a container the path may be the host's, of which the mounted tree shows only the end or nothing, so all
-    folders above are looked at, down to where the tree is mounted.
+    Within a container the path may be the host's, while the mounted tree has only the end of that path or nothing of
+    it. So all folders from the path up to the mount point are tried.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
@@ -71,7 +72,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _file_pages(group: Path) -> int:
-    """Return the bytes of files that count as the group's memory and that the kernel drops when it needs room."""
+    """Return the bytes of cached files, which count as the group's memory but which the kernel drops when needed."""
     words = [line.split() for line in _text(group / "memory.stat").splitlines()]
     known = {name: int(value) for name, value in words}
     whole = "total_" if "total_inactive_file" in known else ""  # version 1 counts the groups below only in these
@@ -79,7 +80,7 @@ def _file_pages(group: Path) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None where there is no file or no number, as where the limit is the word max."""
+    """Return the number in a file; None if there is no file or no number in it, as when the limit is the word max."""
     try:
         return int(_text(path))
     except ValueError:

@@ -1,11 +1,11 @@
 """Linear layers on a CPU: the weight is reordered once, at load, into the layout the matrix kernel reads.
 
-The one idea: a product of one row with a plain weight is bound by how the weight lies in memory. Reordered by oneDNN,
-eight rows cost about what one row costs, so verifying a tree is nearly free on a CPU too. `pack_linears` swaps the
-modules after loading; the model never asks. Figures are in `docs/log.md`.
+With a weight as it comes from the file, a product with a few rows is bound by how the weight lies in memory. With the
+weight reordered by oneDNN, eight rows cost about what one row costs, so verifying a tree is nearly free on a CPU too.
+`pack_linears` replaces the modules after loading, and the model needs no change. Figures are in `docs/log.md`.
 
 A reordered weight has an opaque layout that Inductor cannot take as a graph input. The operator below therefore takes
-a handle, a tensor like any other, and finds the weight behind it: one compiled graph still serves all layers.
+a handle, which is an ordinary tensor, and looks up the weight by it: one compiled graph still serves all layers.
 
 Read next: `model.py`, whose nn.Linear modules are replaced here.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 _weights: dict[int, Tensor] = {}
 _handles = itertools.count()
 
-# The low-level registration: torch.library.custom_op costs some 20 microseconds a call more, 120 times a step.
+# Registered at the low level: torch.library.custom_op would cost some 20 microseconds more per call, 120 times a step.
 _library = torch.library.Library("minispec", "DEF")
 _library.define("packed_linear(Tensor x, Tensor handle, int features, Tensor? bias) -> Tensor")
 
@@ -35,7 +35,7 @@ def _packed_linear(x: Tensor, handle: Tensor, features: int, bias: Tensor | None
 
 
 def _packed_linear_shape(x: Tensor, handle: Tensor, features: int, bias: Tensor | None) -> Tensor:
-    """What tracing needs to know: the result's shape."""
+    """Return an empty tensor of the result's shape, which is all that tracing needs to know."""
     return x.new_empty(*x.shape[:-1], features)
 
 
@@ -55,7 +55,7 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
 
     def __del__(self) -> None:
-        if _weights is not None:  # a module's names are gone before its last objects when Python ends
+        if _weights is not None:  # when Python ends, this name may be gone before the last layer
             _weights.pop(self.key, None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,15 +64,15 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """True where this build of PyTorch has oneDNN and it takes `dtype`."""
+    """True if this build of PyTorch has oneDNN and oneDNN takes `dtype` on this processor."""
     if not torch.backends.mkldnn.is_available():
         return False
-    # bfloat16 wants AVX-512 or AMX; without them oneDNN refuses the weight.
+    # Without AVX-512 or AMX oneDNN refuses weights in bfloat16.
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replace every nn.Linear below `module` by a PackedLinear; a weight tied to an embedding stays there as well."""
+    """Replace every nn.Linear below `module` by a PackedLinear; an embedding tied to one keeps its weight."""
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
             setattr(module, name, PackedLinear(child))

@@ -1,12 +1,12 @@
 """The start-up self-test: is the draft head accepted at all, and if not, would it be if it were read another way?
 
-Checkpoints leave things unsaid: which layers' streams a head was trained on, where its norms stand. A head that is read
-wrongly loads, drafts nonsense and changes no output, so nothing tells but the speed. So a few steps are drafted and
-verified before the first request, and a head that is accepted next to never is measured in the readings that lie next
-to the one its files ask for. Nothing is changed; one line of the log names the key to set.
+A checkpoint may not state which layers' streams a head was trained on, or where its norms stand. A head that is read
+wrongly loads, drafts nonsense and changes no output; only the speed suffers, and nobody knows why. So a few steps are
+drafted and verified before the first request. A head that is hardly ever accepted is then measured under the readings
+that differ in one point from the one its files ask for. Nothing is changed; one line of the log names the key to set.
 
-The one idea: a reading need not be served to be judged. On one text, with plain causal attention and the true tokens
-given, count where the head's first choice is the target's: two small forwards each.
+To judge a reading it need not be served. On one text, with plain causal attention and the true tokens given, we count
+the positions at which the head's first choice is the target's, which takes two small forward passes per reading.
 
 Read next: `heads.py`, where config.json becomes a reading; EAGLE-3 (arXiv 2503.01840) for what a head reads.
 """
@@ -34,25 +34,25 @@ PROMPT = (
     "Answer: Trees need light, water and air. Their leaves"
 )
 STEPS = 24  # verify steps of the test
-CLEARLY = 0.1  # a reading is better if it agrees with the target at so much more of the positions
+CLEARLY = 0.1  # a reading is better if the share of positions where it agrees with the target is so much higher
 
 Streams = dict[int | str, Tensor]
 
 
 class Reading(NamedTuple):
-    """One way to read a head: the streams it gets, a switch of its forward pass turned round, how to ask for it."""
+    """One way to read a head: the streams that it gets, and a switch of its forward pass that is set the other way."""
 
-    asks: str  # what config.json has to say
+    asks: str  # what config.json has to say for this reading
     taps: tuple[int | str, ...]
     switch: tuple[nn.Module, str] | None = None  # a module and the name of its bool
 
 
 @torch.inference_mode()
 def self_test(engine: Engine, drafter: Drafter, prompt: Sequence[int]) -> None:
-    """Draft and verify a few steps after `prompt` and log the accept length; if it is about 1, the better reading.
+    """Draft and verify a few steps after `prompt` and log the accept length; if it is about 1, log a better reading.
 
-    For an idle engine after warm-up; pages, slots and counters are left as they were. A context or pool too small for
-    the text is left untested.
+    For an idle engine after warm-up; pages, slots and counters are left as they were. If the context or the pool is too
+    small for the text, nothing is tested.
     """
     tried = _serve(engine, drafter, prompt[:QUERY_BLOCK])
     if tried is None:
@@ -95,7 +95,7 @@ def _serve(engine: Engine, drafter: Drafter, prompt: Sequence[int]) -> tuple[lis
 
 
 def _compare(model: Model, head: DraftHead, text: Sequence[int]) -> tuple[Reading | None, float, float]:
-    """Return the best neighbouring reading, None if none is clearly better, and the agreement now and then."""
+    """Return the best neighbouring reading, None if none is clearly better, and the agreement without and with it."""
     ids = torch.tensor([text], device=model.embed_tokens.weight.device)
     streams = _streams(model, ids)
     picks = model.logits(streams[FINAL]).argmax(-1)
@@ -127,10 +127,11 @@ def readings(head: DraftHead, layers: int) -> Iterator[Reading]:
 
 
 def agreement(head: DraftHead, reading: Reading, streams: Streams, ids: Tensor, picks: Tensor) -> float:
-    """Return at how many of the positions of ids [1, T] the head's first choice is the target's, in [0, 1].
+    """Return the share in [0, 1] of the positions of ids [1, T] at which the head's first choice is the target's.
 
-    picks [1, T]: the target's choice after each position. Half of it is the first drafted token, from the target's
-    features; half the second, from the head's own state. Position 0 is left out: its stream is like no other's.
+    picks [1, T]: the target's choice after each position. Half of the choices are for the first drafted token, made
+    from the target's features, and half for the second, made from the head's own state. Position 0 is left out, since
+    its stream is unlike all others.
     """
     if reading.switch is not None:
         owner, name = reading.switch
@@ -154,7 +155,7 @@ def agreement(head: DraftHead, reading: Reading, streams: Streams, ids: Tensor, 
 
 
 def _streams(model: Model, ids: Tensor) -> Streams:
-    """Return every stream [1, T, d] a head can read of ids [1, T]; eagerly, compiled blocks being for paged rows."""
+    """Return every stream [1, T, d] a head can read of ids [1, T]; runs eagerly: compiled blocks are for paged rows."""
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     x, rope, streams = model.embed_tokens(ids), model.rope(positions), Streams()
     for index, block in enumerate(model.layers):

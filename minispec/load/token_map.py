@@ -1,8 +1,8 @@
 """Draft vocabularies: which of the target's tokens a head may draft, as one table from draft ids to target ids.
 
-Most of a text is made of few tokens. A head that scores only those reads a fraction of the LM head's matrix, and a
-token outside the table costs a missed draft, never a wrong output. FR-Spec (arXiv 2502.14856) ranks tokens by frequency
-in a file; EAGLE-3 brings its own table.
+Most of a text is made of few tokens. A draft head that scores only those reads a fraction of the LM head's matrix. A
+token outside the table cannot be drafted, but the output stays right. In FR-Spec (arXiv 2502.14856) a file lists the
+most frequent tokens; an EAGLE-3 head has a table of its own.
 
 Read next: `heads.py`, which slices the target's LM head by such a table.
 """
@@ -20,8 +20,8 @@ from torch import Tensor
 def read_token_map(path: Path, vocab_size: int) -> Tensor:
     """Return the target ids [Vd] int64 of a token map file, most frequent first.
 
-    A .json list, a .safetensors file of one 1-D tensor, or a .pt/.bin list or tensor, read without executing anything
-    in it. Raises ValueError naming --speculative-token-map, what was found and what is allowed.
+    The file is a .json list, a .safetensors file of one 1-D tensor, or a .pt/.bin list or tensor, and nothing in it is
+    executed. Raises ValueError naming --speculative-token-map, what was found and what is allowed.
     """
     try:
         content = _read(path)

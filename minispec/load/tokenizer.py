@@ -1,12 +1,12 @@
-"""Text to ids and back: two kinds of tokenizer behind one face, chat templates, and incremental decoding.
+"""Text to ids and back: two kinds of tokenizer behind one interface, chat templates, and incremental decoding.
 
-`Tokenizer` is that face. Behind it works either a fast Hugging Face tokenizer, or `tiktoken` on one of the formats in
-which models publish bare rank tables (Llama 3's `original/`, Grok). Chat templates are programs of the
-model's author: they are rendered here, in a sandbox, the same way for both kinds.
+`Tokenizer` is that interface. Behind it is either a fast Hugging Face tokenizer, or `tiktoken` with one of the formats
+in which models publish bare rank tables (Llama 3's `original/`, Grok). Chat templates are programs by the model's
+author: they are rendered here, in a sandbox, in the same way for both kinds.
 
-The one idea of `Detokenizer`: hand out text only when no later token can change it. One token may be half of a
-character, and one step of the engine may emit several tokens, so the newest text is often uncertain. Pieces handed out
-plus `flush` are exactly `decode` of all ids, at a cost per token that does not grow with the output.
+One token may be half of a character, and one step of the engine may emit several tokens, so the newest text is often
+uncertain. `Detokenizer` therefore returns text only when no later token can change it. All pieces that it returned,
+`flush` included, are exactly `decode` of all ids, at a cost per token that does not grow with the output.
 
 Read next: `output.py`, which looks for stop strings in that text; `weights.py` for the rest of a model folder.
 """
@@ -48,7 +48,7 @@ LLAMA3_SPECIAL = (
     *("<|eom_id|>", "<|eot_id|>", "<|python_tag|>"),
     *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
 )
-LLAMA3_EOS = ("<|end_of_text|>", "<|eot_id|>")  # what ends a text and a turn, where no config says so
+LLAMA3_EOS = ("<|end_of_text|>", "<|eot_id|>")  # these end a text and a turn, if no config says what does
 GROK_FILE = "tokenizer.tok.json"
 GROK_TEMPLATE = (
     "{% for message in messages %}{{ {'user': 'Human: ', 'assistant': 'Assistant: ', 'system': 'System: '}"
@@ -65,11 +65,11 @@ REPLACEMENT = "\ufffd"
 
 
 class Backend(Protocol):
-    """What the two kinds of tokenizer have to offer."""
+    """What each of the two kinds of tokenizer must offer."""
 
     vocab_size: int
     special_ids: frozenset[int]  # left out by skip_special_tokens
-    byte_level: bool  # text is the tokens' bytes in a row, so token_bytes says everything
+    byte_level: bool  # whether a text is its tokens' bytes one after the other, so that token_bytes is enough
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
@@ -79,7 +79,7 @@ class Backend(Protocol):
 
 
 class Tokenizer:
-    """Text to ids and back, for one model. Stateless after construction: any thread may use it."""
+    """Text to ids and back, for one model. It has no state after construction, so any thread may use it."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Tokenizer:
         template: str | Mapping[str, str] | None,
         named_tokens: Mapping[str, str],
     ) -> None:
-        """`template` may be one template or several by name; `named_tokens` are what it may use, like `bos_token`."""
+        """`template` is one template, or several by name; `named_tokens` are those it may use, like `bos_token`."""
         self.backend, self.eos_ids = backend, eos_ids
         self.vocab_size = backend.vocab_size
         sources = {"default": template} if isinstance(template, str) else dict(template or {})
@@ -100,16 +100,16 @@ class Tokenizer:
         return self.backend.token_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text; special tokens written out in it become their ids, as everywhere.
+        """Return the ids of a text; special tokens written out in it become their ids, as in other engines.
 
-        `add_special_tokens`: put in front (or behind) what the model expects around a plain text, such as BOS. Raises
+        `add_special_tokens` adds what the model expects around a plain text, such as BOS in front of it. Raises
         RequestError for text that is not Unicode.
         """
         _check_unicode(text, "text")
         return self.backend.encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ids; ids without a token have none, and bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ids; an id without a token has no text, and bytes that are not UTF-8 become U+FFFD."""
         return self.backend.decode(ids, skip_special_tokens)
 
     def render_chat(
@@ -122,8 +122,8 @@ class Tokenizer:
     ) -> str:
         """Return the prompt that the model's chat template makes of the messages.
 
-        `continue_final_message` ends the prompt inside the last message, for the model to go on with. Raises
-        RequestError: no template, messages that are not text, or whatever the template objects to.
+        `continue_final_message` ends the prompt inside the last message, so that the model continues it. Raises
+        RequestError if there is no template, if messages are not text, or if the template raises an error.
         """
         kwargs = dict(template_kwargs or {})
         if taken := sorted(RESERVED_NAMES & kwargs.keys()):
@@ -162,7 +162,7 @@ class Tokenizer:
         return self.backend.encode(prompt, False)
 
     def _template(self, kwargs: Mapping[str, Any]) -> jinja2.Template:
-        """Return the template for this request; models with several name the one for tools `tool_use`."""
+        """Return the template for this request; a model with several calls the one for tools `tool_use`."""
         if kwargs.get("tools") and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" not in self._templates:
@@ -197,7 +197,7 @@ def _load(folder: Path, config: Mapping[str, Any], template: str | Mapping[str, 
 
 
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
-    """Return a tokenizer of single bytes with further ids up to `vocab_size`: for dummy weights without a tokenizer."""
+    """Return a tokenizer of single bytes, for dummy weights; the other ids below `vocab_size` are <256>, <257> ..."""
     letters = sorted(BYTE_OF_CHARACTER, key=BYTE_OF_CHARACTER.__getitem__)[:vocab_size]
     names = [*letters, *(f"<{i}>" for i in range(len(letters), vocab_size))]
     model = tokenizers.models.BPE({name: i for i, name in enumerate(names)}, [])
@@ -212,11 +212,11 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 class _HuggingFace:
-    """The Rust tokenizer itself. Its Python wrapper sets truncation and padding per call, which is not thread-safe."""
+    """The Rust tokenizer itself; its Python wrapper sets truncation and padding per call, which is not thread-safe."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._tokenizer.no_truncation()  # tokenizer.json may carry both from training
+        self._tokenizer.no_truncation()  # tokenizer.json may still have both from training
         self._tokenizer.no_padding()
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
         added = tokenizer.get_added_tokens_decoder()
@@ -240,7 +240,7 @@ class _HuggingFace:
         token = self.token(token_id) or ""
         try:
             return bytes(BYTE_OF_CHARACTER[character] for character in token)
-        except KeyError:  # an added token: plain text, not spelt in the byte alphabet
+        except KeyError:  # an added token, which is plain text and not spelt in the byte alphabet
             return token.encode()
 
 
@@ -255,7 +255,7 @@ BYTE_OF_CHARACTER = _byte_alphabet()
 
 
 def _load_huggingface(folder: Path, template: str | Mapping[str, str] | None) -> Tokenizer:
-    """Load with transformers, which knows the models' classes; the plain class reads any tokenizer.json."""
+    """Load with transformers, which knows the models' classes; last with its plain class, for any tokenizer.json."""
     has_json = (folder / "tokenizer.json").is_file()
     loaders = [AutoTokenizer] if (folder / "tokenizer_config.json").is_file() or not has_json else []
     loaders += [PreTrainedTokenizerFast] if has_json else []
@@ -263,7 +263,7 @@ def _load_huggingface(folder: Path, template: str | Mapping[str, str] | None) ->
     for loader in loaders:
         try:
             loaded = loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # transformers raises nearly every type here, for classes it does not know
+        except Exception as error:  # for a class that it does not know transformers raises nearly any type
             failure = failure or error
             continue
         if (rust := getattr(loaded, "backend_tokenizer", None)) is not None:
@@ -339,17 +339,17 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _load_tiktoken(path: Path, config: Mapping[str, Any], template: str | Mapping[str, str] | None) -> Tokenizer:
-    """Load a rank file; special tokens as tokenizer_config.json lists them, else Llama 3's."""
+    """Load a rank file; its special tokens are those that tokenizer_config.json lists, else Llama 3's."""
     ranks = _read_ranks(path)
     listed = config.get("added_tokens_decoder") or {}
     special = {token: int(i) for i, given in listed.items() if (token := _token_text(given)) is not None}
-    if not special:  # they come right behind the ranks, as 128000 to 128255
+    if not special:  # Llama 3's come after the ranks, as 128000 to 128255
         special = {token: max(ranks.values()) + 1 + i for i, token in enumerate(LLAMA3_SPECIAL)}
     named = {role: token for role in TOKEN_ROLES if (token := _token_text(config.get(role))) is not None}
     eos = {special[token] for token in LLAMA3_EOS if token in special}
     if named.get("eos_token") in special:
         eos = {special[named["eos_token"]]}
-    named.setdefault("bos_token", "<|begin_of_text|>")  # Llama 3's templates write it
+    named.setdefault("bos_token", "<|begin_of_text|>")  # Llama 3's templates use it
     if named["bos_token"] not in special:
         del named["bos_token"]
     bos_id = special.get(named.get("bos_token", ""))
@@ -369,7 +369,7 @@ def _load_grok(path: Path, template: str | Mapping[str, str]) -> Tokenizer:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no Grok tokenizer: {error!r}") from error
     backend = _Tiktoken(str(path), given.get("pat_str") or SINGLE_DIGIT_SPLIT, ranks, special, None)
-    backend.vocab_size = max(backend.vocab_size, int(given.get("vocab_size") or 0))  # may count ids without a token
+    backend.vocab_size = max(backend.vocab_size, int(given.get("vocab_size") or 0))  # may include ids without a token
     return Tokenizer(backend, frozenset({eos_id}), template, {"eos_token": "<|eos|>"})
 
 
@@ -409,7 +409,7 @@ def _compile(source: str) -> jinja2.Template:
 
 
 def _given_template(given: str) -> str:
-    """Return the operator's template: one that goes by a name, the text itself if it is one, or a file's content."""
+    """Return the operator's template: one of those with a name, the text itself if it is one, or a file's content."""
     if given in NAMED:
         return NAMED[given].source
     if is_template(given):
@@ -421,7 +421,7 @@ def _given_template(given: str) -> str:
 
 
 def _own_template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return the model's template, or its templates by name; the file of its own is the newer convention and rules."""
+    """Return the model's template, or its templates by name; chat_template.jinja is the newer convention and wins."""
     if (path := folder / "chat_template.jinja").is_file():
         return path.read_text(encoding="utf-8")
     given = config.get("chat_template")
@@ -443,7 +443,7 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _plain_content(message: Mapping[str, Any], field: str) -> str:
-    """Return a message's content as one text; parts are joined by newlines, nothing but text is taken."""
+    """Return a message's content as one text, its parts joined by newlines; parts other than text are refused."""
     content = message.get("content")
     if content is None and message["role"] == "assistant" and message.get("tool_calls"):
         return ""
@@ -462,11 +462,11 @@ def _plain_content(message: Mapping[str, Any], field: str) -> str:
 
 
 def _cut_at_tag(prompt: str) -> str:
-    """Return the prompt up to the end of the last message, as the template has written it."""
+    """Return the prompt, as the template has written it, up to the end of the last message."""
     at = prompt.rfind(CONTINUE_TAG.strip())
     if at < 0:
         raise RequestError("the chat template leaves out the message to continue", "continue_final_message")
-    # Where the template strips contents, the space behind the tag is gone, and so would be spaces before it.
+    # If the space after the tag is gone, the template strips contents, and without the tag would strip spaces there.
     return prompt[:at] if prompt.startswith(CONTINUE_TAG, at) else prompt[:at].rstrip()
 
 
@@ -475,12 +475,12 @@ def _cut_at_tag(prompt: str) -> str:
 
 
 class Detokenizer:
-    """Text of one growing list of ids, handed out as it becomes certain.
+    """Text of one growing list of ids, returned as it becomes certain.
 
-    Byte-level tokenizers (both GPT-2's kind and tiktoken) spell text as bytes, so an incremental UTF-8 decoder is all
-    it takes. For others the text of a token depends on its neighbours: the first loses its leading space, and a run of
-    byte tokens like <0xE4> is text only if all of it is UTF-8. So those decode a short window that begins one piece
-    earlier, subtract the text of that piece, and wait while a run of bytes goes on.
+    Byte-level tokenizers (both GPT-2's kind and tiktoken) spell text as bytes, so an incremental UTF-8 decoder is
+    enough for them. With others the text of a token depends on its neighbours: the first one loses its leading space,
+    and a run of byte tokens like <0xE4> is text only if all of it is UTF-8. For these a short window is decoded that
+    begins one piece earlier, and the text of that piece is subtracted. Within a run of bytes nothing is returned.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
@@ -488,12 +488,12 @@ class Detokenizer:
         self._skipped = self._backend.special_ids if params.skip_special_tokens else frozenset()
         self._pieces: list[str] = []
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._window: list[int] = []  # the newest piece handed out, then what is not yet
+        self._window: list[int] = []  # ids of the piece returned last, then those whose text is not yet returned
         self._read = 0  # length of that piece, in tokens
 
     @property
     def text(self) -> str:
-        """Everything handed out so far."""
+        """All text returned so far."""
         return "".join(self._pieces)
 
     def append(self, token_id: int) -> str:
@@ -503,23 +503,23 @@ class Detokenizer:
         if self._backend.byte_level:
             return self._hand_out(self._utf8.decode(self._backend.token_bytes(token_id)))
         token = self._backend.token(token_id)
-        if token is None:  # `decode` passes over ids beyond the vocabulary as well
+        if token is None:  # `decode` skips ids beyond the vocabulary as well
             return ""
         self._window.append(token_id)
         return "" if HEX_BYTE.fullmatch(token) else self._slide(hold=True)
 
     def flush(self) -> str:
-        """Return what is left at the end: half a character then is U+FFFD, as in `decode`."""
+        """Return what is left at the end; half a character becomes U+FFFD, as in `decode`."""
         if self._backend.byte_level:
             return self._hand_out(self._utf8.decode(b"", final=True))
         return self._slide(hold=False)
 
     def _slide(self, hold: bool) -> str:
-        """Hand out the window's new text and move the window on; with `hold`, not while it ends in half a character."""
+        """Return the window's new text and move the window on; with `hold`, not while it ends in half a character."""
         known = self._backend.decode(self._window[: self._read], False)
         text = self._backend.decode(self._window, False)
         pending = len(self._window) - self._read
-        if hold and text.endswith(REPLACEMENT) and pending < 4:  # a character has 4 bytes at most: then it is no half
+        if hold and text.endswith(REPLACEMENT) and pending < 4:  # 4 ids are no half, as a character has 4 bytes at most
             return ""
         new = text[len(known) :]
         if new:
@@ -527,7 +527,7 @@ class Detokenizer:
         return self._hand_out(new)
 
     def _hand_out(self, text: str) -> str:
-        """Note a piece of text as handed out."""
+        """Note a piece of text as returned, and return it."""
         if text:
             self._pieces.append(text)
         return text

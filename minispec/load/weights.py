@@ -1,12 +1,13 @@
-"""Model folders: where a model lies, what its config says, and its tensors into a module. Nothing from it is ever run.
+"""Model folders: finding a model, reading its config, and copying its tensors into a module.
 
-A model is a folder of data files. This file finds it (a path, or an id of the Hugging Face hub), reads config.json in
-either of its two spellings, streams the tensors one by one, and copies them into a module in place, the target's and a
-draft head's alike. It imports no model: the caller says which tensor of the module has which name in the files.
+A model is a folder of data files. This module finds it (a path, or an id of the Hugging Face hub), reads config.json in
+either of its two spellings, streams the tensors one by one, and copies them in place into a module, be it the target or
+a draft head. It imports no model: the caller says which tensor of the module has which name in the files.
 
-The one idea: strictness at the border. A tensor that is missing, left over, misshapen or there twice is an error that
-names it, because a model with one random matrix still talks. And a model folder is untrusted: no Python file in it is
-imported (`auto_map` is not looked at), and pickles pass only through PyTorch's restricted unpickler.
+A model with one random matrix still talks, so an incomplete load could go unnoticed. Hence a tensor that is missing,
+left over, misshapen or there twice is an error that names it. And since anybody may have written a model folder, no
+code in it is ever run: no Python file is imported (`auto_map` is ignored), and pickles are read only by PyTorch's
+restricted unpickler.
 
 Read next: `model.py` for the module that is filled, `heads.py` for the folder of a draft head, `tokenizer.py` for the
 other half of a model's folder.
@@ -35,9 +36,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 DATA_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model"]
-# Second copies of the weights and other parts of a pipeline, which nobody here reads; "*" matches "/" as well.
+# Second copies of the weights, and other parts of a pipeline, which are not read here; "*" matches "/" as well.
 SECOND_COPIES = ["consolidated*", "*/*.safetensors", "*/*.bin"]
-# Pickles of a training run that lie beside the weights and are no weights.
+# Pickles of a training run, which lie beside the weights but hold none.
 TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 NAMES_SHOWN = 8
 
@@ -50,7 +51,7 @@ class ModelError(ValueError):
 
 
 class Vocabulary(Protocol):
-    """What `eos_token_ids` asks of a tokenizer."""
+    """What `eos_token_ids` needs of a tokenizer."""
 
     eos_ids: frozenset[int]
 
@@ -66,8 +67,8 @@ def resolve_model(
 ) -> Path:
     """Return the folder of a model: `name` itself if it is a folder, else the hub's snapshot, downloaded if need be.
 
-    cache: the folder of snapshots, None for the hub's own. The hub's own rules hold: HF_HOME, HF_HUB_CACHE,
-    HF_HUB_OFFLINE, HF_TOKEN. Pickled weights are fetched only where there are no safetensors. Raises ModelError.
+    cache: the folder of snapshots, None for the hub's own. The hub's variables apply: HF_HOME, HF_HUB_CACHE,
+    HF_HUB_OFFLINE, HF_TOKEN. Pickled weights are fetched only if there are no safetensors. Raises ModelError.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -95,7 +96,7 @@ def resolve_file(name: str, cache: str | None = None) -> Path:
     if not owner or not repo or not file or path.exists():
         raise ModelError("is neither a file nor owner/repo/file on the hub")
     found = _snapshot(f"{owner}/{repo}", None, [file], cache) / file
-    if not found.is_file():  # a snapshot is whole without it, if it was never asked for or never there
+    if not found.is_file():  # the hub's client takes a snapshot as complete though this file was never fetched
         kept = cache or constants.HF_HUB_CACHE
         why = f"HF_HUB_OFFLINE is set and the cache {kept}" if constants.HF_HUB_OFFLINE else "the hub"
         raise ModelError(f"{why} has no {file!r} in {owner}/{repo}")
@@ -144,12 +145,12 @@ def read_config(folder: Path) -> dict[str, Any]:
                          "supported; use the repository of the same model in bfloat16, float16 or float32")  # fmt: skip
     config["torch_dtype"] = _dtype_name(config.pop("dtype", None) or config.get("torch_dtype"))
     parameters = config.pop("rope_parameters", None)
-    # The older spelling has two keys, the newer one dict with both; a file with both was upgraded, the newer one rules.
+    # The older spelling has two keys, the newer one dict with both. A file that has both was upgraded: the newer holds.
     rope = dict(parameters or {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})})
     if any(isinstance(value, dict) for value in rope.values()):
         raise ModelError(f"{folder / 'config.json'}: rope_parameters per layer type are not supported, got {rope}")
-    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0  # 10000: the default everywhere
-    kind = rope.pop("type", None) or "default"  # the name of `rope_type` before 2024
+    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0  # 10000 is every loader's default
+    kind = rope.pop("type", None) or "default"  # `rope_type` was called `type` before 2024
     rope = {"rope_type": kind, **rope}
     config["rope_theta"] = float(theta)
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
@@ -179,7 +180,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def eos_token_ids(folder: Path, config: Mapping[str, Any], tokenizer: Vocabulary) -> frozenset[int]:
     """Return every id that ends an answer: of generation_config.json, of `config`, of the tokenizer, and `<|eom_id|>`.
 
-    A union, because each of them is incomplete in some published model: Llama 3's chat end is not its tokenizer's eos.
+    Each source alone is incomplete in some published model, so all are joined: Llama 3's end of a chat turn, for one,
+    is not its tokenizer's eos.
     """
     path = folder / "generation_config.json"
     ids = set(tokenizer.eos_ids)
@@ -205,7 +207,7 @@ def read_tensors(
 
     Names come without the `model.` that most writers put in front. load_format: "safetensors", "pt" (.bin and .pt
     pickles of plain tensors), or "auto": safetensors where there are some. wanted: whether the tensor of a name is to
-    be read at all. Which files there are is checked before the first tensor; raises ModelError, also while iterating.
+    be read at all. A missing file is noticed before the first tensor is read; raises ModelError, also while iterating.
     """
     if load_format not in ("auto", "safetensors", "pt"):
         raise ModelError(f"load format must be auto, safetensors or pt to read weights, got {load_format!r}")
@@ -216,7 +218,7 @@ def read_tensors(
     if not files:
         kinds = {"auto": "*.safetensors, *.bin or *.pt", "safetensors": "*.safetensors", "pt": "*.bin or *.pt"}
         raise ModelError(f"{folder} holds no weights ({kinds[load_format]})")
-    # Transformers saved the rotary frequencies once; they follow from config.json.
+    # Earlier versions of transformers saved the rotary frequencies as well; here they are computed from config.json.
     read = lambda name: not name.endswith("rotary_emb.inv_freq") and wanted(_plain(name))  # noqa: E731
     return _read_all(files, lambda path, names: reader(path, names, read), progress)
 
@@ -283,7 +285,7 @@ def _read_all(
 
 
 def _read_safetensors(path: Path, names: list[str] | None, wanted: Wanted) -> Iterator[tuple[str, Tensor]]:
-    """Yield the named tensors of one safetensors file that are wanted, memory-mapped; no other is touched."""
+    """Yield the named tensors of one safetensors file that are wanted, memory-mapped; the others are not read."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             _check_listed(path, names, file.keys())
@@ -294,9 +296,9 @@ def _read_safetensors(path: Path, names: list[str] | None, wanted: Wanted) -> It
 
 
 def _read_pickle(path: Path, names: list[str] | None, wanted: Wanted) -> Iterator[tuple[str, Tensor]]:
-    """Yield the named tensors of one PyTorch file that are wanted; anything in it but plain tensors is refused."""
+    """Yield the named tensors of one PyTorch file that are wanted; a file with other content is refused."""
     try:
-        # Files of torch before 1.6 are no zip archives and cannot be memory-mapped.
+        # Files of torch before 1.6 are not zip archives and cannot be memory-mapped.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise ModelError(f"{path} holds more than tensors and is refused: {str(error).splitlines()[0]}") from error
@@ -327,8 +329,8 @@ def _check_listed(path: Path, names: list[str] | None, found: Iterable[str]) -> 
 def load_weights(module_tensors: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy every tensor of a file into the one of the same name in a module, in place and cast to its dtype.
 
-    module_tensors: the module's weights by the file's names, as `model.published_tensors` gives them. Raises ModelError
-    that names everything missing, unknown or misshapen, after all has been read; then the module is filled in part.
+    module_tensors: the module's weights by the file's names, as `model.published_tensors` gives them. When all tensors
+    are read, raises ModelError naming those that are missing, unknown or misshapen; the module is then filled in part.
     """
     if any(wanted.is_meta for wanted in module_tensors.values()):
         raise ModelError("the module is on the meta device, which holds no values; give it memory before loading")

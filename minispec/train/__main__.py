@@ -1,8 +1,8 @@
 """Training draft heads: `python -m minispec.train eagle3 --out FOLDER`, from no data at all to a head that serves.
 
-The target writes replies to openly licensed prompts (`corpus.py`), and a head learns to foresee them (`trainer.py`).
-The module that is trained is the module that is served, and it is trained on its own drafts (`rounds.py`). The
-target's features and its distribution come from one forward pass and are kept.
+The target writes replies to openly licensed prompts (`corpus.py`), and a head learns to predict them (`trainer.py`).
+The module that is trained is the module that is served, and it is trained on its own drafts (`rounds.py`). One forward
+pass gives the target's features, from which its distribution follows; they are kept on disk.
 
     python -m minispec.train eagle3      EAGLE-3, with a draft vocabulary of its own
     python -m minispec.train eagle       EAGLE-2; its state must also imitate the target's features
@@ -10,7 +10,7 @@ target's features and its distribution come from one forward pass and are kept.
     python -m minispec.train standalone  a small model with the target's vocabulary, a demonstration
     python -m minispec.train token-map   the most frequent tokens, for FR-Spec (arXiv 2502.14856)
 
-Read next: `corpus.py`, where the replies come from; `rounds.py`, what is learned from them.
+Read next: `corpus.py` for where the replies come from, `rounds.py` for what is learned from them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from minispec.train.small import export_small, small_model, train_small
 from minispec.train.trainer import Trainer
 
 KINDS = (*HEAD_KINDS, "standalone", "token-map")
-FEATURE_WEIGHT = {"eagle": 1.0}  # its LM head is the target's, so its state must come close to the target's
+FEATURE_WEIGHT = {"eagle": 1.0}  # the target's LM head reads its state, which so must come close to the target's
 ON_CPU = {"count": 3000, "max_new_tokens": 96, "long_share": 0.25, "rounds": 3, "epochs": 4, "batch_tokens": 1500}
 ON_CUDA = {"count": 100_000, "max_new_tokens": 512, "long_share": 1.0, "rounds": 5, "epochs": 3, "batch_tokens": 32768}
 RATE = {"eagle3": 1e-3, "eagle": 1e-3, "mtp": 1e-3, "standalone": 2e-3}
@@ -56,17 +56,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     begun = time.perf_counter()
 
     def tell(line: str) -> None:
-        """Print a line with the minutes gone by."""
+        """Print a line after the minutes that have passed."""
         print(f"{(time.perf_counter() - begun) / 60:6.1f} min  {line}", flush=True)
 
     try:
         run(options, tell)
     except (ValueError, DefaultModelError) as error:
-        sys.exit(f"minispec.train: error: {error}")  # one line, as the server's
+        sys.exit(f"minispec.train: error: {error}")  # in one line, as the server prints errors
 
 
 def run(options: argparse.Namespace, tell: Tell) -> None:
-    """Make what `options` ask for: replies, features, a head, its files."""
+    """Make what `options` ask for: replies, features, a head and its files."""
     config = Config(model_path=options.model, device=options.device, speculative_algorithm="NONE")
     device = choose_device(config)
     for name, value in (ON_CUDA if device.type == "cuda" else ON_CPU).items():
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
 
 
 def made_with(options: argparse.Namespace, config: Config) -> dict[str, object]:
-    """Return what the replies depend on, by flag; the dtype, which the device chooses, under its own name."""
+    """Return what the replies depend on, by flag; the dtype, which the device decides and no flag, as "dtype"."""
     dtype = choose_dtype(config, choose_device(config))
     made: dict[str, object] = {"--model": config.served_name, "dtype": str(dtype).removeprefix("torch.")}
     if options.prompts is None:
@@ -128,7 +128,7 @@ def made_with(options: argparse.Namespace, config: Config) -> dict[str, object]:
 
 
 def ensure_replies(options: argparse.Namespace, config: Config, path: Path, tell: Tell) -> list[Reply]:
-    """Return the replies in a file that was begun, generating what is missing of them."""
+    """Return the replies in a file that `begin_replies` began, after generating those that are missing."""
     tokenizer = load_tokenizer(choose_folder(config, tell))
     rng, short = random.Random(options.seed), []
     for conversation in read_jsonl(options.prompts) if options.prompts else collect(options.count, options.seed, tell):
@@ -143,14 +143,14 @@ def ensure_replies(options: argparse.Namespace, config: Config, path: Path, tell
 
 
 def load_target(config: Config, tell: Tell) -> Model:
-    """Return the target without pages and graphs, its blocks packed where that is faster."""
+    """Return the target without pages and graphs; on a CPU that can, its blocks are packed, which is faster."""
     device = choose_device(config)
     folder = choose_folder(config, tell)
     shape, dtype = ModelConfig.from_hf(read_config(folder)), choose_dtype(config, device)
     with torch.no_grad():
         model = load_model(config, shape, folder, dtype, device)
         if device.type == "cpu" and can_pack(dtype):
-            pack_linears(model.layers)  # the LM head stays a matrix, whose rows a head takes
+            pack_linears(model.layers)  # not the LM head, since a draft head starts with rows of its matrix
     return model
 
 

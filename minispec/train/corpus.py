@@ -1,22 +1,22 @@
 """The text a draft head learns from: replies that the target itself wrote, and what the target computed on them.
 
-A head imitates one model, so it learns from that model's own replies ("on-policy"), generated here by our engine from
-prompts that need an open licence and nothing else. And it reads that model's features, which cost a forward pass each:
-`Features` keeps them on disk, so that a second epoch, and a second head, read instead of computing.
+A head imitates one model, so it learns from that model's own replies ("on-policy"). Our engine generates them here, so
+prompts are enough, and these need an open licence. The head also reads that model's features, which cost a forward
+pass: `Features` keeps them on disk, so that a second epoch, or a second head, reads them instead.
 
-The one idea: everything is a file that grows. Replies are appended a group at a time and features one sequence at a
-time, so an interrupted run goes on where it stopped.
+A run may be interrupted, so all that is expensive is in files that grow. Replies are appended a group at a time and
+features one sequence at a time, and the next run goes on where the last one stopped.
 
     replies.jsonl    {"made": {"--model": ..., "--seed": ..., ...}}, what all replies below depend on
                      {"ids": [...], "start": P, "temperature": 0.0, "source": "..."}    ids[P:] is the reply
-    features.bin     [tokens, F], the tapped streams of every sequence, one behind the other
+    features.bin     [tokens, F], the tapped streams of every sequence, one after the other
     digest.txt       of the sequences, taps and dtype that the features belong to
 
-A file is only as good as what it was made of. Replies made with other flags are refused, since they were dear;
-features of other replies are dropped and computed anew, since a head trained on them would learn from the wrong rows.
+A head that is trained on features of other replies learns from the wrong rows. So such features are dropped and
+computed anew. Replies that were made with other flags are refused and not dropped, since they took long to generate.
 
-On-policy data for draft heads: DistillSpec (arXiv 2310.08461). Read next: `prompts.py`, where the prompts come from;
-then `rounds.py`.
+On-policy data for draft heads comes from DistillSpec (arXiv 2310.08461). Read next: `prompts.py` for where the prompts
+come from, then `rounds.py`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from minispec.model import Model
 from minispec.request import SamplingParams
 from minispec.train.prompts import Conversation
 
-GROUP = 512  # prompts a group of replies holds: what an interruption loses
-SHORTEST = 8  # reply tokens worth training on
+GROUP = 512  # prompts in a group of replies; an interruption loses at most one group
+SHORTEST = 8  # tokens of the shortest reply that is kept
 SAMPLED = 0.25  # share of replies at a temperature of 0.7 to 1, since such requests are served too
 SELF_PROMPTED = 0.15  # share of first user turns that the target makes up
-SECOND_TURNS = 0.18  # share of conversations that the target, in the user's place, goes on with
-HELD_OUT = 48  # replies never trained on, by which progress is told
-USER_TOKENS = 96  # the longest user turn made up
+SECOND_TURNS = 0.18  # share of conversations that the target continues in the user's place
+HELD_OUT = 48  # replies that are never trained on, by which the result is measured
+USER_TOKENS = 96  # tokens of the longest user turn that is made up
 MARK = "\N{LOZENGE}\N{LOZENGE}"
 
 
@@ -64,9 +64,9 @@ class Reply:
 
 
 def begin_replies(path: Path, made: Mapping[str, object]) -> None:
-    """Write what all replies of a file depend on into its first line, or see that the file there depends on the same.
+    """Write what all replies of a file depend on into its first line; if the file exists, check that it says the same.
 
-    made: values by flag of the command. Raises ValueError naming the flags that differ, or that the file names none.
+    made: values by flag of the command. Raises ValueError naming the flags that differ, or saying that there are none.
     """
     first = ""
     if path.exists():
@@ -98,8 +98,8 @@ def generate(
 ) -> None:
     """Append the target's replies to all conversations to a file begun by `begin_replies`, going on where it ends.
 
-    Some conversations are replaced by ones that the target makes up, and some get a second turn. Replies that loop or
-    are cut to nothing are dropped: a loop teaches copying and flatters every measure.
+    Some conversations are replaced by ones that the target makes up, and some get a second turn. Very short replies are
+    dropped, and so are those that loop: a loop teaches copying and makes every measurement look too good.
     """
     done = groups_done(path)
     for group in range(done, groups(len(conversations))):
@@ -146,7 +146,7 @@ class _Writer:
     def __init__(self, llm: LLM, rng: random.Random, max_new_tokens: int) -> None:
         self.llm, self.rng, self.max_new_tokens = llm, rng, max_new_tokens
         self.tokenizer: Tokenizer = llm.tokenizer
-        self.replies: dict[int, str] = {}  # by place in the group: replies that ended by themselves
+        self.replies: dict[int, str] = {}  # by index in the group, the replies that ended by themselves
 
     def make_up(self, conversations: Sequence[Conversation]) -> list[Conversation]:
         """Return the conversations, a share of them replaced by user turns sampled after the user's header."""
@@ -159,7 +159,7 @@ class _Writer:
         return out
 
     def second_turns(self, conversations: Sequence[Conversation]) -> list[Conversation]:
-        """Return a share of the conversations with reply and a next user turn, both the target's."""
+        """Return a share of the conversations with their reply and a next user turn, both written by the target."""
         chosen = [i for i in sorted(self.replies) if self.rng.random() < SECOND_TURNS]
         grown = [
             [*conversations[i].messages, {"role": "assistant", "content": self.replies[i]}] for i in chosen
@@ -172,12 +172,12 @@ class _Writer:
         ]
 
     def reply(self, conversations: Sequence[Conversation]) -> list[Reply]:
-        """Return the target's replies to conversations, as far as they are worth keeping."""
+        """Return the target's replies to conversations, without short and looping ones."""
         room = self.llm.scheduler.sizes.context_length - self.max_new_tokens
         prompts = [self.tokenizer.encode_chat(conversation.messages) for conversation in conversations]
         fitting = [i for i, ids in enumerate(prompts) if len(ids) < room]
         heat = [round(self.rng.uniform(0.7, 1.0), 2) if self.rng.random() < SAMPLED else 0.0 for _ in prompts]
-        fitting.sort(key=lambda i: heat[i])  # a step whose rows are all greedy needs no noise of vocabulary size
+        fitting.sort(key=lambda i: heat[i])  # greedy ones together, since a step of them needs no noise of size V
         params = [self._params(heat[i], self.max_new_tokens) for i in fitting]
         kept = []
         for i, result in zip(fitting, self.llm.generate([prompts[i] for i in fitting], params), strict=True):
@@ -215,8 +215,8 @@ class Features:
     """The target's tapped streams on every sequence, computed once and kept in a file.
 
     `of(i)` returns [T_i, F] in the target's dtype and the target's greedy choice after each token [T_i] int64.
-    limit: bytes to keep; sequences beyond it are computed anew every time. `digest` names what the features belong
-    to, sequences, taps and dtype; files of another digest are dropped.
+    limit: bytes to keep; sequences beyond it are computed anew every time. `digest` stands for the sequences, taps and
+    dtype that the features belong to; files of another digest are dropped.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Features:
 
     @torch.no_grad()
     def _compute(self, index: int) -> tuple[Tensor, Tensor]:
-        """Run the target over a sequence; its choice is worked out from the token before the reply on."""
+        """Run the target over a sequence; choices are computed from the token before the reply on, and are 0 before."""
         sequence = self.sequences[index]
         ids = torch.tensor([sequence.ids], device=self.device)
         positions = torch.arange(ids.shape[1], device=self.device)[None]
@@ -269,7 +269,10 @@ class Features:
 
 
 def _digest(sequences: Sequence[Reply], taps: Sequence[int | str], dtype: torch.dtype) -> str:
-    """Return a sha256 of all that features depend on beside the target's weights, and of what is held out by."""
+    """Return a sha256 of all that features depend on besides the target's weights, and of each temperature.
+
+    The temperatures are in it because they decide which replies are held out.
+    """
     digest = hashlib.sha256(f"{list(taps)} {dtype}".encode())
     for sequence in sequences:
         digest.update(f"{len(sequence.ids)} {sequence.start} {sequence.temperature}".encode())
@@ -278,10 +281,10 @@ def _digest(sequences: Sequence[Reply], taps: Sequence[int | str], dtype: torch.
 
 
 def _drop_others(files: Sequence[Path], record: Path, digest: str) -> None:
-    """Remove `files` unless `record` says that they are of this digest, and have it say so from now on.
+    """Remove `files` unless `record` holds this digest, and write the digest to `record`.
 
-    They are removed and not emptied, since another run may still read the old ones, and the record comes last, since
-    a run that is killed in between must find nothing rather than old files under the new digest.
+    They are removed and not emptied, since another run may still read the old ones. The record is written last: if the
+    run is killed before that, the next one finds no files, and not old ones under the new digest.
     """
     if record.exists() and record.read_text() == digest:
         return
@@ -292,7 +295,7 @@ def _drop_others(files: Sequence[Path], record: Path, digest: str) -> None:
 
 
 def _grown(path: Path, kind: type, shape: tuple[int, ...]) -> np.memmap:
-    """Return a file as an array of this shape, made or lengthened with zeros (a sparse file) as needed."""
+    """Return a file as an array of this shape, created or lengthened with zeros (a sparse file) as needed."""
     size = int(np.prod(shape)) * np.dtype(kind).itemsize
     with path.open("ab") as file:
         if file.tell() < size:

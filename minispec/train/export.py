@@ -1,10 +1,10 @@
 """A head before training and after it: made in fp32 to be trained, and written in the format that SGLang reads.
 
-A head starts near the target: its LM head is rows of the target's, for the tokens that the replies hold most often
-(the draft vocabulary, FR-Spec, arXiv 2502.14856). Written, it is a folder of config.json and model.safetensors, under
-the tensor names of the published heads of its kind.
+A draft head starts near the target: its LM head has the rows of the target's LM head for the most frequent tokens of
+the replies (the draft vocabulary, FR-Spec, arXiv 2502.14856). It is written as a folder of config.json and
+model.safetensors, with the tensor names of the published heads of its kind.
 
-Read next: `eagle.py` and `mtp.py`, which read such folders.
+Read next: `load/heads.py`, which reads such folders; `trainer.py`, which trains the head.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Recipe:
     rounds: int  # S of the training-time test
     epochs: int
     learning_rate: float
-    batch_tokens: int  # reply tokens behind one update
+    batch_tokens: int  # reply tokens of one update
     draft_vocab: int
     seed: int
     variant: str = "3"  # of EAGLE-3: "3" or "3.1" (a norm per stream, and the normed state fed back)
-    warm_up: float = 0.03  # share of the updates
-    floor: float = 0.05  # last learning rate over the peak
-    clip: float = 0.5
-    feature_weight: float = 0.0  # EAGLE-2: weight of imitating the target's next feature
+    warm_up: float = 0.03  # share of the updates in which the learning rate rises
+    floor: float = 0.05  # the last learning rate as a share of the peak
+    clip: float = 0.5  # largest norm of a gradient
+    feature_weight: float = 0.0  # EAGLE-2: weight of the loss for imitating the target's next feature
 
 
 def draft_vocabulary(replies: Sequence[Reply], size: int, vocab_size: int) -> Tensor:
@@ -54,10 +54,10 @@ def draft_vocabulary(replies: Sequence[Reply], size: int, vocab_size: int) -> Te
 
 
 def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], scale: Tensor) -> DraftHead:
-    """Return a head to train, in fp32: [Vd] draft ids, and `scale` the size of each stream that it reads.
+    """Return a head to train, in fp32; ids: [Vd] its draft vocabulary, scale: the typical size of each stream it reads.
 
-    Streams differ tenfold in size, and the largest would drown the rest: each column block of `fc` starts as small as
-    its stream is large. The LM head starts as the target's rows, its norm as the target's.
+    Streams differ tenfold in size, and the largest would dominate the others. So the columns of `fc` for a stream start
+    divided by its scale. The LM head starts as rows of the target's, and the norm before it as the target's.
     """
     shape = replace(model.config, layers=1)
     device = model.embed_tokens.weight.device
@@ -80,7 +80,7 @@ def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], s
             if not head.fc_norm:
                 head.fc.weight.div_(scale.repeat_interleave(model.config.hidden_size))
         else:
-            head.lm_head.requires_grad_(False)  # the target's own rows, and they stay what they are
+            head.lm_head.requires_grad_(False)  # when served, the head uses the target's own rows
     head.frequencies, head.token_map = head.frequencies.to(device), ids.to(device)
     return head.to(device)
 
@@ -105,7 +105,7 @@ def export(head: DraftHead, model: Model, folder: Path) -> None:
         if head.norm_output:
             config |= {"fc_norm": True, "norm_output": True}
     else:
-        del tensors["lm_head.weight"]  # the target's
+        del tensors["lm_head.weight"]  # it is the target's
         if isinstance(head, MtpHead):
             tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
             config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
@@ -137,7 +137,7 @@ def published_config(c: ModelConfig) -> dict[str, Any]:
 
 
 def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write config.json and model.safetensors into a folder, made if need be."""
+    """Write config.json and model.safetensors into a folder, which is created if need be."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     whole = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}

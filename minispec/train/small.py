@@ -1,8 +1,8 @@
 """A small model to draft with, trained on the target's replies: `python -m minispec.train standalone`, a demonstration.
 
 A drafter for STANDALONE must have the target's vocabulary, and for a target without smaller relatives there is none.
-This file makes one: a Llama of one narrow layer. It is told apart over part of the vocabulary at a time, since the
-product with all of it would be nearly all of the work.
+This module makes one: a Llama of one narrow layer. The product with the LM head over the whole vocabulary would be
+nearly all of the work, so each update computes logits for a part of the vocabulary only.
 
 Read next: `standalone.py`, which serves it.
 """
@@ -30,7 +30,8 @@ from minispec.train.prompts import Tell
 def small_model(model: Model, width: int, layers: int) -> Model:
     """Return a Llama of `width` with the target's vocabulary, to train, in fp32.
 
-    Nearly all of it is the embedding, so it starts as the target's seen from its `width` widest directions.
+    Nearly all of its weights are the embedding, which starts as the target's embedding projected onto the `width`
+    directions in which that varies most.
     """
     heads = width // 64
     shape = replace(
@@ -51,10 +52,10 @@ def small_model(model: Model, width: int, layers: int) -> Model:
 
 
 def train_small(recipe: Recipe, small: Model, replies: Sequence[Reply], tell: Tell) -> float:
-    """Train a small model on the replies by cross-entropy; returns the share of held-out tokens it foresees.
+    """Train a small model on the replies by cross-entropy; returns the share of held-out tokens it predicts.
 
-    Of the vocabulary only the draft vocabulary and as many tokens again, drawn anew for each update, are told apart.
-    The weights of `small` are changed in place.
+    Each update computes logits for the draft vocabulary, for as many tokens drawn at random, and for the tokens of its
+    replies. The weights of `small` are changed in place.
     """
     order = list(range(len(replies)))
     random.Random(recipe.seed).shuffle(order)
@@ -88,7 +89,7 @@ def train_small(recipe: Recipe, small: Model, replies: Sequence[Reply], tell: Te
 
 
 def export_small(small: Model, tokenizer_digest: str, folder: Path) -> None:
-    """Write a small model as a folder in bfloat16, which states whose tokenizer it shares instead of holding a copy."""
+    """Write a small model as a folder in bfloat16, with a digest of the target's tokenizer in place of a copy."""
     published = published_tensors(small)
     tensors = {"model." + name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in published.items()}
     write_folder(folder, published_config(small.config) | {"tokenizer_digest": tokenizer_digest}, tensors)
@@ -113,9 +114,9 @@ def _hidden(small: Model, ids: Tensor) -> Tensor:
 
 
 def _next_token_loss(small: Model, reply: Reply, candidates: Tensor) -> Tensor:
-    """Return the mean cross-entropy of a reply's tokens among the candidates, and of its prompt's at a tenth.
+    """Return the mean cross-entropy of a reply's tokens among the candidates; its prompt's count a tenth each.
 
-    candidates: sorted ids, all tokens of the reply among them.
+    candidates: sorted ids, all tokens of prompt and reply among them.
     """
     ids = torch.tensor([reply.ids], device=candidates.device)
     with torch.autocast(ids.device.type, torch.bfloat16):

@@ -1,10 +1,10 @@
-"""The training loop of a head: updates in a fixed order, a checkpoint to go on from, and what the head is worth.
+"""The training loop of a head: updates in a fixed order, a checkpoint to resume from, and the measured accept length.
 
-A run that is cut in two ends with the same bits as one in one go, since the order of the replies and every random
-number are functions of the recipe's seed. Some replies are never trained on; on them `accept_length` replays what a
-server would do with the head, so that the number told at the end is the one to expect when serving.
+A run that is interrupted and resumed ends with the same bits as one that is not, since the order of the replies and
+every random number are functions of the recipe's seed. Some replies are never trained on. On these `accept_length`
+replays what a server would do with the head, so the number printed at the end is the one to expect when serving.
 
-Read next: `rounds.py`, what one update computes; `export.py`, the head before and after.
+Read next: `rounds.py` for what one update computes, `export.py` for the head before and after.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from minispec.train.rounds import Packed, Teacher, losses, pack, replay
 class Trainer:
     """A head, its optimizer and its data; `run` goes on from the checkpoint in `folder`, if there is one.
 
-    features: of the replies to learn from, and of the target that wrote them.
+    features: those of the replies to learn from; they know the replies and the target that wrote them.
     """
 
     def __init__(self, recipe: Recipe, features: Features, folder: Path, tell: Tell) -> None:
@@ -44,7 +44,7 @@ class Trainer:
         self.training = sorted(set(order) - set(self.held_out))
         hidden, vocab = model.config.hidden_size, model.config.vocab_size
         ids = draft_vocabulary([replies[i] for i in self.training], recipe.draft_vocab, vocab)
-        streams = HEAD_KINDS[recipe.kind] is Eagle3Head  # the others read the final state alone
+        streams = HEAD_KINDS[recipe.kind] is Eagle3Head  # the other kinds read the final state alone
         ids = (ids.sort().values if streams else ids).to(features.device)
         tapped = tuple(tap for tap in features.taps if tap != FINAL)
         self.taps = slice(0, len(tapped) * hidden) if streams else slice(-hidden, None)
@@ -56,7 +56,7 @@ class Trainer:
         self.updates = sum(1 for _ in self._order())
 
     def run(self, save_every: float = 300.0, stop_at: int | None = None) -> None:
-        """Train to the end (or to update `stop_at`), telling progress and saving what it takes to go on."""
+        """Train to the end (or to update `stop_at`), print progress, and save checkpoints to resume from."""
         self._resume()
         begun, first, told, saved, tokens = time.perf_counter(), self.step, time.perf_counter(), time.perf_counter(), 0
         hits, loss_sum, count = torch.zeros(self.recipe.rounds, 2), 0.0, 0
@@ -83,7 +83,7 @@ class Trainer:
         self._save()
 
     def accept_length(self, rounds: int) -> float:
-        """Return tokens per verify step over the held-out replies, drafting chains of `rounds`."""
+        """Return tokens per verify step over the held-out replies, drafting chains of `rounds` tokens."""
         emitted = steps = 0
         for i in self.held_out:
             with self._autocast():
@@ -98,7 +98,7 @@ class Trainer:
             yield from batches(self.replies, self.training, self.recipe.batch_tokens, rng)
 
     def _batch(self, chosen: Sequence[int], rounds: int) -> Packed:
-        """Return a batch of replies by their numbers."""
+        """Return a batch of the replies of these indices, except those of a single token, which teach nothing."""
         chosen = [i for i in chosen if len(self.replies[i].ids) - self.replies[i].start > 1]
         found = [self.features.of(i) for i in chosen]
         return pack([self.replies[i] for i in chosen], found, self.model.config.hidden_size, rounds)
@@ -121,21 +121,25 @@ class Trainer:
         return loss.item(), hits
 
     def _autocast(self) -> torch.autocast:
-        """Return the context in which products are computed in the target's bfloat16 from fp32 master weights."""
+        """Return the context in which products of the fp32 weights are computed in bfloat16, if the target is in it."""
         low = self.features.dtype == torch.bfloat16
         return torch.autocast(self.features.device.type, torch.bfloat16, enabled=low)
 
     def _scale(self, streams: int) -> Tensor:
-        """Return the usual size of each tapped stream: a median over replies without their first token, a sink."""
+        """Return the typical size of each tapped stream: the median over tokens, without the first of each sequence.
+
+        The first token is left out, since it is an attention sink, whose streams are unlike all others in size.
+        """
         hidden = self.model.config.hidden_size
         rows = torch.cat([self.features.of(i)[0][1:] for i in self.training[:16]]).float()
         parts = rows[:, : streams * hidden].view(-1, streams, hidden)
         return parts.square().mean(-1).sqrt().median(0).values
 
     def _save(self) -> None:
-        """Write the checkpoint, whole or not at all.
+        """Write the checkpoint to a second file and rename it, so that no reader finds half of one.
 
-        ids: what the rows of the head's LM head stand for, [Vd]. data: which replies, and hence which held-out ones.
+        ids: [Vd], which target ids the rows of the head's LM head are for. data: the digest of the replies, which also
+        decide what is held out.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         state = {
@@ -150,7 +154,7 @@ class Trainer:
         (self.folder / "checkpoint.partial").replace(self.folder / "checkpoint.pt")
 
     def _resume(self) -> None:
-        """Take up the checkpoint, if there is one; raises ValueError if it is of another recipe or of other replies."""
+        """Load the checkpoint, if there is one; raises ValueError if it is of another recipe or of other replies."""
         path = self.folder / "checkpoint.pt"
         if not path.exists():
             return

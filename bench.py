@@ -1,17 +1,21 @@
 """Throughput side by side: plain decoding, each drafter, and transformers' generate, in one run on one machine.
 
-`python bench.py` takes no arguments: the default model with every method that ships for it, sixteen prompts of our own
-(eight ordinary, eight that ask for copying), greedy, 96 new tokens, batch 1 and 8. Every contestant runs every set of
-prompts in turn, round after round, so that a noisy machine is noisy for all; the medians over the rounds are reported,
-and ratios are what to quote.
+`python bench.py` needs no arguments: it runs the default model with every method that ships for it on sixteen prompts
+of our own (eight ordinary, eight that ask for copying), greedily, with 96 new tokens, at batch 1 and 8. Every
+contestant runs every set of prompts in turn, round after round, so that a noisy machine is noisy for all. The medians
+over the rounds are reported; of these the ratios are worth quoting.
 
-What is counted: tokens/s is new tokens over wall time from submission to the last token, prefill included, for every
-contestant alike; decode tokens/s leaves prefill out. Accept length is 1 + accepted drafts per verify step, the last
-step of a reply left out since a stop may have cut it; "by depth" is the share accepted at each depth of those that
-reached it. A reply loops if its last 48 tokens have a period of 16 or less; such replies are easy to draft, so accept
-length stands with and without them. Speed-up is against `none` at the same batch and prompts. GB/s is the weights read
-per second, what bounds decoding at batch 1. Before every timed run the prefix cache and the drafter's memory are
-emptied; the warm-up uses other prompts.
+What is counted:
+  - tokens/s is new tokens over wall time from submission to the last token, prefill included, for every contestant
+    alike; decode tokens/s leaves prefill out.
+  - Accept length is 1 + accepted drafts per verify step. The last step of a reply is left out, since a stop may have
+    cut it. "By depth" is the share of drafts accepted at each depth, of those steps that reached it.
+  - A reply loops if its last 48 tokens have a period of 16 or less. Such replies are easy to draft, so the accept
+    length is given with and without them.
+  - Speed-up is against `none` at the same batch and prompts. GB/s is the weights read per second, which bounds decoding
+    at batch 1.
+
+Before every timed run the prefix cache and the drafter's memory are emptied; the warm-up uses other prompts.
 
 Read next: `minispec/llm.py`, the interface used here.
 """
@@ -45,7 +49,7 @@ from minispec.request import Request
 
 PROMPTS = Path(__file__).parent / "benchmarks" / "prompts.jsonl"
 WARM_UP = ["Name three rivers.", "Say hello to the class in one sentence."]
-METHODS: dict[str, dict[str, Any]] = {  # name -> launch flags; heads without a path are the shipped ones
+METHODS: dict[str, dict[str, Any]] = {  # name -> launch flags; without a path a head is the one that ships
     "none": {"speculative_algorithm": "NONE"},
     "ngram": {"speculative_algorithm": "NGRAM"},
     "eagle3": {"speculative_algorithm": "EAGLE3"},
@@ -67,8 +71,8 @@ class Run:
     seconds: float
     decode_seconds: float | None = None  # without prefill
     decoded: int = 0  # tokens that decode steps gave
-    accepted: list[int] | None = None  # steps that accepted exactly i drafts, replies' last steps left out
-    accepted_unlooped: list[int] | None = None  # of replies that do not loop
+    accepted: list[int] | None = None  # item i: steps that accepted exactly i drafts, without replies' last steps
+    accepted_unlooped: list[int] | None = None  # the same for replies that do not loop
     drafter_ms: float | None = None  # host time of the drafter per decode step
     host_ms: float | None = None  # host time of stop rules and text per decode step
     forwards_per_s: float | None = None
@@ -163,13 +167,13 @@ class Transformers:
 
 
 def trim(ids: list[int], eos: int | list[int]) -> list[int]:
-    """Cut a row after its first end-of-sequence token: what follows is padding."""
+    """Cut an output after its first end-of-sequence token, since what follows is padding."""
     ends = [i for i, token in enumerate(ids) if token in (eos if isinstance(eos, list) else [eos])]
     return ids[: ends[0] + 1] if ends else ids
 
 
 def read_prompts(path: Path, limit: int | None) -> dict[str, list[str]]:
-    """Return {set: prompts} from our own file (fields kind, prompt) or an MT-bench one (turns; the first counts).
+    """Return {set: prompts} from our own file (fields kind, prompt) or an MT-bench one (the first of its turns).
 
     limit: prompts of each set, taken at equal distances, since a file may be sorted by subject.
     """
@@ -185,9 +189,9 @@ def read_prompts(path: Path, limit: int | None) -> dict[str, list[str]]:
 def encode(
     prompts: Sequence[str], tokenizer: Tokenizer, tokens: int | None = None, others: Sequence[str] = ()
 ) -> list[list[int]]:
-    """Return each prompt as a chat; with `tokens`, behind so much of `others` that it is about that long.
+    """Return each prompt as a chat; with `tokens`, text of `others` is put in front to make it about that long.
 
-    Every chat begins with another text, so that no two of them share a prefix.
+    Every chat begins with a different text, so that no two of them share a prefix.
     """
     chat = lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])  # noqa: E731
     chats = [chat(prompt) for prompt in prompts]
@@ -201,7 +205,7 @@ def encode(
 
 
 def hardware(device: str) -> str:
-    """Return what this runs on, in a line."""
+    """Return the processor, cores, threads and GPU that this runs on, in one line."""
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -213,7 +217,7 @@ def hardware(device: str) -> str:
 
 
 def contestants(args: argparse.Namespace) -> list[Contestant]:
-    """Load everyone who was asked for, minispec first in the list."""
+    """Load every contestant that was asked for; those of minispec come first in the list."""
     options = {"model": args.model, "dtype": args.dtype, "device": args.device}
     options["disable_torch_compile"] = args.disable_torch_compile
     if args.context:  # on a CPU the pool holds 4,096 rows a request unless told otherwise
@@ -248,7 +252,7 @@ def contestants(args: argparse.Namespace) -> list[Contestant]:
 
 
 def shipped(args: argparse.Namespace) -> list[str]:
-    """Return the methods to run without --algorithm: those that need no head, and those whose head is there."""
+    """Return the methods to run without --algorithm: those that need no head, and those whose head ships."""
     names = [name for name in METHODS if "full" not in name]
     found = [
         name for name in names
@@ -258,14 +262,14 @@ def shipped(args: argparse.Namespace) -> list[str]:
 
 
 def measure(args: argparse.Namespace, everyone: Sequence[Contestant], sets: dict[str, list[list[int]]]) -> list[dict]:
-    """Run everyone on every set, round after round; returns one row per contestant, batch, temperature and set."""
+    """Run everyone on every set, round after round; returns a table row per contestant, batch, temperature and set."""
     runs: dict[tuple[str, int, str, float], list[Run]] = {}
     for round_, batch, (kind, prompts), heat in product(
         range(args.rounds), args.batch, sets.items(), args.temperature
     ):
         for one in everyone:
             if batch not in one.batches or (heat and one.name in THEIRS):
-                continue  # transformers draws other noise, so a sampled reply of its own is no match for ours
+                continue  # transformers draws other noise, so its sampled replies cannot be compared with ours
             run = one.run(prompts, batch, args.new_tokens, heat)
             runs.setdefault((one.name, batch, kind, heat), []).append(run)
             what = f"round {round_ + 1}: {one.name}, batch {batch}, {kind}, temperature {heat:g}"
@@ -276,7 +280,7 @@ def measure(args: argparse.Namespace, everyone: Sequence[Contestant], sets: dict
         speed = statistics.median(run.tokens / run.seconds for run in several)
         decodes = [run.decoded / run.decode_seconds for run in several if run.decode_seconds]
         decode = statistics.median(decodes) if decodes else None
-        # Paired within a round: the machine's mood cancels.
+        # Each ratio is taken within a round, so that a machine that is slow for a while is slow for both.
         ratio = (
             statistics.median(
                 (a.tokens / a.seconds) / (b.tokens / b.seconds) for a, b in zip(several, base, strict=True)

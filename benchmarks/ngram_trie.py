@@ -1,9 +1,9 @@
 """What the NGRAM trie costs: bytes a node, and microseconds per request and step (one lookup, two tokens committed).
 
-The trie is filled with synthetic text to the wanted number of nodes, which is also its capacity, so every new node
-evicts one; then it is measured so ("full") and with spare capacity ("room"), for both match types and two draft sizes.
-The text draws from a vocabulary of 49,152: half common words by Zipf's law, half favourite successors of the previous
-token, and now and then a quotation of what it said before, so that common tokens have thousands of successors.
+The trie is filled with synthetic text up to a number of nodes, which is also its capacity, so that every new node
+evicts one. It is measured in this state ("full") and with spare capacity ("room"), for both match types and two draft
+sizes. The text draws from a vocabulary of 49,152. Half of its tokens are common words by Zipf's law, half are favourite
+successors of the token before, and now and then it quotes itself, so that common tokens have thousands of successors.
 
 Run: python benchmarks/ngram_trie.py [--nodes 1000000 10000000] [--steps 400] [--seed 0]
 """
@@ -53,7 +53,7 @@ def text(seed: int) -> Iterator[int]:
 
 
 def cpu_name() -> str:
-    """Return the processor's name as the system tells it."""
+    """Return the processor's name as the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -99,7 +99,7 @@ def steps(drafter: NgramDrafter, tokens: Iterator[int], count: int) -> tuple[lis
 
 
 def measure(nodes: int, count: int, seed: int) -> None:
-    """Print the rows for one trie size."""
+    """Print the table for one trie size."""
     tokens = text(seed)
     drafter = NgramDrafter(NgramOptions(capacity=nodes))
     filled = fill(drafter, tokens, nodes)

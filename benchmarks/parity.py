@@ -1,10 +1,11 @@
 """Exactness of the served path on a real model: every configuration must give transformers' own greedy tokens.
 
-`python benchmarks/parity.py --dataset FILE.jsonl` (MT-bench's format) starts the server once per configuration in
-float32, compiled as launched by default and eagerly, with and without a drafter, with small chunks and with a pool so
-small that requests are retracted, and sends it the questions alone, eight at a time, again with a warm prefix cache,
-as second turns, and with shared beginnings. Sampled requests with seeds must give the same tokens everywhere.
-Prints one line per run and exits with 1 if any token differs. The tests run the same functions on fewer prompts.
+`python benchmarks/parity.py --dataset FILE.jsonl` (MT-bench's format) starts the server once per configuration, in
+float32: compiled, as it is launched by default, and eagerly; with and without a drafter; with small chunks and a pool
+so small that requests are retracted. It sends the questions one at a time and eight at a time, then second turns, which
+meet a warm prefix cache, and questions with a shared beginning. Sampled requests with seeds must give the same tokens
+everywhere. It prints one line per run and exits with 1 if any token differs. The tests run the same functions on fewer
+prompts.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ PREAMBLE = (
     "blue carpet, that the catalogue is kept by Mrs. Lind, and that returned books go into the wooden box beside the "
     "door. You answer every question as well as you can, in plain words, and you never send anybody away without an "
     "answer. The next visitor steps up to the desk and asks you this, word for word: "
-)  # more than 64 tokens, so that prompts which begin with it share a page
+)  # it has more than 64 tokens, so that prompts which begin with it share a page
 
 
 @contextlib.contextmanager
@@ -218,7 +219,7 @@ def drafter_flags(drafter: str) -> list[str]:
 
 
 def configurations(drafters: Sequence[str], modes: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
-    """Yield (name, flags, whether retraction is expected) of every server to start."""
+    """Yield (name, flags, whether retraction is expected) for every server that is to be started."""
     for drafter in drafters:
         for mode in modes:
             base = ["--dtype", "float32", *drafter_flags(drafter)]

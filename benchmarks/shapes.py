@@ -1,14 +1,15 @@
-"""Which tree is fastest on this machine, and whether a table of step times could have told it.
+"""Which tree is fastest on this machine, and whether a table of step times could have predicted it.
 
 `python -m benchmarks.shapes` drafts with EAGLE-3 (or `--algorithm`) in several shapes, steps/topk/draft tokens, at
-batch 1 and greedily. For each shape it times the pieces of a step on padding, as long as the texts are halfway through:
-t(1), a plain step; t(N), verifying a tree of N nodes; and the S rounds of drafting, the taking in of what was accepted
-included. Then it generates, all shapes and plain decoding in turn, times the pieces once more, and prints the speed-up
-of decoding beside the prediction
+batch 1 and greedily. For each shape it times the parts of a step on padding, at the length that the texts have when
+they are half generated: t(1), a plain step; t(N), verifying a tree of N nodes; and S t_draft, the S rounds of drafting
+with the drafter's commit. Then it generates with all shapes and plain decoding in turn, times the parts once more, and
+prints the speed-up of decoding beside the prediction
 
     accept length / ((t(N) + S t_draft) / t(1))
 
-(speculative decoding's own arithmetic, arXiv 2211.17192). The two agree within 10 % where nothing else costs time.
+(which follows arXiv 2211.17192). The two agree within 10 % where nothing else costs time.
+
 Read next: `bench.py`, whose runs these are.
 """
 
@@ -62,7 +63,7 @@ def step_times(engine: Engine, context: int, repeats: int) -> list[tuple[float, 
             seconds.append(step.seconds)
         draft = sum(watch.seconds for watch in watches)
         times.append((seconds[0] * 1e3, (seconds[1] - draft) * 1e3, draft * 1e3))
-    del drafter.propose, drafter.commit  # the class's own again
+    del drafter.propose, drafter.commit  # so that the class's own methods are called again
     return times
 
 

@@ -1,8 +1,8 @@
-"""What one step costs: by batch, tree, context, and size of the pool; and whether anything recompiles meanwhile.
+"""What one step costs by batch, tree, context and size of the pool, and whether anything recompiles while serving.
 
 `python benchmarks/steps.py` times decode steps of the default model through the engine, compiled. It then serves 200
-steps of requests that come and go, and prints how many graphs were compiled in that time (it must be 0), and how long
-/health takes to answer while a prompt of 4,096 tokens is prefilled by a server of its own.
+steps of requests that come and go, and prints how many graphs were compiled in that time, which must be 0. Finally it
+starts a server and prints how long /health takes to answer while a prompt of 4,096 tokens is prefilled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def step_ms(llm: LLM, batch: int, context: int, tree: bool, repeats: int) -> flo
         request = Request(f"{i}", ids, SamplingParams(temperature=0.0, max_new_tokens=None, ignore_eos=True))
         scheduler.validate(request)
         scheduler.submit(request)
-    engine.time_ratio = lambda _: 0.0 if tree else 1e9  # a tree always pays, or never
+    engine.time_ratio = lambda _: 0.0 if tree else 1e9  # makes the scheduler use a tree at every step, or at none
     while len(scheduler.running) < batch:
         scheduler.step()
     times = []
@@ -46,7 +46,7 @@ def step_ms(llm: LLM, batch: int, context: int, tree: bool, repeats: int) -> flo
 
 
 def recompiles(llm: LLM, steps: int) -> tuple[int, int]:
-    """Serve changing requests for `steps` steps; returns (graphs compiled meanwhile, batch sizes seen)."""
+    """Serve changing requests for `steps` steps; returns (graphs compiled meanwhile, number of batch sizes seen)."""
     graphs = lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]  # noqa: E731
     scheduler, rng, before, sizes = llm.scheduler, random.Random(1), graphs(), set()
     for step in range(steps):
@@ -62,7 +62,7 @@ def recompiles(llm: LLM, steps: int) -> tuple[int, int]:
         sizes.add(len(scheduler.running))
     while scheduler.has_work:
         scheduler.step()
-    scheduler.step()  # the idle check of the pages
+    scheduler.step()  # an idle step checks the pages
     return graphs() - before, len(sizes)
 
 

@@ -1,12 +1,12 @@
-"""What every drafter must leave as it is: the checks, and the table of those that must pass them.
+"""The checks that every drafter must pass, since no drafter may change the output, and the table of drafters.
 
 A check takes a subject, a target with a drafter for it, and raises AssertionError if the tokens are not those of the
-sequential reference (`exactness.reference`; test_exactness.py holds that against transformers), or if what it meant to
-exercise did not happen. A new drafter is one line in SUBJECTS, or no line: `pytest tests/test_exactness.py --drafter
-module:Class`.
+sequential reference (`exactness.reference`, which test_exactness.py compares with transformers), or if what it meant to
+exercise did not happen. A new drafter is one line in SUBJECTS; without a line it is tested by `pytest
+tests/test_exactness.py --drafter module:Class`.
 
-Random heads are never right, so their trees are all wrong turns; the trained one and the oracle are mostly right, so
-that accepted rows are compacted and drafted upon.
+Random heads are never right, so all nodes of their trees are rejected. The trained head and the oracle are mostly
+right, so that accepted rows are compacted and further drafts build on them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all tests share: `cuda` tests are skipped where there is no such device, and the default model's folder."""
+"""What all tests share: tests marked `cuda` are skipped without a CUDA device, and a fixture has the default model."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """What the exactness tests share: a tiny sharp model, a drafter that knows the truth, a reference without any cache.
 
-Exact output is easy to fake: a model that ignores its context, or a drafter that never proposes, passes any equality
-test. So the model here has random weights scaled until attention is sharp and logits are spread, and the `Oracle`
-drafter hides the true continuation in a random tree among wrong turns, so that masks, positions and compaction are
-exercised at every step and any error shows in the tokens.
+An equality test passes without proving anything if the model ignores its context or the drafter never proposes. So the
+model here has random weights scaled until attention is sharp and logits are spread, and the `Oracle` drafter hides the
+true continuation in a random tree among wrong tokens. Masks, positions and compaction are then exercised at every step,
+and any error shows in the tokens.
 """
 
 from __future__ import annotations

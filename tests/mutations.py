@@ -1,6 +1,6 @@
-"""Errors on purpose: each breaks one thing the exactness tests rely on, and the check must notice.
+"""Errors on purpose: each breaks one thing that exact output depends on, and the check must notice.
 
-A check that still passes under a mutation is no check. Every mutation is a monkeypatch of a real function or method.
+A check that still passes under a mutation proves nothing. Each mutation is a monkeypatch of a real function or method.
 """
 
 from __future__ import annotations

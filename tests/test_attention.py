@@ -1,9 +1,10 @@
 """PagedFlex and PagedGather against attention written from its description: for each node, a loop over what it sees.
 
-The reference shares nothing with `attention.py`: it keeps every slot's keys and values as a plain text of rows, lays
-them into the pool by its own page arithmetic, walks parents one by one to know a node's ancestors, and takes the
-softmax in fp64. Everything a node must not see holds large finite garbage, so a mask that is wrong in a single place
-shows. FlexAttention runs compiled in four shapes on the CPU and eagerly in all; the wide compiled sweep needs CUDA.
+The reference shares nothing with `attention.py`: it keeps every slot's keys and values as a plain list of rows, writes
+them into the pool by its own page arithmetic, walks parents one by one to find a node's ancestors, and takes the
+softmax in fp64. All rows that a node must not see hold large finite garbage, so that a mask which is wrong in a single
+place shows. FlexAttention runs compiled in four shapes on the CPU and eagerly in all; the wide compiled sweep needs
+CUDA.
 """
 
 from __future__ import annotations

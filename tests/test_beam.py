@@ -1,7 +1,7 @@
 """The beam and the drafter around a head: golden trees, and at every step the tree of a slow reference without cache.
 
-Exact output hides drafting bugs, since a wrong tree only costs speed. So here every tree that the engine verifies is
-compared, token for token, with one computed from the whole text by plain causal attention and Python lists.
+Output tests cannot find drafting bugs, since a wrong tree only costs speed. So here every tree that the engine verifies
+is compared, token for token, with one computed from the whole text by plain causal attention and Python lists.
 """
 
 from __future__ import annotations

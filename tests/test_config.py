@@ -1,4 +1,4 @@
-"""Claims about the launch flags: each acts or has its line, every documented command is taken, refusals name flags."""
+"""The launch flags: each acts or has a line that says why not, documented commands are accepted, errors name flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter on the host may be wrong: its trees are checked before they are uploaded, and no request pays for it."""
+"""A drafter on the host may return bad trees: they are found before they are uploaded, and no request is lost."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a head reads, shown where it matters: on a target and a head trained for it, every error costs.
+"""What a head reads, tested on a target with a head that was trained for it, so that every error costs acceptance.
 
-Each mutation must show: as acceptance that falls, where it falls by a lot, and always as a tree that is not the slow
-reference's. The prompts of the trees are noisy and cut into chunks of four, so that what the target would have said at
+Each mutation must give a tree that differs from the slow reference's, and those that cost much acceptance must show
+this as well. The prompts of the trees are noisy and cut into chunks of four, so that what the target would have said at
 a chunk's end is often not what the prompt says.
 """
 

@@ -1,4 +1,4 @@
-"""The compiled engine: after warm-up nothing recompiles, whatever comes and goes, and the tokens stay exact."""
+"""The compiled engine: after warm-up nothing recompiles, whatever requests come and go, and the tokens stay exact."""
 
 from __future__ import annotations
 

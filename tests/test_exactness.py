@@ -1,6 +1,7 @@
-"""The spine: whatever the drafter, batch, chunking, cache and memory, the tokens are those of plain decoding.
+"""The spine of the suite: whatever the drafter, batch, chunking, cache and memory, plain decoding's tokens come out.
 
-The checks and the drafters are in conformance.py; here they meet, and the reference they rest on meets transformers.
+The checks and the drafters are in conformance.py. Here every drafter is put through every check, and the reference that
+the checks rely on is compared with transformers.
 """
 
 from __future__ import annotations

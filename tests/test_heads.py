@@ -1,8 +1,8 @@
 """Draft heads against formulas: every published format is written as its publisher writes it, loaded, and drafts.
 
-The reference below knows no module of the package: one sequence, float64, loops over heads, tensors under their
-published names. What a checkpoint must state and what it may leave out is then taken away piece by piece, to see the
-comparison fail or the loader say what is wrong.
+The reference below uses no module of the package: it takes one sequence in float64, loops over attention heads, and
+reads tensors under their published names. Then each thing that a checkpoint states is taken away or changed, to see
+the comparison fail or the loader say what is wrong.
 """
 
 from __future__ import annotations

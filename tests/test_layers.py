@@ -1,7 +1,7 @@
-"""The shape of the code, read from its syntax trees: who imports whom, what the model knows, what is nowhere.
+"""The shape of the code, read from its syntax trees: who imports whom, what the model knows, what occurs nowhere.
 
-Each rule is a function from source to complaints, run over the package and, beside it, over a few lines that break it:
-a rule that finds nothing anywhere proves nothing.
+A rule that finds nothing anywhere proves nothing. So each rule is a function from source to complaints, and it runs
+over the package and also over a few lines that break it.
 """
 
 from __future__ import annotations

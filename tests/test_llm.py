@@ -1,4 +1,4 @@
-"""The offline face: loads what is there, generates in order, and runs every learned drafter from its files."""
+"""The offline interface: `LLM` loads published folders, generates in order, and runs learned drafters from files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process is granted of its machine, read from trees of files as Linux lays them out, and what is made of it."""
+"""How much of its machine a process may use, read from trees of files as Linux lays them out, and what follows."""
 
 from __future__ import annotations
 

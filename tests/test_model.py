@@ -1,8 +1,8 @@
 """The decoder against transformers, family by family, on small random checkpoints that transformers itself wrote.
 
-Random weights as they come make a poor test: attention is flat and logits are near zero, so that a wrong mask, norm or
-rotation hardly shows. Here they are scaled until most queries look at one key and logits are spread, which is asserted,
-and every family's own feature is then taken away to see the comparison fail.
+Random weights of the usual size make a poor test: attention is flat and logits are near zero, so that a wrong mask,
+norm or rotation hardly shows. Here they are scaled until most queries look at one key and logits are spread, which is
+asserted. Then what is special to each family is taken away, to see the comparison fail.
 """
 
 from __future__ import annotations

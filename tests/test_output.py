@@ -1,7 +1,7 @@
 """Stop rules and text of one request, with the default model's tokenizer, against the rules applied to whole texts.
 
-The reference decodes all ids anew after every token and searches the whole text; `Output` does it incrementally and
-hands out text on the way. They must agree on ids, finish and text, however many tokens come between two hand-outs.
+The reference decodes all ids anew after every token and searches the whole text; `Output` does so incrementally and
+releases text on the way. They must agree on ids, finish and text, however many tokens come between two releases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sampling: the law of every processor, the kept sets against sorting, penalties against transformers, the noise."""
+"""Sampling: the distributions drawn from, the filters against sorting, penalties against transformers, the noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of requests when something goes wrong: failing steps, aborts, and what must never be lost."""
+"""The life of requests when something goes wrong: failing steps, aborts, and what must not be lost then."""
 
 from __future__ import annotations
 

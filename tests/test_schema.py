@@ -1,4 +1,4 @@
-"""Claims about the schema: hostile JSON is refused, fields act or are refused by name, deltas add up to the answer."""
+"""The schema: hostile JSON is refused, every field acts or is refused by name, and deltas add up to the answer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The self-test names the key that is wrong: heads that are right in one reading only, written to disk with another.
+"""The self-test names the wrong key of heads that are right in one reading only, and written to disk with another.
 
-Such a head needs no training. With its attention and MLP silenced it is one matrix between the target's streams and an
-LM head, and a text is short enough for a matrix to know by heart.
+Such a head needs no training. With its attention and MLP set to zero it is one matrix between the target's streams and
+an LM head, and the text is so short that such a matrix can predict all of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The default model behind a real socket: exact tokens through the served path, compiled as launched and eagerly.
 
-The same functions run at length in benchmarks/parity.py; here on a few questions of our own.
+The same functions run in benchmarks/parity.py on many questions; here they run on a few of our own.
 """
 
 from __future__ import annotations

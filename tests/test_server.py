@@ -1,7 +1,7 @@
-"""Claims about the served path, over real sockets with the real engine: what clients get, and what they cannot break.
+"""The served path, over real sockets and with the real engine: what clients get, and what they cannot break.
 
-The model is tiny and scripted: its head maps each token of `SCRIPT` to the next, so greedy text is a known cycle of
-words, emoji and CJK, while its two random layers keep sampled text dependent on the whole context.
+The model is tiny and scripted: its LM head maps each token of `SCRIPT` to the next, so greedy text is a known cycle of
+words, emoji and CJK, while its two random layers make sampled text depend on the whole context.
 """
 
 from __future__ import annotations

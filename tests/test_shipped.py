@@ -1,6 +1,6 @@
-"""The heads that ship with the package: found without a path, whole, made for the default model, within their size.
+"""The heads that ship with the package: they are found without a path, complete, small, and for the default model.
 
-What they draft and how much of it is accepted is seen through the server, in tests/test_served.py.
+What they draft and how much of it is accepted is tested through the server, in tests/test_served.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A whole model as drafter: it accepts what is its own, and every tree is that of a slow reference without cache.
+"""A whole model as drafter: a target accepts all drafts of itself, and trees are those of a reference without cache.
 
-Exact output hides drafting bugs. So the target drafts for itself, where each rejection is a bug, and models near to it
-and far from it draft trees that are computed again from the whole text, by plain causal attention and Python lists.
+Output tests cannot find drafting bugs, since a wrong tree only costs speed. So the target drafts for itself, where each
+rejection is a bug, and models near to it and far from it draft trees that are computed again from the whole text, by
+plain causal attention and Python lists.
 """
 
 from __future__ import annotations

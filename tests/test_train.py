@@ -1,6 +1,6 @@
-"""The trainer: the unrolled rounds are the drafting that is served, what is learned is what is drafted, runs resume.
+"""The trainer: its rounds of drafting are those that are served, what is learned is what is drafted, and runs resume.
 
-The reference drafts from every anchor by itself, one pair at a time, over all it has read so far, with a mask written
+The reference drafts from each anchor separately, one pair at a time, over all it has read so far, with a mask written
 out; the trainer does all anchors at once. They must agree to rounding, or a head learns something else than it serves.
 """
 

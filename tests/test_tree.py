@@ -1,4 +1,4 @@
-"""Trees: ancestors and depth against loops over parents, and a checker that refuses every broken tree."""
+"""Trees: ancestors and depth against loops over parents, and a check that refuses every broken tree."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Verification: both forms against a plain walk in Python, and trees of any shape against one-token-at-a-time decoding.
 
-The last one is the promise of the project in miniature: a toy target whose logits depend on the last token, decoded
-token by token, and decoded through arbitrary draft trees, must give identical sequences for every seed.
+The latter is the promise of the project in miniature: a toy target, whose logits depend on the last token, must give
+the same sequence for every seed, decoded token by token or through arbitrary draft trees.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finding, reading and loading model folders: both spellings, every file layout, and every way a folder is broken."""
+"""Finding, reading and loading model folders: both spellings, every file layout, and folders broken in every way."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The package as it is installed: a wheel, built and unpacked elsewhere, has every module and every data file.
 
-The tests run in the checkout, where a folder that packaging forgets is there all the same. So what is imported and
-read here is the wheel's, by a process that starts far from the checkout.
+A folder that packaging forgets would not be missed by the other tests, since they run in the checkout, where it is. So
+here a process that starts in another folder imports and reads what the wheel has.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A tiny target that knows a small language, and an EAGLE-3 head trained on it: both in seconds on one core.
+"""A tiny target that knows a small language, and an EAGLE-3 head trained on it: both take seconds on one core.
 
-A random head is hardly ever accepted, so what it reads could be anything. Here text is predictable: a mark says which
-of two orders the letters follow from now on, and a letter is followed by its successor in that order. The next token
-depends on the newest one and on something far back, and the head has to find both: the token in the embedding, the
-order in the target's features.
+A random head is hardly ever accepted, so a test could not tell if it read the wrong things. Here text is predictable: a
+mark says which of two orders the letters follow from now on, and a letter is followed by its successor in that order.
+The next token depends on the newest one and on something far back, and the head has to find both: the token in the
+embedding, the order in the target's features.
 
-The modules trained are the modules served, `Model` and `Eagle3Head`, under `attention.Causal`.
+The modules that are trained are those that are served, `Model` and `Eagle3Head`, with `attention.Causal`.
 """
 
 from __future__ import annotations

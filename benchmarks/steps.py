@@ -23,7 +23,7 @@ from minispec.request import Request
 
 
 def step_ms(llm: LLM, batch: int, context: int, tree: bool, repeats: int) -> float:
-    """Return the median time of a decode step for `batch` requests of `context` rows."""
+    """Return the median time of a decode step for `batch` requests of `context` tokens."""
     scheduler, engine = llm.scheduler, llm.scheduler.engine
     scheduler.flush_cache()
     rng = random.Random(batch * context)

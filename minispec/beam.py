@@ -6,8 +6,8 @@ candidates form the tree (EAGLE-2, arXiv 2406.16858). A child's score never exce
 earlier index, so whatever is kept, its parent is kept.
 
 A head reads pairs (state at i, token i + 1), and the keys and values of such a pair lie in row i of its own pages,
-under the target's page table. What it wrote while drafting came from its own states and is scratch beyond the
-committed length. After every forward pass of the target, `commit` computes the rows again from the target's features:
+under the target's page table. After every forward pass of the target, `commit` computes them from the target's
+features. Rows that the head wrote before, from its own states while drafting, are scratch beyond the committed length:
 
     row   0 ... lens-1 | lens .. lens+K-1 | lens+K .. lens+2K-1 | ...
           committed      first frontier     second frontier          each node sees the committed rows and its ancestors

@@ -166,9 +166,9 @@ class PairBlock(Block):
 
 
 class Eagle3Head(DraftHead):
-    """The head of EAGLE-3: its states need not resemble the target's features, so it mostly has an LM head of its own.
+    """The head of EAGLE-3: its states need not resemble the target's features, so it usually has its own LM head.
 
-    Its first state is `fuse`d from raw residual streams, mostly three. Later states are its own output, in EAGLE-3.1
+    Its first state is `fuse`d from raw residual streams, usually three. Later states are its own output, in EAGLE-3.1
     after a norm.
     """
 

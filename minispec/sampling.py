@@ -132,8 +132,9 @@ def pick(logits: Tensor, wishes: Wishes, position: Tensor) -> Tensor:
     """Return `[B] int64`, the token each row of `logits [B, V]` gets at absolute `position [B] int64`.
 
     The order is `adjust`, temperature, top-k, top-p on what top-k left (renormalised, as vLLM does), min-p. Min-p is
-    relative to the largest probability, which no filter removes, so it could as well come first. Greedy requests take
-    the largest adjusted logit, ties to the lowest id. The result is an id in range even where logits are NaN.
+    relative to the largest probability, which no filter removes, so the filters before it do not change its threshold.
+    Greedy requests take the largest adjusted logit, ties to the lowest id. The result is an id in range even where
+    logits are NaN.
     """
     logits = adjust(logits, wishes)
     if wishes.temperature is None:

@@ -3,10 +3,10 @@
 The one idea: the target picks a token at the root; if a child holds it, we move there and the target picks again. The
 picks on the way are the output. Every emitted token is the target's own, so greedy picks give greedy decoding and
 sampled picks give exact samples, whatever the drafter and the shape of the tree; no draft probabilities are needed.
-Since siblings hold distinct tokens, the output is distributed as by speculative sampling (arXiv 2211.17192,
-2302.01318), with one rejection after the other, when each draft is proposed with probability 1. The noise of a pick
-depends on seed, position and token alone (`sampling.gumbel`), so a seeded request gets the same text with every
-drafter: this is drafter-invariant decoding (arXiv 2408.07978).
+Since siblings hold distinct tokens, the output has the distribution that speculative sampling (arXiv 2211.17192,
+2302.01318) gives when it tries the children one after the other and takes each as proposed with probability 1. The
+noise of a pick depends on seed, position and token alone (`sampling.gumbel`), so a seeded request gets the same text
+with every drafter: this is drafter-invariant decoding (arXiv 2408.07978).
 
 `pick_lossy` is the exception, for users who set an accept threshold below 1: it accepts more and is not exact.
 

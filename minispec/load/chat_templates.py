@@ -19,7 +19,7 @@ class NamedTemplate(NamedTuple):
     end: str
 
 
-# Takes the system message, which may only come first, off the turns, for formats that write it in front of them.
+# Takes the system message, which may only come first, off the turns, for formats that give it no turn of its own.
 _SPLIT_OFF_SYSTEM = (
     "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set turns = messages[1:] %}"
     "{% else %}{% set system = default %}{% set turns = messages %}{% endif %}"

@@ -96,7 +96,7 @@ def resolve_file(name: str, cache: str | None = None) -> Path:
     if not owner or not repo or not file or path.exists():
         raise ModelError("is neither a file nor owner/repo/file on the hub")
     found = _snapshot(f"{owner}/{repo}", None, [file], cache) / file
-    if not found.is_file():  # the hub's client takes a snapshot as complete though this file was never fetched
+    if not found.is_file():  # the hub gives a snapshot without it, if it was never fetched or is not there
         kept = cache or constants.HF_HUB_CACHE
         why = f"HF_HUB_OFFLINE is set and the cache {kept}" if constants.HF_HUB_OFFLINE else "the hub"
         raise ModelError(f"{why} has no {file!r} in {owner}/{repo}")

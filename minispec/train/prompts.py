@@ -275,7 +275,7 @@ def _passages(rng: random.Random) -> Iterator[str]:
         for start in _shuffled(range(len(texts)), rng)[:6]:
             text = "\n\n".join(texts[start:]) if long else texts[start]
             if len(text) < (LONG_CHARS[0] if long else 300):
-                continue  # `long` stays as it is, so that a later text gives the long prompt
+                continue  # `long` stays as it is, so that a later text makes up for this one
             text = text[: _long(rng) if long else rng.randint(300, 1800)].rsplit(" ", 1)[0].strip()
             yield _one_of("passage_asks", rng).format(passage=text)
             long = rng.random() < LONG_SHARE

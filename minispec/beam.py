@@ -106,7 +106,7 @@ def grow(
     scores, ids = likeliest(logits, topk)
     frontier = Frontier(
         tokens=to_target(ids),
-        states=state[:, None].repeat(1, topk, 1),  # in memory: other strides than later rounds' would be another graph
+        states=state[:, None].repeat(1, topk, 1),  # `expand` has other strides than later rounds: another graph
         scores=scores,
         index=torch.arange(topk, device=ids.device).expand(batch, topk),
         visible=torch.zeros(batch, topk, width, dtype=torch.bool, device=ids.device),

@@ -105,10 +105,7 @@ class DraftHead(nn.Module):
 
     def rope(self, positions: Tensor) -> Rope:
         """Return the rotary factors for positions [B, T], in the head's dtype."""
-        angle = positions[:, None, :, None].float() * self.frequencies
-        angle = torch.cat((angle, angle), dim=-1)
-        dtype = self.layer.post_attention_layernorm.weight.dtype
-        return Rope(angle.cos().to(dtype), angle.sin().to(dtype))
+        return Rope.at(positions, self.frequencies, self.layer.post_attention_layernorm.weight.dtype)
 
 
 # ---- EAGLE-2 ------------------------------------------------------------------------------------------------------

@@ -149,6 +149,13 @@ class Rope(NamedTuple):
     cos: Tensor
     sin: Tensor
 
+    @classmethod
+    def at(cls, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rope:
+        """Return the factors for positions [B, T] and angular frequencies [D / 2] fp32; angles are fp32 too."""
+        angle = positions[:, None, :, None].float() * frequencies
+        angle = torch.cat((angle, angle), dim=-1)
+        return cls(angle.cos().to(dtype), angle.sin().to(dtype))
+
     def turn(self, x: Tensor) -> Tensor:
         """Rotate x [B, H, T, D] by its positions, halves paired as Hugging Face does."""
         left, right = x.chunk(2, dim=-1)
@@ -252,10 +259,7 @@ class Model(nn.Module):
 
     def rope(self, positions: Tensor) -> Rope:
         """Return the rotary factors for positions [B, T], in the model's dtype."""
-        angle = positions[:, None, :, None].float() * self.frequencies
-        angle = torch.cat((angle, angle), dim=-1)
-        dtype = self.embed_tokens.weight.dtype
-        return Rope(angle.cos().to(dtype), angle.sin().to(dtype))
+        return Rope.at(positions, self.frequencies, self.embed_tokens.weight.dtype)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int | str] = ()

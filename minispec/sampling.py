@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minispec.kv import upload
 from minispec.request import GREEDY_BELOW, SamplingParams
 
 # ---------------------------------------------------------------------------------------------------------- noise
@@ -262,22 +263,23 @@ class SamplingState:
         top_k = self.vocab_size if params.top_k == -1 else params.top_k
         p = params
         floats = [temperature, p.top_p, p.min_p, p.frequency_penalty, p.presence_penalty, p.repetition_penalty]
-        self._floats[slot] = self._upload(floats, torch.float32)
-        self._ints[slot] = self._upload([seed, top_k, params.min_new_tokens, len(output_ids)], torch.int64)
+        self._floats[slot] = upload(floats, torch.float32, self.device)
+        self._ints[slot] = upload([seed, top_k, params.min_new_tokens, len(output_ids)], torch.int64, self.device)
         for name in wants & TABLES.keys():
             self._table(name)
         for table in self._tables.values():
             table[slot].zero_()
         if "counts" in wants:
-            ids = self._upload(output_ids, torch.int64)
+            ids = upload(output_ids, torch.int64, self.device)
             self._tables["counts"][slot].scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
         if "prompt_seen" in wants:
-            self._tables["prompt_seen"][slot].index_fill_(0, self._upload(prompt_ids, torch.int64), True)
+            self._tables["prompt_seen"][slot].index_fill_(0, upload(prompt_ids, torch.int64, self.device), True)
         if "bias" in wants:
-            ids = self._upload(list(params.logit_bias), torch.int64)
-            self._tables["bias"][slot].scatter_(0, ids, self._upload(list(params.logit_bias.values()), torch.float32))
+            ids = upload(list(params.logit_bias), torch.int64, self.device)
+            bias = upload(list(params.logit_bias.values()), torch.float32, self.device)
+            self._tables["bias"][slot].scatter_(0, ids, bias)
         if "stop_mask" in wants:
-            self._tables["stop_mask"][slot].index_fill_(0, self._upload(list(stop_ids), torch.int64), True)
+            self._tables["stop_mask"][slot].index_fill_(0, upload(list(stop_ids), torch.int64, self.device), True)
 
     def release(self, slot: int) -> None:
         """Forget the wishes of `slot`, so that it costs the batch nothing; its table entries stay until `assign`."""
@@ -318,8 +320,3 @@ class SamplingState:
         if name not in self._tables:
             self._tables[name] = torch.zeros(self.slots, self.vocab_size, dtype=TABLES[name], device=self.device)
         return self._tables[name]
-
-    def _upload(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """Return host values on the device; from pinned memory on CUDA, so that the host does not wait for a step."""
-        on_cuda = self.device.type == "cuda"
-        return torch.tensor(values, dtype=dtype, pin_memory=on_cuda).to(self.device, non_blocking=True)

@@ -15,6 +15,8 @@ import torch
 
 from minispec.load.default_model import DefaultModelError, ensure_default_model
 
+LONGEST = ("test_served.py", "test_served_methods.py", "test_launch_commands.py", "test_engine.py")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--drafter module:Class` runs test_exactness.py on a drafter of one's own, docs/adding-a-drafter.md."""
@@ -26,10 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """With `-n`, give a worker whole files: one server, or one compiled model, serves all tests of a file."""
     if getattr(config.option, "dist", "no") == "load":
         config.option.dist = "loadscope"
+        config.option.loadscopereorder = False  # the order below, not the number of tests, says what begins first
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Let workers begin with the files that take minutes, so that none ends alone; skip what needs a GPU."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if torch.cuda.is_available():
         return
     for item in items:

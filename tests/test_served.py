@@ -34,12 +34,6 @@ def questions() -> parity.Questions:
 
 
 @pytest.fixture(scope="module")
-def few() -> parity.Questions:
-    """Fewer of them, for what is run once for every method."""
-    return parity.Questions(TURNS[:3], ensure_default_model(), new_tokens=16, shared=2)
-
-
-@pytest.fixture(scope="module")
 def compiled() -> Iterator[str]:
     """A server as launched by default, FlexAttention compiled, EAGLE-3 on; float32 for exactness, and fewer batch sizes
     to compile."""
@@ -70,19 +64,6 @@ def test_eager_server_with_small_chunks_and_a_small_pool_gives_the_same(question
     with parity.serve(*flags) as url:
         assert_exact(url, questions, expect_retraction=True)
         assert parity.sampled(url, questions, 8) == parity.sampled(compiled, questions, 8)
-
-
-# The heads that ship; EAGLE-3's default tree and NGRAM's are above, chains of the others in the offline tests.
-@pytest.mark.parametrize(
-    "drafter",
-    ["EAGLE3:3/1/4", "EAGLE:3/3/8", "NEXTN:3/1/4", "NEXTN:3/3/8", "STANDALONE:2/3/6"],
-)
-def test_every_method_that_ships_gives_the_same(drafter, few, compiled) -> None:
-    flags = ["--dtype", "float32", "--disable-torch-compile", "--chunked-prefill-size", "64"]
-    with parity.serve(*flags, *parity.drafter_flags(drafter)) as url:
-        assert_exact(url, few)
-        assert parity.sampled(url, few, 8) == parity.sampled(compiled, few, 8)
-        assert parity.stats(url)["avg_spec_accept_length"] > 1.05
 
 
 @pytest.mark.cuda

@@ -74,7 +74,7 @@ def test_an_environment_without_pip_fetches_from_the_configured_index(
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As in an environment without pip, on a Python whose distribution leaves ensurepip out."""
-    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(wheels, "_has_pip", lambda: False)
     monkeypatch.setattr(wheels.sysconfig, "get_path", lambda name: str(tmp_path / "stdlib"))
     monkeypatch.setattr(wheels.sysconfig, "get_config_var", lambda name: None)
 
@@ -99,3 +99,16 @@ def test_without_pip_and_uv_one_sentence_says_what_to_install(tmp_path: Path, mo
         wheels.pip_download("tiny-data==1.0", tmp_path)
     message = str(caught.value)
     assert sys.executable in message and "install pip" in message and "uv" in message and "\n" not in message
+
+
+def test_a_process_that_downloaded_a_wheel_can_still_compile(index: Path, tmp_path: Path) -> None:
+    """torch.compile imports setuptools, which a look for pip in the same process breaks."""
+    code = """
+import pathlib, sys
+from minispec.load.wheels import pip_download
+pip_download("tiny-data==1.0", pathlib.Path(sys.argv[1]))
+import setuptools
+"""
+    env = settings(PIP_INDEX_URL=index.as_uri())
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -33,6 +33,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from minispec.load.chat_templates import NAMED, is_template
+from minispec.load.weights import read_json
 from minispec.request import RequestError, SamplingParams
 
 # How tiktoken formats split a text before merging, since the rank files do not say.
@@ -359,7 +360,7 @@ def _load_tiktoken(path: Path, config: Mapping[str, Any], template: str | Mappin
 
 def _load_grok(path: Path, template: str | Mapping[str, str]) -> Tokenizer:
     """Load Grok's own JSON: tokens as lists of bytes with their ids, and the split by name or as a pattern."""
-    given = _read_json(path)
+    given = read_json(path)
     try:
         ranks = {bytes(entry["bytes"]): int(entry["token"]) for entry in given["regular_tokens"]}
         special = {bytes(entry["bytes"]).decode(): int(entry["token"]) for entry in given["special_tokens"]}
@@ -553,15 +554,4 @@ def _token_text(given: Any) -> str | None:
 def _read_config(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json, empty if there is none."""
     path = folder / "tokenizer_config.json"
-    return _read_json(path) if path.is_file() else {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or raise ValueError naming the file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return content
+    return read_json(path) if path.is_file() else {}

@@ -138,7 +138,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     like "bfloat16", or None) are always there; `rope_parameters` and `dtype`, the newer spelling, never. Raises
     ModelError, also for quantized weights, which nothing here can compute with.
     """
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise ModelError(f"{folder / 'config.json'} has a quantization_config ({method}): quantized weights are not "
@@ -164,7 +164,7 @@ def _dtype_name(dtype: Any) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or raise ModelError naming the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -185,7 +185,7 @@ def eos_token_ids(folder: Path, config: Mapping[str, Any], tokenizer: Vocabulary
     """
     path = folder / "generation_config.json"
     ids = set(tokenizer.eos_ids)
-    for source in (_read_json(path) if path.is_file() else {}, config):
+    for source in (read_json(path) if path.is_file() else {}, config):
         given = source.get("eos_token_id")
         ids.update(given if isinstance(given, list) else [] if given is None else [given])
     if (eom := tokenizer.token_id("<|eom_id|>")) is not None:
@@ -254,7 +254,7 @@ def _pickle_files(folder: Path) -> Files:
 
 def _indexed_files(index: Path) -> Files:
     """Return the shards an index names; raises ModelError if one is not in the folder."""
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise ModelError(f"{index} has no weight_map from tensor names to files")
     files: dict[Path, list[str]] = {}

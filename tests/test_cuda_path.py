@@ -113,10 +113,6 @@ EVERYTHING = {
 LAWS: dict[str, tuple[dict, tuple[float, float] | None]] = {
     "greedy": ({}, None), "sampled": (EVERYTHING, None), "lossy": (EVERYTHING, (0.9, 0.9)),
 }  # fmt: skip
-    "greedy": ({}, None),
-    "sampled": (EVERYTHING, None),
-    "lossy": (EVERYTHING, (0.9, 0.9)),
-}
 
 
 def serve(scheduler: Scheduler, requests: Sequence[Request]) -> int:

@@ -37,10 +37,9 @@ import minispec.attention as attention_module
 from minispec.attention import QUERY_BLOCK, FlexLayer, PagedGather, Plan, most_nodes
 from minispec.config import Config
 from minispec.engine import Engine, Pending
-from minispec.kv import PagedKV
+from minispec.kv import KVShape, PagedKV
 from minispec.load.drafters import make_drafter
 from minispec.request import Request
-from minispec.sampling import SamplingState
 from minispec.scheduler import Scheduler
 
 aten = torch.ops.aten
@@ -168,8 +167,8 @@ def serve_on_fake_cuda(name: str, law: str, fault: Callable[[ExitStack], None] |
         stack.enter_context(mock.patch.object(Engine, "collect", collected))
         stack.enter_context(mock.patch.object(exactness, "CPU", CUDA))
         lowering.fake_module(model, torch.float32)
-        if hasattr(drafter, "head"):
-            lowering.fake_module(drafter.head, torch.float32)
+        if (network := getattr(drafter, "network", None)) is not None:
+            lowering.fake_module(network, torch.float32)
         for key, value in list(vars(drafter).items()):
             if isinstance(value, Tensor):
                 setattr(drafter, key, torch.empty(value.shape, dtype=value.dtype, device=CUDA))
@@ -219,10 +218,10 @@ def length_by_a_number(stack: ExitStack) -> None:
 def pageable_upload(stack: ExitStack) -> None:
     """Sampling parameters come from memory that is not pinned."""
 
-    def upload(state: SamplingState, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(state.device)
+    def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(device)
 
-    stack.enter_context(mock.patch.object(SamplingState, "_upload", upload))
+    stack.enter_context(mock.patch("minispec.sampling.upload", upload))
 
 
 def rows_by_a_mask(stack: ExitStack) -> None:
@@ -331,10 +330,8 @@ def pages_read_on_fake_cuda(mapped: int, window: int) -> int:
     """Return how many rows PagedGather reads where the longest slot has `mapped` pages of 16 rows."""
     lowering.allow_fake_cuda()
     with FakeTensorMode(), mock.patch.object(torch, "tensor", tensor_without_pinning):
-        kv = PagedKV(
-            layers=1, kv_heads=1, head_dim=8, pages=200, page_size=16, slots=3, rows_per_slot=2048,
-            dtype=torch.float32, device=CUDA,
-        )  # fmt: skip
+        like = torch.empty(0, device=CUDA)
+        kv = PagedKV(KVShape(1, 1, 8), pages=200, page_size=16, slots=3, rows_per_slot=2048, like=like)
         kv.map(1, 0, kv.allocate(1))
         kv.map(2, 0, kv.allocate(mapped - 1))
         kv.map(2, mapped - 1, kv.allocate(1))
@@ -356,7 +353,8 @@ def test_trees_end_at_127_nodes_on_cuda() -> None:
     def nodes(count: int, device: torch.device) -> int:
         """Return the nodes of an n-gram drafter for a target on a device."""
         config = Config(model_path="tiny", speculative_algorithm="NGRAM", speculative_num_draft_tokens=count)
-        target = SimpleNamespace(embed_tokens=SimpleNamespace(weight=SimpleNamespace(device=device)))
+        weight = SimpleNamespace(weight=SimpleNamespace(device=device))
+        target = SimpleNamespace(embed_tokens=weight, config=SimpleNamespace(vocab_size=exactness.VOCAB))
         return make_drafter(config, target, Path("tiny"), None).nodes
 
     assert nodes(127, CUDA) == 127 and nodes(128, CPU) == 128

@@ -213,7 +213,7 @@ class FlexLayer:
         tile = min(TILE_ROWS, max(16, 1 << (rows - 1).bit_length()))
         # Named, so that an unsuitable shape fails loudly instead of running slowly in the prefill kernel.
         decode = {"BACKEND": "TRITON_DECODE", "BLOCK_M": tile, "BLOCK_N": keys}
-        return {**decode, "num_warps": 4 if tile == TILE_ROWS else 2, "num_stages": 3}
+        return {**decode, "num_warps": 4 if tile > 16 else 2, "num_stages": 3}
 
 
 class PagedGather:

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minispec.attention import QUERY_BLOCK, FlexLayer, PagedFlex, Plan
-from minispec.kv import PagedKV
+from minispec.kv import KVShape, PagedKV
 from minispec.model import Block, ModelConfig, Rope
 
 CUDA = torch.device("cuda", 0)
@@ -212,10 +212,8 @@ def make_layer(cell: Cell) -> tuple[Block, Tensor, Rope, FlexLayer]:
     with torch.device("meta"):
         block = Block(config).eval()
     fake_module(block, cell.dtype)
-    kv = PagedKV(
-        layers=1, kv_heads=kv_heads, head_dim=dim, pages=PAGES, page_size=cell.page_size, slots=4,
-        rows_per_slot=4096, dtype=cell.dtype, device=CUDA,
-    )  # fmt: skip
+    like, sizes = torch.empty(0, dtype=cell.dtype, device=CUDA), {"slots": 4, "rows_per_slot": 4096}
+    kv = PagedKV(KVShape(1, kv_heads, dim), pages=PAGES, page_size=cell.page_size, like=like, **sizes)
     plan = Plan(kv, 1, 4, QUERY_BLOCK) if cell.prefill else Plan(kv, 1, 1, nodes)
     rows = plan.blocks * plan.width
     new = functools.partial(torch.empty, dtype=cell.dtype, device=CUDA)

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from minispec.attention import PagedFlex, PagedGather, Plan
+from minispec.compiled import Compiler
 from minispec.drafter import Batch, Committed, Drafter
 from minispec.kv import KVShape, PagedKV
 from minispec.model import Attend, LayerAttend, Rope
@@ -181,9 +182,9 @@ class BeamDrafter(Drafter):
             size: Plan(self.kv, size, 1, self.topk, window=self.window) for size in batch_sizes if self.window
         }
 
-    def compile(self, **options: object) -> None:
-        """From now on run the network through torch.compile with these options."""
-        self.run_network = torch.compile(type(self.network).forward, fullgraph=True, dynamic=False, **options)
+    def compile(self, compiler: Compiler) -> None:
+        """From now on run the network as `compiler` compiles it."""
+        self.run_network = compiler(type(self.network).forward)
 
     def shapes(self, batch_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> list[str]:
         """Return a name for every graph of the network: those of prompts, of accepted paths and of frontiers."""

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from minispec.attention import Plan
+from minispec.compiled import Compiler
 from minispec.kv import KVShape, PagedKV
 from minispec.tree import PADDING, DraftTree, problem
 
@@ -85,8 +86,8 @@ class Drafter(ABC):
     commits: bool = True  # whether `commit` is to be called: a drafter without state on the device saves the work
     declines: bool = False  # whether `host_drafts` may choose a plain step; if not, the scheduler stops hopeless drafts
 
-    def compile(self, **options: Any) -> None:  # noqa: B027  a drafter without a network has nothing to compile
-        """Run the network through torch.compile from now on, with these options."""
+    def compile(self, compiler: Compiler) -> None:  # noqa: B027  a drafter without a network has nothing to compile
+        """Run the network as `compiler` compiles it from now on."""
 
     def attach(  # noqa: B027  a drafter without tensors has nothing to allocate
         self, kv: PagedKV, attend_kind: Any, batch_sizes: Sequence[int]

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from minispec.compiled import compile_step
 from minispec.config import Config
 from minispec.drafter import Drafter
 from minispec.engine import Engine, Sizes
@@ -106,8 +108,9 @@ class LLM:
             if drafter.network is not None:
                 pack_linears(drafter.network)
         if compiled:
-            network.compile_blocks(**_compile_options(device))
-            drafter.compile(**_compile_options(device))
+            compiler = partial(compile_step, device=device)
+            network.compile_blocks(compiler)
+            drafter.compile(compiler)
         return network, drafter
 
     def generate(
@@ -276,11 +279,6 @@ def _can_compile(device: torch.device) -> bool:
     except InvalidCxxCompiler:
         logger.warning("torch.compile needs a C++ compiler (g++ or clang++) and found none: running eagerly, slower")
         return False
-
-
-def _compile_options(device: torch.device) -> Mapping[str, Any]:
-    """Return torch.compile's options: autotuned kernels on CUDA; on a CPU autotuning finds nothing to choose from."""
-    return {"mode": "max-autotune-no-cudagraphs"} if device.type == "cuda" else {}
 
 
 def _free_bytes(device: torch.device) -> tuple[int, int]:

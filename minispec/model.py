@@ -253,9 +253,9 @@ class Model(nn.Module):
         if self.config.tied:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def compile_blocks(self, **options: Any) -> None:
-        """From now on run the blocks through torch.compile with these options; one graph per shape."""
-        self.run_block = torch.compile(Block.forward, fullgraph=True, dynamic=False, **options)
+    def compile_blocks(self, compiler: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+        """From now on run the blocks as `compiler` compiles them; one graph per shape."""
+        self.run_block = compiler(Block.forward)
 
     def rope(self, positions: Tensor) -> Rope:
         """Return the rotary factors for positions [B, T], in the model's dtype."""

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from minispec.attention import Plan
 from minispec.beam import BeamDrafter
+from minispec.compiled import Compiler
 from minispec.drafter import Committed
 from minispec.kv import KVShape
 from minispec.load.tokenizer import Tokenizer, load_tokenizer
@@ -71,9 +72,9 @@ class StandaloneDrafter(BeamDrafter):
         device = network.model.embed_tokens.weight.device
         self._causal = torch.ones(self.depth + 1, self.depth + 1, dtype=torch.bool, device=device).tril()
 
-    def compile(self, **options: object) -> None:
-        """From now on run the model's blocks through torch.compile with these options."""
-        self.network.model.compile_blocks(**options)
+    def compile(self, compiler: Compiler) -> None:
+        """From now on run the model's blocks as `compiler` compiles them."""
+        self.network.model.compile_blocks(compiler)
 
     def shapes(self, batch_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> list[str]:
         """Return a name for every graph of the model: those that a head has, and the roots after prompt chunks."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
-from exactness import Oracle, build, reference, request, tiny_model, truth_of
+from exactness import CPU, Oracle, build, reference, request, tiny_model, truth_of
 
 from minispec.attention import PagedFlex
 from minispec.beam import BeamDrafter
+from minispec.compiled import compile_step
 from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.request import Request
 
@@ -23,7 +25,7 @@ def eagle3() -> BeamDrafter:
     for name, parameter in head.named_parameters():
         parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.3)
     drafter = BeamDrafter(head, steps=3, topk=2, nodes=6)
-    drafter.compile()
+    drafter.compile(partial(compile_step, device=CPU))
     return drafter
 
 
@@ -34,7 +36,7 @@ def test_nothing_recompiles_over_200_steps_of_changing_requests(name, monkeypatc
     with torch.inference_mode():
         drafter = eagle3() if name == "eagle3" else Oracle(truth_of(MODEL), nodes=6)
     model = tiny_model()
-    model.compile_blocks()
+    model.compile_blocks(partial(compile_step, device=CPU))
     scheduler = build(model, drafter, compiled=True, running=2, pages=14, chunk=100)
     assert isinstance(scheduler.engine.buckets[2, 6].attend, PagedFlex)
     torch._dynamo.reset()  # graphs that other tests left behind would serve, and not be counted

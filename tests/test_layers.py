@@ -23,8 +23,8 @@ SOURCES = {module: source for module, source in SOURCES.items() if source or not
 
 # A module may import from strictly lower ranks, never from its own. `load/` and `train/` span ranks.
 RANKS = {
-    0: "request metrics tree kv radix model load.weights load.packed load.token_map load.wheels load.chat_templates "
-    "load.sglang_flags load.machine",
+    0: "request metrics tree kv radix model compiled load.weights load.packed load.token_map load.wheels "
+    "load.chat_templates load.sglang_flags load.machine",
     1: "config sampling attention eagle load.tokenizer load.default_model",
     2: "verify output drafter mtp train.prompts",
     3: "beam ngram load.heads",

@@ -11,6 +11,7 @@ import json
 import logging
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from test_beam import paths, record, siblings_see_each_other
 
 from minispec import LLM, SamplingParams
 from minispec.attention import Plan
+from minispec.compiled import compile_step
 from minispec.drafter import Drafter, Plain
 from minispec.engine import Sizes
 from minispec.kv import KVShape
@@ -243,8 +245,9 @@ def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_t
     torch._dynamo.reset()  # the blocks of other tests are the same function
     models, shape, compare = (tiny_model(), near(0.01)), (3, 2, 6), []
     own = StandaloneDrafter(DraftModel(models[1], VOCAB), steps=3, topk=2, nodes=6)
-    models[0].compile_blocks()
-    own.compile()
+    compiler = partial(compile_step, device=CPU)
+    models[0].compile_blocks(compiler)
+    own.compile(compiler)
     scheduler = build(models[0], own, running=1, chunk=128, compiled=True)
     graphs = lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]  # noqa: E731
     before = graphs()

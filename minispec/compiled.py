@@ -67,13 +67,14 @@ class DirectStep:
     """A function compiled for a CPU; see the head of this file."""
 
     def __init__(self, function: Step) -> None:
+        self.function = function
         self.traced = torch.compile(function, backend=_inductor, fullgraph=True, dynamic=False)
         self._attend = list(inspect.signature(function).parameters).index("attend") - 1  # among the arguments
-        self._calls: weakref.WeakKeyDictionary[Any, DirectCall] = weakref.WeakKeyDictionary()
+        self.calls: weakref.WeakKeyDictionary[Any, DirectCall] = weakref.WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, *args: Any) -> Tensor:
         """Return function(module, *args); keys and values are written in place."""
-        call = self._calls.get(args[self._attend])
+        call = self.calls.get(args[self._attend])
         if call is not None:
             return call(module, args)
         _noted.ran = None
@@ -81,7 +82,7 @@ class DirectStep:
         ran, _noted.ran = _noted.ran, None
         if ran is not None:  # None where torch.compile is told to run eagerly
             assert len(ran.outputs) == 1 and ran.outputs[0] is out, "the graph returns what the function returns"
-            self._calls[args[self._attend]] = DirectCall(module, args, ran)
+            self.calls[args[self._attend]] = DirectCall(module, args, ran)
         return out
 
 

@@ -1,0 +1,130 @@
+"""Compiled graphs called directly: the bits of torch.compile, into the real pages, for as long as the engine lives.
+
+The tokens of the direct path are tested in test_engine.py and test_standalone.py, which let nothing through Dynamo
+after warm-up. Here every call of a block and of a draft head is made three ways, each on pages as they were before.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from exactness import CPU, Oracle, build, request, run, tiny_model, truth_of
+from test_engine import MODEL, eagle3
+from torch import Tensor, nn
+
+from minispec.attention import FlexLayer
+from minispec.compiled import DirectStep, compile_step
+from minispec.request import Request
+from minispec.scheduler import Scheduler
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
+PROMPT = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9]
+
+
+class ThreeWays:
+    """A step that is run directly, through Dynamo and eagerly, on the same keys and values; counts shapes."""
+
+    def __init__(self, step: DirectStep, attend_at: int) -> None:
+        self.step, self.attend_at = step, attend_at
+        self.reference = torch.compile(step.function, fullgraph=True, dynamic=False)
+        self.seen: Counter[tuple[int, ...]] = Counter()
+
+    def __call__(self, module: nn.Module, *args: Any) -> Tensor:
+        """Return what the direct call does, after comparing; its rows are wiped out before each way."""
+        attend: FlexLayer = args[self.attend_at]
+        direct = attend in self.step.calls
+        ways = [partial(way, module, *args) for way in (self.step.function, self.reference, self.step)]
+        results = []
+        for way in ways:
+            for pool in (attend.keys, attend.values):
+                pool[:, :, attend.plan.rows] = 77.0
+            results.append((way(), attend.keys.clone(), attend.values.clone()))
+        eager, reference, got = results
+        assert all(torch.equal(a, b) for a, b in zip(got, reference, strict=True)), "torch.compile's bits"
+        for a, b in zip(self._defined(attend, *got), self._defined(attend, *eager), strict=True):
+            assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+        if direct:
+            self.seen[tuple(got[0].shape[:2])] += 1
+        return got[0]
+
+    @staticmethod
+    def _defined(attend: FlexLayer, out: Tensor, *pools: Tensor) -> tuple[Tensor, ...]:
+        """Return what is not of padding, whose nodes share rows of the trash page: any of them may be written last."""
+        page_size = attend.plan.kv.page_size
+        live = attend.plan.rows >= page_size
+        return out.flatten(0, 1)[live], *(pool[:, :, page_size:] for pool in pools)
+
+
+def engine_of(drafter: Any, **options: Any) -> Scheduler:
+    """Return a scheduler over a compiled tiny model, in the shapes of test_engine.py, whose compiled code it reuses."""
+    model = tiny_model()
+    model.compile_blocks(partial(compile_step, device=CPU))
+    return build(model, drafter, compiled=True, **{"running": 2, "pages": 14, "chunk": 100, **options})
+
+
+def test_every_shape_has_the_bits_of_torch_compile_and_eager_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Request, "hopeless", property(lambda self: len(self.recent) > 2))  # then plain steps follow
+    with torch.inference_mode():
+        drafter = eagle3()
+    scheduler = engine_of(drafter)
+    model = scheduler.engine.model
+    target = model.run_block = ThreeWays(model.run_block, attend_at=2)
+    head = drafter.run_network = ThreeWays(drafter.run_network, attend_at=3)
+    for number in range(2):  # one after the other, so that batches of two need not be compiled
+        run(scheduler, [request(f"{number}", [*PROMPT, number], max_new_tokens=14)])
+    assert set(target.seen) == {(1, 128), (1, 6), (1, 1)}, "a prompt, a tree and a plain step"
+    assert set(head.seen) == {(1, 128), (1, drafter.depth + 1), (1, 2)}, "a prompt, a path and a frontier"
+
+
+def test_engines_do_not_mix_and_their_memory_goes_with_them() -> None:
+    oracle = partial(Oracle, truth_of(MODEL), nodes=6)
+    one, two = engine_of(oracle()), engine_of(oracle())
+    texts = []
+    for scheduler in (one, two, one, two):
+        asked = request("r", PROMPT, max_new_tokens=9)
+        run(scheduler, [asked])
+        texts.append(asked.output_ids)
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+    step = one.engine.model.run_block
+    assert len(step.calls) and not set(step.calls) & set(two.engine.model.run_block.calls)
+    ends = [weakref.ref(thing) for thing in (one.engine, one.engine.kv, one.engine.kv.pool, one.engine.model)]
+    model = one.engine.model
+    del one, scheduler
+    gc.collect()
+    assert [end() is None for end in ends] == [True, True, True, False] and not len(step.calls)
+    del model, step
+    gc.collect()
+    assert ends[3]() is None, "the model was held by its engine and its own function alone"
+
+
+def test_other_shapes_and_modules_are_refused() -> None:
+    scheduler = engine_of(Oracle(truth_of(MODEL), nodes=6))
+    engine = scheduler.engine
+    run(scheduler, [request("r", PROMPT, max_new_tokens=9)])
+    model, attend = engine.model, engine.buckets[1, 6].attend.layer(0)
+    with torch.inference_mode():
+        for nodes, layer, message in ((5, 0, "expected size 6==5|expected size 5==6"), (6, 1, "another module")):
+            x, rope = torch.zeros(1, nodes, 72), model.rope(torch.zeros(1, nodes, dtype=torch.int64))
+            with pytest.raises(AssertionError, match=message):
+                model.run_block(model.layers[layer], x, rope, attend)
+
+
+def test_an_argument_that_reaches_the_graph_as_another_tensor_is_noticed() -> None:
+    def step(module: nn.Module, x: Tensor, attend: FlexLayer) -> Tensor:
+        return x + attend.keys
+
+    class Attend:
+        """A context whose keys are the argument's own memory."""
+
+        def __init__(self, keys: Tensor) -> None:
+            self.keys = keys
+
+    direct, x = compile_step(step, CPU), torch.ones(4)
+    with torch.inference_mode(), pytest.raises(AssertionError, match="reaches the graph as another tensor"):
+        direct(nn.Identity(), x, Attend(x.view(4)))

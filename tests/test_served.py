@@ -30,7 +30,7 @@ TURNS = [
 @pytest.fixture(scope="module")
 def questions() -> parity.Questions:
     """Prompts and transformers' greedy answers to them."""
-    return parity.Questions(TURNS[:5], ensure_default_model(), new_tokens=24, shared=2)
+    return parity.Questions(TURNS[:4], ensure_default_model(), new_tokens=24, shared=2)
 
 
 @pytest.fixture(scope="module")

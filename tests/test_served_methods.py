@@ -19,7 +19,7 @@ FLAGS = ["--dtype", "float32", "--disable-torch-compile", "--chunked-prefill-siz
 @pytest.fixture(scope="module")
 def questions() -> parity.Questions:
     """Few prompts, and transformers' greedy answers to them."""
-    return parity.Questions(TURNS[:3], ensure_default_model(), new_tokens=16, shared=2)
+    return parity.Questions(TURNS[:2], ensure_default_model(), new_tokens=16, shared=2)
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,11 @@ SOURCES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path.read_text(encoding="utf-8")
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-SOURCES = {module: source for module, source in SOURCES.items() if source or not module.endswith(".__init__")}
 
 # A module may import from strictly lower ranks, never from its own. `load/` and `train/` span ranks.
 RANKS = {
     0: "request metrics tree kv radix model compiled load.weights load.packed load.token_map load.wheels "
-    "load.chat_templates load.sglang_flags load.machine",
+    "load.chat_templates load.sglang_flags load.machine load.__init__ train.__init__ http.__init__",
     1: "config sampling attention eagle load.tokenizer load.default_model",
     2: "verify output drafter mtp train.prompts",
     3: "beam ngram load.heads",

@@ -1,0 +1,1 @@
+"""Training draft heads, `python -m minispec.train`. Begin with `rounds.py`."""

@@ -343,7 +343,7 @@ def parse() -> argparse.Namespace:
         help=f"of {', '.join((*METHODS, *THEIRS))}, or module:Class; default: all that ship for the model",
     )  # fmt: skip
     parser.add_argument("--draft-model-path", help="the head or draft model of all methods that take one")
-    parser.add_argument("--num-steps", type=int, help="rounds of drafting; this and the next two: all or none")
+    parser.add_argument("--num-steps", type=int, help="rounds of drafting; with the next two, as the launch flags")
     parser.add_argument("--eagle-topk", type=int, help="branches of a round")
     parser.add_argument("--num-draft-tokens", type=int, help="nodes of a tree, root included")
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0], help="one table row each; 0 is greedy")

@@ -236,7 +236,7 @@ def test_quantized_weights_are_refused_by_that_word(given: Any, tmp_path: Path) 
 
 
 def test_a_quantization_config_that_says_nothing_passes(tmp_path: Path) -> None:
-    read_config(_write_config(tmp_path, quantization_config=None))
+    assert read_config(_write_config(tmp_path, quantization_config=None))["quantization_config"] is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ the ancestors in a draft tree, the lower triangle in a chunk of prompt. So one m
     row:   0 ......... starts | 0 1 2 3  <- nodes, at rows starts + 0..W-1
     node 2 sees all of this ->  x . x .  <- visible[r, 2]
 
-  PagedFlex    FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled, the served path
-  PagedGather  copies a block's pages together and calls scaled_dot_product_attention; the eager path
+  PagedFlex    FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled
+  PagedGather  copies a request's rows together and calls scaled_dot_product_attention; eagerly, and compiled on a CPU
+               in steps of many rows, prefill above all
   Causal       no cache at all: training, and the independent reference of the tests
 
 `Plan` owns every tensor that describes a step, allocated once per bucket and refilled in place: compiled graphs and
@@ -20,7 +21,10 @@ Read next: `engine.py`, which fills a plan and runs the model on it.
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +34,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from minispec.kv import PagedKV
 
 QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
+
+GATHER_FROM = 24  # rows of a step from which on a CPU gathers keys, where it compiles; see `compiled_attention`
 
 # CUDA's kernels work on tiles of query rows by key rows. With larger ones the sums and the mask do not fit in registers
 # and spill into memory; benchmarks/lowering.py compiles the kernels and shows it.
@@ -67,7 +73,8 @@ class Plan:
     """The static tensors of one bucket: whose rows each query block reads, what each node sees, where new rows go.
 
     batch and blocks: the queries are [batch, H, T, D] with T = blocks * width; r = batch * blocks query blocks.
-    slots [r] int64, starts [r] int64, visible [r, W, M] bool, rows [r * W] int64; kv_count [batch, 1, blocks] and
+    slots [r] int64, starts [r] int64, visible [r, W, M] bool, rows [r * W] int64, and ends [r] int64, the row after the
+    last one that a block reads. For FlexAttention, kv_count [batch, 1, blocks] and
     kv_index [batch, 1, blocks, PAGES] int32 list the pages a block reads under the mask, full_count and full_index
     those it sees whole. `visible` speaks of the M rows from `starts` on: the nodes themselves (M = W, the default), or
     a window that holds nodes of earlier calls too (a drafter growing its tree level by level).
@@ -82,6 +89,7 @@ class Plan:
         self.starts = torch.zeros(r, dtype=torch.int64, device=device)
         self.visible = torch.zeros(r, width, self.window, dtype=torch.bool, device=device)
         self.rows = torch.zeros(r * width, dtype=torch.int64, device=device)
+        self.ends = torch.ones(r, dtype=torch.int64, device=device)
         # PAGES columns, of which only a request's are written: the CPU kernel wants the lists to cover the pool.
         lists = {"dtype": torch.int32, "device": device}
         self.kv_count = torch.zeros(batch, 1, blocks, **lists)
@@ -91,6 +99,7 @@ class Plan:
         # With full blocks the CUDA decode kernel would split the whole pool instead of the request's pages, and one
         # multiprocessor would walk a sequence alone. Elsewhere full blocks save the mask on all but the last pages.
         self.full_blocks = device.type != "cuda" or blocks > 1
+        self.listed = True  # whether anybody reads the lists
 
     def fill(self, slots: Tensor, starts: Tensor, visible: Tensor, live: Tensor, offset: int = 0) -> None:
         """Describe the next step: slots, starts [r] int64, visible [r, W, M] bool, live [r, W] bool (others: padding).
@@ -98,16 +107,22 @@ class Plan:
         Node i writes to row starts + offset + i. Everything is written in place on the device, without a look at any
         value from the host.
         """
-        kv, shape = self.kv, self.kv_count.shape
         self.slots.copy_(slots)
         self.starts.copy_(starts)
         self.visible.copy_(visible)
         positions = starts[:, None] + offset + torch.arange(self.width, device=starts.device)
-        self.rows.copy_(kv.rows(slots, positions, live))
-        whole = starts // kv.page_size if self.full_blocks else torch.zeros_like(starts)
+        self.rows.copy_(self.kv.rows(slots, positions, live))
         # To the last live node, not their number: a node past the context's end may stand before a live one.
         used = (live * torch.arange(offset + 1, offset + self.width + 1, device=starts.device)).amax(1)
-        total = ((starts + used + kv.page_size - 1) // kv.page_size).clamp(max=kv.pages_per_slot)
+        self.ends.copy_(starts + used)
+        if self.listed:
+            self._list_pages(slots, starts)
+
+    def _list_pages(self, slots: Tensor, starts: Tensor) -> None:
+        """Write the block lists: for each block the pages it sees whole, and those it reads under the mask."""
+        kv, shape = self.kv, self.kv_count.shape
+        whole = starts // kv.page_size if self.full_blocks else torch.zeros_like(starts)
+        total = ((self.ends + kv.page_size - 1) // kv.page_size).clamp(max=kv.pages_per_slot)
         table = kv.table[slots]
         column = torch.arange(kv.pages_per_slot, device=starts.device)
         tail = table.gather(1, (whole[:, None] + column).clamp(max=kv.pages_per_slot - 1))
@@ -216,68 +231,185 @@ class FlexLayer:
         return {**decode, "num_warps": 4 if tile > 16 else 2, "num_stages": 3}
 
 
+class Strip(NamedTuple):
+    """Queries that are attended together: those of a decode step, or of one request's chunk in a prefill step."""
+
+    queries: slice  # which of the T queries
+    rows: Tensor  # [g, S] int64, the rows of the pool that each of g blocks of queries reads
+    mask: Tensor  # [g, 1, queries of a block, S] in the pool's dtype, added to the scores: 0 or -inf
+
+
 class PagedGather:
-    """The same pool, plan and visibility without FlexAttention: pages copied together, then SDPA. Runs eagerly."""
+    """The same pool, plan and visibility without FlexAttention: rows copied together, then SDPA.
+
+    Compiled code calls it as an operator that it does not look into, so that how far a request reaches is no shape of
+    a graph. What each query reads and sees is worked out once a step, and all layers share it.
+    """
 
     def __init__(self, kv: PagedKV, plan: Plan, layers: int) -> None:
         self.kv, self.plan = kv, plan
-        self._layers = [kv.layer(index) for index in range(layers)]
-        self._first: tuple[Tensor, Tensor] | None = None
+        self.strips: list[Strip] = []
+        key = next(_keys)
+        _gathers[key] = self
+        self.handle = torch.tensor(key)
+        self._layers = [GatherLayer(kv, index, self) for index in range(layers)]
 
     def layer(self, index: int) -> GatherLayer:
-        """Return the attention of one layer; rows and mask are worked out at the first and shared by the rest."""
+        """Return the attention of one layer; asked for layer 0, it works out what the step reads and sees."""
         if index == 0:
-            self._first = self._rows_and_mask()
-        assert self._first is not None, "layer 0 comes first"
-        return GatherLayer(*self._layers[index], self.plan, *self._first)
+            self.strips = self._strips()
+        return self._layers[index]
 
-    def _pages(self) -> int:
-        """Return how many logical pages to read of every slot."""
-        if self.plan.starts.is_cuda:  # where a look at the lengths would make the host wait
-            return self._mapped_pages()
-        return min(self.kv.pages_per_slot, self.kv.pages_for(int(self.plan.starts.max()) + self.plan.window))
+    def _strips(self) -> list[Strip]:
+        """Return what is attended together in this step."""
+        plan = self.plan
+        if plan.blocks == 1 or plan.starts.is_cuda:  # where a look at the slots would make the host wait
+            return [self._strip(slice(0, plan.batch * plan.blocks), self._reach())]
+        slots, ends = plan.slots.tolist(), plan.ends.tolist()
+        strips, first = [], 0
+        for slot, same in itertools.groupby(slots):
+            last = first + len(list(same))
+            if slot:  # blocks of padding are left out
+                strips.append(self._strip(slice(first, last), max(ends[first:last])))
+            first = last
+        return strips
+
+    def _reach(self) -> int:
+        """Return how many rows to read of every slot."""
+        if self.plan.starts.is_cuda:
+            return self._mapped_pages() * self.kv.page_size
+        return min(max(1, int(self.plan.ends.max())), self.kv.pages_per_slot * self.kv.page_size)
 
     def _mapped_pages(self) -> int:
         """Return the most pages any slot has, as the host mapped them; for padding, those that hold the nodes."""
         return max(self.kv.pages_for(self.plan.window), *self.kv.mapped)
 
-    def _rows_and_mask(self) -> tuple[Tensor, Tensor]:
-        """Return the rows to read [r, S] int64 and who sees them [r, W, S] bool, S the rows of the longest block.
+    def _strip(self, blocks: slice, reach: int) -> Strip:
+        """Return the strip of some blocks, all of which read the first `reach` rows of their slots."""
+        plan, width = self.plan, self.plan.width
+        rows, mask = self._rows_and_mask(blocks, reach)
+        mask = torch.zeros(mask.shape, dtype=self.kv.pool.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+        queries = slice(0, width) if plan.blocks == 1 else slice(blocks.start * width, blocks.stop * width)
+        return Strip(queries, rows, mask[:, None])
+
+    def _rows_and_mask(self, blocks: slice, reach: int) -> tuple[Tensor, Tensor]:
+        """Return the rows to read [g, S] int64 and who sees them [g, queries, S] bool.
+
+        On a CPU the blocks of a prefill strip are one block of the strip's queries, since they are of one request.
 
         A row that no query of its block may see is replaced by the block's row 0, which all of them see. Masking alone
         would not keep it out: in float16 it may hold an overflow, of padding in page 0 or of a page's former owner, and
         a weight of 0 times infinity is NaN.
         """
         plan, page_size = self.plan, self.kv.page_size
-        pages = self._pages()
-        position = torch.arange(pages * page_size, device=plan.starts.device)
-        table = self.kv.table[plan.slots, :pages].long()
-        rows = (table[:, :, None] * page_size + position[:page_size]).flatten(1)
-        ahead = position - plan.starts[:, None]
+        position = torch.arange(reach, device=plan.starts.device)
+        ahead = position - plan.starts[blocks, None]
         inside = ahead.clamp(0, plan.window - 1)[:, None, :].expand(-1, plan.width, -1)
-        within = (ahead < plan.window)[:, None, :] & plan.visible.gather(2, inside)
-        mask = (ahead < 0)[:, None, :] | within
+        within = (ahead < plan.window)[:, None, :] & plan.visible[blocks].gather(2, inside)
+        mask, slots = (ahead < 0)[:, None, :] | within, plan.slots[blocks]
+        if plan.blocks > 1 and not mask.is_cuda:
+            mask, slots = mask.view(1, -1, reach), slots[:1]
+        rows = self.kv.table[slots][:, position // page_size].long() * page_size + position % page_size
         return torch.where(mask.any(1), rows, rows[:, :1]), mask
+
+    def folds(self, group: int) -> bool:
+        """Do the queries that share a KV head become rows of one head, so that each key is read once?"""
+        return self.plan.blocks == 1 and group * self.plan.width <= QUERY_BLOCK
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attend with q [B, H, T, D] to one layer's rows of the pool [1, Hkv, PAGES * P, D] -> [B, H, T, D].
+
+        H is Hkv where queries are folded, else Hq. The result lies in memory as [B, T, H, D]; padding has zeros.
+        """
+        batch, heads, length, dim = q.shape
+        if self.plan.blocks == 1:
+            strip = self.strips[0]
+            if strip.mask.shape[2] != length:  # folded; the first layer does it for all
+                mask = strip.mask.repeat(1, 1, length // self.plan.width, 1)
+                strip = self.strips[0] = strip._replace(mask=mask)
+            return _laid_out(_gathered(q, keys, values, strip))
+        out = q.new_zeros(batch, length, heads, dim).transpose(1, 2)
+        for strip in self.strips:
+            count = len(strip.rows)
+            part = q[:, :, strip.queries].reshape(heads, count, -1, dim).transpose(0, 1)
+            part = _gathered(part, keys, values, strip).transpose(0, 1)
+            out[:, :, strip.queries] = part.reshape(1, heads, -1, dim)
+        return out
+
+
+def _gathered(q: Tensor, keys: Tensor, values: Tensor, strip: Strip) -> Tensor:
+    """Attend with q [g, H, W, D] to a strip's rows of the pool [1, Hkv, PAGES * P, D] -> [g, H, W, D].
+
+    Every layer calls this while weights sweep the caches, so each operation costs some 5 microseconds, however small.
+    """
+    (count, reach), kv_heads, index = strip.rows.shape, keys.shape[1], strip.rows.view(-1)
+    keys, values = keys.index_select(2, index), values.index_select(2, index)
+    if count > 1:
+        keys, values = (both.view(kv_heads, count, reach, -1).transpose(0, 1) for both in (keys, values))
+    gqa = q.shape[1] != kv_heads
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=strip.mask, enable_gqa=gqa)
+
+
+def _laid_out(out: Tensor) -> Tensor:
+    """Return out [B, H, T, D] with memory as of [B, T, H, D], which is how the CPU's kernel returns it anyway."""
+    return out if out.transpose(1, 2).is_contiguous() else out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class GatherLayer:
     """One layer of PagedGather."""
 
-    def __init__(self, keys: Tensor, values: Tensor, plan: Plan, rows: Tensor, mask: Tensor) -> None:
-        self.keys, self.values, self.plan, self.rows, self.mask = keys, values, plan, rows, mask
+    def __init__(self, kv: PagedKV, index: int, gather: PagedGather) -> None:
+        self.keys, self.values = kv.layer(index)
+        self.gather, self.plan = gather, gather.plan
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [B, Hkv, T, D] into their rows, then attend with q [B, Hq, T, D] -> [B, Hq, T, D]."""
         _write(self.keys, self.plan.rows, k)
         _write(self.values, self.plan.rows, v)
         batch, heads, length, dim = q.shape
-        blocks, width, kv_heads = self.plan.blocks, self.plan.width, k.shape[1]
-        group = heads // kv_heads
-        q = q.view(batch, heads, blocks, width, dim).transpose(1, 2).reshape(-1, kv_heads, group * width, dim)
-        keys, values = (pool[0][:, self.rows].transpose(0, 1) for pool in (self.keys, self.values))
-        mask = self.mask[:, None].repeat(1, 1, group, 1)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-        return out.view(batch, blocks, heads, width, dim).transpose(1, 2).reshape(batch, heads, length, dim)
+        kv_heads = k.shape[1]
+        if self.gather.folds(heads // kv_heads):
+            q = q.reshape(batch, kv_heads, -1, dim)
+        if torch.compiler.is_compiling():
+            out = torch.ops.minispec.attend_rows(q, self.keys, self.values, self.gather.handle)
+        else:
+            out = self.gather.attend(q, self.keys, self.values)
+        return out.reshape(batch, heads, length, dim)
+
+
+# In compiled code attention over gathered rows is an operator. How far a request reaches is then no shape of a graph.
+_library.define("attend_rows(Tensor q, Tensor keys, Tensor values, Tensor handle) -> Tensor")
+_keys = itertools.count()
+_gathers: weakref.WeakValueDictionary[int, PagedGather] = weakref.WeakValueDictionary()  # by the number in `handle`
+
+
+def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, handle: Tensor) -> Tensor:
+    """Return `PagedGather.attend` of the step behind `handle` [] int64."""
+    return _gathers[handle.item()].attend(q, keys, values)
+
+
+def _attend_rows_shape(q: Tensor, keys: Tensor, values: Tensor, handle: Tensor) -> Tensor:
+    """Return an empty tensor as `PagedGather.attend` returns one, which is all that tracing needs to know."""
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
+
+
+_library.impl("attend_rows", _attend_rows, "CPU")
+torch.library.register_fake("minispec::attend_rows", _attend_rows_shape)
+
+
+def compiled_attention(kv: PagedKV, plan: Plan, layers: int) -> PagedFlex | PagedGather:
+    """Return the kind of attention that is faster in compiled code: FlexAttention, or on a CPU gathering for many rows.
+
+    There FlexAttention asks its mask for every pair of query and key, while a gathered step pays for a dozen operations
+    a layer, however small they are. docs/log.md has the times of both.
+    """
+    rows = plan.batch * plan.blocks * plan.width
+    flex = plan.starts.is_cuda or plan.width == 1 or rows < GATHER_FROM
+    plan.listed = flex
+    return (PagedFlex if flex else PagedGather)(kv, plan, layers)
+
+
+AttendKind = Callable[[PagedKV, Plan, int], PagedFlex | PagedGather]  # of a plan and so many layers
 
 
 class Causal:

@@ -31,7 +31,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from minispec.attention import PagedFlex, PagedGather, Plan
+from minispec.attention import AttendKind, Plan
 from minispec.compiled import Compiler
 from minispec.drafter import Batch, Committed, Drafter
 from minispec.kv import KVShape, PagedKV
@@ -172,7 +172,7 @@ class BeamDrafter(Drafter):
         self.window = self.scratch = (steps - 1) * topk  # rows of all frontiers
         self.run_network: Callable[..., Tensor] = type(network).forward
 
-    def attach(self, kv: PagedKV, attend_kind: type[PagedFlex] | type[PagedGather], batch_sizes: Sequence[int]) -> None:
+    def attach(self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int]) -> None:
         """Allocate the drafter's own pages and per-slot state beside the target's."""
         self.kv, self.attend_kind = kv.sibling(self.kv_shape), attend_kind
         slots, like = kv.table.shape[0], {"dtype": kv.pool.dtype, "device": kv.pool.device}

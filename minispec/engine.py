@@ -22,12 +22,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minispec.attention import QUERY_BLOCK, PagedFlex, PagedGather, Plan, prefill_block
+from minispec.attention import QUERY_BLOCK, PagedGather, Plan, compiled_attention, prefill_block
 from minispec.drafter import Batch, Committed, Draft, Drafter
 from minispec.kv import PagedKV, upload
 from minispec.model import Model
 from minispec.request import Request
-from minispec.sampling import SamplingState, Wishes, pick
+from minispec.sampling import SamplingState, Wishes, largest, pick
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import Verdict, verify, verify_greedy
 
@@ -147,7 +147,7 @@ class Engine:
     ) -> None:
         """`thresholds` (single, acc) make acceptance lossy; None leaves output exact."""
         self.model, self.kv, self.drafter, self.sizes, self.thresholds = model, kv, drafter, sizes, thresholds
-        self.attend_kind = PagedFlex if compiled else PagedGather
+        self.attend_kind = compiled_attention if compiled else PagedGather
         device, slots = kv.pool.device, kv.table.shape[0]
         self.device = device
         self.lens = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -326,7 +326,7 @@ class Engine:
         logits = self.model.logits(hidden[0].index_select(0, ends_t))
         host_slots = [chunk.slot for chunk in chunks if chunk.last]
         if self.sampling.all_greedy(host_slots):
-            token = logits.argmax(-1)
+            token = largest(logits)
         else:
             token = pick(logits, self.sampling.wishes(chunk_slots, host_slots), lens)
         if self.drafter.commits:

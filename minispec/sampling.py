@@ -129,6 +129,14 @@ def adjust(logits: Tensor, wishes: Wishes) -> Tensor:
     return logits
 
 
+def largest(scores: Tensor) -> Tensor:
+    """Return `[..] int64`, the index of the largest of `scores [.., V]`, the first of equal ones; NaN is the largest.
+
+    That is `argmax`. On a CPU `max` finds the same index in a third of the time, and tests hold it to that.
+    """
+    return scores.argmax(-1) if scores.is_cuda else scores.max(-1).indices
+
+
 def pick(logits: Tensor, wishes: Wishes, position: Tensor) -> Tensor:
     """Return `[B] int64`, the token each row of `logits [B, V]` gets at absolute `position [B] int64`.
 
@@ -139,7 +147,7 @@ def pick(logits: Tensor, wishes: Wishes, position: Tensor) -> Tensor:
     """
     logits = adjust(logits, wishes)
     if wishes.temperature is None:
-        return logits.argmax(-1)
+        return largest(logits)
     # The scores start from distances below the maximum, not from logits. Close floats subtract exactly, so the
     # candidates that matter have exact distances at any temperature. And a distance is never negative, so the bits of
     # two distances compare as integers just as the distances do, which `_cut` needs.
@@ -147,7 +155,7 @@ def pick(logits: Tensor, wishes: Wishes, position: Tensor) -> Tensor:
     score = wishes.temperature[:, None] * gumbel(wishes.seed, position, logits.shape[1]) - gap
     if wishes.top_k is not None or wishes.top_p is not None or wishes.min_p is not None:
         score = score.masked_fill(_filtered(gap, wishes), -torch.inf)
-    return score.argmax(-1)
+    return largest(score)
 
 
 def law(logits: Tensor, wishes: Wishes) -> Tensor:

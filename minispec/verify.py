@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minispec.sampling import Wishes, gumbel, law, pick, uniform
+from minispec.sampling import Wishes, gumbel, largest, law, pick, uniform
 from minispec.tree import PADDING, DraftTree, depth
 
 COIN = -1  # `pick_lossy` draws its coin as the noise of this id, which no token has
@@ -43,7 +43,7 @@ def verify_greedy(tree: DraftTree, ancestors: Tensor, logits: Tensor, A: int) ->
     accepted nodes are one path with one node per depth, and a node's depth is its place in the path.
     """
     batch, nodes = tree.tokens.shape
-    picks = logits.argmax(-1)  # the first of equal maxima, by torch's contract
+    picks = largest(logits)
     chosen = tree.tokens == picks.gather(1, tree.parents.clamp(min=0))  # a pick is never -1, so padding never matches
     chosen[:, 0] = True
     level = depth(ancestors)

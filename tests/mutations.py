@@ -68,8 +68,8 @@ def wrong_slots_pages(patch: pytest.MonkeyPatch) -> None:
     """The first two rows of a batch read each other's pages."""
     original = PagedGather._rows_and_mask
 
-    def swapped(self: PagedGather) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, mask = original(self)
+    def swapped(self: PagedGather, blocks: slice, reach: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, mask = original(self, blocks, reach)
         return (rows[[1, 0, *range(2, len(rows))]] if len(rows) > 1 else rows), mask
 
     patch.setattr(PagedGather, "_rows_and_mask", swapped)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from minispec.attention import QUERY_BLOCK, Causal, PagedFlex, PagedGather, Plan
+from minispec.attention import QUERY_BLOCK, AttendKind, Causal, PagedFlex, PagedGather, Plan, compiled_attention
 from minispec.kv import KVShape, PagedKV
 
 GROUPS = (1, 3, 4, 7, 8)  # query heads per KV head
@@ -329,9 +329,11 @@ def one_graph() -> Iterator[Call]:
     assert counters["stats"]["unique_graphs"] == 1, dict(counters["stats"])
 
 
-def check_compiled(world: World, plan: Plan, scene: Callable[[], list[Block]], repeats: int) -> None:
+def check_compiled(
+    world: World, plan: Plan, scene: Callable[[], list[Block]], repeats: int, kind: AttendKind = PagedFlex
+) -> None:
     """Check several scenes of one shape: one graph, whatever the layer, lengths, pages and trees."""
-    attend = PagedFlex(world.kv, plan, LAYERS)
+    attend = kind(world.kv, plan, LAYERS)
     with one_graph() as call:
         check(world, plan, attend, call, scene())
         with torch.compiler.set_stance("fail_on_recompile"):
@@ -360,6 +362,23 @@ def test_compiled_flex_matches_the_reference_for_packed_chunks() -> None:
     world = World(3, rows=400)
     plan = Plan(world.kv, 1, 3, QUERY_BLOCK)
     check_compiled(world, plan, lambda: prefill_scene(world, 3), repeats=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_gather_matches_the_reference(dtype: torch.dtype) -> None:
+    """What a CPU serves trees and chunks with; the operator must see every step's own lengths."""
+    world = World(3, rows=400, dtype=dtype)
+    for nodes in (2, 8, 64):
+        scene = lambda nodes=nodes: tree_scene(world, nodes, 4)  # noqa: E731
+        check_compiled(world, Plan(world.kv, 4, 1, nodes), scene, 3, PagedGather)
+    check_compiled(world, Plan(world.kv, 1, 3, QUERY_BLOCK), lambda: prefill_scene(world, 3), 4, PagedGather)
+
+
+def test_each_kind_has_its_place_in_compiled_code() -> None:
+    world = World(3)
+    shapes = {(32, 1, 1): PagedFlex, (2, 1, 6): PagedFlex, (8, 1, 6): PagedGather, (1, 2, QUERY_BLOCK): PagedGather}
+    for shape, kind in shapes.items():
+        assert isinstance(compiled_attention(world.kv, Plan(world.kv, *shape), LAYERS), kind)
 
 
 @pytest.mark.cuda

@@ -59,9 +59,9 @@ LOOKS = {  # operations whose result the host must know, a size included
     aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim,
     aten.unique_consecutive, aten.equal,
 }  # fmt: skip
-# Where the host may look at a CPU tensor, on which nothing is ever under way: how far PagedGather must read, and
-# whether any request of a batch still walks down its tree. On CUDA both take another branch.
-FREE_ON_CPU = {"_pages", "verify"}
+# Where the host may look at a CPU tensor, on which nothing is ever under way: how far PagedGather must read and for
+# whom, and whether any request of a batch still walks down its tree. On CUDA both take another branch.
+FREE_ON_CPU = {"_reach", "_strips", "verify"}
 
 
 class HostWaits(AssertionError):
@@ -238,10 +238,10 @@ def rows_by_a_mask(stack: ExitStack) -> None:
 def longest_block_by_a_look(stack: ExitStack) -> None:
     """PagedGather asks the device how far the longest request goes."""
 
-    def pages(attend: PagedGather) -> int:
-        return attend.kv.pages_for(int(attend.plan.starts.max()) + attend.plan.window)
+    def reach(attend: PagedGather) -> int:
+        return int(attend.plan.ends.max())
 
-    stack.enter_context(mock.patch.object(PagedGather, "_pages", pages))
+    stack.enter_context(mock.patch.object(PagedGather, "_reach", reach))
 
 
 FAULTS = (padding_by_a_number, length_by_a_number, pageable_upload, rows_by_a_mask, longest_block_by_a_look)
@@ -320,7 +320,7 @@ def test_the_operator_for_cuda_writes_what_index_copy_writes() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 8, 33])
 def test_gather_reads_enough_pages_without_a_look(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PagedGather, "_pages", PagedGather._mapped_pages)
+    monkeypatch.setattr(PagedGather, "_reach", lambda attend: attend._mapped_pages() * attend.kv.page_size)
     world = World(3, seed=nodes)
     plan = Plan(world.kv, 3, 1, nodes)
     check(world, plan, PagedGather(world.kv, plan, LAYERS), eager, tree_scene(world, nodes, 3))
@@ -336,9 +336,9 @@ def pages_read_on_fake_cuda(mapped: int, window: int) -> int:
         kv.map(2, 0, kv.allocate(mapped - 1))
         kv.map(2, mapped - 1, kv.allocate(1))
         attend = PagedGather(kv, Plan(kv, 2, 1, window), 1)
-        before = attend.layer(0).rows.shape[1]
+        before = attend._strips()[0].rows.shape[1]
         kv.unmap(2)
-        return before, attend.layer(0).rows.shape[1]
+        return before, attend._strips()[0].rows.shape[1]
 
 
 @needs_fake_cuda

@@ -38,7 +38,7 @@ def test_nothing_recompiles_over_200_steps_of_changing_requests(name, monkeypatc
     model = tiny_model()
     model.compile_blocks(partial(compile_step, device=CPU))
     scheduler = build(model, drafter, compiled=True, running=2, pages=14, chunk=100)
-    assert isinstance(scheduler.engine.buckets[2, 6].attend, PagedFlex)
+    assert isinstance(scheduler.engine.buckets[2, 1].attend, PagedFlex)
     torch._dynamo.reset()  # graphs that other tests left behind would serve, and not be counted
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     with torch.inference_mode():

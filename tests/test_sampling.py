@@ -13,7 +13,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from minispec import sampling
 from minispec.request import SamplingParams
-from minispec.sampling import SamplingState, Wishes, adjust, gumbel, pick
+from minispec.sampling import SamplingState, Wishes, adjust, gumbel, largest, pick
 
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 
@@ -36,6 +36,25 @@ def chi_square(observed: Tensor, expected: Tensor) -> float:
     gap = (observed[possible] - expected[possible]).double()
     dof = int(possible.sum()) - 1
     return float(((gap**2 / expected[possible]).sum() - dof) / math.sqrt(2 * max(dof, 1)))
+
+
+# ------------------------------------------------------------------------------------------------------- largest
+
+
+@pytest.mark.parametrize("rows", [1, 6, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_largest_is_argmax_also_of_equal_scores_and_nan(rows: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    for _ in range(20):
+        scores = torch.randn(rows, 49152, generator=generator).to(dtype)
+        for row in scores:
+            places = torch.randint(49152, (8,), generator=generator)
+            kind = int(torch.randint(4, (1,), generator=generator))
+            row[places] = (9.0, math.inf, math.nan, float(row.max()))[kind]
+            if kind == 2:
+                row[places[:4]] = math.inf
+        assert torch.equal(largest(scores), scores.argmax(-1))
+        assert torch.equal(largest(scores[None]), scores[None].argmax(-1))
 
 
 # ---------------------------------------------------------------------------------------------------------- noise

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -204,6 +205,47 @@ def test_an_exported_head_is_the_trained_one(kind: str, variant: str, tmp_path: 
         torch.testing.assert_close(trainer.head.logits(a), loaded.logits(b), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_starts_from_an_exported_head(kind: str, tmp_path: Path) -> None:
+    """A head that starts from an exported one has its weights and its draft ids, and the checkpoint says so."""
+    model, silent = target(), lambda line: None
+    first = Features(model, replies(model, 12), TAPS, tmp_path / "first", 10**9)
+    before = Trainer(recipe(kind), first, tmp_path / "before", silent)
+    before.run(stop_at=2)
+    export(before.head, model, tmp_path / "head")
+    more = Features(model, replies(model, 12, seed=9), TAPS, tmp_path / "more", 10**9)  # of other frequent tokens
+    further = recipe(kind, start=str(tmp_path / "head"))
+    after = Trainer(further, more, tmp_path / "after", silent)
+    given = {name: p.bfloat16().float() for name, p in before.head.named_parameters() if p.requires_grad}
+    ours = dict(after.head.named_parameters())
+    for name in given:
+        assert torch.equal(ours[name], given[name]), name
+    assert torch.equal(after.head.token_map, before.head.token_map) or kind != "eagle3"
+    after.run(stop_at=1)
+    assert not any(torch.equal(ours[name], given[name]) for name in given), "nothing was learned from there on"
+    with pytest.raises(ValueError, match="another recipe"):
+        Trainer(recipe(kind), more, tmp_path / "after", silent).run()
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"kind": "eagle"}, "holds a head of the kind eagle3, and this run trains one of the kind eagle"),
+        ({"draft_vocab": 23}, "its head drafts 24 tokens; got --draft-vocab 23"),
+        ({"variant": "3.1"}, "its head has fc_norm False, and this run trains one with fc_norm True"),
+        ({"start": "nowhere"}, "--start nowhere: .*config.json"),
+    ],
+)
+def test_a_head_to_start_from_that_does_not_fit_is_refused(other: dict[str, Any], named: str, tmp_path: Path) -> None:
+    """Kind, variant and draft vocabulary of the folder must be those of the run."""
+    model = target()
+    features = Features(model, replies(model, 12), TAPS, tmp_path / "work", 10**9)
+    export(Trainer(recipe("eagle3"), features, tmp_path, lambda line: None).head, model, tmp_path / "head")
+    with pytest.raises(ValueError, match=named) as caught:
+        Trainer(recipe(**{"kind": "eagle3", "start": str(tmp_path / "head")} | other), features, tmp_path, print)
+    assert str(caught.value).startswith("--start ")
+
+
 def test_training_learns_and_replay_counts_it(tmp_path: Path) -> None:
     """Trained on a handful of replies, the head foresees them, and the replay of serving says so."""
     model = target()
@@ -377,9 +419,12 @@ def test_the_same_command_again_reads_its_replies_and_another_kind_shares_them(
     made = (tmp_path / "work" / "replies.jsonl").read_text()
     command()
     command("eagle", epochs=1, rounds=2, batch_tokens=50, out=tmp_path / "head")
+    command("eagle", epochs=1, rounds=2, batch_tokens=50, out=tmp_path / "further", start=tmp_path / "head")
     assert (tmp_path / "work" / "replies.jsonl").read_text() == made and made.count('"ids"') >= 2
     assert (tmp_path / "out" / "token_map.safetensors").is_file()
     assert (tmp_path / "head" / "model.safetensors").is_file()
+    state = torch.load(tmp_path / "further" / "checkpoint.pt", weights_only=True)
+    assert state["recipe"]["start"] == str(tmp_path / "head")
 
 
 @pytest.mark.parametrize(

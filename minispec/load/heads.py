@@ -79,7 +79,8 @@ def load_head(
     --speculative-draft-model-path if the folder holds no head, is not complete, or holds a head for another target or
     of a variant that is not supported.
     """
-    with _naming(folder):
+    flag = "--speculative-draft-model-path"
+    with naming(flag, folder):
         config, tensors, layer_name = read_head(folder, target.config, load_format)
         config = _shared(config, tensors, target)
     if token_map is not None and config.kind == Eagle3Head.name:
@@ -88,7 +89,7 @@ def load_head(
         tensors["lm_head.weight"] = slice_head(target, token_map)
         config = replace(config, token_map=token_map)
     head = HEAD_KINDS[config.kind].empty(config, target)
-    with _naming(folder):
+    with naming(flag, folder):
         load_weights(head_tensors(head, layer_name), tensors.items())
     if config.kind == Eagle3Head.name:
         logger.info("EAGLE-3 head reads the target's residual stream entering layers %s", config.taps)
@@ -96,12 +97,12 @@ def load_head(
 
 
 @contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    """Raise an error about a draft folder again with the flag and the folder in front."""
+def naming(flag: str, folder: Path) -> Iterator[None]:
+    """Raise an error about a draft folder again with the flag that named it and the folder in front."""
     try:
         yield
     except ValueError as error:
-        raise ModelError(f"--speculative-draft-model-path {folder}: {error}") from error
+        raise ModelError(f"{flag} {folder}: {error}") from error
 
 
 def _shared(config: HeadConfig, tensors: Tensors, target: Model) -> HeadConfig:

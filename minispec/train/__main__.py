@@ -10,6 +10,8 @@ pass gives the target's features, from which its distribution follows; they are 
     python -m minispec.train standalone  a small model with the target's vocabulary, a demonstration
     python -m minispec.train token-map   the most frequent tokens, for FR-Spec (arXiv 2502.14856)
 
+With `--start FOLDER` a head begins with the weights and the draft vocabulary of an exported one, not from scratch.
+
 Read next: `corpus.py` for where the replies come from, `rounds.py` for what is learned from them.
 """
 
@@ -37,7 +39,7 @@ from minispec.load.weights import read_config
 from minispec.model import FINAL, Model, ModelConfig
 from minispec.standalone import tokenizer_digest
 from minispec.train.corpus import Features, Reply, begin_replies, generate, groups, groups_done, read_replies
-from minispec.train.export import Recipe, draft_vocabulary, export
+from minispec.train.export import Recipe, draft_vocabulary, export, read_start
 from minispec.train.prompts import Tell, collect, read_jsonl
 from minispec.train.small import export_small, small_model, train_small
 from minispec.train.trainer import Trainer
@@ -46,7 +48,7 @@ KINDS = (*HEAD_KINDS, "standalone", "token-map")
 FEATURE_WEIGHT = {"eagle": 1.0}  # the target's LM head reads its state, which so must come close to the target's
 ON_CPU = {"count": 3000, "max_new_tokens": 96, "long_share": 0.25, "rounds": 3, "epochs": 4, "batch_tokens": 1500}
 ON_CUDA = {"count": 100_000, "max_new_tokens": 512, "long_share": 1.0, "rounds": 5, "epochs": 3, "batch_tokens": 32768}
-RATE = {"eagle3": 1e-3, "eagle": 1e-3, "mtp": 1e-3, "standalone": 2e-3}
+RATE = {"standalone": 2e-3}  # 1e-3 for the others
 LONG = 768  # prompt tokens from which on a conversation counts as long
 
 
@@ -72,6 +74,9 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
     for name, value in (ON_CUDA if device.type == "cuda" else ON_CPU).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    recipe = _recipe(options)
+    if recipe.start is not None:  # refused before hours of replies if it does not fit
+        read_start(recipe, ModelConfig.from_hf(read_config(choose_folder(config, tell))))
     work = options.work or options.out / "work"
     work.mkdir(parents=True, exist_ok=True)
     begin_replies(work / "replies.jsonl", made_with(options, config))
@@ -85,17 +90,6 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
         save_file({"ids": ids.int()}, options.out / "token_map.safetensors")
         tell(f"wrote {options.out / 'token_map.safetensors'}: {len(ids)} ids, most frequent first")
         return
-    recipe = Recipe(
-        kind=options.kind,
-        rounds=options.rounds,
-        epochs=options.epochs,
-        learning_rate=options.learning_rate or RATE[options.kind],
-        batch_tokens=options.batch_tokens,
-        draft_vocab=options.draft_vocab,
-        seed=options.seed,
-        variant=options.variant,
-        feature_weight=FEATURE_WEIGHT.get(options.kind, 0.0),
-    )
     if options.kind not in HEAD_KINDS:
         small = small_model(model, options.width, 1)
         right = train_small(recipe, small, replies, tell)
@@ -110,6 +104,22 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
     lengths = ", ".join(f"{trainer.accept_length(rounds):.2f} with {rounds}" for rounds in (1, 2, 3, 5))
     tell(f"held out ({len(trainer.held_out)} greedy replies), accept length drafting chains: {lengths}")
     tell(f"wrote {options.out}; serve it with --speculative-draft-model-path {options.out}")
+
+
+def _recipe(options: argparse.Namespace) -> Recipe:
+    """Return how `options` say to train."""
+    return Recipe(
+        kind=options.kind,
+        rounds=options.rounds,
+        epochs=options.epochs,
+        learning_rate=options.learning_rate or RATE.get(options.kind, 1e-3),
+        batch_tokens=options.batch_tokens,
+        draft_vocab=options.draft_vocab,
+        seed=options.seed,
+        variant=options.variant,
+        feature_weight=FEATURE_WEIGHT.get(options.kind, 0.0),
+        start=None if options.start is None else str(options.start),
+    )
 
 
 def made_with(options: argparse.Namespace, config: Config) -> dict[str, object]:
@@ -165,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", help="Hugging Face id or folder of the target; without it the default model")
     add("--out", type=Path, required=True, help="folder for the head, its checkpoint and, unless --work, its data")
     add("--work", type=Path, help="folder of replies and features, which several heads can share")
+    add("--start", type=Path, help="folder of an exported head to train further, best at a lower --learning-rate")
     add("--prompts", type=Path, help='prompts of your own: JSON lines of {"messages": [...]} or {"prompt": "..."}')
     add("--count", type=int, help="conversations to collect (CPU 3000, CUDA 100000)")
     add("--long-share", type=float, help=f"share kept of the prompts beyond {LONG} tokens (CPU 0.25, CUDA 1)")

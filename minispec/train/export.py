@@ -2,7 +2,8 @@
 
 A draft head starts near the target: its LM head has the rows of the target's LM head for the most frequent tokens of
 the replies (the draft vocabulary, FR-Spec, arXiv 2502.14856). It is written as a folder of config.json and
-model.safetensors, with the tensor names of the published heads of its kind.
+model.safetensors, with the tensor names of the published heads of its kind. Such a folder can be trained further: a
+head that starts from one has its weights and its draft vocabulary in place of the above.
 
 Read next: `load/heads.py`, which reads such folders; `trainer.py`, which trains the head.
 """
@@ -21,7 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
-from minispec.load.heads import HEAD_KINDS, head_tensors, slice_head
+from minispec.load.heads import HEAD_KINDS, Published, head_tensors, naming, read_head, slice_head
+from minispec.load.weights import ModelError, load_weights
 from minispec.model import Model, ModelConfig
 from minispec.mtp import MtpHead
 from minispec.train.corpus import Reply
@@ -39,6 +41,7 @@ class Recipe:
     draft_vocab: int
     seed: int
     variant: str = "3"  # of EAGLE-3: "3" or "3.1" (a norm per stream, and the normed state fed back)
+    start: str | None = None  # folder of the exported head that training begins with; None: from scratch
     warm_up: float = 0.03  # share of the updates in which the learning rate rises
     floor: float = 0.05  # the last learning rate as a share of the peak
     clip: float = 0.5  # largest norm of a gradient
@@ -53,11 +56,30 @@ def draft_vocabulary(replies: Sequence[Reply], size: int, vocab_size: int) -> Te
     return torch.tensor((frequent + [i for i in range(vocab_size) if i not in seen])[: min(size, vocab_size)])
 
 
+def read_start(recipe: Recipe, target: ModelConfig) -> Published | None:
+    """Return the exported head that training begins with, None if it begins from scratch.
+
+    target: the sizes of the model to draft for. Raises ModelError naming --start if the folder holds no head for it, or
+    one of another kind or draft vocabulary than the recipe's.
+    """
+    if recipe.start is None:
+        return None
+    with naming("--start", folder := Path(recipe.start)):
+        start = read_head(folder, target)
+        kind, ids = start.config.kind, start.config.token_map
+        if kind != recipe.kind:
+            raise ModelError(f"holds a head of the kind {kind}, and this run trains one of the kind {recipe.kind}")
+        if ids is not None and len(ids) != recipe.draft_vocab:
+            raise ModelError(f"its head drafts {len(ids)} tokens; got --draft-vocab {recipe.draft_vocab}")
+    return start
+
+
 def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], scale: Tensor) -> DraftHead:
     """Return a head to train, in fp32; ids: [Vd] its draft vocabulary, scale: the typical size of each stream it reads.
 
     Streams differ tenfold in size, and the largest would dominate the others. So the columns of `fc` for a stream start
-    divided by its scale. The LM head starts as rows of the target's, and the norm before it as the target's.
+    divided by its scale. The LM head starts as rows of the target's, and the norm before it as the target's. If the
+    recipe starts from an exported head, `ids` must be that head's, if it has any; raises ModelError if it does not fit.
     """
     shape = replace(model.config, layers=1)
     device = model.embed_tokens.weight.device
@@ -81,8 +103,31 @@ def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], s
                 head.fc.weight.div_(scale.repeat_interleave(model.config.hidden_size))
         else:
             head.lm_head.requires_grad_(False)  # when served, the head uses the target's own rows
+    if start := read_start(recipe, model.config):
+        with naming("--start", Path(str(recipe.start))):
+            _fill(head, config, start)
     head.frequencies, head.token_map = head.frequencies.to(device), ids.to(device)
     return head.to(device)
+
+
+@torch.no_grad()
+def _fill(head: DraftHead, config: HeadConfig, start: Published) -> None:
+    """Copy an exported head's weights into one of this config, in place; raises ModelError if it does not fit."""
+    ours, theirs = _described(config), _described(start.config)
+    if differing := [name for name in ours if ours[name] != theirs[name]]:
+        name = differing[0]
+        raise ModelError(f"its head has {name} {theirs[name]}, and this run trains one with {name} {ours[name]}")
+    tensors = dict(start.tensors)
+    if not isinstance(head, Eagle3Head):
+        tensors["lm_head.weight"] = head_tensors(head)["lm_head.weight"]  # the target's rows, which are in no file
+    load_weights(head_tensors(head, start.layer_name), tensors.items())
+
+
+def _described(config: HeadConfig) -> dict[str, Any]:
+    """Return what makes a head apart from its draft vocabulary: much of it does not show in the tensors' shapes."""
+    layer = published_config(replace(config.layer, layers=1, tied=False))
+    own = {name: value for name, value in vars(config).items() if name not in ("layer", "token_map", "own_lm_head")}
+    return own | layer
 
 
 def export(head: DraftHead, model: Model, folder: Path) -> None:

@@ -23,7 +23,7 @@ from minispec.eagle import Eagle3Head
 from minispec.load.heads import HEAD_KINDS, slice_head
 from minispec.model import FINAL
 from minispec.train.corpus import HELD_OUT, Features, batches
-from minispec.train.export import Recipe, draft_vocabulary, new_head
+from minispec.train.export import Recipe, draft_vocabulary, new_head, read_start
 from minispec.train.prompts import Tell
 from minispec.train.rounds import Packed, Teacher, losses, pack, replay
 
@@ -43,9 +43,14 @@ class Trainer:
         self.held_out = greedy[: min(HELD_OUT, len(order) // 10)]
         self.training = sorted(set(order) - set(self.held_out))
         hidden, vocab = model.config.hidden_size, model.config.vocab_size
-        ids = draft_vocabulary([replies[i] for i in self.training], recipe.draft_vocab, vocab)
         streams = HEAD_KINDS[recipe.kind] is Eagle3Head  # the other kinds read the final state alone
-        ids = (ids.sort().values if streams else ids).to(features.device)
+        start = read_start(recipe, model.config)
+        if start is not None and start.config.token_map is not None:
+            ids = start.config.token_map  # in the order of the rows of its LM head
+        else:
+            ids = draft_vocabulary([replies[i] for i in self.training], recipe.draft_vocab, vocab)
+            ids = ids.sort().values if streams else ids
+        ids = ids.to(features.device)
         tapped = tuple(tap for tap in features.taps if tap != FINAL)
         self.taps = slice(0, len(tapped) * hidden) if streams else slice(-hidden, None)
         self.head = new_head(recipe, model, ids, tapped, self._scale(len(tapped)))

@@ -1,0 +1,315 @@
+"""Where the time of one step goes: products, attention, other compiled code, eager operations, Python.
+
+`python -m benchmarks.step_parts` serves one request of the default model with its EAGLE-3 head and times three kinds of
+step at batch 1: a plain step and a tree step at a context of 200, and a prefill step of 512 tokens, at the start of a
+prompt and at its far end. No profiler runs meanwhile, since it would cost more than what is looked for. Each part is
+timed by itself instead, in turn with whole steps. Differences are taken within a turn; medians over the turns in ms:
+
+  whole      from the launch of a step to its tokens on the host, drafting included; scheduler and HTTP are not in it
+  products   every linear layer of the step called once more, one after the other, with inputs of the step's shapes
+  attention  what compiled blocks take longer than the same blocks compiled with attention left out (the query is
+             handed on in its place); it includes writing keys and values
+  compiled   the rest of the compiled blocks, the target's and the head's: norms, rotary, activations, and the calls
+             between kernels, which Inductor's code makes in Python
+  eager      every operation outside of blocks and linear layers called once more, on copies of its arguments that are
+             in the cache
+  Python     the rest of the whole: the engine's own lines, lists turned into tensors, and waiting for memory there
+
+A part called by itself can be a little faster or slower than within a step, so the smallest parts, Python's above all,
+can come out too small by some tenths, or negative. Read ratios: the load of the machine stands above the table.
+
+Read next: `minispec/engine.py`, whose steps these are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bench
+from minispec import LLM, SamplingParams
+from minispec.compiled import compile_step
+from minispec.engine import Chunk, Engine
+from minispec.load.packed import PackedLinear
+from minispec.model import Block
+from minispec.request import Request
+
+PREFILL = 512  # tokens of a prefill step
+
+
+class Kind(NamedTuple):
+    """A kind of step, and the function that runs one on any engine that holds the request."""
+
+    name: str
+    step: Callable[[Engine], object]
+
+
+class Product(NamedTuple):
+    """A linear layer as a step calls it."""
+
+    part: str  # "model" or "drafter"
+    module: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def linears(engine: Engine) -> list[tuple[str, str, nn.Module]]:
+    """Return (part, name, module) of every linear layer, packed or not, of the target and the drafter's network."""
+    parts = {"model": engine.model, "drafter": engine.drafter.network}
+    return [
+        (part, name, module)
+        for part, network in parts.items()
+        if network is not None
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__module__ == PackedLinear.__module__
+    ]
+
+
+def products(engine: Engine, kind: Kind) -> list[Product]:
+    """Return every product of one step, in order; the engine must run eagerly, or its modules are never called."""
+    found: list[Product] = []
+    with ExitStack() as hooks:
+        for part, name, module in linears(engine):
+
+            def note(_: nn.Module, args: tuple[Tensor, ...], part: str = part, name: str = name) -> None:
+                found.append(Product(part, name, args[0].shape, args[0].dtype))
+
+            hooks.callback(module.register_forward_pre_hook(note).remove)
+        kind.step(engine)
+    return found
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operation with copies of its arguments, unless it is paused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+        self.paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Note a call, and make it."""
+        kwargs = kwargs or {}
+        if not self.paused:
+            copies = torch.utils._pytree.tree_map_only(Tensor, copy, (args, kwargs))
+            self.calls.append((func, *copies))
+        return func(*args, **kwargs)
+
+    def outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with its operations not noted."""
+
+        def call(*args: Any) -> Any:
+            before, self.paused = self.paused, True
+            try:
+                return function(*args)
+            finally:
+                self.paused = before
+
+        return call
+
+
+def copy(tensor: Tensor) -> Tensor:
+    """Return a tensor to write into any number of times; the pool stays itself, whose rows get what they hold."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() < 1 << 24 else tensor
+
+
+class NoAttention:
+    """In place of one layer's attention: hands the query on."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return q [B, Hq, T, D]."""
+        return q.clone()
+
+
+class Parts:
+    """An engine's step, of which the compiled part can be watched, and run without attention."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.compiled_seconds = engine, 0.0
+        drafter = engine.drafter
+        # Owner, attribute, position of `attend` among the arguments, and the function that is compiled.
+        self.places = [(engine.model, "run_block", 3, Block.forward)]
+        if hasattr(drafter, "run_network"):
+            self.places.append((drafter, "run_network", 4, type(drafter.network).forward))
+        self.as_it_is = [getattr(owner, name) for owner, name, *_ in self.places]
+        self.bare = [self._without_attention(*place[2:]) for place in self.places]
+
+    def _without_attention(self, position: int, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return the function compiled alike, with attention left out."""
+        compiled, stands_for = compile_step(function, self.engine.device), {}
+
+        def call(*args: Any) -> Tensor:
+            other = stands_for.setdefault(args[position], NoAttention())
+            return compiled(*args[:position], other, *args[position + 1 :])
+
+        return call
+
+    def _watched(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return the function with its time added up."""
+
+        def call(*args: Any) -> Tensor:
+            started = time.perf_counter()
+            out = function(*args)
+            self.compiled_seconds += time.perf_counter() - started
+            return out
+
+        return call
+
+    def step(self, kind: Kind, functions: Sequence[Callable[..., Tensor]]) -> tuple[float, float]:
+        """Run one step with these compiled functions; returns the ms of the whole and of the compiled part."""
+        for (owner, name, *_), function in zip(self.places, functions, strict=True):
+            setattr(owner, name, self._watched(function))
+        self.compiled_seconds, started = 0.0, time.perf_counter()
+        kind.step(self.engine)
+        return (time.perf_counter() - started) * 1e3, self.compiled_seconds * 1e3
+
+    def eager(self, kind: Kind) -> Callable[[], None]:
+        """Return a function that makes the operations of a step outside of compiled code and linear layers again."""
+        recorder = Recorder()
+        for (owner, name, *_), function in zip(self.places, self.as_it_is, strict=True):
+            setattr(owner, name, recorder.outside(function))
+        layers = [module for *_, module in linears(self.engine)]
+        for module in layers:
+            module.forward = recorder.outside(module.forward)
+        with recorder:
+            kind.step(self.engine)
+        for module in layers:
+            del module.forward  # so that the class's own is called again
+
+        def again() -> None:
+            for func, args, kwargs in recorder.calls:
+                func(*args, **kwargs)
+
+        return again
+
+    def products(self, listed: Sequence[Product]) -> Callable[[], None]:
+        """Return a function that calls the linear layers of a step."""
+        modules = {(part, name): module for part, name, module in linears(self.engine)}
+        calls = [(modules[p.part, p.module].forward, torch.randn(p.shape).to(p.dtype)) for p in listed]
+
+        def again() -> None:
+            for forward, x in calls:
+                forward(x)
+
+        return again
+
+
+def time_ms(function: Callable[[], object]) -> float:
+    """Return the milliseconds that a call takes."""
+    started = time.perf_counter()
+    function()
+    return (time.perf_counter() - started) * 1e3
+
+
+@torch.inference_mode()
+def measure(parts: Parts, kind: Kind, listed: Sequence[Product], repeats: int) -> dict[str, float]:
+    """Return the median ms of every part of a kind of step."""
+    again = parts.eager(kind)
+    within = parts.products([p for p in listed if in_block(p)])
+    outside = parts.products([p for p in listed if not in_block(p)])
+    rows: list[dict[str, float]] = []
+    for _ in range(repeats + 2):
+        whole, blocks = parts.step(kind, parts.as_it_is)
+        _, bare = parts.step(kind, parts.bare)
+        row = {"whole": whole, "products": time_ms(within), "attention": blocks - bare}
+        row["compiled"] = bare - row["products"]
+        row["products"] += time_ms(outside)
+        again()  # twice, since after the products nothing of its small tensors is in a cache
+        row["eager"] = time_ms(again)
+        row["Python"] = whole - sum(row[part] for part in ("products", "attention", "compiled", "eager"))
+        rows.append(row)
+    return {part: statistics.median(row[part] for row in rows[2:]) for part in rows[0]}
+
+
+def in_block(product: Product) -> bool:
+    """Say whether a product is made by compiled code: those of decoder layers are, and a head's LM head is not."""
+    return "layer" in product.module
+
+
+def kinds(slot: int, ids: Sequence[int], context: int, starts: Sequence[int]) -> list[Kind]:
+    """Return the steps to be timed, on a slot that holds the request `ids`."""
+
+    def decode(engine: Engine, nodes: int) -> None:
+        engine.lens[slot : slot + 1].fill_(context)
+        engine.collect(engine.launch([slot], engine.buckets[1, nodes]))
+
+    def prefill(engine: Engine, start: int) -> None:
+        chunk = Chunk(slot, list(ids[start : start + PREFILL]), start, last=True)
+        engine.collect(engine.prefill([chunk]))
+
+    return [
+        Kind(f"plain, context {context}", lambda engine: decode(engine, 1)),
+        Kind(f"tree, context {context}", lambda engine: decode(engine, engine.sizes.nodes)),
+        *(
+            Kind(f"prefill of {PREFILL} tokens from row {start}", lambda engine, start=start: prefill(engine, start))
+            for start in starts
+        ),
+    ]
+
+
+def occupy(llm: LLM, ids: Sequence[int]) -> Request:
+    """Prefill a request, so that its slot has pages with real keys and values in them; returns it."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=64, ignore_eos=True)
+    request = llm.request(list(ids), params)
+    llm.scheduler.validate(request)
+    llm.scheduler.submit(request)
+    while request not in llm.scheduler.running:
+        llm.scheduler.step()
+    llm.scheduler.step()
+    return request
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """Return the parts of every kind of step as a Markdown table."""
+    columns = ("whole", "products", "attention", "compiled", "eager", "Python")
+    lines = ["| step | " + " | ".join(columns) + " | products / whole |", "|---" * (len(columns) + 2) + "|"]
+    for name, row in rows.items():
+        cells = [f"{row[column]:.2f}" for column in columns]
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {row['products'] / row['whole']:.0%} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", help="as the server's flag")
+    parser.add_argument("--context", type=int, default=200, help="tokens before a decode step")
+    parser.add_argument("--prefill-start", type=int, nargs="+", default=[0, 7 * PREFILL], help="first row of a prefill")
+    parser.add_argument("--repeats", type=int, default=30)
+    args = parser.parse_args()
+    length = max(args.context, max(args.prefill_start) + PREFILL)
+    options = {"dtype": args.dtype, "speculative_algorithm": "EAGLE3", "max_running_requests": 1, "device": "cpu",
+               "max_total_tokens": length + 256}  # fmt: skip
+    options |= {"quantization": args.quantization} if args.quantization else {}
+    eager = LLM(args.model, disable_torch_compile=True, **options)
+    texts = [text for texts in bench.read_prompts(bench.PROMPTS, None).values() for text in texts]
+    ids = bench.encode(texts[:1], eager.tokenizer, length, texts)[0][:length]
+    request = occupy(eager, ids)
+    steps = kinds(request.slot, ids, args.context, args.prefill_start)
+    with torch.inference_mode():
+        listed = {kind.name: products(eager.scheduler.engine, kind) for kind in steps}
+    llm = LLM(args.model, **options)
+    assert occupy(llm, ids).slot == request.slot, "both engines give their first request the same slot"
+    parts, load = Parts(llm.scheduler.engine), os.getloadavg()
+    rows = {kind.name: measure(parts, kind, listed[kind.name], args.repeats) for kind in steps}
+    sizes = llm.scheduler.sizes
+    shape = f"{sizes.steps}/{sizes.topk}/{sizes.nodes}"
+    loads = " and ".join(f"{one[0]:.1f}" for one in (load, os.getloadavg()))
+    print(f"{bench.hardware('cpu')}, torch {torch.__version__}, {llm.scheduler.kv.pool.dtype}, "
+          f"{args.quantization or 'no'} quantization, trees of {shape}; load before and after {loads}")  # fmt: skip
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

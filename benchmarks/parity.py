@@ -163,7 +163,7 @@ def check(url: str, questions: Questions, expect_retraction: bool = False) -> It
         return equal == count > 0, answers, f"{equal}/{count} equal"
 
     for at_once in (1, 8):
-        _flush(url)
+        flush(url)
         exact, answers, remark = ask(questions.first, questions.first_truth, at_once)
         yield f"first turns, {at_once} at once", exact, remark
     exact, answers, remark = ask(questions.second, questions.second_truth, 8)
@@ -189,7 +189,7 @@ def check(url: str, questions: Questions, expect_retraction: bool = False) -> It
     yield "pages in order when idle", whole and idle, remark
 
 
-def _flush(url: str) -> None:
+def flush(url: str) -> None:
     """Empty the prefix cache; the last answer may arrive a moment before its request is gone."""
     for _ in range(50):
         try:

@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -84,10 +85,10 @@ def measure(part: Part, peers: Sequence[Peer], rounds: int) -> list[Run]:
             peer.clear()
         for number, job in enumerate(part.jobs):
             for peer in peers if (round_ + number) % 2 == 0 else reversed(peers):
-                runs.append(ask(part, peer, round_, number, job))
-        for peer in peers:
-            speed = rates(runs, peer.name)[-1]
-            print(f"{part.title}, round {round_ + 1}: {TITLES[peer.name]} {speed:.1f} tokens/s", file=sys.stderr)
+                run = ask(part, peer, round_, number, job)
+                runs.append(run)
+                which = f"{part.title}, round {round_ + 1}, {number + 1} of {len(part.jobs)}"
+                print(f"{which}: {TITLES[peer.name]} {run.tokens / run.seconds:.1f} tokens/s", file=sys.stderr)
     return runs
 
 
@@ -239,6 +240,7 @@ def header(args: argparse.Namespace) -> str:
 def main() -> None:
     """Run the comparison and print it."""
     args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped as well
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(core_count())
     tokenizer = load_tokenizer(choose_folder(Config(model_path=args.model), print))

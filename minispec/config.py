@@ -33,6 +33,7 @@ GROWN = (*LEARNED, "STANDALONE")  # drafters that grow their trees on the device
 HEADS = Path(__file__).parent / "heads"  # what ships for the default model; NEXTN is its MTP layer
 SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "standalone"}
 CPU_SHAPE = (2, 4, 6)  # steps/topk/nodes: the fastest for them on two CPU cores, where each round costs (README)
+INT8_SHAPE = (1, 3, 4)  # in place of larger trees with int8 weights, whose kernel works on four rows at a time
 BEST = ("EAGLE3", "NGRAM")  # the default model's default, the first whose files are here
 MAX_NODES = 128  # of a draft tree: the nodes of one request are one query block of FlexAttention
 OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class, a drafter of the operator's own
@@ -68,6 +69,10 @@ class Config:
     dtype: str = _flag(
         "auto", "Model", "auto: bfloat16 on CUDA and on CPUs with avx512_bf16 or AMX, else float32",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+    )  # fmt: skip
+    quantization: str | None = _flag(
+        None, "Model", "int8: weights of 8 bits, one scale an output channel, on a CPU; drafters keep theirs",
+        choices=("int8",),
     )  # fmt: skip
     device: str = _flag("auto", "Model", "auto takes CUDA when there is one", choices=("auto", "cpu", "cuda"))
     context_length: int | None = _flag(None, "Model", "longest prompt plus output; default: the model's", low=2)
@@ -130,8 +135,8 @@ class Config:
         "first (FR-Spec)",
     )
     speculative_num_draft_tokens: int | None = _flag(
-        None, "Speculation", "nodes of a draft tree, root included; default for NGRAM: its longest match window", low=1,
-        high=MAX_NODES,
+        None, "Speculation", "nodes of a draft tree, root included; default for NGRAM: its longest match window, at "
+        "most 4 with int8 weights", low=1, high=MAX_NODES,
     )  # fmt: skip
     speculative_accept_threshold_single: float = _flag(
         1.0, "Speculation", "accept any draft of at least this probability; below 1 sampled output is not exact",
@@ -243,15 +248,16 @@ class Config:
         """Return (steps, topk, draft tokens) of a tree grown on the device.
 
         If none is given: SGLang's choice, by method and the target's architecture; for a head that ships, on a CPU, the
-        fastest. With topk 1 the tree is a chain of steps + 1; more nodes than candidates exist are not asked for.
+        fastest; with int8 weights four nodes. With topk 1 the tree is a chain of steps + 1; more nodes than candidates
+        exist are not asked for.
         """
         steps, topk, nodes = self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens
         if steps is None or topk is None or (nodes is None and topk > 1):
             ships = self.model_path is None and self.speculative_draft_model_path is None
             if on_cpu and ships and self.algorithm in LEARNED:
-                return CPU_SHAPE
+                return CPU_SHAPE if self.quantization is None else INT8_SHAPE
             bushy = self.algorithm in LEARNED and architecture == "LlamaForCausalLM"
-            return (5, 4, 8) if bushy else (3, 1, 4)
+            return (3, 1, 4) if not bushy else (5, 4, 8) if self.quantization is None else INT8_SHAPE
         candidates = topk + (steps - 1) * topk * topk
         return steps, topk, candidates + 1 if nodes is None or topk == 1 else min(nodes, candidates + 1)
 
@@ -296,7 +302,8 @@ class Config:
         """Nodes of a tree drafted on the host, root included (N); 1 without speculation."""
         if self.algorithm == "NONE":
             return 1
-        return self.speculative_num_draft_tokens or min(self.speculative_ngram_max_match_window_size, MAX_NODES)
+        most = MAX_NODES if self.quantization is None else INT8_SHAPE[2]
+        return self.speculative_num_draft_tokens or min(self.speculative_ngram_max_match_window_size, most)
 
     @property
     def thresholds(self) -> tuple[float, float] | None:

@@ -72,12 +72,12 @@ class DraftHead(nn.Module):
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size) if config.own_embedding else None
         self.lm_head = nn.Linear(shape.hidden_size, self.draft_vocab, bias=False) if own_lm_head else None
         # As submodules, they would make the target's weights part of this module: loaded, trained and packed with it.
-        self._target_embed, self._target_logits = target.embed_tokens.forward, target.logits
+        self._target_embed, self._target_logits = target.embed, target.logits
 
     @classmethod
     def empty(cls, config: HeadConfig, target: Model) -> Self:
         """Return a head for inference with uninitialised weights, in the target's dtype and on its device."""
-        weight = target.embed_tokens.weight
+        weight = target.norm.weight
         with torch.device("meta"):
             head = cls(config, target)
         head = head.to(weight.dtype).to_empty(device=weight.device).requires_grad_(False).eval()

@@ -259,7 +259,7 @@ class Model(nn.Module):
 
     def rope(self, positions: Tensor) -> Rope:
         """Return the rotary factors for positions [B, T], in the model's dtype."""
-        return Rope.at(positions, self.frequencies, self.embed_tokens.weight.dtype)
+        return Rope.at(positions, self.frequencies, self.norm.weight.dtype)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int | str] = ()
@@ -270,7 +270,7 @@ class Model(nn.Module):
         layer, and FINAL is that after the norm. Features are concatenated in the order of `taps`. Where `attend` keeps
         keys and values, the new ones are written in place.
         """
-        x = self.embed_tokens(tokens)
+        x = self.embed(tokens)
         rope = self.rope(positions)
         streams: dict[int | str, Tensor] = {}
         for index, block in enumerate(self.layers):
@@ -284,6 +284,10 @@ class Model(nn.Module):
     def reads(self, name: str) -> bool:
         """Return whether a file's tensor belongs to this model; an MTP layer does not, since it is a draft head."""
         return not name.startswith("mtp_layers.") and not (self.config.tied and name == "lm_head.weight")
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings [..., d] of tokens [...] int64."""
+        return self.embed_tokens(tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of normed hidden states [..., d]."""

@@ -482,8 +482,9 @@ def startup_line(config: Config, scheduler: Scheduler) -> str:
     """Return SGLang's start-up line of sizes."""
     pool, sizes = (scheduler.kv.pages - 1) * scheduler.kv.page_size, scheduler.sizes
     shape = "" if sizes.steps is None else f"num_steps={sizes.steps}, eagle_topk={sizes.topk}, "
+    weights = "" if config.quantization is None else f"quantization={config.quantization}, "
     return (
-        f"max_total_num_tokens={pool}, chunked_prefill_size={sizes.chunk_size}, "
+        f"{weights}max_total_num_tokens={pool}, chunked_prefill_size={sizes.chunk_size}, "
         f"max_running_requests={sizes.max_running}, context_len={sizes.context_length}, "
         f"page_size={scheduler.kv.page_size}, speculative_algorithm={config.algorithm}, "
         f"{shape}draft_tokens={sizes.nodes}, compiled shapes={len(scheduler.engine.shapes())}"

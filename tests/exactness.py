@@ -165,7 +165,7 @@ def build(
     sizes = Sizes.resolve(drafter, context_length=config.context_length, max_running=running, chunk_size=chunk)
     kv = PagedKV(
         KVShape(config.layers, config.kv_heads, config.head_dim), pages=pages, page_size=page_size, slots=running + 1,
-        rows_per_slot=config.context_length + sizes.tree_rows, like=model.embed_tokens.weight,
+        rows_per_slot=config.context_length + sizes.tree_rows, like=model.norm.weight,
     )  # fmt: skip
     engine = Engine(model, kv, drafter, sizes, compiled=compiled, thresholds=thresholds)
     return Scheduler(engine, Letters(), frozenset(eos), radix=radix)

@@ -74,7 +74,7 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
     samples = {
         "load_format": "dummy", "dtype": "bfloat16", "device": "cpu", "sampling_defaults": "openai", "page_size": "16",
         "speculative_algorithm": "ngram", "speculative_ngram_match_type": "prob", "log_level": "debug",
-        "mem_fraction_static": "0.5", "speculative_ngram_branch_length": "19",
+        "mem_fraction_static": "0.5", "speculative_ngram_branch_length": "19", "quantization": "int8",
         "speculative_accept_threshold_single": "0.5", "speculative_accept_threshold_acc": "0",
         "speculative_draft_load_format": "pt", "log_level_http": "info", "chat_template": "chatml",
     }  # fmt: skip
@@ -134,7 +134,9 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
           "--speculative-num-draft-tokens", "1"], "--speculative-num-draft-tokens must be at least 2"),
         (["--speculative-algo", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2"],
          "not given: --speculative-num-draft-tokens"),
-        (["--quantization", "fp8"], "quantization is not in this version"),
+        (["--quantization", "fp8"], "--quantization must be one of int8, got 'fp8'"),
+        (["--quantization", "w8a8_int8"], "--quantization must be one of int8, got 'w8a8_int8'"),
+        (["--speculative-draft-model-quantization", "int8"], "keeps its weights as they are; unquant is accepted"),
         (["--ssl-keyfile", "k.pem"], "reverse proxy"),
         (["--lora-paths", "a"], "adapters are not supported"),
         (["--admin-api-key", "k"], "there is one key, --api-key"),

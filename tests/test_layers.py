@@ -25,7 +25,7 @@ RANKS = {
     0: "request metrics tree kv radix model compiled load.weights load.packed load.token_map load.wheels "
     "load.chat_templates load.sglang_flags load.machine load.__init__ train.__init__ http.__init__",
     1: "config sampling attention eagle load.tokenizer load.default_model",
-    2: "verify output drafter mtp train.prompts",
+    2: "verify output drafter mtp load.int8 train.prompts",
     3: "beam ngram load.heads",
     4: "standalone",
     5: "engine load.drafters",

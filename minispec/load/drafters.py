@@ -18,6 +18,7 @@ from minispec.beam import BeamDrafter
 from minispec.config import LEARNED, MAX_NODES, Config
 from minispec.drafter import Drafter, HostDrafter, Plain, as_drafter
 from minispec.load.heads import load_head
+from minispec.load.int8 import PROMPT_ROWS
 from minispec.load.token_map import read_token_map
 from minispec.load.tokenizer import Tokenizer
 from minispec.load.weights import ModelError, resolve_file, resolve_model
@@ -36,7 +37,7 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
     """
     if config.is_own_drafter:
         drafter = _own(config, model, folder, tokenizer)
-        _check_size(f"--speculative-algorithm {config.algorithm}", drafter, model)
+        _check_size(config, drafter, model)
         return as_drafter(drafter, model.config.vocab_size)
     table: dict[str, Callable[[Config, Model, Path, Tokenizer], Drafter | HostDrafter]] = {
         "NONE": lambda *_: Plain(),
@@ -60,16 +61,19 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
         logger.warning("--speculative-token-map is ignored: --speculative-algorithm %s drafts without the target's LM "
                        "head", config.algorithm)  # fmt: skip
     drafter = table[config.algorithm](config, model, folder, tokenizer)
-    _check_size("--speculative-num-draft-tokens", drafter, model)
+    _check_size(config, drafter, model)
     return as_drafter(drafter, model.config.vocab_size)
 
 
-def _check_size(flag: str, drafter: Drafter | HostDrafter, model: Model) -> None:
-    """Raise ValueError naming the flag where the drafter's trees have more nodes than the model's device takes."""
+def _check_size(config: Config, drafter: Drafter | HostDrafter, model: Model) -> None:
+    """Raise ValueError naming the flag where the drafter's trees have more nodes than device or weights take."""
+    flag = f"--speculative-algorithm {config.algorithm}" if config.is_own_drafter else "--speculative-num-draft-tokens"
     device = model.embed_tokens.weight.device
-    if drafter.nodes > (most := most_nodes(device)):
-        raise ValueError(f"{flag}: the draft tree has {drafter.nodes} nodes, but on {device.type} it may have at most "
-                         f"{most}")  # fmt: skip
+    most, where = most_nodes(device), f"on {device.type}"
+    if config.quantization is not None and most >= PROMPT_ROWS:
+        most, where = PROMPT_ROWS - 1, f"with --quantization {config.quantization}"
+    if drafter.nodes > most:
+        raise ValueError(f"{flag}: the draft tree has {drafter.nodes} nodes, but {where} it may have at most {most}")
 
 
 def _own(config: Config, *target: object) -> Drafter | HostDrafter:

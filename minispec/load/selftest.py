@@ -96,7 +96,7 @@ def _serve(engine: Engine, drafter: Drafter, prompt: Sequence[int]) -> tuple[lis
 
 def _compare(model: Model, head: DraftHead, text: Sequence[int]) -> tuple[Reading | None, float, float]:
     """Return the best neighbouring reading, None if none is clearly better, and the agreement without and with it."""
-    ids = torch.tensor([text], device=model.embed_tokens.weight.device)
+    ids = torch.tensor([text], device=model.norm.weight.device)
     streams = _streams(model, ids)
     picks = model.logits(streams[FINAL]).argmax(-1)
     now = agreement(head, Reading("", head.taps), streams, ids, picks)
@@ -157,7 +157,7 @@ def agreement(head: DraftHead, reading: Reading, streams: Streams, ids: Tensor, 
 def _streams(model: Model, ids: Tensor) -> Streams:
     """Return every stream [1, T, d] a head can read of ids [1, T]; runs eagerly: compiled blocks are for paged rows."""
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    x, rope, streams = model.embed_tokens(ids), model.rope(positions), Streams()
+    x, rope, streams = model.embed(ids), model.rope(positions), Streams()
     for index, block in enumerate(model.layers):
         streams[index] = x
         x = block(x, rope, Causal())

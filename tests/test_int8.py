@@ -1,0 +1,246 @@
+"""int8 weights: each row of a product alone has the bits it has among others, tokens stay exact, memory halves."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conformance import CHECKS, SUBJECTS, Subject, sharp_model
+from exactness import CPU, Oracle, build, mixed_requests, reference, run, tiny_config, tiny_model, truth_of
+from torch import Tensor, nn
+from trained import trained_model
+
+import minispec.llm as llm_module
+from minispec.compiled import compile_step
+from minispec.config import Config
+from minispec.eagle import Eagle3Head, HeadConfig
+from minispec.llm import LLM, choose_device
+from minispec.load import int8
+from minispec.load.drafters import make_drafter
+from minispec.load.int8 import PROMPT_ROWS, Int8Embedding, Int8Linear, check_int8, quantize, quantized
+from minispec.model import Model
+from minispec.request import SamplingParams
+
+IDS = list(range(40))
+# (in, out) of the default model's layers and LM head; then a layer whose rows the kernel has to be given padded.
+SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152), (72, 61)]
+
+
+def layer(size: int, features: int, dtype: torch.dtype, bias: bool = False) -> nn.Linear:
+    """Return a random layer whose channels differ in scale."""
+    torch.manual_seed(size + features)
+    made = nn.Linear(size, features, bias=bias, dtype=dtype).requires_grad_(False)
+    made.weight *= torch.rand(features, 1) + 0.1
+    return made
+
+
+def weight_of(linear: Int8Linear) -> Tensor:
+    """Return the weight [out, in] fp64 that an int8 layer stands for."""
+    return (linear.weight.double() * linear.scale.double()[:, None])[:, : linear.size]
+
+
+# ---- products ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_has_the_bits_that_it_has_alone(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    linear, x = Int8Linear(layer(*shape, dtype)), torch.randn(64, shape[0]).to(dtype)
+    if dtype == torch.float32:  # that kernel is a plain loop, so a part of the channels must do
+        linear.weight, linear.scale = linear.weight[-50:], linear.scale[-50:]
+    large = linear.weight.numel() > 2**21
+    alone = torch.cat([linear(row) for row in x.split(1)])
+    for rows in (2, 3, 4, 5, 8, 33, 64) if large else range(1, 65):
+        assert torch.equal(linear(x[:rows]), alone[:rows]), f"{rows} rows"
+        assert torch.equal(linear(x[None, :rows]), alone[None, :rows]), "a batch of one tree"
+    assert torch.equal(linear(x.view(16, 4, -1)), alone.view(16, 4, -1)), "trees of a batch"
+    assert torch.equal(linear(x[0]), alone[0])
+    assert torch.equal(linear(x.view(32, 2, -1)[:, 1]), alone[1::2]), "rows that do not lie together"
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 8e-3), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("rows", [3, PROMPT_ROWS])
+def test_products_are_those_of_the_dequantized_weight(rows: int, dtype: torch.dtype, bound: float) -> None:
+    for size, features in SHAPES[1:2] + SHAPES[-1:]:
+        given = layer(size, features, dtype, bias=True)
+        linear, x = Int8Linear(given), torch.randn(2, rows, size).to(dtype)
+        want = F.linear(x.double(), weight_of(linear), given.bias.double())
+        got = linear(x)
+        assert got.dtype == dtype and (got - want).abs().max() < bound * want.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_are_off_by_at_most_half_a_unit_and_zeros_stay(dtype: torch.dtype) -> None:
+    weight = layer(72, 61, dtype).weight
+    weight[3] = 0
+    integers, scale = quantized(weight)
+    assert integers.shape == (61, 80) and not integers[:, 72:].any() and not integers[3].any()
+    assert integers.abs().max() == 127
+    off = (integers[:, :72].double() * scale.double()[:, None] - weight.double()).abs() / scale.double()[:, None]
+    assert off.max() <= (0.5001 if dtype == torch.float32 else 1.0), "a rounded scale may cut the largest weights off"
+    assert (off > 0.5001).double().mean() < 0.02
+
+
+# ---- a model ------------------------------------------------------------------------------------------------------
+
+
+def bytes_of(model: nn.Module) -> int:
+    """Return the memory of all parameters and buffers, shared ones once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def test_the_default_model_takes_half_the_memory_and_nobody_keeps_the_old_weights(demo_folder: Path) -> None:
+    config = Config(load_format="dummy", random_seed=1)
+    shape = llm_module.ModelConfig.from_hf(llm_module.read_config(demo_folder))
+    with torch.inference_mode():
+        model = llm_module.load_model(config, shape, demo_folder, torch.bfloat16, CPU)
+        head = Eagle3Head.empty(HeadConfig("eagle3", shape, (1, 2)), model)
+        before, old = bytes_of(model), [weakref.ref(p) for name, p in model.named_parameters() if "norm" not in name]
+        quantize(model, IDS)
+    gc.collect()
+    assert bytes_of(model) <= 0.55 * before
+    assert len(old) == 1 + 4 * shape.layers and not any(ref() is not None for ref in old)
+    tokens = torch.tensor([[5, 49151]])
+    assert torch.equal(head.embed(tokens), model.embed_tokens(tokens))
+    assert model.embed_tokens.weight is model.lm_head.weight
+
+
+def test_a_tied_embedding_is_the_lm_head_s_rows_and_another_one_stays() -> None:
+    with torch.inference_mode():
+        tied = Model.empty(replace(tiny_config(), tied=True), torch.bfloat16, CPU)
+        for parameter in tied.parameters():
+            parameter.normal_(0, 0.35)
+        quantize(tied, IDS)
+        apart = tiny_model()
+        kept = apart.embed_tokens.weight
+        quantize(apart, IDS)
+    tokens = torch.tensor([[3, 60], [0, 3]])
+    assert isinstance(tied.embed_tokens, Int8Embedding)
+    assert tied.embed(tokens).dtype == torch.bfloat16
+    assert torch.equal(tied.embed(tokens), weight_of(tied.lm_head)[tokens].bfloat16())
+    assert apart.embed_tokens.weight is kept
+
+
+def test_the_cost_is_what_the_distributions_say() -> None:
+    model = tiny_model()
+    with torch.inference_mode():
+        old = int8._logits(model, IDS).double().log_softmax(-1)
+        cost = quantize(model, IDS)
+        new = int8._logits(model, IDS).double().log_softmax(-1)
+    divergence = float((old.exp() * (old - new)).sum(-1).mean())
+    assert cost.divergence == pytest.approx(divergence, rel=1e-3) and divergence > 1e-5
+    assert cost.agreement == float((old.argmax(-1) == new.argmax(-1)).double().mean()) > 0.8
+    assert cost.tokens == len(IDS)
+
+
+# ---- exact tokens in float32 --------------------------------------------------------------------------------------
+
+
+@functools.cache
+@torch.inference_mode()
+def int8_of(make: Callable[[], Model]) -> Model:
+    """Return a model of the conformance tests with int8 weights."""
+    model = copy.deepcopy(make())
+    quantize(model, IDS)
+    return model
+
+
+def as_int8(subject: Subject) -> Subject:
+    """Return the subject over the same model with int8 weights."""
+    return replace(subject, model=partial(int8_of, subject.model), built=[])
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_tokens_stay_the_same(check: Callable[[Subject], None]) -> None:
+    check(as_int8(SUBJECTS["trained-tree"]))
+
+
+@pytest.mark.parametrize("check", [c for c in CHECKS if "greedy" in c.__name__ or "seeded" in c.__name__],
+                         ids=lambda check: check.__name__)  # fmt: skip
+@pytest.mark.parametrize("name", ["none", "ngram", "standalone-tree", "eagle-tree", "eagle3-chain", "mtp-tree"])
+def test_tokens_stay_the_same_whoever_drafts(name: str, check: Callable[[Subject], None]) -> None:
+    check(as_int8(SUBJECTS[name]))
+
+
+def test_int8_weights_are_what_is_served() -> None:
+    """The tokens above would be exact with the old weights too."""
+    for make in (sharp_model, trained_model):
+        assert all(isinstance(m, Int8Linear) for m in int8_of(make).modules() if hasattr(m, "bias"))
+    requests = mixed_requests()
+    run(build(int8_of(sharp_model), SUBJECTS["none"].drafter(sharp_model())), requests)
+    assert any(r.output_ids != reference(sharp_model(), r) for r in requests)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_compiled_steps_are_exact() -> None:
+    model = copy.deepcopy(int8_of(sharp_model))
+    model.compile_blocks(partial(compile_step, device=CPU))
+    scheduler = build(model, Oracle(truth_of(int8_of(sharp_model)), nodes=4), compiled=True, running=1, chunk=100)
+    requests = [*mixed_requests(2), *mixed_requests(2, seed=2, temperature=1.0)]
+    run(scheduler, requests)
+    assert scheduler.metrics.tree_steps > 10
+    for r in requests:
+        assert r.output_ids == reference(int8_of(sharp_model), r)
+
+
+# ---- flags --------------------------------------------------------------------------------------------------------
+
+
+def test_trees_have_four_nodes_unless_flags_say_otherwise() -> None:
+    def shape(on_cpu: bool = True, **flags: object) -> tuple[int, int, int]:
+        return Config(quantization="int8", **flags).tree_shape("LlamaForCausalLM", on_cpu)
+
+    head = {"model_path": "m", "speculative_draft_model_path": "h"}
+    for algorithm in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"):
+        assert shape(speculative_algorithm=algorithm)[2] == 4 == shape(speculative_algorithm=algorithm, **head)[2]
+    assert Config(quantization="int8", speculative_algorithm="NGRAM").draft_tokens == 4
+    assert shape(speculative_num_steps=2, speculative_eagle_topk=4, speculative_num_draft_tokens=6) == (2, 4, 6)
+    assert Config(quantization="int8", speculative_algorithm="NGRAM", speculative_num_draft_tokens=9).draft_tokens == 9
+
+
+def test_a_tree_as_long_as_a_chunk_of_prompt_is_refused() -> None:
+    """Its products would be those of prompts, which round differently from those of plain steps."""
+
+    def nodes(count: int) -> int:
+        config = Config(model_path="m", speculative_algorithm="NGRAM", speculative_num_draft_tokens=count,
+                        quantization="int8")  # fmt: skip
+        return make_drafter(config, tiny_model(), Path("m"), None).nodes
+
+    assert nodes(127) == 127
+    with pytest.raises(ValueError, match="--speculative-num-draft-tokens: .* 128 nodes.*--quantization int8 .*127"):
+        nodes(128)
+
+
+def test_other_devices_and_builds_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device(Config(quantization="int8", device="cpu")) == CPU
+    with pytest.raises(ValueError, match="^--quantization int8 .* cuda; --device cpu .*$"):
+        choose_device(Config(quantization="int8"))
+    check_int8(torch.bfloat16)
+    monkeypatch.delattr(torch, "_weight_int8pack_mm")
+    with pytest.raises(ValueError, match="^--quantization int8: this build of PyTorch .*$"):
+        check_int8(torch.bfloat16)
+
+
+def test_an_engine_says_what_int8_costs(demo_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="minispec"):
+        llm = LLM(quantization="int8", disable_torch_compile=True, max_running_requests=1)
+    (said,) = [r.message for r in caplog.records if r.message.startswith("int8 weights")]
+    divergence, agreement = (float(said.split(word)[1].split()[0].rstrip("%")) for word in ("weights is ", "same at "))
+    assert 0.0005 < divergence < 0.03 and 85 <= agreement <= 100
+    assert any(r.message.startswith("quantization=int8, ") for r in caplog.records)
+    drafter = llm.scheduler.engine.drafter
+    assert drafter.nodes == 4 and not any(isinstance(m, Int8Linear) for m in drafter.network.modules())
+    text = llm.generate("The capital of France is", SamplingParams(temperature=0, max_new_tokens=8))["text"]
+    assert "Paris" in text and llm.scheduler.metrics.accept_length >= 1

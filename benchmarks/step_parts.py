@@ -39,7 +39,6 @@ import bench
 from minispec import LLM, SamplingParams
 from minispec.compiled import compile_step
 from minispec.engine import Chunk, Engine
-from minispec.load.packed import PackedLinear
 from minispec.model import Block
 from minispec.request import Request
 
@@ -70,7 +69,7 @@ def linears(engine: Engine) -> list[tuple[str, str, nn.Module]]:
         for part, network in parts.items()
         if network is not None
         for name, module in network.named_modules()
-        if isinstance(module, nn.Linear) or type(module).__module__ == PackedLinear.__module__
+        if type(module).__name__.endswith("Linear")  # PyTorch's, PackedLinear, or quantized
     ]
 
 

@@ -74,7 +74,7 @@ class Int8Linear(nn.Module):
         if self.size % LANES:
             x = F.pad(x, (0, -self.size % LANES))
         if x.dim() > 1 and x.shape[-2] >= PROMPT_ROWS:
-            # In fp32, because Inductor makes the kernel above of a product that is scaled in bfloat16.
+            # Scaled in fp32: scaled in bfloat16, Inductor would take it for a product to run in the decoding kernel.
             out = (F.linear(x, self.weight.to(x.dtype)).float() * self.scale.float()).to(x.dtype)
         else:
             rows = x.reshape(-1, x.shape[-1]).contiguous()

@@ -248,6 +248,9 @@ class PagedGather:
 
     def __init__(self, kv: PagedKV, plan: Plan, layers: int) -> None:
         self.kv, self.plan = kv, plan
+        # Are a request's blocks of a prefill step attended together? Whose they are, the host learns by a look at the
+        # slots, for which it would wait on CUDA.
+        self.merges = plan.blocks > 1 and not plan.starts.is_cuda
         self.strips: list[Strip] = []
         key = next(_keys)
         _gathers[key] = self
@@ -263,7 +266,7 @@ class PagedGather:
     def _strips(self) -> list[Strip]:
         """Return what is attended together in this step."""
         plan = self.plan
-        if plan.blocks == 1 or plan.starts.is_cuda:  # where a look at the slots would make the host wait
+        if not self.merges:
             return [self._strip(slice(0, plan.batch * plan.blocks), self._reach())]
         slots, ends = plan.slots.tolist(), plan.ends.tolist()
         strips, first = [], 0
@@ -295,7 +298,7 @@ class PagedGather:
     def _rows_and_mask(self, blocks: slice, reach: int) -> tuple[Tensor, Tensor]:
         """Return the rows to read [g, S] int64 and who sees them [g, queries, S] bool.
 
-        On a CPU the blocks of a prefill strip are one block of the strip's queries, since they are of one request.
+        Blocks that are merged count as one, of all their queries, since they are of one request.
 
         A row that no query of its block may see is replaced by the block's row 0, which all of them see. Masking alone
         would not keep it out: in float16 it may hold an overflow, of padding in page 0 or of a page's former owner, and
@@ -307,7 +310,7 @@ class PagedGather:
         inside = ahead.clamp(0, plan.window - 1)[:, None, :].expand(-1, plan.width, -1)
         within = (ahead < plan.window)[:, None, :] & plan.visible[blocks].gather(2, inside)
         mask, slots = (ahead < 0)[:, None, :] | within, plan.slots[blocks]
-        if plan.blocks > 1 and not mask.is_cuda:
+        if self.merges:
             mask, slots = mask.view(1, -1, reach), slots[:1]
         rows = self.kv.table[slots][:, position // page_size].long() * page_size + position % page_size
         return torch.where(mask.any(1), rows, rows[:, :1]), mask

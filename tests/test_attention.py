@@ -254,12 +254,17 @@ def test_gather_matches_the_reference_for_trees(group: int, dtype: torch.dtype) 
             check(world, plan, PagedGather(world.kv, plan, LAYERS), eager, tree_scene(world, nodes, 3))
 
 
+@pytest.mark.parametrize("merges", [True, False])
 @pytest.mark.parametrize("group", GROUPS)
-def test_gather_matches_the_reference_for_packed_chunks(group: int) -> None:
+def test_gather_matches_the_reference_for_packed_chunks(group: int, merges: bool) -> None:
+    """A request's blocks are attended together on a CPU, and each by itself on CUDA."""
     world = World(group, rows=400, seed=group)
     plan = Plan(world.kv, 1, 4, QUERY_BLOCK)
     for _ in range(2):
-        check(world, plan, PagedGather(world.kv, plan, LAYERS), eager, prefill_scene(world, 4))
+        attend = PagedGather(world.kv, plan, LAYERS)
+        assert attend.merges
+        attend.merges = merges
+        check(world, plan, attend, eager, prefill_scene(world, 4))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

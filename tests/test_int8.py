@@ -80,15 +80,15 @@ def test_products_are_those_of_the_dequantized_weight(rows: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_weights_are_off_by_at_most_half_a_unit_and_zeros_stay(dtype: torch.dtype) -> None:
+def test_weights_are_off_by_at_most_half_a_unit(dtype: torch.dtype) -> None:
     weight = layer(72, 61, dtype).weight
-    weight[3] = 0
+    weight[3], weight[4] = 0, 1e-5  # float16 has no scale near enough to the second one
     integers, scale = quantized(weight)
     assert integers.shape == (61, 80) and not integers[:, 72:].any() and not integers[3].any()
-    assert integers.abs().max() == 127
+    assert integers.abs().max() == 127 and (integers[4, :72] == 127).all()
     off = (integers[:, :72].double() * scale.double()[:, None] - weight.double()).abs() / scale.double()[:, None]
-    assert off.max() <= (0.5001 if dtype == torch.float32 else 1.0), "a rounded scale may cut the largest weights off"
-    assert (off > 0.5001).double().mean() < 0.02
+    off[4] = 0
+    assert off.max() <= 0.5001
 
 
 # ---- a model ------------------------------------------------------------------------------------------------------

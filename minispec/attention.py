@@ -248,9 +248,8 @@ class PagedGather:
 
     def __init__(self, kv: PagedKV, plan: Plan, layers: int) -> None:
         self.kv, self.plan = kv, plan
-        # Are a request's blocks of a prefill step attended together? Whose they are, the host learns by a look at the
-        # slots, for which it would wait on CUDA.
-        self.merges = plan.blocks > 1 and not plan.starts.is_cuda
+        # Are a request's blocks of a prefill step attended together? Whose they are, the host learns by a look.
+        self.merges = plan.blocks > 1 and kv.host_looks
         self.strips: list[Strip] = []
         key = next(_keys)
         _gathers[key] = self
@@ -279,9 +278,10 @@ class PagedGather:
 
     def _reach(self) -> int:
         """Return how many rows to read of every slot."""
-        if self.plan.starts.is_cuda:
-            return self._mapped_pages() * self.kv.page_size
-        return min(max(1, int(self.plan.ends.max())), self.kv.pages_per_slot * self.kv.page_size)
+        most = self.kv.pages_per_slot * self.kv.page_size
+        if self.kv.host_looks:
+            return min(max(1, int(self.plan.ends.max())), most)
+        return min(self._mapped_pages() * self.kv.page_size, most)
 
     def _mapped_pages(self) -> int:
         """Return the most pages any slot has, as the host mapped them; for padding, those that hold the nodes."""

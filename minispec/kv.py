@@ -60,6 +60,9 @@ class PagedKV:
         """Allocate `pages` pages, the trash page among them, of the dtype and on the device of the tensor `like`."""
         device = like.device
         self.page_size, self.pages = page_size, pages
+        # May the host look at values in the middle of a step? On a CPU that costs nothing and saves work; elsewhere it
+        # would wait for the device, and a captured step cannot be looked into at all.
+        self.host_looks = device.type == "cpu"
         self.pages_per_slot = -(-rows_per_slot // page_size)
         # With `empty`, a row that nobody has written could hold a NaN, and attention would spread it although the row
         # is masked, since 0 * NaN is NaN.

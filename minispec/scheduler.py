@@ -25,8 +25,9 @@ from collections.abc import Sequence
 
 import torch
 
+from minispec.bucket import Chunk
 from minispec.config import Config
-from minispec.engine import Chunk, Engine
+from minispec.engine import Engine
 from minispec.load.tokenizer import Tokenizer
 from minispec.metrics import Load, Metrics
 from minispec.output import Output

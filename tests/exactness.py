@@ -79,7 +79,7 @@ def reference(model: Model, request: Request, stop_ids: Sequence[int] = ()) -> l
     while len(output) < request.max_new_tokens:
         state = SamplingState(2, VOCAB, CPU)
         state.assign(1, params, request.seed, request.prompt_ids, output, stop_ids)
-        wishes = state.wishes(torch.tensor([1]), [1])
+        wishes = state.wishes(torch.tensor([1]), state.needs([1]))
         token = int(pick(next_logits(model, ids)[None], wishes, torch.tensor([len(ids)])))
         output.append(token)
         ids.append(token)

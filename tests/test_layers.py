@@ -26,7 +26,7 @@ RANKS = {
     "load.chat_templates load.sglang_flags load.machine load.__init__ train.__init__ http.__init__",
     1: "config sampling attention eagle load.tokenizer load.default_model",
     2: "verify output drafter mtp load.int8 train.prompts",
-    3: "beam ngram load.heads",
+    3: "beam ngram bucket load.heads",
     4: "standalone",
     5: "engine load.drafters",
     6: "scheduler load.selftest",

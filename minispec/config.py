@@ -112,6 +112,9 @@ class Config:
         None, "Memory and scheduling", "most prompt tokens a step, -1: all; default: 512 on CPU, 2048 on CUDA", low=-1
     )
     disable_radix_cache: bool = _flag(False, "Memory and scheduling", "share no prefixes between requests")
+    disable_overlap_schedule: bool = _flag(
+        False, "Memory and scheduling", "finish each step before the next one begins, as on a CPU and with NGRAM always"
+    )
     disable_torch_compile: bool = _flag(False, "Memory and scheduling", "run eagerly: starts at once, decodes slower")
 
     speculative_algorithm: str | None = _flag(
@@ -411,7 +414,8 @@ def _variables(environ: Mapping[str, str], topk: int | None) -> list[str]:
     if environ.get(SPEC_V2, "").lower() in ("1", "true", "yes", "y"):
         names.remove(SPEC_V2)
         trees = f"; with --speculative-eagle-topk {topk} trees are served all the same" if (topk or 1) > 1 else ""
-        notes.append(f"{SPEC_V2} changes nothing: each step is finished before the next one begins{trees}")
+        notes.append(f"{SPEC_V2} changes nothing: on CUDA steps overlap without it, unless --disable-overlap-schedule "
+                     f"is given{trees}")
     if names:
         notes.append(f"these environment variables of SGLang's are not read here: {', '.join(names)}")
     return notes

@@ -86,6 +86,11 @@ class Drafter(ABC):
     commits: bool = True  # whether `commit` is to be called: a drafter without state on the device saves the work
     declines: bool = False  # whether `host_drafts` may choose a plain step; if not, the scheduler stops hopeless drafts
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether the next drafts need the tokens of this step on the host, so that steps cannot overlap."""
+        return type(self).observe is not Drafter.observe
+
     def compile(self, compiler: Compiler) -> None:  # noqa: B027  a drafter without a network has nothing to compile
         """Run the network as `compiler` compiles it from now on."""
 

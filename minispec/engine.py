@@ -48,6 +48,11 @@ class Pending:
     nodes: int = 1  # tree size of a decode step
     chunks: Sequence[Chunk] = ()
 
+    @property
+    def most(self) -> int:
+        """A, the most tokens that a row may have emitted."""
+        return self.outputs.shape[1] - 1
+
 
 @dataclass(frozen=True)
 class Sizes:

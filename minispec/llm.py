@@ -36,7 +36,7 @@ from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.load.weights import eos_token_ids, load_weights, read_config, read_tensors, resolve_model
 from minispec.model import Model, ModelConfig, published_tensors
 from minispec.request import Request, RequestError, SamplingParams, meta_info
-from minispec.scheduler import Scheduler, logger, startup_line
+from minispec.scheduler import Scheduler, SchedulerOptions, logger, startup_line
 
 Prompt = str | Sequence[int]
 
@@ -87,9 +87,12 @@ class LLM:
             engine,
             self.tokenizer,
             eos_token_ids(self.folder, hf_config, self.tokenizer),
-            radix=not config.disable_radix_cache,
-            decode_log_interval=config.decode_log_interval,
-            random_seed=config.random_seed,
+            SchedulerOptions(
+                radix=not config.disable_radix_cache,
+                overlap=device.type == "cuda" and not config.disable_overlap_schedule,
+                decode_log_interval=config.decode_log_interval,
+                random_seed=config.random_seed,
+            ),
         )
         logger.info("%s", startup_line(config, self.scheduler))
 

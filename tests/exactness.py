@@ -21,7 +21,7 @@ from minispec.kv import KVShape, PagedKV
 from minispec.model import Model, ModelConfig
 from minispec.request import Request, SamplingParams
 from minispec.sampling import SamplingState, pick
-from minispec.scheduler import Scheduler
+from minispec.scheduler import Scheduler, SchedulerOptions
 from minispec.tree import PADDING, DraftTree
 
 VOCAB = 61
@@ -157,6 +157,7 @@ def build(
     chunk: int = 64,
     compiled: bool = False,
     radix: bool = True,
+    overlap: bool = False,
     eos: Sequence[int] = (),
     thresholds: tuple[float, float] | None = None,
 ) -> Scheduler:
@@ -168,7 +169,7 @@ def build(
         rows_per_slot=config.context_length + sizes.tree_rows, like=model.norm.weight,
     )  # fmt: skip
     engine = Engine(model, kv, drafter, sizes, compiled=compiled, thresholds=thresholds)
-    return Scheduler(engine, Letters(), frozenset(eos), radix=radix)
+    return Scheduler(engine, Letters(), frozenset(eos), SchedulerOptions(radix=radix, overlap=overlap))
 
 
 def request(name: str, prompt: Sequence[int], **params: object) -> Request:

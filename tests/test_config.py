@@ -170,7 +170,7 @@ def test_refusals_are_one_line_that_names_the_flag(
 
 
 @pytest.mark.parametrize(
-    "argv", [["--tp", "1"], ["--kv-cache-dtype=auto"], ["--disable_overlap_schedule"], ["--trust-remote-code"],
+    "argv", [["--tp", "1"], ["--kv-cache-dtype=auto"], ["--enable_two_batch_overlap"], ["--trust-remote-code"],
              ["--json-model-override-args", "{}"], ["--nnodes", "1"], ["--disaggregation-mode", "null"]],
 )  # fmt: skip
 def test_flags_that_ask_for_what_is_so_leave_one_note(argv: list[str]) -> None:

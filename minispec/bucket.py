@@ -47,7 +47,7 @@ class Bucket:
     def __init__(self, kv: PagedKV, batch: int, nodes: int, most: int, attend: tuple[AttendKind, int]) -> None:
         """`attend`: the kind of attention and the number of the target's layers; `most` is A."""
         device = kv.pool.device
-        self.batch, self.nodes = batch, nodes
+        self.batch, self.nodes, self.name = batch, nodes, f"decode, batch {batch}, {nodes} nodes a tree"
         self.inputs = torch.zeros(batch * (1 + 2 * nodes), dtype=torch.int64, device=device)
         self.slots, tokens, parents = self.inputs.split((batch, batch * nodes, batch * nodes))
         self.tree = DraftTree(tokens.view(batch, nodes), parents.view(batch, nodes))  # the host's; node 0 is `root`
@@ -79,7 +79,7 @@ class PrefillBucket:
     def __init__(self, kv: PagedKV, size: int, width: int, attend: tuple[AttendKind, int]) -> None:
         """`attend`: the kind of attention and the number of the target's layers; `size` is T, `width` W."""
         device, blocks = kv.pool.device, size // width
-        self.size, self.width, self.blocks = size, width, blocks
+        self.size, self.width, self.blocks, self.name = size, width, blocks, f"prefill of {size} tokens"
         self.inputs = torch.zeros(2 * size + 7 * blocks, dtype=torch.int64, device=device)
         parts = self.inputs.split((size, size, *[blocks] * 7))
         self.tokens, self.following = parts[:2]  # [T] each

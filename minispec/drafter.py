@@ -95,9 +95,12 @@ class Drafter(ABC):
         """Run the network as `compiler` compiles it from now on."""
 
     def attach(  # noqa: B027  a drafter without tensors has nothing to allocate
-        self, kv: PagedKV, attend_kind: Any, batch_sizes: Sequence[int]
+        self, kv: PagedKV, attend_kind: Any, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
     ) -> None:
-        """Allocate pages and per-slot state beside the target's, once, before the first step."""
+        """Allocate pages, per-slot state and plans beside the target's, once, before the first step.
+
+        batch_sizes: of the decode steps. chunk_counts: the most chunks that each of the prefill steps holds.
+        """
 
     def shapes(self, batch_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> list[str]:
         """Return a name for every graph that the drafter's network is compiled to, in addition to the target's."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +29,11 @@ from torch import Tensor
 from minispec.attention import QUERY_BLOCK, PagedGather, Plan, compiled_attention, prefill_block
 from minispec.bucket import Bucket, Chunk, PrefillBucket
 from minispec.drafter import Batch, Committed, Drafter
+from minispec.graphs import Recorder
 from minispec.kv import PagedKV
 from minispec.model import Model
 from minispec.request import Request
-from minispec.sampling import GREEDY, Needs, SamplingState, Wishes, largest, pick
+from minispec.sampling import GREEDY, TEMPERED, Needs, SamplingState, Wishes, largest, pick
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import Rule, Verdict, verify, verify_greedy
 
@@ -47,6 +49,7 @@ class Pending:
     ready: torch.cuda.Event | None  # set when they are filled; None: they are
     nodes: int = 1  # tree size of a decode step
     chunks: Sequence[Chunk] = ()
+    captured: bool = False  # whether a CUDA graph ran it
 
     @property
     def most(self) -> int:
@@ -121,6 +124,7 @@ class Engine:
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
         self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
         self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): measured at warm-up
+        self.graphs: dict[tuple[Bucket | PrefillBucket, Needs], torch.cuda.CUDAGraph] = {}  # `capture` fills it
         attend = (self.attend_kind, model.config.layers)
         self.buckets = {
             (batch, nodes): Bucket(kv, batch, nodes, self._most(nodes), attend)
@@ -130,7 +134,7 @@ class Engine:
         self.query_block = width = prefill_block(device)
         self.prefill_buckets = {size: PrefillBucket(kv, size, width, attend) for size in sizes.prefill_sizes}
         self.causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-        drafter.attach(kv, self.attend_kind, sizes.batch_sizes)
+        drafter.attach(kv, self.attend_kind, sizes.batch_sizes, [size // width for size in sizes.prefill_sizes])
         # By batch: the accepted path as a chain.
         paths = sizes.batch_sizes if drafter.commits else ()
         self.path_plans = {size: Plan(kv, size, 1, drafter.depth + 1) for size in paths}
@@ -175,8 +179,17 @@ class Engine:
             bucket = self._prepare(slots, draft)
         else:
             bucket.upload(slots, ())
-        self.decode(bucket, self.sampling.needs(slots))
-        return self._pending(list(slots), bucket.outputs, nodes=bucket.nodes)
+        captured = self._run(self.decode, bucket, self.sampling.needs(slots))
+        return self._pending(list(slots), bucket.outputs, nodes=bucket.nodes, captured=captured)
+
+    def _run(self, step: Callable[[Any, Needs], None], bucket: Bucket | PrefillBucket, needs: Needs) -> bool:
+        """Run `decode` or `known`; returns whether that was a replay, which it is where the step was captured."""
+        graph = self.graphs.get((bucket, needs))
+        if graph is None:
+            step(bucket, needs)
+        else:
+            graph.replay()
+        return graph is not None
 
     def _prepare(self, slots: Sequence[int], draft: bool) -> Bucket:
         """Do the host's part of a step: ask the drafter, choose the bucket, upload slots and trees."""
@@ -273,8 +286,8 @@ class Engine:
         needed = sum(self.blocks(len(chunk.tokens)) for chunk in chunks) * self.query_block
         bucket = self.prefill_buckets[next(size for size in self.sizes.prefill_sizes if size >= needed)]
         bucket.upload(chunks)
-        self.known(bucket, self.sampling.needs([chunk.slot for chunk in chunks if chunk.last]))
-        return self._pending([chunk.slot for chunk in chunks], bucket.outputs, chunks=chunks)
+        captured = self._run(self.known, bucket, self.sampling.needs([chunk.slot for chunk in chunks if chunk.last]))
+        return self._pending([chunk.slot for chunk in chunks], bucket.outputs, chunks=chunks, captured=captured)
 
     def known(self, bucket: PrefillBucket, needs: Needs) -> None:
         """Run the prefill step over the known tokens that a bucket's inputs describe, and write its outputs."""
@@ -334,17 +347,33 @@ class Engine:
         shapes, sizes = sorted(self.buckets, reverse=True), self.sizes.prefill_sizes
         total = len(shapes) + len(sizes)
         for done, size in enumerate(reversed(sizes), start=1):
-            progress(f"warm-up {done}/{total}: prefill of {size} tokens")
-            self.prefill_buckets[size].upload([])
-            self.known(self.prefill_buckets[size], GREEDY)
+            bucket = self.prefill_buckets[size]
+            progress(f"warm-up {done}/{total}: {bucket.name}")
+            bucket.upload([])
+            self.known(bucket, GREEDY)
         for done, (batch, nodes) in enumerate(shapes, start=len(sizes) + 1):
-            progress(f"warm-up {done}/{total}: decode, batch {batch}, {nodes} nodes a tree")
+            progress(f"warm-up {done}/{total}: {self.buckets[batch, nodes].name}")
             self.launch([], self.buckets[batch, nodes])
         for batch in self.sizes.batch_sizes if self.drafter.declines else ():
             # In turn, and the least of several: the machine's mood at start must not decide about trees for good.
             times = [[self._step_seconds(batch, nodes) for nodes in self.sizes.tree_sizes] for _ in range(repeats)]
             for nodes, several in zip(self.sizes.tree_sizes, zip(*times, strict=True), strict=True):
                 self.step_seconds[batch, nodes] = min(several)
+
+    def capture(self, batches: Sequence[int], progress: Callable[[str], None]) -> None:
+        """Capture the decode steps of these batch sizes and the smallest prefill step, on CUDA and after warm-up.
+
+        Each is captured for greedy and for plainly tempered batches; batches that need more run uncaptured. The largest
+        come first, so that the smaller ones fit into the memory that those leave to the pool.
+        """
+        recorder = Recorder(self.device)
+        smallest = self.prefill_buckets[self.sizes.prefill_sizes[0]]
+        steps: list[tuple[Callable[[Any, Needs], None], Bucket | PrefillBucket]] = [(self.known, smallest)]
+        steps += [(self.decode, self.buckets[key]) for key in sorted(self.buckets, reverse=True) if key[0] in batches]
+        for done, (step, bucket) in enumerate(steps, start=1):
+            progress(f"capture {done}/{len(steps)}: {bucket.name}")
+            for needs in (GREEDY, TEMPERED):
+                self.graphs[bucket, needs] = recorder.record(lambda: step(bucket, needs))  # noqa: B023  called at once
 
     def _step_seconds(self, batch: int, nodes: int) -> float:
         """Return the time of one decode step on padding of a usual length."""

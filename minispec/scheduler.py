@@ -276,7 +276,7 @@ class Scheduler:
             return
         self.metrics.step_seconds += waited
         if emitted:
-            self._after_decode(emitted, flight.pending.nodes)
+            self._after_decode(flight.pending, emitted)
 
     def _admit(self) -> None:
         """Give slots and pages to waiting requests, in order, while both last."""
@@ -332,13 +332,12 @@ class Scheduler:
 
     def _after_prefill(self, flight: Flight, emitted: dict[Request, list[int]]) -> None:
         """Take in a prefill step: share the prompts that are complete, and deliver their first tokens."""
-        chunks = flight.pending.chunks
         self.metrics.prefill(
             Load(self._usage(), len(self.running), len(self.waiting)),
-            sequences=len(chunks),
-            new=sum(len(chunk.tokens) for chunk in chunks),
+            [len(chunk.tokens) for chunk in flight.pending.chunks],
             cached=flight.cached,
             emitted=sum(map(len, emitted.values())),
+            captured=flight.pending.captured,
         )
         for request, tokens in emitted.items():
             if tokens:
@@ -380,19 +379,20 @@ class Scheduler:
             blocks -= self.engine.blocks(len(tokens))
         return chunks, requests
 
-    def _after_decode(self, emitted: dict[Request, list[int]], nodes: int) -> None:
-        """Take in a decode step with trees of `nodes` nodes: deliver, retire, count."""
+    def _after_decode(self, pending: Pending, emitted: dict[Request, list[int]]) -> None:
+        """Take in a decode step: deliver, retire, count."""
         started = time.perf_counter()
         kept = []
         for request, tokens in emitted.items():
             request.kv_len += len(tokens)
             kept.append(self._deliver(request, tokens))
-            self._count(request, kept[-1], nodes)
+            self._count(request, kept[-1], pending.nodes)
         self.metrics.decode(
             Load(self._usage(), len(emitted), len(self.waiting)),
             emitted=kept,
-            nodes=nodes,
+            nodes=pending.nodes,
             tokens=sum(request.kv_len for request in emitted),
+            captured=pending.captured,
         )
         self.metrics.host_seconds += time.perf_counter() - started
 

@@ -158,6 +158,7 @@ def build(
     compiled: bool = False,
     radix: bool = True,
     overlap: bool = False,
+    host_looks: bool = True,
     eos: Sequence[int] = (),
     thresholds: tuple[float, float] | None = None,
 ) -> Scheduler:
@@ -168,6 +169,7 @@ def build(
         KVShape(config.layers, config.kv_heads, config.head_dim), pages=pages, page_size=page_size, slots=running + 1,
         rows_per_slot=config.context_length + sizes.tree_rows, like=model.norm.weight,
     )  # fmt: skip
+    kv.host_looks &= host_looks
     engine = Engine(model, kv, drafter, sizes, compiled=compiled, thresholds=thresholds)
     return Scheduler(engine, Letters(), frozenset(eos), SchedulerOptions(radix=radix, overlap=overlap))
 

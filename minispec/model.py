@@ -239,11 +239,18 @@ class Model(nn.Module):
         self.run_block: Callable[[Block, Tensor, Rope, LayerAttend], Tensor] = Block.forward
 
     @classmethod
-    def empty(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Model:
-        """Return a model for inference with uninitialised weights, for a loader to fill."""
+    def empty(
+        cls, config: ModelConfig, dtype: torch.dtype, device: torch.device,
+        change: Callable[[Model], None] = lambda model: None,
+    ) -> Model:
+        """Return a model for inference with uninitialised weights, for a loader to fill.
+
+        change: may replace layers while the model has no memory yet.
+        """
         with torch.device("meta"):
-            model = cls(config)
-        model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
+            model = cls(config).to(dtype)
+            change(model)
+        model = model.to_empty(device=device).requires_grad_(False).eval()
         model.tie()  # to_empty gave the two names a tensor each
         model.frequencies = rope_frequencies(config).to(device)
         return model
@@ -294,7 +301,7 @@ class Model(nn.Module):
         return self.lm_head(hidden)
 
 
-_JOINED = {  # our module: the published modules that it joins, by their names within a layer
+JOINED = {  # our module: the published modules that it joins, by their names within a layer
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o_proj": ("self_attn.o_proj",),
     "q_norm": ("self_attn.q_norm",),
@@ -313,7 +320,7 @@ def published_tensors(module: nn.Module) -> dict[str, Tensor]:
     for name, parameter in module.named_parameters():  # each once, a tied one by its first name
         stem, _, kind = name.rpartition(".")
         owner, _, part = stem.rpartition(".")
-        names = _JOINED.get(part, (part,))
+        names = JOINED.get(part, (part,))
         rows = [len(parameter) // len(names)] * len(names)
         if part == "qkv_proj":
             block = module.get_submodule(owner)

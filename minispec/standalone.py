@@ -32,8 +32,9 @@ from minispec.beam import BeamDrafter
 from minispec.compiled import Compiler
 from minispec.drafter import Committed
 from minispec.kv import KVShape, PagedKV
+from minispec.load.fp8 import read_weights
 from minispec.load.tokenizer import Tokenizer, load_tokenizer
-from minispec.load.weights import ModelError, load_weights, read_config, read_tensors
+from minispec.load.weights import ModelError, load_weights, read_config
 from minispec.model import Model, ModelConfig, published_tensors
 
 logger = logging.getLogger("minispec")
@@ -120,7 +121,7 @@ def load_draft(
     """Return the model in `folder` as a drafter for `target`, in its dtype and on its device.
 
     tokenizer: the target's. context_length: the one served, None for the target's own. load_format: as for
-    `read_tensors`. Raises ModelError naming --speculative-draft-model-path if the model is not supported or gives
+    `read_weights`. Raises ModelError naming --speculative-draft-model-path if the model is not supported or gives
     token ids another meaning.
     """
     weight = target.embed_tokens.weight
@@ -129,7 +130,7 @@ def load_draft(
         config = ModelConfig.from_hf(stated)
         vocab_size = _compared(stated.get("tokenizer_digest"), tokenizer, folder)
         model = Model.empty(config, weight.dtype, weight.device)
-        load_weights(published_tensors(model), read_tensors(folder, load_format, wanted=model.reads))
+        load_weights(published_tensors(model), read_weights(folder, load_format, wanted=model.reads))
     except KeyError as error:
         raise ModelError(f"--speculative-draft-model-path {folder}: config.json lacks {error}") from error
     except ValueError as error:

@@ -24,7 +24,7 @@ SOURCES = {
 RANKS = {
     0: "request metrics tree kv radix model compiled graphs load.weights load.packed load.token_map load.wheels "
     "load.chat_templates load.sglang_flags load.machine load.__init__ train.__init__ http.__init__",
-    1: "config sampling attention eagle load.tokenizer load.default_model",
+    1: "config sampling attention eagle load.fp8 load.tokenizer load.default_model",
     2: "verify output drafter mtp load.int8 train.prompts",
     3: "beam ngram bucket load.heads",
     4: "standalone",

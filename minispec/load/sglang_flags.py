@@ -50,9 +50,9 @@ REFUSED = {  # why -> flags
     "minispec runs on one device": """--tp-size=1 --tp=1 --tensor-parallel-size=1 --dp-size=1 --dp=1
         --data-parallel-size=1 --pp-size=1 --pp=1 --pipeline-parallel-size=1 --ep-size=1 --ep=1 --expert-parallel-size=1
         --nnodes=1 --node-rank=0 --base-gpu-id=0 --enable-dp-attention --enable-ep-moe --disaggregation-mode=null""",
-    "of quantizations there is --quantization int8": "--quantization-param-path --torchao-config --modelopt-quant",
+    "of quantizations there are --quantization int8 and fp8":
+        "--quantization-param-path --torchao-config --modelopt-quant",
     "keys and values have the activations' dtype": "--kv-cache-dtype=auto",
-    "a drafter keeps its weights as they are": "--speculative-draft-model-quantization=unquant",
     "LoRA adapters are not supported": """--enable-lora --lora-paths --max-loras-per-batch --max-lora-rank
         --lora-target-modules --lora-backend""",
     "the server speaks plain HTTP; put a reverse proxy in front of it for TLS": """--ssl-keyfile --ssl-certfile

@@ -27,7 +27,7 @@ import torch
 from exactness import CPU, run
 from lowering import Cell
 from test_attention import LAYERS, World, check, eager, tree_scene
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,6 +38,7 @@ from minispec.config import Config
 from minispec.engine import Engine, Pending
 from minispec.kv import KVShape, PagedKV
 from minispec.load.drafters import make_drafter
+from minispec.load.fp8 import Fp8Linear, use_fp8
 from minispec.request import Request
 from minispec.scheduler import Scheduler
 
@@ -383,6 +384,42 @@ def test_block_compiles_for_an_h200(cell: Cell, pretender: ProcessPoolExecutor) 
     built, faults = pretender.submit(lowering.check, cell).result()
     assert not faults
     assert built is not None and built.shared > 0 and built.registers > 16
+
+
+def fp8_block() -> tuple[list[str], int]:
+    """Return the faults of a block with fp8 layers, and how many products of fp8 rows it calls."""
+    make, cell = lowering.make_layer, Cell(4, 8, 64)
+
+    def made(cell: Cell) -> tuple:
+        """Return a cell's block with fp8 layers, and the other arguments."""
+        layer = make(cell)
+        use_fp8(layer[0])
+        return layer
+
+    with mock.patch.object(lowering, "make_layer", made):
+        source = lowering.lower(cell)
+    return lowering.faults_of_source(cell, source), source.count("extern_kernels._scaled_mm(")
+
+
+@needs_triton
+def test_a_block_with_fp8_layers_is_one_graph_for_an_h200(pretender: ProcessPoolExecutor) -> None:
+    assert pretender.submit(fp8_block).result() == ([], 4)
+
+
+def fp8_rows(size: int, rows: int, by_columns: bool) -> list[int]:
+    """Return the shape of a product with fp8 rows on a fake GPU, which asks for what a real one asks for."""
+    with lowering.pretend_h200(), FakeTensorMode(), torch.inference_mode():
+        linear = Fp8Linear(nn.Linear(size, 32, bias=False, dtype=torch.bfloat16, device=CUDA))
+        x = torch.empty(size, rows, dtype=torch.bfloat16, device=CUDA).t()
+        return list(linear(x if by_columns else x.contiguous()).shape)
+
+
+@needs_triton
+def test_fp8_products_take_any_number_of_rows_on_cuda(pretender: ProcessPoolExecutor) -> None:
+    for rows in (1, 2, 17, 130):
+        assert pretender.submit(fp8_rows, 64, rows, rows in (1, 17)).result() == [rows, 32]
+    with pytest.raises(RuntimeError, match="divisible by 16"):
+        pretender.submit(fp8_rows, 72, 3, False).result()
 
 
 def no_tiles(stack: ExitStack) -> None:

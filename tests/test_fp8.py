@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import minispec.llm as llm_module
 from minispec.config import Config
 from minispec.llm import LLM, choose_device, load_model
-from minispec.load.fp8 import FP8, Fp8Linear, check_fp8, rowwise, use_fp8
+from minispec.load.fp8 import FP8, Fp8Linear, check_fp8, read_weights, rowwise, use_fp8
 from minispec.load.heads import load_head
 from minispec.load.weights import ModelError
 from minispec.model import Model, ModelConfig, published_tensors
@@ -284,6 +284,8 @@ def test_with_fp8_a_checkpoint_keeps_its_weights_where_it_can(
         else:
             want_numbers, want_scale = rows_of(meant)
             assert np.array_equal(numbers, want_numbers) and np.array_equal(scale, want_scale), name
+    said = "quantized again with one for each channel" if written.name in BLOCK else "are kept"
+    assert said in caplog.text
     (line,) = [r.message for r in caplog.records if r.message.startswith("fp8 weights in")]
     assert "in 6 linear layers of the Model" in line and "so do layers.0.qkv_proj, layers.1.o_proj, whose" in line
 
@@ -302,6 +304,19 @@ def test_a_plain_checkpoint_is_quantized_on_its_way_in(tmp_path: Path) -> None:
     with torch.inference_mode():
         model = load_model(dummy, SHAPE, tmp_path, torch.bfloat16, CPU)
     assert sum(isinstance(part, Fp8Linear) for part in model.modules()) == 8
+
+
+def test_a_scale_is_wanted_where_its_weight_is_and_may_be_a_power_of_two(tmp_path: Path) -> None:
+    written = Written(tmp_path, "fp8, blocks")
+    for name in [name for name in written.files if name.endswith("scale_inv")]:  # as scale_fmt ue8m0 says
+        written.files[name] = written.files[name].float().to(torch.float8_e8m0fnu)
+    written.write(BLOCKWISE | {"scale_fmt": "ue8m0"})
+    left_out = "layers.0.mlp.up_proj.weight"
+    read = dict(read_weights(tmp_path, wanted=lambda name: name != left_out))
+    assert written.meant.keys() - read.keys() == {left_out} and read.keys() <= written.meant.keys()
+    down = "layers.0.mlp.down_proj.weight"
+    numbers, scale = (written.files[f"model.{down}{end}"].double() for end in ("", "_scale_inv"))
+    assert torch.equal(read[down][128:, 256:].double(), numbers[128:, 256:] * scale[1, 2])
 
 
 def test_a_layer_of_another_size_stays_and_is_named(caplog: pytest.LogCaptureFixture) -> None:

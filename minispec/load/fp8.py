@@ -74,7 +74,9 @@ class Fp8Linear(nn.Module):
         The fp8 numbers of x and weight are multiplied and summed in fp32, the sum is multiplied by both scales and
         rounded to bfloat16, and the bias is added in bfloat16.
         """
-        numbers, scale = rowwise(x.reshape(-1, x.shape[-1]).contiguous())
+        # The product asks for the strides of rows one after the other, of a single row too. By way of one dimension, as
+        # `contiguous` leaves a single row whatever strides it has.
+        numbers, scale = rowwise(x.reshape(-1).view(-1, x.shape[-1]))
         out = torch._scaled_mm(
             numbers, self.weight.t(), scale_a=scale, scale_b=self.weight_scale.t(), out_dtype=torch.bfloat16
         )

@@ -277,16 +277,27 @@ class Model(nn.Module):
         layer, and FINAL is that after the norm. Features are concatenated in the order of `taps`. Where `attend` keeps
         keys and values, the new ones are written in place.
         """
-        x = self.embed(tokens)
-        rope = self.rope(positions)
-        streams: dict[int | str, Tensor] = {}
+        return self.finish(self.run_blocks(self.embed(tokens), self.rope(positions), attend, taps), taps)
+
+    def run_blocks(self, x: Tensor, rope: Rope, attend: Attend, taps: Sequence[int | str] = ()) -> Sequence[Tensor]:
+        """Run all blocks on embeddings x [B, T, d]; returns the streams that enter tapped layers, and last what leaves.
+
+        This is `forward` without what surrounds the blocks.
+        """
+        streams = []
         for index, block in enumerate(self.layers):
             if index in taps:
-                streams[index] = x
+                streams.append(x)
             x = self.run_block(block, x, rope, attend.layer(index))
-        streams[len(self.layers)] = x
-        hidden = streams[FINAL] = self.norm(x)
-        return hidden, torch.cat([streams[tap] for tap in taps], dim=-1) if taps else None
+        return (*streams, x)
+
+    def finish(self, streams: Sequence[Tensor], taps: Sequence[int | str] = ()) -> tuple[Tensor, Tensor | None]:
+        """Return what `forward` returns, of the streams that `run_blocks` returned."""
+        layers = len(self.layers)
+        hidden = self.norm(streams[-1])
+        named: dict[int | str, Tensor] = {FINAL: hidden, layers: streams[-1]}
+        named |= zip(sorted({tap for tap in taps if tap not in named}), streams, strict=False)
+        return hidden, torch.cat([named[tap] for tap in taps], dim=-1) if taps else None
 
     def reads(self, name: str) -> bool:
         """Return whether a file's tensor belongs to this model; an MTP layer does not, since it is a draft head."""

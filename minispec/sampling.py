@@ -80,10 +80,31 @@ def uniform(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
 def gumbel(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
     """Return `[.., V] fp32` of standard Gumbel noise in [-2.9, 22.9]; the arguments are those of `uniform`.
 
-    log1p(-u) has fp32's full resolution near u = 0, where the noise is large and decides the argmax.
+    A token's noise is the same float wherever it is asked for: alone or in a batch, among all ids or some, in compiled
+    code or not. So it is an operator of its own, since a compiler's logarithm may end in another bit.
     """
-    # -log(-log1p(-u)), in place: run eagerly on a CPU, it would spend its time on new tensors of width V
+    ids = torch.arange(ids, device=seed.device) if isinstance(ids, int) else ids
+    return torch.ops.minispec.gumbel(seed, position, ids)
+
+
+_library = torch.library.Library("minispec", "FRAGMENT")
+_library.define("gumbel(Tensor seed, Tensor position, Tensor ids) -> Tensor")
+
+
+def _gumbel(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
+    """Return -log(-log1p(-u)); log1p has fp32's full resolution near u = 0, where the noise is large and decides."""
+    # In place: run eagerly on a CPU, it would spend its time on new tensors of width V.
     return uniform(seed, position, ids).neg_().log1p_().neg_().log_().neg_()
+
+
+def _gumbel_shape(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
+    """Return an empty tensor of the noise's shape, which is all that tracing needs to know."""
+    shape = torch.broadcast_shapes(seed.shape, position.shape)
+    return torch.empty((*shape, ids.shape[-1]), dtype=torch.float32, device=seed.device)
+
+
+_library.impl("gumbel", _gumbel, "CompositeExplicitAutograd")
+torch.library.register_fake("minispec::gumbel", _gumbel_shape)
 
 
 # ----------------------------------------------------------------------------------------------------------- pick

@@ -104,8 +104,8 @@ class Plan:
     def fill(self, slots: Tensor, starts: Tensor, visible: Tensor, live: Tensor, offset: int | Tensor = 0) -> None:
         """Describe the next step: slots, starts [r] int64, visible [r, W, M] bool, live [r, W] bool (others: padding).
 
-        Node i writes to row starts + offset + i; offset may be [] int64, so that one graph serves every offset. Everything is written in place on the device, without a look at any
-        value from the host.
+        Node i writes to row starts + offset + i; offset may be [] int64, so that one graph serves every offset.
+        Everything is written in place on the device, without a look at any value from the host.
         """
         self.slots.copy_(slots)
         self.starts.copy_(starts)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from minispec.attention import AttendKind, Plan
-from minispec.compiled import Compiler
+from minispec.compiled import Choice, Compiler, Small
 from minispec.drafter import Batch, Committed, Drafter
 from minispec.kv import KVShape, PagedKV
 from minispec.model import Attend, LayerAttend, Rope
@@ -57,6 +57,15 @@ class Frontier(NamedTuple):
     scores: Tensor  # [B, K] fp32
     index: Tensor  # [B, K] int64, of each node among the candidates
     visible: Tensor  # [B, K, W] bool, which scratch rows each node sees, its own included
+
+
+class Inputs(NamedTuple):
+    """What a network reads of a frontier beside its states."""
+
+    embedding: Tensor  # [B, K, H]
+    cos: Tensor  # of the rotary factors
+    sin: Tensor
+    positions: Tensor  # [B, K] int64
 
 
 def candidate_count(steps: int, topk: int) -> int:
@@ -89,50 +98,49 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return scores.masked_fill(scores.isnan(), -torch.inf), ids
 
 
-def grow(
-    logits: Tensor,
-    state: Tensor,
-    expand: Callable[[int, Frontier], tuple[Tensor, Tensor]],
-    to_target: Callable[[Tensor], Tensor],
-    *,
-    steps: int,
-    topk: int,
-) -> Candidates:
-    """Run the beam from the logits [B, Vd] and state [B, H] at the root.
+ToTarget = Callable[[Tensor], Tensor]  # maps draft ids to target ids
 
-    `expand(round, frontier)` runs the head over a frontier and returns logits [B, K, Vd] and states [B, K, H];
-    `to_target` maps draft ids to target ids. Shapes are static and the host reads nothing; the loop is over rounds.
+
+def sprout(
+    logits: Tensor, state: Tensor, topk: int, width: int, to_target: ToTarget
+) -> tuple[Candidates, Frontier]:
+    """Return the K likeliest children of the root, as candidates and as the first frontier.
+
+    logits [B, Vd] and state [B, H] are those at the root; `width` is W, the number of scratch rows.
     """
-    batch, width = logits.shape[0], (steps - 1) * topk
+    batch = logits.shape[0]
     scores, ids = likeliest(logits, topk)
-    frontier = Frontier(
-        tokens=to_target(ids),
-        states=state[:, None].repeat(1, topk, 1),  # `expand` has other strides than later rounds: another graph
-        scores=scores,
-        index=torch.arange(topk, device=ids.device).expand(batch, topk),
-        visible=torch.zeros(batch, topk, width, dtype=torch.bool, device=ids.device),
+    tokens = to_target(ids)
+    index = torch.arange(topk, device=ids.device).expand(batch, topk)
+    visible = torch.eye(topk, width, dtype=torch.bool, device=ids.device).expand(batch, -1, -1)
+    # `repeat`: expanded states would have other strides than those of later rounds, and need another graph.
+    frontier = Frontier(tokens, state[:, None].repeat(1, topk, 1), scores, index, visible)
+    # Copies, since no tensor may stand for two arguments of a compiled function.
+    return Candidates(tokens.clone(), scores.clone(), torch.full_like(index, -1)), frontier
+
+
+def branch(
+    round_: Tensor, frontier: Frontier, logits: Tensor, states: Tensor, to_target: ToTarget
+) -> tuple[Candidates, Frontier]:
+    """Return the K children of each node of a round's frontier, and the K best of them all as the next frontier.
+
+    round_ [] int64 counts from 1; logits [B, K, Vd] and states [B, K, H] are the head's at the frontier.
+    """
+    topk, width = frontier.tokens.shape[1], frontier.visible.shape[-1]
+    scores, ids = likeliest(logits, topk)
+    scores, tokens = (frontier.scores[..., None] + scores).flatten(1), to_target(ids).flatten(1)
+    best, flat = scores.topk(topk, dim=-1)
+    parent = flat // topk
+    row = torch.arange(width, device=flat.device) - round_ * topk
+    own = row == torch.arange(topk, device=flat.device)[:, None]
+    following = Frontier(
+        tokens=tokens.gather(1, flat),
+        states=states.gather(1, parent[..., None].expand(-1, -1, states.shape[-1])),
+        scores=best,
+        index=topk + (round_ - 1) * topk * topk + flat,
+        visible=frontier.visible.gather(1, parent[..., None].expand(-1, -1, width)) | own,
     )
-    found = [Candidates(frontier.tokens, scores, torch.full_like(frontier.index, -1))]
-    own = torch.eye(topk, dtype=torch.bool, device=ids.device)
-    for round_ in range(1, steps):
-        column = (round_ - 1) * topk
-        seen = torch.cat((frontier.visible[..., :column], own.expand(batch, -1, -1)), dim=-1)
-        seen = torch.nn.functional.pad(seen, (0, width - seen.shape[-1]))
-        logits, states = expand(round_, frontier._replace(visible=seen))
-        scores, ids = likeliest(logits, topk)
-        scores = (frontier.scores[..., None] + scores).flatten(1)
-        tokens = to_target(ids).flatten(1)
-        found.append(Candidates(tokens, scores, frontier.index.repeat_interleave(topk, dim=1)))
-        best, flat = scores.topk(topk, dim=-1)
-        parent = flat // topk
-        frontier = Frontier(
-            tokens=tokens.gather(1, flat),
-            states=states.gather(1, parent[..., None].expand(-1, -1, states.shape[-1])),
-            scores=best,
-            index=topk + (round_ - 1) * topk * topk + flat,
-            visible=seen.gather(1, parent[..., None].expand(-1, -1, width)),
-        )
-    return Candidates(*(torch.cat(parts, dim=1) for parts in zip(*found, strict=True)))
+    return Candidates(tokens, scores, frontier.index.repeat_interleave(topk, dim=1)), following
 
 
 class DraftNetwork(Protocol):
@@ -154,8 +162,21 @@ class DraftNetwork(Protocol):
     def logits(self, state: Tensor) -> Tensor: ...
 
 
+class Beam:
+    """The static tensors that trees are grown with for B requests."""
+
+    def __init__(self, kv: PagedKV, batch: int, topk: int, window: int) -> None:
+        self.batch = batch
+        self.plan = Plan(kv, batch, 1, topk, window=window) if window else None  # of a frontier
+        self.live = torch.ones(batch, topk, dtype=torch.bool, device=kv.pool.device)
+
+
 class BeamDrafter(Drafter):
-    """The drafter around a head: S rounds over K branches, reranked to a tree of N nodes."""
+    """The drafter around a head: S rounds over K branches, reranked to a tree of N nodes.
+
+    Before, between and after the network's calls stand `_open`, `_round` and `_close`, small functions that may be
+    compiled: they write the plan of the next call and nothing else.
+    """
 
     lookahead = 1  # row i depends on token i + 1, which is in the head's pair
 
@@ -171,6 +192,7 @@ class BeamDrafter(Drafter):
         self.kv_shape = KVShape(1, network.kv_heads, network.head_dim)
         self.window = self.scratch = (steps - 1) * topk  # rows of all frontiers
         self.run_network: Callable[..., Tensor] = type(network).forward
+        self.small = Small(BeamDrafter._open, BeamDrafter._round, BeamDrafter._close)
 
     def attach(
         self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
@@ -180,13 +202,17 @@ class BeamDrafter(Drafter):
         slots, like = kv.table.shape[0], {"dtype": kv.pool.dtype, "device": kv.pool.device}
         self.state = torch.zeros(slots, self.network.hidden_size, **like)  # the head's output at each slot's last row
         self._attends: dict[Plan, Attend] = {}
-        self._plans = {
-            size: Plan(self.kv, size, 1, self.topk, window=self.window) for size in batch_sizes if self.window
-        }
+        self._beams = {size: Beam(self.kv, size, self.topk, self.window) for size in batch_sizes}
+        # Tensors, not numbers, so that one graph serves every round.
+        self._rounds = [torch.tensor(number, device=kv.pool.device) for number in range(self.steps + 1)]
 
     def compile(self, compiler: Compiler) -> None:
         """From now on run the network as `compiler` compiles it."""
         self.run_network = compiler(type(self.network).forward)
+
+    def compile_small(self, compiler: Compiler, choice: Choice) -> None:
+        """From now on run what surrounds the network as `compiler` compiles it, where `choice` says so."""
+        self.small.compile(compiler, choice)
 
     def shapes(self, batch_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> list[str]:
         """Return a name for every graph of the network: those of prompts, of accepted paths and of frontiers."""
@@ -196,21 +222,56 @@ class BeamDrafter(Drafter):
 
     def propose(self, batch: Batch) -> DraftTree:
         """Grow one tree per request of the batch; writes scratch rows beyond the committed ones in its own pages."""
+        beam = self._beams[len(batch.slots)]
+        open_, round_, close = self.small.of(beam.batch, batch.temperature is not None)
+        found, frontier, inputs = open_(self, beam, batch)
+        candidates, states = [*found], None
+        for number in self._rounds[1:-1]:
+            states = self._through(inputs, frontier.states, beam.plan)
+            if number is self._rounds[-2]:
+                break
+            found, frontier, inputs = round_(self, beam, batch, number, frontier, states)
+            candidates += found
+        return close(self, beam, batch, frontier, states, tuple(candidates))
+
+    def _open(self, beam: Beam, batch: Batch) -> tuple[Candidates, Frontier, Inputs | None]:
+        """Propose the root's children from the state there, and describe them to the network."""
         state = self.state[batch.slots]
-        first = batch.lens + 1 - self.lookahead  # the row of the first drafted token, which has position lens + 1
-
-        def expand(round_: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
-            """Run the head over a frontier, whose rows come after those of the rounds before."""
-            plan = self._plans[len(batch.slots)]
-            live = torch.ones_like(frontier.tokens, dtype=torch.bool)
-            plan.fill(batch.slots, first, frontier.visible, live, offset=(round_ - 1) * self.topk)
-            positions = (first + round_ - 1)[:, None].expand_as(frontier.tokens)
-            states = self._run(frontier.tokens, frontier.states, positions, plan)
-            return self._couple(self.network.logits(states), batch, round_), states
-
         logits = self._couple(self.network.logits(state)[:, None], batch, 0)[:, 0]
-        candidates = grow(logits, state, expand, self._to_target, steps=self.steps, topk=self.topk)
+        found, frontier = sprout(logits, state, self.topk, self.window, self._to_target)
+        return found, frontier, self._inputs(beam, batch, self._rounds[1], frontier)
+
+    def _round(
+        self, beam: Beam, batch: Batch, number: Tensor, frontier: Frontier, states: Tensor
+    ) -> tuple[Candidates, Frontier, Inputs | None]:
+        """Propose the children of round `number`'s frontier, and describe the next frontier to the network."""
+        logits = self._couple(self.network.logits(states), batch, number)
+        found, frontier = branch(number, frontier, logits, states, self._to_target)
+        return found, frontier, self._inputs(beam, batch, number + 1, frontier)
+
+    def _close(
+        self, beam: Beam, batch: Batch, frontier: Frontier, states: Tensor | None, found: tuple[Tensor, ...]
+    ) -> DraftTree:
+        """Propose the last frontier's children (of its `states`; None: it is not expanded), and pick the tree.
+
+        found: the fields of the candidates of every round before, one after the other.
+        """
+        if states is not None:
+            number = self._rounds[-2]
+            logits = self._couple(self.network.logits(states), batch, number)
+            found += branch(number, frontier, logits, states, self._to_target)[0]
+        fields = len(Candidates._fields)
+        candidates = Candidates(*(torch.cat(found[field::fields], dim=1) for field in range(fields)))
         return rerank(candidates, batch.root, self.nodes)
+
+    def _inputs(self, beam: Beam, batch: Batch, number: Tensor, frontier: Frontier) -> Inputs | None:
+        """Describe round `number`'s frontier to the network; its rows come after those of the rounds before."""
+        if beam.plan is None:
+            return None
+        first = batch.lens + 1 - self.lookahead  # the row of the first drafted token, which has position lens + 1
+        beam.plan.fill(batch.slots, first, frontier.visible, beam.live, offset=(number - 1) * self.topk)
+        positions = (first + number - 1)[:, None].repeat(1, self.topk)
+        return self._read(frontier.tokens, positions)
 
     def commit(self, new: Committed) -> None:
         """Write the rows of the tokens just committed from the target's features; keep the state at each end."""
@@ -219,8 +280,17 @@ class BeamDrafter(Drafter):
 
     def _run(self, tokens: Tensor, states: Tensor, positions: Tensor, plan: Plan) -> Tensor:
         """Run the head over pairs of tokens and states [B, T, ...] under a plan."""
-        embedding, attend = self.network.embed(tokens.clamp(min=0)), self._attend(plan).layer(0)
-        return self.run_network(self.network, embedding, states, self.network.rope(positions), attend, positions)
+        return self._through(self._read(tokens, positions), states, plan)
+
+    def _read(self, tokens: Tensor, positions: Tensor) -> Inputs:
+        """Return what the network reads of tokens at positions, both [B, T] int64."""
+        return Inputs(self.network.embed(tokens.clamp(min=0)), *self.network.rope(positions), positions)
+
+    def _through(self, inputs: Inputs, states: Tensor, plan: Plan) -> Tensor:
+        """Return the network's states [B, T, H] under a plan."""
+        embedding, cos, sin, positions = inputs
+        attend = self._attend(plan).layer(0)
+        return self.run_network(self.network, embedding, states, Rope(cos, sin), attend, positions)
 
     def _attend(self, plan: Plan) -> Attend:
         """Return the attention over the drafter's own pages under a plan."""
@@ -228,7 +298,7 @@ class BeamDrafter(Drafter):
             self._attends[plan] = self.attend_kind(self.kv, plan, self.kv_shape[0])
         return self._attends[plan]
 
-    def _couple(self, logits: Tensor, batch: Batch, depth: int) -> Tensor:
+    def _couple(self, logits: Tensor, batch: Batch, depth: int | Tensor) -> Tensor:
         """Return logits [B, K, Vd] of nodes at a depth plus the noise of the target's pick there, if it is not greedy.
 
         Their softmax scores the children. It is the chance that the target picks each one, given the noise, if the

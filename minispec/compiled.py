@@ -43,6 +43,25 @@ def compile_step(function: Step, device: torch.device) -> Step:
     return DirectStep(function)
 
 
+Choice = Callable[[int, bool], bool]  # of a batch's size, and whether any of its requests samples
+
+
+class Small:
+    """Small functions around compiled blocks, which are compiled themselves where that pays for its time."""
+
+    def __init__(self, *functions: Step) -> None:
+        self.eager = self.compiled = functions
+        self.choice: Choice = lambda batch, samples: False
+
+    def compile(self, compiler: Compiler, choice: Choice) -> None:
+        """From now on use what `compiler` makes of the functions where `choice` says so."""
+        self.compiled, self.choice = tuple(map(compiler, self.eager)), choice
+
+    def of(self, batch: int, samples: bool) -> Sequence[Step]:
+        """Return the functions for a batch of this size."""
+        return self.compiled if self.choice(batch, samples) else self.eager
+
+
 class Ran(NamedTuple):
     """What the backend noted: a compiled graph, the tensors it ran on, and what it returned."""
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from minispec.attention import Plan
-from minispec.compiled import Compiler
+from minispec.compiled import Choice, Compiler
 from minispec.kv import KVShape, PagedKV
 from minispec.tree import PADDING, DraftTree, problem
 
@@ -93,6 +93,9 @@ class Drafter(ABC):
 
     def compile(self, compiler: Compiler) -> None:  # noqa: B027  a drafter without a network has nothing to compile
         """Run the network as `compiler` compiles it from now on."""
+
+    def compile_small(self, compiler: Compiler, choice: Choice) -> None:  # noqa: B027  nor anything around one
+        """Run what surrounds the network as `compiler` compiles it, where `choice` says so."""
 
     def attach(  # noqa: B027  a drafter without tensors has nothing to allocate
         self, kv: PagedKV, attend_kind: Any, batch_sizes: Sequence[int], chunk_counts: Sequence[int]

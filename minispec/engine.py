@@ -21,22 +21,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minispec.attention import QUERY_BLOCK, PagedGather, Plan, compiled_attention, prefill_block
 from minispec.bucket import Bucket, Chunk, PrefillBucket
+from minispec.compiled import Small
 from minispec.drafter import Batch, Committed, Drafter
 from minispec.graphs import Recorder
 from minispec.kv import PagedKV
-from minispec.model import Model
+from minispec.model import Model, Rope
 from minispec.request import Request
 from minispec.sampling import GREEDY, TEMPERED, Needs, SamplingState, Wishes, largest, pick
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import Rule, Verdict, verify, verify_greedy
 
+CAPTURED = (GREEDY, TEMPERED)  # what batches may need whose steps are compiled and captured whole
 TIMED_CONTEXT = 512  # committed rows assumed when warm-up times a plain step against a tree step
 
 
@@ -97,6 +99,27 @@ class Sizes:
         return max(self.nodes, self.scratch)
 
 
+class Entered(NamedTuple):
+    """Trees as the target reads them."""
+
+    tokens: Tensor  # [B, N] int64, padding beyond the context's end too
+    parents: Tensor  # [B, N] int64
+    above: Tensor  # [B, N, N] bool, `tree.ancestors`
+    embedding: Tensor  # [B, N, d]
+    cos: Tensor  # of the rotary factors
+    sin: Tensor
+
+
+class Path(NamedTuple):
+    """Accepted paths; the fields of `Committed` that begin with these names."""
+
+    tokens: Tensor  # [B, A] int64
+    following: Tensor  # [B, A] int64
+    positions: Tensor  # [B, A] int64
+    features: Tensor | None  # [B, A, F]
+    ends: Tensor  # [B] int64
+
+
 class Engine:
     """Model, KV pages, drafter and sampling state of the running slots, and the step over them.
 
@@ -124,6 +147,7 @@ class Engine:
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
         self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
         self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): measured at warm-up
+        self.small = Small(Engine._enter, Engine._leave)  # what surrounds the target's blocks in a decode step
         self.graphs: dict[tuple[Bucket | PrefillBucket, Needs], torch.cuda.CUDAGraph] = {}  # `capture` fills it
         attend = (self.attend_kind, model.config.layers)
         self.buckets = {
@@ -209,25 +233,14 @@ class Engine:
         slots, nodes = bucket.slots, bucket.nodes
         lens, root = self.lens[slots], self.root[slots]
         wishes = self.sampling.wishes(slots, needs) if needs else None
-        tokens, parents = self._propose(bucket, lens, root, wishes) if nodes > 1 else bucket.tree
-        tokens[:, 0] = root
-        above = ancestors(parents)
-        positions = lens[:, None] + depth(above)
-        tree = DraftTree(tokens.masked_fill(positions >= self.sizes.context_length, PADDING), parents)
-        bucket.plan.fill(slots, lens, above, tree.tokens != PADDING)
+        enter, leave = self.small.of(bucket.batch, bool(needs)) if needs in CAPTURED else self.small.eager
+        drafted = self._propose(bucket, lens, root, wishes) if nodes > 1 else bucket.tree
+        step = enter(self, bucket, lens, root, None if drafted is bucket.tree else drafted)
         taps = self.drafter.taps if nodes > 1 else ()
-        hidden, features = self.model(tree.tokens.clamp(min=0), positions, bucket.attend, taps)
-        verdict = self._verify(tree, above, self.model.logits(hidden), wishes, lens)
-        if nodes > 1:
-            self.kv.compact(slots, lens, verdict.path, verdict.count)
-            if self.drafter.commits:
-                self._commit_path(slots, lens, verdict, tree.tokens, features)
-        self.sampling.commit(slots, verdict.emitted, verdict.count, needs)
-        self.lens[slots] = lens + verdict.count
-        self.root[slots] = verdict.bonus
-        self._clear_padding()
-        bucket.emitted.copy_(verdict.emitted)
-        bucket.count.copy_(verdict.count)
+        streams = self.model.run_blocks(step.embedding, Rope(step.cos, step.sin), bucket.attend, taps)
+        committed = leave(self, bucket, lens, step, streams, wishes)
+        if committed is not None:
+            self.drafter.commit(Committed(slots, *committed, self.path_plans.get(bucket.batch), prefill=False))
 
     def _propose(self, bucket: Bucket, lens: Tensor, root: Tensor, wishes: Wishes | None) -> DraftTree:
         """Ask the drafter for the trees [B, N] of this step."""
@@ -236,12 +249,60 @@ class Engine:
         noise = (wishes.temperature, wishes.seed) if couple else ()
         return self.drafter.propose(Batch(bucket.slots, lens, root, bucket.tree, *noise))
 
+    def _enter(self, bucket: Bucket, lens: Tensor, root: Tensor, drafted: DraftTree | None) -> Entered:
+        """Put the trees into the bucket's plan, and return what the blocks and `_leave` read of them.
+
+        lens and root [B] int64; the trees of the host, which are in the bucket, need not be given.
+        """
+        tokens, parents = bucket.tree if drafted is None else drafted
+        tokens = torch.cat((root[:, None], tokens[:, 1:]), dim=1)
+        above = ancestors(parents)
+        positions = lens[:, None] + depth(above)
+        tokens = tokens.masked_fill(positions >= self.sizes.context_length, PADDING)
+        bucket.plan.fill(bucket.slots, lens, above, tokens != PADDING)
+        known = tokens.clamp(min=0)
+        # A copy of the parents: compiled, a function may not return what it was given.
+        return Entered(tokens, parents.clone(), above, self.model.embed(known), *self.model.rope(positions))
+
+    def _leave(
+        self, bucket: Bucket, lens: Tensor, step: Entered, streams: tuple[Tensor, ...], wishes: Wishes | None
+    ) -> Path | None:
+        """Verify the trees, keep the accepted paths, and write the outputs; streams: what `Model.run_blocks` returned.
+
+        Returns the paths for a drafter on the device, None where there is nobody to tell.
+        """
+        slots, nodes = bucket.slots, bucket.nodes
+        hidden, features = self.model.finish(streams, self.drafter.taps if nodes > 1 else ())
+        tree = DraftTree(step.tokens, step.parents)
+        verdict = self._verify(tree, step.above, self.model.logits(hidden), wishes, lens)
+        if nodes > 1:
+            self.kv.compact(slots, lens, verdict.path, verdict.count)
+        self.sampling.commit(slots, verdict.emitted, verdict.count, wishes is not None and wishes.counts is not None)
+        self.lens[slots] = lens + verdict.count
+        self.root[slots] = verdict.bonus
+        self._clear_padding()
+        bucket.emitted.copy_(verdict.emitted)
+        bucket.count.copy_(verdict.count)
+        return self._path(bucket, lens, verdict, step.tokens, features) if nodes > 1 and self.drafter.commits else None
+
     def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor) -> Verdict:
         """Return the target's verdict; greedy batches, without wishes, need no walk."""
         most = self._most(tree.tokens.shape[1])
         if wishes is None:
             return verify_greedy(tree, above, logits, most)
-        return verify(tree, logits, wishes, lens, Rule(most, self.thresholds, self.kv.host_looks))
+        looks = self.kv.host_looks and not torch.compiler.is_compiling()
+        return verify(tree, logits, wishes, lens, Rule(most, self.thresholds, looks))
+
+    def _path(self, bucket: Bucket, lens: Tensor, verdict: Verdict, tokens: Tensor, features: Tensor | None) -> Path:
+        """Return the accepted path as a chain of A rows from `lens` on, and describe it in the plan of paths."""
+        batch, most = verdict.path.shape
+        step = torch.arange(most, device=self.device)
+        visible = self.causal[:most, :most].expand(batch, -1, -1)
+        self.path_plans[batch].fill(bucket.slots, lens, visible, step < verdict.count[:, None])
+        if features is not None:
+            features = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
+        ends = torch.arange(batch, device=self.device) * most + verdict.count - 1
+        return Path(tokens.gather(1, verdict.path), verdict.emitted, lens[:, None] + step, features, ends)
 
     def _most(self, nodes: int) -> int:
         """Return A, the most tokens that a step with trees of this many nodes emits for a request."""
@@ -305,7 +366,7 @@ class Engine:
             self.drafter.commit(
                 Committed(slots, tokens, after[None], positions, features, bucket.ends, bucket.plan, prefill=True)
             )
-        self.sampling.commit(slots, token[:, None], picked, needs)
+        self.sampling.commit(slots, token[:, None], picked, "counts" in needs)
         self.lens[slots] = lens
         self.root[slots] = token
         self._clear_padding()
@@ -372,7 +433,7 @@ class Engine:
         steps += [(self.decode, self.buckets[key]) for key in sorted(self.buckets, reverse=True) if key[0] in batches]
         for done, (step, bucket) in enumerate(steps, start=1):
             progress(f"capture {done}/{len(steps)}: {bucket.name}")
-            for needs in (GREEDY, TEMPERED):
+            for needs in CAPTURED:
                 self.graphs[bucket, needs] = recorder.record(lambda: step(bucket, needs))  # noqa: B023  called at once
 
     def _step_seconds(self, batch: int, nodes: int) -> float:

@@ -337,10 +337,10 @@ class SamplingState:
         members |= {name: None for name in EVERYTHING - needs}
         return Wishes(**members)
 
-    def commit(self, slots: Tensor, tokens: Tensor, count: Tensor, needs: Needs) -> None:
-        """Add the first `count [B]` of `tokens [B, A]` to the outputs and counts of `slots [B]`, which have `needs`."""
+    def commit(self, slots: Tensor, tokens: Tensor, count: Tensor, counted: bool) -> None:
+        """Add the first `count [B]` of `tokens [B, A]` to the outputs, if `counted` to the counts, of `slots [B]`."""
         self._ints[:, OUTPUTS].index_add_(0, slots, count.to(torch.int64))
-        if "counts" not in needs:
+        if not counted:
             return
         valid = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
         cell = torch.where(valid, slots[:, None] * self.vocab_size + tokens, 0)

@@ -28,14 +28,14 @@ import torch
 from torch import Tensor, nn
 
 from minispec.attention import AttendKind, Plan
-from minispec.beam import BeamDrafter
+from minispec.beam import BeamDrafter, Inputs
 from minispec.compiled import Compiler
 from minispec.drafter import Committed
 from minispec.kv import KVShape, PagedKV
 from minispec.load.fp8 import read_weights
 from minispec.load.tokenizer import Tokenizer, load_tokenizer
 from minispec.load.weights import ModelError, load_weights, read_config
-from minispec.model import Model, ModelConfig, published_tensors
+from minispec.model import Model, ModelConfig, Rope, published_tensors
 
 logger = logging.getLogger("minispec")
 
@@ -105,11 +105,17 @@ class StandaloneDrafter(BeamDrafter):
         states = self._run(tokens, None, positions, plan)
         self.state[new.slots] = states[torch.arange(count, device=first.device), root - first]
 
-    def _run(self, tokens: Tensor, states: Tensor | None, positions: Tensor, plan: Plan) -> Tensor:
-        """Return the hidden states [B, T, H] of tokens [B, T] under a plan; what came before is in the pages."""
+    def _read(self, tokens: Tensor, positions: Tensor) -> Inputs:
+        """Return what the model reads of tokens at positions, both [B, T] int64."""
         # The draft has no embedding for ids that exist only in the target's padding; they get its last one.
-        known = tokens.clamp(0, self.network.model.config.vocab_size - 1)
-        return self.network.model(known, positions, self._attend(plan))[0]
+        model = self.network.model
+        known = tokens.clamp(0, model.config.vocab_size - 1)
+        return Inputs(model.embed(known), *model.rope(positions), positions)
+
+    def _through(self, inputs: Inputs, states: Tensor | None, plan: Plan) -> Tensor:
+        """Return the hidden states [B, T, H] under a plan; what came before is in the pages, so no state is read."""
+        model, rope = self.network.model, Rope(inputs.cos, inputs.sin)
+        return model.finish(model.run_blocks(inputs.embedding, rope, self._attend(plan)))[0]
 
 
 # ---- reading a draft model ----------------------------------------------------------------------------------------

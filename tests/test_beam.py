@@ -6,6 +6,7 @@ is compared, token for token, with one computed from the whole text by plain cau
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 
 import minispec.beam as beam_module
 from minispec.attention import Causal, Plan
-from minispec.beam import BeamDrafter, Candidates, candidate_count, grow, rerank
+from minispec.beam import BeamDrafter, Candidates, Inputs, branch, candidate_count, rerank, sprout
 from minispec.drafter import Batch
 from minispec.eagle import Eagle3Head, EagleHead
 from minispec.model import Model
@@ -353,12 +354,18 @@ def token_i_instead_of_the_next(patch: pytest.MonkeyPatch) -> None:
 
 def position_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """Drafted rows turn by one position more."""
-    original = BeamDrafter._run
+    patch.setattr(BeamDrafter, "_inputs", moved_inputs(1))
 
-    def run_off(self, tokens, states, positions, plan):
-        return original(self, tokens, states, positions + (plan.window != plan.width), plan)
 
-    patch.setattr(BeamDrafter, "_run", run_off)
+def moved_inputs(by: int) -> Callable[..., Inputs]:
+    """Return `BeamDrafter._inputs` with other positions than the plan's rows."""
+    original = BeamDrafter._inputs
+
+    def inputs(self, beam, batch, number, frontier):
+        found = original(self, beam, batch, number, frontier)
+        return self._read(frontier.tokens, found.positions + by)
+
+    return inputs
 
 
 def feature_of_the_wrong_layer(patch: pytest.MonkeyPatch) -> None:
@@ -565,15 +572,22 @@ def links_of(parents: list[int]) -> tuple[list[int], list[int]]:
     return [family[0] if family else -1 for family in children], following
 
 
+def grow(root: torch.Tensor, logits: Callable[[], torch.Tensor], steps: int, topk: int) -> Candidates:
+    """Grow a tree from the logits at the root, and those of every further frontier in turn."""
+    same = lambda ids: ids  # noqa: E731
+    found, frontier = sprout(root, torch.zeros(len(root), 4), topk, (steps - 1) * topk, same)
+    candidates = [found]
+    for number in range(1, steps):
+        found, frontier = branch(torch.tensor(number), frontier, logits(), frontier.states, same)
+        candidates.append(found)
+    return Candidates(*(torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True)))
+
+
 def test_ties_never_keep_a_child_without_its_parent() -> None:
     certain = torch.full((1, VOCAB), -1e9)
     certain[0, 7] = 0.0  # probability 1: every child ties with its parent
-
-    def expand(round_, frontier):
-        return certain[:, None].expand(-1, 3, -1), frontier.states
-
     for nodes in range(2, candidate_count(4, 3) + 2):
-        candidates = grow(certain, torch.zeros(1, 4), expand, lambda ids: ids, steps=4, topk=3)
+        candidates = grow(certain, lambda: certain[:, None].expand(-1, 3, -1), steps=4, topk=3)
         tree = rerank(candidates, torch.tensor([1]), nodes)
         check(tree)
         above = ancestors(tree.parents)[0]
@@ -598,8 +612,8 @@ def test_a_child_without_probability_never_stands_without_its_parent(round_: int
             logits[:, nodes // 2, slice(None) if whole else 7] = value
         return logits
 
-    candidates = grow(draw(0, 1)[:, 0], torch.zeros(2, 4), lambda now, frontier: (draw(now, 3), frontier.states),
-                      lambda ids: ids, steps=rounds, topk=3)  # fmt: skip
+    now = iter(range(1, rounds))
+    candidates = grow(draw(0, 1)[:, 0], lambda: draw(next(now), 3), steps=rounds, topk=3)
     for nodes in range(2, candidate_count(rounds, 3) + 2):
         tree = rerank(candidates, torch.tensor([1, 2]), nodes)
         check(tree)

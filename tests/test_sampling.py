@@ -464,7 +464,7 @@ def test_stop_ids_wait_for_min_new_tokens_and_not_longer() -> None:
     for index in range(5):
         token = pick(logits, state.wishes(slot, state.needs([1])), torch.tensor([index + 1]))
         assert (int(token) == 4) == (index >= 3) and int(token) != 6
-        state.commit(slot, token[:, None], torch.tensor([1]), EVERYTHING)
+        state.commit(slot, token[:, None], torch.tensor([1]), counted=True)
 
 
 def test_a_retracted_request_counts_its_output_again() -> None:
@@ -472,7 +472,7 @@ def test_a_retracted_request_counts_its_output_again() -> None:
     params = SamplingParams(frequency_penalty=0.5, repetition_penalty=1.2, min_new_tokens=3)
     slot, state, again = torch.tensor([1]), SamplingState(2, 9, "cpu"), SamplingState(2, 9, "cpu")
     state.assign(1, params, 5, [1, 2], [], [8])
-    state.commit(slot, torch.tensor([[4, 4, 7, 0]]), torch.tensor([3]), EVERYTHING)
+    state.commit(slot, torch.tensor([[4, 4, 7, 0]]), torch.tensor([3]), counted=True)
     again.assign(1, params, 5, [1, 2], [4, 4, 7], [8])
     both = (s.wishes(slot, s.needs([1])) for s in (state, again))
     for name, ours, theirs in zip(Wishes._fields, *both, strict=True):
@@ -487,7 +487,7 @@ def test_commit_adds_only_the_emitted_tokens_of_each_slot() -> None:
     for slot in (1, 2, 3):
         state.assign(slot, SamplingParams(presence_penalty=1.0), 0, [0], [5], [])
     tokens = torch.tensor([[2, 2, 4], [1, 3, 3], [5, 5, 5], [5, 5, 5]])
-    state.commit(slots, tokens, torch.tensor([2, 1, 3, 1]), EVERYTHING)
+    state.commit(slots, tokens, torch.tensor([2, 1, 3, 1]), counted=True)
     rows = state.wishes(torch.tensor([1, 2, 3]), state.needs([1, 2, 3]))
     assert rows.counts is not None
     assert rows.counts.tolist() == [[0, 1, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1], [0, 0, 2, 0, 0, 1]]
@@ -507,7 +507,7 @@ def test_a_reused_slot_never_sees_its_past() -> None:
     )
     later = SamplingParams(repetition_penalty=1.1, presence_penalty=0.2, logit_bias={3: 1.0}, min_new_tokens=2)
     state.assign(1, everything, 1, [1, 2, 3], [4, 5], [6])
-    state.commit(torch.tensor([1]), torch.tensor([[7, 8]]), torch.tensor([2]), state.needs([1]))
+    state.commit(torch.tensor([1]), torch.tensor([[7, 8]]), torch.tensor([2]), counted=True)
     state.release(1)
     assert state.needs([1]) == GREEDY
     for s in (state, fresh):

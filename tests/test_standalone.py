@@ -18,7 +18,7 @@ import pytest
 import torch
 from exactness import CPU, VOCAB, any_ids, build, mixed_requests, next_logits, reference, request, run, tiny_model
 from safetensors.torch import load_file, save_file
-from test_beam import paths, record, siblings_see_each_other
+from test_beam import moved_inputs, paths, record, siblings_see_each_other
 
 from minispec import LLM, SamplingParams
 from minispec.attention import Plan
@@ -272,12 +272,7 @@ def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_t
 
 def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """Drafted rows turn by one position less, as if the first token were not seen."""
-    original = StandaloneDrafter._run
-
-    def run_off(self, tokens, states, positions, plan):
-        return original(self, tokens, states, positions - int(plan.window != plan.width), plan)
-
-    patch.setattr(StandaloneDrafter, "_run", run_off)
+    patch.setattr(StandaloneDrafter, "_inputs", moved_inputs(-1))
 
 
 def drafts_in_the_root_s_row(patch: pytest.MonkeyPatch) -> None:
@@ -299,9 +294,9 @@ def stale_rows(patch: pytest.MonkeyPatch) -> None:
 
 def first_token_unseen(patch: pytest.MonkeyPatch) -> None:
     """Whatever the first token is, the draft reads token 0."""
-    original = StandaloneDrafter._run
-    patch.setattr(StandaloneDrafter, "_run", lambda self, tokens, states, positions, plan: original(
-        self, tokens.masked_fill(positions == 0, 0), states, positions, plan))  # fmt: skip
+    original = StandaloneDrafter._read
+    patch.setattr(StandaloneDrafter, "_read", lambda self, tokens, positions: original(
+        self, tokens.masked_fill(positions == 0, 0), positions))  # fmt: skip
 
 
 def no_root_after_a_prompt(patch: pytest.MonkeyPatch) -> None:

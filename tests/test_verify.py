@@ -160,7 +160,7 @@ def one_by_one(target: Tensor, params: SamplingParams, seed: int, stop_ids: list
     ids = list(PROMPT)
     while len(ids) < len(PROMPT) + LENGTH:
         token = pick(target[ids[-1]][None], state.wishes(slot, state.needs([1])), torch.tensor([len(ids)]))
-        state.commit(slot, token[:, None], torch.tensor([1]), EVERYTHING)
+        state.commit(slot, token[:, None], torch.tensor([1]), counted=True)
         ids.append(int(token))
     return ids[len(PROMPT) :]
 
@@ -174,7 +174,7 @@ def by_trees(
     ids = [list(PROMPT) for _ in range(batch)]
     wishes = state.wishes(slots, state.needs(host))
     first = pick(target[torch.full((batch,), PROMPT[-1])], wishes, torch.full((batch,), len(PROMPT)))
-    state.commit(slots, first[:, None], torch.ones(batch, dtype=torch.int64), EVERYTHING)
+    state.commit(slots, first[:, None], torch.ones(batch, dtype=torch.int64), counted=True)
     for row in range(batch):
         ids[row].append(int(first[row]))
     accepted = 0
@@ -183,7 +183,7 @@ def by_trees(
         lens = torch.tensor([len(row) - 1 for row in ids])  # the root is not in the KV cache
         logits = target[tree.tokens.clamp(min=0)]
         verdict = verify(tree, logits, state.wishes(slots, state.needs(host)), lens, Rule(longest(tree)))
-        state.commit(slots, verdict.emitted, verdict.count, EVERYTHING)
+        state.commit(slots, verdict.emitted, verdict.count, counted=True)
         for row in range(batch):
             count = int(verdict.count[row])
             ids[row] += verdict.emitted[row, :count].tolist()
@@ -214,7 +214,7 @@ def test_min_new_tokens_is_counted_along_the_path_not_per_step() -> None:
     state = SamplingState(2, 3, "cpu")
     state.assign(1, SamplingParams(temperature=0.0, min_new_tokens=4), 0, [0], [], [2])
     slot = torch.tensor([1])
-    state.commit(slot, torch.tensor([[1]]), torch.tensor([1]), EVERYTHING)
+    state.commit(slot, torch.tensor([[1]]), torch.tensor([1]), counted=True)
     tree = chain(torch.tensor([[1, 1, 1, 1, 1, 1]]))
     verdict = verify(tree, logits, state.wishes(slot, state.needs([1])), torch.tensor([1]), Rule(6))
     assert verdict.emitted[0, : int(verdict.count)].tolist() == [1, 1, 1, 2]

@@ -42,7 +42,8 @@ _SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative
 _DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
-_TYPES = {"str": str, "int": int, "float": float}
+_TYPES = {"str": str, "int": int, "float": float, "Ints": int}  # the last takes one or several after its flag
+Ints = tuple[int, ...]
 
 
 def _flag(default: Any, group: str, help: str, *, choices: Sequence[Any] = (), low: float | None = None,
@@ -117,6 +118,15 @@ class Config:
         False, "Memory and scheduling", "finish each step before the next one begins, as on a CPU and with NGRAM always"
     )
     disable_torch_compile: bool = _flag(False, "Memory and scheduling", "run eagerly: starts at once, decodes slower")
+    cuda_graph_max_bs: int | None = _flag(
+        None, "Memory and scheduling", "largest batch whose decode steps are captured as CUDA graphs; default: by the "
+        "GPU's memory, 8 to 512; larger batches run uncaptured", low=1,
+    )  # fmt: skip
+    cuda_graph_bs: Ints | None = _flag(
+        None, "Memory and scheduling", "the batches whose decode steps are captured, which others are padded to; the "
+        "largest becomes --cuda-graph-max-bs", low=1,
+    )  # fmt: skip
+    disable_cuda_graph: bool = _flag(False, "Memory and scheduling", "capture no CUDA graphs: starts sooner")
 
     speculative_algorithm: str | None = _flag(
         None, "Speculation", "NONE, NGRAM, EAGLE (alias NEXTN), EAGLE3 or STANDALONE, in any case, or module:Class of "
@@ -190,6 +200,7 @@ class Config:
             put("speculative_algorithm", "EAGLE")
         for f in _flags():
             _check(f, getattr(self, f.name))
+        self._put_graph_batches()
         put("draft_path", self.speculative_draft_model_path or self._shipped(asked or self.algorithm))
         put("speculative_accept_threshold_acc", max(self.speculative_accept_threshold_acc, 1e-9))  # it divides
         put("dtype", _DTYPES.get(self.dtype, self.dtype))
@@ -247,6 +258,19 @@ class Config:
             raise ValueError("--speculative-num-draft-tokens must be at least 2, the root and a draft, got 1")
         if self.speculative_draft_model_revision is not None and self.speculative_draft_model_path is None:
             raise ValueError("--speculative-draft-model-revision needs --speculative-draft-model-path")
+
+    def _put_graph_batches(self) -> None:
+        """Sort a given list of batches, and let its largest be the largest that is captured, as SGLang does."""
+        largest = self.cuda_graph_max_bs
+        if self.cuda_graph_bs is not None:
+            batches = tuple(sorted(set(self.cuda_graph_bs)))
+            if largest not in (None, batches[-1]):
+                self._note(f"--cuda-graph-max-bs {largest} is taken as {batches[-1]}, the largest of --cuda-graph-bs")
+            object.__setattr__(self, "cuda_graph_bs", batches)
+            object.__setattr__(self, "cuda_graph_max_bs", batches[-1])
+        if self.disable_cuda_graph and self.cuda_graph_max_bs is not None:
+            given = "cuda_graph_bs" if self.cuda_graph_bs else "cuda_graph_max_bs"
+            self._note(f"{flag_name(given)} does nothing beside --disable-cuda-graph")
 
     def _note(self, line: str) -> None:
         """Add a line to `notes`."""
@@ -367,6 +391,17 @@ def _check(f: Any, value: Any) -> None:
     if value is None and optional:
         return
     flag, meta = flag_name(f.name), f.metadata
+    if kind == "Ints":
+        if not isinstance(value, (list, tuple)) or not value:
+            raise ValueError(f"{flag} must be one or more ints, got {value!r}")
+        for one in value:
+            _check_one(flag, meta, "int", one)
+    else:
+        _check_one(flag, meta, kind, value)
+
+
+def _check_one(flag: str, meta: Mapping[str, Any], kind: str, value: Any) -> None:
+    """Raise ValueError unless a single value has the type `kind` and lies in the flag's choices or range."""
     types = {"str": str, "int": int, "float": (int, float), "bool": bool}[kind]
     if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
         raise ValueError(f"{flag} must be {'an int' if kind == 'int' else f'a {kind}'}, got {value!r}")
@@ -385,6 +420,7 @@ def _check(f: Any, value: Any) -> None:
 _ALIASES = {  # other spellings, SGLang's own and those of its documents' history
     "model_path": ("--model",),
     "mem_fraction_static": ("--mem-fraction", "--mem-frac"),
+    "cuda_graph_max_bs": ("--cuda-graph-max",),
     "speculative_algorithm": ("--speculative-algo",),
     "speculative_draft_model_path": ("--speculative-draft-model", "--speculative-draft"),
     "speculative_ngram_branch_length": ("--speculative-ngram-max-trie-depth",),  # its name since SGLang 0.5.23
@@ -451,8 +487,10 @@ def _parser() -> _Parser:
         if kind == "bool":
             group.add_argument(*names, dest=f.name, action="store_true", help=meta["help"])
             continue
-        metavar = "{" + ",".join(map(str, meta["choices"])) + "}" if meta["choices"] else kind.upper()
-        group.add_argument(*names, dest=f.name, type=_TYPES[kind], metavar=metavar, help=meta["help"] + shown)
+        several = {"nargs": "+"} if kind == "Ints" else {}
+        metavar = "{" + ",".join(map(str, meta["choices"])) + "}" if meta["choices"] else _TYPES[kind].__name__.upper()
+        kwargs = {"type": _TYPES[kind], "metavar": metavar, "help": meta["help"] + shown, **several}
+        group.add_argument(*names, dest=f.name, **kwargs)
     for flag, const in foreign_flags().items():
         parser.add_argument(flag, dest="notes", action=_Foreign, nargs="*", const=const, help=argparse.SUPPRESS)
     return parser

@@ -78,9 +78,15 @@ class Sizes:
     prefill_sizes: tuple[int, ...]  # the prefill steps' token counts, T
 
     @classmethod
-    def resolve(cls, drafter: Drafter, *, context_length: int, max_running: int, chunk_size: int) -> Sizes:
-        """Return the sizes of an engine with this drafter."""
-        powers = {1 << i for i in range(max_running.bit_length())}
+    def resolve(
+        cls, drafter: Drafter, *, context_length: int, max_running: int, chunk_size: int, batches: Sequence[int] = ()
+    ) -> Sizes:
+        """Return the sizes of an engine with this drafter.
+
+        batches: the buckets that are wished for, in place of the powers of two up to the largest of them.
+        """
+        powers = {1 << i for i in range(max_running.bit_length()) if 1 << i > max(batches, default=0)}
+        powers |= {batch for batch in batches if batch < max_running}
         largest = -(-chunk_size // QUERY_BLOCK) * QUERY_BLOCK
         return cls(
             context_length, max_running, chunk_size, drafter.nodes, drafter.depth, drafter.scratch, drafter.steps,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,15 @@ from typing import Any
 import torch
 
 from minispec.compiled import compile_step
-from minispec.config import Config
-from minispec.drafter import Drafter
+from minispec.config import Config, flag_name
+from minispec.drafter import Drafter, Plain
 from minispec.engine import Engine, Sizes
-from minispec.kv import KVShape, PagedKV
 from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter
 from minispec.load.fp8 import check_fp8, read_weights, stored_in_fp8, use_fp8
-from minispec.load.int8 import PROMPT_ROWS, TEXT, check_int8, quantize
-from minispec.load.machine import core_count, host_memory
+from minispec.load.int8 import PROMPT_ROWS, TEXT, check_int8, quantize, replace_weights
+from minispec.load.machine import core_count
+from minispec.load.memory import Budget, free_bytes, largest_graph, make_kv, measure, unsaid
 from minispec.load.packed import can_pack, pack_linears
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
@@ -76,14 +77,8 @@ class LLM:
         running = config.max_running_requests or (8 if device.type == "cpu" else 48)
         chunk = config.chunked_prefill_size or (512 if device.type == "cpu" else 2048)
         chunk = context if chunk == -1 else min(chunk, context)
-        compiled = not config.disable_torch_compile and _can_compile(device)
         with torch.inference_mode():
-            network, drafter = self._load(device, compiled, tell)
-            sizes = Sizes.resolve(drafter, context_length=context, max_running=running, chunk_size=chunk)
-            engine = _make_engine(config, network, drafter, sizes, compiled)
-            engine.warm_up(tell)
-            if drafter.network is not None and config.load_format != "dummy":
-                self_test(engine, drafter, self.tokenizer.encode(PROMPT))
+            engine = self._start(device, {"context_length": context, "max_running": running, "chunk_size": chunk}, tell)
         self.scheduler = Scheduler(
             engine,
             self.tokenizer,
@@ -96,6 +91,46 @@ class LLM:
             ),
         )
         logger.info("%s", startup_line(config, self.scheduler))
+
+    def _start(self, device: torch.device, limits: dict[str, int], tell: Callable[[str], None]) -> Engine:
+        """Return the engine, warmed up and captured; tells where memory goes, before and after."""
+        config = self.config
+        compiled = not config.disable_torch_compile and _can_compile(device)
+        batches = config.cuda_graph_bs if device.type == "cuda" else None
+        resolve = partial(Sizes.resolve, **limits, batches=batches or ())
+        network, drafter = self._outline(device)
+        budget = Budget(config, device, resolve(drafter), network, drafter)
+        tell(f"memory, estimated: {budget.estimate}")
+        budget.check()
+        with budget.watch("loading the weights"):
+            network, drafter = self._load(device, compiled, tell)
+        budget.network, budget.drafter, budget.sizes = network, drafter, resolve(drafter)
+        with budget.watch("making the KV pools"):
+            engine = _make_engine(config, budget, compiled)
+        with budget.watch("warming up"):
+            engine.warm_up(tell)
+        with budget.watch("capturing CUDA graphs"):
+            if captured := captured_batches(config, engine.sizes):
+                engine.capture(captured, tell)
+        if drafter.network is not None and config.load_format != "dummy":
+            self_test(engine, drafter, self.tokenizer.encode(PROMPT))
+        self.memory = measure(engine)
+        tell(f"memory, measured: {self.memory}")
+        return engine
+
+    def _outline(self, device: torch.device) -> tuple[Model, Drafter]:
+        """Return target and drafter as `_load` will, on the meta device: their sizes, and no memory.
+
+        A drafter of the operator's own, whose code is to run once, is stood for by none.
+        """
+        config, dtype = replace(self.config, device=device.type), choose_dtype(self.config, device)
+        with unsaid():
+            network = load_model(config, self.model_config, self.folder, dtype, torch.device("meta"))
+            drafter = Plain() if config.is_own_drafter else make_drafter(config, network, self.folder, self.tokenizer)
+            if config.quantization == "int8":
+                replace_weights(network)
+            _change_draft_and_pack(config, device, network, drafter)
+        return network, drafter
 
     def _load(
         self, device: torch.device, compiled: bool, tell: Callable[[str], None]
@@ -112,12 +147,7 @@ class LLM:
         drafter = make_drafter(config, network, self.folder, self.tokenizer)
         if config.quantization == "int8":  # after a head has taken what it needs of the target's weights
             self._quantize(network, tell)
-        if config.draft_quantization == "fp8" and drafter.network is not None:
-            use_fp8(drafter.network)
-        if device.type == "cpu" and can_pack(dtype):
-            pack_linears(network)  # those that are left
-            if drafter.network is not None:
-                pack_linears(drafter.network)
+        _change_draft_and_pack(config, device, network, drafter)
         if compiled:
             compiler = partial(compile_step, device=device)
             network.compile_blocks(compiler)
@@ -259,34 +289,58 @@ def _context_length(config: Config, model: ModelConfig) -> int:
 def load_model(
     config: Config, model_config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Model:
-    """Return the model with its weights, in fp8 where that is asked for; int8 comes later."""
-    to_fp8, kind = config.quantization == "fp8", config.load_format
+    """Return the model with its weights, in fp8 where that is asked for; int8 comes later. On meta it has none."""
+    to_fp8, kind, outline = config.quantization == "fp8", config.load_format, device.type == "meta"
     if kind == "dummy":
         model = Model.empty(model_config, dtype, device)
-        _fill_at_random(model, config.random_seed or 0)
+        if not outline:
+            _fill_at_random(model, config.random_seed or 0)
         if to_fp8:
             use_fp8(model)
         return model
     change = lambda model: use_fp8(model, stored_in_fp8(folder, kind, model.reads)) if to_fp8 else None  # noqa: E731
     model = Model.empty(model_config, dtype, device, change)
+    if outline:
+        return model
     into = published_tensors(model)
     load_weights(into, read_weights(folder, kind, wanted=model.reads, into=into))
     return model
 
 
-def _make_engine(config: Config, network: Model, drafter: Drafter, sizes: Sizes, compiled: bool) -> Engine:
-    """Return the engine around target and drafter, with its pages."""
-    shape, weight = network.config, network.norm.weight
-    own = KVShape(shape.layers, shape.kv_heads, shape.head_dim)
-    row_bytes = sum(kind.bytes(1, weight.dtype) for kind in (own, drafter.kv_shape))  # a page holds rows of both
-    kv = PagedKV(
-        own,
-        pages=_pages(config, row_bytes, sizes, weight.device),
-        page_size=config.page_size,
-        slots=sizes.max_running + 1,
-        rows_per_slot=sizes.context_length + sizes.tree_rows,
-        like=weight,
-    )
+def _change_draft_and_pack(config: Config, device: torch.device, network: Model, drafter: Drafter) -> None:
+    """Make the draft's weights fp8 where that is asked for; on a CPU reorder what is left of linear layers."""
+    if config.draft_quantization == "fp8" and drafter.network is not None:
+        use_fp8(drafter.network)
+    if device.type == "cpu" and can_pack(network.norm.weight.dtype):
+        pack_linears(network)
+        if drafter.network is not None:
+            pack_linears(drafter.network)
+
+
+def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:
+    """Return the batch buckets whose decode steps are captured as CUDA graphs; none on a CPU, where one line says so.
+
+    They are the buckets up to --cuda-graph-max-bs, whose default follows the GPU's memory as SGLang's does; or those
+    that --cuda-graph-bs lists.
+    """
+    device = choose_device(config)
+    if device.type != "cuda":
+        flags = {"cuda_graph_bs": config.cuda_graph_bs, "cuda_graph_max_bs": config.cuda_graph_max_bs,
+                 "disable_cuda_graph": config.disable_cuda_graph}  # fmt: skip
+        if given := next((name for name, value in flags.items() if value), None):
+            value = " ".join(map(str, flags[given])) if given == "cuda_graph_bs" else flags[given]
+            shown = flag_name(given) + ("" if value is True else f" {value}")
+            logger.warning("%s changes nothing: on a CPU there are no CUDA graphs", shown)
+        return ()
+    largest = largest_graph(config, free_bytes(device)[1])
+    listed = sizes.batch_sizes if config.cuda_graph_bs is None else config.cuda_graph_bs
+    return tuple(batch for batch in sizes.batch_sizes if batch <= largest and batch in listed)
+
+
+def _make_engine(config: Config, budget: Budget, compiled: bool) -> Engine:
+    """Return the engine around the target and the drafter of a budget, with the pages that fit."""
+    network, drafter, sizes = budget.network, budget.drafter, budget.sizes
+    kv = make_kv(config, network, drafter, sizes, budget.pages())
     engine = Engine(network, kv, drafter, sizes, compiled=compiled, thresholds=config.thresholds)
     if compiled:
         # Every shape is a graph of the same function, and several LLMs may share a process. Not for the warm-up alone:
@@ -321,24 +375,6 @@ def _can_compile(device: torch.device) -> bool:
         return False
 
 
-def _free_bytes(device: torch.device) -> tuple[int, int]:
-    """Return (free, total) memory of the device."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading and quantizing no longer use
-        return torch.cuda.mem_get_info(device)
-    return host_memory()
-
-
-def coarse(pages: int) -> int:
-    """Round a number of pages down to five binary digits and zeros behind them, so by less than a sixteenth.
-
-    The number of pages is part of every compiled graph's shape, and free memory is another number at every start: the
-    exact quotient would find nothing in the compile cache.
-    """
-    shift = max(pages.bit_length() - 5, 0)
-    return pages >> shift << shift
-
-
 def _limit_threads() -> None:
     """Let torch use no more threads than the process has whole cores, unless OMP_NUM_THREADS says otherwise.
 
@@ -349,37 +385,3 @@ def _limit_threads() -> None:
     if "OMP_NUM_THREADS" not in os.environ and cores < torch.get_num_threads():
         logger.info("%d threads, as many as the process has cores; OMP_NUM_THREADS sets another number", cores)
         torch.set_num_threads(cores)
-
-
-def _pages(config: Config, row_bytes: int, sizes: Sizes, device: torch.device) -> int:
-    """Return the pages of the KV pool, the trash page included; raises ValueError when not one tree fits.
-
-    On a CPU: running requests times min(context, 4096) rows, at most a quarter of free memory. With
-    --mem-fraction-static (on CUDA always, 0.85): what is left of that share of memory beside the weights. What follows
-    from free memory is `coarse`.
-    """
-    page_bytes, tree_rows = row_bytes * config.page_size, sizes.tree_rows
-    context, running = sizes.context_length, sizes.max_running
-    free, total = _free_bytes(device)
-    fraction = config.mem_fraction_static or (0.85 if device.type == "cuda" else None)
-    if fraction is None:
-        rows = running * (min(context, 4096) + tree_rows)
-        pages = min(-(-rows // config.page_size), coarse(free // 4 // page_bytes))
-    else:
-        pages = coarse(max(int(free - total * (1 - fraction)), 0) // page_bytes)
-    if config.max_total_tokens is not None:
-        wanted = -(-config.max_total_tokens // config.page_size)
-        if wanted > pages and fraction is not None:
-            fits = pages * config.page_size
-            logger.warning("--max-total-tokens %d does not fit; using %d", config.max_total_tokens, fits)
-        pages = min(wanted, pages) if fraction is not None else wanted
-    most = running * -(-(context + tree_rows) // config.page_size)  # more could never be used
-    pages = min(pages, most) if config.max_total_tokens is None else pages
-    needed = -(-(tree_rows + 1) // config.page_size)
-    if pages < needed:
-        raise ValueError(
-            f"the KV pool would hold {max(pages, 0) * config.page_size} tokens and needs {needed * config.page_size}; "
-            "raise --mem-fraction-static or --max-total-tokens, or lower --max-running-requests"
-        )
-    return pages + 1
-

@@ -486,8 +486,8 @@ class Server:
 
     async def server_info(self, http: web.Request) -> web.Response:
         """The launch flags, the sizes, and in internal_states[0] the scheduler's current numbers."""
-        self._ready()
-        stats = await self.engine.ask(lambda scheduler: scheduler.stats())
+        llm = self._ready()
+        stats = {**await self.engine.ask(lambda scheduler: scheduler.stats()), **memory_stats(llm)}
         flags = {k: v for k, v in dataclasses.asdict(self.config).items() if k not in ("api_key", "notes")}
         flags["speculative_algorithm"] = self.config.algorithm
         flags = {name: value for name, value in flags.items() if name not in stats}  # as resolved, not as asked for
@@ -596,6 +596,16 @@ def _prepare(job: schema.Job, llm: LLM) -> list[Request]:
     for request in requests:
         llm.scheduler.validate(request)
     return requests
+
+
+def memory_stats(llm: LLM) -> dict[str, Any]:
+    """Return what memory is taken: by part in bytes, and in SGLang's form, in GiB."""
+    parts, gib = dataclasses.asdict(llm.memory), lambda *names: round(sum(parts[n] or 0 for n in names) / 2**30, 3)
+    scheduler = llm.scheduler
+    return {"memory_bytes": parts, "memory_usage": {
+        "weight": gib("target_weights", "draft_weights"), "kvcache": gib("target_kv_pool", "draft_kv_pool"),
+        "graph": gib("graphs_and_workspace"), "token_capacity": (scheduler.kv.pages - 1) * scheduler.kv.page_size,
+    }}  # fmt: skip
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

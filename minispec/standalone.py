@@ -127,8 +127,8 @@ def load_draft(
     """Return the model in `folder` as a drafter for `target`, in its dtype and on its device.
 
     tokenizer: the target's. context_length: the one served, None for the target's own. load_format: as for
-    `read_weights`. Raises ModelError naming --speculative-draft-model-path if the model is not supported or gives
-    token ids another meaning.
+    `read_weights`. For a target on the meta device the draft has its sizes alone. Raises ModelError naming
+    --speculative-draft-model-path if the model is not supported or gives token ids another meaning.
     """
     weight = target.embed_tokens.weight
     try:
@@ -136,7 +136,8 @@ def load_draft(
         config = ModelConfig.from_hf(stated)
         vocab_size = _compared(stated.get("tokenizer_digest"), tokenizer, folder)
         model = Model.empty(config, weight.dtype, weight.device)
-        load_weights(published_tensors(model), read_weights(folder, load_format, wanted=model.reads))
+        if not weight.is_meta:
+            load_weights(published_tensors(model), read_weights(folder, load_format, wanted=model.reads))
     except KeyError as error:
         raise ModelError(f"--speculative-draft-model-path {folder}: config.json lacks {error}") from error
     except ValueError as error:

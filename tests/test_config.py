@@ -157,6 +157,10 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
          "--speculative-ngram-max-bfs-breadth"),
         (["--speculative-accept-threshold-single", "1.5"], "-single must be in [0, 1], got 1.5"),
         (["--speculative-accept-threshold-acc", "nan"], "--speculative-accept-threshold-acc must be in [0, 1]"),
+        (["--cuda-graph-max-bs", "0"], "--cuda-graph-max-bs must be at least 1, got 0"),
+        (["--cuda-graph-bs", "1", "-2"], "--cuda-graph-bs must be at least 1, got -2"),
+        (["--cuda-graph-bs", "1", "two"], "argument --cuda-graph-bs: invalid int value: 'two'"),
+        (["--cuda-graph-bs"], "argument --cuda-graph-bs: expected at least one argument"),
         (["--revision", "main"], "--revision needs --model-path"),
         (["--speculative-algorithm", "medusa"], "NONE, NGRAM, EAGLE, EAGLE3, NEXTN or STANDALONE, or module:Class of"),
         (["--speculative-algorithm", "my drafter:X"], "or module:Class of your own, got"),
@@ -310,6 +314,19 @@ def test_help_lists_every_flag_and_hides_the_foreign_ones(capsys: pytest.Capture
     text = capsys.readouterr().out
     assert stop.value.code == 0 and "--tp" not in text
     assert [f.name for f in dataclasses.fields(Config) if f.metadata and flag_name(f.name) not in text] == []
+
+
+def test_the_batches_of_graphs_are_sorted_and_their_largest_is_the_largest() -> None:
+    for config in (Config.from_args(["--cuda-graph-bs", "8", "2", "8"]), Config(cuda_graph_bs=[8, 2, 8])):
+        assert (config.cuda_graph_bs, config.cuda_graph_max_bs, config.notes) == ((2, 8), 8, ())
+    assert Config(cuda_graph_bs=(2,), cuda_graph_max_bs=2).notes == ()
+    (note,) = Config.from_args(["--cuda-graph-bs", "2", "--cuda-graph-max", "4"]).notes
+    assert note == "--cuda-graph-max-bs 4 is taken as 2, the largest of --cuda-graph-bs"
+    (note,) = Config(cuda_graph_bs=(2,), disable_cuda_graph=True).notes
+    assert note == "--cuda-graph-bs does nothing beside --disable-cuda-graph"
+    for wrong in ([], 3, ["1"], [True], [1.0]):
+        with pytest.raises(ValueError, match="--cuda-graph-bs must be"):
+            Config(cuda_graph_bs=wrong)
 
 
 def test_thresholds_are_none_where_verification_is_exact() -> None:

@@ -29,7 +29,7 @@ RANKS = {
     3: "beam ngram bucket load.heads",
     4: "standalone",
     5: "engine load.drafters",
-    6: "scheduler load.selftest",
+    6: "scheduler load.selftest load.memory",
     7: "llm http.schema",
     8: "server train.corpus",
     9: "train.rounds train.export",

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import minispec.llm as llm_module
+import minispec.load.memory as memory_module
 from minispec import LLM
-from minispec.llm import coarse
 from minispec.load.machine import core_count, host_memory
+from minispec.load.memory import coarse
 
 MIB = 2**20
 MEMINFO = "MemTotal: 67108864 kB\nMemFree: 1 kB\nMemAvailable: 33554432 kB\nHugePages_Total: 0\n"  # 64 and 32 GiB
@@ -117,7 +118,7 @@ def test_the_pool_keeps_to_the_group_and_nearby_memory_gives_the_same_pages(opti
     pages = set()
     for used in (12, 13, 14):  # of 160 MiB, 2 of them files
         root = machine(tmp_path / str(used), TWO, memory(f"{160 * MIB}\n", used, 2, 0, "slice/job/"))
-        monkeypatch.setattr(llm_module, "host_memory", lambda root=root: host_memory(root))
+        monkeypatch.setattr(memory_module, "host_memory", lambda root=root: host_memory(root))
         kv = start(tmp_path / "model", max_running_requests=40, page_size=64, **options).scheduler.kv
         free = (162 - used) * MIB
         room = free - 80 * MIB if options else free // 4

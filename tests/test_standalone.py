@@ -25,7 +25,7 @@ from minispec.attention import Plan
 from minispec.compiled import compile_step
 from minispec.drafter import Drafter, Plain
 from minispec.engine import Sizes
-from minispec.kv import KVShape
+from minispec.load.memory import Budget
 from minispec.load.tokenizer import byte_tokenizer, load_tokenizer
 from minispec.model import Model
 from minispec.request import Request
@@ -481,8 +481,6 @@ def test_a_draft_of_a_shorter_context_runs_on_and_says_so_once(tmp_path, caplog)
 
 
 def test_the_pool_counts_the_draft_s_pages(tmp_path) -> None:
-    from minispec.llm import _pages
-
     target, deep = write(tmp_path / "target"), write(tmp_path / "deep", num_hidden_layers=6)
     llm = drafting(target, deep)
     drafter, engine = llm.scheduler.engine.drafter, llm.scheduler.engine
@@ -491,10 +489,9 @@ def test_the_pool_counts_the_draft_s_pages(tmp_path) -> None:
     def pages(drafter: Drafter) -> int:
         config = replace(llm.config, mem_fraction_static=0.5, max_total_tokens=None)
         sizes = Sizes.resolve(drafter, context_length=10**6, max_running=4, chunk_size=64)
-        row_bytes = KVShape(2, 2, 8).bytes(1, torch.float32) + drafter.kv_shape.bytes(1, torch.float32)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("minispec.llm._free_bytes", lambda device: (2**20, 2**20))
-            return _pages(config, row_bytes, sizes, CPU) - 1
+            patch.setattr("minispec.load.memory.host_memory", lambda: (2**20, 2**20))
+            return Budget(config, CPU, sizes, engine.model, drafter).pages() - 1
 
     # 64 rows of 2 layers, keys and values, 2 heads of 8 floats: 16 KiB a page, and 48 KiB more for 6 layers.
     assert pages(Plain()) == 2**19 // 2**14 and pages(drafter) == 2**19 // 2**16

@@ -166,7 +166,8 @@ def _token_map_file(config: Config) -> Path:
 
 def _tree_shape(config: Config, model: Model) -> dict[str, int]:
     """Return steps, topk and nodes of a tree grown on the device; logs it if the given size is impossible."""
-    on_cpu = model.embed_tokens.weight.device.type == "cpu"
+    weight = model.embed_tokens.weight
+    on_cpu = (config.device if weight.is_meta else weight.device.type) == "cpu"
     steps, topk, nodes = config.tree_shape(model.config.architecture, on_cpu)
     if config.speculative_num_draft_tokens not in (None, nodes):
         why = "the tree is a chain" if topk == 1 else "no more candidates exist"

@@ -76,7 +76,8 @@ def load_head(
     """Return the draft head in `folder` for inference, in the target's dtype and on its device.
 
     token_map: [Vd] int64 target ids that a head without a vocabulary of its own drafts from (FR-Spec). load_format: as
-    for `read_weights`. To be called before the target's LM head is packed. Raises ModelError naming
+    for `read_weights`. To be called before the target's LM head is packed. For a target on the meta device the head is
+    there too and has its sizes alone. Raises ModelError naming
     --speculative-draft-model-path if the folder holds no head, is not complete, or holds a head for another target or
     of a variant that is not supported.
     """
@@ -90,8 +91,9 @@ def load_head(
         tensors["lm_head.weight"] = slice_head(target, token_map)
         config = replace(config, token_map=token_map)
     head = HEAD_KINDS[config.kind].empty(config, target)
-    with naming(flag, folder):
-        load_weights(head_tensors(head, layer_name), tensors.items())
+    if not target.norm.weight.is_meta:
+        with naming(flag, folder):
+            load_weights(head_tensors(head, layer_name), tensors.items())
     if config.kind == Eagle3Head.name:
         logger.info("EAGLE-3 head reads the target's residual stream entering layers %s", config.taps)
     return head
@@ -113,7 +115,8 @@ def _shared(config: HeadConfig, tensors: Tensors, target: Model) -> HeadConfig:
     is added to `tensors`, unless the target's own LM head is tied to the same embedding.
     """
     ours, given = target.embed_tokens.weight, tensors.get("embed_tokens.weight")
-    if given is not None and given.shape == ours.shape and torch.equal(given.to(ours), ours):
+    # Where the target has sizes alone, an embedding of its shape is taken for a copy, which it nearly always is.
+    if given is not None and given.shape == ours.shape and (ours.is_meta or torch.equal(given.to(ours), ours)):
         del tensors["embed_tokens.weight"]
         given, config = None, replace(config, own_embedding=False)
     if given is not None:

@@ -102,7 +102,7 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     Each weight becomes the nearest multiple of its row's scale, from -127 to 127 times.
     """
     features, size = weight.shape
-    integers = torch.zeros(features, -(-size // LANES) * LANES, dtype=torch.int8)
+    integers = torch.zeros(features, -(-size // LANES) * LANES, dtype=torch.int8, device=weight.device)
     scale = weight.new_empty(features)
     rows = max(PIECE // size, 1)
     for piece, into, of in zip(weight.split(rows), integers.split(rows), scale.split(rows), strict=True):
@@ -120,15 +120,20 @@ def quantize(model: Model, ids: list[int]) -> Cost:
     """
     assert 0 < len(ids) < PROMPT_ROWS, "what is measured is the kernel of decoding"
     before = _logits(model, ids)
-    _quantize_linears(model)
-    if model.config.tied:
-        model.embed_tokens = Int8Embedding(model.lm_head)
+    replace_weights(model)
     after, divergence, same = _logits(model, ids), 0.0, 0
     for old, new in zip(before, after, strict=True):  # by rows, since in fp32 all of them are as large as a layer
         chances, others = (logits.float().log_softmax(-1) for logits in (old, new))
         divergence += float(F.kl_div(others, chances, log_target=True, reduction="sum"))
         same += int(old.argmax() == new.argmax())
     return Cost(divergence / len(ids), same / len(ids), len(ids))
+
+
+def replace_weights(model: Model) -> None:
+    """Replace the layers as `quantize` does, and measure nothing; on the meta device this gives their sizes."""
+    _quantize_linears(model)
+    if model.config.tied:
+        model.embed_tokens = Int8Embedding(model.lm_head)
 
 
 def _quantize_linears(module: nn.Module) -> None:

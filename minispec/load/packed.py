@@ -53,9 +53,15 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.key = next(_handles)
         self.features = linear.out_features
-        _weights[self.key] = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), 8)
+        _weights[self.key] = _reordered(linear.weight.detach().contiguous())
         self.register_buffer("handle", torch.tensor(self.key), persistent=False)
         self.bias = linear.bias
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the reordered weight, which is no parameter or buffer; oneDNN fills small ones up to its blocks."""
+        weight = _weights[self.key]
+        return weight.nbytes if weight.is_meta else torch.ops.mkldnn._nbytes(weight)
 
     def __del__(self) -> None:
         if _weights is not None:  # when Python ends, this name may be gone before the last layer
@@ -64,6 +70,11 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, plus the bias, [..., out]."""
         return torch.ops.minispec.packed_linear(x, self.handle, self.features, self.bias)
+
+
+def _reordered(weight: Tensor) -> Tensor:
+    """Return a weight [out, in] in oneDNN's layout; on the meta device, where only sizes are asked for, its copy."""
+    return torch.empty_like(weight) if weight.is_meta else torch.ops.mkldnn._reorder_linear_weight(weight, 8)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

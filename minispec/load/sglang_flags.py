@@ -19,8 +19,8 @@ LINES = {  # what is done instead -> flags; a whole clause, as it follows "--fla
     "one seeded sampler draws for every request": "--sampling-backend",
     "there are no mixture-of-experts models here, so there are no kernels for them to choose": """--moe-runner-backend
         --moe-a2a-backend --speculative-moe-runner-backend --speculative-moe-a2a-backend""",
-    "CUDA graphs are not captured in this version, so that every step is launched from Python": """--cuda-graph-max-bs
-        --cuda-graph-max --cuda-graph-bs --enable-cudagraph-gc --disable-cuda-graph --disable-cuda-graph-padding""",
+    "a batch is padded to the next size that there is, captured or not": "--disable-cuda-graph-padding",
+    "Python's garbage collector runs as usual while graphs are captured": "--enable-cudagraph-gc",
     "compilation is on unless --disable-torch-compile is given, and its batch sizes follow --max-running-requests":
         "--enable-torch-compile --torch-compile-max-bs",
     "a batch is not split in two that overlap; steps overlap instead": """--enable-two-batch-overlap""",

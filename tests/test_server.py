@@ -294,6 +294,11 @@ def test_models_and_info_speak_of_the_served_model(served: Running, tiny: Path) 
     assert served.call("/v1/models/org/other")[0] == 404
     for path in ("/model_info", "/get_model_info"):
         assert served.ok(path)["model_path"] == str(tiny) and served.ok(path)["model_type"] == "llama"
+    taken = served.ok("/server_info")
+    parts, usage = taken["memory_bytes"], taken["internal_states"][0]["memory_usage"]
+    assert parts["target_weights"] > 0 < parts["target_kv_pool"] and parts["graphs_and_workspace"] is None
+    assert usage["token_capacity"] == taken["max_total_num_tokens"]
+    assert usage["kvcache"] == pytest.approx((parts["target_kv_pool"] + parts["draft_kv_pool"]) / 2**30, abs=1e-3)
     for path in ("/server_info", "/get_server_info"):
         info = served.ok(path)
         assert info["page_size"] == 16 and "api_key" not in info and info["internal_states"][0]["kv_pages_total"] > 0

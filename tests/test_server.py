@@ -297,7 +297,7 @@ def test_models_and_info_speak_of_the_served_model(served: Running, tiny: Path) 
     taken = served.ok("/server_info")
     parts, usage = taken["memory_bytes"], taken["internal_states"][0]["memory_usage"]
     assert parts["target_weights"] > 0 < parts["target_kv_pool"] and parts["graphs_and_workspace"] is None
-    assert usage["token_capacity"] == taken["max_total_num_tokens"]
+    assert usage["token_capacity"] == taken["max_total_num_tokens"] and usage["graph"] is None
     assert usage["kvcache"] == pytest.approx((parts["target_kv_pool"] + parts["draft_kv_pool"]) / 2**30, abs=1e-3)
     for path in ("/server_info", "/get_server_info"):
         info = served.ok(path)

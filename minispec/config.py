@@ -164,6 +164,10 @@ class Config:
         1.0, "Speculation", "divide what decides acceptance by this; below 1 sampled output is not exact", low=0.0,
         high=1.0,
     )  # fmt: skip
+    simulate_acc_len: float | None = _flag(
+        None, "Speculation", "for measuring speed, with dummy weights say: a step with a tree emits so many tokens in "
+        "the mean, whatever the target picks, at most a token more than trees are deep; the output is junk", low=1.0,
+    )  # fmt: skip
     speculative_ngram_min_match_window_size: int = _flag(1, "Speculation", "shortest suffix looked up", low=1)
     speculative_ngram_max_match_window_size: int = _flag(12, "Speculation", "longest suffix looked up", low=1)
     speculative_ngram_min_bfs_breadth: int = _flag(1, "Speculation", "breadth after the longest match", low=1)
@@ -256,6 +260,9 @@ class Config:
                              f"{', '.join(missing)}")  # fmt: skip
         if self.algorithm in GROWN and self.speculative_num_draft_tokens == 1:
             raise ValueError("--speculative-num-draft-tokens must be at least 2, the root and a draft, got 1")
+        if self.simulate_acc_len is not None and self.algorithm == "NONE":
+            raise ValueError(f"--simulate-acc-len {self.simulate_acc_len:g} needs trees, and --speculative-algorithm "
+                             "NONE drafts none")  # fmt: skip
         if self.speculative_draft_model_revision is not None and self.speculative_draft_model_path is None:
             raise ValueError("--speculative-draft-model-revision needs --speculative-draft-model-path")
 

@@ -36,7 +36,7 @@ from minispec.model import Model, Rope
 from minispec.request import Request
 from minispec.sampling import GREEDY, TEMPERED, Needs, SamplingState, Wishes, largest, pick
 from minispec.tree import PADDING, DraftTree, ancestors, depth
-from minispec.verify import Rule, Verdict, verify, verify_greedy
+from minispec.verify import EXACT, Acceptance, Rule, Verdict, simulate, verify, verify_greedy
 
 CAPTURED = (GREEDY, TEMPERED)  # what batches may need whose steps are compiled and captured whole
 TIMED_CONTEXT = 512  # committed rows assumed when warm-up times a plain step against a tree step
@@ -141,10 +141,9 @@ class Engine:
         sizes: Sizes,
         *,
         compiled: bool,
-        thresholds: tuple[float, float] | None = None,
+        acceptance: Acceptance = EXACT,
     ) -> None:
-        """`thresholds` (single, acc) make acceptance lossy; None leaves output exact."""
-        self.model, self.kv, self.drafter, self.sizes, self.thresholds = model, kv, drafter, sizes, thresholds
+        self.model, self.kv, self.drafter, self.sizes, self.acceptance = model, kv, drafter, sizes, acceptance
         self.attend_kind = compiled_attention if compiled else PagedGather
         device, slots = kv.pool.device, kv.table.shape[0]
         self.device = device
@@ -251,7 +250,7 @@ class Engine:
     def _propose(self, bucket: Bucket, lens: Tensor, root: Tensor, wishes: Wishes | None) -> DraftTree:
         """Ask the drafter for the trees [B, N] of this step."""
         # Under thresholds a coin accepts, not the noise, and no draft may know the noise of what is drawn instead.
-        couple = wishes is not None and self.thresholds is None
+        couple = wishes is not None and self.acceptance.thresholds is None
         noise = (wishes.temperature, wishes.seed) if couple else ()
         return self.drafter.propose(Batch(bucket.slots, lens, root, bucket.tree, *noise))
 
@@ -281,6 +280,8 @@ class Engine:
         hidden, features = self.model.finish(streams, self.drafter.taps if nodes > 1 else ())
         tree = DraftTree(step.tokens, step.parents)
         verdict = self._verify(tree, step.above, self.model.logits(hidden), wishes, lens)
+        if nodes > 1 and self.acceptance.simulated is not None:
+            verdict = simulate(tree, step.above, verdict, self.acceptance.simulated, slots, lens)
         if nodes > 1:
             self.kv.compact(slots, lens, verdict.path, verdict.count)
         self.sampling.commit(slots, verdict.emitted, verdict.count, wishes is not None and wishes.counts is not None)
@@ -297,7 +298,7 @@ class Engine:
         if wishes is None:
             return verify_greedy(tree, above, logits, most)
         looks = self.kv.host_looks and not torch.compiler.is_compiling()
-        return verify(tree, logits, wishes, lens, Rule(most, self.thresholds, looks))
+        return verify(tree, logits, wishes, lens, Rule(most, self.acceptance.thresholds, looks))
 
     def _path(self, bucket: Bucket, lens: Tensor, verdict: Verdict, tokens: Tensor, features: Tensor | None) -> Path:
         """Return the accepted path as a chain of A rows from `lens` on, and describe it in the plan of paths."""

@@ -39,6 +39,7 @@ from minispec.load.weights import eos_token_ids, load_weights, read_config, reso
 from minispec.model import Model, ModelConfig, published_tensors
 from minispec.request import Request, RequestError, SamplingParams, meta_info
 from minispec.scheduler import Scheduler, SchedulerOptions, logger, startup_line
+from minispec.verify import Acceptance
 
 Prompt = str | Sequence[int]
 
@@ -112,7 +113,7 @@ class LLM:
         with budget.watch("capturing CUDA graphs"):
             if captured := captured_batches(config, engine.sizes):
                 engine.capture(captured, tell)
-        if drafter.network is not None and config.load_format != "dummy":
+        if drafter.network is not None and config.load_format != "dummy" and config.simulate_acc_len is None:
             self_test(engine, drafter, self.tokenizer.encode(PROMPT))
         self.memory = measure(engine)
         tell(f"memory, measured: {self.memory}")
@@ -144,6 +145,9 @@ class LLM:
         if config.thresholds is not None:
             logger.warning("--speculative-accept-threshold-single %g, -acc %g: sampled output is no longer exact, "
                            "greedy output is", *config.thresholds)  # fmt: skip
+        if config.simulate_acc_len is not None:
+            logger.warning("--simulate-acc-len %g: steps with trees emit so many tokens in the mean, whatever the "
+                           "target picks; output is junk, for measuring speed", config.simulate_acc_len)  # fmt: skip
         drafter = make_drafter(config, network, self.folder, self.tokenizer)
         if config.quantization == "int8":  # after a head has taken what it needs of the target's weights
             self._quantize(network, tell)
@@ -341,7 +345,8 @@ def _make_engine(config: Config, budget: Budget, compiled: bool) -> Engine:
     """Return the engine around the target and the drafter of a budget, with the pages that fit."""
     network, drafter, sizes = budget.network, budget.drafter, budget.sizes
     kv = make_kv(config, network, drafter, sizes, budget.pages())
-    engine = Engine(network, kv, drafter, sizes, compiled=compiled, thresholds=config.thresholds)
+    acceptance = Acceptance(config.thresholds, config.simulate_acc_len)
+    engine = Engine(network, kv, drafter, sizes, compiled=compiled, acceptance=acceptance)
     if compiled:
         # Every shape is a graph of the same function, and several LLMs may share a process. Not for the warm-up alone:
         # whoever registers a pytree node later (transformers does) invalidates all graphs.

@@ -8,7 +8,8 @@ Since siblings hold distinct tokens, the output has the distribution that specul
 noise of a pick depends on seed, position and token alone (`sampling.gumbel`), so a seeded request gets the same text
 with every drafter: this is drafter-invariant decoding (arXiv 2408.07978).
 
-`pick_lossy` is the exception, for users who set an accept threshold below 1: it accepts more and is not exact.
+`pick_lossy` is the exception, for users who set an accept threshold below 1: it accepts more and is not exact. And
+`simulate` accepts a given number whatever was picked, for the speed of a step without weights that mean anything.
 
 Read next: `sampling.py` for the pick, `engine.py` for what is done with a verdict.
 """
@@ -24,6 +25,17 @@ from minispec.sampling import Wishes, gumbel, largest, law, pick, uniform
 from minispec.tree import PADDING, DraftTree, depth
 
 COIN = -1  # `pick_lossy` draws its coin as the noise of this id, which no token has
+COUNT = -2  # and `simulate` its number as the noise of this one
+
+
+class Acceptance(NamedTuple):
+    """What an operator may change of acceptance; as it stands, output is exact."""
+
+    thresholds: tuple[float, float] | None = None  # (single, acc) of `pick_lossy`
+    simulated: float | None = None  # the mean of `simulate`
+
+
+EXACT = Acceptance()
 
 
 class Rule(NamedTuple):
@@ -115,6 +127,33 @@ def pick_lossy(logits: Tensor, wishes: Wishes, position: Tensor, drafted: Tensor
     drawn = (left.log() + gumbel(wishes.seed, position, logits.shape[1])).argmax(-1)
     chosen = held.gather(1, accepted.to(torch.int8).argmax(-1, keepdim=True)).squeeze(1)  # the first of equal maxima
     return torch.where(accepted.any(-1), chosen, drawn)
+
+
+def simulate(
+    tree: DraftTree, ancestors: Tensor, verdict: Verdict, mean: float, slots: Tensor, lens: Tensor
+) -> Verdict:
+    """Return a verdict that emits `mean` tokens in the mean, whatever the target picked: output is junk, speed is not.
+
+    `ancestors [B, N, N]` is `tree.ancestors(parents)`. The path goes to the first of the deepest nodes, and its tokens
+    are emitted, the last one the target's bonus. `mean` lies in [1, A]. Its floor or its ceiling is drawn from slot and
+    committed length, `slots, lens [B] int64`, so that a captured step draws anew at every replay and a run repeats. A
+    path too short for the number drawn is accepted whole, so the mean is lower where trees are less than A - 1 deep.
+    """
+    (batch, nodes), most = tree.tokens.shape, verdict.path.shape[1]
+    level = depth(ancestors).masked_fill(tree.tokens == PADDING, -1)
+    level[:, 0].zero_()  # at the context's end the root is masked as well
+    last = level.argmax(-1)
+    above = ancestors.gather(1, last[:, None, None].expand(batch, 1, nodes)).squeeze(1)
+    place = torch.where(above, level, most).clamp(max=most)  # the other nodes go into a last column that is cut off
+    index = torch.arange(nodes, device=lens.device).expand(batch, nodes)
+    path = place.new_zeros(batch, most + 1).scatter_(1, place, index)[:, :most]
+    whole = int(mean)
+    # Not the floor of mean + coin: that sum is rounded, at times to the next integer.
+    coin = uniform(slots, lens, torch.full((1,), COUNT, device=lens.device)).squeeze(1)
+    count = torch.minimum(whole + (coin < mean - whole), level.amax(-1) + 1).clamp(max=most)
+    child = tree.tokens.gather(1, path.roll(-1, 1))
+    inner = torch.arange(1, most + 1, device=lens.device) < count[:, None]
+    return Verdict(path, count, torch.where(inner, child, verdict.bonus[:, None]), verdict.bonus)
 
 
 def _verdict(path: Tensor, count: Tensor, emitted: Tensor) -> Verdict:

@@ -23,6 +23,7 @@ from minispec.request import Request, SamplingParams
 from minispec.sampling import SamplingState, pick
 from minispec.scheduler import Scheduler, SchedulerOptions
 from minispec.tree import PADDING, DraftTree
+from minispec.verify import Acceptance
 
 VOCAB = 61
 CONTEXT = 256
@@ -161,6 +162,7 @@ def build(
     host_looks: bool = True,
     eos: Sequence[int] = (),
     thresholds: tuple[float, float] | None = None,
+    simulated: float | None = None,
 ) -> Scheduler:
     """Put a scheduler together over the tiny model, as `LLM` does over a real one."""
     config, drafter = model.config, as_drafter(drafter, model.config.vocab_size)
@@ -170,7 +172,7 @@ def build(
         rows_per_slot=config.context_length + sizes.tree_rows, like=model.norm.weight,
     )  # fmt: skip
     kv.host_looks &= host_looks
-    engine = Engine(model, kv, drafter, sizes, compiled=compiled, thresholds=thresholds)
+    engine = Engine(model, kv, drafter, sizes, compiled=compiled, acceptance=Acceptance(thresholds, simulated))
     return Scheduler(engine, Letters(), frozenset(eos), SchedulerOptions(radix=radix, overlap=overlap))
 
 

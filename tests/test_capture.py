@@ -106,10 +106,10 @@ class Replays:
         return compared
 
 
-def replayed(name: str, **wishes: object) -> Replays:
+def replayed(name: str, simulated: float | None = None, **wishes: object) -> Replays:
     """Serve requests of a subject, with prompts of many lengths; every step but the first of a kind is replayed."""
     subject = SUBJECTS[name]
-    scheduler = subject.build(running=2, host_looks=False, pages=60)
+    scheduler = subject.build(running=2, host_looks=False, pages=60, simulated=simulated)
     engine = scheduler.engine
     engine.kv.mapped[0] = engine.kv.pages_per_slot  # PagedGather reads all that a slot can have
     engine.step_seconds.clear()  # a tree always pays

@@ -165,6 +165,8 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         (["--speculative-algorithm", "medusa"], "NONE, NGRAM, EAGLE, EAGLE3, NEXTN or STANDALONE, or module:Class of"),
         (["--speculative-algorithm", "my drafter:X"], "or module:Class of your own, got"),
         (["--speculative-algo", "standalone", "--speculative-num-steps", "3"], "--speculative-eagle-topk"),
+        (["--simulate-acc-len", "0.5"], "--simulate-acc-len must be at least 1.0, got 0.5"),
+        (["--model", "x", "--simulate-acc-len", "2"], "2 needs trees, and --speculative-algorithm NONE drafts none"),
     ],
 )
 def test_refusals_are_one_line_that_names_the_flag(

@@ -66,7 +66,7 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
 
 
 def _check_size(config: Config, drafter: Drafter | HostDrafter, model: Model) -> None:
-    """Raise ValueError naming the flag where the drafter's trees have more nodes than device or weights take."""
+    """Raise ValueError naming the flag where trees are too large for device or weights, or too flat to simulate."""
     flag = f"--speculative-algorithm {config.algorithm}" if config.is_own_drafter else "--speculative-num-draft-tokens"
     device = model.embed_tokens.weight.device
     most, where = most_nodes(device), f"on {device.type}"
@@ -74,6 +74,10 @@ def _check_size(config: Config, drafter: Drafter | HostDrafter, model: Model) ->
         most, where = PROMPT_ROWS - 1, f"with --quantization {config.quantization}"
     if drafter.nodes > most:
         raise ValueError(f"{flag}: the draft tree has {drafter.nodes} nodes, but {where} it may have at most {most}")
+    length, longest = config.simulate_acc_len, drafter.depth + 1
+    if length is not None and length > longest:
+        raise ValueError(f"--simulate-acc-len must be in [1, {longest}], since a step emits a token more than trees "
+                         f"are deep, got {length:g}")  # fmt: skip
 
 
 def _own(config: Config, *target: object) -> Drafter | HostDrafter:

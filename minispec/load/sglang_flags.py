@@ -91,8 +91,8 @@ VARIABLES = {  # -> what holds here, whether the variable is set or not
     SPEC_V2: "on CUDA steps overlap unless --disable-overlap-schedule is given, with trees (topk above 1) too",
     "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "a step describes itself on the device; there is no plan to overlap",
     "SGLANG_NGRAM_FORCE_GREEDY_VERIFY": "sampled requests are verified exactly with every drafter",
-    "SGLANG_SIMULATE_ACC_LEN": "acceptance is never simulated",
-    "SGLANG_SIMULATE_ACC_METHOD": "acceptance is never simulated",
+    "SGLANG_SIMULATE_ACC_LEN": "--simulate-acc-len simulates acceptance",
+    "SGLANG_SIMULATE_ACC_METHOD": "--simulate-acc-len draws the floor or the ceiling of its number",
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "logprobs are not in this version",
     "SGLANG_RECORD_STEP_TIME": "step times are not recorded; `python -m benchmarks.shapes` measures them",
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN":

@@ -106,19 +106,19 @@ def generate(url: str, prompts: Sequence[Ids], params: Sequence[dict[str, Any]],
 class Reference:
     """transformers' own greedy generation, one prompt at a time, in float32."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
         import torch
         import transformers
 
         self.torch = torch
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
 
     def generate(self, prompts: Sequence[Ids], new_tokens: int) -> list[Ids]:
         """Return the new tokens after each prompt, the end-of-sequence token included."""
         outputs = []
         with self.torch.inference_mode():
             for ids in prompts:
-                given = self.torch.tensor([ids])
+                given = self.torch.tensor([ids], device=self.model.device)
                 made = self.model.generate(
                     given, attention_mask=self.torch.ones_like(given), max_new_tokens=new_tokens, do_sample=False
                 )

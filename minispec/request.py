@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 HOPELESS_STEPS, HOPELESS_LENGTH = 64, 1.05  # below this accept length over so many verify steps, drafting is given up
@@ -128,20 +128,6 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop must hold non-empty strings, got {text!r}", "stop")
         return tuple(stops)
-
-    @classmethod
-    def from_dict(cls, given: Any) -> SamplingParams:
-        """Build from a JSON object; None means the default; an unknown key raises and names the known ones."""
-        if not isinstance(given, Mapping):
-            raise RequestError(f"sampling_params must be an object, got {given!r}", "sampling_params")
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(given) - known)
-        if unknown:
-            raise RequestError(
-                f"sampling_params has no {unknown[0]!r} here; known: {', '.join(sorted(known))}", unknown[0]
-            )
-        # `max_new_tokens: null` is a value of its own: no limit but the context's.
-        return cls(**{k: v for k, v in given.items() if v is not None or k == "max_new_tokens"})
 
     @property
     def greedy(self) -> bool:

@@ -647,10 +647,11 @@ class Server:
 
 def _prepare(job: schema.Job, llm: LLM) -> list[Request]:
     """Return the job's requests, tokenized and checked; slow, and safe on any thread."""
-    requests = schema.tokenize(job, llm.tokenizer, llm.scheduler.sizes.context_length)
+    scheduler = llm.scheduler
+    requests = schema.tokenize(job, llm.tokenizer, scheduler.sizes.context_length, scheduler.max_prompt_tokens)
     try:
         for request in requests:
-            llm.scheduler.validate(request)
+            scheduler.validate(request)
     except RequestError as error:
         raise schema.in_clients_words(error, job.names) from None
     return requests

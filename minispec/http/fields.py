@@ -295,6 +295,8 @@ class NativeParams(Sampling, create_model(  # type: ignore[misc]
     ))):  # fmt: skip
     """The object `sampling_params`, in which an unknown name is an error."""
 
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
+
     max_new_tokens: Integer = does("tokens to generate at most; 128 if not given")
     min_new_tokens: Integer = does("tokens before which nothing ends the text")
     sampling_seed: Integer = does("the same seed, prompt and parameters give the same text")

@@ -200,8 +200,11 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def tokenize(job: Job, tokenizer: Tokenizer, context_length: int) -> list[Request]:
-    """Return one request per prompt of the job; slow for long prompts, so not to be called on the event loop."""
+def tokenize(job: Job, tokenizer: Tokenizer, context_length: int, longest: int | None = None) -> list[Request]:
+    """Return one request per prompt of the job; slow for long prompts, so not to be called on the event loop.
+
+    longest: tokens of the longest possible prompt, to which a prompt is cut if the client wants it cut to what fits.
+    """
     requests = []
     for prompt, params, rid, limited in zip(job.prompts, job.params, job.rids, job.limited, strict=True):
         check_size(prompt, context_length)
@@ -213,8 +216,8 @@ def tokenize(job: Job, tokenizer: Tokenizer, context_length: int) -> list[Reques
             raise RequestError("the prompt is empty", job.names.get("prompt", "prompt"))
         if job.truncate is not None:
             output = params.max_new_tokens if limited and params.max_new_tokens is not None else 1
-            keep = max(context_length - output, 1) if job.truncate == -1 else job.truncate
-            ids = ids[-keep:]
+            fits = max(min(longest or context_length, context_length - output), 1)
+            ids = ids[-(fits if job.truncate == -1 else job.truncate) :]
         if not limited and params.max_new_tokens is not None:  # the dialect's default gives way to the context
             room = max(context_length - len(ids), 0)
             params = replace(params, max_new_tokens=min(params.max_new_tokens, room))

@@ -447,9 +447,11 @@ def test_every_hostile_request_is_a_400_and_the_server_lives(served: Running) ->
 
 def test_no_field_of_a_wrong_type_gets_past_the_server_or_hurts_it(served: Running) -> None:
     components = served.ok("/openapi.json")["components"]["schemas"]
-    bodies = {"/v1/chat/completions": ("Chat", chat(max_tokens=1)), "/generate": ("Generate", native(max_new_tokens=1)),
-              "/v1/completions": ("Completion", {"prompt": "a", "max_tokens": 1}), "/tokenize": ("Tokenize", {"prompt": "a"}),
-              "/detokenize": ("Detokenize", {"tokens": [5]}), "/abort_request": ("Abort", {"rid": "nobody"})}  # fmt: skip
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {
+        "/v1/chat/completions": ("Chat", chat(max_tokens=1)), "/generate": ("Generate", native(max_new_tokens=1)),
+        "/v1/completions": ("Completion", {"prompt": "a", "max_tokens": 1}), "/tokenize": ("Tokenize", {"prompt": "a"}),
+        "/detokenize": ("Detokenize", {"tokens": [5]}), "/abort_request": ("Abort", {"rid": "nobody"}),
+    }  # fmt: skip
     statuses = []
     for path, (kind, body) in bodies.items():
         for name in fields.acting(getattr(fields, kind)):

@@ -271,8 +271,10 @@ def test_a_matched_stop_stays_by_either_name() -> None:
 
 @pytest.mark.parametrize(("keep", "left"), [(3, [7, 8, 9]), (100, list(range(10))), (-1, [4, 5, 6, 7, 8, 9])])
 def test_a_prompt_is_cut_at_its_beginning(keep: int, left: list[int]) -> None:
+    native = {"input_ids": list(range(10)), "sampling_params": {"max_new_tokens": 6}, "truncate_prompt_tokens": keep}
     job = completion(list(range(10)), truncate_prompt_tokens=keep, max_tokens=6)
-    assert schema.tokenize(job, None, 12)[0].prompt_ids == left
+    for wish in (job, schema.parse_generate(native)):
+        assert schema.tokenize(wish, None, 12)[0].prompt_ids == left
     if keep == -1:  # where trees need room, prompts end earlier
         assert schema.tokenize(job, None, 12, 4)[0].prompt_ids == [6, 7, 8, 9]
     assert refused(completion, truncate_prompt_tokens=0).param == "truncate_prompt_tokens"
@@ -417,8 +419,8 @@ def test_deltas_add_up_to_the_answer(interval: int) -> None:
 def test_a_request_may_have_an_interval_of_its_own() -> None:
     texts = [e["choices"][0]["delta"].get("content") for e in run(chat(stream=True, stream_interval=3))[1]]
     assert texts == ["", "He", "llo 😀!", None]
-    native = generate(["a", "b"], stream=True, sampling_params=[{}, {"stream_interval": 9}])
-    assert [e["index"] for e in run(native)[1]] == [0, 0, 0, 0, 1]
+    native = generate(["a", "b"], stream=True, sampling_params=[{}, {"stream_interval": 9}], stream_interval=3)
+    assert [e["index"] for e in run(native)[1]] == [0, 0, 1]
 
 
 def test_ids_are_returned_when_asked_for_and_those_of_events_add_up() -> None:

@@ -37,7 +37,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from minispec.request import RequestError
+from minispec.request import RequestError, short
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ REFUSED = {  # why -> fields
         max_dynamic_patch min_dynamic_patch image_max_dynamic_patch video_max_dynamic_patch""",
     "a prompt is text, token ids or messages": """suffix input_ids input_embeds prompt_embeds positional_embed_overrides
         multi_item_delimiter_indices documents chat_template chat_template_content_format task""",
-    "the chat template writes the special tokens": "add_special_tokens",
+    "only a completion's prompt may do without the special tokens": "add_special_tokens",
     "a prompt is cut at its beginning": "truncation_side",
     "requests bring no code": "custom_logit_processor custom_params logits_processors vllm_xargs",
     "there are no adapters": "lora_path lora_id",
@@ -203,6 +203,9 @@ class Prompted(create_model("Inactive", __base__=Fields, **_inactive_fields())):
     stream: Flag = does("answer by server-sent events")
     rid: told_apart(f"a string of 1 to {MAX_RID} characters or a list of such", text=Rid, texts=Batch[Rid]) | None = (
         does("the answer's id, and what /abort_request looks for; a list for a list of prompts"))  # fmt: skip
+    stream_interval: Annotated[int, Field(ge=1)] | None = does("tokens between two events, in place of the server's")
+    truncate_prompt_tokens: Annotated[int, AfterValidator(_truncation)] | None = does(
+        "keep so many last tokens of the prompt; -1 as many as leave room for the tokens to generate")
     best_of: Annotated[int | None, AfterValidator(_equal_to_n)] = does("must equal n, as nothing ranks choices")
 
 
@@ -241,9 +244,6 @@ class OpenAI(Prompted, Sampling):
     sampling_seed: Integer = does("as seed")
     include_stop_str_in_output: Flag = does("as no_stop_trim")
     stream_options: StreamOptions | None = does("what events carry besides text")
-    stream_interval: Annotated[int, Field(ge=1)] | None = does("tokens between two events, in place of the server's")
-    truncate_prompt_tokens: Annotated[int, AfterValidator(_truncation)] | None = does(
-        "keep so many last tokens of the prompt; -1 as many as leave room for max_tokens")
     return_token_ids: Flag = does("add prompt_token_ids and token_ids to the answer")
     request_id: Rid | None = does("as rid")
 
@@ -370,12 +370,6 @@ def read(kind: type[Model], body: Mapping[str, Any]) -> Model:
     if log.isEnabledFor(logging.DEBUG) and (unknown := sorted(body.keys() - kind.model_fields.keys())):
         log.debug("ignored fields: %s", short(unknown))
     return asked
-
-
-def short(value: Any) -> str:
-    """Return `value` as it is shown in an error message."""
-    text = repr(value[:100] if isinstance(value, (str, list)) else value)
-    return text if len(text) <= 100 else text[:97] + "..."
 
 
 _ALLOWED = {  # pydantic's error types -> what completes "must be"

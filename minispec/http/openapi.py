@@ -143,7 +143,7 @@ def tables() -> str:
                [(name, ", ".join(places), text) for (name, text), places in acting.items()]),
         "### Fields that are refused",
         "A 400 names the field where it asks for something. Null, false and empty values pass, and those of the last "
-        "column. A field that acts in one place is refused in the others.",
+        "column. What the first table has for one place is refused in the others, if it stands here too.",
         _table(("fields", "why", "passes too"),
                [(code(names), why, ", ".join(passes[why])) for why, names in fields.REFUSED.items()]),
         "### Fields that are ignored",

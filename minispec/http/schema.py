@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from minispec.http import fields
-from minispec.http.fields import read, short
-from minispec.request import ABORT_WANTED, Finish, Request, RequestError, SamplingParams, Update, meta_info
+from minispec.http.fields import read
+from minispec.request import ABORT_WANTED, Finish, Request, RequestError, SamplingParams, Update, meta_info, short
 
 if TYPE_CHECKING:
     from minispec.load.tokenizer import Tokenizer
@@ -166,9 +166,10 @@ def parse_generate(body: Mapping[str, Any]) -> Job:
         params=[SamplingParams(**_given(wish, names)) for wish in wishes],
         rids=_rids(asked.rid, len(prompts), ""),
         limited=[wish.max_new_tokens is not None for wish in wishes],
-        intervals=[wish.stream_interval for wish in wishes],
+        intervals=[wish.stream_interval or asked.stream_interval for wish in wishes],
         batched=prompts is prompt,
         stream=asked.stream is True,
+        truncate=asked.truncate_prompt_tokens,
         names={"prompt": given[0], "max_tokens": "max_new_tokens"},
     )  # fmt: skip
 

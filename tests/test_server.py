@@ -431,7 +431,8 @@ HOSTILE: list[tuple[str, Any]] = [
         {"text": "a", "input_embeds": [[0.0]]}, {"text": "a", "rid": ""}, {"text": "a", "return_logprob": True},
         {"input_ids": [5] * 1024}, {"text": "a", "sampling_params": {"max_new_tokens": 2000}},
     )
-] + [("/tokenize", {}), ("/detokenize", {"tokens": [-1]}), ("/abort_request", {"rid": ""})]  # fmt: skip
+] + [("/tokenize", {}), ("/detokenize", {"tokens": [-1]}),
+     ("/detokenize", {"tokens": [[True]]}), ("/abort_request", {"rid": ""})]  # fmt: skip
 
 
 def test_every_hostile_request_is_a_400_and_the_server_lives(served: Running) -> None:

@@ -1,7 +1,8 @@
 """Have schemathesis make requests of /openapi.json, and check what comes back.
 
-`python tests/clients/schemathesis_run.py` needs a server that runs, and schemathesis in the environment that runs this script (its own, best: `pip install
-schemathesis`). A server that answers fast, with a short context because many requests set no limit:
+`python tests/clients/schemathesis_run.py` needs a server that runs, and schemathesis in the environment that runs the
+script, best one of its own (`pip install schemathesis`). A server for it, with a short context because many requests
+set no limit:
 
     python -m minispec.server --disable-torch-compile --context-length 64
 

@@ -196,6 +196,16 @@ def test_fields_that_ask_for_nothing_pass_and_unknown_ones_are_ignored() -> None
     assert generate(sampling_params={"n": 1, "regex": None, "json_schema": None, "max_new_tokens": None})
 
 
+def test_a_line_of_its_own_switches_a_refused_field_on() -> None:
+    class Later(fields.Chat):
+        n: fields.Integer = fields.does("choices")
+
+    assert fields.read(Later, {**CHAT, "n": 3, "best_of": 3}).n == 3
+    assert refused(fields.read, Later, {**CHAT, "n": 3, "best_of": 4}).message == "best_of must be n, which is 3, got 4"
+    assert refused(fields.read, Later, {**CHAT, "n": "3"}).message == "n must be an integer, got '3'"
+    assert "n" in fields.acting(Later) and "n" not in fields.acting(fields.Chat)
+
+
 def test_the_debug_line_names_what_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG", "minispec"):
         chat(nonsense=1, user="me", tools=None)

@@ -37,8 +37,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench
 from minispec import LLM, SamplingParams
+from minispec.bucket import Chunk
 from minispec.compiled import compile_step
-from minispec.engine import Chunk, Engine
+from minispec.engine import Engine
 from minispec.model import Block
 from minispec.request import Request
 

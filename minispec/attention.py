@@ -101,10 +101,10 @@ class Plan:
         self.full_blocks = device.type != "cuda" or blocks > 1
         self.listed = True  # whether anybody reads the lists
 
-    def fill(self, slots: Tensor, starts: Tensor, visible: Tensor, live: Tensor, offset: int = 0) -> None:
+    def fill(self, slots: Tensor, starts: Tensor, visible: Tensor, live: Tensor, offset: int | Tensor = 0) -> None:
         """Describe the next step: slots, starts [r] int64, visible [r, W, M] bool, live [r, W] bool (others: padding).
 
-        Node i writes to row starts + offset + i. Everything is written in place on the device, without a look at any
+        Node i writes to row starts + offset + i; offset may be [] int64, so that one graph serves every offset. Everything is written in place on the device, without a look at any
         value from the host.
         """
         self.slots.copy_(slots)
@@ -113,7 +113,7 @@ class Plan:
         positions = starts[:, None] + offset + torch.arange(self.width, device=starts.device)
         self.rows.copy_(self.kv.rows(slots, positions, live))
         # To the last live node, not their number: a node past the context's end may stand before a live one.
-        used = (live * torch.arange(offset + 1, offset + self.width + 1, device=starts.device)).amax(1)
+        used = (live * (offset + torch.arange(1, self.width + 1, device=starts.device))).amax(1)
         self.ends.copy_(starts + used)
         if self.listed:
             self._list_pages(slots, starts)
@@ -248,9 +248,8 @@ class PagedGather:
 
     def __init__(self, kv: PagedKV, plan: Plan, layers: int) -> None:
         self.kv, self.plan = kv, plan
-        # Are a request's blocks of a prefill step attended together? Whose they are, the host learns by a look at the
-        # slots, for which it would wait on CUDA.
-        self.merges = plan.blocks > 1 and not plan.starts.is_cuda
+        # Are a request's blocks of a prefill step attended together? Whose they are, the host learns by a look.
+        self.merges = plan.blocks > 1 and kv.host_looks
         self.strips: list[Strip] = []
         key = next(_keys)
         _gathers[key] = self
@@ -279,9 +278,10 @@ class PagedGather:
 
     def _reach(self) -> int:
         """Return how many rows to read of every slot."""
-        if self.plan.starts.is_cuda:
-            return self._mapped_pages() * self.kv.page_size
-        return min(max(1, int(self.plan.ends.max())), self.kv.pages_per_slot * self.kv.page_size)
+        most = self.kv.pages_per_slot * self.kv.page_size
+        if self.kv.host_looks:
+            return min(max(1, int(self.plan.ends.max())), most)
+        return min(self._mapped_pages() * self.kv.page_size, most)
 
     def _mapped_pages(self) -> int:
         """Return the most pages any slot has, as the host mapped them; for padding, those that hold the nodes."""

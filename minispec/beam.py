@@ -172,7 +172,9 @@ class BeamDrafter(Drafter):
         self.window = self.scratch = (steps - 1) * topk  # rows of all frontiers
         self.run_network: Callable[..., Tensor] = type(network).forward
 
-    def attach(self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int]) -> None:
+    def attach(
+        self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
+    ) -> None:
         """Allocate the drafter's own pages and per-slot state beside the target's."""
         self.kv, self.attend_kind = kv.sibling(self.kv_shape), attend_kind
         slots, like = kv.table.shape[0], {"dtype": kv.pool.dtype, "device": kv.pool.device}

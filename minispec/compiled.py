@@ -9,9 +9,10 @@ and checks its guards; the backend below notes which compiled graph it ran, and 
 that graph on those tensors, with the new activations in place of the old ones. It has no way to recompile: the graph
 itself refuses inputs of other sizes and strides.
 
-`attend` stands for layer and plan, since there is one object of it for each pair, and the notes on it end with it.
+One argument, the key, stands for all that stays: `attend` for a layer and its plan, since there is one object of it for
+each pair, or a step's bucket. The notes on it end with it.
 
-Read next: `model.py` and `beam.py`, whose functions are compiled here.
+Read next: `model.py`, `beam.py` and `engine.py`, whose functions are compiled here.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo import lookup_backend
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-Step = Callable[..., Tensor]  # function(module, *args); one of the arguments is named `attend`
+Step = Callable[..., Any]  # function(owner, *args) of tensors, alone or in named tuples; returns the like
 Compiler = Callable[[Step], Step]
+KEYS = ("attend", "bucket", "beam")  # the names that the key may have among a function's arguments
 
 
 def compile_step(function: Step, device: torch.device) -> Step:
     """Return `function` compiled for inference on `device`, one graph for every shape.
 
-    On a CPU, the module and every tensor that is not an argument must stay the same objects as long as `attend` lives.
+    On a CPU, the owner and every tensor that is not an argument must stay the same objects as long as the key lives.
     """
     if device.type == "cuda":  # autotuned kernels; on a CPU autotuning finds nothing to choose from
         return torch.compile(function, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
@@ -69,28 +72,29 @@ class DirectStep:
     def __init__(self, function: Step) -> None:
         self.function = function
         self.traced = torch.compile(function, backend=_inductor, fullgraph=True, dynamic=False)
-        self._attend = list(inspect.signature(function).parameters).index("attend") - 1  # among the arguments
+        names = list(inspect.signature(function).parameters)
+        self._key = next(names.index(key) for key in KEYS if key in names) - 1  # among the arguments
         self.calls: weakref.WeakKeyDictionary[Any, DirectCall] = weakref.WeakKeyDictionary()
 
-    def __call__(self, module: nn.Module, *args: Any) -> Tensor:
-        """Return function(module, *args); keys and values are written in place."""
-        call = self.calls.get(args[self._attend])
+    def __call__(self, owner: Any, *args: Any) -> Any:
+        """Return function(owner, *args); what the function writes is written in place."""
+        call = self.calls.get(args[self._key])
         if call is not None:
-            return call(module, args)
+            return call(owner, args)
         _noted.ran = None
-        out = self.traced(module, *args)
+        out = self.traced(owner, *args)
         ran, _noted.ran = _noted.ran, None
         if ran is not None:  # None where torch.compile is told to run eagerly
-            assert len(ran.outputs) == 1 and ran.outputs[0] is out, "the graph returns what the function returns"
-            self.calls[args[self._attend]] = DirectCall(module, args, ran)
+            self.calls[args[self._key]] = DirectCall(owner, args, ran, out)
         return out
 
 
 class DirectCall:
-    """The compiled graph of one layer under one plan, with all its inputs but the arguments."""
+    """The compiled graph of a function for one key, with all its inputs but the arguments."""
 
-    def __init__(self, module: nn.Module, args: Sequence[Any], ran: Ran) -> None:
-        self.module, self.graph, self.inputs = module, ran.graph, list(ran.inputs)
+    def __init__(self, owner: Any, args: Sequence[Any], ran: Ran, out: Any) -> None:
+        self.owner, self.graph, self.inputs = owner, ran.graph, list(ran.inputs)
+        self.order, self.shape = _places(ran.outputs, out)
         tensors = [  # index of the argument, index within it if it is a tuple, tensor
             (index, member, tensor)
             for index, arg in enumerate(args)
@@ -113,11 +117,25 @@ class DirectCall:
             "an argument reaches the graph as another tensor, which would stay while the argument changes"
         )
 
-    def __call__(self, module: nn.Module, args: Sequence[Any]) -> Tensor:
+    def __call__(self, owner: Any, args: Sequence[Any]) -> Any:
         """Run the graph on these arguments."""
-        assert module is self.module, "this `attend` belongs to another module"
+        assert owner is self.owner, "this key belongs to another module"
         inputs = self.inputs.copy()
         for place, index, member in self.places:
             value = args[index]
             inputs[place] = value if member is None else value[member]
-        return self.graph(*inputs)[0]
+        outputs = self.graph(*inputs)
+        if self.shape is None:
+            return outputs[0]
+        return tree_unflatten([None if place is None else outputs[place] for place in self.order], self.shape)
+
+
+def _places(outputs: Sequence[Tensor], out: Any) -> tuple[list[int | None], TreeSpec | None]:
+    """Return where the leaves of what a function returned lie among its graph's outputs (None: None), and its shape.
+
+    The shape is None where a function returns one tensor.
+    """
+    leaves, shape = tree_flatten(out)
+    places = {id(tensor): place for place, tensor in enumerate(outputs)}
+    assert all(leaf is None or id(leaf) in places for leaf in leaves), "the graph returns what the function returns"
+    return [None if leaf is None else places[id(leaf)] for leaf in leaves], None if isinstance(out, Tensor) else shape

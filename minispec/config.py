@@ -71,8 +71,9 @@ class Config:
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )  # fmt: skip
     quantization: str | None = _flag(
-        None, "Model", "int8: weights of 8 bits, one scale an output channel, on a CPU; drafters keep theirs",
-        choices=("int8",),
+        None, "Model", "int8: weights of 8 bits, one scale an output channel, on a CPU; drafters keep theirs. fp8: "
+        "weights and activations of 8 bits, on CUDA",
+        choices=("int8", "fp8"),
     )  # fmt: skip
     device: str = _flag("auto", "Model", "auto takes CUDA when there is one", choices=("auto", "cpu", "cuda"))
     context_length: int | None = _flag(None, "Model", "longest prompt plus output; default: the model's", low=2)
@@ -116,6 +117,9 @@ class Config:
         None, "Memory and scheduling", "most prompt tokens a step, -1: all; default: 512 on CPU, 2048 on CUDA", low=-1
     )
     disable_radix_cache: bool = _flag(False, "Memory and scheduling", "share no prefixes between requests")
+    disable_overlap_schedule: bool = _flag(
+        False, "Memory and scheduling", "finish each step before the next one begins, as on a CPU and with NGRAM always"
+    )
     disable_torch_compile: bool = _flag(False, "Memory and scheduling", "run eagerly: starts at once, decodes slower")
 
     speculative_algorithm: str | None = _flag(
@@ -129,6 +133,10 @@ class Config:
     speculative_draft_load_format: str | None = _flag(
         None, "Speculation", "weight files of the draft to read; default: as --load-format", choices=_LOAD_FORMATS[:3]
     )
+    speculative_draft_model_quantization: str | None = _flag(
+        None, "Speculation", "fp8 on CUDA, or unquant; default: fp8 where --quantization is fp8, else unquant",
+        choices=("fp8", "unquant"),
+    )  # fmt: skip
     speculative_num_steps: int | None = _flag(
         None, "Speculation", "rounds of drafting (with the next two: all or none; a chain needs no number of tokens)",
         low=1, high=32,
@@ -263,9 +271,9 @@ class Config:
         if steps is None or topk is None or (nodes is None and topk > 1):
             ships = self.model_path is None and self.speculative_draft_model_path is None
             if on_cpu and ships and self.algorithm in LEARNED:
-                return CPU_SHAPE if self.quantization is None else INT8_SHAPE
+                return INT8_SHAPE if self.quantization == "int8" else CPU_SHAPE
             bushy = self.algorithm in LEARNED and architecture == "LlamaForCausalLM"
-            return (3, 1, 4) if not bushy else (5, 4, 8) if self.quantization is None else INT8_SHAPE
+            return (3, 1, 4) if not bushy else INT8_SHAPE if self.quantization == "int8" else (5, 4, 8)
         candidates = topk + (steps - 1) * topk * topk
         return steps, topk, candidates + 1 if nodes is None or topk == 1 else min(nodes, candidates + 1)
 
@@ -301,6 +309,12 @@ class Config:
         return self.speculative_draft_load_format or ("auto" if self.load_format == "dummy" else self.load_format)
 
     @property
+    def draft_quantization(self) -> str | None:
+        """How the drafter's weights are quantized: fp8 if a flag says so or the target's are, else None."""
+        wanted = self.speculative_draft_model_quantization or self.quantization
+        return "fp8" if wanted == "fp8" and (self.algorithm in GROWN or self.is_own_drafter) else None
+
+    @property
     def is_own_drafter(self) -> bool:
         """Whether the drafter is named as module:Class, and so is none of the built-in ones."""
         return OWN.fullmatch(self.algorithm) is not None
@@ -310,7 +324,7 @@ class Config:
         """Nodes of a tree drafted on the host, root included (N); 1 without speculation."""
         if self.algorithm == "NONE":
             return 1
-        most = MAX_NODES if self.quantization is None else INT8_SHAPE[2]
+        most = INT8_SHAPE[2] if self.quantization == "int8" else MAX_NODES
         return self.speculative_num_draft_tokens or min(self.speculative_ngram_max_match_window_size, most)
 
     @property
@@ -424,7 +438,8 @@ def _variables(environ: Mapping[str, str], topk: int | None) -> list[str]:
     if environ.get(SPEC_V2, "").lower() in ("1", "true", "yes", "y"):
         names.remove(SPEC_V2)
         trees = f"; with --speculative-eagle-topk {topk} trees are served all the same" if (topk or 1) > 1 else ""
-        notes.append(f"{SPEC_V2} changes nothing: each step is finished before the next one begins{trees}")
+        notes.append(f"{SPEC_V2} changes nothing: on CUDA steps overlap without it, unless --disable-overlap-schedule "
+                     f"is given{trees}")
     if names:
         notes.append(f"these environment variables of SGLang's are not read here: {', '.join(names)}")
     return notes

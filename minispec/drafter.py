@@ -86,13 +86,21 @@ class Drafter(ABC):
     commits: bool = True  # whether `commit` is to be called: a drafter without state on the device saves the work
     declines: bool = False  # whether `host_drafts` may choose a plain step; if not, the scheduler stops hopeless drafts
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether the next drafts need the tokens of this step on the host, so that steps cannot overlap."""
+        return type(self).observe is not Drafter.observe
+
     def compile(self, compiler: Compiler) -> None:  # noqa: B027  a drafter without a network has nothing to compile
         """Run the network as `compiler` compiles it from now on."""
 
     def attach(  # noqa: B027  a drafter without tensors has nothing to allocate
-        self, kv: PagedKV, attend_kind: Any, batch_sizes: Sequence[int]
+        self, kv: PagedKV, attend_kind: Any, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
     ) -> None:
-        """Allocate pages and per-slot state beside the target's, once, before the first step."""
+        """Allocate pages, per-slot state and plans beside the target's, once, before the first step.
+
+        batch_sizes: of the decode steps. chunk_counts: the most chunks that each of the prefill steps holds.
+        """
 
     def shapes(self, batch_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> list[str]:
         """Return a name for every graph that the drafter's network is compiled to, in addition to the target's."""

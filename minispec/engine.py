@@ -1,7 +1,11 @@
 """One step on the device, told in order: propose, forward, verify, compact, commit.
 
 `launch(slots)` runs one decode step for a batch of slots and `prefill(chunks)` computes known tokens; both return a
-`Pending`, and `collect(pending)` waits for the tokens they emitted. Between the two nothing crosses to the host.
+`Pending`, and `collect(pending)` waits for the tokens they emitted. Between the two nothing crosses to the host, so the
+next step may be launched before this one is collected.
+
+A launch has three parts: the host's, which asks the drafter, chooses the shape and fills the bucket's inputs; the step
+itself, `decode` or `known`, a function of tensors that stay where they are; and the copy of what it emitted.
 
 The one idea: a step has static shapes. The batch is padded to a bucket (slot 0 is padding), the tree to N nodes (-1 is
 padding), prompt chunks to whole query blocks, so that each (B, T) is one compiled graph and nothing recompiles when
@@ -17,32 +21,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minispec.attention import QUERY_BLOCK, PagedGather, Plan, compiled_attention, prefill_block
-from minispec.drafter import Batch, Committed, Draft, Drafter
-from minispec.kv import PagedKV, upload
+from minispec.bucket import Bucket, Chunk, PrefillBucket
+from minispec.drafter import Batch, Committed, Drafter
+from minispec.graphs import Recorder
+from minispec.kv import PagedKV
 from minispec.model import Model
 from minispec.request import Request
-from minispec.sampling import SamplingState, Wishes, largest, pick
+from minispec.sampling import GREEDY, TEMPERED, Needs, SamplingState, Wishes, largest, pick
 from minispec.tree import PADDING, DraftTree, ancestors, depth
-from minispec.verify import Verdict, verify, verify_greedy
+from minispec.verify import Rule, Verdict, verify, verify_greedy
 
 TIMED_CONTEXT = 512  # committed rows assumed when warm-up times a plain step against a tree step
-
-
-class Chunk(NamedTuple):
-    """A run of known tokens of one request: rows start, start + 1, ... of its slot."""
-
-    slot: int
-    tokens: list[int]
-    start: int
-    last: bool  # completes what is known, so the token after it is picked
-    following: int = 0  # the known token after a chunk that is not the last
-    again: bool = False  # replays a retracted request; its own past is nothing new to the drafter
 
 
 @dataclass
@@ -50,11 +45,16 @@ class Pending:
     """A step under way: what it emitted, on its way to the host."""
 
     slots: list[int]
-    emitted: Tensor  # [B, A] int64 on the host
-    count: Tensor  # [B] int64 on the host
-    ready: torch.cuda.Event | None  # set when the two are filled; None: they are
+    outputs: Tensor  # [B, A + 1] int64 on the host: the tokens emitted, and last how many of them count
+    ready: torch.cuda.Event | None  # set when they are filled; None: they are
     nodes: int = 1  # tree size of a decode step
     chunks: Sequence[Chunk] = ()
+    captured: bool = False  # whether a CUDA graph ran it
+
+    @property
+    def most(self) -> int:
+        """A, the most tokens that a row may have emitted."""
+        return self.outputs.shape[1] - 1
 
 
 @dataclass(frozen=True)
@@ -97,37 +97,6 @@ class Sizes:
         return max(self.nodes, self.scratch)
 
 
-class Bucket:
-    """The static tensors of decode steps of B requests with trees of N nodes."""
-
-    def __init__(self, engine: Engine, batch: int, nodes: int) -> None:
-        device = engine.kv.pool.device
-        self.batch, self.nodes = batch, nodes
-        self.slots = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.tree = DraftTree(
-            torch.full((batch, nodes), PADDING, dtype=torch.int64, device=device),
-            torch.zeros(batch, nodes, dtype=torch.int64, device=device),
-        )
-        self.tree.parents[:, 0] = -1
-        self.plan = Plan(engine.kv, batch, 1, nodes)
-        self.attend = engine.attend_kind(engine.kv, self.plan, engine.model.config.layers)
-
-    def upload(self, slots: Sequence[int], drafts: Sequence[Draft]) -> None:
-        """Write slots and the host's trees, padded; node 0 is filled in on the device, from `root`."""
-        device = self.slots.device
-        self.slots.copy_(upload([*slots, *[0] * (self.batch - len(slots))], torch.int64, device))
-        if not drafts:
-            return
-        tokens = [[PADDING] * self.nodes for _ in range(self.batch)]
-        parents = [[-1, *[0] * (self.nodes - 1)] for _ in range(self.batch)]
-        for index, draft in enumerate(drafts):
-            tokens[index][: len(draft.tokens)] = draft.tokens
-            parents[index][: len(draft.parents)] = draft.parents
-        both = upload([tokens, parents], torch.int64, device)
-        self.tree.tokens.copy_(both[0])
-        self.tree.parents.copy_(both[1])
-
-
 class Engine:
     """Model, KV pages, drafter and sampling state of the running slots, and the step over them.
 
@@ -155,13 +124,17 @@ class Engine:
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
         self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
         self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): measured at warm-up
-        self.buckets = {(b, n): Bucket(self, b, n) for b in sizes.batch_sizes for n in sizes.tree_sizes}
+        self.graphs: dict[tuple[Bucket | PrefillBucket, Needs], torch.cuda.CUDAGraph] = {}  # `capture` fills it
+        attend = (self.attend_kind, model.config.layers)
+        self.buckets = {
+            (batch, nodes): Bucket(kv, batch, nodes, self._most(nodes), attend)
+            for batch in sizes.batch_sizes
+            for nodes in sizes.tree_sizes
+        }
         self.query_block = width = prefill_block(device)
-        self.prefill_plans = {size: Plan(kv, 1, size // width, width) for size in sizes.prefill_sizes}
-        layers = model.config.layers
-        self.prefill_attends = {size: self.attend_kind(kv, plan, layers) for size, plan in self.prefill_plans.items()}
+        self.prefill_buckets = {size: PrefillBucket(kv, size, width, attend) for size in sizes.prefill_sizes}
         self.causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-        drafter.attach(kv, self.attend_kind, sizes.batch_sizes)
+        drafter.attach(kv, self.attend_kind, sizes.batch_sizes, [size // width for size in sizes.prefill_sizes])
         # By batch: the accepted path as a chain.
         paths = sizes.batch_sizes if drafter.commits else ()
         self.path_plans = {size: Plan(kv, size, 1, drafter.depth + 1) for size in paths}
@@ -196,7 +169,7 @@ class Engine:
     # ---- a decode step -------------------------------------------------------------------------------------------
 
     def launch(self, slots: Sequence[int], bucket: Bucket | None = None, draft: bool = True) -> Pending:
-        """Decode one step for these slots: verify a tree each, keep the accepted path, emit its tokens.
+        """Launch one decode step for these slots: verify a tree each, keep the accepted path, emit its tokens.
 
         `bucket` fixes batch and tree size; without it they are the smallest that fit, and a tree if it pays. Without
         `draft` the step is plain, and a drafter on the device hears nothing of it: the KV rows and states that it keeps
@@ -206,27 +179,17 @@ class Engine:
             bucket = self._prepare(slots, draft)
         else:
             bucket.upload(slots, ())
-        index, nodes = bucket.slots, bucket.nodes
-        lens, root = self.lens[index], self.root[index]
-        wishes = None if self.sampling.all_greedy(slots) else self.sampling.wishes(index, slots)
-        tokens, parents = self._propose(bucket, lens, root, wishes) if nodes > 1 else bucket.tree
-        tokens[:, 0] = root
-        above = ancestors(parents)
-        positions = lens[:, None] + depth(above)
-        tree = DraftTree(tokens.masked_fill(positions >= self.sizes.context_length, PADDING), parents)
-        bucket.plan.fill(index, lens, above, tree.tokens != PADDING)
-        taps = self.drafter.taps if nodes > 1 else ()
-        hidden, features = self.model(tree.tokens.clamp(min=0), positions, bucket.attend, taps)
-        verdict = self._verify(tree, above, self.model.logits(hidden), wishes, lens)
-        if nodes > 1:
-            self.kv.compact(index, lens, verdict.path, verdict.count)
-            if self.drafter.commits:
-                self._commit_path(index, lens, verdict, tree.tokens, features)
-        self.sampling.commit(index, verdict.emitted, verdict.count)
-        self.lens[index] = lens + verdict.count
-        self.root[index] = verdict.bonus
-        self._clear_padding()
-        return self._pending(list(slots), verdict.emitted, verdict.count, nodes=nodes)
+        captured = self._run(self.decode, bucket, self.sampling.needs(slots))
+        return self._pending(list(slots), bucket.outputs, nodes=bucket.nodes, captured=captured)
+
+    def _run(self, step: Callable[[Any, Needs], None], bucket: Bucket | PrefillBucket, needs: Needs) -> bool:
+        """Run `decode` or `known`; returns whether that was a replay, which it is where the step was captured."""
+        graph = self.graphs.get((bucket, needs))
+        if graph is None:
+            step(bucket, needs)
+        else:
+            graph.replay()
+        return graph is not None
 
     def _prepare(self, slots: Sequence[int], draft: bool) -> Bucket:
         """Do the host's part of a step: ask the drafter, choose the bucket, upload slots and trees."""
@@ -238,6 +201,34 @@ class Engine:
         bucket.upload(slots, drafts or ())
         return bucket
 
+    def decode(self, bucket: Bucket, needs: Needs) -> None:
+        """Run the decode step that a bucket's inputs describe, and write its outputs.
+
+        It reads and writes tensors that stay where they are, and what it does depends on shapes and `needs` alone.
+        """
+        slots, nodes = bucket.slots, bucket.nodes
+        lens, root = self.lens[slots], self.root[slots]
+        wishes = self.sampling.wishes(slots, needs) if needs else None
+        tokens, parents = self._propose(bucket, lens, root, wishes) if nodes > 1 else bucket.tree
+        tokens[:, 0] = root
+        above = ancestors(parents)
+        positions = lens[:, None] + depth(above)
+        tree = DraftTree(tokens.masked_fill(positions >= self.sizes.context_length, PADDING), parents)
+        bucket.plan.fill(slots, lens, above, tree.tokens != PADDING)
+        taps = self.drafter.taps if nodes > 1 else ()
+        hidden, features = self.model(tree.tokens.clamp(min=0), positions, bucket.attend, taps)
+        verdict = self._verify(tree, above, self.model.logits(hidden), wishes, lens)
+        if nodes > 1:
+            self.kv.compact(slots, lens, verdict.path, verdict.count)
+            if self.drafter.commits:
+                self._commit_path(slots, lens, verdict, tree.tokens, features)
+        self.sampling.commit(slots, verdict.emitted, verdict.count, needs)
+        self.lens[slots] = lens + verdict.count
+        self.root[slots] = verdict.bonus
+        self._clear_padding()
+        bucket.emitted.copy_(verdict.emitted)
+        bucket.count.copy_(verdict.count)
+
     def _propose(self, bucket: Bucket, lens: Tensor, root: Tensor, wishes: Wishes | None) -> DraftTree:
         """Ask the drafter for the trees [B, N] of this step."""
         # Under thresholds a coin accepts, not the noise, and no draft may know the noise of what is drawn instead.
@@ -247,10 +238,14 @@ class Engine:
 
     def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor) -> Verdict:
         """Return the target's verdict; greedy batches, without wishes, need no walk."""
-        most = self.drafter.depth + 1 if tree.tokens.shape[1] > 1 else 1
+        most = self._most(tree.tokens.shape[1])
         if wishes is None:
             return verify_greedy(tree, above, logits, most)
-        return verify(tree, logits, wishes, lens, most, self.thresholds)
+        return verify(tree, logits, wishes, lens, Rule(most, self.thresholds, self.kv.host_looks))
+
+    def _most(self, nodes: int) -> int:
+        """Return A, the most tokens that a step with trees of this many nodes emits for a request."""
+        return self.drafter.depth + 1 if nodes > 1 else 1
 
     def _commit_path(
         self, slots: Tensor, lens: Tensor, verdict: Verdict, tokens: Tensor, features: Tensor | None
@@ -289,56 +284,32 @@ class Engine:
         Emits one token for every chunk that is its request's last, none for the others.
         """
         needed = sum(self.blocks(len(chunk.tokens)) for chunk in chunks) * self.query_block
-        size = next(size for size in self.sizes.prefill_sizes if size >= needed)
-        emitted, count = self._prefill(size, chunks)
-        return self._pending([chunk.slot for chunk in chunks], emitted, count, chunks=chunks)
+        bucket = self.prefill_buckets[next(size for size in self.sizes.prefill_sizes if size >= needed)]
+        bucket.upload(chunks)
+        captured = self._run(self.known, bucket, self.sampling.needs([chunk.slot for chunk in chunks if chunk.last]))
+        return self._pending([chunk.slot for chunk in chunks], bucket.outputs, chunks=chunks, captured=captured)
 
-    def _prefill(self, size: int, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
-        """Run one prefill step, padded to T = `size` tokens.
-
-        Returns emitted [C, 1] and count [C], where C is the number of query blocks.
-        """
-        blocks = size // self.query_block
-        tokens, following = [0] * size, [0] * size
-        slots, starts, sizes = [0] * blocks, [0] * blocks, [0] * blocks
-        ends, last_rows = [(0, 0, 0)] * blocks, [0] * blocks  # per chunk: slot, length after it, picked or not
-        block = 0
-        for index, chunk in enumerate(chunks):
-            first = block * self.query_block
-            tokens[first : first + len(chunk.tokens)] = chunk.tokens
-            following[first : first + len(chunk.tokens)] = [*chunk.tokens[1:], chunk.following]
-            for offset in range(0, len(chunk.tokens), self.query_block):
-                slots[block], starts[block] = chunk.slot, chunk.start + offset
-                sizes[block] = min(self.query_block, len(chunk.tokens) - offset)
-                block += 1
-            ends[index] = (chunk.slot, chunk.start + len(chunk.tokens), int(chunk.last))
-            last_rows[index] = first + len(chunk.tokens) - 1
-        # All uploads come before the forward: after it the host would wait for the device.
-        send = lambda values: upload(values, torch.int64, self.device)  # noqa: E731
-        tokens_t, after = send([tokens]), send(following)
-        starts_t, ends_t, (chunk_slots, lens, picked) = send(starts), send(last_rows), send(ends).unbind(1)
-        row = torch.arange(self.query_block, device=self.device)
-        plan = self.prefill_plans[size]
-        live = row < send(sizes)[:, None]
-        plan.fill(send(slots), starts_t, self.causal.expand(blocks, -1, -1), live)
-        positions = (starts_t[:, None] + row).view(1, size)
-        hidden, features = self.model(tokens_t, positions, self.prefill_attends[size], self.drafter.taps)
-        logits = self.model.logits(hidden[0].index_select(0, ends_t))
-        host_slots = [chunk.slot for chunk in chunks if chunk.last]
-        if self.sampling.all_greedy(host_slots):
-            token = largest(logits)
-        else:
-            token = pick(logits, self.sampling.wishes(chunk_slots, host_slots), lens)
+    def known(self, bucket: PrefillBucket, needs: Needs) -> None:
+        """Run the prefill step over the known tokens that a bucket's inputs describe, and write its outputs."""
+        row = torch.arange(bucket.width, device=self.device)
+        live = row < bucket.sizes[:, None]
+        bucket.plan.fill(bucket.slots, bucket.starts, self.causal.expand(bucket.blocks, -1, -1), live)
+        positions, tokens = (bucket.starts[:, None] + row).view(1, -1), bucket.tokens[None]
+        hidden, features = self.model(tokens, positions, bucket.attend, self.drafter.taps)
+        logits = self.model.logits(hidden[0].index_select(0, bucket.ends))
+        slots, lens, picked = bucket.chunk_slots, bucket.lens, bucket.picked
+        token = pick(logits, self.sampling.wishes(slots, needs), lens) if needs else largest(logits)
         if self.drafter.commits:
             # The pick follows the last row of a last chunk. Added, not assigned: padding repeats row 0.
-            after.index_add_(0, ends_t, picked * (token - after[ends_t]))
-            new = Committed(chunk_slots, tokens_t, after[None], positions, features, ends_t, plan, prefill=True)
-            self.drafter.commit(new)
-        self.sampling.commit(chunk_slots, token[:, None], picked)
-        self.lens[chunk_slots] = lens
-        self.root[chunk_slots] = token
+            after = bucket.following.index_add(0, bucket.ends, picked * (token - bucket.following[bucket.ends]))
+            self.drafter.commit(
+                Committed(slots, tokens, after[None], positions, features, bucket.ends, bucket.plan, prefill=True)
+            )
+        self.sampling.commit(slots, token[:, None], picked, needs)
+        self.lens[slots] = lens
+        self.root[slots] = token
         self._clear_padding()
-        return token[:, None], picked
+        bucket.outputs.copy_(torch.stack((token, picked), dim=1))
 
     # ---- the end of a step ---------------------------------------------------------------------------------------
 
@@ -347,22 +318,20 @@ class Engine:
         # `lens[0] = 0` would copy a number from the host, and on CUDA the host would wait for the step to be done.
         self.lens[:1].zero_()
 
-    def _pending(self, slots: list[int], emitted: Tensor, count: Tensor, **what: object) -> Pending:
-        """Start the copy of what was emitted to the host."""
-        if emitted.is_cuda:
-            emitted, count = (t.to("cpu", non_blocking=True) for t in (emitted, count))
+    def _pending(self, slots: list[int], outputs: Tensor, **what: object) -> Pending:
+        """Start the copy to the host; the next step may overwrite `outputs`."""
+        on_host, ready = outputs.to("cpu", non_blocking=True, copy=True), None
+        if outputs.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
-            return Pending(slots, emitted, count, ready, **what)
-        return Pending(slots, emitted, count, None, **what)
+        return Pending(slots, on_host, ready, **what)
 
     def collect(self, pending: Pending) -> list[list[int]]:
         """Wait for a step and return the tokens it emitted, one list per slot or chunk; tells the drafter."""
         if pending.ready is not None:
             pending.ready.synchronize()
-        counts = pending.count.tolist()
-        emitted = pending.emitted.tolist()
-        found = [tokens[:count] for tokens, count in zip(emitted, counts, strict=True)][: len(pending.slots)]
+        rows = pending.outputs[: len(pending.slots)].tolist()
+        found = [row[: row[-1]] for row in rows]
         started = time.perf_counter()
         for chunk in pending.chunks:
             self.drafter.observe(chunk.slot, chunk.tokens, again=chunk.again)
@@ -378,16 +347,33 @@ class Engine:
         shapes, sizes = sorted(self.buckets, reverse=True), self.sizes.prefill_sizes
         total = len(shapes) + len(sizes)
         for done, size in enumerate(reversed(sizes), start=1):
-            progress(f"warm-up {done}/{total}: prefill of {size} tokens")
-            self._prefill(size, [])
+            bucket = self.prefill_buckets[size]
+            progress(f"warm-up {done}/{total}: {bucket.name}")
+            bucket.upload([])
+            self.known(bucket, GREEDY)
         for done, (batch, nodes) in enumerate(shapes, start=len(sizes) + 1):
-            progress(f"warm-up {done}/{total}: decode, batch {batch}, {nodes} nodes a tree")
+            progress(f"warm-up {done}/{total}: {self.buckets[batch, nodes].name}")
             self.launch([], self.buckets[batch, nodes])
         for batch in self.sizes.batch_sizes if self.drafter.declines else ():
             # In turn, and the least of several: the machine's mood at start must not decide about trees for good.
             times = [[self._step_seconds(batch, nodes) for nodes in self.sizes.tree_sizes] for _ in range(repeats)]
             for nodes, several in zip(self.sizes.tree_sizes, zip(*times, strict=True), strict=True):
                 self.step_seconds[batch, nodes] = min(several)
+
+    def capture(self, batches: Sequence[int], progress: Callable[[str], None]) -> None:
+        """Capture the decode steps of these batch sizes and the smallest prefill step, on CUDA and after warm-up.
+
+        Each is captured for greedy and for plainly tempered batches; batches that need more run uncaptured. The largest
+        come first, so that the smaller ones fit into the memory that those leave to the pool.
+        """
+        recorder = Recorder(self.device)
+        smallest = self.prefill_buckets[self.sizes.prefill_sizes[0]]
+        steps: list[tuple[Callable[[Any, Needs], None], Bucket | PrefillBucket]] = [(self.known, smallest)]
+        steps += [(self.decode, self.buckets[key]) for key in sorted(self.buckets, reverse=True) if key[0] in batches]
+        for done, (step, bucket) in enumerate(steps, start=1):
+            progress(f"capture {done}/{len(steps)}: {bucket.name}")
+            for needs in (GREEDY, TEMPERED):
+                self.graphs[bucket, needs] = recorder.record(lambda: step(bucket, needs))  # noqa: B023  called at once
 
     def _step_seconds(self, batch: int, nodes: int) -> float:
         """Return the time of one decode step on padding of a usual length."""

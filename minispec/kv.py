@@ -34,6 +34,20 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
     return torch.tensor(values, dtype=dtype, pin_memory=on_cuda).to(device, non_blocking=on_cuda)
 
 
+# An operator of its own, so that compiled code moves rows within the pool and makes no copy of the pool for it.
+_library = torch.library.Library("minispec", "FRAGMENT")
+_library.define("move_rows(Tensor(a!) table, Tensor source, Tensor target) -> ()")
+
+
+def _move_rows(table: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy rows source [n] of table [rows, D] to rows target [n]; all are read before any is written."""
+    table.index_copy_(0, target, table.index_select(0, source))
+
+
+_library.impl("move_rows", _move_rows, "CompositeExplicitAutograd")
+torch.library.register_fake("minispec::move_rows", lambda table, source, target: None)
+
+
 class KVShape(NamedTuple):
     """What a page holds for each of its rows: keys and values of `kv_heads` attention heads in each layer."""
 
@@ -60,6 +74,9 @@ class PagedKV:
         """Allocate `pages` pages, the trash page among them, of the dtype and on the device of the tensor `like`."""
         device = like.device
         self.page_size, self.pages = page_size, pages
+        # May the host look at values in the middle of a step? On a CPU that costs nothing and saves work; elsewhere it
+        # would wait for the device, and a captured step cannot be looked into at all.
+        self.host_looks = device.type == "cpu"
         self.pages_per_slot = -(-rows_per_slot // page_size)
         # With `empty`, a row that nobody has written could hold a NaN, and attention would spread it although the row
         # is masked, since 0 * NaN is NaN.
@@ -155,5 +172,5 @@ class PagedKV:
         # pool that fills the device. So the pool is indexed as one table of rows, over all layers and attention heads.
         layers, heads, rows, dim = self.pool.shape
         every = torch.arange(layers * heads, device=path.device)[:, None] * rows
-        flat = self.pool.view(-1, dim)
-        flat.index_copy_(0, (every + target).flatten(), flat.index_select(0, (every + source).flatten()))
+        source, target = (every + source).flatten(), (every + target).flatten()
+        torch.ops.minispec.move_rows(self.pool.view(-1, dim), source, target)

@@ -28,15 +28,16 @@ from minispec.engine import Engine, Sizes
 from minispec.kv import KVShape, PagedKV
 from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter
+from minispec.load.fp8 import check_fp8, read_weights, stored_in_fp8, use_fp8
 from minispec.load.int8 import PROMPT_ROWS, TEXT, check_int8, quantize
 from minispec.load.machine import core_count, host_memory
 from minispec.load.packed import can_pack, pack_linears
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
-from minispec.load.weights import eos_token_ids, load_weights, read_config, read_tensors, resolve_model
+from minispec.load.weights import eos_token_ids, load_weights, read_config, resolve_model
 from minispec.model import Model, ModelConfig, published_tensors
 from minispec.request import Request, RequestError, SamplingParams, meta_info
-from minispec.scheduler import Scheduler, logger, startup_line
+from minispec.scheduler import Scheduler, SchedulerOptions, logger, startup_line
 
 Prompt = str | Sequence[int]
 
@@ -87,9 +88,12 @@ class LLM:
             engine,
             self.tokenizer,
             eos_token_ids(self.folder, hf_config, self.tokenizer),
-            radix=not config.disable_radix_cache,
-            decode_log_interval=config.decode_log_interval,
-            random_seed=config.random_seed,
+            SchedulerOptions(
+                radix=not config.disable_radix_cache,
+                overlap=device.type == "cuda" and not config.disable_overlap_schedule,
+                decode_log_interval=config.decode_log_interval,
+                random_seed=config.random_seed,
+            ),
         )
         logger.info("%s", startup_line(config, self.scheduler))
 
@@ -98,16 +102,18 @@ class LLM:
     ) -> tuple[Model, Drafter]:
         """Return the target and the drafter, their weights packed and their blocks compiled where that is wanted."""
         config, dtype = self.config, choose_dtype(self.config, device)
-        if config.quantization is not None:
-            check_int8(dtype)
+        for flag, kind in quantizations(config).items():
+            check_fp8(flag, dtype, device) if kind == "fp8" else check_int8(dtype)
         tell(f"loading {config.served_name} as {dtype_line(config, self.stored_dtype, dtype)} on {device.type}")
         network = load_model(config, self.model_config, self.folder, dtype, device)
         if config.thresholds is not None:
             logger.warning("--speculative-accept-threshold-single %g, -acc %g: sampled output is no longer exact, "
                            "greedy output is", *config.thresholds)  # fmt: skip
         drafter = make_drafter(config, network, self.folder, self.tokenizer)
-        if config.quantization is not None:  # after a head has taken what it needs of the target's weights
+        if config.quantization == "int8":  # after a head has taken what it needs of the target's weights
             self._quantize(network, tell)
+        if config.draft_quantization == "fp8" and drafter.network is not None:
+            use_fp8(drafter.network)
         if device.type == "cpu" and can_pack(dtype):
             pack_linears(network)  # those that are left
             if drafter.network is not None:
@@ -122,7 +128,7 @@ class LLM:
         """Make the target's weights int8, and say what that costs in accuracy."""
         dtype = str(network.norm.weight.dtype).removeprefix("torch.")
         cost = quantize(network, self.tokenizer.encode(TEXT)[: PROMPT_ROWS - 1])
-        tell(f"{self.config.quantization} weights: on a text of {cost.tokens} tokens the KL divergence from {dtype} "
+        tell(f"int8 weights: on a text of {cost.tokens} tokens the KL divergence from {dtype} "
              f"weights is {cost.divergence:.4f} nats a token, and the first choice is the same at "
              f"{cost.agreement:.0%} of them")  # fmt: skip
 
@@ -183,10 +189,20 @@ def choose_device(config: Config) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this PyTorch finds no CUDA device; allowed here: cpu, auto")
     name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    if config.quantization is not None and name != "cpu":
-        raise ValueError(f"--quantization {config.quantization} is for a CPU, and the device is {name}; --device cpu "
-                         "takes it, and without it weights are not quantized")  # fmt: skip
+    for flag, kind in quantizations(config).items():
+        if kind == "int8" and name != "cpu":
+            raise ValueError(f"{flag} int8 is for a CPU, and the device is {name}; --device cpu takes it, fp8 is for "
+                             "CUDA, and without the flag weights are not quantized")  # fmt: skip
+        if kind == "fp8" and name != "cuda":
+            raise ValueError(f"{flag} fp8 is for CUDA, and the device is {name}, where it would be slow; int8 is for a "
+                             "CPU, and without the flag weights are not quantized")  # fmt: skip
     return torch.device(name)
+
+
+def quantizations(config: Config) -> dict[str, str]:
+    """Return how weights are to be quantized, by the flags that say so: the target's, then the drafter's."""
+    flags = {"--quantization": config.quantization, "--speculative-draft-model-quantization": config.draft_quantization}
+    return {flag: kind for flag, kind in flags.items() if kind is not None}
 
 
 def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -243,12 +259,18 @@ def _context_length(config: Config, model: ModelConfig) -> int:
 def load_model(
     config: Config, model_config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Model:
-    """Return the model with its weights."""
-    model = Model.empty(model_config, dtype, device)
-    if config.load_format == "dummy":
+    """Return the model with its weights, in fp8 where that is asked for; int8 comes later."""
+    to_fp8, kind = config.quantization == "fp8", config.load_format
+    if kind == "dummy":
+        model = Model.empty(model_config, dtype, device)
         _fill_at_random(model, config.random_seed or 0)
-    else:
-        load_weights(published_tensors(model), read_tensors(folder, config.load_format, wanted=model.reads))
+        if to_fp8:
+            use_fp8(model)
+        return model
+    change = lambda model: use_fp8(model, stored_in_fp8(folder, kind, model.reads)) if to_fp8 else None  # noqa: E731
+    model = Model.empty(model_config, dtype, device, change)
+    into = published_tensors(model)
+    load_weights(into, read_weights(folder, kind, wanted=model.reads, into=into))
     return model
 
 
@@ -269,7 +291,9 @@ def _make_engine(config: Config, network: Model, drafter: Drafter, sizes: Sizes,
     if compiled:
         # Every shape is a graph of the same function, and several LLMs may share a process. Not for the warm-up alone:
         # whoever registers a pytree node later (transformers does) invalidates all graphs.
-        torch._dynamo.config.recompile_limit += len(engine.shapes())
+        # Blocks whose layers are not of the same types, as in a checkpoint that is fp8 in part, have a graph each.
+        kinds = {tuple(type(part) for part in block.modules()) for block in network.layers}
+        torch._dynamo.config.recompile_limit += len(engine.shapes()) * len(kinds)
     return engine
 
 
@@ -300,6 +324,7 @@ def _can_compile(device: torch.device) -> bool:
 def _free_bytes(device: torch.device) -> tuple[int, int]:
     """Return (free, total) memory of the device."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading and quantizing no longer use
         return torch.cuda.mem_get_info(device)
     return host_memory()
 

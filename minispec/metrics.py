@@ -54,8 +54,9 @@ class Metrics:
         """Tokens per verify step since start; 0 before the first."""
         return self.verified_tokens / self.verify_steps if self.verify_steps else 0.0
 
-    def prefill(self, load: Load, *, sequences: int, new: int, cached: int, emitted: int) -> None:
-        """Count and log one prefill step: `new` prompt tokens computed, `cached` ones found, `emitted` picked."""
+    def prefill(self, load: Load, chunks: Sequence[int], *, cached: int, emitted: int, captured: bool) -> None:
+        """Count and log one prefill step: prompt tokens computed by chunk, `cached` ones found, `emitted` picked."""
+        new = sum(chunks)
         self.generated_tokens += emitted
         self.prompt_tokens += new
         self.cached_tokens += cached
@@ -63,11 +64,11 @@ class Metrics:
         speed, self._last_prefill = new / max(now - self._last_prefill, 1e-9), now
         logger.info(
             "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, #running-req: %d, "
-            "#queue-req: %d, input throughput (token/s): %.2f, cuda graph: False",
-            sequences, new, cached, load.usage, load.running, load.queued, speed,
+            "#queue-req: %d, input throughput (token/s): %.2f, cuda graph: %s",
+            len(chunks), new, cached, load.usage, load.running, load.queued, speed, captured,
         )  # fmt: skip
 
-    def decode(self, load: Load, *, emitted: list[int], nodes: int, tokens: int) -> None:
+    def decode(self, load: Load, *, emitted: list[int], nodes: int, tokens: int, captured: bool) -> None:
         """Count one decode step, `emitted` tokens kept per request, and log every `log_interval` steps."""
         kept = sum(emitted)
         self.verify_steps += len(emitted)
@@ -88,9 +89,9 @@ class Metrics:
         length = window[2] / max(window[1], 1)
         accept = f"accept len: {length:.2f}, accept rate: {length / self.nodes:.2f}, "
         logger.info(
-            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, %scuda graph: False, "
+            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, %scuda graph: %s, "
             "gen throughput (token/s): %.2f, #queue-req: %d",
-            load.running, tokens, load.usage, accept if self.nodes > 1 else "", self.last_throughput,
+            load.running, tokens, load.usage, accept if self.nodes > 1 else "", captured, self.last_throughput,
             load.queued,
         )  # fmt: skip
         self._window, self._window_start = [0, 0, 0], now

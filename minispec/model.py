@@ -239,11 +239,18 @@ class Model(nn.Module):
         self.run_block: Callable[[Block, Tensor, Rope, LayerAttend], Tensor] = Block.forward
 
     @classmethod
-    def empty(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Model:
-        """Return a model for inference with uninitialised weights, for a loader to fill."""
+    def empty(
+        cls, config: ModelConfig, dtype: torch.dtype, device: torch.device,
+        change: Callable[[Model], None] = lambda model: None,
+    ) -> Model:
+        """Return a model for inference with uninitialised weights, for a loader to fill.
+
+        change: may replace layers while the model has no memory yet.
+        """
         with torch.device("meta"):
-            model = cls(config)
-        model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
+            model = cls(config).to(dtype)
+            change(model)
+        model = model.to_empty(device=device).requires_grad_(False).eval()
         model.tie()  # to_empty gave the two names a tensor each
         model.frequencies = rope_frequencies(config).to(device)
         return model
@@ -270,16 +277,27 @@ class Model(nn.Module):
         layer, and FINAL is that after the norm. Features are concatenated in the order of `taps`. Where `attend` keeps
         keys and values, the new ones are written in place.
         """
-        x = self.embed(tokens)
-        rope = self.rope(positions)
-        streams: dict[int | str, Tensor] = {}
+        return self.finish(self.run_blocks(self.embed(tokens), self.rope(positions), attend, taps), taps)
+
+    def run_blocks(self, x: Tensor, rope: Rope, attend: Attend, taps: Sequence[int | str] = ()) -> Sequence[Tensor]:
+        """Run all blocks on embeddings x [B, T, d]; returns the streams that enter tapped layers, and last what leaves.
+
+        This is `forward` without what surrounds the blocks.
+        """
+        streams = []
         for index, block in enumerate(self.layers):
             if index in taps:
-                streams[index] = x
+                streams.append(x)
             x = self.run_block(block, x, rope, attend.layer(index))
-        streams[len(self.layers)] = x
-        hidden = streams[FINAL] = self.norm(x)
-        return hidden, torch.cat([streams[tap] for tap in taps], dim=-1) if taps else None
+        return (*streams, x)
+
+    def finish(self, streams: Sequence[Tensor], taps: Sequence[int | str] = ()) -> tuple[Tensor, Tensor | None]:
+        """Return what `forward` returns, of the streams that `run_blocks` returned."""
+        layers = len(self.layers)
+        hidden = self.norm(streams[-1])
+        named: dict[int | str, Tensor] = {FINAL: hidden, layers: streams[-1]}
+        named |= zip(sorted({tap for tap in taps if tap not in named}), streams, strict=False)
+        return hidden, torch.cat([named[tap] for tap in taps], dim=-1) if taps else None
 
     def reads(self, name: str) -> bool:
         """Return whether a file's tensor belongs to this model; an MTP layer does not, since it is a draft head."""
@@ -294,7 +312,7 @@ class Model(nn.Module):
         return self.lm_head(hidden)
 
 
-_JOINED = {  # our module: the published modules that it joins, by their names within a layer
+JOINED = {  # our module: the published modules that it joins, by their names within a layer
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o_proj": ("self_attn.o_proj",),
     "q_norm": ("self_attn.q_norm",),
@@ -313,7 +331,7 @@ def published_tensors(module: nn.Module) -> dict[str, Tensor]:
     for name, parameter in module.named_parameters():  # each once, a tied one by its first name
         stem, _, kind = name.rpartition(".")
         owner, _, part = stem.rpartition(".")
-        names = _JOINED.get(part, (part,))
+        names = JOINED.get(part, (part,))
         rows = [len(parameter) // len(names)] * len(names)
         if part == "qkv_proj":
             block = module.get_submodule(owner)

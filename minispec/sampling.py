@@ -12,7 +12,8 @@ slow; a radix selection over the bits of the fp32 values finds it with three his
 of summation.
 
 Everything on the device has a static shape and waits for no decision of the host. What no request of a batch asks for
-is None in its `Wishes` and costs nothing.
+is None in its `Wishes` and costs nothing. Which members are there is the batch's `Needs`, a set of their names. With
+the shape of the step it decides which operations run, so that a step is captured for a few such sets.
 
 Read next: `verify.py` for the walk that calls `pick`, `request.py` for the parameters.
 """
@@ -79,10 +80,31 @@ def uniform(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
 def gumbel(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
     """Return `[.., V] fp32` of standard Gumbel noise in [-2.9, 22.9]; the arguments are those of `uniform`.
 
-    log1p(-u) has fp32's full resolution near u = 0, where the noise is large and decides the argmax.
+    A token's noise is the same float wherever it is asked for: alone or in a batch, among all ids or some, in compiled
+    code or not. So it is an operator of its own, since a compiler's logarithm may end in another bit.
     """
-    # -log(-log1p(-u)), in place: run eagerly on a CPU, it would spend its time on new tensors of width V
+    ids = torch.arange(ids, device=seed.device) if isinstance(ids, int) else ids
+    return torch.ops.minispec.gumbel(seed, position, ids)
+
+
+_library = torch.library.Library("minispec", "FRAGMENT")
+_library.define("gumbel(Tensor seed, Tensor position, Tensor ids) -> Tensor")
+
+
+def _gumbel(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
+    """Return -log(-log1p(-u)); log1p has fp32's full resolution near u = 0, where the noise is large and decides."""
+    # In place: run eagerly on a CPU, it would spend its time on new tensors of width V.
     return uniform(seed, position, ids).neg_().log1p_().neg_().log_().neg_()
+
+
+def _gumbel_shape(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
+    """Return an empty tensor of the noise's shape, which is all that tracing needs to know."""
+    shape = torch.broadcast_shapes(seed.shape, position.shape)
+    return torch.empty((*shape, ids.shape[-1]), dtype=torch.float32, device=seed.device)
+
+
+_library.impl("gumbel", _gumbel, "CompositeExplicitAutograd")
+torch.library.register_fake("minispec::gumbel", _gumbel_shape)
 
 
 # ----------------------------------------------------------------------------------------------------------- pick
@@ -218,13 +240,17 @@ INTS = ("seed", "top_k", "min_new", "outputs")
 OUTPUTS = INTS.index("outputs")
 NEUTRAL_FLOATS = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)  # greedy, no filter, no penalty
 TABLES = {"counts": torch.int32, "prompt_seen": torch.bool, "bias": torch.float32, "stop_mask": torch.bool}
-EVERYTHING = frozenset(("temperature", "top_k", "top_p", "min_p", *TABLES))
+
+Needs = frozenset[str]  # the names of the members of `Wishes` that a batch needs, among those that may be None
+GREEDY: Needs = frozenset()  # a bare argmax
+TEMPERED: Needs = frozenset(("temperature",))  # sampling without filters, penalties and bias
+EVERYTHING: Needs = frozenset(("temperature", "top_k", "top_p", "min_p", *TABLES))
 
 
-def _wanted(params: SamplingParams, outputs: int, vocab_size: int) -> frozenset[str]:
-    """Return the names of the `Wishes` members that this request needs, among those that may be None."""
+def _needed(params: SamplingParams, outputs: int, vocab_size: int) -> Needs:
+    """Return what a request that has output so many tokens needs."""
     penalised = params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1
-    wants = {
+    needs = {
         "temperature": not params.greedy,
         "top_k": not params.greedy and 0 < params.top_k < vocab_size,
         "top_p": not params.greedy and params.top_p < 1,
@@ -234,22 +260,23 @@ def _wanted(params: SamplingParams, outputs: int, vocab_size: int) -> frozenset[
         "bias": bool(params.logit_bias),
         "stop_mask": params.min_new_tokens > outputs,
     }
-    return frozenset(name for name, wanted in wants.items() if wanted)
+    return frozenset(name for name, needed in needs.items() if needed)
 
 
 class SamplingState:
     """The sampling parameters and token counts of every slot, on the device; slot 0 is padding and greedy.
 
-    Small parameters sit in two tables `[R, 6] fp32` and `[R, 4] int64`; a table of vocabulary width is allocated when
-    the first request needs it. `assign` writes all of a slot's entries, so nothing is left of the request before it.
+    Small parameters sit in two tables `[R, 6] fp32` and `[R, 4] int64`, the others in `tables`, four of `[R, V]`. All
+    are allocated here, since a captured step would zero a table that it made itself at every replay. `assign` writes
+    all of a slot's entries, so nothing is left of the request before it.
     """
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device | str) -> None:
         self.slots, self.vocab_size, self.device = slots, vocab_size, torch.device(device)
         self._floats = torch.tensor(NEUTRAL_FLOATS, device=self.device).repeat(slots, 1)
         self._ints = torch.tensor([0, vocab_size, 0, 0], device=self.device).repeat(slots, 1)
-        self._tables: dict[str, Tensor] = {}
-        self._wants: list[frozenset[str]] = [frozenset()] * slots
+        self.tables = {name: torch.zeros(slots, vocab_size, dtype=kind, device=device) for name, kind in TABLES.items()}
+        self._needs: list[Needs] = [GREEDY] * slots
 
     def assign(
         self,
@@ -266,65 +293,55 @@ class SamplingState:
         stop_token_ids. Every id must lie in the vocabulary. A top_k of 1 is stored as temperature 0, which picks the
         same tokens, with ties to the lowest id.
         """
-        wants = self._wants[slot] = _wanted(params, len(output_ids), self.vocab_size)
+        needs = self._needs[slot] = _needed(params, len(output_ids), self.vocab_size)
         temperature = 0.0 if params.greedy else params.temperature
         top_k = self.vocab_size if params.top_k == -1 else params.top_k
         p = params
         floats = [temperature, p.top_p, p.min_p, p.frequency_penalty, p.presence_penalty, p.repetition_penalty]
         self._floats[slot] = upload(floats, torch.float32, self.device)
         self._ints[slot] = upload([seed, top_k, params.min_new_tokens, len(output_ids)], torch.int64, self.device)
-        for name in wants & TABLES.keys():
-            self._table(name)
-        for table in self._tables.values():
+        for table in self.tables.values():
             table[slot].zero_()
-        if "counts" in wants:
+        if "counts" in needs:
             ids = upload(output_ids, torch.int64, self.device)
-            self._tables["counts"][slot].scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
-        if "prompt_seen" in wants:
-            self._tables["prompt_seen"][slot].index_fill_(0, upload(prompt_ids, torch.int64, self.device), True)
-        if "bias" in wants:
+            self.tables["counts"][slot].scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        if "prompt_seen" in needs:
+            self.tables["prompt_seen"][slot].index_fill_(0, upload(prompt_ids, torch.int64, self.device), True)
+        if "bias" in needs:
             ids = upload(list(params.logit_bias), torch.int64, self.device)
             bias = upload(list(params.logit_bias.values()), torch.float32, self.device)
-            self._tables["bias"][slot].scatter_(0, ids, bias)
-        if "stop_mask" in wants:
-            self._tables["stop_mask"][slot].index_fill_(0, upload(list(stop_ids), torch.int64, self.device), True)
+            self.tables["bias"][slot].scatter_(0, ids, bias)
+        if "stop_mask" in needs:
+            self.tables["stop_mask"][slot].index_fill_(0, upload(list(stop_ids), torch.int64, self.device), True)
 
     def release(self, slot: int) -> None:
         """Forget the wishes of `slot`, so that it costs the batch nothing; its table entries stay until `assign`."""
-        self._wants[slot] = frozenset()
+        self._needs[slot] = GREEDY
 
     def stops_allowed(self, slot: int) -> None:
         """Note that `slot` has output its min_new_tokens, so that its stop mask has no effect any more."""
-        self._wants[slot] -= {"stop_mask"}
+        self._needs[slot] -= {"stop_mask"}
 
-    def all_greedy(self, slots: Sequence[int]) -> bool:
-        """Say whether a bare argmax serves all `slots`: no sampling, penalty, bias, or min_new_tokens to wait for."""
-        return not any(self._wants[slot] for slot in slots)
+    def needs(self, slots: Sequence[int]) -> Needs:
+        """Return what the requests in these slots need together; GREEDY where a bare argmax serves them all."""
+        return GREEDY.union(*(self._needs[slot] for slot in slots))
 
-    def wishes(self, slots: Tensor, host_slots: Sequence[int] | None) -> Wishes:
-        """Return what the requests in `slots [B] int64` wish, as copies. `host_slots` are the same slots on the host.
+    def wishes(self, slots: Tensor, needs: Needs) -> Wishes:
+        """Return what the requests in `slots [B] int64` wish, as copies; members that `needs` lacks are None.
 
-        Members that none of them wants are None; `host_slots=None` fills every member, for a graph that must serve
-        any batch.
+        With EVERYTHING the members serve any batch: where a request has no wish its entries are neutral.
         """
-        named = EVERYTHING if host_slots is None else frozenset().union(*(self._wants[slot] for slot in host_slots))
         members: dict[str, Tensor | None] = dict(zip(FLOATS, self._floats[slots].unbind(1), strict=True))
         members |= zip(INTS, self._ints[slots].unbind(1), strict=True)
-        members |= {name: self._table(name)[slots] if name in named else None for name in TABLES}
-        members |= {name: None for name in EVERYTHING - named}
+        members |= {name: table[slots] for name, table in self.tables.items() if name in needs}
+        members |= {name: None for name in EVERYTHING - needs}
         return Wishes(**members)
 
-    def commit(self, slots: Tensor, tokens: Tensor, count: Tensor) -> None:
-        """Add the first `count [B]` of `tokens [B, A]` to the outputs and counts of `slots [B]`."""
+    def commit(self, slots: Tensor, tokens: Tensor, count: Tensor, needs: Needs) -> None:
+        """Add the first `count [B]` of `tokens [B, A]` to the outputs and counts of `slots [B]`, which have `needs`."""
         self._ints[:, OUTPUTS].index_add_(0, slots, count.to(torch.int64))
-        if "counts" not in self._tables:
+        if "counts" not in needs:
             return
         valid = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
         cell = torch.where(valid, slots[:, None] * self.vocab_size + tokens, 0)
-        self._tables["counts"].view(-1).scatter_add_(0, cell.flatten(), valid.flatten().to(torch.int32))
-
-    def _table(self, name: str) -> Tensor:
-        """Return the table `[R, V]` of this name, made on first use and never replaced: graphs may hold it."""
-        if name not in self._tables:
-            self._tables[name] = torch.zeros(self.slots, self.vocab_size, dtype=TABLES[name], device=self.device)
-        return self._tables[name]
+        self.tables["counts"].view(-1).scatter_add_(0, cell.flatten(), valid.flatten().to(torch.int32))

@@ -4,6 +4,11 @@ A request waits, is given a slot and pages for what is known of it, is prefilled
 leaves. `step` does one thing: a prefill step over the chunks of several requests, or a decode step over all running
 ones. Where there is both to do they alternate, so that a long prompt slows the others and never stops them.
 
+A step need not be finished before the next one begins: with `overlap`, step k + 1 is launched and then step k is
+collected, so that the device works while the host looks at stop rules, makes text and admits requests. The host then
+knows lengths and ends one step late. It reserves rows for the longest outcome, and a row of a request that ended
+meanwhile is thrown away. Without overlap the two calls are adjacent; there is one loop for both.
+
 Pages: before a decode step every running request must hold rows for one whole tree. When the pool is short the prefix
 cache gives up what nobody holds, and then the newest request is retracted: its pages are let go, it waits at the front
 of the queue, and its tokens so far are prefilled again. Seed and output stay, so the text is the same. `validate`
@@ -22,11 +27,13 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from minispec.bucket import Chunk
 from minispec.config import Config
-from minispec.engine import Chunk, Engine
+from minispec.engine import Engine, Pending
 from minispec.load.tokenizer import Tokenizer
 from minispec.metrics import Load, Metrics
 from minispec.output import Output
@@ -53,6 +60,25 @@ class Seat:
         return self.pages[len(self.path) :]
 
 
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """What an operator may choose of a scheduler."""
+
+    radix: bool = True  # share prefixes between requests
+    overlap: bool = False  # launch a step before the one before it is collected, where the drafter reads no text
+    decode_log_interval: int = 40  # decode steps between two log lines
+    random_seed: int | None = None  # of the seeds drawn for requests without one
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step under way. A row counts only while its request still holds the seat that it had at the launch."""
+
+    pending: Pending
+    rows: dict[Request, Seat]  # in the order of the step
+    cached: int = 0  # prompt tokens that the prefix cache had, of requests whose first chunk this is
+
+
 class Scheduler:
     """The queues and the loop's body. Every method runs on the engine thread, except `validate`."""
 
@@ -61,25 +87,24 @@ class Scheduler:
         engine: Engine,
         tokenizer: Tokenizer,
         eos_ids: frozenset[int],
-        *,
-        radix: bool = True,
-        decode_log_interval: int = 40,
-        random_seed: int | None = None,
+        options: SchedulerOptions,
     ) -> None:
         self.engine, self.kv, self.tokenizer, self.eos_ids = engine, engine.kv, tokenizer, eos_ids
-        self.cache = PrefixCache(self.kv.page_size, engine.drafter.lookahead, enabled=radix)
+        self.cache = PrefixCache(self.kv.page_size, engine.drafter.lookahead, enabled=options.radix)
         self.sizes = engine.sizes
-        self.metrics = Metrics(self.sizes.nodes, decode_log_interval)
+        self.overlap = options.overlap and not engine.drafter.reads_text  # else its next drafts need this step's tokens
+        self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval)
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []  # in order of admission
         self.running: list[Request] = []  # in order of admission
         self.seats: dict[Request, Seat] = {}
         self.outputs: dict[Request, Output] = {}
         self.free_slots = list(range(self.sizes.max_running, 0, -1))  # slot 0 is padding
-        self._seeds = random.Random(random_seed)
+        self._seeds = random.Random(options.random_seed)
         # What happened and was not handed out yet. A member, so that a step that raises halfway loses no answer.
         self._updates: list[Update] = []
         self._prefilled_last = False
+        self._flight: Flight | None = None  # the step that was launched and not collected yet
         # The front of the queue if it lacked pages, how many were available, and the cache's insertions at that time.
         self._refused: tuple[Request, int, int] | None = None
 
@@ -154,7 +179,7 @@ class Scheduler:
             request.slot = request.kv_len = 0
             self._close(request, finish)
         self.waiting = deque(r for r in self.waiting if r in queued)
-        self.prefilling, self.running, self.seats, self._refused = [], [], {}, None
+        self.prefilling, self.running, self.seats, self._refused, self._flight = [], [], {}, None, None
         self.free_slots = list(range(self.sizes.max_running, 0, -1))
         self.cache = PrefixCache(self.kv.page_size, self.engine.drafter.lookahead, enabled=self.cache.enabled)
         self.kv.reset()
@@ -170,14 +195,14 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True while a call of `step` would do something."""
-        return bool(self.outputs or self._updates)
+        return bool(self.outputs or self._updates or self._flight)
 
     @torch.inference_mode()
     def flush_cache(self) -> bool:
         """Empty prefix cache, drafter and totals; False, and nothing done, while requests are here."""
         if self.waiting or self.prefilling or self.running:
             return False
-        self._refused = None
+        self._refused = self._flight = None  # of a flight, no row counts any more
         self.kv.give_back(self.cache.evict(self.cache.count))
         self.engine.drafter.clear()
         self.engine.drafter_seconds = 0.0
@@ -188,24 +213,70 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """Do one prefill or decode step and return what it added to whom."""
+        """Launch a prefill or decode step, take in the one that is due, and return what that added to whom.
+
+        Due is the step launched here, or with overlap the one before.
+        """
         self._admit()
-        # Where there is both to do, in turn: a long prompt slows the others and never stops them.
-        self._prefilled_last = bool(self.prefilling and not (self.running and self._prefilled_last))
-        if self._prefilled_last:
-            chunks, requests = self._next_chunks()
-            self._after_prefill(requests, chunks, self.engine.collect(self.engine.prefill(chunks)))
-            return self._drain()
-        self._reserve()
-        if requests := list(self.running):
-            started = time.perf_counter()
-            pending = self.engine.launch(
-                [request.slot for request in requests], draft=any(request.drafting for request in requests)
-            )
-            emitted = self.engine.collect(pending)
-            self.metrics.step_seconds += time.perf_counter() - started
-            self._after_decode(requests, emitted, pending.nodes)
+        launched = self._launch()
+        due, self._flight = (self._flight, launched) if self.overlap else (launched, None)
+        if due is not None:
+            self._land(due)
         return self._drain()
+
+    def _launch(self) -> Flight | None:
+        """Launch the next step; None where there is nothing to do until the flight under way has landed."""
+        decoding = [request for request in self.running if self._goes_on(request)]
+        # Where there is both to do, in turn: a long prompt slows the others and never stops them.
+        self._prefilled_last = bool(self.prefilling and not (decoding and self._prefilled_last))
+        if self._prefilled_last:
+            return self._launch_prefill()
+        self._reserve()
+        rows = {request: self.seats[request] for request in self.running if self._goes_on(request)}
+        if not rows:
+            return None
+        started = time.perf_counter()
+        pending = self.engine.launch([r.slot for r in rows], draft=any(r.drafting for r in rows))
+        self.metrics.step_seconds += time.perf_counter() - started
+        return Flight(pending, rows)
+
+    def _launch_prefill(self) -> Flight:
+        """Launch a prefill step. A request whose prompt it completes runs from here on: its first token has no row."""
+        chunks, requests = self._next_chunks()
+        fresh = [r for r in requests if r.kv_len == len(self.seats[r].path) * self.kv.page_size]
+        cached = sum(r.kv_len for r in fresh)
+        flight = Flight(self.engine.prefill(chunks), {r: self.seats[r] for r in requests}, cached)
+        for request, chunk in zip(requests, chunks, strict=True):
+            request.kv_len = chunk.start + len(chunk.tokens)
+            if chunk.last:
+                self.prefilling.remove(request)
+                self.running.append(request)
+        return flight
+
+    def _flies(self, request: Request) -> bool:
+        """Return whether the flight under way has a row of this request that will count."""
+        return self._flight is not None and self._flight.rows.get(request) is self.seats[request]
+
+    def _goes_on(self, request: Request) -> bool:
+        """Return whether a running request has a token to wait for beyond the one that its flight brings at least."""
+        return len(request.output_ids) + self._flies(request) < request.max_new_tokens
+
+    def _land(self, flight: Flight) -> None:
+        """Collect a step and take in what it brought to the requests that still hold their seats."""
+        started = time.perf_counter()
+        found = self.engine.collect(flight.pending)
+        waited = time.perf_counter() - started
+        emitted = {
+            request: tokens
+            for (request, seat), tokens in zip(flight.rows.items(), found, strict=True)
+            if self.seats.get(request) is seat
+        }
+        if flight.pending.chunks:
+            self._after_prefill(flight, emitted)
+            return
+        self.metrics.step_seconds += waited
+        if emitted:
+            self._after_decode(flight.pending, emitted)
 
     def _admit(self) -> None:
         """Give slots and pages to waiting requests, in order, while both last."""
@@ -259,24 +330,19 @@ class Scheduler:
             self.kv.give_back(self.cache.evict(short))
         return True
 
-    def _after_prefill(self, requests: Sequence[Request], chunks: Sequence[Chunk], emitted: list[list[int]]) -> None:
-        """Take in a prefill step: move requests on, and start those whose prompt is complete."""
-        fresh = [r for r in requests if r.kv_len == len(self.seats[r].path) * self.kv.page_size]
+    def _after_prefill(self, flight: Flight, emitted: dict[Request, list[int]]) -> None:
+        """Take in a prefill step: share the prompts that are complete, and deliver their first tokens."""
         self.metrics.prefill(
             Load(self._usage(), len(self.running), len(self.waiting)),
-            sequences=len(chunks),
-            new=sum(len(chunk.tokens) for chunk in chunks),
-            cached=sum(r.kv_len for r in fresh),
-            emitted=sum(map(len, emitted)),
+            [len(chunk.tokens) for chunk in flight.pending.chunks],
+            cached=flight.cached,
+            emitted=sum(map(len, emitted.values())),
+            captured=flight.pending.captured,
         )
-        for request, chunk, tokens in zip(requests, chunks, emitted, strict=True):
-            request.kv_len = chunk.start + len(chunk.tokens)
-            if not chunk.last:
-                continue
-            self.prefilling.remove(request)
-            self.running.append(request)
-            self._share(request.slot, self.seats[request], self.seats[request].ids)
-            self._deliver(request, tokens)
+        for request, tokens in emitted.items():
+            if tokens:
+                self._share(request.slot, self.seats[request], self.seats[request].ids)
+                self._deliver(request, tokens)
 
     def _share(self, slot: int, seat: Seat, known: list[int]) -> None:
         """Enter the full pages of `known`, the tokens whose rows are written, into the prefix cache.
@@ -313,33 +379,45 @@ class Scheduler:
             blocks -= self.engine.blocks(len(tokens))
         return chunks, requests
 
-    def _after_decode(self, requests: Sequence[Request], emitted: list[list[int]], nodes: int) -> None:
-        """Take in a decode step with trees of `nodes` nodes: deliver, retire, count."""
+    def _after_decode(self, pending: Pending, emitted: dict[Request, list[int]]) -> None:
+        """Take in a decode step: deliver, retire, count."""
         started = time.perf_counter()
         kept = []
-        for request, tokens in zip(requests, emitted, strict=True):
+        for request, tokens in emitted.items():
             request.kv_len += len(tokens)
             kept.append(self._deliver(request, tokens))
-            self._count(request, kept[-1], nodes)
+            self._count(request, kept[-1], pending.nodes)
         self.metrics.decode(
-            Load(self._usage(), len(requests), len(self.waiting)),
+            Load(self._usage(), len(emitted), len(self.waiting)),
             emitted=kept,
-            nodes=nodes,
-            tokens=sum(request.kv_len for request in requests),
+            nodes=pending.nodes,
+            tokens=sum(request.kv_len for request in emitted),
+            captured=pending.captured,
         )
         self.metrics.host_seconds += time.perf_counter() - started
 
     def _reserve(self) -> None:
         """Give every running request pages for one whole tree, retracting the newest requests while that fails."""
+        if self._flight is not None:
+            if all(self._grow(request) for request in self.running):
+                return
+            # Its longest outcome does not fit, but the real one may. This step then runs alone.
+            flight, self._flight = self._flight, None
+            self._land(flight)
         for request in list(self.running):
             while request.slot and not self._grow(request):
                 newest = max([*self.prefilling, *self.running], key=lambda r: r.arrived)
                 self._retract(newest)
 
     def _grow(self, request: Request) -> bool:
-        """Extend a request's pages to its rows plus one tree; False if the pool cannot."""
-        seat = self.seats[request]
-        missing = self.kv.pages_for(request.kv_len + self.sizes.tree_rows) - len(seat.pages)
+        """Extend a request's pages to its rows, those that its flight may add, and one tree; False if the pool cannot.
+
+        Rows beyond the context are no rows of a tree: a flight that ends there leaves nothing to do but scratch.
+        """
+        seat, rows = self.seats[request], request.kv_len
+        if self._flight is not None and not self._flight.pending.chunks and self._flies(request):
+            rows = min(rows + self._flight.pending.most, self.sizes.context_length)
+        missing = self.kv.pages_for(rows + self.sizes.tree_rows) - len(seat.pages)
         if missing <= 0:
             return True
         if not self._obtain(missing):

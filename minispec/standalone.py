@@ -27,13 +27,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from minispec.attention import Plan
+from minispec.attention import AttendKind, Plan
 from minispec.beam import BeamDrafter
 from minispec.compiled import Compiler
 from minispec.drafter import Committed
-from minispec.kv import KVShape
+from minispec.kv import KVShape, PagedKV
+from minispec.load.fp8 import read_weights
 from minispec.load.tokenizer import Tokenizer, load_tokenizer
-from minispec.load.weights import ModelError, load_weights, read_config, read_tensors
+from minispec.load.weights import ModelError, load_weights, read_config
 from minispec.model import Model, ModelConfig, published_tensors
 
 logger = logging.getLogger("minispec")
@@ -68,9 +69,16 @@ class StandaloneDrafter(BeamDrafter):
         self.kv_shape = KVShape(network.model.config.layers, network.kv_heads, network.head_dim)
         # Rows from the old root on: those of a path, depth + 1, and of the new root; or of the root and the frontiers.
         self.scratch = max(self.depth + 2, 1 + self.window)
-        self._tails: dict[tuple[int, int], Plan] = {}  # by batch and width; warm-up fills it
         device = network.model.embed_tokens.weight.device
         self._causal = torch.ones(self.depth + 1, self.depth + 1, dtype=torch.bool, device=device).tril()
+
+    def attach(
+        self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
+    ) -> None:
+        """Allocate the drafter's own pages, per-slot state, and the plans of rows that end at a root."""
+        super().attach(kv, attend_kind, batch_sizes, chunk_counts)
+        shapes = [*((count, self.depth + 1) for count in batch_sizes), *((count, 1) for count in chunk_counts)]
+        self._tails = {shape: Plan(self.kv, shape[0], 1, shape[1]) for shape in shapes}  # by requests and rows of each
 
     def compile(self, compiler: Compiler) -> None:
         """From now on run the model's blocks as `compiler` compiles them."""
@@ -91,17 +99,11 @@ class StandaloneDrafter(BeamDrafter):
             tokens, first = new.following, new.positions[:, 0] + 1
         count, width = tokens.shape
         positions = first[:, None] + torch.arange(width, device=first.device)
-        plan = self._tail(count, width)
+        plan = self._tails[count, width]
         visible = self._causal[:width, :width].expand(count, -1, -1)
         plan.fill(new.slots, first, visible, live=positions <= root[:, None])
         states = self._run(tokens, None, positions, plan)
         self.state[new.slots] = states[torch.arange(count, device=first.device), root - first]
-
-    def _tail(self, count: int, width: int) -> Plan:
-        """Return the plan of `count` requests with up to `width` rows each, the last one the root's."""
-        if (count, width) not in self._tails:
-            self._tails[count, width] = Plan(self.kv, count, 1, width)
-        return self._tails[count, width]
 
     def _run(self, tokens: Tensor, states: Tensor | None, positions: Tensor, plan: Plan) -> Tensor:
         """Return the hidden states [B, T, H] of tokens [B, T] under a plan; what came before is in the pages."""
@@ -119,7 +121,7 @@ def load_draft(
     """Return the model in `folder` as a drafter for `target`, in its dtype and on its device.
 
     tokenizer: the target's. context_length: the one served, None for the target's own. load_format: as for
-    `read_tensors`. Raises ModelError naming --speculative-draft-model-path if the model is not supported or gives
+    `read_weights`. Raises ModelError naming --speculative-draft-model-path if the model is not supported or gives
     token ids another meaning.
     """
     weight = target.embed_tokens.weight
@@ -128,7 +130,7 @@ def load_draft(
         config = ModelConfig.from_hf(stated)
         vocab_size = _compared(stated.get("tokenizer_digest"), tokenizer, folder)
         model = Model.empty(config, weight.dtype, weight.device)
-        load_weights(published_tensors(model), read_tensors(folder, load_format, wanted=model.reads))
+        load_weights(published_tensors(model), read_weights(folder, load_format, wanted=model.reads))
     except KeyError as error:
         raise ModelError(f"--speculative-draft-model-path {folder}: config.json lacks {error}") from error
     except ValueError as error:

@@ -26,6 +26,14 @@ from minispec.tree import PADDING, DraftTree, depth
 COIN = -1  # `pick_lossy` draws its coin as the noise of this id, which no token has
 
 
+class Rule(NamedTuple):
+    """How a verdict is reached."""
+
+    most: int  # A, the most tokens emitted per request
+    thresholds: tuple[float, float] | None = None  # (single, acc) of `pick_lossy`; None: exact
+    host_looks: bool = False  # may the host look at values on the way? On a CPU that costs nothing
+
+
 class Verdict(NamedTuple):
     """What the target accepted. Entries of `path` and `emitted` at and beyond `count` are unspecified but in range."""
 
@@ -54,16 +62,15 @@ def verify_greedy(tree: DraftTree, ancestors: Tensor, logits: Tensor, A: int) ->
     return _verdict(path, accepted.sum(-1), picks.gather(1, path))
 
 
-def verify(
-    tree: DraftTree, logits: Tensor, wishes: Wishes, lens: Tensor, A: int, thresholds: tuple[float, float] | None = None
-) -> Verdict:
+def verify(tree: DraftTree, logits: Tensor, wishes: Wishes, lens: Tensor, rule: Rule) -> Verdict:
     """Return the verdict of `sampling.pick` on `logits [B, N, V]`, walking down from the root for at most A picks.
 
     `lens [B] int64` is the committed length, the position of the root, so the pick at depth d has position
     lens + d + 1. `wishes` is not changed: the tokens of the path are added to a copy of its counts, so penalties are
     those of plain decoding of the same tokens. Temperature 0 without adjustments gives the verdict of `verify_greedy`.
-    With `thresholds` (single, acc) `pick_lossy` takes the place of `pick`.
+    With thresholds `pick_lossy` takes the place of `pick`.
     """
+    A, thresholds, host_looks = rule
     batch, nodes, vocab = logits.shape
     flat, first = logits.reshape(batch * nodes, vocab), torch.arange(batch, device=logits.device) * nodes
     counts = None if wishes.counts is None else wishes.counts.clone()
@@ -84,8 +91,8 @@ def verify(
         child = drafted == token[:, None]  # at most one; never padding
         walking = walking & child.any(-1)
         node = child.to(torch.int8).argmax(-1)  # a walk that has stopped restarts at the root, and is no longer counted
-        if logits.device.type == "cpu" and not torch.compiler.is_compiling() and not walking.any():
-            break  # only on a CPU: elsewhere the host would have to wait for the device to know this
+        if host_looks and not walking.any():
+            break
     return _verdict(path, count, emitted)
 
 

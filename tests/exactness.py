@@ -21,7 +21,7 @@ from minispec.kv import KVShape, PagedKV
 from minispec.model import Model, ModelConfig
 from minispec.request import Request, SamplingParams
 from minispec.sampling import SamplingState, pick
-from minispec.scheduler import Scheduler
+from minispec.scheduler import Scheduler, SchedulerOptions
 from minispec.tree import PADDING, DraftTree
 
 VOCAB = 61
@@ -79,7 +79,7 @@ def reference(model: Model, request: Request, stop_ids: Sequence[int] = ()) -> l
     while len(output) < request.max_new_tokens:
         state = SamplingState(2, VOCAB, CPU)
         state.assign(1, params, request.seed, request.prompt_ids, output, stop_ids)
-        wishes = state.wishes(torch.tensor([1]), [1])
+        wishes = state.wishes(torch.tensor([1]), state.needs([1]))
         token = int(pick(next_logits(model, ids)[None], wishes, torch.tensor([len(ids)])))
         output.append(token)
         ids.append(token)
@@ -157,6 +157,8 @@ def build(
     chunk: int = 64,
     compiled: bool = False,
     radix: bool = True,
+    overlap: bool = False,
+    host_looks: bool = True,
     eos: Sequence[int] = (),
     thresholds: tuple[float, float] | None = None,
 ) -> Scheduler:
@@ -167,8 +169,9 @@ def build(
         KVShape(config.layers, config.kv_heads, config.head_dim), pages=pages, page_size=page_size, slots=running + 1,
         rows_per_slot=config.context_length + sizes.tree_rows, like=model.norm.weight,
     )  # fmt: skip
+    kv.host_looks &= host_looks
     engine = Engine(model, kv, drafter, sizes, compiled=compiled, thresholds=thresholds)
-    return Scheduler(engine, Letters(), frozenset(eos), radix=radix)
+    return Scheduler(engine, Letters(), frozenset(eos), SchedulerOptions(radix=radix, overlap=overlap))
 
 
 def request(name: str, prompt: Sequence[int], **params: object) -> Request:

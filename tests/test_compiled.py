@@ -85,7 +85,7 @@ def test_every_shape_has_the_bits_of_torch_compile_and_eager_is_near(monkeypatch
 
 def keys_of(engine: Engine) -> list[Tensor]:
     """Return the tensors through which the target's layers reach their keys."""
-    attends = [*engine.prefill_attends.values(), *(bucket.attend for bucket in engine.buckets.values())]
+    attends = [bucket.attend for bucket in (*engine.prefill_buckets.values(), *engine.buckets.values())]
     return [attend.layer(index).keys for attend in attends for index in range(engine.model.config.layers)]
 
 

@@ -77,7 +77,8 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
         "mem_fraction_static": "0.5", "speculative_ngram_branch_length": "19", "quantization": "int8",
         "speculative_accept_threshold_single": "0.5", "speculative_accept_threshold_acc": "0",
         "speculative_draft_load_format": "pt", "log_level_http": "info", "chat_template": "chatml",
-            "cors_origins": "https://a.example",
+        "cors_origins": "https://a.example",
+        "speculative_draft_model_quantization": "unquant",
     }  # fmt: skip
     flags = [f for f in dataclasses.fields(Config) if f.metadata]
     assert len(flags) > 30
@@ -135,9 +136,8 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
           "--speculative-num-draft-tokens", "1"], "--speculative-num-draft-tokens must be at least 2"),
         (["--speculative-algo", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2"],
          "not given: --speculative-num-draft-tokens"),
-        (["--quantization", "fp8"], "--quantization must be one of int8, got 'fp8'"),
-        (["--quantization", "w8a8_int8"], "--quantization must be one of int8, got 'w8a8_int8'"),
-        (["--speculative-draft-model-quantization", "int8"], "keeps its weights as they are; unquant is accepted"),
+        (["--quantization", "w8a8_int8"], "--quantization must be one of int8, fp8, got 'w8a8_int8'"),
+        (["--speculative-draft-model-quantization", "int8"], "must be one of fp8, unquant, got 'int8'"),
         (["--ssl-keyfile", "k.pem"], "reverse proxy"),
         (["--lora-paths", "a"], "adapters are not supported"),
         (["--admin-api-key", "k"], "there is one key, --api-key"),
@@ -171,7 +171,7 @@ def test_refusals_are_one_line_that_names_the_flag(
 
 
 @pytest.mark.parametrize(
-    "argv", [["--tp", "1"], ["--kv-cache-dtype=auto"], ["--disable_overlap_schedule"], ["--trust-remote-code"],
+    "argv", [["--tp", "1"], ["--kv-cache-dtype=auto"], ["--enable_two_batch_overlap"], ["--trust-remote-code"],
              ["--json-model-override-args", "{}"], ["--nnodes", "1"], ["--disaggregation-mode", "null"]],
 )  # fmt: skip
 def test_flags_that_ask_for_what_is_so_leave_one_note(argv: list[str]) -> None:

@@ -78,14 +78,14 @@ def d2t_as_ids(patch: pytest.MonkeyPatch) -> None:
 
 def sample_at_a_chunk_s_end(patch: pytest.MonkeyPatch) -> None:
     """The pair at a chunk's end holds what the target would have said, not the prompt's next token."""
-    original = Engine._prefill
+    original = Engine.prefill
 
-    def prefill(self, size, chunks):
-        said, _ = original(self, size, chunks)
-        wrong = [c if c.last else c._replace(following=int(said[i])) for i, c in enumerate(chunks)]
-        return original(self, size, wrong)
+    def prefill(self, chunks):
+        said = original(self, chunks).outputs
+        wrong = [c if c.last else c._replace(following=int(said[i, 0])) for i, c in enumerate(chunks)]
+        return original(self, wrong)
 
-    patch.setattr(Engine, "_prefill", prefill)
+    patch.setattr(Engine, "prefill", prefill)
 
 
 MUTATIONS = {  # and the acceptance that each leaves at most

@@ -821,7 +821,8 @@ REFUSED: dict[str, tuple[MakeFormat, Callable[[Format], None], str]] = {
     "vocabulary": (eagle_original, set_config(vocab_size=99), "vocab_size 99, and the target has 61"),
     "mtp's size": (mtp_alone, set_config(hidden_size=64), "hidden_size 64, and the target has 32"),
     "quantized": (
-        eagle3_official, set_config(quantization_config={"quant_method": "fp8"}), r"has a quantization_config \(fp8\)",
+        eagle3_official, set_config(quantization_config={"quant_method": "awq"}),
+        "has a quantization_config with quant_method 'awq'",
     ),
     "two layers": (eagle_original, set_config(num_hidden_layers=2), "num_hidden_layers is 2; supported: 1"),
     "two layers 3": (eagle3_official, set_config(num_hidden_layers=2), "num_hidden_layers is 2; supported: 1"),

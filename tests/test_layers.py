@@ -22,11 +22,11 @@ SOURCES = {
 
 # A module may import from strictly lower ranks, never from its own. `load/` and `train/` span ranks.
 RANKS = {
-    0: "request metrics tree kv radix model compiled load.weights load.packed load.token_map load.wheels "
+    0: "request metrics tree kv radix model compiled graphs load.weights load.packed load.token_map load.wheels "
     "load.chat_templates load.sglang_flags load.machine load.__init__ train.__init__ http.__init__",
-    1: "http.fields config sampling attention eagle load.tokenizer load.default_model",
+    1: "http.fields config sampling attention eagle load.fp8 load.tokenizer load.default_model",
     2: "http.openapi verify output drafter mtp load.int8 train.prompts",
-    3: "beam ngram load.heads",
+    3: "beam ngram bucket load.heads",
     4: "standalone",
     5: "engine load.drafters",
     6: "scheduler load.selftest",

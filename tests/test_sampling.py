@@ -13,7 +13,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from minispec import sampling
 from minispec.request import SamplingParams
-from minispec.sampling import SamplingState, Wishes, adjust, gumbel, largest, pick
+from minispec.sampling import EVERYTHING, GREEDY, SamplingState, Wishes, adjust, gumbel, largest, pick
 
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 
@@ -26,7 +26,7 @@ def rows_of(
     for slot, seed in enumerate(seeds, 1):
         state.assign(slot, params, seed, list(prompt), list(output), stop_ids)
     slots = torch.arange(1, len(seeds) + 1)
-    return state.wishes(slots, None if full else slots.tolist())
+    return state.wishes(slots, EVERYTHING if full else state.needs(slots.tolist()))
 
 
 def chi_square(observed: Tensor, expected: Tensor) -> float:
@@ -264,10 +264,10 @@ def test_a_row_picks_the_same_alone_in_any_company_and_with_every_member_filled(
     for position in range(30):
         logits = torch.randn(7, vocab) * 2
         where = torch.full((7,), position)
-        together = pick(logits, state.wishes(slots, slots.tolist()), where)
-        assert torch.equal(together, pick(logits, state.wishes(slots, None), where))
+        together = pick(logits, state.wishes(slots, state.needs(slots.tolist())), where)
+        assert torch.equal(together, pick(logits, state.wishes(slots, EVERYTHING), where))
         for row in range(7):
-            alone = pick(logits[row : row + 1], state.wishes(slots[row : row + 1], [row + 1]), where[:1])
+            alone = pick(logits[row : row + 1], state.wishes(slots[row : row + 1], state.needs([row + 1])), where[:1])
             assert alone == together[row]
             compared += 1
     assert compared == 210
@@ -287,7 +287,8 @@ def test_greedy_takes_the_lowest_id_of_the_largest_logits(company: float | None,
         logits = (torch.randn(2, vocab) * 0.1).clamp(max=0.5)
         logits[:, ties] = 20.0
         hosts = [1, 2] if company else [1]
-        picks = pick(logits[: len(hosts)], state.wishes(torch.tensor(hosts), hosts), torch.tensor([3, 3])[: len(hosts)])
+        wishes = state.wishes(torch.tensor(hosts), state.needs(hosts))
+        picks = pick(logits[: len(hosts)], wishes, torch.tensor([3, 3])[: len(hosts)])
         assert picks[0] == ties[0]
 
 
@@ -407,7 +408,7 @@ def test_a_row_without_a_filter_passes_through_whatever_its_neighbours_want() ->
     state.assign(3, SamplingParams(top_k=4, min_p=0.2), 3, [], [], [])
     logits = torch.randn(3, vocab) * 40  # many masses below the unit of the sums
     logits[1, 0] = -torch.inf
-    wishes = state.wishes(torch.tensor([1, 2, 3]), [1, 2, 3])
+    wishes = state.wishes(torch.tensor([1, 2, 3]), state.needs([1, 2, 3]))
     stays = ~sampling._filtered(logits.amax(-1, keepdim=True) - logits, wishes)
     assert stays[1].all() and not stays[0].all() and 1 <= int(stays[2].sum()) <= 4
 
@@ -461,9 +462,9 @@ def test_stop_ids_wait_for_min_new_tokens_and_not_longer() -> None:
     logits[0, [4, 6]] = torch.tensor([50.0, 40.0])
     state.assign(1, SamplingParams(min_new_tokens=3), 0, [1], [], [4, 6])
     for index in range(5):
-        token = pick(logits, state.wishes(slot, [1]), torch.tensor([index + 1]))
+        token = pick(logits, state.wishes(slot, state.needs([1])), torch.tensor([index + 1]))
         assert (int(token) == 4) == (index >= 3) and int(token) != 6
-        state.commit(slot, token[:, None], torch.tensor([1]))
+        state.commit(slot, token[:, None], torch.tensor([1]), EVERYTHING)
 
 
 def test_a_retracted_request_counts_its_output_again() -> None:
@@ -471,9 +472,10 @@ def test_a_retracted_request_counts_its_output_again() -> None:
     params = SamplingParams(frequency_penalty=0.5, repetition_penalty=1.2, min_new_tokens=3)
     slot, state, again = torch.tensor([1]), SamplingState(2, 9, "cpu"), SamplingState(2, 9, "cpu")
     state.assign(1, params, 5, [1, 2], [], [8])
-    state.commit(slot, torch.tensor([[4, 4, 7, 0]]), torch.tensor([3]))
+    state.commit(slot, torch.tensor([[4, 4, 7, 0]]), torch.tensor([3]), EVERYTHING)
     again.assign(1, params, 5, [1, 2], [4, 4, 7], [8])
-    for name, ours, theirs in zip(Wishes._fields, state.wishes(slot, [1]), again.wishes(slot, [1]), strict=True):
+    both = (s.wishes(slot, s.needs([1])) for s in (state, again))
+    for name, ours, theirs in zip(Wishes._fields, *both, strict=True):
         if name == "stop_mask":
             assert ours is not None and theirs is None  # three outputs are there: nothing left to wait for
         else:
@@ -485,8 +487,8 @@ def test_commit_adds_only_the_emitted_tokens_of_each_slot() -> None:
     for slot in (1, 2, 3):
         state.assign(slot, SamplingParams(presence_penalty=1.0), 0, [0], [5], [])
     tokens = torch.tensor([[2, 2, 4], [1, 3, 3], [5, 5, 5], [5, 5, 5]])
-    state.commit(slots, tokens, torch.tensor([2, 1, 3, 1]))
-    rows = state.wishes(torch.tensor([1, 2, 3]), [1, 2, 3])
+    state.commit(slots, tokens, torch.tensor([2, 1, 3, 1]), EVERYTHING)
+    rows = state.wishes(torch.tensor([1, 2, 3]), state.needs([1, 2, 3]))
     assert rows.counts is not None
     assert rows.counts.tolist() == [[0, 1, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1], [0, 0, 2, 0, 0, 1]]
     assert rows.outputs.tolist() == [2, 1, 3]
@@ -505,13 +507,14 @@ def test_a_reused_slot_never_sees_its_past() -> None:
     )
     later = SamplingParams(repetition_penalty=1.1, presence_penalty=0.2, logit_bias={3: 1.0}, min_new_tokens=2)
     state.assign(1, everything, 1, [1, 2, 3], [4, 5], [6])
-    state.commit(torch.tensor([1]), torch.tensor([[7, 8]]), torch.tensor([2]))
+    state.commit(torch.tensor([1]), torch.tensor([[7, 8]]), torch.tensor([2]), state.needs([1]))
     state.release(1)
-    assert state.all_greedy([1])
+    assert state.needs([1]) == GREEDY
     for s in (state, fresh):
         s.assign(1, later, 2, [9], [], [0])
     slot = torch.tensor([1])
-    for name, ours, theirs in zip(Wishes._fields, state.wishes(slot, None), fresh.wishes(slot, None), strict=True):
+    both = (s.wishes(slot, EVERYTHING) for s in (state, fresh))
+    for name, ours, theirs in zip(Wishes._fields, *both, strict=True):
         assert torch.equal(ours, theirs), name
 
 
@@ -531,10 +534,10 @@ def test_rows_hold_only_what_some_request_wants() -> None:
     for wishes, expected in cases:
         state = SamplingState(3, 20, "cpu")
         state.assign(1, SamplingParams(**wishes), 0, [1], [], [2])
-        rows = state.wishes(torch.tensor([1, 0]), [1, 0])
+        rows = state.wishes(torch.tensor([1, 0]), state.needs([1, 0]))
         assert {name for name in optional if getattr(rows, name) is not None} == expected
-        assert state.all_greedy([1, 0]) == (not expected) and state.all_greedy([0, 2])
-    full = state.wishes(torch.tensor([1]), None)
+        assert state.needs([1, 0]) == expected and state.needs([0, 2]) == GREEDY
+    full = state.wishes(torch.tensor([1]), EVERYTHING)
     assert all(getattr(full, name) is not None for name in optional)
 
 

@@ -15,9 +15,9 @@ from exactness import chain, check
 from torch import Tensor
 
 from minispec.request import SamplingParams
-from minispec.sampling import SamplingState, Wishes, law, pick
+from minispec.sampling import EVERYTHING, SamplingState, Wishes, law, pick
 from minispec.tree import PADDING, DraftTree, ancestors, depth
-from minispec.verify import Verdict, verify, verify_greedy
+from minispec.verify import Rule, Verdict, verify, verify_greedy
 
 
 def random_row(rng: random.Random, nodes: int, vocab: int, root: int) -> tuple[list[int], list[int]]:
@@ -75,7 +75,7 @@ def greedy_rows(batch: int, vocab: int, **params) -> Wishes:
     state = SamplingState(batch + 1, vocab, "cpu")
     for slot in range(1, batch + 1):
         state.assign(slot, SamplingParams(temperature=0.0, **params), slot, [], [], [])
-    return state.wishes(torch.arange(1, batch + 1), range(1, batch + 1))
+    return state.wishes(torch.arange(1, batch + 1), state.needs(range(1, batch + 1)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -89,7 +89,7 @@ def test_both_verifications_agree_with_a_plain_walk_on_random_trees(dtype: torch
         logits = torch.randn(3, nodes, vocab).round().to(dtype)  # rounded: many ties
         A = longest(tree) + rng.choice([0, 0, 2])
         fast = verify_greedy(tree, ancestors(tree.parents), logits, A)
-        slow = verify(tree, logits, greedy_rows(3, vocab), torch.tensor([5, 9, 1]), A)
+        slow = verify(tree, logits, greedy_rows(3, vocab), torch.tensor([5, 9, 1]), Rule(A))
         for row in range(3):
             lists = logits[row].tolist()
             path, out = walk(tree, row, lambda node, _, lists=lists: lists[node].index(max(lists[node])))
@@ -107,7 +107,7 @@ def test_padding_never_matches_even_the_last_id() -> None:
         logits[:, :, best] = 1
         for verdict in (
             verify_greedy(tree, ancestors(tree.parents), logits, 3),
-            verify(tree, logits, greedy_rows(1, 3), torch.tensor([4]), 3),
+            verify(tree, logits, greedy_rows(1, 3), torch.tensor([4]), Rule(3)),
         ):
             assert verdict.count.tolist() == [1] and verdict.bonus.tolist() == [best]
 
@@ -117,7 +117,7 @@ def test_one_node_is_plain_decoding() -> None:
     tree = chain(torch.tensor([[3], [1], [0], [2]]))
     for verdict in (
         verify_greedy(tree, ancestors(tree.parents), logits, 1),
-        verify(tree, logits, greedy_rows(4, 7), torch.arange(4), 1),
+        verify(tree, logits, greedy_rows(4, 7), torch.arange(4), Rule(1)),
     ):
         assert verdict.path.tolist() == [[0]] * 4 and verdict.count.tolist() == [1] * 4
         assert verdict.bonus.tolist() == logits[:, 0].argmax(-1).tolist() == verdict.emitted[:, 0].tolist()
@@ -129,7 +129,7 @@ def test_no_more_than_A_tokens_are_emitted_from_a_deeper_tree() -> None:
     for A in (1, 2, 3, 5):
         for verdict in (
             verify_greedy(tree, ancestors(tree.parents), logits, A),
-            verify(tree, logits, greedy_rows(1, 2), torch.tensor([4]), A),
+            verify(tree, logits, greedy_rows(1, 2), torch.tensor([4]), Rule(A)),
         ):
             assert_verdict(verdict, 0, list(range(A)), [1] * A, 5)
 
@@ -159,8 +159,8 @@ def one_by_one(target: Tensor, params: SamplingParams, seed: int, stop_ids: list
     state, slot = slots_of(1, params, seed, stop_ids), torch.tensor([1])
     ids = list(PROMPT)
     while len(ids) < len(PROMPT) + LENGTH:
-        token = pick(target[ids[-1]][None], state.wishes(slot, [1]), torch.tensor([len(ids)]))
-        state.commit(slot, token[:, None], torch.tensor([1]))
+        token = pick(target[ids[-1]][None], state.wishes(slot, state.needs([1])), torch.tensor([len(ids)]))
+        state.commit(slot, token[:, None], torch.tensor([1]), EVERYTHING)
         ids.append(int(token))
     return ids[len(PROMPT) :]
 
@@ -172,8 +172,9 @@ def by_trees(
     state, slots = slots_of(batch, params, first_seed, stop_ids), torch.arange(1, batch + 1)
     host = list(range(1, batch + 1))
     ids = [list(PROMPT) for _ in range(batch)]
-    first = pick(target[torch.full((batch,), PROMPT[-1])], state.wishes(slots, host), torch.full((batch,), len(PROMPT)))
-    state.commit(slots, first[:, None], torch.ones(batch, dtype=torch.int64))
+    wishes = state.wishes(slots, state.needs(host))
+    first = pick(target[torch.full((batch,), PROMPT[-1])], wishes, torch.full((batch,), len(PROMPT)))
+    state.commit(slots, first[:, None], torch.ones(batch, dtype=torch.int64), EVERYTHING)
     for row in range(batch):
         ids[row].append(int(first[row]))
     accepted = 0
@@ -181,8 +182,8 @@ def by_trees(
         tree = forest(rng, batch, rng.choice([1, 3, 8, 16]), VOCAB, [row[-1] for row in ids])
         lens = torch.tensor([len(row) - 1 for row in ids])  # the root is not in the KV cache
         logits = target[tree.tokens.clamp(min=0)]
-        verdict = verify(tree, logits, state.wishes(slots, host), lens, longest(tree))
-        state.commit(slots, verdict.emitted, verdict.count)
+        verdict = verify(tree, logits, state.wishes(slots, state.needs(host)), lens, Rule(longest(tree)))
+        state.commit(slots, verdict.emitted, verdict.count, EVERYTHING)
         for row in range(batch):
             count = int(verdict.count[row])
             ids[row] += verdict.emitted[row, :count].tolist()
@@ -213,9 +214,9 @@ def test_min_new_tokens_is_counted_along_the_path_not_per_step() -> None:
     state = SamplingState(2, 3, "cpu")
     state.assign(1, SamplingParams(temperature=0.0, min_new_tokens=4), 0, [0], [], [2])
     slot = torch.tensor([1])
-    state.commit(slot, torch.tensor([[1]]), torch.tensor([1]))
+    state.commit(slot, torch.tensor([[1]]), torch.tensor([1]), EVERYTHING)
     tree = chain(torch.tensor([[1, 1, 1, 1, 1, 1]]))
-    verdict = verify(tree, logits, state.wishes(slot, [1]), torch.tensor([1]), 6)
+    verdict = verify(tree, logits, state.wishes(slot, state.needs([1])), torch.tensor([1]), Rule(6))
     assert verdict.emitted[0, : int(verdict.count)].tolist() == [1, 1, 1, 2]
 
 
@@ -223,9 +224,9 @@ def test_penalties_see_the_path_and_leave_the_rows_as_they_were() -> None:
     logits = torch.tensor([3.0, 2.0, 1.5]).expand(1, 4, 3)
     state = SamplingState(2, 3, "cpu")
     state.assign(1, SamplingParams(temperature=0.0, presence_penalty=2.0), 0, [0], [], [])
-    rows = state.wishes(torch.tensor([1]), [1])
+    rows = state.wishes(torch.tensor([1]), state.needs([1]))
     assert rows.counts is not None
-    verdict = verify(chain(torch.tensor([[0, 0, 1, 2]])), logits, rows, torch.tensor([1]), 4)
+    verdict = verify(chain(torch.tensor([[0, 0, 1, 2]])), logits, rows, torch.tensor([1]), Rule(4))
     assert verdict.emitted.tolist() == [[0, 1, 2, 0]]  # each id pays once, then the order is the old one
     assert rows.counts.sum() == 0
 
@@ -236,12 +237,13 @@ def test_stopped_rows_do_not_disturb_walking_ones() -> None:
     tree = forest(rng, 6, 12, VOCAB)
     state = slots_of(6, PARAMS["penalties"], 50, [])
     logits, A = target[tree.tokens.clamp(min=0)], longest(tree)
-    together = verify(tree, logits, state.wishes(torch.arange(1, 7), range(1, 7)), torch.full((6,), 4), A)
+    wishes = state.wishes(torch.arange(1, 7), state.needs(range(1, 7)))
+    together = verify(tree, logits, wishes, torch.full((6,), 4), Rule(A))
     assert len(set(together.count.tolist())) > 1
     for row in range(6):
         one = DraftTree(tree.tokens[row : row + 1], tree.parents[row : row + 1])
-        wishes = state.wishes(torch.tensor([row + 1]), [row + 1])
-        alone = verify(one, logits[row : row + 1], wishes, torch.tensor([4]), A)
+        wishes = state.wishes(torch.tensor([row + 1]), state.needs([row + 1]))
+        alone = verify(one, logits[row : row + 1], wishes, torch.tensor([4]), Rule(A))
         count = int(alone.count)
         assert_verdict(together, row, alone.path[0, :count].tolist(), alone.emitted[0, :count].tolist(), 12)
 
@@ -251,10 +253,10 @@ def test_the_compiled_walk_has_no_host_decision_and_the_same_verdict() -> None:
     torch.manual_seed(6)
     tree = forest(random.Random(2), 4, 8, VOCAB)
     logits, A = torch.randn(VOCAB, VOCAB)[tree.tokens.clamp(min=0)], longest(tree)
-    rows = slots_of(4, PARAMS["filters"], 9, []).wishes(torch.arange(1, 5), None)
+    rows = slots_of(4, PARAMS["filters"], 9, []).wishes(torch.arange(1, 5), EVERYTHING)
     lens = torch.tensor([4, 5, 6, 7])
-    compiled = torch.compile(verify, fullgraph=True, dynamic=False, backend="eager")(tree, logits, rows, lens, A)
-    eager = verify(tree, logits, rows, lens, A)
+    compiled = torch.compile(verify, fullgraph=True, dynamic=False, backend="eager")(tree, logits, rows, lens, Rule(A))
+    eager = verify(tree, logits, rows, lens, Rule(A, host_looks=True))
     for row in range(4):
         count = int(eager.count[row])
         assert_verdict(compiled, row, eager.path[row, :count].tolist(), eager.emitted[row, :count].tolist(), 8)
@@ -287,10 +289,10 @@ def test_the_published_verdicts_of_two_requests_at_any_threshold(single: float, 
     logits = torch.ones(2, 6, 20)
     for row, likely in enumerate(([3, 18, 18, 4, 5, 18], [11, 18, 18, 18, 12, 18])):
         logits[row, range(6), likely] = 10.0
-    rows = slots_of(2, SamplingParams(temperature=0.01), 1, []).wishes(torch.arange(1, 3), range(1, 3))
+    rows = slots_of(2, SamplingParams(temperature=0.01), 1, []).wishes(torch.arange(1, 3), frozenset({"temperature"}))
     lens = torch.tensor([5, 9])
     for verdict in (
-        verify(tree, logits, rows, lens, 4, (single, acc)),
+        verify(tree, logits, rows, lens, Rule(4, (single, acc))),
         verify_greedy(tree, ancestors(tree.parents), logits, 4),
     ):
         assert_verdict(verdict, 0, [0, 3, 4, 5], [3, 4, 5, 18], 6)
@@ -331,9 +333,9 @@ def test_emitted_paths_follow_the_threshold_rule_in_closed_form(single: float, a
     params, rows_of = SamplingParams(temperature=0.8, top_p=top_p), torch.arange(1, n + 1)
     state = SamplingState(n + 1, 5, "cpu")
     state.assign(1, params, 0, [], [], [])
-    rows = state.wishes(torch.ones(n, dtype=torch.int64), [1])._replace(seed=rows_of)
+    rows = state.wishes(torch.ones(n, dtype=torch.int64), state.needs([1]))._replace(seed=rows_of)
     tree = DraftTree(BUSHY.tokens.expand(n, -1), BUSHY.parents.expand(n, -1))
-    verdict = verify(tree, torch.tensor(LOGITS).expand(n, 8, 5), rows, rows_of % 7, 3, (single, acc))
+    verdict = verify(tree, torch.tensor(LOGITS).expand(n, 8, 5), rows, rows_of % 7, Rule(3, (single, acc)))
     q = (torch.tensor(LOGITS).double() / 0.8).softmax(-1)
     kept = q.argsort(descending=True)[: 2 if top_p < 1 else 5]  # 0.45 and 0.31: the first two have more than 0.6
     q = (torch.zeros_like(q).index_copy_(0, kept, q[kept]) / q[kept].sum()).tolist()
@@ -371,8 +373,8 @@ def test_a_lossy_walk_keeps_greedy_rows_exact_penalised_ones_too() -> None:
         for _ in range(40):
             tree = forest(rng, 6, 12, VOCAB)
             logits, A, lens = target[tree.tokens.clamp(min=0)], longest(tree), torch.full((6,), 4)
-            rows = state.wishes(slots, range(1, 7))
-            lossy, exact = verify(tree, logits, rows, lens, A, (0.1, 0.3)), verify(tree, logits, rows, lens, A)
+            rows = state.wishes(slots, state.needs(range(1, 7)))
+            lossy, exact = (verify(tree, logits, rows, lens, Rule(A, lossy)) for lossy in ((0.1, 0.3), None))
             for row in range(0, 6, 2):
                 count = int(exact.count[row])
                 assert_verdict(lossy, row, exact.path[row, :count].tolist(), exact.emitted[row, :count].tolist(), 12)
@@ -388,7 +390,7 @@ def test_the_law_is_that_of_pick() -> None:
     state = SamplingState(2, 5, "cpu")
     for params in PARAMS.values():
         state.assign(1, params, 0, [3, 1], [1], STOPS.get("min new", []))
-        rows = state.wishes(torch.ones(n, dtype=torch.int64), [1])._replace(seed=torch.arange(n))
+        rows = state.wishes(torch.ones(n, dtype=torch.int64), state.needs([1]))._replace(seed=torch.arange(n))
         expected = law(logits, rows._replace(**{k: v[:1] for k, v in rows._asdict().items() if v is not None}))[0]
         seen = torch.bincount(pick(logits.expand(n, -1), rows, torch.full((n,), 3)), minlength=5) / n
         assert (seen - expected).abs().max() < 0.01 and float(expected.sum()) == pytest.approx(1)
@@ -398,8 +400,9 @@ def test_the_compiled_lossy_walk_has_no_host_decision_and_the_same_verdict() -> 
     torch.manual_seed(6)
     tree = forest(random.Random(2), 4, 8, VOCAB)
     logits, A = torch.randn(VOCAB, VOCAB)[tree.tokens.clamp(min=0)], longest(tree)
-    rows, lens = slots_of(4, PARAMS["filters"], 9, []).wishes(torch.arange(1, 5), None), torch.tensor([4, 5, 6, 7])
-    given = (tree, logits, rows, lens, A, (0.4, 0.6))
+    rows = slots_of(4, PARAMS["filters"], 9, []).wishes(torch.arange(1, 5), EVERYTHING)
+    lens = torch.tensor([4, 5, 6, 7])
+    given = (tree, logits, rows, lens, Rule(A, (0.4, 0.6)))
     compiled = torch.compile(verify, fullgraph=True, dynamic=False, backend="eager")(*given)
     eager = verify(*given)
     for row in range(4):

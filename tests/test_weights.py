@@ -228,17 +228,6 @@ def test_unreadable_config_names_the_file(tmp_path: Path) -> None:
         assert str(tmp_path / "config.json") in _message(lambda: read_config(tmp_path))
 
 
-@pytest.mark.parametrize("given", [{"quant_method": "fp8", "activation_scheme": "dynamic"}, "int4"], ids=str)
-def test_quantized_weights_are_refused_by_that_word(given: Any, tmp_path: Path) -> None:
-    message = _message(lambda: read_config(_write_config(tmp_path, quantization_config=given)))
-    assert "quantization_config" in message and str(tmp_path / "config.json") in message
-    assert ("fp8" if isinstance(given, dict) else "int4") in message
-
-
-def test_a_quantization_config_that_says_nothing_passes(tmp_path: Path) -> None:
-    assert read_config(_write_config(tmp_path, quantization_config=None))["quantization_config"] is None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # eos_token_ids
 

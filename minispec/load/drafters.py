@@ -70,7 +70,7 @@ def _check_size(config: Config, drafter: Drafter | HostDrafter, model: Model) ->
     flag = f"--speculative-algorithm {config.algorithm}" if config.is_own_drafter else "--speculative-num-draft-tokens"
     device = model.embed_tokens.weight.device
     most, where = most_nodes(device), f"on {device.type}"
-    if config.quantization is not None and most >= PROMPT_ROWS:
+    if config.quantization == "int8" and most >= PROMPT_ROWS:
         most, where = PROMPT_ROWS - 1, f"with --quantization {config.quantization}"
     if drafter.nodes > most:
         raise ValueError(f"{flag}: the draft tree has {drafter.nodes} nodes, but {where} it may have at most {most}")

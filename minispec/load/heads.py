@@ -31,7 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
-from minispec.load.weights import ModelError, load_weights, read_config, read_tensors
+from minispec.load.fp8 import read_weights
+from minispec.load.weights import ModelError, load_weights, read_config
 from minispec.model import FINAL, Model, ModelConfig, published_tensors
 from minispec.mtp import MtpHead
 
@@ -75,7 +76,7 @@ def load_head(
     """Return the draft head in `folder` for inference, in the target's dtype and on its device.
 
     token_map: [Vd] int64 target ids that a head without a vocabulary of its own drafts from (FR-Spec). load_format: as
-    for `read_tensors`. To be called before the target's LM head is packed. Raises ModelError naming
+    for `read_weights`. To be called before the target's LM head is packed. Raises ModelError naming
     --speculative-draft-model-path if the folder holds no head, is not complete, or holds a head for another target or
     of a variant that is not supported.
     """
@@ -172,7 +173,7 @@ def read_head(folder: Path, target: ModelConfig, load_format: str = "auto") -> P
     stated = read_config(folder)
     whole = "MiMoForCausalLM" in (stated.get("architectures") or ())
     wanted: Callable[[str], bool] = lambda name: not whole or name.startswith("mtp_layers.")  # noqa: E731
-    tensors = dict(read_tensors(folder, load_format, wanted=wanted))
+    tensors = dict(read_weights(folder, load_format, wanted=wanted))
     kind = _kind(stated, tensors)
     names = LAYER_NAMES[kind]
     layer_name = next((begin for begin in names if any(name.startswith(begin) for name in tensors)), names[-1])

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from minispec.attention import QUERY_BLOCK, Causal
+from minispec.bucket import Chunk
 from minispec.drafter import Drafter
 from minispec.eagle import DraftHead, Eagle3Head
-from minispec.engine import Chunk, Engine
+from minispec.engine import Engine
 from minispec.model import FINAL, Model
 from minispec.request import HOPELESS_LENGTH, Request, SamplingParams
 

@@ -23,8 +23,7 @@ LINES = {  # what is done instead -> flags; a whole clause, as it follows "--fla
         --cuda-graph-max --cuda-graph-bs --enable-cudagraph-gc --disable-cuda-graph --disable-cuda-graph-padding""",
     "compilation is on unless --disable-torch-compile is given, and its batch sizes follow --max-running-requests":
         "--enable-torch-compile --torch-compile-max-bs",
-    "each step is finished before the next one begins, without overlap": """--disable-overlap-schedule
-        --enable-two-batch-overlap""",
+    "a batch is not split in two that overlap; steps overlap instead": """--enable-two-batch-overlap""",
     "steps of prefill and of decoding alternate": "--enable-mixed-chunk",
     "a step of prefill is bounded by --chunked-prefill-size": "--max-prefill-tokens --prefill-max-requests",
     "requests are served in the order of their arrival": "--schedule-policy --enable-priority-scheduling",
@@ -51,9 +50,9 @@ REFUSED = {  # why -> flags
     "minispec runs on one device": """--tp-size=1 --tp=1 --tensor-parallel-size=1 --dp-size=1 --dp=1
         --data-parallel-size=1 --pp-size=1 --pp=1 --pipeline-parallel-size=1 --ep-size=1 --ep=1 --expert-parallel-size=1
         --nnodes=1 --node-rank=0 --base-gpu-id=0 --enable-dp-attention --enable-ep-moe --disaggregation-mode=null""",
-    "of quantizations there is --quantization int8": "--quantization-param-path --torchao-config --modelopt-quant",
+    "of quantizations there are --quantization int8 and fp8":
+        "--quantization-param-path --torchao-config --modelopt-quant",
     "keys and values have the activations' dtype": "--kv-cache-dtype=auto",
-    "a drafter keeps its weights as they are": "--speculative-draft-model-quantization=unquant",
     "LoRA adapters are not supported": """--enable-lora --lora-paths --max-loras-per-batch --max-lora-rank
         --lora-target-modules --lora-backend""",
     "the server speaks plain HTTP; put a reverse proxy in front of it for TLS": """--ssl-keyfile --ssl-certfile
@@ -89,8 +88,8 @@ INSTEAD["speculative_draft_load_format"] = {
 
 SPEC_V2 = "SGLANG_ENABLE_SPEC_V2"
 VARIABLES = {  # -> what holds here, whether the variable is set or not
-    SPEC_V2: "each step is finished before the next one begins; trees (topk above 1) are served with it and without it",
-    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "steps do not overlap",
+    SPEC_V2: "on CUDA steps overlap unless --disable-overlap-schedule is given, with trees (topk above 1) too",
+    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "a step describes itself on the device; there is no plan to overlap",
     "SGLANG_NGRAM_FORCE_GREEDY_VERIFY": "sampled requests are verified exactly with every drafter",
     "SGLANG_SIMULATE_ACC_LEN": "acceptance is never simulated",
     "SGLANG_SIMULATE_ACC_METHOD": "acceptance is never simulated",

@@ -9,8 +9,8 @@ left over, misshapen or there twice is an error that names it. And since anybody
 code in it is ever run: no Python file is imported (`auto_map` is ignored), and pickles are read only by PyTorch's
 restricted unpickler.
 
-Read next: `model.py` for the module that is filled, `heads.py` for the folder of a draft head, `tokenizer.py` for the
-other half of a model's folder.
+Read next: `model.py` for the module that is filled, `fp8.py` for weights of 8 bits, `heads.py` for the folder of a
+draft head, `tokenizer.py` for the other half of a model's folder.
 """
 
 from __future__ import annotations
@@ -135,14 +135,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json in one spelling, whichever transformers wrote it.
 
     `rope_theta` (float), `rope_scaling` (dict with `rope_type`, or None for plain rotation) and `torch_dtype` (a name
-    like "bfloat16", or None) are always there; `rope_parameters` and `dtype`, the newer spelling, never. Raises
-    ModelError, also for quantized weights, which nothing here can compute with.
+    like "bfloat16", or None) are always there; `rope_parameters` and `dtype`, the newer spelling, never. What it says
+    of quantized weights `fp8.py` reads. Raises ModelError.
     """
     config = read_json(folder / "config.json")
-    if quantized := config.get("quantization_config"):
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise ModelError(f"{folder / 'config.json'} has a quantization_config ({method}): quantized weights are not "
-                         "supported; use the repository of the same model in bfloat16, float16 or float32")  # fmt: skip
     config["torch_dtype"] = _dtype_name(config.pop("dtype", None) or config.get("torch_dtype"))
     parameters = config.pop("rope_parameters", None)
     # The older spelling has two keys, the newer one dict with both. A file that has both was upgraded: the newer holds.
@@ -264,7 +260,7 @@ def _indexed_files(index: Path) -> Files:
         files.setdefault(index.parent / shard, []).append(name)
     absent = sorted(path.name for path in files if not path.is_file())
     if absent:
-        raise ModelError(f"{index.parent} lacks {_some(absent)} of {len(files)} shards listed in {index.name}")
+        raise ModelError(f"{index.parent} lacks {some(absent)} of {len(files)} shards listed in {index.name}")
     return dict(sorted(files.items()))
 
 
@@ -309,7 +305,7 @@ def _read_pickle(path: Path, names: list[str] | None, wanted: Wanted) -> Iterato
     # Sparse tensors are refused as well: their indices are not checked when they are read.
     other = [str(k) for k, v in content.items() if not isinstance(v, Tensor) or v.layout != torch.strided]
     if other:
-        raise ModelError(f"{path} must hold a dict from names to dense tensors; not so: {_some(other)}")
+        raise ModelError(f"{path} must hold a dict from names to dense tensors; not so: {some(other)}")
     _check_listed(path, names, content)
     for name in filter(wanted, names or content):
         yield name, content[name]
@@ -319,7 +315,7 @@ def _check_listed(path: Path, names: list[str] | None, found: Iterable[str]) -> 
     """Raise ModelError if the index promises tensors that the file does not hold."""
     absent = sorted(set(names or ()) - set(found))
     if absent:
-        raise ModelError(f"{path} lacks tensors that its index lists: {_some(absent)}")
+        raise ModelError(f"{path} lacks tensors that its index lists: {some(absent)}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -347,11 +343,11 @@ def load_weights(module_tensors: Mapping[str, Tensor], tensors: Iterable[tuple[s
         loaded.add(name)
     missing = [name for name in module_tensors if name not in loaded]
     problems = {"missing tensors": missing, "unknown tensors": unknown, "wrong shapes": misshapen}
-    if found := [f"{kind}: {_some(names)}" for kind, names in problems.items() if names]:
+    if found := [f"{kind}: {some(names)}" for kind, names in problems.items() if names]:
         raise ModelError(f"the weights are not those that config.json describes; {'; '.join(found)}")
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
     """Return the first few names and how many there are in all."""
     shown = ", ".join(names[:NAMES_SHOWN])
     return shown if len(names) <= NAMES_SHOWN else f"{shown}, ... ({len(names)} in all)"

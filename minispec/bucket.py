@@ -1,0 +1,111 @@
+"""The static tensors of a step: what the host sends in, the plan that describes it, and what comes out.
+
+The one idea: a step is a function of tensors that stay where they are. The host fills one buffer with one copy, the
+step reads it, works on the engine's state, and writes one buffer that is copied out. So a step can be captured once and
+replayed for whatever requests come, and while one runs the host can prepare the next.
+
+There is a bucket for each shape: a decode step of B requests with trees of N nodes, a prefill step of T tokens.
+
+Read next: `engine.py`, whose steps run on these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minispec.attention import AttendKind, Plan
+from minispec.drafter import Draft
+from minispec.kv import PagedKV
+from minispec.tree import PADDING, DraftTree
+
+
+class Chunk(NamedTuple):
+    """A run of known tokens of one request: rows start, start + 1, ... of its slot."""
+
+    slot: int
+    tokens: list[int]
+    start: int
+    last: bool  # completes what is known, so the token after it is picked
+    following: int = 0  # the known token after a chunk that is not the last
+    again: bool = False  # replays a retracted request; its own past is nothing new to the drafter
+
+
+def fill(buffer: Tensor, values: Sequence[int]) -> None:
+    """Write host values into the front of `buffer [n] int64`; on CUDA from pinned memory, without waiting for it."""
+    staged = torch.tensor(values, dtype=torch.int64, pin_memory=buffer.is_cuda)
+    buffer[: len(values)].copy_(staged, non_blocking=True)
+
+
+class Bucket:
+    """A decode step of B requests with trees of N nodes, which emits at most A tokens a request."""
+
+    def __init__(self, kv: PagedKV, batch: int, nodes: int, most: int, attend: tuple[AttendKind, int]) -> None:
+        """`attend`: the kind of attention and the number of the target's layers; `most` is A."""
+        device = kv.pool.device
+        self.batch, self.nodes, self.name = batch, nodes, f"decode, batch {batch}, {nodes} nodes a tree"
+        self.inputs = torch.zeros(batch * (1 + 2 * nodes), dtype=torch.int64, device=device)
+        self.slots, tokens, parents = self.inputs.split((batch, batch * nodes, batch * nodes))
+        self.tree = DraftTree(tokens.view(batch, nodes), parents.view(batch, nodes))  # the host's; node 0 is `root`
+        self.tree.tokens.fill_(PADDING)
+        self.tree.parents[:, 0] = -1
+        self.plan = Plan(kv, batch, 1, nodes)
+        kind, layers = attend
+        self.attend = kind(kv, self.plan, layers)
+        self.outputs = torch.zeros(batch, most + 1, dtype=torch.int64, device=device)
+        self.emitted, self.count = self.outputs[:, :most], self.outputs[:, most]
+
+    def upload(self, slots: Sequence[int], drafts: Sequence[Draft]) -> None:
+        """Write slots and the host's trees, both padded; the step itself fills in node 0."""
+        values = [*slots, *[0] * (self.batch - len(slots))]
+        if drafts:
+            room = [*drafts, *[Draft([PADDING], [-1])] * (self.batch - len(drafts))]
+            padding = [self.nodes - len(draft.tokens) for draft in room]
+            values += chain(*([*d.tokens, *[PADDING] * rest] for d, rest in zip(room, padding, strict=True)))
+            values += chain(*([*d.parents, *[0] * rest] for d, rest in zip(room, padding, strict=True)))
+        fill(self.inputs, values)
+
+
+class PrefillBucket:
+    """A prefill step of T tokens in query blocks of W rows; every chunk starts on a block of its own.
+
+    n = T / W is the number of blocks, and the most chunks there can be.
+    """
+
+    def __init__(self, kv: PagedKV, size: int, width: int, attend: tuple[AttendKind, int]) -> None:
+        """`attend`: the kind of attention and the number of the target's layers; `size` is T, `width` W."""
+        device, blocks = kv.pool.device, size // width
+        self.size, self.width, self.blocks, self.name = size, width, blocks, f"prefill of {size} tokens"
+        self.inputs = torch.zeros(2 * size + 7 * blocks, dtype=torch.int64, device=device)
+        parts = self.inputs.split((size, size, *[blocks] * 7))
+        self.tokens, self.following = parts[:2]  # [T] each
+        self.slots, self.starts, self.sizes = parts[2:5]  # [n] each, by block; a size is its number of live rows
+        # [n] each, by chunk: slot, committed rows after it, 1 where a token is picked after it, its last row in [T].
+        self.chunk_slots, self.lens, self.picked, self.ends = parts[5:]
+        self.plan = Plan(kv, 1, blocks, width)
+        kind, layers = attend
+        self.attend = kind(kv, self.plan, layers)
+        self.outputs = torch.zeros(blocks, 2, dtype=torch.int64, device=device)  # the token after each chunk, and count
+
+    def upload(self, chunks: Sequence[Chunk]) -> None:
+        """Write the chunks, which must fit."""
+        size, width = self.size, self.width
+        tokens, following = [0] * size, [0] * size
+        by_block: list[tuple[int, int, int]] = []  # slot, start, size
+        by_chunk: list[tuple[int, int, int, int]] = []
+        for chunk in chunks:
+            first, count = len(by_block) * width, len(chunk.tokens)
+            tokens[first : first + count] = chunk.tokens
+            following[first : first + count] = [*chunk.tokens[1:], chunk.following]
+            by_block += [
+                (chunk.slot, chunk.start + at, min(width, count - at)) for at in range(0, count, width)
+            ]
+            by_chunk.append((chunk.slot, chunk.start + count, int(chunk.last), first + count - 1))
+        by_block += [(0, 0, 0)] * (self.blocks - len(by_block))
+        by_chunk += [(0, 0, 0, 0)] * (self.blocks - len(by_chunk))
+        columns = chain(*zip(*by_block, strict=True), *zip(*by_chunk, strict=True))
+        fill(self.inputs, [*tokens, *following, *columns])

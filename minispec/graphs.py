@@ -1,0 +1,41 @@
+"""CUDA graphs: the kernels of a step, recorded once and then launched together.
+
+A step of EAGLE-3 is some hundreds of launches, and for a small batch the host takes longer to make them than the device
+to run them. The one idea: a step is a function of tensors that stay where they are (`bucket.py`), so the list of its
+kernels with their arguments never changes. It is recorded for each shape, and from then on one launch does it all.
+
+What a recording may not contain: a look at a value, a tensor made at the first call that is to outlive it, a number
+from Python that changes. `tests/test_capture.py` replays steps on a CPU in the way that a graph would.
+
+Read next: `engine.py`, whose steps are recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class Recorder:
+    """Makes CUDA graphs that share one pool of memory for what they compute in between; they never run side by side."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def record(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Return the graph of a step. It is run twice before, so that nothing is tuned, loaded or made while recording.
+
+        Other threads may use the device meanwhile, which is why only this thread's unsafe calls are errors.
+        """
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            step()
+            step()
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            step()
+        return graph

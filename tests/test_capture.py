@@ -1,0 +1,196 @@
+"""A CUDA graph on a CPU: a step's operations are recorded once and replayed for other requests, as a graph does it.
+
+A graph holds kernels and addresses. What the recorder here holds is the same in PyTorch's terms: every operation with
+the very tensors that it read and wrote. A replay runs them again, and writes each result into the tensor that held it
+the first time. So whatever a graph would get wrong shows: a number that Python baked in, a tensor that a later step no
+longer uses, a table made while recording and zeroed at each replay. Each replay is compared, bit for bit, with the step
+run afresh from the same state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conformance import SUBJECTS
+from exactness import run
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from minispec.beam import BeamDrafter
+from minispec.engine import Engine
+from minispec.kv import PagedKV
+from minispec.sampling import GREEDY, TEMPERED, SamplingState
+
+
+def memory(value: object) -> set[int]:
+    """Return where the tensors in an operation's arguments or results lie."""
+    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
+
+
+class Recording(TorchDispatchMode):
+    """The operations of a step, in order, with the tensors that they read and wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Callable[..., Any], tuple, dict, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        """Run one operation and note it."""
+        kwargs = kwargs or {}
+        if func.namespace == "aten":  # in inference mode some come whole
+            with self:
+                if (parts := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return parts
+        out = func(*args, **kwargs)
+        # A view, and what was written in place, lie where an argument lies: running the operation again is enough.
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        fresh = [] if memory(made) & memory((args, kwargs)) else made
+        self.operations.append((func, args, kwargs, fresh))
+        return out
+
+    def replay(self) -> None:
+        """Run the operations again, on the tensors of the first time."""
+        for func, args, kwargs, fresh in self.operations:
+            out = func(*args, **kwargs)
+            if fresh:
+                for old, new in zip(fresh, (x for x in tree_leaves(out) if isinstance(x, Tensor)), strict=True):
+                    old.copy_(new)
+
+
+def state_of(engine: Engine) -> list[Tensor]:
+    """Return every tensor that a step may change and a later one may read."""
+    sampling, drafter = engine.sampling, engine.drafter
+    buckets = [*engine.buckets.values(), *engine.prefill_buckets.values()]
+    return [
+        engine.lens, engine.root, *engine.kv.pools, sampling._floats, sampling._ints, *sampling.tables.values(),
+        *([drafter.state] if isinstance(drafter, BeamDrafter) else []), *(bucket.outputs for bucket in buckets),
+    ]  # fmt: skip
+
+
+class Replays:
+    """Steps of an engine, each recorded the first time and afterwards run afresh and as a replay, which must agree."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.recordings: dict[tuple[Any, frozenset[str]], Recording] = {}
+        self.compared = 0
+        for name in ("decode", "known"):
+            setattr(engine, name, self.compare(getattr(engine, name)))
+
+    def compare(self, step: Callable[..., None]) -> Callable[..., None]:
+        """Return the step with the comparison around it."""
+
+        def compared(bucket: Any, needs: frozenset[str]) -> None:
+            if needs not in (GREEDY, TEMPERED):  # other batches are not captured
+                return step(bucket, needs)
+            if (bucket, needs) not in self.recordings:
+                with Recording() as recording:
+                    step(bucket, needs)
+                self.recordings[bucket, needs] = recording
+                return None
+            before = [tensor.clone() for tensor in state_of(self.engine)]
+            step(bucket, needs)
+            after = [tensor.clone() for tensor in state_of(self.engine)]
+            for tensor, value in zip(state_of(self.engine), before, strict=True):
+                tensor.copy_(value)
+            self.recordings[bucket, needs].replay()
+            for index, (tensor, value) in enumerate(zip(state_of(self.engine), after, strict=True)):
+                assert torch.equal(tensor, value), f"{bucket.name}: a replay leaves another state ({index})"
+            self.compared += 1
+            return None
+
+        return compared
+
+
+def replayed(name: str, **wishes: object) -> Replays:
+    """Serve requests of a subject, with prompts of many lengths; every step but the first of a kind is replayed."""
+    subject = SUBJECTS[name]
+    scheduler = subject.build(running=2, host_looks=False, pages=60)
+    engine = scheduler.engine
+    engine.kv.mapped[0] = engine.kv.pages_per_slot  # PagedGather reads all that a slot can have
+    engine.step_seconds.clear()  # a tree always pays
+    replays = Replays(engine)
+    with torch.inference_mode():
+        run(scheduler, subject.requests(max_new_tokens=6, **wishes)[:5], stagger=2)
+    return replays
+
+
+GROWN = ("standalone", "eagle", "eagle3", "mtp", "trained")
+NAMES = ("none", "ngram", "oracle", *(f"{method}-{shape}" for method in GROWN for shape in ("chain", "tree")))
+
+
+@pytest.mark.parametrize("wishes", [{}, {"temperature": 0.9}], ids=["greedy", "tempered"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_replayed_step_is_the_step(name: str, wishes: dict) -> None:
+    replays = replayed(name, **wishes)
+    assert replays.compared > 8
+    needed = TEMPERED if wishes else GREEDY
+    nodes = {getattr(bucket, "nodes", 0) for bucket, needs in replays.recordings if needs == needed}
+    assert nodes >= {0, SUBJECTS[name].build().sizes.nodes}, "a prefill step and the tree's were replayed"
+
+
+# ---- errors on purpose ----------------------------------------------------------------------------------------------
+
+
+def a_number_from_the_host(patch: pytest.MonkeyPatch) -> None:
+    """Compaction is told the lengths as numbers."""
+    compact = PagedKV.compact
+    patch.setattr(PagedKV, "compact", lambda kv, slots, lens, path, count: compact(
+        kv, slots, torch.tensor(lens.tolist()), path, count))  # fmt: skip
+
+
+def a_table_made_at_first_use(patch: pytest.MonkeyPatch) -> None:
+    """The state at each slot's last row is kept in a table that the first step makes."""
+
+    def attached(drafter: BeamDrafter, *given: object) -> None:
+        attach(drafter, *given)
+        drafter.made, drafter.state = drafter.state, None
+
+    def proposed(drafter: BeamDrafter, batch: object) -> object:
+        if drafter.state is None:
+            drafter.state = torch.zeros_like(drafter.made)
+        return propose(drafter, batch)
+
+    attach, propose = BeamDrafter.attach, BeamDrafter.propose
+    patch.setattr(BeamDrafter, "attach", attached)
+    patch.setattr(BeamDrafter, "propose", proposed)
+    patch.setattr(BeamDrafter, "commit", lambda drafter, new: None if drafter.state is None else commit(drafter, new))
+
+
+commit = BeamDrafter.commit
+
+
+def a_number_that_python_counts(patch: pytest.MonkeyPatch) -> None:
+    """The noise depends on how many steps there were."""
+    counted = iter(range(1000))
+    wishes = SamplingState.wishes
+    patch.setattr(SamplingState, "wishes", lambda *given: (
+        lambda made: made._replace(seed=made.seed + next(counted)))(wishes(*given)))  # fmt: skip
+
+
+def a_tensor_that_moves(patch: pytest.MonkeyPatch) -> None:
+    """The newest tokens are kept in a new tensor after every step."""
+    clear = Engine._clear_padding
+
+    def moved(engine: Engine) -> None:
+        clear(engine)
+        engine.root = engine.root.clone()
+
+    patch.setattr(Engine, "_clear_padding", moved)
+
+
+FAULTS = [("trained-tree", {}, a_number_from_the_host), ("eagle3-tree", {}, a_table_made_at_first_use),
+          ("none", {"temperature": 0.9}, a_number_that_python_counts), ("none", {}, a_tensor_that_moves)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "wishes", "fault"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_a_graph_would_get_wrong_is_seen(
+    name: str, wishes: dict, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match="another state"):
+        replayed(name, **wishes)

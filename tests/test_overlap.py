@@ -1,0 +1,184 @@
+"""Steps in flight: with a step launched before the one before it is collected, nothing that a client sees changes.
+
+The checks of conformance.py run again with overlap. Beside them stand the cases that only overlap has: an end that is
+learned one step late at every place of an accepted run, an abort while a step is under way, and steps that switch
+between trees and plain. Tokens are compared with the sequential reference, ends and counts with the loop at depth 0.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+from conformance import CHECKS, SUBJECTS, WISHES, Subject, assert_exact, truth
+from exactness import request, run
+
+from minispec.engine import Engine
+from minispec.request import Request
+from minispec.scheduler import Scheduler
+
+NAMES = ("none", "standalone-tree", "eagle-tree", "eagle3-tree", "mtp-tree", "trained-chain", "trained-tree")
+
+
+@dataclass(frozen=True)
+class Overlapped(Subject):
+    """A subject whose schedulers have a step in flight."""
+
+    def build(self, **how: object) -> Scheduler:
+        """Put a scheduler together whose steps overlap."""
+        scheduler = super().build(**{"overlap": True, **how})
+        assert scheduler.overlap == how.get("overlap", True)
+        return scheduler
+
+
+def overlapped(name: str) -> Overlapped:
+    """Return a subject of conformance.py with overlap."""
+    return Overlapped(**vars(SUBJECTS[name]))
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_stay_the_same(name: str, check: Callable[[Subject], None]) -> None:
+    check(overlapped(name))
+
+
+def test_a_step_is_launched_before_the_one_before_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, calls = overlapped("none").build(), []
+    for name in ("prefill", "launch", "collect"):
+        original = getattr(Engine, name)
+        monkeypatch.setattr(Engine, name, lambda *given, name=name, original=original, **more: (
+            calls.append(name), original(*given, **more))[1])  # fmt: skip
+    run(scheduler, [request("r", [1, 2, 3], max_new_tokens=4)])
+    assert calls == ["prefill", "launch", "collect", "launch", "collect", "launch", "collect", "collect"]
+
+
+@pytest.mark.parametrize("name", ["ngram", "oracle"])
+def test_a_drafter_that_reads_text_gets_it_before_it_drafts(name: str) -> None:
+    assert not SUBJECTS[name].build(overlap=True).overlap
+
+
+def ends(requests: Sequence[Request]) -> list[tuple]:
+    """Return what clients are told of each request's end."""
+    return [(r.rid, r.finish, r.output_ids, len(r.prompt_ids), r.verify_steps, r.accepted_drafts) for r in requests]
+
+
+@pytest.mark.parametrize("name", ["none", "standalone-tree", "trained-chain", "trained-tree"])
+def test_stops_at_every_offset(name: str) -> None:
+    subject = overlapped(name)
+    prompt = subject.text(20, random.Random(4))
+    known = truth(subject.model(), validated(subject, request("truth", prompt, max_new_tokens=24)))
+
+    first_seen = [k for k in range(1, 16) if known[k] not in known[:k]]
+    told = []
+    for overlap in (True, False):
+        strings = [request(f"t{k}", prompt, stop=[chr(0x100 + known[k])], min_new_tokens=k) for k in range(1, 16)]
+        lengths = [request(f"l{k}", prompt, max_new_tokens=k) for k in range(1, 16)]
+        stops = [request(f"s{k}", prompt, stop_token_ids=[known[k]]) for k in first_seen]
+        requests = [*strings, *lengths, *stops]
+        texts = run(subject.build(overlap=overlap), requests)
+        told.append((ends(requests), list(texts.values())))
+    assert told[0] == told[1]
+    for k, (matched, cut) in enumerate(zip(strings, lengths, strict=True), 1):
+        assert matched.output_ids == known[: k + 1] and matched.finish.kind == "stop"
+        assert cut.output_ids == known[:k] and cut.finish.kind == "length"
+    for k, stopped in zip(first_seen, stops, strict=True):
+        assert stopped.output_ids == known[: k + 1] and stopped.finish.matched == known[k]
+    assert len(first_seen) > 3
+
+
+def validated(subject: Subject, one: Request) -> Request:
+    """Return a request with its limits set."""
+    subject.build().validate(one)
+    return one
+
+
+@pytest.mark.parametrize("name", ["none", "eagle3-tree", "trained-tree"])
+def test_aborts_in_flight_leave_the_others_alone(name: str) -> None:
+    subject, rng = overlapped(name), random.Random(5)
+    scheduler = subject.build(running=4, pages=60)
+    requests = subject.requests(max_new_tokens=20, **WISHES) + subject.requests(max_new_tokens=20)
+    for index, r in enumerate(requests):
+        r.rid = f"{index:02}"
+        scheduler.validate(r)
+        scheduler.submit(r)
+    aborted = set()
+    while scheduler.has_work:
+        scheduler.step()
+        scheduler.check()
+        flight = scheduler._flight
+        if flight is not None and len(aborted) < 6 and rng.random() < 0.4:
+            victim = rng.choice(list(flight.rows))  # its slot goes to the next in the queue while its step is under way
+            if victim.finish is None:
+                scheduler.abort(victim.rid)
+                aborted.add(victim)
+    assert len(aborted) == 6 and all(r.finish.kind == "abort" for r in aborted)
+    assert_exact(subject, [r for r in requests if r not in aborted])
+    for r in aborted:
+        assert r.output_ids == truth(subject.model(), r)[: len(r.output_ids)]
+
+
+@pytest.mark.parametrize("name", ["standalone-tree", "eagle-tree", "trained-tree"])
+@pytest.mark.parametrize("wishes", [{}, WISHES], ids=["greedy", "seeded"])
+def test_switches_between_trees_and_plain_steps_in_flight(
+    name: str, wishes: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, launch, nodes = random.Random(6), Engine.launch, []
+
+    def either(engine: Engine, slots: Sequence[int], draft: bool = True) -> object:
+        pending = launch(engine, slots, draft=rng.random() < 0.5)
+        nodes.append(pending.nodes)
+        return pending
+
+    monkeypatch.setattr(Engine, "launch", either)
+    subject = overlapped(name)
+    for how in (dict(), dict(pages=15)):
+        requests = subject.requests(max_new_tokens=16, **wishes)
+        run(subject.build(**how), requests)
+        assert_exact(subject, requests)
+    assert 1 in nodes and max(nodes) > 1
+
+
+# ---- errors on purpose ----------------------------------------------------------------------------------------------
+
+
+def rows_without_seats(patch: pytest.MonkeyPatch) -> None:
+    """A row counts for whoever has the request's name, although it was retracted and seated anew meanwhile."""
+    land = Scheduler._land
+
+    def landed(self: Scheduler, flight: object) -> None:
+        for one in flight.rows:
+            flight.rows[one] = self.seats.get(one)
+        land(self, flight)
+
+    patch.setattr(Scheduler, "_land", landed)
+
+
+def pages_for_one_step_only(patch: pytest.MonkeyPatch) -> None:
+    """No rows are reserved for what the step in flight may add."""
+    patch.setattr("minispec.engine.Pending.most", property(lambda self: 0))
+
+
+def an_old_step_s_tokens(patch: pytest.MonkeyPatch) -> None:
+    """The host's copy of a step's tokens is the buffer that the next step overwrites."""
+    pending = Engine._pending
+
+    def shared(self: Engine, slots: list[int], outputs: object, **what: object) -> object:
+        made = pending(self, slots, outputs, **what)
+        made.outputs = outputs
+        return made
+
+    patch.setattr(Engine, "_pending", shared)
+
+
+@pytest.mark.parametrize("mutation", [rows_without_seats, pages_for_one_step_only, an_old_step_s_tokens],
+                         ids=lambda m: m.__name__)  # fmt: skip
+def test_every_error_shows(mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation(monkeypatch)
+    subject = overlapped("standalone-tree")
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        for how in (dict(), dict(pages=15), dict(pages=12)):
+            requests = subject.requests(max_new_tokens=40)
+            run(subject.build(**how), requests)
+            assert_exact(subject, requests)

@@ -93,6 +93,10 @@ class Config:
     host: str = _flag("127.0.0.1", "Server", "address to listen on")
     port: int = _flag(30000, "Server", "port to listen on; 0 takes a free one", low=0, high=65535)
     api_key: str | None = _flag(None, "Server", "clients must send it as a bearer token, except to /health*")
+    cors_origins: str | None = _flag(
+        None, "Server", "web pages that may call this server: their origins, separated by commas, or * for any; "
+        "default: none but the server's own",
+    )
     sampling_defaults: str = _flag(
         "model", "Server", "what a request to /v1 leaves out comes from generation_config.json, or is OpenAI's default",
         choices=("model", "openai"),
@@ -219,6 +223,10 @@ class Config:
             raise ValueError(f"--mem-fraction-static must lie between 0 and 1, got {self.mem_fraction_static:g}")
         if self.chunked_prefill_size == 0:
             raise ValueError("--chunked-prefill-size must be positive, or -1 for no limit, got 0")
+        for origin in self.origins - {"*"}:
+            if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s*]+", origin):
+                raise ValueError("--cors-origins must be * or origins like https://host:port, separated by commas, "
+                                 f"got {origin!r}")  # fmt: skip
         if self.revision is not None and self.model_path is None:
             raise ValueError("--revision needs --model-path: the default model has one revision")
         template = self.chat_template
@@ -349,6 +357,11 @@ class Config:
             return 1
         most = INT8_SHAPE[2] if self.quantization == "int8" else MAX_NODES
         return self.speculative_num_draft_tokens or min(self.speculative_ngram_max_match_window_size, most)
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """The origins of web pages that may call the server; "*" among them is any."""
+        return frozenset(filter(None, map(str.strip, (self.cors_origins or "").split(","))))
 
     @property
     def thresholds(self) -> tuple[float, float] | None:

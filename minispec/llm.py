@@ -111,7 +111,8 @@ class LLM:
         with budget.watch("warming up"):
             engine.warm_up(tell)
         with budget.watch("capturing CUDA graphs"):
-            if captured := captured_batches(config, engine.sizes):
+            captured = captured_batches(config, engine.sizes)
+            if captured and compiled:  # run eagerly, attention's reach is a number that Python knows and a graph keeps
                 engine.capture(captured, tell)
         if drafter.network is not None and config.load_format != "dummy" and config.simulate_acc_len is None:
             self_test(engine, drafter, self.tokenizer.encode(PROMPT))

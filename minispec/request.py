@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 HOPELESS_STEPS, HOPELESS_LENGTH = 64, 1.05  # below this accept length over so many verify steps, drafting is given up
@@ -29,20 +29,26 @@ class RequestError(ValueError):
         self.message, self.param, self.status, self.code = message, param, status, code
 
 
+def short(value: Any) -> str:
+    """Return `value` as it is shown in an error message."""
+    text = repr(value[:100] if isinstance(value, (str, list)) else value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
     """Return `value` as a float within [low, high] ((low, high] if open_low), or raise naming the field."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, got {value!r}", name)
+        raise RequestError(f"{name} must be a finite number, got {short(value)}", name)
     if value < low or value > high or (open_low and value == low):
         bracket = "(" if open_low else "["
-        raise RequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}", name)
+        raise RequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {short(value)}", name)
     return float(value)
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
     """Return `value` as an int within [low, high], or raise naming the field."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, got {value!r}", name)
+        raise RequestError(f"{name} must be an integer, got {short(value)}", name)
     if not low <= value <= high:
         raise RequestError(f"{name} must be in [{low}, {high}], got {value}", name)
     return value
@@ -51,7 +57,7 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
 def _flag(name: str, value: Any) -> bool:
     """Return `value` if it is a bool, or raise naming the field."""
     if not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false, got {value!r}", name)
+        raise RequestError(f"{name} must be true or false, got {short(value)}", name)
     return value
 
 
@@ -97,7 +103,8 @@ class SamplingParams:
         put("logit_bias", self._checked_bias(self.logit_bias))
         put("stop", self._checked_stop(self.stop))
         if not isinstance(self.stop_token_ids, (list, tuple)):
-            raise RequestError(f"stop_token_ids must be a list of ids, got {self.stop_token_ids!r}", "stop_token_ids")
+            raise RequestError(f"stop_token_ids must be a list of ids, got {short(self.stop_token_ids)}",
+                               "stop_token_ids")  # fmt: skip
         put("stop_token_ids", tuple(_integer("stop_token_ids", t, 0, 2**31) for t in self.stop_token_ids))
         for name in ("ignore_eos", "no_stop_trim", "skip_special_tokens"):
             _flag(name, getattr(self, name))
@@ -108,13 +115,13 @@ class SamplingParams:
     def _checked_bias(bias: Any) -> dict[int, float]:
         """Return logit_bias as {id: bias}; JSON gives ids as strings."""
         if not isinstance(bias, Mapping):
-            raise RequestError(f"logit_bias must map token ids to numbers, got {bias!r}", "logit_bias")
+            raise RequestError(f"logit_bias must map token ids to numbers, got {short(bias)}", "logit_bias")
         checked = {}
         for token, value in bias.items():
             try:
                 token_id = int(token)
             except (TypeError, ValueError):
-                raise RequestError(f"logit_bias keys must be token ids, got {token!r}", "logit_bias") from None
+                raise RequestError(f"logit_bias keys must be token ids, got {short(token)}", "logit_bias") from None
             checked[token_id] = _number("logit_bias", value, -100.0, 100.0)
         return checked
 
@@ -123,25 +130,11 @@ class SamplingParams:
         """Return stop strings as a tuple; a single string counts as one."""
         stops = (stop,) if isinstance(stop, str) else stop
         if not isinstance(stops, (list, tuple)) or len(stops) > 64:
-            raise RequestError(f"stop must be a string or a list of at most 64 strings, got {stop!r}", "stop")
+            raise RequestError(f"stop must be a string or a list of at most 64 strings, got {short(stop)}", "stop")
         for text in stops:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"stop must hold non-empty strings, got {text!r}", "stop")
+                raise RequestError(f"stop must hold non-empty strings, got {short(text)}", "stop")
         return tuple(stops)
-
-    @classmethod
-    def from_dict(cls, given: Any) -> SamplingParams:
-        """Build from a JSON object; None means the default; an unknown key raises and names the known ones."""
-        if not isinstance(given, Mapping):
-            raise RequestError(f"sampling_params must be an object, got {given!r}", "sampling_params")
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(given) - known)
-        if unknown:
-            raise RequestError(
-                f"sampling_params has no {unknown[0]!r} here; known: {', '.join(sorted(known))}", unknown[0]
-            )
-        # `max_new_tokens: null` is a value of its own: no limit but the context's.
-        return cls(**{k: v for k, v in given.items() if v is not None or k == "max_new_tokens"})
 
     @property
     def greedy(self) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import hmac
 import importlib.metadata
 import json
@@ -34,14 +35,15 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import ClientPayloadError, http_exceptions, web
 from aiohttp.abc import AbstractAccessLogger
 
 from minispec.config import Config
-from minispec.http import schema
+from minispec.http import fields, openapi, schema
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ STOP_TIMEOUT = 1.0  # seconds each for connections and engine thread to end
 
 Command = Callable[["Scheduler"], Sequence[Update]]
 Build = Callable[[Config, Callable[[str], None]], "LLM"]
+Parsed = TypeVar("Parsed")
 
 
 def build_llm(config: Config, progress: Callable[[str], None]) -> LLM:
@@ -281,8 +284,9 @@ class Server:
 
     def application(self) -> web.Application:
         """Return the application with its routes and middlewares."""
-        app = web.Application(middlewares=[self._errors, self._auth], client_max_size=MAX_BODY)
+        app = web.Application(middlewares=[self._errors, self._cors, self._auth], client_max_size=MAX_BODY)
         app.on_response_prepare.append(_set_request_id)
+        app.on_response_prepare.append(self._allow_origin)
         get, post = app.router.add_get, app.router.add_post
         get("/health", self.health)
         get("/health_generate", self.health_generate)
@@ -296,6 +300,9 @@ class Server:
             get(path, self.model_info)
         for path in ("/server_info", "/get_server_info"):
             get(path, self.server_info)
+        get("/v1/loads", self.loads)
+        get("/tokenizer_info", self.tokenizer_info)
+        get("/openapi.json", self.openapi)
         for add in (get, post):
             add("/flush_cache", self.flush_cache)
         post("/abort_request", self.abort_request)
@@ -345,17 +352,14 @@ class Server:
     async def _answer(self, http: web.Request, parse: Callable[[dict[str, Any]], schema.Job]) -> web.StreamResponse:
         """Answer a request for text, streaming or whole."""
         llm = self._ready()
-        body = await self._body(http)
-        self._check_model(body)
-        flight = Flight(parse(body))
+        job = await self._read(http, parse)
+        self._check_model(job.model)
+        flight = Flight(job)
         with self._counted(len(flight.job.prompts)), self._flying(flight):
             flight.requests = await asyncio.to_thread(_prepare, flight.job, llm)
             if not flight.items.empty():
                 await flight.next()  # ended while its prompt was tokenized: raises
-            reply = schema.Reply(
-                flight.job, flight.requests, self.config.served_name, nodes=llm.scheduler.sizes.nodes,
-                stream_interval=self.config.stream_interval, cache_report=self.config.enable_cache_report,
-            )  # fmt: skip
+            reply = schema.Reply(flight.job, flight.requests, self._served)
             self._submit(flight)
             if self.config.log_requests:
                 _log_request(flight)
@@ -493,6 +497,26 @@ class Server:
         flags = {name: value for name, value in flags.items() if name not in stats}  # as resolved, not as asked for
         return _json({**stats, **flags, "version": _version(), "internal_states": [{**flags, **stats}]})
 
+    async def loads(self, http: web.Request) -> web.Response:
+        """How busy the scheduler is: SGLang's numbers for its one rank; `include` may leave out those of drafting."""
+        self._ready()
+        include = set(filter(None, http.query.get("include", "all").split(",")))
+        if unknown := include - {"core", "memory", "spec", "lora", "disagg", "queues", "all"}:
+            raise RequestError(f"include must be sections such as core, spec and all, got {min(unknown)[:100]!r}",
+                               "include")  # fmt: skip
+        load = await self.engine.ask(_load)
+        if not include & {"spec", "all"}:
+            load.pop("speculative", None)
+        return _json({"timestamp": time.time(), "version": _version(), "loads": [load]})
+
+    async def tokenizer_info(self, http: web.Request) -> web.Response:
+        """The special tokens and the chat template, for clients that count or tokenize themselves."""
+        return _json(self._ready().tokenizer.info)
+
+    async def openapi(self, http: web.Request) -> web.Response:
+        """The description of this API."""
+        return _json(openapi.document(_version()))
+
     async def flush_cache(self, http: web.Request) -> web.Response:
         """Empty prefix cache, drafter and totals; 400 while requests are running or waiting."""
         self._ready()
@@ -502,20 +526,21 @@ class Server:
 
     async def abort_request(self, http: web.Request) -> web.Response:
         """End the prompts whose rid begins with `rid`, or all; 200 whether there were any or not."""
-        body = await self._body(http)
-        rid, everything = body.get("rid"), body.get("abort_all") or False
-        if not isinstance(everything, bool) or (not everything and not (isinstance(rid, str) and rid)):
+        asked = await self._read(http, partial(fields.read, fields.Abort))
+        if not asked.abort_all and asked.rid is None:
             raise RequestError("give rid, a non-empty string, or abort_all, true", "rid")
+        begin = "" if asked.abort_all else asked.rid
         for flight in self.flights:
-            flight.aborted |= {i for i, own in enumerate(flight.job.rids) if everything or own.startswith(rid)}
+            flight.aborted |= {i for i, own in enumerate(flight.job.rids) if own.startswith(begin)}
             self._end_aborted(flight)
         return web.Response()
 
     async def tokenize(self, http: web.Request) -> web.Response:
         """Text to token ids."""
-        llm, body = self._ready(), await self._body(http)
-        self._check_model(body)
-        texts, batched, special = schema.parse_tokenize(body)
+        llm, asked = self._ready(), await self._read(http, partial(fields.read, fields.Tokenize))
+        self._check_model(asked.model)
+        batched, special = isinstance(asked.prompt, list), asked.add_special_tokens is not False
+        texts = asked.prompt if batched else [asked.prompt]
         context = llm.scheduler.sizes.context_length
         for text in texts:
             schema.check_size(text, context)
@@ -526,9 +551,11 @@ class Server:
 
     async def detokenize(self, http: web.Request) -> web.Response:
         """Token ids to text."""
-        llm, body = self._ready(), await self._body(http)
-        self._check_model(body)
-        rows, batched, skip = schema.parse_detokenize(body, llm.model_config.vocab_size)
+        llm, asked = self._ready(), await self._read(http, partial(fields.read, fields.Detokenize))
+        self._check_model(asked.model)
+        batched = bool(asked.tokens) and isinstance(asked.tokens[0], list)
+        rows, skip = asked.tokens if batched else [asked.tokens], asked.skip_special_tokens is not False
+        schema.check_ids(rows, llm.model_config.vocab_size)
         texts = await asyncio.to_thread(lambda: [llm.tokenizer.decode(row, skip_special_tokens=skip) for row in rows])
         return _json({"text": texts if batched else texts[0]})
 
@@ -542,21 +569,29 @@ class Server:
             raise RequestError(f"the server is not ready ({state}): {line}", None, 503, "not_ready")
         return self.engine.llm
 
-    def _check_model(self, body: dict[str, Any]) -> None:
-        """Raise RequestError where the body names no model, or with --strict-model-name another one."""
-        schema.check_model(body.get("model"), self._names if self.config.strict_model_name else None)
+    @cached_property
+    def _served(self) -> schema.Served:
+        """What answers tell of the server; known once it is ready."""
+        config, llm = self.config, self._ready()
+        return schema.Served(config.served_name, _fingerprint(config, llm), llm.scheduler.sizes.nodes,
+                             config.stream_interval, config.enable_cache_report)  # fmt: skip
+
+    def _check_model(self, name: str | None) -> None:
+        """Raise RequestError where, with --strict-model-name, a request names another model."""
+        schema.check_model(name, self._names if self.config.strict_model_name else None)
 
     def _card(self) -> dict[str, Any]:
         context = self._ready().scheduler.sizes.context_length
         return schema.model_card(self.config.served_name, self.created, context)
 
-    async def _body(self, http: web.Request) -> dict[str, Any]:
-        """Read and parse a JSON body; RequestError 400 if it is broken on any level."""
+    async def _read(self, http: web.Request, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
+        """Read and parse a body, a large one off the event loop; RequestError 400 if it is broken on any level."""
         try:
             raw = await http.read()
         except (http_exceptions.HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
             raise RequestError(f"the body cannot be read: {_one_line(error)}") from None
-        return schema.parse_json(raw) if len(raw) <= INLINE_BODY else await asyncio.to_thread(schema.parse_json, raw)
+        work = lambda: parse(schema.parse_json(raw))  # noqa: E731
+        return work() if len(raw) <= INLINE_BODY else await asyncio.to_thread(work)
 
     @web.middleware
     async def _errors(self, http: web.Request, handler: Any) -> web.StreamResponse:
@@ -573,6 +608,26 @@ class Server:
         except Exception as error:
             logger.exception("a handler failed")
             return _error(f"{type(error).__name__} in the server", 500)
+
+    @web.middleware
+    async def _cors(self, http: web.Request, handler: Any) -> web.StreamResponse:
+        """Answer a browser that asks before it sends what a page wants; it asks without a key."""
+        if http.method != "OPTIONS" or "Access-Control-Request-Method" not in http.headers or not self.config.origins:
+            return await handler(http)
+        headers = http.headers.get("Access-Control-Request-Headers", "")
+        return web.Response(status=204, headers={
+            "Access-Control-Allow-Methods": "GET, POST, PUT", "Access-Control-Allow-Headers": headers,
+            "Access-Control-Max-Age": "600",
+        })  # fmt: skip
+
+    async def _allow_origin(self, http: web.Request, response: web.StreamResponse) -> None:
+        """Let pages of the origins in --cors-origins read the response; browsers keep it from all others."""
+        origin, allowed = http.headers.get("Origin"), self.config.origins
+        if "*" in allowed or origin in allowed:
+            response.headers["Access-Control-Allow-Origin"] = "*" if "*" in allowed else str(origin)
+            response.headers["Access-Control-Expose-Headers"] = "x-request-id, Retry-After"
+        if allowed:
+            response.headers["Vary"] = "Origin"
 
     @web.middleware
     async def _auth(self, http: web.Request, handler: Any) -> web.StreamResponse:
@@ -592,9 +647,13 @@ class Server:
 
 def _prepare(job: schema.Job, llm: LLM) -> list[Request]:
     """Return the job's requests, tokenized and checked; slow, and safe on any thread."""
-    requests = schema.tokenize(job, llm.tokenizer, llm.scheduler.sizes.context_length)
-    for request in requests:
-        llm.scheduler.validate(request)
+    scheduler = llm.scheduler
+    requests = schema.tokenize(job, llm.tokenizer, scheduler.sizes.context_length, scheduler.max_prompt_tokens)
+    try:
+        for request in requests:
+            scheduler.validate(request)
+    except RequestError as error:
+        raise schema.in_clients_words(error, job.names) from None
     return requests
 
 
@@ -607,6 +666,33 @@ def memory_stats(llm: LLM) -> dict[str, Any]:
         "graph": None if parts["graphs_and_workspace"] is None else gib("graphs_and_workspace"),
         "token_capacity": (scheduler.kv.pages - 1) * scheduler.kv.page_size,
     }}  # fmt: skip
+
+
+def _load(scheduler: Scheduler) -> dict[str, Any]:
+    """Return the entry of /v1/loads, under SGLang's names; totals are since the start or the last flush."""
+    stats, kv = scheduler.stats(), scheduler.kv
+    used = kv.pages - 1 - len(kv.free) - len(scheduler.cache.idle)
+    computed, cached = stats["prompt_tokens"], stats["cached_tokens"]
+    load = {
+        "dp_rank": 0, "num_running_reqs": stats["num_running_reqs"], "num_waiting_reqs": stats["num_queue_reqs"],
+        "num_used_tokens": used * kv.page_size, "max_total_num_tokens": stats["max_total_num_tokens"],
+        "max_running_requests": scheduler.sizes.max_running, "token_usage": used / max(kv.pages - 1, 1),
+        "gen_throughput": stats["last_gen_throughput"], "cache_hit_rate": cached / max(computed + cached, 1),
+    }  # fmt: skip
+    if (nodes := scheduler.sizes.nodes) > 1:
+        length = stats["avg_spec_accept_length"]
+        load["speculative"] = {"accept_length": length, "accept_rate": length / nodes}
+    return load
+
+
+def _fingerprint(config: Config, llm: LLM) -> str:
+    """Return a digest of what decides which tokens a seed gives: versions, model and numbers, and no drafter."""
+    names = """model_path revision tokenizer_path load_format quantization chat_template random_seed context_length
+        sampling_defaults""".split()
+    weight = llm.scheduler.engine.model.norm.weight
+    parts = [_version(), importlib.metadata.version("torch"), weight.dtype, weight.device.type, config.thresholds,
+             llm.model_config, *(getattr(config, name) for name in names)]  # fmt: skip
+    return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

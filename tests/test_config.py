@@ -77,6 +77,7 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
         "mem_fraction_static": "0.5", "speculative_ngram_branch_length": "19", "quantization": "int8",
         "speculative_accept_threshold_single": "0.5", "speculative_accept_threshold_acc": "0",
         "speculative_draft_load_format": "pt", "log_level_http": "info", "chat_template": "chatml",
+        "cors_origins": "https://a.example",
         "speculative_draft_model_quantization": "unquant",
     }  # fmt: skip
     flags = [f for f in dataclasses.fields(Config) if f.metadata]

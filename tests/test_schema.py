@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+from json_schema import is_valid
+from openai.types import completion_create_params as openai_completion
+from openai.types.chat import completion_create_params as openai_chat
+from pydantic import ValidationError
 
-from minispec.http import schema
+from minispec.http import fields, openapi, schema
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update, meta_info
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -56,24 +62,130 @@ def test_ordinary_json_passes_unchanged() -> None:
 # ---- fields ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("n", 2), ("n", 10**6), ("best_of", 3), ("logprobs", True), ("logprobs", 0), ("top_logprobs", 5),
-        ("echo", True), ("suffix", "x"), ("tools", [{"type": "function"}]), ("tool_choice", "required"),
-        ("tool_choice", {"type": "function"}), ("response_format", {"type": "json_object"}), ("json_schema", "{}"),
-        ("regex", "a*"), ("ebnf", "root ::= x"), ("structural_tag", "x"), ("stop_regex", "a"), ("lora_path", "x"),
-        ("input_embeds", [[0.1]]), ("image_data", "http://x"), ("return_hidden_states", True),
-        ("custom_logit_processor", "x"), ("session_params", {"id": 1}), ("chat_template", "{{ x }}"),
-        ("prompt_logprobs", -1), ("return_logprob", True),
-    ],
-)  # fmt: skip
-def test_what_is_not_here_yet_is_refused_by_name(name: str, value: Any) -> None:
+REFUSED = [name for name, (fate, _) in fields.inactive().items() if fate == "refused"]
+SAMPLES = [None, True, False, 0, 7, -1, 1.5, "", "x", [], [7], ["x"], [[7]], [{}], [None], {}, {"a": 1}, [1.5],
+           ["a", 7], ["a"] * 200]  # fmt: skip
+DOCUMENT = openapi.document("0")
+COMPONENTS = DOCUMENT["components"]["schemas"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_here_is_refused_by_name_and_what_asks_for_nothing_passes(name: str) -> None:
+    calls = [call for call, kind in ((chat, fields.Chat), (completion, fields.Completion), (generate, fields.Generate))
+             if name not in fields.acting(kind)]  # fmt: skip
+    assert len(calls) >= 2
+    for call in calls:
+        for value in ([{"type": "function"}], "required", 10**6):
+            error = refused(call, **{name: value})
+            assert error.param == name and name in error.message and error.code == "unsupported_field"
+        for value in (None, False, "", [], {}, *fields.IDLE.get(name, ())):
+            call(**{name: value})
+    if name in fields.NativeParams.model_fields:
+        assert refused(generate, sampling_params={name: 2}).param == name
+        generate(sampling_params={name: None})
+
+
+def test_idle_values_are_of_their_json_type() -> None:
+    for name, value in (("n", True), ("n", 1.0), ("priority", 0.0), ("tool_choice", ["auto"])):
+        assert refused(chat, **{name: value}).param == name
+    assert set(fields.IDLE) <= set(REFUSED)
+
+
+def test_images_and_audio_are_refused_by_name() -> None:
+    for kind in ("image_url", "input_audio", "video_url"):
+        error = refused(chat, messages=[{"role": "user", "content": [{"type": kind, kind: {}}]}])
+        assert error.param == "messages"
+        assert error.message == f"messages[0].content[0].type must be 'text', got '{kind}'"
+
+
+def test_best_of_is_n() -> None:
     for call in (chat, completion, generate):
-        error = refused(call, **{name: value})
-        assert error.param == name and name in error.message
-    if name in ("n", "json_schema", "regex"):
-        assert refused(generate, sampling_params={name: value}).param == name
+        assert refused(call, best_of=3).message == "best_of must be n, which is 1, got 3"
+        call(best_of=1, n=None)
+
+
+@pytest.mark.parametrize(("kind", "call"), [("Chat", chat), ("Completion", completion), ("Generate", generate)])
+def test_each_field_takes_what_the_description_says_and_names_itself_otherwise(kind: str, call: Any) -> None:
+    right = wrong = 0
+    for name, described in COMPONENTS[kind]["properties"].items():
+        for value in SAMPLES:
+            body = {"prompt": value} if name == "prompt" else {"text": value} if name == "text" else {name: value}
+            if is_valid(value, described, COMPONENTS):
+                right += 1
+                try:
+                    call(**body)
+                except RequestError as error:  # a range, or one field beside another
+                    assert error.status == 400
+            else:
+                wrong += 1
+                error = refused(call, **body)
+                assert error.param == name or name == "sampling_params", (name, value, error.message)
+                assert name in error.message and len(error.message) < 500
+    assert right > 100 and wrong > 500
+
+
+def test_a_million_wrong_values_are_one_error_and_no_time() -> None:
+    many = 10**6
+    wrong: list[tuple[Any, dict[str, Any]]] = [
+        (fields.Completion, {"prompt": ["x", *[7] * 100]}), (fields.Completion, {"prompt": [7, *["x"] * many]}),
+        (fields.Completion, {"prompt": "a", "stop_token_ids": ["x"] * many}), (fields.Chat, {"messages": [7] * many}),
+        (fields.Completion, {"prompt": "a", "stop": ["", *[7] * many]}), (fields.Chat, {"messages": [{}] * many}),
+        (fields.Generate, {"text": "a", "sampling_params": [{}] * many}), (fields.Detokenize, {"tokens": [1.5] * many}),
+        (fields.Generate, {"text": "a", "sampling_params": dict.fromkeys(map(str, range(many)), 0)}),
+    ]
+    for kind, body in wrong:
+        started = time.process_time()
+        with pytest.raises(ValidationError) as caught:
+            kind.model_validate(body)
+        assert caught.value.error_count() == 1 and time.process_time() - started < 0.5
+        assert len(refused(fields.read, kind, body).message) < 500
+    # An object of any size is looked at value by value, up to the first wrong one.
+    error = refused(completion, logit_bias=dict.fromkeys(map(str, range(many)), "x"))
+    assert error.param == "logit_bias"
+
+
+def test_every_field_that_openai_s_client_knows_is_known() -> None:
+    for kind, theirs in ((fields.Chat, openai_chat), (fields.Completion, openai_completion)):
+        names = set(theirs.CompletionCreateParamsBase.__annotations__)
+        assert len(names) > 15 and not names - set(kind.model_fields)
+
+
+def test_the_page_has_the_tables_of_the_models() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text("utf-8")
+    assert openapi.tables() in page, "python -m minispec.http.openapi prints them"
+    for name in ("`temperature`", "`tools`", "`user`", "`truncate_prompt_tokens`"):
+        assert name in openapi.tables()
+
+
+def test_the_description_is_openapi_3_1_in_structure() -> None:
+    assert json.loads(json.dumps(DOCUMENT)) == DOCUMENT and DOCUMENT["openapi"] == "3.1.0"
+    assert set(DOCUMENT) <= {"openapi", "info", "security", "paths", "components"} and DOCUMENT["info"]["version"]
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict):
+            if "$ref" in node:
+                assert node["$ref"].removeprefix("#/components/schemas/") in COMPONENTS
+            if "properties" in node:
+                assert set(node.get("required", [])) <= set(node["properties"])
+            for inner in node.values():
+                walk(inner)
+        elif isinstance(node, list):
+            for inner in node:
+                walk(inner)
+
+    walk(DOCUMENT)
+    bodies = 0
+    for path, methods in DOCUMENT["paths"].items():
+        assert path.startswith("/") and set(methods) <= {"get", "post", "put"}
+        for operation in methods.values():
+            assert operation["summary"] and {"200", "400", "503"} <= set(operation["responses"])
+            assert all(answer["description"] for answer in operation["responses"].values())
+            assert ("{id}" in path) == any(p["name"] == "id" for p in operation.get("parameters", []))
+            if "requestBody" in operation:
+                content = operation["requestBody"]["content"]["application/json"]
+                assert is_valid(content["example"], content["schema"], COMPONENTS)
+                bodies += 1
+    assert bodies > 6
 
 
 def test_fields_that_ask_for_nothing_pass_and_unknown_ones_are_ignored() -> None:
@@ -82,6 +194,22 @@ def test_fields_that_ask_for_nothing_pass_and_unknown_ones_are_ignored() -> None
     for call in (chat, completion, generate):
         call(**idle)
     assert generate(sampling_params={"n": 1, "regex": None, "json_schema": None, "max_new_tokens": None})
+
+
+def test_a_line_of_its_own_switches_a_refused_field_on() -> None:
+    class Later(fields.Chat):
+        n: fields.Integer = fields.does("choices")
+
+    assert fields.read(Later, {**CHAT, "n": 3, "best_of": 3}).n == 3
+    assert refused(fields.read, Later, {**CHAT, "n": 3, "best_of": 4}).message == "best_of must be n, which is 3, got 4"
+    assert refused(fields.read, Later, {**CHAT, "n": "3"}).message == "n must be an integer, got '3'"
+    assert "n" in fields.acting(Later) and "n" not in fields.acting(fields.Chat)
+
+
+def test_the_debug_line_names_what_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", "minispec"):
+        chat(nonsense=1, user="me", tools=None)
+    assert [record.getMessage() for record in caplog.records] == ["ignored fields: ['nonsense']"]
 
 
 def test_token_limits_follow_the_dialect() -> None:
@@ -143,6 +271,23 @@ def test_text_parts_become_text_and_unknown_message_fields_vanish() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     job = schema.parse_chat({"messages": [{"role": "user", "content": parts, "refusal": None, "evil": 1}]}, {})
     assert job.prompts == [[{"role": "user", "content": "a\nb"}]]
+
+
+def test_a_matched_stop_stays_by_either_name() -> None:
+    for call in (chat, completion):
+        assert call(include_stop_str_in_output=True).params == call(no_stop_trim=True).params != call().params
+        assert refused(call, include_stop_str_in_output=1).param == "include_stop_str_in_output"
+
+
+@pytest.mark.parametrize(("keep", "left"), [(3, [7, 8, 9]), (100, list(range(10))), (-1, [4, 5, 6, 7, 8, 9])])
+def test_a_prompt_is_cut_at_its_beginning(keep: int, left: list[int]) -> None:
+    native = {"input_ids": list(range(10)), "sampling_params": {"max_new_tokens": 6}, "truncate_prompt_tokens": keep}
+    job = completion(list(range(10)), truncate_prompt_tokens=keep, max_tokens=6)
+    for wish in (job, schema.parse_generate(native)):
+        assert schema.tokenize(wish, None, 12)[0].prompt_ids == left
+    if keep == -1:  # where trees need room, prompts end earlier
+        assert schema.tokenize(job, None, 12, 4)[0].prompt_ids == [6, 7, 8, 9]
+    assert refused(completion, truncate_prompt_tokens=0).param == "truncate_prompt_tokens"
 
 
 def test_template_variables_are_plain_values_under_free_names() -> None:
@@ -228,9 +373,7 @@ def test_any_name_is_a_model_where_none_are_told_apart_but_a_name_it_must_be() -
     for name in (None, "", "gpt-4"):
         schema.check_model(name, None)
     for wrong in (7, ["gpt-4"], {}):
-        with pytest.raises(RequestError) as caught:
-            schema.check_model(wrong, None)
-        assert (caught.value.status, caught.value.param) == (400, "model")
+        assert refused(chat, model=wrong).param == refused(generate, model=wrong).param == "model"
 
 
 def test_spaces_between_special_tokens_is_taken_and_asks_for_nothing() -> None:
@@ -249,7 +392,7 @@ PIECES = [([5], "He"), ([6, 7], ""), ([8], "llo 😀"), ([9, 10, 11], "!")]
 def run(job: schema.Job, **options: Any) -> tuple[schema.Reply, list[dict[str, Any]]]:
     """Feed every request of the job the same updates; return the reply and the events of its stream."""
     requests = [Request(rid, [1, 2, 3], params) for rid, params in zip(job.rids, job.params, strict=True)]
-    reply = schema.Reply(job, requests, "m", **options)
+    reply = schema.Reply(job, requests, schema.Served("m", **options))
     events = reply.opening() if job.stream else []
     for n, (ids, text) in enumerate(PIECES):
         finish = Finish("stop", 11) if n == len(PIECES) - 1 else None
@@ -281,6 +424,30 @@ def test_deltas_add_up_to_the_answer(interval: int) -> None:
         assert "".join(e["choices"][0]["text"] for e in events if e["choices"][0]["index"] == i) == whole
     assert sum(e["choices"][0]["finish_reason"] == "stop" for e in events) == 2
     assert interval == 1 or len(events) < 6
+
+
+def test_a_request_may_have_an_interval_of_its_own() -> None:
+    texts = [e["choices"][0]["delta"].get("content") for e in run(chat(stream=True, stream_interval=3))[1]]
+    assert texts == ["", "He", "llo 😀!", None]
+    native = generate(["a", "b"], stream=True, sampling_params=[{}, {"stream_interval": 9}], stream_interval=3)
+    assert [e["index"] for e in run(native)[1]] == [0, 0, 1]
+
+
+def test_ids_are_returned_when_asked_for_and_those_of_events_add_up() -> None:
+    ids = [5, 6, 7, 8, 9, 10, 11]
+    whole = run(chat(return_token_ids=True))[0].result()
+    assert whole["prompt_token_ids"] == [1, 2, 3] and whole["choices"][0]["token_ids"] == ids
+    events = run(chat(return_token_ids=True, stream=True))[1]
+    assert [e.get("prompt_token_ids") for e in events] == [[1, 2, 3]] + [None] * (len(events) - 1)
+    assert sum((e["choices"][0].get("token_ids", []) for e in events), []) == ids
+    whole = run(completion(["a", "b"], return_token_ids=True))[0].result()
+    assert [(c["prompt_token_ids"], c["token_ids"]) for c in whole["choices"]] == [([1, 2, 3], ids)] * 2
+    choices = [e["choices"][0] for e in run(completion(["a", "b"], return_token_ids=True, stream=True))[1]]
+    for i in range(2):
+        own = [c for c in choices if c["index"] == i]
+        assert sum((c["token_ids"] for c in own), []) == ids and "".join(c["text"] for c in own) == "Hello 😀!"
+        assert [c.get("prompt_token_ids") for c in own] == [[1, 2, 3]] + [None] * (len(own) - 1)
+    assert "token_ids" not in json.dumps(run(chat())[0].result()) + json.dumps(run(chat(stream=True))[1])
 
 
 def test_continuous_usage_counts_up() -> None:
@@ -330,7 +497,8 @@ def test_an_abort_becomes_an_error() -> None:
     job = chat()
     request = Request(job.rids[0], [1], job.params[0])
     with pytest.raises(RequestError, match="gone") as caught:
-        schema.Reply(job, [request], "m").take(Update(request, [], "", Finish("abort", message="gone", status=503)))
+        end = Update(request, [], "", Finish("abort", message="gone", status=503))
+        schema.Reply(job, [request], schema.Served("m")).take(end)
     assert caught.value.status == 503
 
 

@@ -27,10 +27,11 @@ from typing import Any
 import openai
 import pytest
 import torch
+from json_schema import is_valid
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from minispec.config import Config
-from minispec.http import schema
+from minispec.http import fields, schema
 from minispec.server import Build, Server, build_llm
 
 PIECES = "Once upon a time 😀 there was 中 文 语 한 🎉 é ü ∑ good people who lived by some river near".split(" ")
@@ -333,6 +334,81 @@ def test_tokenize_and_detokenize_are_inverse(served: Running) -> None:
     assert served.call("/detokenize", {"tokens": [10**9]})[0] == 400
 
 
+def test_every_path_is_described_and_takes_its_example(served: Running) -> None:
+    described = served.ok("/openapi.json")
+    routes = served.server.runner.app.router.routes()
+    real = {(r.method.lower(), r.resource.canonical) for r in routes if r.method not in ("HEAD", "OPTIONS")}
+    assert real == {(method, path) for path, methods in described["paths"].items() for method in methods}
+    for path, methods in described["paths"].items():
+        for method, operation in methods.items():
+            where = path.replace("{id}", "org/tiny")
+            if "requestBody" not in operation:
+                assert served.call(where, None, method.upper())[0] == 200, path
+                continue
+            content = operation["requestBody"]["content"]["application/json"]
+            example, name = content["example"], content["schema"]["$ref"].rpartition("/")[2]
+            status, answer, _ = served.call(where, example, method.upper())
+            assert status == 200, (path, answer)
+            for required in described["components"]["schemas"][name].get("required", ()):
+                status, answer, _ = served.call(where, {k: v for k, v in example.items() if k != required})
+                assert (status, answer["error"]["param"]) == (400, required)
+    for path in ("/v1/responses", "/v1/embeddings"):
+        status, answer, _ = served.call(path, {"model": "default", "input": "hi"})
+        assert status == 404 and path in answer["error"]["message"]
+
+
+def test_loads_tokenizer_info_and_fingerprint(served: Running) -> None:
+    for _ in range(2):
+        served.ok("/v1/completions", {"prompt": "word " * 60, "max_tokens": 20, "temperature": 0})
+    load = served.ok("/v1/loads")["loads"][0]
+    assert load["num_running_reqs"] == load["num_used_tokens"] == 0 and 0 < load["cache_hit_rate"] < 1
+    assert load["max_total_num_tokens"] == 8192 and load["speculative"]["accept_length"] > 1
+    assert "speculative" not in served.ok("/v1/loads?include=core")["loads"][0]
+    assert served.call("/v1/loads?include=nonsense")[1]["error"]["param"] == "include"
+    info = served.ok("/tokenizer_info")
+    assert info["eos_token"] == "<|im_end|>" and "<|im_start|>" in info["chat_template"]
+    chunk = served.stream("/v1/chat/completions", chat(max_tokens=1))[0][0]
+    prints = {chunk["system_fingerprint"], served.ok("/v1/completions", {"prompt": "a"})["system_fingerprint"]}
+    assert len(prints) == 1 and prints.pop().startswith("fp_")
+
+
+def test_a_prompt_is_cut_to_what_fits_when_asked(served: Running) -> None:
+    wish = {"prompt": [500] * 3000, "max_tokens": 5, "return_token_ids": True}
+    assert served.call("/v1/completions", wish)[1]["error"]["param"] == "prompt"
+    longest = served.ok("/server_info")["max_req_input_len"]
+    for keep, left in ((-1, min(longest, 1019)), (7, 7)):
+        choice = served.ok("/v1/completions", {**wish, "truncate_prompt_tokens": keep})["choices"][0]
+        assert choice["prompt_token_ids"] == [500] * left and len(choice["token_ids"]) == 5
+
+
+def test_web_pages_of_named_origins_may_call_and_their_browsers_may_ask_without_a_key() -> None:
+    def build(config: Config, progress: Callable[[str], None]) -> Any:
+        raise RuntimeError("no model is needed for this")
+
+    page, asks = {"Origin": "https://a.example"}, {"Access-Control-Request-Method": "POST"}
+    asks |= {"Access-Control-Request-Headers": "authorization,x-own"}
+    answers: dict[str | None, Any] = {}
+    for origins in (None, "https://a.example, http://localhost:3000", "*"):
+        running = Running(Config(port=0, log_level="error", api_key="secret", cors_origins=origins), build)
+        try:
+            answers[origins] = [
+                running.call("/v1/models", None, "OPTIONS", {**page, **asks}),
+                running.call("/health", None, None, page),
+                running.call("/v1/models", None, None, page),  # without a key: an error that the page may read
+                running.call("/health", None, None, {"Origin": "https://evil.example"}),
+            ]  # fmt: skip
+        finally:
+            running.stop()
+    allow = "Access-Control-Allow-Origin"
+    assert [(status, headers[allow]) for status, _, headers in answers[None]] == [
+        (401, None), (503, None), (401, None), (503, None)]  # fmt: skip
+    named, anyone = answers["https://a.example, http://localhost:3000"], answers["*"]
+    own = "https://a.example"
+    assert [(s, h[allow]) for s, _, h in named] == [(204, own), (503, own), (401, own), (503, None)]
+    assert [(s, h[allow]) for s, _, h in anyone] == [(204, "*"), (503, "*"), (401, "*"), (503, "*")]
+    assert named[0][2]["Access-Control-Allow-Headers"] == "authorization,x-own" and named[3][2]["Vary"] == "Origin"
+
+
 # ---- what clients cannot break ---------------------------------------------------------------------------------------
 
 HOSTILE: list[tuple[str, Any]] = [
@@ -360,7 +436,8 @@ HOSTILE: list[tuple[str, Any]] = [
         {"text": "a", "input_embeds": [[0.0]]}, {"text": "a", "rid": ""}, {"text": "a", "return_logprob": True},
         {"input_ids": [5] * 1024}, {"text": "a", "sampling_params": {"max_new_tokens": 2000}},
     )
-] + [("/tokenize", {}), ("/detokenize", {"tokens": [-1]}), ("/abort_request", {"rid": ""})]  # fmt: skip
+] + [("/tokenize", {}), ("/detokenize", {"tokens": [-1]}),
+     ("/detokenize", {"tokens": [[True]]}), ("/abort_request", {"rid": ""})]  # fmt: skip
 
 
 def test_every_hostile_request_is_a_400_and_the_server_lives(served: Running) -> None:
@@ -372,6 +449,39 @@ def test_every_hostile_request_is_a_400_and_the_server_lives(served: Running) ->
         assert headers["x-request-id"]
     served.idle()
     assert served.ok("/generate", native(max_new_tokens=3))["output_ids"]
+
+
+def test_no_field_of_a_wrong_type_gets_past_the_server_or_hurts_it(served: Running) -> None:
+    components = served.ok("/openapi.json")["components"]["schemas"]
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {
+        "/v1/chat/completions": ("Chat", chat(max_tokens=1)), "/generate": ("Generate", native(max_new_tokens=1)),
+        "/v1/completions": ("Completion", {"prompt": "a", "max_tokens": 1}), "/tokenize": ("Tokenize", {"prompt": "a"}),
+        "/detokenize": ("Detokenize", {"tokens": [5]}), "/abort_request": ("Abort", {"rid": "nobody"}),
+    }  # fmt: skip
+    statuses = []
+    for path, (kind, body) in bodies.items():
+        for name in fields.acting(getattr(fields, kind)):
+            for value in (None, True, -1, 1.5, "x", [], [[True]], [{"type": 1}], {"a": []}):
+                status, answer, _ = served.call(path, {**body, name: value})
+                statuses.append(status)
+                if not is_valid(value, components[kind]["properties"][name], components):
+                    assert status == 400 and answer["error"]["param"] in (name, "a", "type"), (name, value, answer)
+                assert status in (200, 400), (path, name, value, answer)
+    assert statuses.count(200) > 50 and statuses.count(400) > 300
+    served.idle()
+
+
+def test_errors_of_the_engine_name_the_client_s_own_field(served: Running) -> None:
+    for path, body, param in (
+        ("/v1/chat/completions", chat(max_tokens=None, max_completion_tokens=2000), "max_completion_tokens"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2000}, "max_tokens"),
+        ("/generate", native(max_new_tokens=2000), "max_new_tokens"),
+        ("/generate", {"input_ids": [5] * 2000}, "input_ids"), ("/generate", {"text": "a " * 2000}, "text"),
+        ("/v1/chat/completions", chat("a " * 2000), "messages"),
+    ):  # fmt: skip
+        status, answer, _ = served.call(path, body)
+        assert (status, answer["error"]["param"]) == (400, param), answer
+        assert param in answer["error"]["message"] or param in ("input_ids", "text", "messages")
 
 
 def test_a_prompt_that_leaves_no_room_for_the_default_limit_is_still_answered(served: Running) -> None:

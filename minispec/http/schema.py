@@ -2,20 +2,18 @@
 
 Three dialects share one path: OpenAI's chat and completions, and SGLang's native `/generate`. A body becomes a `Job`
 (what was asked, checked, with prompts still as text), `tokenize` makes its `Request`s, and a `Reply` turns the
-scheduler's updates into stream events or one answer. The one idea: a field either acts or is refused by name. What is
-not here yet (`_NOT_YET`) is a 400 as soon as it asks for something, while its null and default values pass; a name
-without an effect (`_INERT`) is dropped; names nobody knows are ignored with a debug line, because clients send many.
+scheduler's updates into stream events or one answer. Which fields there are stands in `fields.py`.
 
 Everything a client sends is hostile until parsed: `parse_json` lets through no NaN, no infinity, no lone surrogate,
-no integer beyond 64 bits and no deep nesting.
+no integer beyond 64 bits and no deep nesting, before any model sees it.
 
-Read next: `server.py`, which moves these bytes; `request.py` for the sampling parameters.
+Read next: `fields.py`; `server.py`, which moves these bytes; `request.py` for the sampling parameters.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import logging
 import math
 import time
 import uuid
@@ -23,14 +21,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from minispec.request import ABORT_WANTED, Finish, Request, RequestError, SamplingParams, Update, meta_info
+from minispec.http import fields
+from minispec.http.fields import read
+from minispec.request import ABORT_WANTED, Finish, Request, RequestError, SamplingParams, Update, meta_info, short
 
 if TYPE_CHECKING:
     from minispec.load.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
-
-MAX_BATCH = 128  # prompts in one HTTP request
 MAX_DEPTH = 64  # of nested JSON
 BYTES_PER_TOKEN = 64  # a longer prompt per token of context is refused before it costs time in the tokenizer
 DONE = b"data: [DONE]\n\n"
@@ -54,7 +51,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     except ValueError as error:  # JSONDecodeError and UnicodeError are ValueErrors
         raise RequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise RequestError(f"the body must be a JSON object, got {_short(value)}")
+        raise RequestError(f"the body must be a JSON object, got {short(value)}")
     return value
 
 
@@ -90,63 +87,35 @@ def _check_values(value: Any, depth: int) -> None:
                 _check_values(item, depth + 1)
 
 
-def _short(value: Any) -> str:
-    """Return `value` as it is shown in an error message."""
-    text = repr(value)
-    return text if len(text) <= 100 else text[:97] + "..."
-
-
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Job:
-    """One HTTP request for text, checked: its prompts, parameters and rids have one entry per choice."""
+    """One HTTP request for text, checked: prompts, parameters, rids and their like have one entry per choice."""
 
     kind: Kind
+    model: str | None  # the name the client gave
     prompts: list[Prompt]
     params: list[SamplingParams]
     rids: list[str]
     limited: list[bool]  # per prompt: the client set max_new_tokens, so beyond the context it is an error
+    intervals: list[int | None]  # per prompt: tokens between two events; None: as the server likes
     batched: bool = False  # a list was sent, so a list goes back (native)
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    return_ids: bool = False
     add_special_tokens: bool = True
+    truncate: int | None = None  # prompt tokens to keep; -1: as many as leave room for the output
     chat: dict[str, Any] = field(default_factory=dict)  # keyword arguments of Tokenizer.encode_chat
+    names: dict[str, str] = field(default_factory=dict)  # what our errors call a field -> what the client does
 
 
-# Fields known from OpenAI, SGLang and vLLM that are not here: name -> values that ask for nothing (null, false and
-# empty ones always do).
-_NOT_YET: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        """logprobs echo suffix tools functions json_schema regex ebnf structural_tag stop_regex lora_path input_embeds
-        prompt_embeds image_data audio_data video_data return_hidden_states custom_logit_processor custom_params
-        session_params return_logprob prompt_logprobs chat_template documents audio web_search_options extra_key
-        cache_salt guided_json guided_regex guided_choice guided_grammar structured_outputs use_beam_search bad_words
-        allowed_token_ids truncate_prompt_tokens stream_interval""".split(),
-        (),
-    ),
-    "n": (1,), "best_of": (1,), "top_logprobs": (0,), "tool_choice": ("none", "auto"), "priority": (0,),
-    "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],),
-    "length_penalty": (1,),
-}  # fmt: skip
-
-# Fields that clients send and that change nothing here: only slow Python tokenizers put spaces between special tokens.
-_INERT = ("spaces_between_special_tokens",)
-
-# Fields that are the same in a /v1 body and in SamplingParams.
-_SAMPLING = """temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty logit_bias stop
-    stop_token_ids ignore_eos no_stop_trim skip_special_tokens""".split()
+# Fields of a /v1 body that SamplingParams has under another name. In order: a later one wins.
 _RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed", "sampling_seed": "sampling_seed",
-            "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}  # fmt: skip
-_KNOWN = {
-    *_SAMPLING, *_RENAMED, *_INERT, "model", "messages", "prompt", "stream", "stream_options", "rid",
-    "continue_final_message", "add_generation_prompt", "chat_template_kwargs", "reasoning_effort", "add_special_tokens",
-}  # fmt: skip
-_NATIVE_KNOWN = {"text", "input_ids", "sampling_params", "rid", "stream", "model"}
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+            "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens",
+            "include_stop_str_in_output": "no_stop_trim"}  # fmt: skip
 # Names the template's own machinery uses: a client may not set them.
 _TEMPLATE_NAMES = frozenset(
     """messages tools documents conversation chat_template template add_generation_prompt continue_final_message
@@ -158,93 +127,67 @@ _TEMPLATE_NAMES = frozenset(
 
 def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
     """Return the job of a /v1/chat/completions body; `defaults` are the sampling values of the model, if used."""
-    _refuse_not_yet(body)
-    _note_unknown(body, _KNOWN)
-    continued = _bool(body, "continue_final_message", False)
-    messages = _messages(body.get("messages"))
+    asked = read(fields.Chat, body)
+    continued = asked.continue_final_message is True
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(asked.messages)]
     if continued and messages[-1]["role"] != "assistant":
         raise RequestError("continue_final_message needs a last message of role assistant", "continue_final_message")
     chat = {
-        "add_generation_prompt": _bool(body, "add_generation_prompt", True) and not continued,
+        "add_generation_prompt": asked.add_generation_prompt is not False and not continued,
         "continue_final_message": continued,
-        "template_kwargs": _template_kwargs(body),
+        "template_kwargs": _template_kwargs(asked),
     }
-    params = _openai_params(body, defaults, max_tokens=None)
-    return Job(
-        "chat", [messages], [params], _rids(body, 1, "chatcmpl-"), [_limited(body)], chat=chat, **_stream_options(body)
-    )  # fmt: skip
+    return replace(_openai_job("chat", asked, [messages], defaults, None), chat=chat)
 
 
 def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
     """Return the job of a /v1/completions body: a prompt of text or ids, or a list of such prompts."""
-    _refuse_not_yet(body)
-    _note_unknown(body, _KNOWN)
-    prompt = body.get("prompt")
-    if prompt is None:
-        raise RequestError("prompt is required: text, a list of texts, token ids, or a list of lists of ids", "prompt")
-    prompts, batched = _prompts("prompt", prompt)
-    params = _openai_params(body, defaults, max_tokens=16)
-    return Job(
-        "completion", prompts, [params] * len(prompts), _rids(body, len(prompts), "cmpl-"),
-        [_limited(body)] * len(prompts), batched,
-        add_special_tokens=_bool(body, "add_special_tokens", True), **_stream_options(body),
-    )  # fmt: skip
+    asked = read(fields.Completion, body)
+    job = _openai_job("completion", asked, _listed(asked.prompt), defaults, 16)
+    return replace(job, add_special_tokens=asked.add_special_tokens is not False)
 
 
 def parse_generate(body: Mapping[str, Any]) -> Job:
     """Return the job of a native /generate body: `text` or `input_ids`, one or a list, and `sampling_params`."""
-    _refuse_not_yet(body)
-    _note_unknown(body, _NATIVE_KNOWN)
-    given = [name for name in ("text", "input_ids") if body.get(name) is not None]
+    asked = read(fields.Generate, body)
+    given = [name for name in ("text", "input_ids") if getattr(asked, name) is not None]
     if len(given) != 1:
         raise RequestError(f"exactly one of text and input_ids must be given, got {given or 'neither'}",
                            given[-1] if given else "text")  # fmt: skip
-    name = given[0]
-    prompts, batched = _prompts(name, body[name])
-    if isinstance(prompts[0], str) != (name == "text"):
-        raise RequestError(f"{name} is for {'text' if name == 'text' else 'token ids'}, got {_short(body[name])}", name)
-    wishes = body.get("sampling_params")
-    wishes = wishes if isinstance(wishes, list) else [{} if wishes is None else wishes] * len(prompts)
+    prompt = getattr(asked, given[0])
+    prompts, wishes = _listed(prompt), asked.sampling_params
+    if not isinstance(wishes, list):
+        wishes = [wishes or fields.NativeParams()] * len(prompts)
     if len(wishes) != len(prompts):
         raise RequestError(f"sampling_params has {len(wishes)} entries for {len(prompts)} prompts", "sampling_params")
-    params = [_native_params(wish) for wish in wishes]
-    limited = [isinstance(wish, dict) and wish.get("max_new_tokens") is not None for wish in wishes]
-    rids = _rids(body, len(prompts), "")
-    return Job("generate", prompts, params, rids, limited, batched, stream=_bool(body, "stream", False))
+    names = [f.name for f in dataclasses.fields(SamplingParams)]
+    return Job(
+        "generate", asked.model, prompts,
+        params=[SamplingParams(**_given(wish, names)) for wish in wishes],
+        rids=_rids(asked.rid, len(prompts), ""),
+        limited=[wish.max_new_tokens is not None for wish in wishes],
+        intervals=[wish.stream_interval or asked.stream_interval for wish in wishes],
+        batched=prompts is prompt,
+        stream=asked.stream is True,
+        truncate=asked.truncate_prompt_tokens,
+        names={"prompt": given[0], "max_tokens": "max_new_tokens"},
+    )  # fmt: skip
 
 
-def parse_tokenize(body: Mapping[str, Any]) -> tuple[list[str], bool, bool]:
-    """Return (texts, whether a list was sent, add_special_tokens) of a /tokenize body."""
-    prompt = body.get("prompt")
-    texts = prompt if isinstance(prompt, list) else [prompt]
-    if not all(isinstance(text, str) for text in texts) or len(texts) > MAX_BATCH:
-        raise RequestError(f"prompt must be text or at most {MAX_BATCH} texts, got {_short(prompt)}", "prompt")
-    return texts, isinstance(prompt, list), _bool(body, "add_special_tokens", True)
+def check_ids(rows: Iterable[Sequence[int]], vocab_size: int) -> None:
+    """Raise RequestError 400 where the `tokens` of a /detokenize body are not in the vocabulary."""
+    for token in (token for row in rows for token in row):
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"tokens must be ids in [0, {vocab_size - 1}], got {token}", "tokens")
 
 
-def parse_detokenize(body: Mapping[str, Any], vocab_size: int) -> tuple[list[list[int]], bool, bool]:
-    """Return (id lists, whether a list of lists was sent, skip_special_tokens) of a /detokenize body."""
-    tokens = body.get("tokens")
-    batched = isinstance(tokens, list) and bool(tokens) and isinstance(tokens[0], list)
-    rows = tokens if batched else [tokens]
-    for row in rows:
-        if not _is_ids(row) or not all(0 <= token < vocab_size for token in row):
-            raise RequestError(f"tokens must be a list of ids in [0, {vocab_size - 1}], got {_short(row)}", "tokens")
-    return rows, batched, _bool(body, "skip_special_tokens", True)
-
-
-def check_model(name: Any, accepted: Iterable[str | None] | None) -> None:
-    """Raise RequestError 404 unless `name` is missing, empty, "default" or one of the accepted names; None: any name.
-
-    Raises 400 for what is no name at all.
-    """
-    if name is not None and not isinstance(name, str):
-        raise RequestError(f"model must be a string, got {_short(name)}", "model")
+def check_model(name: str | None, accepted: Iterable[str | None] | None) -> None:
+    """Raise RequestError 404 unless `name` is missing, empty, "default" or one of the accepted names; None: any."""
     if name in (None, "", "default") or accepted is None:
         return
     names = [n for n in accepted if n]
     if name not in names:
-        raise RequestError(f"the model {_short(name)} does not exist here; there is {names[0]!r}", "model", 404,
+        raise RequestError(f"the model {short(name)} does not exist here; there is {names[0]!r}", "model", 404,
                            "model_not_found")  # fmt: skip
 
 
@@ -258,18 +201,24 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def tokenize(job: Job, tokenizer: Tokenizer, context_length: int) -> list[Request]:
-    """Return one request per prompt of the job; slow for long prompts, so not to be called on the event loop."""
+def tokenize(job: Job, tokenizer: Tokenizer, context_length: int, longest: int | None = None) -> list[Request]:
+    """Return one request per prompt of the job; slow for long prompts, so not to be called on the event loop.
+
+    longest: tokens of the longest possible prompt, to which a prompt is cut if the client wants it cut to what fits.
+    """
     requests = []
     for prompt, params, rid, limited in zip(job.prompts, job.params, job.rids, job.limited, strict=True):
-        is_ids = _is_ids(prompt)
         check_size(prompt, context_length)
         if job.kind == "chat":
             ids = tokenizer.encode_chat(prompt, **job.chat)
         else:
-            ids = prompt if is_ids else tokenizer.encode(prompt, add_special_tokens=job.add_special_tokens)
+            ids = tokenizer.encode(prompt, job.add_special_tokens) if isinstance(prompt, str) else prompt
         if not ids:
-            raise RequestError("the prompt is empty", "messages" if job.kind == "chat" else "prompt")
+            raise RequestError("the prompt is empty", job.names.get("prompt", "prompt"))
+        if job.truncate is not None:
+            output = params.max_new_tokens if limited and params.max_new_tokens is not None else 1
+            fits = max(min(longest or context_length, context_length - output), 1)
+            ids = ids[-(fits if job.truncate == -1 else job.truncate) :]
         if not limited and params.max_new_tokens is not None:  # the dialect's default gives way to the context
             room = max(context_length - len(ids), 0)
             params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
@@ -280,154 +229,96 @@ def tokenize(job: Job, tokenizer: Tokenizer, context_length: int) -> list[Reques
 
 def check_size(prompt: Prompt, context_length: int) -> None:
     """Raise RequestError 400 for a prompt that cannot fit the context, before any time is spent on it."""
-    parts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m, dict)]
-    size, limit = sum(len(part.encode("utf-8")) for part in parts), BYTES_PER_TOKEN * context_length
+    if not isinstance(prompt, str) and isinstance(prompt[0], int):
+        return  # ids are no work
+    size = len(prompt.encode("utf-8") if isinstance(prompt, str) else dump(prompt))
+    limit = BYTES_PER_TOKEN * context_length
     if size > limit:
         raise RequestError(f"the prompt has {size} bytes; at most {limit} are looked at with a context of "
                            f"{context_length} tokens", code="context_length_exceeded")  # fmt: skip
 
 
-def _refuse_not_yet(body: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise RequestError 400 naming the first field that asks for something not built yet."""
-    for name, passes in _NOT_YET.items():
-        value = body.get(name)
-        if value is None or value is False or value in ("", [], {}) or value in passes:
-            continue
-        raise RequestError(f"{prefix}{name} is not supported yet, got {_short(value)}", name, code="unsupported_field")
+def in_clients_words(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """Return an error about a field of ours as one about the client's; `names` as in `Job.names`."""
+    message = error.message
+    for ours in set(names) & set(_RENAMED.values()):
+        message = message.replace(ours, names[ours])
+    return RequestError(message, names.get(error.param or "", error.param), error.status, error.code)
 
 
-def _note_unknown(body: Mapping[str, Any], known: Iterable[str]) -> None:
-    unknown = sorted(set(body) - set(known) - set(_NOT_YET))
-    if unknown:
-        log.debug("ignored fields: %s", _short(unknown))
+def _openai_job(
+    kind: Kind, asked: fields.OpenAI, prompts: list[Prompt], defaults: Mapping[str, Any], max_tokens: int | None
+) -> Job:
+    """Return what chat and completions have in common; `max_tokens` is the limit where the client sets none."""
+    wish = {**defaults, **_given(asked, fields.Sampling.model_fields), "max_new_tokens": max_tokens}
+    names = {"prompt": "messages" if kind == "chat" else "prompt"}
+    for name, inner in _RENAMED.items():
+        if (value := getattr(asked, name)) is not None:
+            wish[inner], names[inner] = value, name
+    names["max_tokens"] = names.get("max_new_tokens", "max_tokens")
+    try:
+        params = SamplingParams(**wish)
+    except RequestError as error:
+        raise in_clients_words(error, names) from None
+    count, options = len(prompts), asked.stream_options or fields.StreamOptions()
+    rid = asked.request_id if asked.rid is None else asked.rid
+    return Job(
+        kind, asked.model, prompts, [params] * count,
+        rids=_rids(rid, count, "chatcmpl-" if kind == "chat" else "cmpl-"),
+        limited=["max_new_tokens" in names] * count,
+        intervals=[asked.stream_interval] * count,
+        stream=asked.stream is True,
+        include_usage=options.include_usage is True,
+        continuous_usage=options.continuous_usage_stats is True,
+        return_ids=asked.return_token_ids is True,
+        truncate=asked.truncate_prompt_tokens,
+        names=names,
+    )  # fmt: skip
 
 
-def _bool(body: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false, got {_short(value)}", name)
-    return default if value is None else value
+def _given(asked: fields.Fields, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of the fields that the client has set."""
+    return {name: value for name in names if (value := getattr(asked, name)) is not None}
 
 
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+def _listed(prompt: Any) -> list[Prompt]:
+    """Return a prompt, or a list of them, as a list."""
+    return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
 
-def _prompts(name: str, value: Any) -> tuple[list[Prompt], bool]:
-    """Return (prompts, whether several were sent) from text, ids, or a list of either; each is checked non-empty."""
-    batched = isinstance(value, list) and bool(value) and isinstance(value[0], (str, list))
-    prompts = value if batched else [value]
-    if len(prompts) > MAX_BATCH:
-        raise RequestError(f"{name} may hold at most {MAX_BATCH} prompts, got {len(prompts)}", name)
-    for prompt in prompts:
-        if prompt in ("", []):
-            raise RequestError(f"{name} must not be empty", name)
-        if not isinstance(prompt, str) and not _is_ids(prompt):
-            raise RequestError(f"{name} must be text, token ids, or a list of either, got {_short(prompt)}", name)
-        if isinstance(prompt, str) != isinstance(prompts[0], str):
-            raise RequestError(f"{name} must not mix text and token ids", name)
-    return prompts, batched
-
-
-def _rids(body: Mapping[str, Any], count: int, prefix: str) -> list[str]:
+def _rids(given: str | list[str] | None, count: int, prefix: str) -> list[str]:
     """Return one id per prompt: the client's, or new ones with a common stem so that one prefix aborts them all."""
-    given = body.get("rid")
     if isinstance(given, list) and len(given) != count:
         raise RequestError(f"rid has {len(given)} entries for {count} prompts", "rid")
     rids = given if isinstance(given, list) else [prefix + uuid.uuid4().hex if given is None else given]
-    if not all(isinstance(rid, str) and 0 < len(rid) <= 256 for rid in rids):
-        raise RequestError(f"rid must be a string of 1 to 256 characters or a list of such, got {_short(given)}", "rid")
     return rids if len(rids) == count else [f"{rids[0]}-{i}" for i in range(count)]
 
 
-def _stream_options(body: Mapping[str, Any]) -> dict[str, bool]:
-    """Return the stream fields of a job from `stream` and `stream_options`."""
-    options = body.get("stream_options") or {}
-    if not isinstance(options, dict):
-        raise RequestError(f"stream_options must be an object, got {_short(options)}", "stream_options")
-    return {
-        "stream": _bool(body, "stream", False),
-        "include_usage": _bool(options, "include_usage", False),
-        "continuous_usage": _bool(options, "continuous_usage_stats", False),
-    }
+def _message(message: fields.Message, where: str) -> dict[str, Any]:
+    """Return a message with text as its content, ready for a template."""
+    clean, content = _given(message, fields.Message.model_fields), message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    elif content is None and message.role == "assistant" and message.tool_calls:
+        content = ""
+    elif content is None:
+        raise RequestError(f"{where}.content must be text or a list of text parts, got None", "messages")
+    return {**clean, "content": content}
 
 
-def _limited(body: Mapping[str, Any]) -> bool:
-    return any(body.get(name) is not None for name in ("max_tokens", "max_completion_tokens"))
-
-
-def _openai_params(body: Mapping[str, Any], defaults: Mapping[str, Any], max_tokens: int | None) -> SamplingParams:
-    """Return the parameters of a /v1 body; max_completion_tokens beats max_tokens. Errors name its own fields."""
-    wish = {**defaults, **{name: body[name] for name in _SAMPLING if body.get(name) is not None}}
-    wish["max_new_tokens"] = max_tokens
-    source = {}
-    for name, inner in _RENAMED.items():  # in order: a later name wins
-        if body.get(name) is not None:
-            wish[inner], source[inner] = body[name], name
-    try:
-        return SamplingParams(**wish)
-    except RequestError as error:
-        message = error.message
-        for inner, name in source.items():
-            message = message.replace(inner, name)
-        raise RequestError(message, source.get(error.param or "", error.param), error.status, error.code) from None
-
-
-def _native_params(wish: Any) -> SamplingParams:
-    """Return the parameters of one `sampling_params` object."""
-    if isinstance(wish, dict):
-        _refuse_not_yet(wish, "sampling_params.")
-        wish = {name: value for name, value in wish.items() if name not in _NOT_YET and name not in _INERT}
-        if wish.get("max_new_tokens", 0) is None:  # null means "the default", as in every other field of a body
-            del wish["max_new_tokens"]
-    return SamplingParams.from_dict(wish)
-
-
-def _messages(messages: Any) -> list[dict[str, Any]]:
-    """Return chat messages with text content, ready for a template; RequestError 400 where they are not."""
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages must be a non-empty list", "messages")
-    checked = []
-    for i, message in enumerate(messages):
-        where = f"messages[{i}]"
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
-            raise RequestError(f"{where}.role must be one of {', '.join(_ROLES)}, got {_short(message)}", "messages")
-        clean = {name: message[name] for name in _MESSAGE_FIELDS if message.get(name) is not None}
-        clean["content"] = _content(message, where)
-        checked.append(clean)
-    return checked
-
-
-def _content(message: Mapping[str, Any], where: str) -> str:
-    """Return a message's content as text: a string, or text parts joined by newlines."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if content is None and message["role"] == "assistant" and message.get("tool_calls"):
-        return ""
-    if not isinstance(content, list) or not content:
-        raise RequestError(f"{where}.content must be text or a list of text parts, got {_short(content)}", "messages")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise RequestError(f"{where}.content may have parts of type text only, got {_short(kind)}", "messages")
-    return "\n".join(part["text"] for part in content)
-
-
-def _template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
+def _template_kwargs(asked: fields.Chat) -> dict[str, Any]:
     """Return the variables a client may set in the chat template: plain values under names of its own."""
-    kwargs = body.get("chat_template_kwargs") or {}
-    if not isinstance(kwargs, dict) or len(kwargs) > 16:
-        raise RequestError("chat_template_kwargs must be an object of at most 16 names", "chat_template_kwargs")
-    if body.get("reasoning_effort") is not None:
-        kwargs = {"reasoning_effort": body["reasoning_effort"], **kwargs}
+    kwargs = asked.chat_template_kwargs or {}
+    if len(kwargs) > 16:
+        raise RequestError(f"chat_template_kwargs must have at most 16 names, got {len(kwargs)}",
+                           "chat_template_kwargs")  # fmt: skip
     for name, value in kwargs.items():
         if not name.isidentifier() or name.startswith("_") or name in _TEMPLATE_NAMES:
-            raise RequestError(f"chat_template_kwargs may not set {_short(name)}", "chat_template_kwargs")
+            raise RequestError(f"chat_template_kwargs may not set {short(name)}", "chat_template_kwargs")
         if not isinstance(value, (str, bool, int, float, type(None))) or (isinstance(value, str) and len(value) > 1000):
             raise RequestError(f"chat_template_kwargs.{name} must be a short string, a number, a bool or null",
                                "chat_template_kwargs")  # fmt: skip
-    return kwargs
+    return {**_given(asked, ["reasoning_effort"]), **kwargs}
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
@@ -457,18 +348,26 @@ def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
             "max_model_len": max_model_len}  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Served:
+    """What answers tell of the server."""
+
+    model: str
+    fingerprint: str | None = None  # of all that decides which tokens come out
+    nodes: int = 1  # N, nodes of a draft tree
+    stream_interval: int = 1  # tokens between two events, where the request does not say
+    cache_report: bool = False
+
+
 class Reply:
     """The answer to one job while it grows: `take` every update, send what it returns, or ask `result` at the end.
 
     Deltas are pieces of the same text that `result` holds, so concatenated they are equal to it.
     """
 
-    def __init__(
-        self, job: Job, requests: Sequence[Request], model: str, *, nodes: int = 1, stream_interval: int = 1,
-        cache_report: bool = False,
-    ) -> None:  # fmt: skip
-        self.job, self.requests, self.model = job, list(requests), model
-        self.nodes, self.interval, self.cache_report = nodes, stream_interval, cache_report
+    def __init__(self, job: Job, requests: Sequence[Request], served: Served) -> None:
+        self.job, self.requests, self.served = job, list(requests), served
+        self.intervals = [own or served.stream_interval for own in job.intervals]
         count = len(self.requests)
         self.created = int(time.time())
         self.id = job.rids[0] if count == 1 else job.rids[0].removesuffix("-0")
@@ -497,7 +396,7 @@ class Reply:
         self.texts[i] += update.text
         self.ids[i] += update.ids
         self.finishes[i] = finish
-        if not self.job.stream or (finish is None and len(self.ids[i]) - self.sent[i][1] < self.interval):
+        if not self.job.stream or (finish is None and len(self.ids[i]) - self.sent[i][1] < self.intervals[i]):
             return []
         return self._events(i)
 
@@ -505,7 +404,7 @@ class Reply:
         """Return the events that open a stream: the assistant's role, in a chat."""
         if self.job.kind != "chat":
             return []
-        return [self._chunk(0, {"delta": {"role": "assistant", "content": ""}}, None)]
+        return [{**self._chunk(0, {"delta": {"role": "assistant", "content": ""}}, None), **self._prompt_ids(0)}]
 
     def closing(self) -> list[dict[str, Any]]:
         """Return the events that close a stream: the usage, if it was asked for."""
@@ -519,41 +418,52 @@ class Reply:
         if self.job.kind == "generate":
             items = [self._native(i) for i in count]
             return items if self.job.batched else items[0]
-        choices = []
+        is_chat, choices = self.job.kind == "chat", []
         for i in count:
             message = {"role": "assistant", "content": self.texts[i], "tool_calls": None}
-            body = {"message": message} if self.job.kind == "chat" else {"text": self.texts[i]}
-            choices.append(self._choice(i, body, self.finishes[i]))
-        return {**self._head(stream=False), "choices": choices, "usage": self.usage()}
+            body = {"message": message} if is_chat else {"text": self.texts[i], **self._prompt_ids(i)}
+            choices.append(self._choice(i, {**body, **self._new_ids(i)}, self.finishes[i]))
+        prompt = self._prompt_ids(0) if is_chat else {}
+        return {**self._head(stream=False), "choices": choices, "usage": self.usage(), **prompt}
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's usage object over all choices so far."""
         prompt, output = sum(len(r.prompt_ids) for r in self.requests), sum(map(len, self.ids))
         cached = sum(r.cached_tokens for r in self.requests)
-        details = {"cached_tokens": cached} if self.cache_report and cached else None
+        details = {"cached_tokens": cached} if self.served.cache_report and cached else None
         return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
                 "prompt_tokens_details": details}  # fmt: skip
 
     def _events(self, i: int) -> list[dict[str, Any]]:
         """Return the events that bring choice i up to date."""
-        new_text, finish = self.texts[i][self.sent[i][0] :], self.finishes[i]
-        self.sent[i] = (len(self.texts[i]), len(self.ids[i]))
+        new_text, new_ids, finish = self.texts[i][self.sent[i][0] :], self._new_ids(i), self.finishes[i]
+        first, self.sent[i] = self.sent[i] == (0, 0), (len(self.texts[i]), len(self.ids[i]))
         if self.job.kind == "generate":
             return [{**self._native(i), "index": i} if self.job.batched else self._native(i)]
         if self.job.kind == "completion":
-            return [self._chunk(i, {"text": new_text}, finish)] if new_text or finish else []
-        events = [self._chunk(i, {"delta": {"content": new_text}}, None)] if new_text else []
+            body = {"text": new_text, **new_ids, **(self._prompt_ids(i) if first else {})}
+            return [self._chunk(i, body, finish)] if new_text or new_ids or finish else []
+        events = [self._chunk(i, {"delta": {"content": new_text}, **new_ids}, None)] if new_text or new_ids else []
         return [*events, self._chunk(i, {"delta": {}}, finish)] if finish else events
+
+    def _prompt_ids(self, i: int) -> dict[str, list[int]]:
+        """Return the field with the prompt's ids, if it was asked for."""
+        return {"prompt_token_ids": self.requests[i].prompt_ids} if self.job.return_ids else {}
+
+    def _new_ids(self, i: int) -> dict[str, list[int]]:
+        """Return the field with the ids that are in no event yet, if it was asked for; so that theirs add up to all."""
+        return {"token_ids": self.ids[i][self.sent[i][1] :]} if self.job.return_ids else {}
 
     def _native(self, i: int) -> dict[str, Any]:
         ids = self.ids[i]
-        info = meta_info(self.requests[i], len(ids), self.finishes[i], self.nodes)
+        info = meta_info(self.requests[i], len(ids), self.finishes[i], self.served.nodes)
         info["id"] = self.job.rids[i]
         return {"text": self.texts[i], "output_ids": list(ids), "meta_info": info}
 
     def _head(self, stream: bool) -> dict[str, Any]:
         kind = "text_completion" if self.job.kind == "completion" else "chat.completion" + ".chunk" * stream
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.served.model,
+                "system_fingerprint": self.served.fingerprint}  # fmt: skip
 
     def _choice(self, i: int, body: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
         return {"index": i, **body, "logprobs": None, "finish_reason": finish and finish.kind,

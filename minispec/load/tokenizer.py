@@ -95,6 +95,7 @@ class Tokenizer:
         sources = {"default": template} if isinstance(template, str) else dict(template or {})
         self._templates = {name: _compile(source) for name, source in sources.items()}
         self._named_tokens = dict(named_tokens)
+        self.info = {**self._named_tokens, "chat_template": sources.get("default")}  # for clients that tokenize too
 
     def token_id(self, token: str) -> int | None:
         """Return the id of exactly this token, or None."""

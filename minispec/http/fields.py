@@ -1,0 +1,406 @@
+"""The fields a client may send, as tables: each acts, is refused by name where it asks for something, or is ignored.
+
+A class below is the body of an endpoint and a line in it is a field that acts: its name, its type, what it does. Every
+other field that OpenAI, SGLang or vLLM document stands in `REFUSED` or `IGNORED`, with the reason. A refused field is
+switched on for an endpoint by a line of its own in that endpoint's class, which takes precedence over the table. Names
+in none of these are ignored with a debug line, because clients send many.
+
+The one idea: a model carries names, types and structure, and nothing else. Ranges are checked once, where
+`SamplingParams` is made, so that `LLM` has them too. Types are strict (no 1 for true, no "1" for 1), lists end at
+their first error (a million wrong ids are one error), and null means the same as leaving a field out.
+
+Read next: `schema.py`, which makes requests of what is read here; `openapi.py`, which describes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import operator
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    create_model,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from minispec.request import RequestError, short
+
+log = logging.getLogger(__name__)
+
+MAX_BATCH = 128  # prompts in one HTTP request
+MAX_MESSAGES = 2**14  # in one chat; each costs a template some tokens
+MAX_RID = 256  # characters
+
+TEMPLATE = "handed to the chat template"
+
+T = TypeVar("T")
+
+# ---- types -----------------------------------------------------------------------------------------------------------
+
+
+def told_apart(allowed: str, **members: Any) -> Any:
+    """Return the union of `members`, told apart by JSON type alone, so that an error is that of the member meant.
+
+    The members' names say which JSON they are: `text`, `object`, or a list by its first item: `ids`, `texts`, `rows`
+    (of lists), `objects`. `allowed` completes "must be" for anything else.
+    """
+    scalars, lists = {str: "text", dict: "object"}, {str: "texts", list: "rows", dict: "objects"}
+    of_empty = next(name for name in members if name not in scalars.values())
+
+    def tag(value: Any) -> str | None:
+        if isinstance(value, list):
+            name = lists.get(type(value[0]), "ids") if value else of_empty
+        else:
+            name = scalars.get(type(value), "")
+        return f"<{name}>" if name in members else None
+
+    tagged = [Annotated[kind, Tag(f"<{name}>")] for name, kind in members.items()]
+    union = functools.reduce(operator.or_, tagged)
+    return Annotated[union, Discriminator(tag, custom_error_type="allowed", custom_error_message=allowed)]
+
+
+def _truncation(value: int) -> int:
+    if value != -1 and value < 1:
+        raise PydanticCustomError("allowed", "-1 or at least 1")
+    return value
+
+
+def _equal_to_n(value: int | None, info: ValidationInfo) -> int | None:
+    if value not in (None, n := info.data.get("n") or 1):
+        raise PydanticCustomError("allowed", "n, which is {n}", {"n": n})
+    return value
+
+
+Flag = bool | None
+Integer = int | None
+Number = float | None
+Text = str | None
+Each = Annotated[list[T], Field(fail_fast=True)]
+Batch = Annotated[list[T], Field(fail_fast=True, min_length=1, max_length=MAX_BATCH)]
+Filled = Annotated[str, Field(min_length=1)]
+Ids = Annotated[list[int], Field(fail_fast=True, min_length=1)]
+Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID)]
+# An object of any size, whose values are looked at one by one later: as a dict of numbers, a million errors.
+Biases = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
+
+
+def does(text: str) -> Any:
+    """Return the default of an optional field, None, with what the field does; for the description."""
+    return Field(None, description=text)
+
+
+# ---- fields that do not act ------------------------------------------------------------------------------------------
+
+REFUSED = {  # why -> fields
+    "one choice is made for each prompt": "n use_beam_search beam_width length_penalty",
+    "logprobs are not in this version": """logprobs top_logprobs prompt_logprobs flat_logprobs echo return_logprob
+        logprob_start_len top_logprobs_num token_ids_logprob return_text_in_logprobs return_tokens_as_token_ids
+        return_sampling_mask sampling_logprobs_mode return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs
+        return_flat_raw_top_logprobs_b64 return_entropy""",
+    "tool calls are not in this version": "tools tool_choice functions function_call web_search_options",
+    "constrained output is not in this version": """response_format json_schema regex ebnf structural_tag guided_json
+        guided_regex guided_choice guided_grammar guided_decoding_backend structured_outputs""",
+    "tokens are not banned by name here; logit_bias lowers single ones": "bad_words allowed_token_ids",
+    "stops are ids and strings": "stop_regex repetition_detection",
+    "requests are served in the order of their arrival": "priority service_tier background",
+    "only text goes in and out": """image_data audio_data video_data audio modalities images_config video_config
+        mm_processor_kwargs media_io_kwargs mm_hashes mm_content_hashes encoder_urls use_audio_in_video
+        max_dynamic_patch min_dynamic_patch image_max_dynamic_patch video_max_dynamic_patch""",
+    "a prompt is text, token ids or messages": """suffix input_ids input_embeds prompt_embeds positional_embed_overrides
+        multi_item_delimiter_indices documents chat_template chat_template_content_format task""",
+    "only a completion's prompt may do without the special tokens": "add_special_tokens",
+    "a prompt is cut at its beginning": "truncation_side",
+    "requests bring no code": "custom_logit_processor custom_params logits_processors vllm_xargs",
+    "there are no adapters": "lora_path lora_id",
+    "a request stands alone; the prefix cache finds what was there before": "session_id session_params store kv_hints",
+    "the prefix cache has one space for all; --disable-radix-cache turns it off": "extra_key cache_salt",
+    "reasoning is not told apart from the answer": """require_reasoning max_thinking_tokens thinking_token_budget
+        thinking""",
+    "the answer has no such part": """return_hidden_states return_routed_experts routed_experts_start_len
+        return_indexer_topk return_cached_tokens_details return_spec_tokens_details return_prompt_token_ids
+        return_prompt_text return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext return_bytes
+        return_token_strs watermark moderation verbosity""",
+    "there is one process": """data_parallel_rank routed_dp_rank disagg_prefill_dp_rank bootstrap_host bootstrap_port
+        bootstrap_room bootstrap_pair_key decode_tp_size kv_transfer_params token_indices_to_pool""",
+}  # fmt: skip
+
+# Values that ask for what is done anyway, besides null, false and what is empty.
+IDLE: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "top_logprobs": (0,), "top_logprobs_num": (0,), "logprob_start_len": (-1,), "length_penalty": (1, 1.0),
+    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
+    "priority": (0,), "service_tier": ("auto", "default"), "modalities": (["text"],), "truncation_side": ("left",),
+    "routed_experts_start_len": (0,), "verbosity": ("medium",), "data_parallel_rank": (0,), "routed_dp_rank": (0,),
+}  # fmt: skip
+
+IGNORED = {  # why no answer depends on it -> fields
+    "it is for the caller's own books": "user metadata safety_identifier custom_labels conversation_id routing_key",
+    "the prefix cache works by itself": "prompt_cache_key prompt_cache_options prompt_cache_retention",
+    "it is a hint for speed": "prediction",
+    "text is never logged": "no_logs log_metrics",
+    "reasoning is not told apart from the answer": "separate_reasoning stream_reasoning include_reasoning",
+    "no tools are called": "parallel_tool_calls",
+    "only slow Python tokenizers put spaces there": "spaces_between_special_tokens",
+}
+
+
+def _refused(name: str, why: str) -> Any:
+    """Return the type of a refused field: what asks for nothing passes."""
+    passes = (None, False, "", [], {}, *IDLE.get(name, ()))
+
+    def check(value: Any) -> Any:
+        if not any(type(value) is type(idle) and value == idle for idle in passes):
+            raise PydanticCustomError("unsupported_field", "{why}", {"why": why})
+        return value
+
+    return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": list(passes)})]
+
+
+def inactive() -> dict[str, tuple[str, str]]:
+    """Return name -> ("refused" or "ignored", why) for every field of the two tables."""
+    return {
+        name: (fate, why)
+        for fate, table in (("refused", REFUSED), ("ignored", IGNORED))
+        for why, names in table.items() for name in names.split()
+    }  # fmt: skip
+
+
+def _inactive_fields(*wanted: str) -> dict[str, Any]:
+    """Return the pydantic fields of the tables, or of those names."""
+    table = inactive()
+    return {
+        name: (_refused(name, why) if fate == "refused" else Any, Field(None, description=f"{fate}: {why}"))
+        for name, (fate, why) in table.items() if name in (wanted or table)
+    }  # fmt: skip
+
+
+# ---- the bodies ------------------------------------------------------------------------------------------------------
+
+
+class Fields(BaseModel):
+    """An object of fields; what it does not name is ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Prompted(create_model("Inactive", __base__=Fields, **_inactive_fields())):  # type: ignore[misc]
+    """What every request for text may say."""
+
+    model: Text = does("ignored, unless --strict-model-name: then another name than the served one is a 404")
+    stream: Flag = does("answer by server-sent events")
+    rid: told_apart(f"a string of 1 to {MAX_RID} characters or a list of such", text=Rid, texts=Batch[Rid]) | None = (
+        does("the answer's id, and what /abort_request looks for; a list for a list of prompts"))  # fmt: skip
+    stream_interval: Annotated[int, Field(ge=1)] | None = does("tokens between two events, in place of the server's")
+    truncate_prompt_tokens: Annotated[int, AfterValidator(_truncation)] | None = does(
+        "keep so many last tokens of the prompt; -1 as many as leave room for the tokens to generate")
+    best_of: Annotated[int | None, AfterValidator(_equal_to_n)] = does("must equal n, as nothing ranks choices")
+
+
+class Sampling(Fields):
+    """How tokens are chosen and where text ends; the ranges are those of `SamplingParams`."""
+
+    temperature: Number = does("0 is greedy")
+    top_p: Number = does("the likeliest tokens of this total probability")
+    top_k: Integer = does("so many likeliest tokens; -1 for all")
+    min_p: Number = does("tokens at least so likely, relative to the likeliest")
+    frequency_penalty: Number = does("lowers tokens by how often they were generated")
+    presence_penalty: Number = does("lowers tokens that were generated")
+    repetition_penalty: Number = does("divides the logits of tokens seen, prompt included")
+    logit_bias: Biases | None = does("token id -> number added to its logit")
+    stop: told_apart("a string or a list of strings", text=str, texts=Each[str]) | None = does(
+        "strings that end the text")
+    stop_token_ids: Each[int] | None = does("ids that end the text, besides EOS")
+    ignore_eos: Flag = does("EOS ends nothing")
+    no_stop_trim: Flag = does("leave what matched a stop in the text")
+    skip_special_tokens: Flag = does("leave special tokens out of the text (the default)")
+
+
+class StreamOptions(Fields):
+    """The object `stream_options`."""
+
+    include_usage: Flag = does("a last event with the usage")
+    continuous_usage_stats: Flag = does("the usage so far in every event")
+
+
+class OpenAI(Prompted, Sampling):
+    """What both of OpenAI's endpoints take, extensions of SGLang and vLLM included."""
+
+    max_tokens: Integer = does("tokens to generate at most")
+    min_tokens: Integer = does("tokens before which nothing ends the text")
+    seed: Integer = does("the same seed, prompt and parameters give the same text")
+    sampling_seed: Integer = does("as seed")
+    include_stop_str_in_output: Flag = does("as no_stop_trim")
+    stream_options: StreamOptions | None = does("what events carry besides text")
+    return_token_ids: Flag = does("add prompt_token_ids and token_ids to the answer")
+    request_id: Rid | None = does("as rid")
+
+
+class TextPart(Fields):
+    """A part of a message; images and audio are refused, since only text goes in."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Fields):
+    """A message of a chat; what it says besides these is ignored."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(description="whose it is")
+    content: told_apart("text or a list of text parts", text=str, objects=Batch[TextPart]) | None = does(
+        "text, or parts joined by newlines; only the assistant's may be null, where it called tools")
+    name: Text = does(TEMPLATE)
+    tool_calls: Each[dict[str, Any]] | None = does(TEMPLATE)
+    tool_call_id: Text = does(TEMPLATE)
+    reasoning_content: Text = does(TEMPLATE)
+
+
+class Chat(OpenAI):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] = Field(
+        description="the conversation")
+    max_completion_tokens: Integer = does("as max_tokens, and wins; with neither the context is the limit")
+    add_generation_prompt: Flag = does("let the answer begin a new message (the default)")
+    continue_final_message: Flag = does("let the answer continue the last message, the assistant's")
+    reasoning_effort: Annotated[str, Field(max_length=100)] | None = does(TEMPLATE)
+    chat_template_kwargs: dict[str, Any] | None = does("handed to the chat template: at most 16 plain values")
+
+
+class Completion(OpenAI):
+    """The body of POST /v1/completions."""
+
+    prompt: told_apart("text, token ids, or a list of either", text=Filled, texts=Batch[Filled], ids=Ids,
+                       rows=Batch[Ids]) = Field(description="what the text continues")  # fmt: skip
+    max_completion_tokens: Integer = does("as max_tokens, and wins; with neither 16 is the limit")
+    add_special_tokens: Flag = does("begin with BOS where the model expects it (the default)")
+
+
+class NativeParams(Sampling, create_model(  # type: ignore[misc]
+    "InactiveNative", __base__=Fields, **_inactive_fields(
+        *"n beam_width json_schema regex ebnf structural_tag stop_regex custom_params watermark".split(),
+        "spaces_between_special_tokens",
+    ))):  # fmt: skip
+    """The object `sampling_params`, in which an unknown name is an error."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
+
+    max_new_tokens: Integer = does("tokens to generate at most; 128 if not given")
+    min_new_tokens: Integer = does("tokens before which nothing ends the text")
+    sampling_seed: Integer = does("the same seed, prompt and parameters give the same text")
+    stream_interval: Annotated[int, Field(ge=1)] | None = does("tokens between two events, in place of the server's")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known(cls, given: Any) -> Any:
+        """Raise for the first unknown name: pydantic's own check would list a million of them."""
+        unknown = next((name for name in given if name not in cls.model_fields), None) if type(given) is dict else None
+        if unknown is not None:
+            raise PydanticCustomError("unknown_key", "{name}", {"name": unknown})
+        return given
+
+
+class Generate(Prompted):
+    """The body of POST and PUT /generate; exactly one of text and input_ids."""
+
+    text: told_apart("text or a list of texts", text=Filled, texts=Batch[Filled]) | None = does(
+        "what the answer continues")
+    input_ids: told_apart("token ids or a list of such lists", ids=Ids, rows=Batch[Ids]) | None = does(
+        "the same as token ids")
+    sampling_params: told_apart("an object or a list of objects", object=NativeParams, objects=Batch[NativeParams]
+                                ) | None = does("how to generate, for all prompts or for each")  # fmt: skip
+
+
+class Tokenize(Fields):
+    """The body of POST /tokenize and /v1/tokenize."""
+
+    model: Text = does("as in a request for text")
+    prompt: told_apart("text or a list of texts", text=str, texts=Batch[str]) = Field(description="what to tokenize")
+    add_special_tokens: Flag = does("begin with BOS where the model expects it (the default)")
+
+
+class Detokenize(Fields):
+    """The body of POST /detokenize and /v1/detokenize."""
+
+    model: Text = does("as in a request for text")
+    tokens: told_apart("token ids or a list of such lists", ids=Each[int], rows=Batch[Each[int]]) = Field(
+        description="what to turn into text")
+    skip_special_tokens: Flag = does("leave special tokens out of the text (the default)")
+
+
+class Abort(Fields):
+    """The body of POST /abort_request: rid, or abort_all."""
+
+    rid: Filled | None = does("what the ids of prompts to end begin with")
+    abort_all: Flag = does("end all")
+
+
+def acting(kind: type[Fields]) -> dict[str, FieldInfo]:
+    """Return the fields of a model that act, and so are in none of the tables or are switched on."""
+    table = inactive()
+    return {
+        name: field for name, field in kind.model_fields.items()
+        if name not in table or field.description != ": ".join(table[name])
+    }  # fmt: skip
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+Model = TypeVar("Model", bound=Fields)
+
+
+def read(kind: type[Model], body: Mapping[str, Any]) -> Model:
+    """Return a body as its model; RequestError 400 for the first field that is wrong."""
+    try:
+        asked = kind.model_validate(body)
+    except ValidationError as error:
+        raise _explained(kind, error.errors(include_url=False)[0]) from None
+    if log.isEnabledFor(logging.DEBUG) and (unknown := sorted(body.keys() - kind.model_fields.keys())):
+        log.debug("ignored fields: %s", short(unknown))
+    return asked
+
+
+_ALLOWED = {  # pydantic's error types -> what completes "must be"
+    "string_type": "a string", "int_type": "an integer", "float_type": "a number", "bool_type": "true or false",
+    "list_type": "a list", "dict_type": "an object", "model_type": "an object", "literal_error": "{expected}",
+    "too_short": "a list that is not empty", "too_long": "a list of at most {max_length}",
+    "string_too_short": "a string that is not empty", "string_too_long": "a string of at most {max_length} characters",
+    "greater_than_equal": "at least {ge}",
+}  # fmt: skip
+
+
+def _explained(kind: type[Fields], error: ErrorDetails) -> RequestError:
+    """Return an error of pydantic's as ours: the field, what is allowed, what was given.
+
+    The field is one of the body's, or one of `sampling_params`, whose names are parameters too.
+    """
+    names = [part for part in error["loc"] if not str(part).startswith("<")]  # but the tags of unions
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names)[1:]
+    nested = names[0] == "sampling_params" and isinstance(names[-1], str)
+    param, code, context = str(names[-1] if nested else names[0]), None, error.get("ctx", {})
+    if error["type"] == "missing":
+        message = f"{path} is required"
+    elif error["type"] == "unknown_key":
+        known = ", ".join(sorted(acting(NativeParams)))
+        param = context["name"][:100]
+        message = f"{path} has no {param!r} here; known: {known}"
+    elif error["type"] == "unsupported_field":
+        code = error["type"]
+        passes = "".join(f"; {json.dumps(value)} passes" for value in IDLE.get(param, ()))
+        message = f"{path} is not supported ({context['why']}), got {short(error['input'])}{passes}"
+    else:
+        allowed = _ALLOWED.get(error["type"], error["msg"]).format(**context)
+        message = f"{path} must be {allowed}, got {short(error['input'])}"
+    return RequestError(message, param, code=code)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from minispec.attention import QUERY_BLOCK, PagedGather, Plan, compiled_attention, prefill_block
 from minispec.bucket import Bucket, Chunk, PrefillBucket
-from minispec.compiled import Small
+from minispec.compiled import Choice, Compiler, Small
 from minispec.drafter import Batch, Committed, Drafter
 from minispec.graphs import Recorder
 from minispec.kv import PagedKV
@@ -168,12 +168,28 @@ class Engine:
         paths = sizes.batch_sizes if drafter.commits else ()
         self.path_plans = {size: Plan(kv, size, 1, drafter.depth + 1) for size in paths}
 
+    def compile_small(self, compiler: Compiler, choice: Choice) -> None:
+        """From now on run what surrounds the blocks, in the drafter too, as `compiler` compiles it where `choice` says.
+
+        The two functions here are `_enter` and `_leave`; the drafter has its own.
+        """
+        self.small.compile(compiler, choice)
+        self.drafter.compile_small(compiler, choice)
+
     def shapes(self) -> list[str]:
         """Return a name for every graph that is compiled, the drafter's included: after warm-up there are no others."""
+        around = [
+            f"around the {owner}, batch {batch}, {nodes} nodes a tree, {'sampled' if samples else 'greedy'}"
+            for batch, nodes in sorted(self.buckets)
+            for samples in (False, True)
+            if self.small.choice(batch, samples)
+            for owner in ("target", "drafter")
+        ]
         return [
             *(f"target, prefill of {size} tokens" for size in self.sizes.prefill_sizes),
             *(f"target, batch {batch}, {nodes} nodes a tree" for batch, nodes in sorted(self.buckets)),
             *self.drafter.shapes(self.sizes.batch_sizes, self.sizes.prefill_sizes),
+            *around,
         ]
 
     # ---- slots ---------------------------------------------------------------------------------------------------
@@ -421,7 +437,9 @@ class Engine:
             self.known(bucket, GREEDY)
         for done, (batch, nodes) in enumerate(shapes, start=len(sizes) + 1):
             progress(f"warm-up {done}/{total}: {self.buckets[batch, nodes].name}")
-            self.launch([], self.buckets[batch, nodes])
+            self.buckets[batch, nodes].upload([], ())
+            for needs in CAPTURED if self.small.choice(batch, True) else (GREEDY,):
+                self.decode(self.buckets[batch, nodes], needs)
         for batch in self.sizes.batch_sizes if self.drafter.declines else ():
             # In turn, and the least of several: the machine's mood at start must not decide about trees for good.
             times = [[self._step_seconds(batch, nodes) for nodes in self.sizes.tree_sizes] for _ in range(repeats)]

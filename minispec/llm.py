@@ -349,6 +349,8 @@ def _make_engine(config: Config, budget: Budget, compiled: bool) -> Engine:
     acceptance = Acceptance(config.thresholds, config.simulate_acc_len)
     engine = Engine(network, kv, drafter, sizes, compiled=compiled, acceptance=acceptance)
     if compiled:
+        if kv.pool.is_cuda:  # on a CPU it gains 1 to 3 % of a step, and costs seconds of compiling a shape: docs/log.md
+            engine.compile_small(partial(compile_step, device=kv.pool.device), lambda batch, samples: True)
         # Every shape is a graph of the same function, and several LLMs may share a process. Not for the warm-up alone:
         # whoever registers a pytree node later (transformers does) invalidates all graphs.
         # Blocks whose layers are not of the same types, as in a checkpoint that is fp8 in part, have a graph each.

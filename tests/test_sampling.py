@@ -550,3 +550,27 @@ def test_compiled_pick_is_the_eager_pick() -> None:
     for position in range(20):
         logits, where = torch.randn(2, 257) * 4, torch.full((2,), position)
         assert torch.equal(compiled(logits, rows, where), pick(logits, rows, where))
+
+
+def test_a_token_s_noise_is_the_same_float_in_every_shape() -> None:
+    """Alone and in a batch, among all ids, some or one, in any order, for a tree's rows, and in compiled code."""
+    torch.manual_seed(8)
+    for vocab in (61, 4099):
+        seed, position = torch.randint(-(2**62), 2**62, (5,)), torch.randint(0, 9999, (5,))
+        whole, ids = gumbel(seed, position, vocab), torch.randperm(vocab)[: vocab // 2]
+        assert torch.equal(gumbel(seed, position, ids), whole[:, ids])
+        rows = gumbel(seed[:, None], position[:, None] + torch.arange(3), ids[:33])
+        assert torch.equal(rows[:, 0], whole[:, ids[:33]])
+        compiled = torch.compile(lambda *given: gumbel(*given) * 2, backend=seen_by_the_compiler, fullgraph=True)
+        assert torch.equal(compiled(seed, position, ids), whole[:, ids] * 2)
+        for row in range(5):
+            assert torch.equal(gumbel(seed[row : row + 1], position[row : row + 1], vocab)[0], whole[row])
+            for token in range(0, vocab, 1 + vocab // 20):
+                assert gumbel(seed[row], position[row], torch.tensor([token])) == whole[row, token]
+
+
+def seen_by_the_compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+    """A backend that asserts that the noise is one operation to a compiler, which it cannot fuse with others."""
+    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert "minispec.gumbel" in called and not any("log" in name for name in called), called
+    return graph.forward

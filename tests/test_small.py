@@ -1,0 +1,149 @@
+"""What surrounds the blocks in a decode step, compiled: a handful of functions, no stray operations, the same tokens.
+
+A step's many small operations cost a launch each on CUDA. Compiled, they are a few functions: two around the target's
+blocks, three around the drafter's. On a CPU they stay eager, where compiling them gains next to nothing; here they are
+compiled by force, counted with PyTorch's profiler, and compared with what they are when run eagerly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from conformance import random_head
+from exactness import CPU, build, mixed_requests, reference, request, run, tiny_model
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from minispec.attention import PagedGather
+from minispec.beam import BeamDrafter
+from minispec.compiled import compile_step
+from minispec.drafter import Drafter, Plain
+from minispec.eagle import Eagle3Head
+from minispec.engine import Engine
+from minispec.sampling import GREEDY
+from minispec.scheduler import Scheduler
+
+MODEL = tiny_model()
+BLOCK, REGION = "a block or a head", "a small function"
+GATHERING = "rows to gather"  # worked out for a step by eager attention, which FlexAttention does not need
+VIEWS = {  # operations that start no kernel
+    "view", "reshape", "as_strided", "expand", "expand_as", "slice", "select", "unsqueeze", "squeeze", "transpose", "t",
+    "split", "split_with_sizes", "unbind", "permute", "alias", "detach", "chunk", "narrow", "view_as", "flatten",
+    "empty", "empty_like", "empty_strided", "new_empty", "_reshape_alias", "resolve_conj", "resolve_neg", "lift_fresh",
+}  # fmt: skip
+
+
+def eagle3(steps: int, topk: int, nodes: int) -> BeamDrafter:
+    """Return a drafter around a random EAGLE-3 head."""
+    return BeamDrafter(random_head(Eagle3Head, MODEL, taps=(1, 2), own_lm_head=True),
+                       steps=steps, topk=topk, nodes=nodes)  # fmt: skip
+
+
+def forced(drafter: Drafter, **how: object) -> Scheduler:
+    """Return a scheduler whose small functions are compiled for greedy batches of one."""
+    scheduler = build(MODEL, drafter, host_looks=False, **how)
+    compiler = partial(compile_step, device=CPU)
+    scheduler.engine.compile_small(compiler, lambda batch, samples: batch == 1 and not samples)
+    return scheduler
+
+
+def within(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose work the profiler lists under a name."""
+
+    def call(*given: Any) -> Any:
+        with record_function(name):
+            return function(*given)
+
+    return call
+
+
+def operations(engine: Engine, nodes: int) -> tuple[Counter[str], int]:
+    """Return what one decode step runs outside of blocks and small functions, and its largest allocation in bytes."""
+    model, drafter = engine.model, engine.drafter
+    model.run_block = within(BLOCK, model.run_block)
+    engine.small.compiled = [within(REGION, function) for function in engine.small.compiled]
+    if isinstance(drafter, BeamDrafter):
+        drafter.run_network = within(BLOCK, drafter.run_network)
+        drafter.small.compiled = [within(REGION, function) for function in drafter.small.compiled]
+    bucket = engine.buckets[1, nodes]
+    strips = mock.patch.object(PagedGather, "_strips", within(GATHERING, PagedGather._strips))
+    with strips, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        engine.decode(bucket, GREEDY)
+    top: Counter[str] = Counter()
+
+    def walk(events: list[Any]) -> Iterator[str]:
+        for event in events:
+            if event.name in (BLOCK, REGION, GATHERING):
+                yield event.name
+            elif event.name.startswith(("aten::", "minispec::")):
+                yield event.name.partition("::")[2]
+            else:
+                yield from walk(event.cpu_children)
+
+    top.update(walk([event for event in found.events() if event.cpu_parent is None]))
+    for name in (*VIEWS, GATHERING):
+        top.pop(name, None)
+    return top, max(abs(event.self_cpu_memory_usage) for event in found.events())
+
+
+STEPS = [(lambda: eagle3(5, 8, 32), 32, 60, 5), (Plain, 1, 25, 2)]  # nodes, most operations, kinds of small functions
+
+
+@pytest.mark.parametrize(("drafter", "nodes", "most", "kinds"), STEPS, ids=["eagle3-5/8/32", "plain"])
+def test_a_step_is_a_handful_of_launches(drafter: Callable[[], Drafter], nodes: int, most: int, kinds: int) -> None:
+    with torch.inference_mode():
+        scheduler = forced(drafter(), running=1, pages=4000)
+        engine = scheduler.engine
+        run(scheduler, [request("r", [3, 14, 15, 9, 2, 6], max_new_tokens=12)])  # compiles, and then calls directly
+        engine.buckets[1, nodes].upload([1], ())
+        functions = [*engine.small.compiled, *(engine.drafter.small.compiled if kinds > 2 else ())]
+        assert len(functions) == kinds and all(len(function.calls) > 0 for function in functions)
+        found, largest = operations(engine, nodes)
+    calls = found.pop(BLOCK)
+    assert calls == 3 + (5 if nodes > 1 else 0), "three layers; four rounds after the root's, and the accepted path"
+    assert found[REGION] == 2 + (5 if nodes > 1 else 0)
+    print(f"{nodes} nodes: {found.total()} operations outside, small functions included: {dict(found)}")
+    assert found.total() <= most, dict(found)
+    layer = engine.kv.pool.numel() // 6 * 4
+    assert largest < layer / 2, "nothing of the size of a layer's keys and values is allocated"
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 8), (1, 2, 3), (2, 1, 3)], ids=lambda shape: "/".join(map(str, shape)))
+def test_tokens_and_trees_are_those_of_the_eager_functions(shape: tuple[int, int, int]) -> None:
+    with torch.inference_mode():
+        drafter = eagle3(*shape)
+    scheduler = forced(drafter, running=2, chunk=32)
+    engine, compared = scheduler.engine, Counter()
+
+    def compare(owner: Any, compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            state = [engine.lens, engine.root, engine.sampling._ints, *engine.kv.pools]
+            before = [tensor.clone() for tensor in state]
+            expected = torch.utils._pytree.tree_leaves(eager(*given))
+            after = [tensor.clone() for tensor in state]
+            for tensor, value in zip(state, before, strict=True):
+                tensor.copy_(value)
+            out = compiled(*given)
+            for a, b in zip(expected, torch.utils._pytree.tree_leaves(out), strict=True):
+                assert (a is None) == (b is None)
+                if a is not None and a.numel():
+                    assert a.stride() == b.stride() and torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+            assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
+            compared[eager.__name__] += 1
+            return out
+
+        return call
+
+    for owner in (engine, drafter):
+        small = owner.small
+        small.compiled = [compare(owner, *pair) for pair in zip(small.compiled, small.eager, strict=True)]
+    requests = mixed_requests(count=3, max_new_tokens=10)
+    run(scheduler, requests, stagger=12)
+    assert all(r.output_ids == reference(MODEL, r) for r in requests)
+    rounds = {"_round"} if shape[0] > 2 else set()
+    assert {"_enter", "_leave", "_open", "_close"} | rounds == set(compared) and min(compared.values()) > 3

@@ -204,7 +204,7 @@ class BeamDrafter(Drafter):
         self._attends: dict[Plan, Attend] = {}
         self._beams = {size: Beam(self.kv, size, self.topk, self.window) for size in batch_sizes}
         # Tensors, not numbers, so that one graph serves every round.
-        self._rounds = [torch.tensor(number, device=kv.pool.device) for number in range(self.steps + 1)]
+        self._rounds = [torch.full((), number, device=kv.pool.device) for number in range(self.steps + 1)]
 
     def compile(self, compiler: Compiler) -> None:
         """From now on run the network as `compiler` compiles it."""
@@ -222,7 +222,7 @@ class BeamDrafter(Drafter):
 
     def propose(self, batch: Batch) -> DraftTree:
         """Grow one tree per request of the batch; writes scratch rows beyond the committed ones in its own pages."""
-        beam = self._beams[len(batch.slots)]
+        beam, batch = self._beams[len(batch.slots)], batch._replace(tree=None)  # the host's, who draws none for this
         open_, round_, close = self.small.of(beam.batch, batch.temperature is not None)
         found, frontier, inputs = open_(self, beam, batch)
         candidates, states = [*found], None

@@ -93,19 +93,28 @@ class DirectStep:
         self.traced = torch.compile(function, backend=_inductor, fullgraph=True, dynamic=False)
         names = list(inspect.signature(function).parameters)
         self._key = next(names.index(key) for key in KEYS if key in names) - 1  # among the arguments
-        self.calls: weakref.WeakKeyDictionary[Any, DirectCall] = weakref.WeakKeyDictionary()
+        self.calls: weakref.WeakKeyDictionary[Any, dict[tuple, DirectCall]] = weakref.WeakKeyDictionary()
 
     def __call__(self, owner: Any, *args: Any) -> Any:
         """Return function(owner, *args); what the function writes is written in place."""
-        call = self.calls.get(args[self._key])
+        calls, given = self.calls.setdefault(args[self._key], {}), _given(args)
+        call = calls.get(given)
         if call is not None:
             return call(owner, args)
         _noted.ran = None
         out = self.traced(owner, *args)
         ran, _noted.ran = _noted.ran, None
         if ran is not None:  # None where torch.compile is told to run eagerly
-            self.calls[args[self._key]] = DirectCall(owner, args, ran, out)
+            calls[given] = DirectCall(owner, args, ran, out)
         return out
+
+
+def _given(args: Sequence[Any]) -> tuple:
+    """Return which arguments, and which members of named tuples, are None: another graph serves another answer."""
+    return tuple([
+        None if arg is None else tuple([member is None for member in arg]) if isinstance(arg, tuple) else False
+        for arg in args
+    ])  # fmt: skip
 
 
 class DirectCall:
@@ -114,6 +123,9 @@ class DirectCall:
     def __init__(self, owner: Any, args: Sequence[Any], ran: Ran, out: Any) -> None:
         self.owner, self.graph, self.inputs = owner, ran.graph, list(ran.inputs)
         self.order, self.shape = _places(ran.outputs, out)
+        members = [member for arg in args if isinstance(arg, tuple) for member in arg]
+        assert all(member is None or isinstance(member, Tensor) for member in members), "a tuple holds tensors only"
+        assert not any(isinstance(arg, (bool, int, float, str)) for arg in args), "a number would stay what it was"
         tensors = [  # index of the argument, index within it if it is a tuple, tensor
             (index, member, tensor)
             for index, arg in enumerate(args)

@@ -119,10 +119,14 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree:
-        """Return trees [B, N]; the root is given. Runs inside the step: static shapes, no look from the host."""
+        """Return trees [B, N]; the root is given. Runs inside the step: static shapes, no look from the host.
+
+        On CUDA the step is captured once, and this code does not run again: it may keep no number of Python's that
+        changes, and what it keeps from step to step is in tensors made by `attach` and written in place.
+        """
 
     def commit(self, new: Committed) -> None:  # noqa: B027  a drafter without state on the device takes nothing in
-        """Take in, on the device, what a target forward has committed."""
+        """Take in, on the device, what a target forward has committed; for this holds what `propose` says."""
 
     def observe(  # noqa: B027  a drafter that reads no text learns nothing from it
         self, slot: int, tokens: Sequence[int], again: bool = False

@@ -34,11 +34,12 @@ from minispec.graphs import Recorder
 from minispec.kv import PagedKV
 from minispec.model import Model, Rope
 from minispec.request import Request
-from minispec.sampling import GREEDY, TEMPERED, Needs, SamplingState, Wishes, largest, pick
+from minispec.sampling import FILTERED, GREEDY, TEMPERED, Needs, SamplingState, Wishes, largest, pick
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import EXACT, Acceptance, Rule, Verdict, simulate, verify, verify_greedy
 
-CAPTURED = (GREEDY, TEMPERED)  # what batches may need whose steps are compiled and captured whole
+COMPILED = (GREEDY, TEMPERED)  # what batches may need for whom the small functions may be compiled
+CAPTURED = (*COMPILED, FILTERED)  # what they may need for whom steps are captured, the least first
 TIMED_CONTEXT = 512  # committed rows assumed when warm-up times a plain step against a tree step
 
 
@@ -151,7 +152,7 @@ class Engine:
         self.root = torch.zeros(slots, dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
         self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
-        self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): measured at warm-up
+        self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): `time_steps` fills it
         self.small = Small(Engine._enter, Engine._leave)  # what surrounds the target's blocks in a decode step
         self.graphs: dict[tuple[Bucket | PrefillBucket, Needs], torch.cuda.CUDAGraph] = {}  # `capture` fills it
         attend = (self.attend_kind, model.config.layers)
@@ -228,13 +229,16 @@ class Engine:
         return self._pending(list(slots), bucket.outputs, nodes=bucket.nodes, captured=captured)
 
     def _run(self, step: Callable[[Any, Needs], None], bucket: Bucket | PrefillBucket, needs: Needs) -> bool:
-        """Run `decode` or `known`; returns whether that was a replay, which it is where the step was captured."""
-        graph = self.graphs.get((bucket, needs))
-        if graph is None:
-            step(bucket, needs)
-        else:
-            graph.replay()
-        return graph is not None
+        """Run `decode` or `known`; returns whether that was a replay, which it is where the step was captured.
+
+        Members of `Wishes` that nobody wants have neutral values, so a step that serves more needs serves fewer too.
+        """
+        for covering in CAPTURED:
+            if needs <= covering and (graph := self.graphs.get((bucket, covering))) is not None:
+                graph.replay()
+                return True
+        step(bucket, needs)
+        return False
 
     def _prepare(self, slots: Sequence[int], draft: bool) -> Bucket:
         """Do the host's part of a step: ask the drafter, choose the bucket, upload slots and trees."""
@@ -254,7 +258,7 @@ class Engine:
         slots, nodes = bucket.slots, bucket.nodes
         lens, root = self.lens[slots], self.root[slots]
         wishes = self.sampling.wishes(slots, needs) if needs else None
-        enter, leave = self.small.of(bucket.batch, bool(needs)) if needs in CAPTURED else self.small.eager
+        enter, leave = self.small.of(bucket.batch, bool(needs)) if needs in COMPILED else self.small.eager
         drafted = self._propose(bucket, lens, root, wishes) if nodes > 1 else bucket.tree
         step = enter(self, bucket, lens, root, None if drafted is bucket.tree else drafted)
         taps = self.drafter.taps if nodes > 1 else ()
@@ -330,21 +334,6 @@ class Engine:
     def _most(self, nodes: int) -> int:
         """Return A, the most tokens that a step with trees of this many nodes emits for a request."""
         return self.drafter.depth + 1 if nodes > 1 else 1
-
-    def _commit_path(
-        self, slots: Tensor, lens: Tensor, verdict: Verdict, tokens: Tensor, features: Tensor | None
-    ) -> None:
-        """Report the accepted path, a chain of A rows from `lens` on, to a drafter on the device."""
-        batch, most = verdict.path.shape
-        step = torch.arange(most, device=self.device)
-        plan = self.path_plans[batch]
-        plan.fill(slots, lens, self.causal[:most, :most].expand(batch, -1, -1), step < verdict.count[:, None])
-        tokens = tokens.gather(1, verdict.path)
-        if features is not None:
-            features = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
-        ends = torch.arange(batch, device=self.device) * most + verdict.count - 1
-        positions = lens[:, None] + step
-        self.drafter.commit(Committed(slots, tokens, verdict.emitted, positions, features, ends, plan, prefill=False))
 
     def time_ratio(self, batch: int) -> float:
         """Return the measured time of a tree step over a plain one; 1 where nothing was measured."""
@@ -426,8 +415,8 @@ class Engine:
 
     # ---- warm-up -------------------------------------------------------------------------------------------------
 
-    def warm_up(self, progress: Callable[[str], None], repeats: int = 5) -> None:
-        """Run every bucket on padding, largest first, so that all is compiled; then time both tree sizes."""
+    def warm_up(self, progress: Callable[[str], None]) -> None:
+        """Run every bucket on padding, largest first, so that all is compiled."""
         shapes, sizes = sorted(self.buckets, reverse=True), self.sizes.prefill_sizes
         total = len(shapes) + len(sizes)
         for done, size in enumerate(reversed(sizes), start=1):
@@ -438,28 +427,33 @@ class Engine:
         for done, (batch, nodes) in enumerate(shapes, start=len(sizes) + 1):
             progress(f"warm-up {done}/{total}: {self.buckets[batch, nodes].name}")
             self.buckets[batch, nodes].upload([], ())
-            for needs in CAPTURED if self.small.choice(batch, True) else (GREEDY,):
+            for needs in COMPILED if self.small.choice(batch, True) else (GREEDY,):
                 self.decode(self.buckets[batch, nodes], needs)
+
+    def capture(self, batches: Sequence[int], progress: Callable[[str], None]) -> None:
+        """Capture the decode steps of these batch sizes and the smallest prefill step, on CUDA and after warm-up.
+
+        Each is captured for greedy batches, for those with a temperature, and for those with filters; batches with
+        penalties, bias or min_new_tokens run uncaptured. The largest come first, so that the smaller ones fit into the
+        memory that those leave to the pool.
+        """
+        recorder = Recorder(self.device)
+        steps: list[tuple[Callable[[Any, Needs], None], Bucket | PrefillBucket]] = [
+            (self.decode, self.buckets[key]) for key in sorted(self.buckets, reverse=True) if key[0] in batches
+        ]
+        steps.append((self.known, self.prefill_buckets[self.sizes.prefill_sizes[0]]))
+        for done, (step, bucket) in enumerate(steps, start=1):
+            progress(f"capture {done}/{len(steps)}: {bucket.name}")
+            for needs in CAPTURED:
+                self.graphs[bucket, needs] = recorder.record(lambda: step(bucket, needs))  # noqa: B023  called at once
+
+    def time_steps(self, repeats: int = 5) -> None:
+        """Time both tree sizes in every batch size, captured or not as they will run, where the drafter asks for it."""
         for batch in self.sizes.batch_sizes if self.drafter.declines else ():
             # In turn, and the least of several: the machine's mood at start must not decide about trees for good.
             times = [[self._step_seconds(batch, nodes) for nodes in self.sizes.tree_sizes] for _ in range(repeats)]
             for nodes, several in zip(self.sizes.tree_sizes, zip(*times, strict=True), strict=True):
                 self.step_seconds[batch, nodes] = min(several)
-
-    def capture(self, batches: Sequence[int], progress: Callable[[str], None]) -> None:
-        """Capture the decode steps of these batch sizes and the smallest prefill step, on CUDA and after warm-up.
-
-        Each is captured for greedy and for plainly tempered batches; batches that need more run uncaptured. The largest
-        come first, so that the smaller ones fit into the memory that those leave to the pool.
-        """
-        recorder = Recorder(self.device)
-        smallest = self.prefill_buckets[self.sizes.prefill_sizes[0]]
-        steps: list[tuple[Callable[[Any, Needs], None], Bucket | PrefillBucket]] = [(self.known, smallest)]
-        steps += [(self.decode, self.buckets[key]) for key in sorted(self.buckets, reverse=True) if key[0] in batches]
-        for done, (step, bucket) in enumerate(steps, start=1):
-            progress(f"capture {done}/{len(steps)}: {bucket.name}")
-            for needs in CAPTURED:
-                self.graphs[bucket, needs] = recorder.record(lambda: step(bucket, needs))  # noqa: B023  called at once
 
     def _step_seconds(self, batch: int, nodes: int) -> float:
         """Return the time of one decode step on padding of a usual length."""

@@ -5,7 +5,9 @@ to run them. The one idea: a step is a function of tensors that stay where they 
 kernels with their arguments never changes. It is recorded for each shape, and from then on one launch does it all.
 
 What a recording may not contain: a look at a value, a tensor made at the first call that is to outlive it, a number
-from Python that changes. `tests/test_capture.py` replays steps on a CPU in the way that a graph would.
+from Python that changes. `tests/test_capture.py` replays steps on a CPU in the way that a graph would. And as long as a
+graph lives, every tensor that it reads must stay the same object: a weight or a table that is put in another's place is
+not seen.
 
 Read next: `engine.py`, whose steps are recorded.
 """

@@ -114,6 +114,7 @@ class LLM:
             captured = captured_batches(config, engine.sizes)
             if captured and compiled:  # run eagerly, attention's reach is a number that Python knows and a graph keeps
                 engine.capture(captured, tell)
+        engine.time_steps()
         if drafter.network is not None and config.load_format != "dummy" and config.simulate_acc_len is None:
             self_test(engine, drafter, self.tokenizer.encode(PROMPT))
         self.memory = measure(engine)

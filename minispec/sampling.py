@@ -244,7 +244,8 @@ TABLES = {"counts": torch.int32, "prompt_seen": torch.bool, "bias": torch.float3
 Needs = frozenset[str]  # the names of the members of `Wishes` that a batch needs, among those that may be None
 GREEDY: Needs = frozenset()  # a bare argmax
 TEMPERED: Needs = frozenset(("temperature",))  # sampling without filters, penalties and bias
-EVERYTHING: Needs = frozenset(("temperature", "top_k", "top_p", "min_p", *TABLES))
+FILTERED: Needs = frozenset(("temperature", "top_k", "top_p", "min_p"))
+EVERYTHING: Needs = FILTERED | TABLES.keys()
 
 
 def _needed(params: SamplingParams, outputs: int, vocab_size: int) -> Needs:

@@ -1,7 +1,7 @@
 """Who runs next, with which pages: admission, chunked prefill, decoding, retraction, and the end of requests.
 
 A request waits, is given a slot and pages for what is known of it, is prefilled in chunks, decodes step by step, and
-leaves. `step` does one thing: a prefill step over the chunks of several requests, or a decode step over all running
+leaves. `step` launches one thing: a prefill step over the chunks of several requests, or a decode step over all running
 ones. Where there is both to do they alternate, so that a long prompt slows the others and never stops them.
 
 A step need not be finished before the next one begins: with `overlap`, step k + 1 is launched and then step k is
@@ -399,7 +399,7 @@ class Scheduler:
     def _reserve(self) -> None:
         """Give every running request pages for one whole tree, retracting the newest requests while that fails."""
         if self._flight is not None:
-            if all(self._grow(request) for request in self.running):
+            if all(self._grow(request) for request in self.running if self._goes_on(request)):
                 return
             # Its longest outcome does not fit, but the real one may. This step then runs alone.
             flight, self._flight = self._flight, None
@@ -412,7 +412,8 @@ class Scheduler:
     def _grow(self, request: Request) -> bool:
         """Extend a request's pages to its rows, those that its flight may add, and one tree; False if the pool cannot.
 
-        Rows beyond the context are no rows of a tree: a flight that ends there leaves nothing to do but scratch.
+        Rows beyond the context are no rows of a tree: a flight that ends there leaves nothing to do but scratch. What a
+        flight may add and does not stays with the request, which will need it soon.
         """
         seat, rows = self.seats[request], request.kv_len
         if self._flight is not None and not self._flight.pending.chunks and self._flies(request):

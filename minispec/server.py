@@ -166,7 +166,9 @@ class EngineThread(threading.Thread):
                         updates += scheduler.step()
                 except Exception as error:
                     logger.exception("a step failed; the requests in it are answered with an error")
-                    updates += scheduler.fail_all(error)
+                    if updates:  # if the device itself failed, so does what follows
+                        self._to_loop(self.deliver, updates)
+                    updates = scheduler.fail_all(error)
                 if updates:
                     self._to_loop(self.deliver, updates)
         except (Exception, SystemExit) as error:  # SystemExit: out of a library; whoever waits must be told

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from conformance import SUBJECTS
+from conformance import SUBJECTS, assert_exact
 from exactness import run
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minispec.beam import BeamDrafter
-from minispec.engine import Engine
+from minispec.engine import CAPTURED, Engine
 from minispec.kv import PagedKV
-from minispec.sampling import GREEDY, TEMPERED, SamplingState
+from minispec.sampling import FILTERED, GREEDY, TEMPERED, SamplingState
 
 
 def memory(value: object) -> set[int]:
@@ -85,7 +85,7 @@ class Replays:
         """Return the step with the comparison around it."""
 
         def compared(bucket: Any, needs: frozenset[str]) -> None:
-            if needs not in (GREEDY, TEMPERED):  # other batches are not captured
+            if needs not in CAPTURED:
                 return step(bucket, needs)
             if (bucket, needs) not in self.recordings:
                 with Recording() as recording:
@@ -123,14 +123,47 @@ GROWN = ("standalone", "eagle", "eagle3", "mtp", "trained")
 NAMES = ("none", "ngram", "oracle", *(f"{method}-{shape}" for method in GROWN for shape in ("chain", "tree")))
 
 
-@pytest.mark.parametrize("wishes", [{}, {"temperature": 0.9}], ids=["greedy", "tempered"])
+FILTERS = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
+
+
+@pytest.mark.parametrize("wishes", [{}, {"temperature": 0.9}, FILTERS], ids=["greedy", "tempered", "filtered"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_replayed_step_is_the_step(name: str, wishes: dict) -> None:
     replays = replayed(name, **wishes)
     assert replays.compared > 8
-    needed = TEMPERED if wishes else GREEDY
+    needed = {0: GREEDY, 1: TEMPERED, 4: FILTERED}[len(wishes)]
     nodes = {getattr(bucket, "nodes", 0) for bucket, needs in replays.recordings if needs == needed}
     assert nodes >= {0, SUBJECTS[name].build().sizes.nodes}, "a prefill step and the tree's were replayed"
+
+
+def test_a_step_is_replayed_by_the_least_graph_that_serves_its_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that stand for themselves on a CPU: they run the step for the needs that they were captured with."""
+    scheduler = SUBJECTS["trained-tree"].build(running=2)
+    engine, replays = scheduler.engine, []
+
+    class Graph:
+        """Stands for a captured step."""
+
+        def __init__(self, step: Callable[..., None], bucket: Any, needs: frozenset[str]) -> None:
+            self.given = (step, bucket, needs)
+
+        def replay(self) -> None:
+            """Run the step."""
+            step, bucket, needs = self.given
+            replays.append(needs)
+            step(bucket, needs)
+
+    steps = [(engine.decode, bucket) for bucket in engine.buckets.values()]
+    steps += [(engine.known, bucket) for bucket in engine.prefill_buckets.values()]
+    engine.graphs = {(bucket, needs): Graph(step, bucket, needs) for step, bucket in steps for needs in CAPTURED}
+    top_p = {"temperature": 1.0, "top_p": 0.8}
+    for wishes, least in (({}, GREEDY), ({"temperature": 1.0}, TEMPERED), (top_p, FILTERED),
+                          ({"frequency_penalty": 1.0}, None)):  # fmt: skip
+        replays.clear()
+        requests = SUBJECTS["trained-tree"].requests(max_new_tokens=6, **wishes)[:2]
+        run(scheduler, requests)
+        assert set(replays) == ({least} if least is not None else set())
+        assert_exact(SUBJECTS["trained-tree"], requests)
 
 
 # ---- errors on purpose ----------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class ThreeWays:
     def __call__(self, module: nn.Module, *args: Any) -> Tensor:
         """Return what the direct call does, after comparing; its rows are wiped out before each way."""
         attend: FlexLayer = args[self.attend_at]
-        direct = attend in self.step.calls
+        direct = bool(self.step.calls.get(attend))
         ways = [partial(way, module, *args) for way in (self.step.function, self.reference, self.step)]
         results = []
         for way in ways:
@@ -136,3 +136,15 @@ def test_an_argument_that_reaches_the_graph_as_another_tensor_is_noticed() -> No
     direct, x = compile_step(step, CPU), torch.ones(4)
     with torch.inference_mode(), pytest.raises(AssertionError, match="reaches the graph as another tensor"):
         direct(nn.Identity(), x, Attend(x.view(4)))
+
+
+def test_what_would_stay_as_it_was_at_the_first_call_is_refused() -> None:
+    class Attend:
+        """A key."""
+
+    def step(module: nn.Module, x: Any, attend: Attend) -> Tensor:
+        return (x[0][0] if isinstance(x, tuple) else x) + torch.zeros(4)
+
+    for given, said in ((((torch.ones(4),),), "a tuple holds tensors only"), (3, "a number would stay")):
+        with torch.inference_mode(), pytest.raises(AssertionError, match=said):
+            compile_step(step, CPU)(nn.Identity(), given, Attend())

@@ -64,7 +64,7 @@ def ends(requests: Sequence[Request]) -> list[tuple]:
     return [(r.rid, r.finish, r.output_ids, len(r.prompt_ids), r.verify_steps, r.accepted_drafts) for r in requests]
 
 
-@pytest.mark.parametrize("name", ["none", "standalone-tree", "trained-chain", "trained-tree"])
+@pytest.mark.parametrize("name", NAMES)
 def test_stops_at_every_offset(name: str) -> None:
     subject = overlapped(name)
     prompt = subject.text(20, random.Random(4))
@@ -94,7 +94,7 @@ def validated(subject: Subject, one: Request) -> Request:
     return one
 
 
-@pytest.mark.parametrize("name", ["none", "eagle3-tree", "trained-tree"])
+@pytest.mark.parametrize("name", NAMES)
 def test_aborts_in_flight_leave_the_others_alone(name: str) -> None:
     subject, rng = overlapped(name), random.Random(5)
     scheduler = subject.build(running=4, pages=60)
@@ -119,7 +119,7 @@ def test_aborts_in_flight_leave_the_others_alone(name: str) -> None:
         assert r.output_ids == truth(subject.model(), r)[: len(r.output_ids)]
 
 
-@pytest.mark.parametrize("name", ["standalone-tree", "eagle-tree", "trained-tree"])
+@pytest.mark.parametrize("name", NAMES[1:])
 @pytest.mark.parametrize("wishes", [{}, WISHES], ids=["greedy", "seeded"])
 def test_switches_between_trees_and_plain_steps_in_flight(
     name: str, wishes: dict, monkeypatch: pytest.MonkeyPatch

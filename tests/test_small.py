@@ -52,6 +52,16 @@ def forced(drafter: Drafter, **how: object) -> Scheduler:
     return scheduler
 
 
+def test_greedy_and_sampled_batches_have_a_graph_each() -> None:
+    scheduler = build(MODEL, Plain(), host_looks=False, running=1)
+    scheduler.engine.compile_small(partial(compile_step, device=CPU), lambda batch, samples: True)
+    for temperature in (0.0, 1.0, 0.0, 1.0):
+        requests = [request("r", [3, 14, 15, 9, 2, 6], max_new_tokens=8, temperature=temperature, sampling_seed=3)]
+        run(scheduler, requests)
+        assert requests[0].output_ids == reference(MODEL, requests[0])
+    assert [len(calls) for calls in scheduler.engine.small.compiled[1].calls.values()] == [2]
+
+
 def within(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function whose work the profiler lists under a name."""
 

@@ -40,6 +40,7 @@ import torch
 import transformers
 
 from minispec import LLM, SamplingParams
+from minispec.compiled import check_graph_trees
 from minispec.config import Config
 from minispec.llm import choose_device, choose_dtype, choose_folder
 from minispec.load.tokenizer import Tokenizer
@@ -222,6 +223,8 @@ def contestants(args: argparse.Namespace) -> list[Contestant]:
     options["disable_torch_compile"] = args.disable_torch_compile
     if args.context:  # on a CPU the pool holds 4,096 rows a request unless told otherwise
         options["max_total_tokens"] = max(args.batch) * (max(args.context) + args.new_tokens + 256)
+    elif choose_device(Config(device=args.device)).type == "cuda":  # the first pool would leave no room for the others
+        options["max_total_tokens"] = max(args.batch) * 4096
     theirs: list[Contestant] = []
     if names := [name for name in args.method if name.startswith("transformers")]:
         # Loaded before our graphs are compiled: loading registers pytree nodes, which would invalidate them.
@@ -248,6 +251,8 @@ def contestants(args: argparse.Namespace) -> list[Contestant]:
         if name not in HEADLESS:
             flags = {**trees, "speculative_draft_model_path": args.draft_model_path, **flags}
         ours.append(Ours(name, {**options, **flags}, args.batch))
+        if args.graph_trees:
+            ours.append(Ours(f"{name}, graph trees", {**options, **flags, "graph_trees": True}, args.batch))
     return ours + theirs
 
 
@@ -342,6 +347,11 @@ def parse() -> argparse.Namespace:
         "--algorithm", "--method", dest="method", nargs="+", metavar="NAME",
         help=f"of {', '.join((*METHODS, *THEIRS))}, or module:Class; default: all that ship for the model",
     )  # fmt: skip
+    parser.add_argument(
+        "--graph-trees", action="store_true",
+        help='on CUDA, a second row for each method: torch.compile(mode="max-autotune") with the CUDA graphs that '
+        "PyTorch makes of every compiled call, in place of our captured steps",
+    )  # fmt: skip
     parser.add_argument("--draft-model-path", help="the head or draft model of all methods that take one")
     parser.add_argument("--num-steps", type=int, help="rounds of drafting; with the next two, as the launch flags")
     parser.add_argument("--eagle-topk", type=int, help="branches of a round")
@@ -359,6 +369,11 @@ def parse() -> argparse.Namespace:
     unknown = [name for name in args.method if name not in METHODS and name not in THEIRS and ":" not in name]
     if unknown:
         parser.error(f"--algorithm {unknown[0]}: must be of {', '.join((*METHODS, *THEIRS))}, or module:Class")
+    if args.graph_trees:
+        try:
+            check_graph_trees(choose_device(Config(device=args.device)), not args.disable_torch_compile)
+        except ValueError as error:
+            parser.error(f"--graph-trees: {error}")
     return args
 
 

@@ -155,6 +155,7 @@ class Engine:
         self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): `time_steps` fills it
         self.small = Small(Engine._enter, Engine._leave)  # what surrounds the target's blocks in a decode step
         self.graphs: dict[tuple[Bucket | PrefillBucket, Needs], torch.cuda.CUDAGraph] = {}  # `capture` fills it
+        self.begin_step: Callable[[], None] = lambda: None  # for whoever must be told that what steps made is done with
         attend = (self.attend_kind, model.config.layers)
         self.buckets = {
             (batch, nodes): Bucket(kv, batch, nodes, self._most(nodes), attend)
@@ -233,6 +234,7 @@ class Engine:
 
         Members of `Wishes` that nobody wants have neutral values, so a step that serves more needs serves fewer too.
         """
+        self.begin_step()
         for covering in CAPTURED:
             if needs <= covering and (graph := self.graphs.get((bucket, covering))) is not None:
                 graph.replay()
@@ -423,12 +425,12 @@ class Engine:
             bucket = self.prefill_buckets[size]
             progress(f"warm-up {done}/{total}: {bucket.name}")
             bucket.upload([])
-            self.known(bucket, GREEDY)
+            self._run(self.known, bucket, GREEDY)
         for done, (batch, nodes) in enumerate(shapes, start=len(sizes) + 1):
             progress(f"warm-up {done}/{total}: {self.buckets[batch, nodes].name}")
             self.buckets[batch, nodes].upload([], ())
             for needs in COMPILED if self.small.choice(batch, True) else (GREEDY,):
-                self.decode(self.buckets[batch, nodes], needs)
+                self._run(self.decode, self.buckets[batch, nodes], needs)
 
     def capture(self, batches: Sequence[int], progress: Callable[[str], None]) -> None:
         """Capture the decode steps of these batch sizes and the smallest prefill step, on CUDA and after warm-up.

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from minispec.compiled import compile_step
+from minispec.compiled import check_graph_trees, compile_step
 from minispec.config import Config, flag_name
 from minispec.drafter import Drafter, Plain
 from minispec.engine import Engine, Sizes
@@ -47,6 +47,8 @@ Prompt = str | Sequence[int]
 class LLM:
     """A loaded model behind a scheduler. Keyword options are the fields of `Config`, that is, the launch flags.
 
+    graph_trees: for bench.py on CUDA, PyTorch's own graphs of every compiled call in place of captured steps; no flag,
+    since it is there to be compared with and not to serve (`compiled.GraphTrees`).
     Raises ValueError or RuntimeError with one readable sentence where model, flags and machine do not fit together.
     """
 
@@ -56,6 +58,7 @@ class LLM:
         *,
         config: Config | None = None,
         progress: Callable[[str], None] | None = None,
+        graph_trees: bool = False,
         **options: Any,
     ) -> None:
         if config is None:
@@ -64,9 +67,11 @@ class LLM:
                 logger.warning("%s", note)
         elif model is not None or options:
             raise ValueError("give either config or model and options, not both")
-        self.config = config
+        self.config, self.graph_trees = config, graph_trees
         tell = progress or (lambda line: logger.info("%s", line))
         device = choose_device(config)
+        if graph_trees:
+            check_graph_trees(device, not config.disable_torch_compile)
         if device.type == "cpu":
             _limit_threads()
         self.folder = choose_folder(config, tell)
@@ -108,10 +113,14 @@ class LLM:
         budget.network, budget.drafter, budget.sizes = network, drafter, resolve(drafter)
         with budget.watch("making the KV pools"):
             engine = _make_engine(config, budget, compiled)
+        if self.graph_trees:
+            engine.begin_step = torch.compiler.cudagraph_mark_step_begin
         with budget.watch("warming up"):
             engine.warm_up(tell)
+            if self.graph_trees:  # which runs a shape once before it records it
+                engine.warm_up(tell)
         with budget.watch("capturing CUDA graphs"):
-            captured = captured_batches(config, engine.sizes)
+            captured = () if self.graph_trees else captured_batches(config, engine.sizes)
             if captured and compiled:  # run eagerly, attention's reach is a number that Python knows and a graph keeps
                 engine.capture(captured, tell)
         engine.time_steps()
@@ -155,7 +164,7 @@ class LLM:
             self._quantize(network, tell)
         _change_draft_and_pack(config, device, network, drafter)
         if compiled:
-            compiler = partial(compile_step, device=device)
+            compiler = partial(compile_step, device=device, graph_trees=self.graph_trees)
             network.compile_blocks(compiler)
             drafter.compile(compiler)
         return network, drafter

@@ -40,6 +40,7 @@ from minispec.verify import EXACT, Acceptance, Rule, Verdict, simulate, verify, 
 
 COMPILED = (GREEDY, TEMPERED)  # what batches may need for whom the small functions may be compiled
 CAPTURED = (*COMPILED, FILTERED)  # what they may need for whom steps are captured, the least first
+WEIGHT_BOUND = 128  # rows up to which a GPU's step takes as long as reading the weights; see `coarse_batches`
 TIMED_CONTEXT = 512  # committed rows assumed when warm-up times a plain step against a tree step
 
 
@@ -104,6 +105,24 @@ class Sizes:
     def tree_rows(self) -> int:
         """Rows that a decode step may write beyond a request's committed ones."""
         return max(self.nodes, self.scratch)
+
+
+def coarse_batches(most: int, nodes: int, captured: int) -> tuple[int, ...]:
+    """Return the batch buckets up to `most` for a GPU, fewer than the powers of two where that costs no time.
+
+    nodes: N, of a tree. captured: the largest batch whose steps are captured, which is a bucket too, so that no batch
+    up to it is padded to one that is not; 0 for none.
+
+    Each bucket is several graphs, and on CUDA each of these is autotuned at the first start, for about a minute by
+    estimate. A step of few rows B * N only waits for the weights: on server GPUs since the A100 until there are some
+    150 rows, as many bfloat16 operations as it does per byte that it reads. There a bucket may be four times the one
+    before. Beyond, padding costs time, and buckets double. One request alone is never padded.
+    """
+    sizes = [1]
+    while sizes[-1] < most:
+        wide = 4 * sizes[-1]
+        sizes.append(wide if wide * nodes <= WEIGHT_BOUND else 2 * sizes[-1])
+    return tuple(sorted({min(size, most) for size in (*sizes, captured) if size}))
 
 
 class Entered(NamedTuple):

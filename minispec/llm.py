@@ -25,7 +25,7 @@ import torch
 from minispec.compiled import check_graph_trees, compile_step
 from minispec.config import Config, flag_name
 from minispec.drafter import Drafter, Plain
-from minispec.engine import Engine, Sizes
+from minispec.engine import Engine, Sizes, coarse_batches
 from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter
 from minispec.load.fp8 import check_fp8, read_weights, stored_in_fp8, use_fp8
@@ -102,8 +102,7 @@ class LLM:
         """Return the engine, warmed up and captured; tells where memory goes, before and after."""
         config = self.config
         compiled = not config.disable_torch_compile and _can_compile(device)
-        batches = config.cuda_graph_bs if device.type == "cuda" else None
-        resolve = partial(Sizes.resolve, **limits, batches=batches or ())
+        resolve = partial(resolve_sizes, config, device, limits)
         network, drafter = self._outline(device)
         budget = Budget(config, device, resolve(drafter), network, drafter)
         tell(f"memory, estimated: {budget.estimate}")
@@ -330,6 +329,18 @@ def _change_draft_and_pack(config: Config, device: torch.device, network: Model,
         pack_linears(network)
         if drafter.network is not None:
             pack_linears(drafter.network)
+
+
+def resolve_sizes(config: Config, device: torch.device, limits: dict[str, int], drafter: Drafter) -> Sizes:
+    """Return the sizes of an engine with this drafter; `limits` are those that `Sizes.resolve` takes by name.
+
+    On CUDA the batch buckets are those of --cuda-graph-bs, or by default as few as cost no time.
+    """
+    batches: Sequence[int] = ()
+    if device.type == "cuda":
+        largest = largest_graph(config, free_bytes(device)[1])
+        batches = config.cuda_graph_bs or coarse_batches(limits["max_running"], drafter.nodes, largest)
+    return Sizes.resolve(drafter, **limits, batches=batches)
 
 
 def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:

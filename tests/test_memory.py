@@ -6,6 +6,7 @@ together.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from dataclasses import replace
@@ -23,8 +24,8 @@ import minispec.load.memory as memory_module
 from minispec import LLM
 from minispec.config import Config
 from minispec.drafter import Plain
-from minispec.engine import Engine, Sizes
-from minispec.llm import captured_batches
+from minispec.engine import WEIGHT_BOUND, Engine, Sizes, coarse_batches
+from minispec.llm import captured_batches, resolve_sizes
 from minispec.load.memory import GIB, Budget, Memory, auto_fraction, is_out_of_memory, largest_graph, size_of
 from minispec.model import Model, ModelConfig
 
@@ -206,6 +207,37 @@ def test_the_largest_captured_batch_is_sglang_s_or_the_one_given(options, gib, l
     sizes = Sizes.resolve(Plain(), context_length=64, max_running=48, chunk_size=64, batches=listed)
     assert sizes.batch_sizes == ((2, 4, 8, 16, 32, 48) if listed else (1, 2, 4, 8, 16, 32, 48))
     assert captured_batches(Config(**options), sizes) == tuple(b for b in sizes.batch_sizes if b <= largest)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gib", "options", "expected"),
+    [(1, 80, {}, (1, 4, 16, 48)), (8, 80, {}, (1, 4, 16, 32, 48)), (32, 80, {}, (1, 4, 8, 16, 32, 48)),
+     (33, 80, {}, (1, 2, 4, 8, 16, 32, 48)), (1, 16, {}, (1, 4, 8, 16, 48)), (1, 80, {"disable_cuda_graph": True},
+     (1, 4, 16, 48)), (1, 80, {"cuda_graph_bs": [2, 4]}, (2, 4, 8, 16, 32, 48))],
+    ids=str,
+)  # fmt: skip
+def test_on_cuda_buckets_are_few_where_padding_is_free(nodes, gib, options, expected, monkeypatch) -> None:
+    gpu(monkeypatch, gib, gib)
+    drafter, limits = Plain(), {"context_length": 64, "max_running": 48, "chunk_size": 64}
+    drafter.nodes = nodes
+    config = Config(**options)
+    found = resolve_sizes(config, CUDA, limits, drafter)
+    assert found.batch_sizes == expected
+    monkeypatch.setattr(llm_module, "choose_device", lambda config: CUDA)
+    captured = captured_batches(config, found)
+    if not options:  # whatever batch SGLang would capture is padded to one that is captured
+        assert max(captured) == min(largest_graph(config, gib * GIB), 48)
+    on_cpu = resolve_sizes(config, torch.device("cpu"), limits, drafter)
+    assert on_cpu.batch_sizes == (1, 2, 4, 8, 16, 32, 48), "on a CPU every row costs, and nothing is autotuned"
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 17, 64, 257])
+def test_coarse_buckets_pad_by_less_than_half_or_within_what_is_free(most: int) -> None:
+    for nodes in (1, 6, 32, 127):
+        found = coarse_batches(most, nodes, 0)
+        assert found[0] == 1 and found[-1] == most
+        for small, large in itertools.pairwise(found):
+            assert large <= 2 * small or (large <= 4 * small and large * nodes <= WEIGHT_BOUND)
 
 
 def test_given_batches_beyond_the_running_requests_are_left_out() -> None:

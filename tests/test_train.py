@@ -6,7 +6,9 @@ out; the trainer does all anchors at once. They must agree to rounding, or a hea
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,17 +24,17 @@ from torch import Tensor
 from minispec.attention import Causal
 from minispec.config import Config
 from minispec.eagle import DraftHead
-from minispec.llm import choose_dtype
+from minispec.llm import LLM, choose_dtype
 from minispec.load.default_model import DefaultModelError
 from minispec.load.heads import load_head
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.metrics import loops
 from minispec.model import FINAL, Model
 from minispec.standalone import load_draft, tokenizer_digest
-from minispec.train.__main__ import main
+from minispec.train.__main__ import ON_CUDA, load_target, main
 from minispec.train.corpus import Features, Reply, batches, begin_replies, groups_done, read_replies
 from minispec.train.export import Recipe, draft_vocabulary, export, new_head
-from minispec.train.rounds import SoftCrossEntropy, Teacher, losses, pack, replay, unroll
+from minispec.train.rounds import SoftCrossEntropy, Teacher, Unrolled, losses, pack, replay, rows_at_once, unroll
 from minispec.train.small import export_small, small_model, train_small
 from minispec.train.trainer import Trainer
 
@@ -160,6 +162,36 @@ def test_the_loss_is_soft_cross_entropy_and_so_is_its_gradient() -> None:
     torch.testing.assert_close(loss, (plain * weight).sum())
     torch.testing.assert_close(gradient, torch.autograd.grad(3 * (plain * weight).sum(), logits)[0])
     assert torch.equal(best, logits.argmax(-1))
+
+
+def test_on_a_cpu_few_rows_are_read_at_a_time_and_on_cuda_an_update_takes_a_handful_of_pieces() -> None:
+    """A CPU's number is a matter of its caches, and of every bit of a checkpoint; CUDA's of launches and of memory."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert {rows_at_once(cpu, width) for width in (24, 8192, 128256)} == {64}
+    assert ON_CUDA["batch_tokens"] / rows_at_once(cuda, 8192) <= 4
+    for width in (8192, 32000, 128256):
+        assert 4 * width * rows_at_once(cuda, width) <= 2**28
+
+
+def test_what_is_computed_again_is_what_was_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: the same loss and the same gradients, to the bit, and no scores of anchors with rows in between."""
+    model, found = target(), []
+    texts = replies(model, 3)
+    head, taps = head_of("eagle3", model, texts)
+    features = Features(model, texts, TAPS, tmp_path, 10**9)
+    batch = pack(texts, [features.of(i) for i in range(3)], model.config.hidden_size, rounds=4)
+    assert head.token_map is not None
+    teacher = Teacher(model.lm_head.weight[head.token_map], head.token_map, model.config.vocab_size)
+    trained = [p for p in head.parameters() if p.requires_grad]
+    scores = {(segment.anchors(s), segment.rows + s) for segment in batch.segments for s in range(1, 4)}
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr(Unrolled, "RECOMPUTED_ON", devices)
+        kept: list[torch.Size] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t.shape), t)[1], lambda t: t):
+            loss, hits = losses(head, batch, taps, teacher, 0.0)
+        found.append((loss, hits, *torch.autograd.grad(loss, trained)))
+        assert {tuple(shape[-2:]) for shape in kept} & scores == (set() if devices else scores)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -425,6 +457,33 @@ def test_the_same_command_again_reads_its_replies_and_another_kind_shares_them(
     assert (tmp_path / "head" / "model.safetensors").is_file()
     state = torch.load(tmp_path / "further" / "checkpoint.pt", weights_only=True)
     assert state["recipe"]["start"] == str(tmp_path / "head")
+
+
+def test_what_wrote_the_replies_is_gone_before_the_target_is_loaded_again(
+    command: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model, pages and engine, by the command's own doing and not when the collector happens to run."""
+    made: list[weakref.ref] = []
+    loaded = []
+
+    def start(**options: object) -> LLM:
+        llm = LLM(**options)
+        engine = llm.scheduler.engine
+        made.extend(map(weakref.ref, (engine, engine.kv.pool, engine.model, *engine.model.parameters())))
+        return llm
+
+    def load(*args: object) -> Model:
+        loaded.append([ref() is not None for ref in made])
+        return load_target(*args)
+
+    monkeypatch.setattr("minispec.train.__main__.LLM", start)
+    monkeypatch.setattr("minispec.train.__main__.load_target", load)
+    gc.disable()
+    try:
+        command()
+    finally:
+        gc.enable()
+    assert len(made) > 10 and loaded == [[False] * len(made)]
 
 
 @pytest.mark.parametrize(

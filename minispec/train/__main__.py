@@ -18,6 +18,7 @@ Read next: `corpus.py` for where the replies come from, `rounds.py` for what is 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import random
 import sys
@@ -149,6 +150,10 @@ def ensure_replies(options: argparse.Namespace, config: Config, path: Path, tell
         running = 32 if choose_device(config).type == "cpu" else 256
         llm = LLM(config=replace(config, max_running_requests=running), progress=tell)
         generate(llm, short, path, seed=options.seed, max_new_tokens=options.max_new_tokens, tell=tell)
+        # The target is loaded again to be learned from, beside which there is no room for this one and its pages.
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing where there is no GPU
     return read_replies(path)
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from minispec.eagle import DraftHead
 from minispec.train.corpus import Reply
@@ -57,7 +58,12 @@ class Unrolled:
 
     Round 0 is causal over all rows of each segment and keeps their keys and values. A query of a later round sees the
     rows of round 0 up to its anchor's and, of each round since, the row that its own anchor made.
+
+    On CUDA the later rounds are computed a second time in the backward pass. Kept, their scores of every anchor with
+    every row are tens of gigabytes for an update of 32,768 tokens.
     """
+
+    RECOMPUTED_ON = ("cuda",)  # types of devices
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
@@ -86,21 +92,34 @@ class Unrolled:
 
     def _later(self, index: int, query: Tensor) -> Tensor:
         """Return the attention [Hq, n, D] of one segment's anchors in a round after the first."""
-        segment, (keys, values) = self.segments[index], self.prompt[index]
-        heads, count, dim = query.shape
-        kv_heads, rows = keys.shape[:2]
-        query = query.view(kv_heads, -1, count, dim) / math.sqrt(dim)
-        scores = query.flatten(1, 2) @ keys.transpose(1, 2)
-        scores = scores.view(kv_heads, -1, count, rows).float()
-        row = torch.arange(rows, device=keys.device)
-        scores = scores.masked_fill(row > segment.first + row[:count, None], -torch.inf)
-        mine = [(k[index][:, None, :count], v[index][:, None, :count]) for k, v in self.own]
-        diagonal = [(query * k).sum(-1, dtype=torch.float32)[..., None] for k, _ in mine]
-        weight = torch.cat((scores, *diagonal), dim=-1).softmax(-1).to(values.dtype)
-        out = (weight[..., :rows].flatten(1, 2) @ values).view(kv_heads, -1, count, dim)
-        for s, (_, v) in enumerate(mine):
-            out = out + weight[..., rows + s, None] * v
-        return out.reshape(heads, count, dim)
+        # The rows of the rounds so far, as they are now: when this is computed again there are more.
+        mine = [(keys[index], values[index]) for keys, values in self.own]
+        given = (self.segments[index].first, query, *self.prompt[index], mine)
+        if query.device.type in self.RECOMPUTED_ON:
+            return checkpoint(_anchored, *given, use_reentrant=False, preserve_rng_state=False)
+        return _anchored(*given)
+
+
+def _anchored(first: int, query: Tensor, keys: Tensor, values: Tensor, own: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the attention [Hq, n, D] of a segment's anchors, the first of which is row `first`.
+
+    query [Hq, n, D]; keys, values [Hkv, rows, D] of round 0; own: those [Hkv, m, D] of each round since, m >= n, of
+    which every anchor sees its own row.
+    """
+    heads, count, dim = query.shape
+    kv_heads, rows = keys.shape[:2]
+    query = query.view(kv_heads, -1, count, dim) / math.sqrt(dim)
+    scores = query.flatten(1, 2) @ keys.transpose(1, 2)
+    scores = scores.view(kv_heads, -1, count, rows).float()
+    row = torch.arange(rows, device=keys.device)
+    scores = scores.masked_fill(row > first + row[:count, None], -torch.inf)
+    mine = [(k[:, None, :count], v[:, None, :count]) for k, v in own]
+    diagonal = [(query * k).sum(-1, dtype=torch.float32)[..., None] for k, _ in mine]
+    weight = torch.cat((scores, *diagonal), dim=-1).softmax(-1).to(values.dtype)
+    out = (weight[..., :rows].flatten(1, 2) @ values).view(kv_heads, -1, count, dim)
+    for s, (_, v) in enumerate(mine):
+        out = out + weight[..., rows + s, None] * v
+    return out.reshape(heads, count, dim)
 
 
 @dataclass
@@ -189,14 +208,20 @@ class Teacher:
         return F.linear(hidden, self.weight).float().softmax(-1)
 
 
+def rows_at_once(device: torch.device, width: int) -> int:
+    """Return how many rows of `width` logits the loss reads at a time: on a CPU so few that they stay in its cache.
+
+    On CUDA as many as are 256 MiB in fp32, since there each piece is a dozen launches, however few rows it has.
+    """
+    return max(64, 2**26 // width) if device.type == "cuda" else 64
+
+
 class SoftCrossEntropy(torch.autograd.Function):
     """The cross-entropy of logits against the teacher's distribution, with its gradient computed in the same pass.
 
-    As separate operations this costs more than the matrix product before it. So a few rows of vocabulary size are read
-    at a time, once, which stay in the processor's cache, and no logits are kept in fp32.
+    As separate operations this costs more than the matrix product before it. So some rows of vocabulary size are read
+    at a time, and no logits are kept in fp32.
     """
-
-    ROWS = 64
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, wanted: Tensor, teacher: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,8 +231,9 @@ class SoftCrossEntropy(torch.autograd.Function):
         """
         gradient, best = torch.empty_like(logits), torch.empty_like(teacher)
         total = weight.new_zeros(())
-        for start in range(0, len(logits), SoftCrossEntropy.ROWS):
-            part = slice(start, start + SoftCrossEntropy.ROWS)
+        rows = rows_at_once(logits.device, logits.shape[1])
+        for start in range(0, len(logits), rows):
+            part = slice(start, start + rows)
             z, p, w = logits[part].float(), wanted[teacher[part]], weight[part, None]
             best[part] = z.argmax(-1)
             z = z - z.logsumexp(-1, keepdim=True)

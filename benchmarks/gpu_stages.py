@@ -208,7 +208,7 @@ class Dummy:
                 disable_torch_compile=not scale.compiled, disable_radix_cache=True, decode_log_interval=10**6,
                 context_length=context, max_running_requests=batch, max_total_tokens=batch * (context + 256),
                 chunked_prefill_size=min(scale.chunk, batch * prompt), simulate_acc_len=simulated,
-                quantization=quantization,
+                quantization=quantization, cuda_graph_bs=[batch] if scale.device == "cuda" else None,
                 speculative_algorithm=self.kind.upper(), speculative_draft_model_path=str(root / "head"),
                 speculative_num_steps=steps, speculative_eagle_topk=topk, speculative_num_draft_tokens=nodes,
             )  # fmt: skip

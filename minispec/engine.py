@@ -125,7 +125,7 @@ def coarse_batches(most: int, nodes: int, captured: int) -> tuple[int, ...]:
     return tuple(sorted({min(size, most) for size in (*sizes, captured) if size}))
 
 
-class Entered(NamedTuple):
+class TreeInputs(NamedTuple):
     """Trees as the target reads them."""
 
     tokens: Tensor  # [B, N] int64, padding beyond the context's end too
@@ -172,7 +172,7 @@ class Engine:
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
         self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
         self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): `time_steps` fills it
-        self.small = Small(Engine._enter, Engine._leave)  # what surrounds the target's blocks in a decode step
+        self.small = Small(Engine._before_blocks, Engine._after_blocks)  # of a decode step
         self.graphs: dict[tuple[Bucket | PrefillBucket, Needs], torch.cuda.CUDAGraph] = {}  # `capture` fills it
         self.begin_step: Callable[[], None] = lambda: None  # for whoever must be told that what steps made is done with
         attend = (self.attend_kind, model.config.layers)
@@ -192,7 +192,7 @@ class Engine:
     def compile_small(self, compiler: Compiler, choice: Choice) -> None:
         """From now on run what surrounds the blocks, in the drafter too, as `compiler` compiles it where `choice` says.
 
-        The two functions here are `_enter` and `_leave`; the drafter has its own.
+        The two functions here are `_before_blocks` and `_after_blocks`; the drafter has its own.
         """
         self.small.compile(compiler, choice)
         self.drafter.compile_small(compiler, choice)
@@ -279,14 +279,14 @@ class Engine:
         slots, nodes = bucket.slots, bucket.nodes
         lens, root = self.lens[slots], self.root[slots]
         wishes = self.sampling.wishes(slots, needs) if needs else None
-        enter, leave = self.small.of(bucket.batch, bool(needs)) if needs in COMPILED else self.small.eager
+        before, after = self.small.of(bucket.batch, bool(needs)) if needs in COMPILED else self.small.eager
         drafted = self._propose(bucket, lens, root, wishes) if nodes > 1 else bucket.tree
-        step = enter(self, bucket, lens, root, None if drafted is bucket.tree else drafted)
+        step = before(self, bucket, lens, root, None if drafted is bucket.tree else drafted)
         taps = self.drafter.taps if nodes > 1 else ()
         streams = self.model.run_blocks(step.embedding, Rope(step.cos, step.sin), bucket.attend, taps)
-        committed = leave(self, bucket, lens, step, streams, wishes)
-        if committed is not None:
-            self.drafter.commit(Committed(slots, *committed, self.path_plans.get(bucket.batch), prefill=False))
+        path = after(self, bucket, lens, step, streams, wishes)
+        if path is not None:
+            self.drafter.commit(Committed(slots, *path, self.path_plans.get(bucket.batch), prefill=False))
 
     def _propose(self, bucket: Bucket, lens: Tensor, root: Tensor, wishes: Wishes | None) -> DraftTree:
         """Ask the drafter for the trees [B, N] of this step."""
@@ -295,8 +295,8 @@ class Engine:
         noise = (wishes.temperature, wishes.seed) if couple else ()
         return self.drafter.propose(Batch(bucket.slots, lens, root, bucket.tree, *noise))
 
-    def _enter(self, bucket: Bucket, lens: Tensor, root: Tensor, drafted: DraftTree | None) -> Entered:
-        """Put the trees into the bucket's plan, and return what the blocks and `_leave` read of them.
+    def _before_blocks(self, bucket: Bucket, lens: Tensor, root: Tensor, drafted: DraftTree | None) -> TreeInputs:
+        """Put the trees into the bucket's plan, and return what the blocks and `_after_blocks` read of them.
 
         lens and root [B] int64; the trees of the host, which are in the bucket, need not be given.
         """
@@ -308,10 +308,10 @@ class Engine:
         bucket.plan.fill(bucket.slots, lens, above, tokens != PADDING)
         known = tokens.clamp(min=0)
         # A copy of the parents: compiled, a function may not return what it was given.
-        return Entered(tokens, parents.clone(), above, self.model.embed(known), *self.model.rope(positions))
+        return TreeInputs(tokens, parents.clone(), above, self.model.embed(known), *self.model.rope(positions))
 
-    def _leave(
-        self, bucket: Bucket, lens: Tensor, step: Entered, streams: tuple[Tensor, ...], wishes: Wishes | None
+    def _after_blocks(
+        self, bucket: Bucket, lens: Tensor, step: TreeInputs, streams: tuple[Tensor, ...], wishes: Wishes | None
     ) -> Path | None:
         """Verify the trees, keep the accepted paths, and write the outputs; streams: what `Model.run_blocks` returned.
 

@@ -197,6 +197,7 @@ def law(logits: Tensor, wishes: Wishes) -> Tensor:
 # differently, so two batch shapes could disagree about a threshold; integers cannot. Sums over up to 2^23 ids fit into
 # int64.
 MASS_UNIT = 2.0**40
+SPREAD = 1024  # bins for the ids that a histogram is not about
 
 
 def _filtered(gap: Tensor, wishes: Wishes) -> Tensor:
@@ -220,17 +221,37 @@ def _cut(bits: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
     """Return `[B] int32`, the smallest t with sum(mass[bits <= t]) >= goal, or 2^31 - 1 if there is none.
 
     `bits [B, V] int32` not negative, `mass [B, V] int64`, `goal [B] int64`. This is a radix selection: t's 31 bits are
-    found as digits of 11, 10 and 10 bits, each from one histogram. Ids below the prefix found so far fall into the
-    first bin, so the running sum needs no carry between rounds. Ids beyond it fall into the last bin, whose sum is not
-    looked at: where no smaller digit reaches the goal, the last one is the answer.
+    found as digits of 11, 10 and 10 bits, each from one histogram. The last digit's bin is not looked at: where no
+    smaller digit reaches the goal, the last one is the answer.
     """
     prefix = torch.zeros_like(goal, dtype=torch.int32)
     for shift, digits in ((20, 2048), (10, 1024), (0, 1024)):
-        bins = ((bits - prefix[:, None]) >> shift).clamp(0, digits - 1).to(torch.int64)
-        histogram = torch.zeros(goal.shape[0], digits, dtype=torch.int64, device=goal.device)
-        short = histogram.scatter_add_(1, bins, mass).cumsum(-1)[:, :-1] < goal[:, None]
-        prefix = prefix + (short.sum(-1) << shift).to(torch.int32)
+        digit = (bits - prefix[:, None]) >> shift
+        sums = (_sums_spread if bits.is_cuda else _sums)(digit, mass, digits)
+        prefix = prefix + ((sums < goal[:, None]).sum(-1) << shift).to(torch.int32)
     return prefix
+
+
+def _sums(digit: Tensor, mass: Tensor, digits: int) -> Tensor:
+    """Return `[B, digits - 1] int64`, for each digit but the last the mass at or below it; `digit [B, V] int32`.
+
+    Ids below the prefix, whose digit is negative, fall into the first bin, so the sums need no carry between rounds.
+    """
+    bins = digit.clamp(0, digits - 1).to(torch.int64)
+    histogram = torch.zeros(len(digit), digits, dtype=torch.int64, device=digit.device)
+    return histogram.scatter_add_(1, bins, mass).cumsum(-1)[:, :-1]
+
+
+def _sums_spread(digit: Tensor, mass: Tensor, digits: int) -> Tensor:
+    """Return what `_sums` does, without a bin into which nearly all ids fall: CUDA adds to one bin one after the other.
+
+    Ids below the prefix are one sum, and they and those beyond are spread over bins that nobody looks at.
+    """
+    below = (mass * (digit < 0)).sum(-1, keepdim=True)
+    aside = digits + torch.arange(digit.shape[1], device=digit.device) % SPREAD
+    bins = torch.where((digit >= 0) & (digit < digits), digit, aside)
+    histogram = torch.zeros(len(digit), digits + SPREAD, dtype=torch.int64, device=digit.device)
+    return below + histogram.scatter_add_(1, bins, mass)[:, : digits - 1].cumsum(-1)
 
 
 # ---------------------------------------------------------------------------------------------------------- state

@@ -574,3 +574,11 @@ def seen_by_the_compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> C
     called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     assert "minispec.gumbel" in called and not any("log" in name for name in called), called
     return graph.forward
+
+
+def test_histograms_for_cuda_give_the_sums_of_those_for_a_cpu() -> None:
+    torch.manual_seed(9)
+    for vocab, reach in ((61, 3), (4099, 400), (4099, 3000)):
+        digit = torch.randint(-reach, reach, (3, vocab), dtype=torch.int32)
+        mass = torch.randint(0, 2**40, (3, vocab))
+        assert torch.equal(sampling._sums_spread(digit, mass, 1024), sampling._sums(digit, mass, 1024))

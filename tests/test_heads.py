@@ -765,7 +765,7 @@ def test_head_is_read_in_the_format_asked_for(load_format: str, read: str, targe
     assert torch.equal(fc, forms[read].tensors["fc.weight"].float())
 
 
-def test_a_mimo_start_reads_the_target_once_and_its_layer_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mimo_start_reads_the_target_once_its_layer_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     form = mtp_in_target(make_target())
     form.config |= {"vocab_size": 300, "num_hidden_layers": 2}
     ours = published_tensors(Model(ModelConfig.from_hf(form.config)))

@@ -126,8 +126,11 @@ NAMES = ("none", "ngram", "oracle", *(f"{method}-{shape}" for method in GROWN fo
 FILTERS = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
 
 
-@pytest.mark.parametrize("wishes", [{}, {"temperature": 0.9}, FILTERS], ids=["greedy", "tempered", "filtered"])
-@pytest.mark.parametrize("name", NAMES)
+CASES = [(name, wishes) for name in NAMES for wishes in ({}, {"temperature": 0.9})]
+CASES += [(name, FILTERS) for name in ("none", "standalone-tree", "trained-tree")]
+
+
+@pytest.mark.parametrize(("name", "wishes"), CASES, ids=lambda value: value if isinstance(value, str) else len(value))
 def test_a_replayed_step_is_the_step(name: str, wishes: dict) -> None:
     replays = replayed(name, **wishes)
     assert replays.compared > 8

@@ -144,7 +144,7 @@ def test_switches_between_trees_and_plain_steps_in_flight(
 
 
 def rows_without_seats(patch: pytest.MonkeyPatch) -> None:
-    """A row counts for whoever has the request's name, although it was retracted and seated anew meanwhile."""
+    """A row counts although its request has left its seat meanwhile."""
     land = Scheduler._land
 
     def landed(self: Scheduler, flight: object) -> None:

@@ -134,7 +134,8 @@ class Config:
 
     speculative_algorithm: str | None = _flag(
         None, "Speculation", "NONE, NGRAM, EAGLE (alias NEXTN), EAGLE3 or STANDALONE, in any case, or module:Class of "
-        "your own (docs/adding-a-drafter.md); default: EAGLE3 for the default model, NONE for a named one",
+        "your own (docs/adding-a-drafter.md); default: EAGLE3 for the default model; for a named one NONE, or a MiMo "
+        "model's own MTP layer",
     )  # fmt: skip
     speculative_draft_model_path: str | None = _flag(
         None, "Speculation", "id or folder of the draft head or model; a MiMo target brings its own"

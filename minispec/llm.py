@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from minispec.load.memory import Budget, free_bytes, largest_graph, make_kv, mea
 from minispec.load.packed import can_pack, pack_linears
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
-from minispec.load.weights import eos_token_ids, load_weights, read_config, resolve_model
+from minispec.load.weights import eos_token_ids, load_weights, read_config, read_tensors, resolve_model
 from minispec.model import Model, ModelConfig, published_tensors
 from minispec.request import Request, RequestError, SamplingParams, meta_info
 from minispec.scheduler import Scheduler, SchedulerOptions, logger, startup_line
@@ -67,7 +67,7 @@ class LLM:
                 logger.warning("%s", note)
         elif model is not None or options:
             raise ValueError("give either config or model and options, not both")
-        self.config, self.graph_trees = config, graph_trees
+        self.graph_trees = graph_trees
         tell = progress or (lambda line: logger.info("%s", line))
         device = choose_device(config)
         if graph_trees:
@@ -76,6 +76,7 @@ class LLM:
             _limit_threads()
         self.folder = choose_folder(config, tell)
         hf_config = read_config(self.folder)
+        self.config = config = with_own_head(config, hf_config, self.folder, tell)
         self.stored_dtype = hf_config["torch_dtype"]
         self.model_config = ModelConfig.from_hf(hf_config)
         context = _context_length(config, self.model_config)
@@ -266,6 +267,26 @@ def dtype_line(config: Config, stored: str | None, dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     differs = config.dtype == "auto" and dtype == torch.bfloat16 and stored in ("float16", "float32")
     return f"{name} (SGLang would take float16 for a {stored} checkpoint; --dtype float16 does)" if differs else name
+
+
+def with_own_head(
+    config: Config, hf_config: Mapping[str, Any], folder: Path, tell: Callable[[str], None]
+) -> Config:
+    """Return the config, with EAGLE where no flag speaks of speculation and the model brings a head, MiMo's MTP layer.
+
+    SGLang drafts with that layer for --speculative-algorithm EAGLE and not by itself; NONE switches it off here. A copy
+    whose files lack the layer decodes plainly, as do dummy weights.
+    """
+    silent = all(getattr(config, f.name) == f.default for f in fields(config) if f.name.startswith("speculative_"))
+    named = "MiMoForCausalLM" in (hf_config.get("architectures") or ()) and hf_config.get("num_nextn_predict_layers")
+    if not silent or not named or config.load_format == "dummy":
+        return config
+    layer = read_tensors(folder, config.load_format, wanted=lambda name: "mtp_layers." in name)
+    if next(layer, None) is None:
+        tell("config.json speaks of an MTP layer, but the files have none: decoding plainly")
+        return config
+    tell("the model brings an MTP layer and drafts with it; --speculative-algorithm NONE decodes plainly")
+    return replace(config, speculative_algorithm="EAGLE")
 
 
 def choose_folder(config: Config, tell: Callable[[str], None]) -> Path:

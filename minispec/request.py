@@ -222,9 +222,9 @@ def finish_dict(finish: Finish, length: int) -> dict[str, Any]:
 def meta_info(request: Request, completion_tokens: int, finish: Finish | None, nodes: int) -> dict[str, Any]:
     """Return the native meta_info; the latency and the fields of speculation come with the finish.
 
-    `nodes` is N, the nodes of a tree, root included. spec_accept_rate leaves the root out and spec_accept_length
-    counts everything delivered, prefill's token too, as SGLang defines them; plain steps count as verify steps that
-    drafted nothing.
+    `nodes` is N, the nodes of a tree, root included. spec_accept_rate leaves the root out, as SGLang defines it;
+    spec_accept_length is tokens per verify step and, unlike SGLang's, leaves out the token that prefill gives, so that
+    plain decoding has 1. Plain steps count as verify steps that drafted nothing.
     """
     info: dict[str, Any] = {
         "id": request.rid,
@@ -245,7 +245,7 @@ def meta_info(request: Request, completion_tokens: int, finish: Finish | None, n
             "spec_accept_token_num": request.accepted_drafts,
             "spec_draft_token_num": drafted,
             "spec_accept_rate": request.accepted_drafts / max(drafted, 1),
-            "spec_accept_length": completion_tokens / steps,
+            "spec_accept_length": 1 + request.accepted_drafts / steps,
             "spec_accept_histogram": list(request.accept_histogram),
         }
     return info

@@ -495,7 +495,7 @@ class Server:
         llm = self._ready()
         stats = {**await self.engine.ask(lambda scheduler: scheduler.stats()), **memory_stats(llm)}
         flags = {k: v for k, v in dataclasses.asdict(self.config).items() if k not in ("api_key", "notes")}
-        flags["speculative_algorithm"] = self.config.algorithm
+        flags["speculative_algorithm"] = llm.config.algorithm
         flags = {name: value for name, value in flags.items() if name not in stats}  # as resolved, not as asked for
         return _json({**stats, **flags, "version": _version(), "internal_states": [{**flags, **stats}]})
 

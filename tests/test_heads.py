@@ -765,17 +765,46 @@ def test_head_is_read_in_the_format_asked_for(load_format: str, read: str, targe
     assert torch.equal(fc, forms[read].tensors["fc.weight"].float())
 
 
-def test_a_mimo_start_reads_the_target_once_its_layer_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def whole_mimo(folder: Path, *, layer: bool = True) -> Format:
+    """Write a MiMo of two layers with a tokenizer, with or without the MTP layer that its config.json names."""
     form = mtp_in_target(make_target())
     form.config |= {"vocab_size": 300, "num_hidden_layers": 2}
     ours = published_tensors(Model(ModelConfig.from_hf(form.config)))
-    form.tensors = {f"model.{name}": tensor for name, tensor in ours.items()} | mtp_tensors(12, biases=True)
-    (write(tmp_path, form) / "tokenizer.json").write_text(byte_tokenizer(300).backend._tokenizer.to_str())
+    form.tensors = {f"model.{name}": tensor for name, tensor in ours.items()}
+    form.tensors |= mtp_tensors(12, biases=True) if layer else {}
+    (write(folder, form) / "tokenizer.json").write_text(byte_tokenizer(300).backend._tokenizer.to_str())
+    return form
+
+
+EAGERLY = dict(dtype="float32", disable_torch_compile=True, device="cpu")
+
+
+def test_a_mimo_start_reads_the_target_once_its_layer_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = whole_mimo(tmp_path)
     read = reads(monkeypatch)
-    llm = LLM(tmp_path, speculative_algorithm="EAGLE", dtype="float32", disable_torch_compile=True, device="cpu")
+    llm = LLM(tmp_path, speculative_algorithm="EAGLE", **EAGERLY)
     assert llm.scheduler.engine.drafter.name == "mtp"
     layer = [name for name in form.tensors if "mtp_layers" in name]  # the sizes of a head are those of its tensors
     assert layer and sorted(read) == sorted([*form.tensors, *layer])
+
+
+@pytest.mark.parametrize(
+    ("layer", "flags", "name"),
+    [
+        (True, {}, "mtp"), (True, {"speculative_algorithm": "NONE"}, "none"), (False, {}, "none"),
+        (True, {"load_format": "dummy"}, "none"), (True, {"speculative_num_steps": 1}, "none"),
+    ],
+    ids=["by itself", "switched off", "files without it", "dummy weights", "a flag of speculation alone"],
+)  # fmt: skip
+def test_a_named_mimo_drafts_with_its_own_layer_without_a_flag(
+    layer: bool, flags: dict[str, Any], name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole_mimo(tmp_path, layer=layer)
+    with caplog.at_level(logging.INFO, "minispec"):
+        llm = LLM(tmp_path, **EAGERLY, **flags)
+    assert llm.scheduler.engine.drafter.name == name and llm.config.algorithm == ("EAGLE" if name == "mtp" else "NONE")
+    assert ("brings an MTP layer and drafts with it" in caplog.text) == (name == "mtp")
+    assert ("the files have none" in caplog.text) == (not layer)
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------

@@ -7,6 +7,9 @@ tests/test_exactness.py --drafter module:Class`.
 
 Random heads are never right, so all nodes of their trees are rejected. The trained head and the oracle are mostly
 right, so that accepted rows are compacted and further drafts build on them.
+
+Equality proves little about a drafter that hardly drafts. So every step is counted in a `Tally`, and one check serves
+texts that repeat themselves and fails where next to no trees were proposed, verified and accepted.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from trained import sentence, trained_head, trained_model
 
 from minispec.beam import BeamDrafter
 from minispec.config import Config
-from minispec.drafter import Drafter, HostDrafter, HostTrees, Plain
+from minispec.drafter import Draft, Drafter, HostDrafter, HostTrees, Plain
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
 from minispec.load.drafters import make_drafter
 from minispec.load.tokenizer import byte_tokenizer
@@ -38,12 +41,53 @@ from minispec.standalone import DraftModel, StandaloneDrafter
 sharp_model = functools.cache(tiny_model)
 
 
+@dataclass
+class Tally:
+    """What became of a drafter's trees, summed over schedulers; roots alone are no trees."""
+
+    asked: int = 0  # trees asked for
+    proposed: int = 0  # those of more than a root
+    verified: int = 0  # rows of steps that verified trees
+    accepted: int = 0  # those rows of which a draft was accepted
+
+    def __str__(self) -> str:
+        return (f"asked for {self.asked:,} trees, proposed {self.proposed:,}; {self.verified:,} rows were verified "
+                f"with trees, and of {self.accepted:,} a draft was accepted")  # fmt: skip
+
+    def attach(self, scheduler: Scheduler) -> None:
+        """Count what this scheduler's drafter proposes and what its steps accept."""
+        drafter, decode = scheduler.engine.drafter, scheduler.metrics.decode
+        inner = drafter.inner if isinstance(drafter, HostTrees) else None
+
+        def counted(load: object, *, emitted: list[int], nodes: int, **more: object) -> None:
+            decode(load, emitted=emitted, nodes=nodes, **more)
+            trees = len(emitted) if nodes > 1 else 0
+            self.verified += trees
+            self.accepted += sum(count > 1 for count in emitted) if trees else 0
+            if inner is None:  # drafted within the step
+                self.asked, self.proposed = self.asked + len(emitted), self.proposed + trees
+
+        scheduler.metrics.decode = counted
+        if inner is not None:
+            propose = inner.propose
+
+            def offered(slots: Sequence[int]) -> list[Draft]:
+                drafts = propose(slots)
+                self.asked += len(drafts)
+                self.proposed += sum(len(draft.tokens) > 1 for draft in drafts)
+                return drafts
+
+            inner.propose = offered
+
+
 @dataclass(frozen=True)
 class Subject:
     """A target and how to make a drafter for it."""
 
     drafter: Callable[[Model], Drafter | HostDrafter]
     accept_length: float = 0.0  # what it must exceed when greedy
+    least: tuple[int, int, int] = (60, 40, 12)  # trees proposed, verified, accepted of texts that repeat themselves
+    tally: Tally = dataclasses.field(default_factory=Tally)
     model: Callable[[], Model] = sharp_model
     text: Callable[[int, random.Random], list[int]] = any_ids  # of prompts
     built: list[HostTrees] = dataclasses.field(default_factory=list)  # the host drafters of all schedulers put together
@@ -53,6 +97,7 @@ class Subject:
         with torch.inference_mode():
             drafter = self.drafter(self.model())
         scheduler = build(self.model(), drafter, **how)
+        self.tally.attach(scheduler)
         if isinstance(scheduler.engine.drafter, HostTrees):
             self.built.append(scheduler.engine.drafter)
         return scheduler
@@ -78,6 +123,9 @@ def random_head(kind: type[DraftHead], model: Model, **switches: object) -> Draf
     return head
 
 
+REJECTED = (60, 40, 0)  # of a random head, which is never right
+
+
 def beams(head: Callable[[Model], DraftHead], **options: object) -> dict[str, Subject]:
     """Return the subjects of a head, by what their names end in: a chain and a tree."""
     make = lambda steps, topk, nodes: lambda model: BeamDrafter(head(model), steps=steps, topk=topk, nodes=nodes)  # noqa: E731
@@ -92,13 +140,13 @@ def standalone(steps: int, topk: int, nodes: int, **options: object) -> Subject:
 
 HALF = torch.arange(0, VOCAB, 2)  # a draft vocabulary, target ids
 HEADS: dict[str, dict[str, Subject]] = {
-    "eagle": beams(lambda model: random_head(EagleHead, model, fc_bias=True)),
-    "eagle3": beams(lambda model: random_head(Eagle3Head, model, taps=(1, 2), token_map=HALF)),
-    "mtp": beams(lambda model: random_head(MtpHead, model)),
+    "eagle": beams(lambda model: random_head(EagleHead, model, fc_bias=True), least=REJECTED),
+    "eagle3": beams(lambda model: random_head(Eagle3Head, model, taps=(1, 2), token_map=HALF), least=REJECTED),
+    "mtp": beams(lambda model: random_head(MtpHead, model), least=REJECTED),
     "trained": beams(lambda model: trained_head(), model=trained_model, text=sentence, accept_length=2.5),
 }
 SUBJECTS: dict[str, Subject] = {
-    "none": Subject(lambda model: Plain()),
+    "none": Subject(lambda model: Plain(), least=(0, 0, 0)),
     "ngram": Subject(lambda model: NgramDrafter(NgramOptions(nodes=8))),
     "oracle": Subject(lambda model: Oracle(truth_of(model)), accept_length=1.5),
     "standalone-chain": standalone(3, 1, 4, accept_length=3.0),
@@ -236,8 +284,30 @@ def the_last_row_of_context_and_pool(subject: Subject) -> None:
     assert all(r.finish.kind == "length" and len(r.output_ids) > 40 for r in several)
 
 
+FEW = dict(temperature=1.0, logit_bias=dict.fromkeys((3, 8, 21, 34), 100.0))  # these ids alone, in a changing order
+
+
+def texts_that_repeat_are_drafted_for(subject: Subject) -> None:
+    """Prompts that repeat a phrase, and replies of four ids or of one word: a drafter that drafts now has met a test.
+
+    What drafts from texts finds nothing in random ones, and whatever it does then has passed all checks above.
+    """
+    before = dataclasses.replace(subject.tally)
+    requests = []
+    for i in range(6):
+        phrase = subject.text(9, random.Random(i))
+        wishes = (dict(temperature=0.0), FEW)[i % 2]
+        requests.append(request(f"again{i}", phrase * 4, sampling_seed=i, max_new_tokens=30, **wishes))
+    run(subject.build(), requests)
+    assert_exact(subject, requests)
+    for name, least in zip(("proposed", "verified", "accepted"), subject.least, strict=True):
+        found = getattr(subject.tally, name) - getattr(before, name)
+        assert found >= least, (f"next to no trees were {name}: {found}, where {least} are the least that test a "
+                                f"drafter; in all checks so far: {subject.tally}")  # fmt: skip
+
+
 CHECKS: tuple[Callable[[Subject], None], ...] = (
     greedy_alone_and_in_a_batch_of_eight, chunked_prompts, prefix_hits_and_a_second_turn,
     prompts_that_differ_around_a_page_s_end, retraction, arrival_one_by_one, seeded_samples,
-    requests_of_every_kind_in_one_batch, the_last_row_of_context_and_pool,
+    requests_of_every_kind_in_one_batch, the_last_row_of_context_and_pool, texts_that_repeat_are_drafted_for,
 )  # fmt: skip

@@ -15,12 +15,24 @@ import torch
 
 from minispec.load.default_model import DefaultModelError, ensure_default_model
 
+TALLY = "tally"  # the property in which a test reports what became of a drafter's trees
 LONGEST = ("test_served.py", "test_served_methods.py", "test_launch_commands.py", "test_engine.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--drafter module:Class` runs test_exactness.py on a drafter of one's own, docs/adding-a-drafter.md."""
     parser.addoption("--drafter", help="module:Class of a drafter to run the exactness suite on")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """With --drafter, say how many of its trees were proposed, verified and accepted: the less, the less was tested."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    counts = [value for report in reports for name, value in report.user_properties if name == TALLY]
+    if counts and config.getoption("--drafter"):
+        from conformance import Tally
+
+        total = Tally(*map(sum, zip(*counts, strict=True)))
+        terminalreporter.write_line(f"{config.getoption('--drafter')} was {total}.")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,6 +8,7 @@ and any error shows in the tokens.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -202,8 +203,9 @@ def run(scheduler: Scheduler, requests: Sequence[Request], stagger: int = 0) -> 
     return texts
 
 
+@functools.cache
 def truth_of(model: Model) -> Callable[[tuple[int, ...]], list[int]]:
-    """Return an oracle of greedy continuations, remembered by prefix."""
+    """Return an oracle of greedy continuations, remembered by prefix, for all who ask about this model."""
     known: dict[tuple[int, ...], int] = {}
 
     def truth(text: tuple[int, ...]) -> list[int]:

@@ -6,17 +6,21 @@ the checks rely on is compared with transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conformance import CHECKS, SUBJECTS, WISHES, Subject, own, truth
+from conformance import CHECKS, SUBJECTS, WISHES, Subject, own, texts_that_repeat_are_drafted_for, truth
+from conftest import TALLY, pytest_terminal_summary
 from exactness import mixed_requests, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import minispec.verify as verify_module
+from minispec.drafter import Draft
 from minispec.model import Model
+from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import Request
 
 
@@ -29,8 +33,42 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_tokens_stay_the_same(subject: Subject, check: Callable[[Subject], None]) -> None:
-    check(subject)
+def test_tokens_stay_the_same(
+    subject: Subject, check: Callable[[Subject], None], record_property: Callable[[str, object], None]
+) -> None:
+    before = replace(subject.tally)
+    try:
+        check(subject)
+    finally:
+        record_property(TALLY, [now - then for now, then in zip(astuple(subject.tally), astuple(before), strict=True)])
+
+
+class Rare(NgramDrafter):
+    """NGRAM, which has something to say only now and then."""
+
+    def propose(self, slots: Sequence[int]) -> list[Draft]:
+        """Return roots alone, but for one time in twenty."""
+        self.times = getattr(self, "times", 0) + 1
+        drafts = super().propose(slots)
+        return drafts if self.times % 20 == 0 else [Draft(draft.tokens[:1], [-1]) for draft in drafts]
+
+
+def test_a_drafter_that_hardly_drafts_does_not_pass() -> None:
+    subject = Subject(lambda model: Rare(NgramOptions(nodes=8)))
+    with pytest.raises(AssertionError, match=r"next to no trees were proposed: \d+, where 60 are the least"):
+        texts_that_repeat_are_drafted_for(subject)
+    assert subject.tally.asked > 60 > subject.tally.proposed
+
+
+def test_the_last_line_of_a_run_on_one_s_own_drafter_adds_the_trees_of_all_checks_up() -> None:
+    reports = [SimpleNamespace(user_properties=[(TALLY, counts)]) for counts in ([1000, 20, 3, 4], [10, 2, 1, 0])]
+    lines: list[str] = []
+    reporter = SimpleNamespace(stats={"passed": reports[:1], "failed": reports[1:]}, write_line=lines.append)
+    for named in ("my:Drafter", None):
+        pytest_terminal_summary(reporter, SimpleNamespace(getoption=lambda flag, named=named: named))
+    (line,) = lines
+    assert line == ("my:Drafter was asked for 1,010 trees, proposed 22; 4 rows were verified with trees, and of 4 a "
+                    "draft was accepted.")  # fmt: skip
 
 
 def as_transformers_has_it(model: Model) -> LlamaForCausalLM:

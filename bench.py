@@ -1,9 +1,12 @@
-"""Throughput side by side: plain decoding, each drafter, and transformers' generate, in one run on one machine.
+"""Throughput side by side: plain decoding, drafters, and transformers' generate, in one run on one machine.
 
-`python bench.py` needs no arguments: it runs the default model with every method that ships for it on sixteen prompts
-of our own (eight ordinary, eight that ask for copying), greedily, with 96 new tokens, at batch 1 and 8. Every
-contestant runs every set of prompts in turn, round after round, so that a noisy machine is noisy for all. The medians
-over the rounds are reported; of these the ratios are worth quoting.
+`python bench.py` needs no arguments: plain decoding, the default drafter, NGRAM and transformers, greedily, one request
+at a time, on sixteen prompts of our own (eight ordinary, eight that ask for copying). It says at once what it will run
+and for about how long, prints every result as it is measured, and ends with a table and a sentence. Ctrl-C at any
+moment prints the table of what there is. `--full` runs all methods, at batch 1 and 8.
+
+All contestants run every set of prompts in turn, and in the next round in the reverse order (A B B A), so that a noisy
+machine is noisy for all. Medians over the rounds are reported; of these the ratios are worth quoting.
 
 What is counted:
   - tokens/s is new tokens over wall time from submission to the last token, prefill included, for every contestant
@@ -14,10 +17,9 @@ What is counted:
     length is given with and without them.
   - Speed-up is against `none` at the same batch and prompts. GB/s is the weights read per second, which bounds decoding
     at batch 1.
+  - Of minispec the batch sizes asked for are compiled and no others, so a batch that has shrunk is padded to them.
 
-Before every timed run the prefix cache and the drafter's memory are emptied; the warm-up uses other prompts.
-
-Read next: `minispec/llm.py`, the interface used here.
+Torch is imported after the first line is out. Read next: `benchmarks/throughput.py`, the contestants and their runs.
 """
 
 from __future__ import annotations
@@ -26,30 +28,24 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-import transformers
-
-from minispec import LLM, SamplingParams
-from minispec.compiled import check_graph_trees
 from minispec.config import Config
-from minispec.llm import choose_device, choose_dtype, choose_folder
-from minispec.load.tokenizer import Tokenizer
-from minispec.load.weights import read_tensors
-from minispec.metrics import loops
-from minispec.request import Request
+
+if TYPE_CHECKING:
+    from benchmarks.throughput import Contestant, Run
 
 PROMPTS = Path(__file__).parent / "benchmarks" / "prompts.jsonl"
-WARM_UP = ["Name three rivers.", "Say hello to the class in one sentence."]
 METHODS: dict[str, dict[str, Any]] = {  # name -> launch flags; without a path a head is the one that ships
     "none": {"speculative_algorithm": "NONE"},
     "ngram": {"speculative_algorithm": "NGRAM"},
@@ -62,115 +58,203 @@ METHODS: dict[str, dict[str, Any]] = {  # name -> launch flags; without a path a
 }
 HEADLESS = ("none", "ngram")  # methods without a head or a tree to shape
 THEIRS = ("transformers", "transformers-prompt-lookup")
+# For the plan's estimate: tokens/s on two CPU cores at batch 1, prefill included, and seconds until ready.
+RATES = {"none": 36.0, "standalone": 28.0, "transformers": 19.0, "transformers-prompt-lookup": 26.0}
+RATE, IMPORTS, READY, COMPILING = 42.0, 12.0, 8.0, 30.0  # of others; of python; of one contestant and batch, warm, cold
+NEW_TOKENS = 32
 
 
-@dataclass
-class Run:
-    """One timed run over one set of prompts."""
-
-    tokens: int
-    seconds: float
-    decode_seconds: float | None = None  # without prefill
-    decoded: int = 0  # tokens that decode steps gave
-    accepted: list[int] | None = None  # item i: steps that accepted exactly i drafts, without replies' last steps
-    accepted_unlooped: list[int] | None = None  # the same for replies that do not loop
-    drafter_ms: float | None = None  # host time of the drafter per decode step
-    host_ms: float | None = None  # host time of stop rules and text per decode step
-    forwards_per_s: float | None = None
-    outputs: tuple[tuple[int, ...], ...] = ()
-
-
-class Contestant(Protocol):
-    """Anything that generates from lists of token ids."""
+class Entrant(NamedTuple):
+    """Somebody who is to take part, not loaded yet."""
 
     name: str
     batches: Sequence[int]
-
-    def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int, temperature: float) -> Run:
-        """Generate for all prompts, `batch` at a time."""
-        ...
+    load: Callable[[Callable[[str], None]], Contestant]  # given whom to tell how far loading is
 
 
-class Ours:
-    """minispec with one drafter."""
+class Task(NamedTuple):
+    """One timed run: an entrant on one set of prompts."""
 
-    def __init__(self, name: str, options: dict[str, Any], batches: Sequence[int]) -> None:
-        self.name, self.batches = name, batches
-        self.llm = LLM(max_running_requests=max(batches), **options)
+    round: int
+    batch: int
+    prompts: str  # the set's name
+    temperature: float
+    name: str
 
-    def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int, temperature: float) -> Run:
-        """Generate through the scheduler, groups of `batch` requests at a time; request i has seed i."""
-        scheduler = self.llm.scheduler
-        assert scheduler.flush_cache(), "a benchmark starts on an idle engine"
-        requests = [
-            self.llm.request(
-                ids, SamplingParams(temperature=temperature, max_new_tokens=new_tokens, sampling_seed=seed)
-            )
-            for seed, ids in enumerate(prompts)
-        ]
-        start = time.perf_counter()
-        for i in range(0, len(requests), batch):
-            self.llm.serve(requests[i : i + batch])
-        seconds = time.perf_counter() - start
-        m = scheduler.metrics
-        steps = max(m.tree_steps + m.plain_steps, 1)
-        return Run(
-            sum(len(r.output_ids) for r in requests), seconds, m.step_seconds + m.host_seconds, m.verified_tokens,
-            accepted(requests), accepted([r for r in requests if not loops(r.output_ids)]),
-            scheduler.engine.drafter_seconds / steps * 1e3, m.host_seconds / steps * 1e3,
-            steps / (m.step_seconds + m.host_seconds or 1.0), tuple(tuple(r.output_ids) for r in requests),
+
+@dataclass
+class Row:
+    """A line of the table and an object of --json: one contestant, batch, set of prompts and temperature.
+
+    A new figure is a field here, its value in `Results.row`, and its column in `COLUMNS`.
+    """
+
+    name: str
+    batch: int
+    prompts: str
+    temperature: float
+    tokens_per_s: float
+    decode_tokens_per_s: float | None
+    accept_length: float | None
+    accept_length_without_loops: float | None
+    accepted_by_depth: list[float]
+    speedup: float | None
+    tokens: int
+    same_as_none: float | None
+    drafter_ms_per_step: float | None
+    host_ms_per_step: float | None
+    forwards_per_s: float | None
+
+
+@dataclass
+class Results:
+    """All runs so far; complete at every moment, since Ctrl-C may ask for the table at any."""
+
+    runs: dict[tuple[str, int, str, float], list[Run]] = field(default_factory=dict)
+    weight_bytes: int | None = None  # of the target, once it is loaded
+    dtype: str = ""
+    hardware: str = ""
+
+    def add(self, task: Task, run: Run) -> Row:
+        """Take in a run, and return what its row says now."""
+        key = (task.name, task.batch, task.prompts, task.temperature)
+        self.runs[key] = [*self.runs.get(key, []), run]
+        return self.row(*key)
+
+    def row(self, name: str, batch: int, prompts: str, temperature: float) -> Row:
+        """Return the medians over the rounds so far."""
+        from benchmarks.throughput import accept_length, by_depth
+
+        several = self.runs[name, batch, prompts, temperature]
+        base = self.runs.get(("none", batch, prompts, temperature), [])
+        decodes = [run.decoded / run.decode_seconds for run in several if run.decode_seconds]
+        # Each ratio is taken within a round, so that a machine that is slow for a while is slow for both.
+        ratios = [(a.tokens / a.seconds) / (b.tokens / b.seconds) for a, b in zip(several, base, strict=False)]
+        first = several[0]
+        same = [x == y for x, y in zip(first.outputs, base[0].outputs, strict=True)] if base else []
+        rounded = lambda value, digits: value if value is None else round(value, digits)  # noqa: E731
+        return Row(
+            name, batch, prompts, temperature,
+            tokens_per_s=round(statistics.median(run.tokens / run.seconds for run in several), 2),
+            decode_tokens_per_s=round(statistics.median(decodes), 2) if decodes else None,
+            accept_length=accept_length(first.accepted),
+            accept_length_without_loops=accept_length(first.accepted_unlooped),
+            accepted_by_depth=by_depth(first.accepted),
+            speedup=round(statistics.median(ratios), 3) if ratios else None,
+            tokens=first.tokens,
+            same_as_none=round(sum(same) / len(same), 3) if same else None,
+            drafter_ms_per_step=rounded(first.drafter_ms, 3),
+            host_ms_per_step=rounded(first.host_ms, 3),
+            forwards_per_s=rounded(first.forwards_per_s, 1),
         )  # fmt: skip
 
-
-def accepted(requests: Sequence[Request]) -> list[int]:
-    """Return how many verify steps accepted exactly i drafts, without each reply's last step."""
-    counts: Counter[int] = Counter()
-    for request in requests:
-        counts.update(dict(enumerate(request.accept_histogram)))
-        if request.last_step:
-            counts[request.last_step - 1] -= 1
-    return [counts[i] for i in range(max(counts, default=-1) + 1)]
+    def rows(self) -> list[Row]:
+        """Return all rows: by batch, prompts and temperature, the fastest first."""
+        rows = [self.row(*key) for key in list(self.runs)]
+        return sorted(rows, key=lambda row: (row.batch, row.prompts, row.temperature, -row.tokens_per_s))
 
 
-def accept_length(histogram: Sequence[int] | None) -> float | None:
-    """Return tokens per verify step."""
-    steps = sum(histogram or ())
-    return 1 + sum(i * n for i, n in enumerate(histogram)) / steps if histogram and steps else None
+# ---- what is printed ---------------------------------------------------------------------------------------------
 
 
-def by_depth(histogram: Sequence[int] | None) -> list[float]:
-    """Return the share of drafts accepted at each depth, of the steps that reached it."""
-    reached = [sum(histogram[d:]) for d in range(len(histogram))] if histogram else []
-    return [round(deeper / here, 3) for here, deeper in zip(reached, reached[1:], strict=False) if here]
+def shown(value: float | None, form: str) -> str:
+    """Return a number in this format; nothing for None."""
+    return "" if value is None else format(value, form)
 
 
-class Transformers:
-    """transformers' own greedy generate, plain or with prompt lookup."""
-
-    def __init__(self, name: str, model: Any, pad: int, batches: Sequence[int], **options: Any) -> None:
-        self.name, self.batches, self.model, self.pad, self.options = name, batches, model, pad, options
-
-    @torch.inference_mode()
-    def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int, temperature: float) -> Run:
-        """Generate with left-padded batches."""
-        outputs, start = [], time.perf_counter()
-        for i in range(0, len(prompts), batch):
-            group = prompts[i : i + batch]
-            width = max(map(len, group))
-            ids = torch.tensor([[self.pad] * (width - len(p)) + p for p in group], device=self.model.device)
-            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in group], device=self.model.device)
-            made = self.model.generate(
-                ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=self.pad,
-                **self.options,
-            )  # fmt: skip
-            outputs += [trim(row[width:].tolist(), self.model.generation_config.eos_token_id) for row in made]
-        return Run(sum(map(len, outputs)), time.perf_counter() - start, outputs=tuple(map(tuple, outputs)))
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "batch": lambda row: str(row.batch),
+    "prompts": lambda row: row.prompts,
+    "T": lambda row: f"{row.temperature:g}",
+    "method": lambda row: row.name,
+    "tokens/s": lambda row: shown(row.tokens_per_s, ".1f"),
+    "decode tokens/s": lambda row: shown(row.decode_tokens_per_s, ".1f"),
+    "speed-up": lambda row: shown(row.speedup, ".2f"),
+    "accept length": lambda row: shown(row.accept_length, ".2f"),
+    "without loops": lambda row: shown(row.accept_length_without_loops, ".2f"),
+    "by depth": lambda row: " ".join(f"{share:.2f}" for share in row.accepted_by_depth[:5]),
+    "same as none": lambda row: shown(row.same_as_none, ".0%"),
+    "drafter ms/step": lambda row: shown(row.drafter_ms_per_step, ".2f"),
+    "host ms/step": lambda row: shown(row.host_ms_per_step, ".2f"),
+}
 
 
-def trim(ids: list[int], eos: int | list[int]) -> list[int]:
-    """Cut an output after its first end-of-sequence token, since what follows is padding."""
-    ends = [i for i, token in enumerate(ids) if token in (eos if isinstance(eos, list) else [eos])]
-    return ids[: ends[0] + 1] if ends else ids
+def table(rows: Sequence[Row], weight_bytes: int | None = None) -> str:
+    """Return rows as a Markdown table."""
+    columns = dict(COLUMNS)
+    if weight_bytes:
+        columns["GB/s"] = lambda row: shown(row.forwards_per_s and row.forwards_per_s * weight_bytes / 1e9, ".1f")
+    lines = [list(columns), ["---"] * len(columns), *([cell(row) for cell in columns.values()] for row in rows)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Return one sentence: who is fastest here, for each batch, set of prompts and temperature, and by how much."""
+    groups: dict[tuple[int, str, float], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.batch, row.prompts, row.temperature), []).append(row)
+    parts = []
+    for (batch, prompts, heat), several in groups.items():
+        best, *others = sorted(several, key=lambda row: -row.tokens_per_s)
+        base = next((row for row in others if row.name == "none"), others[0] if others else None)
+        if best.name == "none" or base is None:
+            than = f"{best.tokens_per_s / base.tokens_per_s:.2f} times {base.name}" if base else "nobody beside it"
+        else:  # within rounds where there are such ratios
+            ratio = best.speedup if base.name == "none" and best.speedup else best.tokens_per_s / base.tokens_per_s
+            than = f"{ratio:.2f} times {'plain decoding' if base.name == 'none' else base.name}"
+        where = f"batch {batch}, {prompts} prompts" + (f", temperature {heat:g}" if heat else "")
+        parts.append(f"{'plain decoding' if best.name == 'none' else best.name} at {where} ({than})")
+    return f"Fastest here: {'; '.join(parts)}." if parts else "Nothing was measured."
+
+
+def spell(seconds: float) -> str:
+    """Return a duration as one says it."""
+    return f"{max(round(seconds / 10) * 10, 10)} seconds" if seconds < 90 else f"{round(seconds / 60)} minutes"
+
+
+class Progress:
+    """What is left, on stderr: a bar where that is a terminal, a line for each step elsewhere.
+
+    weights: of each step, its estimated seconds on two CPU cores. The estimate of what is left is scaled by how long
+    the steps so far have really taken.
+    """
+
+    WIDTH = 24
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.weights, self.done, self.started = list(weights), 0, time.monotonic()
+        self.bar = sys.stderr.isatty()
+
+    def step(self, what: str) -> None:
+        """Say what the next step is, which `finish` ends."""
+        number, total = self.done + 1, len(self.weights)
+        line = f"{what}; step {number} of {total}, about {spell(self.left())} left"
+        self.say(f"[{'#' * (self.WIDTH * self.done // total):.<{self.WIDTH}}] {line}" if self.bar else line)
+
+    def say(self, line: str) -> None:
+        """Show a line: on a terminal in place of the last one."""
+        width = os.get_terminal_size(sys.stderr.fileno()).columns - 1 if self.bar else 110
+        print(f"\r\x1b[K{line[:width]}" if self.bar else line[:width], end="" if self.bar else "\n", file=sys.stderr,
+              flush=True)  # fmt: skip
+
+    def row(self, line: str) -> None:
+        """Print a result to stdout, above the bar."""
+        if self.bar:
+            self.say("")
+        print(line, flush=True)
+
+    def finish(self) -> None:
+        """End a step."""
+        self.done += 1
+
+    def left(self) -> float:
+        """Return the seconds that the steps to come will take."""
+        known = sum(self.weights[: self.done])
+        pace = (time.monotonic() - self.started) / known if self.done > 1 else 1.0
+        return pace * sum(self.weights[self.done :])
+
+
+# ---- the plan ----------------------------------------------------------------------------------------------------
 
 
 def read_prompts(path: Path, limit: int | None) -> dict[str, list[str]]:
@@ -187,165 +271,152 @@ def read_prompts(path: Path, limit: int | None) -> dict[str, list[str]]:
     return {kind: [all_[i * len(all_) // size[kind]] for i in range(size[kind])] for kind, all_ in sets.items()}
 
 
-def encode(
-    prompts: Sequence[str], tokenizer: Tokenizer, tokens: int | None = None, others: Sequence[str] = ()
-) -> list[list[int]]:
-    """Return each prompt as a chat; with `tokens`, text of `others` is put in front to make it about that long.
-
-    Every chat begins with a different text, so that no two of them share a prefix.
-    """
-    chat = lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])  # noqa: E731
-    chats = [chat(prompt) for prompt in prompts]
-    for number, ids in enumerate(chats):
-        if tokens and (room := tokens - len(ids)) > 0:
-            first = number * len(others) // len(prompts)
-            around = tokenizer.encode("\n\n".join([*others[first:], *others[:first]]), False)
-            filler = (around * (room // len(around) + 1))[:room]
-            chats[number] = chat(tokenizer.decode(filler) + "\n\n" + prompts[number])
-    return chats
-
-
-def hardware(device: str) -> str:
-    """Return the processor, cores, threads and GPU that this runs on, in one line."""
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    gpu = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
-    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads{gpu}"
-
-
-def contestants(args: argparse.Namespace) -> list[Contestant]:
-    """Load every contestant that was asked for; those of minispec come first in the list."""
-    options = {"model": args.model, "dtype": args.dtype, "device": args.device}
-    options["disable_torch_compile"] = args.disable_torch_compile
-    if args.context:  # on a CPU the pool holds 4,096 rows a request unless told otherwise
-        options["max_total_tokens"] = max(args.batch) * (max(args.context) + args.new_tokens + 256)
-    elif choose_device(Config(device=args.device)).type == "cuda":  # the first pool would leave no room for the others
-        options["max_total_tokens"] = max(args.batch) * 4096
-    theirs: list[Contestant] = []
-    if names := [name for name in args.method if name.startswith("transformers")]:
-        # Loaded before our graphs are compiled: loading registers pytree nodes, which would invalidate them.
-        config = Config(model_path=args.model, dtype=args.dtype, device=args.device)
-        device = choose_device(config)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            choose_folder(config, print), dtype=choose_dtype(config, device)
-        ).to(device)
-        pad = model.generation_config.pad_token_id or 0
-        for name in names:
-            lookup = {"prompt_lookup_num_tokens": 10} if name.endswith("lookup") else {}
-            batches = [b for b in args.batch if b == 1 or not lookup]
-            theirs.append(Transformers(name, model, pad, batches, **lookup))
+def entrants(args: argparse.Namespace) -> list[Entrant]:
+    """Return everybody who was asked for, minispec's first."""
     trees = {
         "speculative_num_steps": args.num_steps,
         "speculative_eagle_topk": args.eagle_topk,
         "speculative_num_draft_tokens": args.num_draft_tokens,
     }
-    ours: list[Contestant] = []
+    ours, theirs = [], []
     for name in args.method:
         if name in THEIRS:
+            batches = [batch for batch in args.batch if batch == 1 or not name.endswith("lookup")]
+            theirs.append(Entrant(name, batches, partial(load_transformers, args, name, batches)))
             continue
         flags = METHODS[name] if name in METHODS else {"speculative_algorithm": name}
         if name not in HEADLESS:
             flags = {**trees, "speculative_draft_model_path": args.draft_model_path, **flags}
-        ours.append(Ours(name, {**options, **flags}, args.batch))
+        ours.append(Entrant(name, args.batch, partial(load_ours, args, name, flags)))
         if args.graph_trees:
-            ours.append(Ours(f"{name}, graph trees", {**options, **flags, "graph_trees": True}, args.batch))
+            row, more = f"{name}, graph trees", {**flags, "graph_trees": True}
+            ours.append(Entrant(row, args.batch, partial(load_ours, args, row, more)))
     return ours + theirs
 
 
+def load_ours(args: argparse.Namespace, name: str, flags: dict[str, Any], tell: Callable[[str], None]) -> Contestant:
+    """Load minispec with one drafter; the batch sizes asked for alone are compiled."""
+    from benchmarks.throughput import Ours
+    from minispec.llm import choose_device
+
+    options = {"model": args.model, "dtype": args.dtype, "device": args.device, "progress": tell}
+    options["disable_torch_compile"] = args.disable_torch_compile
+    if args.context:  # on a CPU the pool holds 4,096 rows a request unless told otherwise
+        options["max_total_tokens"] = max(args.batch) * (max(args.context) + args.new_tokens + 256)
+    elif choose_device(Config(device=args.device)).type == "cuda":  # the first pool would leave no room for the others
+        options["max_total_tokens"] = max(args.batch) * 4096
+    return Ours(name, {**options, **flags}, args.batch)
+
+
+def load_transformers(
+    args: argparse.Namespace, name: str, batches: Sequence[int], tell: Callable[[str], None]
+) -> Contestant:
+    """Load transformers' own generate, plain or with prompt lookup."""
+    from benchmarks.throughput import Transformers
+
+    model = their_model(args.model, args.dtype, args.device)
+    lookup = {"prompt_lookup_num_tokens": 10} if name.endswith("lookup") else {}
+    return Transformers(name, model, model.generation_config.pad_token_id or 0, batches, **lookup)
+
+
+@cache
+def their_model(model: str | None, dtype: str, device: str) -> Any:
+    """Return the model as transformers loads it, once for all who generate with it."""
+    import transformers
+
+    from minispec.llm import choose_device, choose_dtype, choose_folder
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    config = Config(model_path=model, dtype=dtype, device=device)
+    place = choose_device(config)
+    folder = choose_folder(config, lambda line: None)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=choose_dtype(config, place)).to(place)
+
+
+def tasks(args: argparse.Namespace, everyone: Sequence[Entrant], kinds: Sequence[str]) -> list[Task]:
+    """Return all timed runs in their order: everybody in turn, every other round in the reverse order."""
+    made = []
+    for round_ in range(args.rounds):
+        for batch in args.batch:
+            for kind in kinds:
+                for heat in args.temperature:
+                    for one in everyone if round_ % 2 == 0 else reversed(everyone):
+                        if batch in one.batches and not (heat and one.name in THEIRS):
+                            # transformers draws other noise, so its sampled replies cannot be compared with ours
+                            made.append(Task(round_, batch, kind, heat, one.name))
+    return made
+
+
+def kinds_of(args: argparse.Namespace) -> dict[str, tuple[str, int | None]]:
+    """Return the names of the sets of prompts, each with the file's own name and the length it is brought to."""
+    return {
+        kind if tokens is None else f"{kind}, {tokens} tokens": (kind, tokens)
+        for kind in read_prompts(args.dataset, args.limit)
+        for tokens in args.context or [None]
+    }
+
+
+def estimates(args: argparse.Namespace, everyone: Sequence[Entrant], todo: Sequence[Task]) -> list[float]:
+    """Return the seconds that each task takes on two CPU cores, loading its contestant included where it is the first.
+
+    Nothing is compiled anew in these figures; that takes COMPILING seconds more for each contestant and batch.
+    """
+    sizes = {kind: len(prompts) for kind, prompts in read_prompts(args.dataset, args.limit).items()}
+    counts = {name: sizes[kind] for name, (kind, _) in kinds_of(args).items()}
+    ready = {one.name: READY * (1 if one.name in THEIRS else len(one.batches)) for one in everyone}
+    seconds = []
+    for task in todo:
+        rate = RATES.get(task.name, RATE) * task.batch**0.6
+        seconds.append(ready.pop(task.name, 0.0) + counts[task.prompts] * args.new_tokens / rate)
+    if seconds:
+        seconds[0] += IMPORTS
+    return seconds
+
+
+def plan(args: argparse.Namespace, everyone: Sequence[Entrant], seconds: Sequence[float]) -> str:
+    """Return what is going to be run, and for about how long."""
+    counts = [f"{len(prompts)} {kind}" for kind, prompts in read_prompts(args.dataset, args.limit).items()]
+    cold = sum(len(one.batches) for one in everyone if one.name not in THEIRS) * COMPILING
+    cold = 0 if args.disable_torch_compile else cold
+    took = f"about {spell(sum(seconds))} on two CPU cores" + (
+        f", {spell(sum(seconds) + cold)} if nothing is compiled yet" if cold else ""
+    )
+    return (
+        f"{', '.join(one.name for one in everyone)}; batch {' and '.join(map(str, args.batch))}; "
+        f"{' and '.join(counts)} prompts, {args.new_tokens} new tokens each, temperature "
+        f"{' and '.join(f'{heat:g}' for heat in args.temperature)}; {args.rounds} rounds: {took}. "
+        "Ctrl-C prints what there is."
+    )
+
+
+# ---- the command -------------------------------------------------------------------------------------------------
+
+
 def shipped(args: argparse.Namespace) -> list[str]:
-    """Return the methods to run without --algorithm: those that need no head, and those whose head ships."""
-    names = [name for name in METHODS if "full" not in name]
-    found = [
-        name for name in names
-        if name in HEADLESS or Config(model_path=args.model, **METHODS[name]).draft_path is not None
-    ]  # fmt: skip
-    return found + (list(THEIRS) if 0 in args.temperature else [])
+    """Return the methods to run without --algorithm; with --full all that need no head or whose head ships."""
+    if args.full:
+        names = [name for name in METHODS if "full" not in name]
+        with_head = lambda name: Config(model_path=args.model, **METHODS[name]).draft_path is not None  # noqa: E731
+        found = [name for name in names if name in HEADLESS or with_head(name)]
+    else:
+        found = list(dict.fromkeys(["none", Config(model_path=args.model).algorithm.lower(), "ngram"]))
+    theirs = THEIRS if args.full else THEIRS[:1]
+    return found + (list(theirs) if 0 in args.temperature else [])
 
 
-def measure(args: argparse.Namespace, everyone: Sequence[Contestant], sets: dict[str, list[list[int]]]) -> list[dict]:
-    """Run everyone on every set, round after round; returns a table row per contestant, batch, temperature and set."""
-    runs: dict[tuple[str, int, str, float], list[Run]] = {}
-    for round_, batch, (kind, prompts), heat in product(
-        range(args.rounds), args.batch, sets.items(), args.temperature
-    ):
-        for one in everyone:
-            if batch not in one.batches or (heat and one.name in THEIRS):
-                continue  # transformers draws other noise, so its sampled replies cannot be compared with ours
-            run = one.run(prompts, batch, args.new_tokens, heat)
-            runs.setdefault((one.name, batch, kind, heat), []).append(run)
-            what = f"round {round_ + 1}: {one.name}, batch {batch}, {kind}, temperature {heat:g}"
-            print(f"{what}: {run.tokens / run.seconds:.1f} token/s", file=sys.stderr)
-    rows = []
-    for (name, batch, kind, heat), several in runs.items():
-        base = runs.get(("none", batch, kind, heat))
-        speed = statistics.median(run.tokens / run.seconds for run in several)
-        decodes = [run.decoded / run.decode_seconds for run in several if run.decode_seconds]
-        decode = statistics.median(decodes) if decodes else None
-        # Each ratio is taken within a round, so that a machine that is slow for a while is slow for both.
-        ratio = (
-            statistics.median(
-                (a.tokens / a.seconds) / (b.tokens / b.seconds) for a, b in zip(several, base, strict=True)
-            )
-            if base
-            else None
-        )
-        same = [x == y for x, y in zip(several[0].outputs, base[0].outputs, strict=True)] if base else []
-        rows.append(
-            {
-                "name": name,
-                "batch": batch,
-                "prompts": kind,
-                "temperature": heat,
-                "tokens_per_s": round(speed, 2),
-                "decode_tokens_per_s": decode and round(decode, 2),
-                "accept_length": accept_length(several[0].accepted),
-                "accept_length_without_loops": accept_length(several[0].accepted_unlooped),
-                "accepted_by_depth": by_depth(several[0].accepted),
-                "speedup": ratio and round(ratio, 3),
-                "tokens": several[0].tokens,
-                "same_as_none": round(sum(same) / len(same), 3) if same else None,
-                "drafter_ms_per_step": several[0].drafter_ms and round(several[0].drafter_ms, 3),
-                "host_ms_per_step": several[0].host_ms and round(several[0].host_ms, 3),
-                "forwards_per_s": several[0].forwards_per_s and round(several[0].forwards_per_s, 1),
-            }
-        )
-    return rows
-
-
-def table(rows: Sequence[dict], weight_bytes: int) -> str:
-    """Return the results as a Markdown table."""
-    titles = ["batch", "prompts", "T", "method", "tokens/s", "decode tokens/s", "speed-up", "accept length",
-              "without loops", "by depth", "same as none", "GB/s", "drafter ms/step", "host ms/step"]  # fmt: skip
-    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
-    show = lambda value, form: "" if value is None else format(value, form)  # noqa: E731
-    for row in sorted(rows, key=lambda r: (r["batch"], r["prompts"], r["temperature"])):
-        rate = row["forwards_per_s"]
-        cells = [
-            str(row["batch"]), row["prompts"], f"{row['temperature']:g}", row["name"], f"{row['tokens_per_s']:.1f}",
-            show(row["decode_tokens_per_s"], ".1f"), show(row["speedup"], ".2f"), show(row["accept_length"], ".2f"),
-            show(row["accept_length_without_loops"], ".2f"),
-            " ".join(f"{share:.2f}" for share in row["accepted_by_depth"][:5]), show(row["same_as_none"], ".0%"),
-            show(rate and rate * weight_bytes / 1e9, ".1f"), show(row["drafter_ms_per_step"], ".2f"),
-            show(row["host_ms_per_step"], ".2f"),
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def parse() -> argparse.Namespace:
-    """Read the command line."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--full", action="store_true", help="all methods, at batch 1 and 8; with transformers' lookup")
     parser.add_argument("--model", help="Hugging Face id or folder; default: the default model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--disable-torch-compile", action="store_true", help="run eagerly: a quick look at acceptance")
     parser.add_argument(
         "--algorithm", "--method", dest="method", nargs="+", metavar="NAME",
-        help=f"of {', '.join((*METHODS, *THEIRS))}, or module:Class; default: all that ship for the model",
+        help=f"of {', '.join((*METHODS, *THEIRS))}, or module:Class; default: none, the default drafter, ngram and "
+        "transformers",
     )  # fmt: skip
     parser.add_argument(
         "--graph-trees", action="store_true",
@@ -357,57 +428,136 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--eagle-topk", type=int, help="branches of a round")
     parser.add_argument("--num-draft-tokens", type=int, help="nodes of a tree, root included")
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0], help="one table row each; 0 is greedy")
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--batch", nargs="+", type=int, help="default: 1, with --full 1 and 8")
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help=f"of a reply, default {NEW_TOKENS}")
     parser.add_argument("--rounds", type=int, default=2, help="timed runs of each; medians are reported")
     parser.add_argument("--dataset", type=Path, default=PROMPTS, help="JSON lines, our own or MT-bench's format")
     parser.add_argument("--limit", type=int, help="prompts of each set, spread over it")
     parser.add_argument("--context", nargs="+", type=int, help="lengthen prompts to so many tokens, a set each")
     parser.add_argument("--json", type=Path, help="write one JSON object here")
-    args = parser.parse_args()
+    return parser
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    commands = parser()
+    args = commands.parse_args()
+    args.batch = args.batch or ([1, 8] if args.full else [1])
     args.method = args.method or shipped(args)
     unknown = [name for name in args.method if name not in METHODS and name not in THEIRS and ":" not in name]
     if unknown:
-        parser.error(f"--algorithm {unknown[0]}: must be of {', '.join((*METHODS, *THEIRS))}, or module:Class")
+        commands.error(f"--algorithm {unknown[0]}: must be of {', '.join((*METHODS, *THEIRS))}, or module:Class")
     if args.graph_trees:
+        from minispec.compiled import check_graph_trees
+        from minispec.llm import choose_device
+
         try:
             check_graph_trees(choose_device(Config(device=args.device)), not args.disable_torch_compile)
         except ValueError as error:
-            parser.error(f"--graph-trees: {error}")
+            commands.error(f"--graph-trees: {error}")
     return args
+
+
+class Bench:
+    """One run of the command: the plan, who is loaded, and what was measured."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.results = args, Results()
+        self.entrants = {one.name: one for one in entrants(args)}
+        self.todo = tasks(args, list(self.entrants.values()), list(kinds_of(args)))
+        self.seconds = estimates(args, list(self.entrants.values()), self.todo)
+        self.progress = Progress(self.seconds)
+        self.loaded: dict[str, Contestant] = {}
+
+    def run(self) -> None:
+        """Measure everything; each contestant is loaded right before its first run."""
+        self.progress.step("importing torch, reading the prompts")
+        sets = self._read()
+        # Theirs come first: loading transformers' model registers pytree nodes, which would invalidate our graphs.
+        for name in [name for name in self.entrants if name in THEIRS]:
+            self._load(name)
+        for task in self.todo:
+            if task.name not in self.loaded:
+                self._load(task.name)
+            self.progress.step(f"round {task.round + 1} of {self.args.rounds}: {task.name}, batch {task.batch}, "
+                               f"{task.prompts}")  # fmt: skip
+            one = self.loaded[task.name]
+            run = one.run(sets[task.prompts], task.batch, self.args.new_tokens, task.temperature)
+            row = self.results.add(task, run)
+            self.progress.finish()
+            self.progress.row(self._line(task, run, row))
+
+    def _line(self, task: Task, run: Run, row: Row) -> str:
+        """Return what a run gave, in one line."""
+        speed = f"{run.tokens / run.seconds:6.1f} tokens/s"
+        ratio = f", {row.speedup:.2f} of plain" if row.speedup and row.name != "none" else ""
+        length = f", accept length {row.accept_length:.2f}" if row.accept_length and row.name != "none" else ""
+        heat = f", temperature {task.temperature:g}" if task.temperature else ""
+        where = f"round {task.round + 1}, batch {task.batch}, {task.prompts}{heat}"
+        return f"{where}: {task.name:<12} {speed}{ratio}{length}"
+
+    def _read(self) -> dict[str, list[list[int]]]:
+        """Return all sets of prompts as ids, and note the machine."""
+        from benchmarks.throughput import WARM_UP, encode, hardware
+        from minispec.llm import choose_device, choose_folder
+        from minispec.load.tokenizer import load_tokenizer
+
+        config = Config(model_path=self.args.model, device=self.args.device)
+        tokenizer = load_tokenizer(choose_folder(config, self.progress.say))
+        self.results.hardware = hardware(choose_device(config).type)
+        self.warm_up = encode(WARM_UP, tokenizer)
+        whole, some = read_prompts(self.args.dataset, None), read_prompts(self.args.dataset, self.args.limit)
+        return {
+            name: encode(some[kind], tokenizer, tokens, whole[kind])
+            for name, (kind, tokens) in kinds_of(self.args).items()
+        }
+
+    def _load(self, name: str) -> None:
+        """Load a contestant and run its batch sizes once, on other prompts."""
+        from minispec.load.weights import read_tensors
+
+        self.progress.step(f"loading {name}")
+        one = self.entrants[name].load(lambda line: self.progress.say(f"loading {name}: {line}"))
+        for batch in one.batches:
+            one.run(self.warm_up, batch, 8, 0.0)
+        self.loaded[name] = one
+        if self.results.weight_bytes is None and (llm := getattr(one, "llm", None)) is not None:
+            dtype = llm.scheduler.kv.pool.dtype
+            numbers = sum(tensor.numel() for _, tensor in read_tensors(llm.folder, "auto"))
+            self.results.weight_bytes, self.results.dtype = numbers * dtype.itemsize, str(dtype)
+
+    def report(self) -> str:
+        """Return the table of all that was measured and the sentence after it, and write --json."""
+        args, results = self.args, self.results
+        rows, versions = results.rows(), {name: version(name) for name in ("torch", "transformers")}
+        versions = {"python": platform.python_version(), **versions}
+        if args.json and rows:
+            flags = {**{name: str(value) for name, value in vars(args).items()}, "dtype": results.dtype}
+            whole = {"hardware": results.hardware, "versions": versions, "flags": flags}
+            args.json.write_text(json.dumps({**whole, "results": [asdict(row) for row in rows]}, indent=1) + "\n")
+        where = f"{results.hardware}; {versions}; {results.dtype}, {args.new_tokens} new tokens, {args.rounds} rounds"
+        return "\n".join([where, table(rows, results.weight_bytes), verdict(rows)] if rows else [verdict(rows)])
+
+    def interrupted(self, number: int, frame: FrameType | None) -> None:
+        """Print what there is and end, from within whatever the main thread was doing, a compilation say.
+
+        As a signal handler it must not raise, since compilers catch what is raised in them, and it must not print,
+        since the main thread may be printing; so it writes to the file and leaves without unwinding.
+        """
+        said = f"\nInterrupted; {self.progress.done} of {len(self.todo)} runs were done.\n{self.report()}\n".encode()
+        while said:
+            said = said[os.write(1, said) :]
+        os._exit(128 + number)
 
 
 def main() -> None:
     """Run the benchmark."""
-    args = parse()
-    transformers.utils.logging.set_verbosity_error()
-    everyone = contestants(args)
-    ours = next(one for one in everyone if isinstance(one, Ours))
-    tokenizer, device = ours.llm.tokenizer, ours.llm.scheduler.kv.pool.device.type
-    for one in everyone:
-        for batch in one.batches:
-            one.run(encode(WARM_UP, tokenizer), batch, 8, 0.0)
-    whole = read_prompts(args.dataset, None)
-    sets = {
-        kind if tokens is None else f"{kind}, {tokens} tokens": encode(prompts, tokenizer, tokens, whole[kind])
-        for kind, prompts in read_prompts(args.dataset, args.limit).items()
-        for tokens in args.context or [None]
-    }
-    rows = measure(args, everyone, sets)
-    weights = sum(tensor.numel() for _, tensor in read_tensors(ours.llm.folder, "auto"))
-    weight_bytes = weights * ours.llm.scheduler.kv.pool.dtype.itemsize
-    report = {
-        "hardware": hardware(device),
-        "versions": {
-            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__
-        },
-        "flags": {**{k: str(v) for k, v in vars(args).items()}, "dtype": str(ours.llm.scheduler.kv.pool.dtype)},
-        "results": rows,
-    }  # fmt: skip
-    print(f"{report['hardware']}; {report['versions']}; {report['flags']['dtype']}, {args.new_tokens} new tokens")
-    print(table(rows, weight_bytes))
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    bench = Bench(parse())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, bench.interrupted)
+    print(plan(bench.args, list(bench.entrants.values()), bench.seconds), flush=True)
+    bench.run()
+    bench.progress.row(bench.report())
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import transformers
 
-import bench
-from benchmarks import parity
+from benchmarks import parity, throughput
 from minispec.config import Config
 from minispec.llm import choose_dtype, choose_folder
 from minispec.load.heads import read_head
@@ -127,7 +126,7 @@ class Transformers:
     def __init__(self, name: str, model: Any) -> None:
         lookup = {"prompt_lookup_num_tokens": 10} if name.endswith("lookup") else {}
         self.name = name
-        self.inner = bench.Transformers(name, model, model.generation_config.pad_token_id or 0, [1], **lookup)
+        self.inner = throughput.Transformers(name, model, model.generation_config.pad_token_id or 0, [1], **lookup)
 
     def ask(self, prompt: Ids, new_tokens: int, ignore_eos: bool = False) -> Reply:
         """Generate for one prompt."""

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-import bench
+from benchmarks import throughput
 from benchmarks.gpu_stages import FULL, SEED, STAGES, TINY, Report, Scale
 from minispec.load.default_model import FILES, FORMAT, GGUF_SHA256, MODEL_NAME, cache_root, convert
 
@@ -61,7 +61,7 @@ def about(stage: str, scale: Scale, revision: str) -> dict[str, Any]:
     return {
         "stage": stage,
         "measures": STAGES[stage].__doc__,
-        "hardware": bench.hardware(scale.device),
+        "hardware": throughput.hardware(scale.device),
         "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "python": platform.python_version(),
         **{package: version(package) for package in ("torch", "triton", "transformers")},

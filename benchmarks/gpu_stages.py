@@ -36,6 +36,7 @@ from unittest import mock
 import torch
 
 import bench
+from benchmarks import throughput
 from benchmarks.parity import Reference
 from minispec import LLM, SamplingParams
 from minispec.eagle import HeadConfig
@@ -551,7 +552,7 @@ def default_options(scale: Scale, name: str, dtype: str) -> dict[str, Any]:
 def default_prompts(llm: LLM, scale: Scale) -> list[list[int]]:
     """Return prompts as chats."""
     sets = bench.read_prompts(bench.PROMPTS, scale.prompts)
-    return bench.encode([text for texts in sets.values() for text in texts], llm.tokenizer)
+    return throughput.encode([text for texts in sets.values() for text in texts], llm.tokenizer)
 
 
 def parity(report: Report, scale: Scale) -> None:
@@ -562,7 +563,7 @@ def parity(report: Report, scale: Scale) -> None:
         if name in report:
             continue
         with only_batches([1, 8]):
-            one = bench.Ours(name, default_options(scale, name, "float32"), [1, 8])
+            one = throughput.Ours(name, default_options(scale, name, "float32"), [1, 8])
         if not truth:
             prompts = default_prompts(one.llm, scale)
             truth = Reference(one.llm.folder, scale.device).generate(prompts, scale.new_tokens)
@@ -578,17 +579,17 @@ def parity(report: Report, scale: Scale) -> None:
 def default(report: Report, scale: Scale) -> None:
     """The default model with what ships for it, batch 1: tokens/s and accept length beside plain decoding."""
     with only_batches([1]):
-        plain = bench.Ours("none", default_options(scale, "none", scale.dtype), [1])
+        plain = throughput.Ours("none", default_options(scale, "none", scale.dtype), [1])
     prompts = default_prompts(plain.llm, scale)
-    warm = bench.encode(bench.WARM_UP, plain.llm.tokenizer)
+    warm = throughput.encode(throughput.WARM_UP, plain.llm.tokenizer)
     for name in scale.methods:
         if name in report:
             continue
         with only_batches([1]):
-            one = bench.Ours(name, default_options(scale, name, scale.dtype), [1])
+            one = throughput.Ours(name, default_options(scale, name, scale.dtype), [1])
         for contestant in (plain, one):
             contestant.run(warm, 1, 8, 0.0)
-        runs: dict[str, list[bench.Run]] = {"none": [], name: []}
+        runs: dict[str, list[throughput.Run]] = {"none": [], name: []}
         for contestant in (plain, one, one, plain):
             runs[contestant.name].append(contestant.run(prompts, 1, scale.new_tokens, 0.0))
         made = {who: served(both) for who, both in runs.items()}
@@ -598,7 +599,7 @@ def default(report: Report, scale: Scale) -> None:
         free()
 
 
-def served(runs: Sequence[bench.Run]) -> dict[str, Any]:
+def served(runs: Sequence[throughput.Run]) -> dict[str, Any]:
     """Return the figures of runs over the same prompts; prefill is included but in decode_tokens_per_s."""
     rates = [run.tokens / run.seconds for run in runs]
     decoding = [run.decoded / run.decode_seconds for run in runs if run.decode_seconds]
@@ -606,9 +607,9 @@ def served(runs: Sequence[bench.Run]) -> dict[str, Any]:
         "tokens_per_s": statistics.median(rates),
         "tokens_per_s_of_each_run": rates,
         "decode_tokens_per_s": statistics.median(decoding) if decoding else None,
-        "accept_length": bench.accept_length(runs[0].accepted),
-        "accept_length_without_loops": bench.accept_length(runs[0].accepted_unlooped),
-        "accepted_by_depth": bench.by_depth(runs[0].accepted),
+        "accept_length": throughput.accept_length(runs[0].accepted),
+        "accept_length_without_loops": throughput.accept_length(runs[0].accepted_unlooped),
+        "accepted_by_depth": throughput.by_depth(runs[0].accepted),
         "tokens": runs[0].tokens,
     }
 

@@ -37,6 +37,7 @@ import torch
 import transformers
 
 import bench
+from benchmarks import throughput
 from benchmarks.engines import SLOTS, TITLES, Ids, LlamaTree, Peer, start
 from minispec.config import Config
 from minispec.llm import choose_dtype, choose_folder
@@ -178,7 +179,7 @@ def questions(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Part]:
     short = bench.read_prompts(args.dataset, args.limit)
     ordinary = [text for kind, prompts in short.items() if kind != "copying" for text in prompts]
     copying = bench.read_prompts(bench.PROMPTS, args.limit)["copying"]
-    single = lambda texts: [[ids] for ids in bench.encode(texts, tokenizer)]  # noqa: E731
+    single = lambda texts: [[ids] for ids in throughput.encode(texts, tokenizer)]  # noqa: E731
     n = args.new_tokens
     parts = {
         "one": [Part(f"One stream, {len(ordinary)} prompts, {n} new tokens",
@@ -191,7 +192,7 @@ def questions(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Part]:
             for size, count in PREFILLS.items()
         ],
         "eight": [Part(f"{SLOTS} streams at once, {n} new tokens each", ("llama.cpp-eight", "none"),
-                       list(groups(bench.encode(ordinary, tokenizer))), n, ignore_eos=True)],
+                       list(groups(throughput.encode(ordinary, tokenizer))), n, ignore_eos=True)],
     }  # fmt: skip
     return [part for name in args.part for part in parts[name]]
 
@@ -199,7 +200,7 @@ def questions(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Part]:
 def texts(others: Sequence[str], tokenizer: Tokenizer, size: int, count: int) -> list[Ids]:
     """Return chats of exactly `size` tokens, each beginning with another text, cut off at their ends."""
     first = [others[i * len(others) // count] for i in range(count)]
-    return [ids[:size] for ids in bench.encode(first, tokenizer, size + 64, others)]
+    return [ids[:size] for ids in throughput.encode(first, tokenizer, size + 64, others)]
 
 
 def groups(prompts: Sequence[Ids]) -> Iterator[list[Ids]]:
@@ -234,7 +235,7 @@ def header(args: argparse.Namespace) -> str:
     if args.llama_server:
         versions += f", llama.cpp {LlamaTree.find(args.llama_server, args.llama_source, args.work).version()}"
     dtype = str(choose_dtype(Config(model_path=args.model), torch.device("cpu"))).removeprefix("torch.")
-    return f"{bench.hardware('cpu')}; {versions}; {dtype} but where a row says otherwise"
+    return f"{throughput.hardware('cpu')}; {versions}; {dtype} but where a row says otherwise"
 
 
 def main() -> None:

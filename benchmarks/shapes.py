@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 import bench
+from benchmarks import throughput
 from minispec.engine import Engine
 
 SHAPES = ("1/1/2", "2/1/3", "3/1/4", "4/1/5", "1/4/5", "2/2/5", "2/4/8", "3/4/8", "5/4/8", "5/8/32")
@@ -67,10 +69,10 @@ def step_times(engine: Engine, context: int, repeats: int) -> list[tuple[float, 
     return times
 
 
-def contestants(args: argparse.Namespace) -> list[bench.Ours]:
+def contestants(args: argparse.Namespace) -> list[throughput.Ours]:
     """Load plain decoding and every shape."""
     options = {"model": args.model, "dtype": args.dtype, "device": "cpu"}
-    everyone = [bench.Ours("none", {**options, **bench.METHODS["none"]}, [1])]
+    everyone = [throughput.Ours("none", {**options, **bench.METHODS["none"]}, [1])]
     for shape in args.shape:
         steps, topk, nodes = map(int, shape.split("/"))
         tree = {
@@ -79,24 +81,35 @@ def contestants(args: argparse.Namespace) -> list[bench.Ours]:
             "speculative_num_draft_tokens": nodes,
             "speculative_draft_model_path": args.draft_model_path,
         }
-        everyone.append(bench.Ours(shape, {**options, **bench.METHODS[args.algorithm], **tree}, [1]))
+        everyone.append(throughput.Ours(shape, {**options, **bench.METHODS[args.algorithm], **tree}, [1]))
     return everyone
 
 
-def table(rows: Sequence[dict], times: dict[str, list[tuple[float, float, float]]]) -> str:
+def table(rows: Sequence[bench.Row], times: dict[str, list[tuple[float, float, float]]]) -> str:
     """Return the shapes as a Markdown table, the fastest first."""
-    plain = next(row for row in rows if row["name"] == "none")
+    plain = next(row for row in rows if row.name == "none")
     lines = ["| shape | accept length | t(1) ms | t(N) ms | S t_draft ms | predicted | measured | measured/predicted |",
              "|---" * 8 + "|"]  # fmt: skip
-    for row in sorted(rows, key=lambda r: -r["decode_tokens_per_s"]):
+    for row in sorted(rows, key=lambda r: -(r.decode_tokens_per_s or 0.0)):
         if row is plain:
             continue
-        once, verify, draft = map(statistics.median, zip(*times[row["name"]], strict=True))
-        predicted = row["accept_length"] / ((verify + draft) / once)
-        measured = row["decode_tokens_per_s"] / plain["decode_tokens_per_s"]
-        cells = [row["accept_length"], once, verify, draft, predicted, measured, measured / predicted]
-        lines.append(f"| {row['name']} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
+        once, verify, draft = map(statistics.median, zip(*times[row.name], strict=True))
+        predicted = row.accept_length / ((verify + draft) / once)
+        measured = row.decode_tokens_per_s / plain.decode_tokens_per_s
+        cells = [row.accept_length, once, verify, draft, predicted, measured, measured / predicted]
+        lines.append(f"| {row.name} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
     return "\n".join(lines)
+
+
+def measure(args: argparse.Namespace, everyone: Sequence[throughput.Ours], chats: list[list[int]]) -> list[bench.Row]:
+    """Run everybody on all prompts, every other round in the reverse order."""
+    results = bench.Results()
+    for round_ in range(args.rounds):
+        for one in everyone if round_ % 2 == 0 else reversed(everyone):
+            task = bench.Task(round_, 1, "all", 0.0, one.name)
+            row = results.add(task, one.run(chats, 1, args.new_tokens, 0.0))
+            print(f"round {round_ + 1}: {row.name}: {row.tokens_per_s:.1f} tokens/s", file=sys.stderr)
+    return results.rows()
 
 
 def main() -> None:
@@ -113,18 +126,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=15, help="of the timed steps")
     args = parser.parse_args()
-    args.batch, args.temperature = [1], [0.0]
     everyone = contestants(args)
     sets = bench.read_prompts(args.dataset, args.limit)
-    chats = {"all": bench.encode([p for prompts in sets.values() for p in prompts], everyone[0].llm.tokenizer)}
+    chats = {"all": throughput.encode([p for prompts in sets.values() for p in prompts], everyone[0].llm.tokenizer)}
     for one in everyone:
-        one.run(bench.encode(bench.WARM_UP, one.llm.tokenizer), 1, 8, 0.0)
+        one.run(throughput.encode(throughput.WARM_UP, one.llm.tokenizer), 1, 8, 0.0)
     context = round(statistics.mean(map(len, chats["all"])) + args.new_tokens / 2)
     time_all = lambda: {one.name: step_times(one.llm.scheduler.engine, context, args.repeats) for one in everyone[1:]}  # noqa: E731
-    before, rows, after = time_all(), bench.measure(args, everyone, chats), time_all()
+    before, rows, after = time_all(), measure(args, everyone, chats["all"]), time_all()
     times = {name: before[name] + after[name] for name in before}
     dtype = everyone[0].llm.scheduler.kv.pool.dtype
-    print(f"{bench.hardware('cpu')}, {dtype}, {args.algorithm}, step times at a context of {context}")
+    print(f"{throughput.hardware('cpu')}, {dtype}, {args.algorithm}, step times at a context of {context}")
     print(table(rows, times))
 
 

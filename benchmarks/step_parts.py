@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench
+from benchmarks import throughput
 from minispec import LLM, SamplingParams
 from minispec.bucket import Chunk
 from minispec.compiled import compile_step
@@ -294,7 +295,7 @@ def main() -> None:
     options |= {"quantization": args.quantization} if args.quantization else {}
     eager = LLM(args.model, disable_torch_compile=True, **options)
     texts = [text for texts in bench.read_prompts(bench.PROMPTS, None).values() for text in texts]
-    ids = bench.encode(texts[:1], eager.tokenizer, length, texts)[0][:length]
+    ids = throughput.encode(texts[:1], eager.tokenizer, length, texts)[0][:length]
     request = occupy(eager, ids)
     steps = kinds(request.slot, ids, args.context, args.prefill_start)
     with torch.inference_mode():
@@ -306,7 +307,7 @@ def main() -> None:
     sizes = llm.scheduler.sizes
     shape = f"{sizes.steps}/{sizes.topk}/{sizes.nodes}"
     loads = " and ".join(f"{one[0]:.1f}" for one in (load, os.getloadavg()))
-    print(f"{bench.hardware('cpu')}, torch {torch.__version__}, {llm.scheduler.kv.pool.dtype}, "
+    print(f"{throughput.hardware('cpu')}, torch {torch.__version__}, {llm.scheduler.kv.pool.dtype}, "
           f"{args.quantization or 'no'} quantization, trees of {shape}; load before and after {loads}")  # fmt: skip
     print(table(rows))
 

@@ -49,6 +49,7 @@ class LLM:
 
     graph_trees: for bench.py on CUDA, PyTorch's own graphs of every compiled call in place of captured steps; no flag,
     since it is there to be compared with and not to serve (`compiled.GraphTrees`).
+    batches: for bench.py, the batch buckets to compile, in place of the usual ones up to the most running requests.
     Raises ValueError or RuntimeError with one readable sentence where model, flags and machine do not fit together.
     """
 
@@ -59,6 +60,7 @@ class LLM:
         config: Config | None = None,
         progress: Callable[[str], None] | None = None,
         graph_trees: bool = False,
+        batches: Sequence[int] = (),
         **options: Any,
     ) -> None:
         if config is None:
@@ -85,7 +87,8 @@ class LLM:
         chunk = config.chunked_prefill_size or (512 if device.type == "cpu" else 2048)
         chunk = context if chunk == -1 else min(chunk, context)
         with torch.inference_mode():
-            engine = self._start(device, {"context_length": context, "max_running": running, "chunk_size": chunk}, tell)
+            limits = {"context_length": context, "max_running": running, "chunk_size": chunk}
+            engine = self._start(device, limits | ({"batches": batches} if batches else {}), tell)
         self.scheduler = Scheduler(
             engine,
             self.tokenizer,
@@ -99,7 +102,7 @@ class LLM:
         )
         logger.info("%s", startup_line(config, self.scheduler))
 
-    def _start(self, device: torch.device, limits: dict[str, int], tell: Callable[[str], None]) -> Engine:
+    def _start(self, device: torch.device, limits: dict[str, Any], tell: Callable[[str], None]) -> Engine:
         """Return the engine, warmed up and captured; tells where memory goes, before and after."""
         config = self.config
         compiled = not config.disable_torch_compile and _can_compile(device)
@@ -352,16 +355,17 @@ def _change_draft_and_pack(config: Config, device: torch.device, network: Model,
             pack_linears(drafter.network)
 
 
-def resolve_sizes(config: Config, device: torch.device, limits: dict[str, int], drafter: Drafter) -> Sizes:
+def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], drafter: Drafter) -> Sizes:
     """Return the sizes of an engine with this drafter; `limits` are those that `Sizes.resolve` takes by name.
 
-    On CUDA the batch buckets are those of --cuda-graph-bs, or by default as few as cost no time.
+    On CUDA the batch buckets are those of --cuda-graph-bs, or by default as few as cost no time; `limits` may name
+    others.
     """
     batches: Sequence[int] = ()
     if device.type == "cuda":
         largest = largest_graph(config, free_bytes(device)[1])
         batches = config.cuda_graph_bs or coarse_batches(limits["max_running"], drafter.nodes, largest)
-    return Sizes.resolve(drafter, **limits, batches=batches)
+    return Sizes.resolve(drafter, **{"batches": batches, **limits})
 
 
 def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import bench
 import minispec.llm as llm_module
+from benchmarks import throughput
 from minispec import LLM, SamplingParams
 from minispec.compiled import compile_step
 from minispec.drafter import Plain
@@ -137,7 +138,7 @@ def test_on_a_cpu_graph_trees_are_refused(tmp_path, monkeypatch, capsys) -> None
     with pytest.raises(SystemExit):
         bench.parse()
     assert f"--graph-trees: {said}" in capsys.readouterr().err
-    monkeypatch.setattr(bench, "choose_device", lambda config: CUDA)
+    monkeypatch.setattr(llm_module, "choose_device", lambda config: CUDA)
     monkeypatch.setattr("sys.argv", ["bench.py", "--algorithm", "none", "--graph-trees", "--disable-torch-compile"])
     with pytest.raises(SystemExit):
         bench.parse()
@@ -146,10 +147,13 @@ def test_on_a_cpu_graph_trees_are_refused(tmp_path, monkeypatch, capsys) -> None
 
 def test_the_benchmark_adds_a_row_for_each_method_of_ours(monkeypatch) -> None:
     made = []
-    monkeypatch.setattr(bench, "LLM", lambda **options: made.append(options))
-    monkeypatch.setattr(bench, "choose_device", lambda config: CUDA)
+    monkeypatch.setattr(throughput, "LLM", lambda **options: made.append(options))
+    monkeypatch.setattr(llm_module, "choose_device", lambda config: CUDA)
     monkeypatch.setattr("sys.argv", ["bench.py", "--algorithm", "none", "ngram", "--graph-trees", "--batch", "1"])
-    rows = bench.contestants(bench.parse())
+    rows = bench.entrants(bench.parse())
     assert [row.name for row in rows] == ["none", "none, graph trees", "ngram", "ngram, graph trees"]
+    for row in rows:
+        row.load(print)
     assert [options.get("graph_trees", False) for options in made] == [False, True, False, True]
     assert {options["max_total_tokens"] for options in made} == {4096}, "several pools fit beside each other"
+    assert {options["batches"] for options in made} == {(1,)}, "the batch sizes asked for alone are compiled"

@@ -1,0 +1,166 @@
+"""Who takes part in a benchmark of throughput, and one timed run of theirs over one set of prompts.
+
+`Ours` is minispec with one drafter, `Transformers` its `generate`; both take lists of token ids, so that tokens are
+counted alike. Before every run the prefix cache and the drafter's memory are emptied. Request i has seed i.
+
+Read next: `bench.py`, which runs them in turn; `minispec/llm.py`, the interface used here.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from minispec import LLM, SamplingParams
+from minispec.load.tokenizer import Tokenizer
+from minispec.metrics import loops
+from minispec.request import Request
+
+WARM_UP = ["Name three rivers.", "Say hello to the class in one sentence."]
+
+
+@dataclass
+class Run:
+    """One timed run over one set of prompts."""
+
+    tokens: int
+    seconds: float
+    decode_seconds: float | None = None  # without prefill
+    decoded: int = 0  # tokens that decode steps gave
+    accepted: list[int] | None = None  # item i: steps that accepted exactly i drafts, without replies' last steps
+    accepted_unlooped: list[int] | None = None  # the same for replies that do not loop
+    drafter_ms: float | None = None  # host time of the drafter per decode step
+    host_ms: float | None = None  # host time of stop rules and text per decode step
+    forwards_per_s: float | None = None
+    outputs: tuple[tuple[int, ...], ...] = ()
+
+
+class Contestant(Protocol):
+    """Anything that generates from lists of token ids."""
+
+    name: str
+    batches: Sequence[int]
+
+    def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int, temperature: float) -> Run:
+        """Generate for all prompts, `batch` at a time."""
+        ...
+
+
+class Ours:
+    """minispec with one drafter."""
+
+    def __init__(self, name: str, options: dict[str, Any], batches: Sequence[int]) -> None:
+        self.name, self.batches = name, batches
+        self.llm = LLM(max_running_requests=max(batches), batches=tuple(batches), **options)
+
+    def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int, temperature: float) -> Run:
+        """Generate through the scheduler, groups of `batch` requests at a time; request i has seed i."""
+        scheduler = self.llm.scheduler
+        assert scheduler.flush_cache(), "a benchmark starts on an idle engine"
+        requests = [
+            self.llm.request(
+                ids, SamplingParams(temperature=temperature, max_new_tokens=new_tokens, sampling_seed=seed)
+            )
+            for seed, ids in enumerate(prompts)
+        ]
+        start = time.perf_counter()
+        for i in range(0, len(requests), batch):
+            self.llm.serve(requests[i : i + batch])
+        seconds = time.perf_counter() - start
+        m = scheduler.metrics
+        steps = max(m.tree_steps + m.plain_steps, 1)
+        return Run(
+            sum(len(r.output_ids) for r in requests), seconds, m.step_seconds + m.host_seconds, m.verified_tokens,
+            accepted(requests), accepted([r for r in requests if not loops(r.output_ids)]),
+            scheduler.engine.drafter_seconds / steps * 1e3, m.host_seconds / steps * 1e3,
+            steps / (m.step_seconds + m.host_seconds or 1.0), tuple(tuple(r.output_ids) for r in requests),
+        )  # fmt: skip
+
+
+def accepted(requests: Sequence[Request]) -> list[int]:
+    """Return how many verify steps accepted exactly i drafts, without each reply's last step."""
+    counts: Counter[int] = Counter()
+    for request in requests:
+        counts.update(dict(enumerate(request.accept_histogram)))
+        if request.last_step:
+            counts[request.last_step - 1] -= 1
+    return [counts[i] for i in range(max(counts, default=-1) + 1)]
+
+
+def accept_length(histogram: Sequence[int] | None) -> float | None:
+    """Return tokens per verify step."""
+    steps = sum(histogram or ())
+    return 1 + sum(i * n for i, n in enumerate(histogram)) / steps if histogram and steps else None
+
+
+def by_depth(histogram: Sequence[int] | None) -> list[float]:
+    """Return the share of drafts accepted at each depth, of the steps that reached it."""
+    reached = [sum(histogram[d:]) for d in range(len(histogram))] if histogram else []
+    return [round(deeper / here, 3) for here, deeper in zip(reached, reached[1:], strict=False) if here]
+
+
+class Transformers:
+    """transformers' own greedy generate, plain or with prompt lookup."""
+
+    def __init__(self, name: str, model: Any, pad: int, batches: Sequence[int], **options: Any) -> None:
+        self.name, self.batches, self.model, self.pad, self.options = name, batches, model, pad, options
+
+    @torch.inference_mode()
+    def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int, temperature: float) -> Run:
+        """Generate with left-padded batches."""
+        outputs, start = [], time.perf_counter()
+        for i in range(0, len(prompts), batch):
+            group = prompts[i : i + batch]
+            width = max(map(len, group))
+            ids = torch.tensor([[self.pad] * (width - len(p)) + p for p in group], device=self.model.device)
+            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in group], device=self.model.device)
+            made = self.model.generate(
+                ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=self.pad,
+                **self.options,
+            )  # fmt: skip
+            outputs += [trim(row[width:].tolist(), self.model.generation_config.eos_token_id) for row in made]
+        return Run(sum(map(len, outputs)), time.perf_counter() - start, outputs=tuple(map(tuple, outputs)))
+
+
+def trim(ids: list[int], eos: int | list[int]) -> list[int]:
+    """Cut an output after its first end-of-sequence token, since what follows is padding."""
+    ends = [i for i, token in enumerate(ids) if token in (eos if isinstance(eos, list) else [eos])]
+    return ids[: ends[0] + 1] if ends else ids
+
+
+def encode(
+    prompts: Sequence[str], tokenizer: Tokenizer, tokens: int | None = None, others: Sequence[str] = ()
+) -> list[list[int]]:
+    """Return each prompt as a chat; with `tokens`, text of `others` is put in front to make it about that long.
+
+    Every chat begins with a different text, so that no two of them share a prefix.
+    """
+    chat = lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])  # noqa: E731
+    chats = [chat(prompt) for prompt in prompts]
+    for number, ids in enumerate(chats):
+        if tokens and (room := tokens - len(ids)) > 0:
+            first = number * len(others) // len(prompts)
+            around = tokenizer.encode("\n\n".join([*others[first:], *others[:first]]), False)
+            filler = (around * (room // len(around) + 1))[:room]
+            chats[number] = chat(tokenizer.decode(filler) + "\n\n" + prompts[number])
+    return chats
+
+
+def hardware(device: str) -> str:
+    """Return the processor, cores, threads and GPU that this runs on, in one line."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    gpu = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
+    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads{gpu}"

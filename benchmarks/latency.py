@@ -1,0 +1,184 @@
+"""What a client waits for: time to the first token and time per token, over HTTP, with speculation on and off.
+
+`python -m benchmarks.latency` starts two servers of the default model, one that drafts as launched by default and one
+that does not. Streaming clients ask both over a real socket: 1, 4 and 8 of them, each sending its next request when the
+last one's answer is whole. For each number of clients the servers are asked in the order on, off, off, on, while the
+other one idles, so that a noisy machine is noisy for both.
+
+  first token   from sending a request to the first event that has a token: queueing and prefill
+  per token     (last token - first token) / (tokens - 1) of a request: what a reader sees as speed
+
+p50 and p99 are over requests; with a few dozen of them p99 is close to the slowest. The prefix cache and the drafter's
+memory are emptied before each part. docs/measured.md has the newest table.
+
+Read next: `parity.py`, which starts and stops the servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import sys
+import time
+import urllib.parse
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import bench
+from benchmarks import parity
+
+KINDS = {"on": "default drafter", "off": "NONE"}  # what the two servers are called
+READY_S = 1200.0  # a server may have dozens of graphs to compile
+
+
+class Sample(NamedTuple):
+    """What one streamed request showed its client."""
+
+    first: float  # seconds from sending it to its first token
+    per_token: float | None  # seconds; None for a single token
+    tokens: int
+    began: float  # on the clock
+    ended: float
+
+
+class Part(NamedTuple):
+    """All requests of one stretch: so many clients at one server."""
+
+    clients: int
+    speculation: str  # of KINDS
+    samples: list[Sample]
+
+
+def ask(url: str, prompt: str, new_tokens: int) -> Sample:
+    """Stream one greedy chat completion and time its events. Raises RuntimeError where the server does not answer so.
+
+    The number of tokens is the server's own, since an event may bring several.
+    """
+    place = urllib.parse.urlsplit(url)
+    body = {"model": "default", "messages": [{"role": "user", "content": prompt}], "max_tokens": new_tokens,
+            "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
+    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=600)
+    began = time.perf_counter()
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    if answer.status != 200:
+        raise RuntimeError(f"{answer.status}: {answer.read().decode()[:500]}")
+    first, last, tokens = None, began, 0
+    while line := answer.readline():
+        now = time.perf_counter()
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[6:])
+        if any(choice["delta"].get("content") for choice in event["choices"]):
+            first, last = first or now, now
+        if event.get("usage"):
+            tokens = event["usage"]["completion_tokens"]
+    connection.close()
+    if first is None:
+        raise RuntimeError("a stream ended without a token")
+    return Sample(first - began, (last - first) / (tokens - 1) if tokens > 1 else None, tokens, began, last)
+
+
+def order(clients: Sequence[int], rounds: int) -> list[tuple[int, str]]:
+    """Return (clients, speculation) of all parts: on, off, off, on for each number of clients."""
+    pair = list(KINDS)
+    return [(count, kind) for count in clients for i in range(rounds) for kind in (pair if i % 2 == 0 else pair[::-1])]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value below which this share of all lies, between the two nearest ones."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+def table(parts: Sequence[Part]) -> str:
+    """Return the parts as a Markdown table, those of the same clients and server put together; times in ms."""
+    titles = ["clients", "speculation", "first token p50", "p99", "per token p50", "p99", "tokens/s", "requests"]
+    lines = ["| " + " | ".join(titles) + " |", "|--:|---" + "|--:" * 6 + "|"]
+    for clients, kind in dict.fromkeys((part.clients, part.speculation) for part in parts):
+        mine = [part for part in parts if (part.clients, part.speculation) == (clients, kind)]
+        samples = [sample for part in mine for sample in part.samples]
+        firsts, each = [s.first for s in samples], [s.per_token for s in samples if s.per_token is not None]
+        seconds = sum(max(s.ended for s in part.samples) - min(s.began for s in part.samples) for part in mine)
+        times = [percentile(values, share) * 1e3 for values in (firsts, each or [0.0]) for share in (0.5, 0.99)]
+        rate = sum(s.tokens for s in samples) / seconds
+        cells = [str(clients), kind, *(f"{one:.0f}" if one >= 100 else f"{one:.1f}" for one in times), f"{rate:.1f}"]
+        lines.append("| " + " | ".join([*cells, str(len(samples))]) + " |")
+    return "\n".join(lines)
+
+
+def measure(
+    urls: dict[str, str], args: argparse.Namespace, prompts: Sequence[str], tell: Callable[[Part], None]
+) -> list[Part]:
+    """Ask both servers everything, in turn."""
+    parts = []
+    for clients, kind in order(args.clients, args.rounds):
+        parity.flush(urls[kind])
+        with ThreadPoolExecutor(clients) as pool:
+            samples = list(pool.map(lambda prompt, url=urls[kind]: ask(url, prompt, args.new_tokens), prompts))
+        parts.append(Part(clients, kind, samples))
+        tell(parts[-1])
+    return parts
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="Hugging Face id or folder; default: the default model")
+    parser.add_argument("--algorithm", help="the drafter of the server that drafts; default: the default one")
+    parser.add_argument("--clients", nargs="+", type=int, default=[1, 4, 8])
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=2, help="parts a server and number of clients; 2 is A B B A")
+    parser.add_argument("--dataset", type=Path, default=bench.PROMPTS, help="JSON lines, our own or MT-bench's format")
+    parser.add_argument("--limit", type=int, help="prompts of each set, spread over it")
+    parser.add_argument("--server-flags", nargs=argparse.REMAINDER, default=[], help="of both servers, comes last")
+    parser.add_argument("--json", type=Path, help="write all samples here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the comparison and print its table."""
+    args = parse()
+    prompts = [text for texts in bench.read_prompts(args.dataset, args.limit).values() for text in texts]
+    count = len(order(args.clients, args.rounds))
+    print(f"two servers, then {count} parts of {len(prompts)} requests, {args.new_tokens} new tokens each", flush=True)
+    model = ["--model", args.model] if args.model else []
+    asked = {"on": ["--speculative-algorithm", args.algorithm] if args.algorithm else [],
+             "off": parity.drafter_flags("NONE")}  # fmt: skip
+    parts: list[Part] = []
+    with ExitStack() as stack:
+        urls = {}
+        for kind, flags in asked.items():
+            print(f"starting the server with speculation {kind}", file=sys.stderr)
+            flags = [*model, *flags, "--max-running-requests", str(max(args.clients)), *args.server_flags]
+            urls[kind] = stack.enter_context(parity.serve(*flags, timeout_s=READY_S))
+            ask(urls[kind], "Name three rivers.", 8)
+        load = os.getloadavg()[0]
+
+        def tell(part: Part) -> None:
+            parts.append(part)
+            print(f"part {len(parts)} of {count}: {part.clients} clients, speculation {part.speculation}: first token "
+                  f"{percentile([s.first for s in part.samples], 0.5) * 1e3:.0f} ms", file=sys.stderr)  # fmt: skip
+
+        try:
+            measure(urls, args, prompts, tell)
+        finally:  # Ctrl-C included
+            if parts:
+                from benchmarks.throughput import hardware
+
+                print(f"{hardware('cpu')}; load before and after: {load:.1f}, {os.getloadavg()[0]:.1f}; times in ms\n")
+                print(table(parts), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps([part._asdict() for part in parts]) + "\n")
+
+
+if __name__ == "__main__":
+    main()

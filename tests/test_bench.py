@@ -1,0 +1,152 @@
+"""bench.py on a tiny model: what it says and when, the order of its runs, and what Ctrl-C leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_layers import ROOT
+from test_llm import CONFIG
+
+import bench
+from benchmarks.throughput import Run
+from minispec.load.tokenizer import byte_tokenizer
+from minispec.model import Model, ModelConfig, published_tensors
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder that minispec and transformers read, with a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("tiny")
+    config = {**CONFIG, "model_type": "llama", "num_hidden_layers": 2, "max_position_embeddings": 1024}
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    model = Model(ModelConfig.from_hf(config)).requires_grad_(False)
+    save_file({f"model.{name}".replace("model.lm_head", "lm_head"): tensor.contiguous().clone()
+               for name, tensor in published_tensors(model).items()}, folder / "model.safetensors")  # fmt: skip
+    (folder / "tokenizer.json").write_text(byte_tokenizer(300).backend._tokenizer.to_str())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
+
+
+def arguments(tiny: Path, *more: str) -> list[str]:
+    """Return a command line that takes seconds."""
+    return ["bench.py", "--model", str(tiny), "--dtype", "float32", "--device", "cpu", "--limit", "2",
+            "--new-tokens", "6", *more]  # fmt: skip
+
+
+def test_a_run_tells_its_plan_its_progress_every_result_and_who_is_fastest(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "rows.json"
+    monkeypatch.setattr("sys.argv", arguments(tiny, "--disable-torch-compile", "--batch", "1", "2", "--json", str(out)))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    bench.main()
+    said, progress = capsys.readouterr()
+    first, *middle = said.splitlines()
+    assert first.startswith("none, ngram, transformers; batch 1 and 2; 2 ordinary and 2 copying prompts, 6 new tokens")
+    assert " minutes on two CPU cores" in first or " seconds on two CPU cores" in first
+    results = [line for line in middle if line.startswith("round ")]
+    names = ["none", "ngram", "transformers"]
+    order = [line.split(": ")[1].split()[0] for line in results]
+    assert order == (names + names) * 2 + (names[::-1] + names[::-1]) * 2, "A B B A"
+    assert all("round" in line or "loading" in line or "importing" in line for line in progress.splitlines())
+    assert "round 2 of 2: none, batch 2, copying; step 24 of 24, about" in progress
+    table = [line for line in said.splitlines() if line.startswith("| ")]
+    assert len(table) == 1 + 3 * 4 and said.splitlines()[-1].startswith("Fastest here: ")
+    report = json.loads(out.read_text())
+    assert set(report) == {"hardware", "versions", "flags", "results"} and len(report["results"]) == 12
+    assert report["flags"]["dtype"] == "torch.float32" and report["results"][0].keys() == asdict(row("x", 1.0)).keys()
+    speeds = [one["tokens_per_s"] for one in report["results"][:3]]
+    assert speeds == sorted(speeds, reverse=True), "the fastest first"
+
+
+def row(name: str, speed: float, **changed: object) -> bench.Row:
+    """Return a row that says little else."""
+    unknown = {**dict.fromkeys(bench.Row.__annotations__), "accepted_by_depth": []}
+    figures = {"name": name, "tokens_per_s": speed, "prompts": "ordinary", "batch": 1, "temperature": 0.0}
+    return bench.Row(**{**unknown, **figures, **changed})
+
+
+def test_the_last_sentence_names_the_fastest_of_each_group() -> None:
+    rows = [row("none", 50.0), row("eagle3", 66.0, speedup=1.3), row("none", 80.0, prompts="copying"),
+            row("ngram", 70.0, prompts="copying", speedup=0.9)]  # fmt: skip
+    assert bench.verdict(rows) == ("Fastest here: eagle3 at batch 1, ordinary prompts (1.30 times plain decoding); "
+                                   "plain decoding at batch 1, copying prompts (1.14 times ngram).")  # fmt: skip
+    assert bench.verdict(rows[1:2]).endswith("(nobody beside it).") and bench.verdict([]) == "Nothing was measured."
+
+
+def test_ratios_are_taken_within_a_round_also_when_a_round_is_cut_off() -> None:
+    results = bench.Results()
+    for round_, (plain, other) in enumerate([(1.0, 0.5), (4.0, 1.0), (2.0, None)]):
+        for name, seconds in (("none", plain), ("ngram", other)):
+            if seconds:
+                last = results.add(bench.Task(round_, 1, "copying", 0.0, name), Run(8, seconds))
+    assert last.name == "none" and last.tokens_per_s == 4.0
+    assert [(one.name, one.tokens_per_s, one.speedup) for one in results.rows()] == [
+        ("ngram", 12.0, 3.0), ("none", 4.0, 1.0)
+    ]  # fmt: skip
+
+
+def test_what_is_left_is_scaled_by_how_long_it_took_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.time, "monotonic", lambda: 100.0)
+    progress = bench.Progress([10.0, 10.0, 20.0])
+    assert progress.left() == 40.0
+    monkeypatch.setattr(bench.time, "monotonic", lambda: 140.0)
+    progress.done = 2
+    assert progress.left() == 40.0, "twice as slow as estimated"
+
+
+def test_without_arguments_and_with_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["bench.py"])
+    args = bench.parse()
+    assert (args.method, args.batch) == (["none", "eagle3", "ngram", "transformers"], [1])
+    assert [len(texts) for texts in bench.read_prompts(args.dataset, args.limit).values()] == [8, 8]
+    monkeypatch.setattr("sys.argv", ["bench.py", "--full"])
+    args = bench.parse()
+    assert args.method == ["none", "ngram", "eagle3", "eagle", "mtp", "standalone", *bench.THEIRS]
+    assert args.batch == [1, 8]
+    lookups = [task for task in bench.tasks(args, bench.entrants(args), ["copying"]) if task.name == bench.THEIRS[1]]
+    assert [task.batch for task in lookups] == [1, 1], "transformers looks up for one request at a time"
+
+
+def wait_for(words: str, lines: list[str], process: subprocess.Popen, seconds: float = 120) -> None:
+    """Wait until a line has these words."""
+    end = time.monotonic() + seconds
+    while not any(words in line for line in lines):
+        assert process.poll() is None and time.monotonic() < end, "".join(lines)
+        time.sleep(0.02)
+
+
+def test_interrupted_while_it_compiles_it_prints_what_it_has(tiny: Path, tmp_path: Path) -> None:
+    command = arguments(tiny, "--algorithm", "none", "ngram", "--rounds", "1", "--json", str(tmp_path / "rows.json"))
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cold")}
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environ, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT)  # fmt: skip
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)
+    reader.start()
+    try:
+        wait_for("loading ngram: warm-up 1", lines, process)
+        assert "none, ngram; batch 1" in lines[0], "the plan is the first line"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+        reader.join(10)
+    finally:
+        process.kill()
+    said = "".join(lines)
+    after = said[said.index("Interrupted; 1 of 4 runs were done.") :]
+    assert "| 1 | ordinary | 0 | none |" in after and "Fastest here: plain decoding" in after
+    assert [one["name"] for one in json.loads((tmp_path / "rows.json").read_text())["results"]] == ["none"]

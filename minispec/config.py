@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from minispec.load.chat_templates import NAMED, is_template
+from minispec.load.reply_formats import CALLS, THOUGHTS
 from minispec.load.sglang_flags import INSTEAD, SPEC_V2, VARIABLES, Foreign, foreign_flags
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # served when no model is named
@@ -81,6 +82,14 @@ class Config:
     chat_template: str | None = _flag(
         None, "Model", f"FILE with a Jinja chat template, or {', '.join(NAMED)}, in place of the model's own"
     )
+    tool_call_parser: str | None = _flag(
+        None, "Model", "how the model writes calls of tools; default: as its chat template shows it",
+        choices=tuple(CALLS),
+    )  # fmt: skip
+    reasoning_parser: str | None = _flag(
+        None, "Model", "how the model marks its reasoning, which answers then have as reasoning_content; default: it "
+        "is not told apart", choices=tuple(THOUGHTS),
+    )  # fmt: skip
     trust_remote_code: bool = _flag(False, "Model", "accepted and without effect: code of a model repo never runs here")
     random_seed: int | None = _flag(
         None, "Model", "seed of the seeds drawn for requests without one, and of dummy weights", low=0, high=2**63 - 1

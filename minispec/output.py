@@ -3,9 +3,10 @@
 A step may emit several tokens. They are appended one by one and the rules are checked after each, so a request ends at
 exactly the token where plain decoding would end it, and later tokens of the step are dropped from ids and text.
 
-The order, per token: EOS or stop id, stop string, length. A matched id stays in the ids but not in the text. A matched
-string is cut from the text, while the ids keep all up to the token that completed it. `no_stop_trim` keeps either in
-the text. Below `min_new_tokens` only the length can end a request, and the sampler masks EOS and stop ids.
+The order, per token: EOS or stop id, stop string, the request's own rule, length. A matched id stays in the ids but
+not in the text. A matched string is cut from the text, while the ids keep all up to the token that completed it.
+`no_stop_trim` keeps either in the text. Below `min_new_tokens` only the length can end a request, and the sampler masks
+EOS and stop ids.
 
 Text that may turn out to be the beginning of a stop string, or half of a character, is held back until it is certain.
 
@@ -46,6 +47,8 @@ class Output:
             self.text += self.detokenizer.flush()
         if may_stop and (matched := self._stop_string(before)):
             return Finish("stop", matched)
+        if self.request.ends is not None and self.request.ends(self.text[before:]) and may_stop:
+            return Finish("stop")
         return Finish("length") if last else None
 
     def _stop_string(self, before: int) -> str | None:

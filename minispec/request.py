@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -167,6 +167,8 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     arrived: float = field(default_factory=time.monotonic)
+    ends: Callable[[str], bool] | None = None  # told the text of each token; True ends the request there
+    thinking: bool | None = None  # whether the prompt ends inside a reasoning, or after one; None: it says nothing
 
     seed: int = 0  # params.sampling_seed, or drawn at submission; kept through retraction
     max_new_tokens: int = 0  # params.max_new_tokens clamped to context and pool

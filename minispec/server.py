@@ -44,6 +44,8 @@ from aiohttp.abc import AbstractAccessLogger
 
 from minispec.config import Config
 from minispec.http import fields, openapi, schema
+from minispec.http.message import Formats
+from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ access_logger = logging.getLogger("minispec.access")  # a line for each answer, 
 MAX_BODY = 16 * 2**20  # bytes of one HTTP body, after decompression
 INLINE_BODY = 2**16  # a larger one is parsed off the event loop
 HEALTH_TIMEOUT = 20.0  # seconds /health_generate waits for a token
+KEEP_ALIVE = 5.0  # seconds without an event after which a stream sends a comment
 STOP_TIMEOUT = 1.0  # seconds each for connections and engine thread to end
 
 Command = Callable[["Scheduler"], Sequence[Update]]
@@ -358,7 +361,7 @@ class Server:
         self._check_model(job.model)
         flight = Flight(job)
         with self._counted(len(flight.job.prompts)), self._flying(flight):
-            flight.requests = await asyncio.to_thread(_prepare, flight.job, llm)
+            flight.requests = await asyncio.to_thread(_prepare, flight.job, llm, self._served.formats)
             if not flight.items.empty():
                 await flight.next()  # ended while its prompt was tokenized: raises
             reply = schema.Reply(flight.job, flight.requests, self._served)
@@ -372,20 +375,30 @@ class Server:
             return _json(reply.result())
 
     async def _stream(self, http: web.Request, flight: Flight, reply: schema.Reply) -> web.StreamResponse:
-        """Send a flight's events; what fails after the headers becomes an error event, never a quiet end."""
-        events = reply.take(await flight.next())  # before the headers: a failure up to here still has its status
+        """Send a flight's events, the first of them at once, since the request is checked and in the queue.
+
+        What fails from here on becomes an error event, never a quiet end. While nothing comes, comments tell client and
+        proxies that the connection lives.
+        """
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         response = web.StreamResponse(headers=headers)
         try:
             await response.prepare(http)
-            events = reply.opening() + events
+            events = reply.opening()
             try:
                 while True:
                     if events:
                         await response.write(b"".join(map(schema.sse, events)))
                     if reply.done:
                         break
-                    events = reply.take(await flight.next())
+                    try:
+                        async with asyncio.timeout(KEEP_ALIVE):
+                            update = await flight.next()
+                    except TimeoutError:
+                        events = []
+                        await response.write(b": keep-alive\n\n")
+                        continue
+                    events = reply.take(update)
                 closing = b"".join(map(schema.sse, reply.closing()))
             except ConnectionResetError:
                 raise
@@ -454,7 +467,7 @@ class Server:
         body = {"input_ids": llm.tokenizer.encode("a"), "rid": f"health-{uuid.uuid4().hex}"}
         flight = Flight(schema.parse_generate({**body, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}))
         with self._flying(flight):
-            flight.requests = _prepare(flight.job, llm)
+            flight.requests = _prepare(flight.job, llm, self._served.formats)
             self.produced.clear()
             self._submit(flight)
             # Any token will do: behind a long queue our own may take longer, and the server is well.
@@ -575,8 +588,10 @@ class Server:
     def _served(self) -> schema.Served:
         """What answers tell of the server; known once it is ready."""
         config, llm = self.config, self._ready()
+        shown = calls_of(llm.tokenizer.tool_template or "")
+        formats = Formats(CALLS.get(config.tool_call_parser or "", shown), THOUGHTS.get(config.reasoning_parser or ""))
         return schema.Served(config.served_name, _fingerprint(config, llm), llm.scheduler.sizes.nodes,
-                             config.stream_interval, config.enable_cache_report)  # fmt: skip
+                             config.stream_interval, config.enable_cache_report, formats)  # fmt: skip
 
     def _check_model(self, name: str | None) -> None:
         """Raise RequestError where, with --strict-model-name, a request names another model."""
@@ -647,10 +662,11 @@ class Server:
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _prepare(job: schema.Job, llm: LLM) -> list[Request]:
+def _prepare(job: schema.Job, llm: LLM, formats: Formats) -> list[Request]:
     """Return the job's requests, tokenized and checked; slow, and safe on any thread."""
     scheduler = llm.scheduler
-    requests = schema.tokenize(job, llm.tokenizer, scheduler.sizes.context_length, scheduler.max_prompt_tokens)
+    sizes = scheduler.sizes.context_length, scheduler.max_prompt_tokens
+    requests = schema.tokenize(job, llm.tokenizer, *sizes, formats)
     try:
         for request in requests:
             scheduler.validate(request)

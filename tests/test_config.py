@@ -77,7 +77,7 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
         "mem_fraction_static": "0.5", "speculative_ngram_branch_length": "19", "quantization": "int8",
         "speculative_accept_threshold_single": "0.5", "speculative_accept_threshold_acc": "0",
         "speculative_draft_load_format": "pt", "log_level_http": "info", "chat_template": "chatml",
-        "cors_origins": "https://a.example",
+        "cors_origins": "https://a.example", "tool_call_parser": "qwen25", "reasoning_parser": "qwen3",
         "speculative_draft_model_quantization": "unquant",
     }  # fmt: skip
     flags = [f for f in dataclasses.fields(Config) if f.metadata]
@@ -142,7 +142,8 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         (["--lora-paths", "a"], "adapters are not supported"),
         (["--admin-api-key", "k"], "there is one key, --api-key"),
         (["--kv-cache-dtype", "fp8_e5m2"], "auto is accepted"),
-        (["--chat-template", "vicuna"], "or one of chatml, llama-2, llama-3-instruct, vicuna_v1.1, got 'vicuna'"),
+        (["--chat-template", "vicuna"],
+         "or one of chatml, llama-2, llama-3-instruct, vicuna_v1.1, hermes, llama3-json, got 'vicuna'"),
         (["--load-format", "gguf"], "--load-format must be one of auto, safetensors, pt, dummy, got 'gguf'"),
         (["--pgae-size", "16"], "did you mean --page-size?"),
         (["--speculative-dflash-block-size", "3"], "unknown argument --speculative-dflash-block-size; --help lists"),

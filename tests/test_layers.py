@@ -23,10 +23,10 @@ SOURCES = {
 # A module may import from strictly lower ranks, never from its own. `load/` and `train/` span ranks.
 RANKS = {
     0: "request metrics tree kv radix model compiled graphs load.weights load.packed load.token_map load.wheels "
-    "load.chat_templates load.sglang_flags load.machine load.__init__ train.__init__ http.__init__",
-    1: "http.fields config sampling attention eagle load.fp8 load.tokenizer load.default_model",
-    2: "http.openapi verify output drafter mtp load.int8 train.prompts",
-    3: "beam ngram bucket load.heads",
+    "load.chat_templates load.reply_formats load.sglang_flags load.machine load.__init__ train.__init__ http.__init__",
+    1: "http.fields http.reasoning config sampling attention eagle load.fp8 load.tokenizer load.default_model",
+    2: "http.openapi http.tools verify output drafter mtp load.int8 train.prompts",
+    3: "http.message beam ngram bucket load.heads",
     4: "standalone",
     5: "engine load.drafters",
     6: "scheduler load.selftest load.memory",

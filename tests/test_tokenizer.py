@@ -355,6 +355,9 @@ NAMED_FORMATS = {  # the prompts of TURNS, without a system message and with one
         "<s>Be brief. USER: Hi ASSISTANT: Yes</s>USER: 2+2? ASSISTANT:",
     ),
 }
+NAMED_FORMATS["hermes"] = NAMED_FORMATS["chatml"]
+_header = NAMED_FORMATS["llama-3-instruct"][1]  # without a system message there is one all the same
+NAMED_FORMATS["llama3-json"] = (_header.replace("Be brief.", "You are a helpful assistant."), _header)
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 MAX_BATCH = 128  # prompts in one HTTP request
 MAX_MESSAGES = 2**14  # in one chat; each costs a template some tokens
 MAX_RID = 256  # characters
+MAX_TOOLS = 128  # offered in a request, or called in a message
 
 TEMPLATE = "handed to the chat template"
 
@@ -59,7 +60,7 @@ def told_apart(allowed: str, **members: Any) -> Any:
     (of lists), `objects`. `allowed` completes "must be" for anything else.
     """
     scalars, lists = {str: "text", dict: "object"}, {str: "texts", list: "rows", dict: "objects"}
-    of_empty = next(name for name in members if name not in scalars.values())
+    of_empty = next((name for name in members if name not in scalars.values()), "")
 
     def tag(value: Any) -> str | None:
         if isinstance(value, list):
@@ -111,7 +112,8 @@ REFUSED = {  # why -> fields
         logprob_start_len top_logprobs_num token_ids_logprob return_text_in_logprobs return_tokens_as_token_ids
         return_sampling_mask sampling_logprobs_mode return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs
         return_flat_raw_top_logprobs_b64 return_entropy""",
-    "tool calls are not in this version": "tools tool_choice functions function_call web_search_options",
+    "only chats have tools, in tools and tool_choice, which the client runs": """tools tool_choice functions
+        function_call web_search_options""",
     "constrained output is not in this version": """response_format json_schema regex ebnf structural_tag guided_json
         guided_regex guided_choice guided_grammar guided_decoding_backend structured_outputs""",
     "tokens are not banned by name here; logit_bias lowers single ones": "bad_words allowed_token_ids",
@@ -128,8 +130,8 @@ REFUSED = {  # why -> fields
     "there are no adapters": "lora_path lora_id",
     "a request stands alone; the prefix cache finds what was there before": "session_id session_params store kv_hints",
     "the prefix cache has one space for all; --disable-radix-cache turns it off": "extra_key cache_salt",
-    "reasoning is not told apart from the answer": """require_reasoning max_thinking_tokens thinking_token_budget
-        thinking""",
+    "reasoning has no bound but that of the answer, and whether there is any the chat template says": """
+        require_reasoning max_thinking_tokens thinking_token_budget thinking""",
     "the answer has no such part": """return_hidden_states return_routed_experts routed_experts_start_len
         return_indexer_topk return_cached_tokens_details return_spec_tokens_details return_prompt_token_ids
         return_prompt_text return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext return_bytes
@@ -149,10 +151,10 @@ IDLE: dict[str, tuple[Any, ...]] = {
 IGNORED = {  # why no answer depends on it -> fields
     "it is for the caller's own books": "user metadata safety_identifier custom_labels conversation_id routing_key",
     "the prefix cache works by itself": "prompt_cache_key prompt_cache_options prompt_cache_retention",
-    "it is a hint for speed": "prediction",
     "text is never logged": "no_logs log_metrics",
-    "reasoning is not told apart from the answer": "separate_reasoning stream_reasoning include_reasoning",
-    "no tools are called": "parallel_tool_calls",
+    "only a chat's answer has reasoning or tool calls": """separate_reasoning stream_reasoning include_reasoning
+        parallel_tool_calls""",
+    "only a chat's answer may be predicted, and it is a hint for speed": "prediction",
     "only slow Python tokenizers put spaces there": "spaces_between_special_tokens",
 }
 
@@ -255,6 +257,55 @@ class TextPart(Fields):
     text: str
 
 
+class CalledFunction(Fields):
+    """The function of a call that was made."""
+
+    name: Filled
+    arguments: told_apart("a JSON object, or the text of one", text=str, object=dict[str, Any]) | None = None
+
+
+class ToolCall(Fields):
+    """A call that an assistant made earlier in the chat."""
+
+    id: Text = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class Function(Fields):
+    """A function that may be called."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: Text = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Fields):
+    """A tool that may be called."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Choice(Fields):
+    """The one tool that must be called."""
+
+    class Named(Fields):
+        """Its name."""
+
+        name: Filled
+
+    type: Literal["function"]
+    function: Named
+
+
+class Prediction(Fields):
+    """What the answer is expected to be like."""
+
+    type: Literal["content"]
+    content: told_apart("text or a list of text parts", text=str, objects=Batch[TextPart])
+
+
 class Message(Fields):
     """A message of a chat; what it says besides these is ignored."""
 
@@ -262,7 +313,8 @@ class Message(Fields):
     content: told_apart("text or a list of text parts", text=str, objects=Batch[TextPart]) | None = does(
         "text, or parts joined by newlines; only the assistant's may be null, where it called tools")
     name: Text = does(TEMPLATE)
-    tool_calls: Each[dict[str, Any]] | None = does(TEMPLATE)
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = does(
+        "handed to the chat template, arguments as objects")
     tool_call_id: Text = does(TEMPLATE)
     reasoning_content: Text = does(TEMPLATE)
 
@@ -275,6 +327,17 @@ class Chat(OpenAI):
     max_completion_tokens: Integer = does("as max_tokens, and wins; with neither the context is the limit")
     add_generation_prompt: Flag = does("let the answer begin a new message (the default)")
     continue_final_message: Flag = does("let the answer continue the last message, the assistant's")
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = does(
+        "functions that may be called, shown to the model by the chat template")
+    tool_choice: told_apart(
+        "none, auto, required, or an object that names a function", text=Literal["none", "auto", "required"],
+        object=Choice) | None = does("none hides the tools; auto, the default, leaves it to the model; required, or a "
+                                     "function by name, constrains the answer to calls")  # fmt: skip
+    parallel_tool_calls: Flag = does("false ends the answer with its first call")
+    separate_reasoning: Flag = does("false leaves reasoning in the content; it is told apart with --reasoning-parser")
+    stream_reasoning: Flag = does("false sends reasoning when it is complete, in one piece")
+    include_reasoning: Flag = does("false leaves reasoning out of the answer")
+    prediction: Prediction | None = does("text that NGRAM drafts from, for this request alone; a hint for speed")
     reasoning_effort: Annotated[str, Field(max_length=100)] | None = does(TEMPLATE)
     chat_template_kwargs: dict[str, Any] | None = does("handed to the chat template: at most 16 plain values")
 

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from minispec.http import fields
 from minispec.http.fields import read
+from minispec.http.message import PLAIN, Formats, Message, Wish
+from minispec.load.chat_templates import WITH_TOOLS
 from minispec.request import ABORT_WANTED, Finish, Request, RequestError, SamplingParams, Update, meta_info, short
 
 if TYPE_CHECKING:
@@ -109,6 +111,8 @@ class Job:
     add_special_tokens: bool = True
     truncate: int | None = None  # prompt tokens to keep; -1: as many as leave room for the output
     chat: dict[str, Any] = field(default_factory=dict)  # keyword arguments of Tokenizer.encode_chat
+    wish: Wish = Wish()  # what becomes of a chat's answer
+    prediction: str | None = None  # what the answer is expected to be like
     names: dict[str, str] = field(default_factory=dict)  # what our errors call a field -> what the client does
 
 
@@ -132,12 +136,15 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(asked.messages)]
     if continued and messages[-1]["role"] != "assistant":
         raise RequestError("continue_final_message needs a last message of role assistant", "continue_final_message")
+    wish, prediction = _wish(asked), asked.prediction and _text(asked.prediction.content)
+    shown = {"tools": list(wish.tools)} if wish.tools else {}
     chat = {
         "add_generation_prompt": asked.add_generation_prompt is not False and not continued,
         "continue_final_message": continued,
-        "template_kwargs": _template_kwargs(asked),
+        "template_kwargs": {**_template_kwargs(asked), **shown},
     }
-    return replace(_openai_job("chat", asked, [messages], defaults, None), chat=chat)
+    job = _openai_job("chat", asked, [messages], defaults, None)
+    return replace(job, chat=chat, wish=wish, prediction=prediction)
 
 
 def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
@@ -201,11 +208,14 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def tokenize(job: Job, tokenizer: Tokenizer, context_length: int, longest: int | None = None) -> list[Request]:
+def tokenize(
+    job: Job, tokenizer: Tokenizer, context_length: int, longest: int | None = None, formats: Formats = PLAIN
+) -> list[Request]:
     """Return one request per prompt of the job; slow for long prompts, so not to be called on the event loop.
 
     longest: tokens of the longest possible prompt, to which a prompt is cut if the client wants it cut to what fits.
     """
+    check_tools(job, tokenizer, formats)
     requests = []
     for prompt, params, rid, limited in zip(job.prompts, job.params, job.rids, job.limited, strict=True):
         check_size(prompt, context_length)
@@ -223,8 +233,46 @@ def tokenize(job: Job, tokenizer: Tokenizer, context_length: int, longest: int |
             room = max(context_length - len(ids), 0)
             params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
         # The scheduler's rid is unique whatever the client sends, and no prefix of another: aborts go by prefix.
-        requests.append(Request(f"{rid}/{uuid.uuid4().hex}", list(ids), params))
+        request = Request(f"{rid}/{uuid.uuid4().hex}", list(ids), params)
+        if job.kind == "chat":
+            _prepare_answer(request, job, tokenizer, formats)
+        requests.append(request)
     return requests
+
+
+def check_tools(job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
+    """Raise RequestError 400 for tools that the model cannot be shown, or whose calls could not be told from text."""
+    if job.wish.tools and tokenizer.tool_template is None:
+        raise RequestError("tools: the chat template of this model has no place for them; start the server with one "
+                           f"that has, --chat-template FILE or {' or '.join(WITH_TOOLS)}", "tools")  # fmt: skip
+    if job.wish.tools and formats.calls is None:
+        raise RequestError("tools: the chat template does not show how the model writes a call; start the server with "
+                           "--tool-call-parser", "tools")  # fmt: skip
+
+
+def _prepare_answer(request: Request, job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
+    """Note with a chat's request what its end depends on: whether its prompt leaves it thinking, its first call."""
+    wish, thoughts, calls = job.wish, formats.thoughts, formats.calls
+    if thoughts is not None:
+        messages = job.prompts[0]
+        tail = tokenizer.decode(request.prompt_ids[-32:], skip_special_tokens=False).rstrip()
+        if job.chat["continue_final_message"]:
+            tail = messages[-1]["content"]
+            request.thinking = tail.rfind(thoughts.begin) > tail.rfind(thoughts.end)
+        elif tail.endswith((thoughts.begin, thoughts.end)):
+            request.thinking = tail.endswith(thoughts.begin)
+    marks = [calls.begin] if wish.tools and calls is not None else []
+    marks += [thoughts.begin, thoughts.end] if thoughts is not None and wish.separate else []
+    if any(tokenizer.token_id(mark) in tokenizer.backend.special_ids for mark in marks):
+        request.params = replace(request.params, skip_special_tokens=False)  # they must be seen to be found
+    if wish.tools and not wish.parallel:
+        watched = Message(wish, formats, request.thinking)
+
+        def ends(text: str) -> bool:
+            watched.feed(text)
+            return watched.called
+
+        request.ends = ends
 
 
 def check_size(prompt: Prompt, context_length: int) -> None:
@@ -294,16 +342,65 @@ def _rids(given: str | list[str] | None, count: int, prefix: str) -> list[str]:
     return rids if len(rids) == count else [f"{rids[0]}-{i}" for i in range(count)]
 
 
+def _text(content: str | list[fields.TextPart]) -> str:
+    """Return a content as one text."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
 def _message(message: fields.Message, where: str) -> dict[str, Any]:
     """Return a message with text as its content, ready for a template."""
     clean, content = _given(message, fields.Message.model_fields), message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
-    elif content is None and message.role == "assistant" and message.tool_calls:
+    if content is not None:
+        content = _text(content)
+    elif message.role == "assistant" and message.tool_calls:
         content = ""
-    elif content is None:
+    else:
         raise RequestError(f"{where}.content must be text or a list of text parts, got None", "messages")
+    if message.tool_calls:
+        clean["tool_calls"] = [_made(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
     return {**clean, "content": content}
+
+
+def _made(call: fields.ToolCall, where: str) -> dict[str, Any]:
+    """Return an earlier call as templates know it, its arguments as an object."""
+    arguments = call.function.arguments or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments.encode("utf-8"))
+        except RequestError as error:
+            raise RequestError(f"{where}.function.arguments must be the text of a JSON object: {error.message}",
+                               "messages") from None  # fmt: skip
+    given = {"id": call.id} if call.id is not None else {}
+    return {**given, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _wish(asked: fields.Chat) -> Wish:
+    """Return what a chat says of tools and reasoning; RequestError 400 where its parts do not fit together."""
+    choice, tools = asked.tool_choice, []
+    for tool in asked.tools or []:
+        told = _given(tool.function, fields.Function.model_fields)
+        tools.append({"type": "function", "function": told})
+    names = [tool["function"]["name"] for tool in tools]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise RequestError(f"tools must have names of their own, got {twice!r} twice", "tools")
+    only = choice.function.name if isinstance(choice, fields.Choice) else None
+    if only is not None and only not in names:
+        raise RequestError(f"tool_choice must name one of the tools, got {short(only)}", "tool_choice")
+    if choice == "required" and not tools:
+        raise RequestError("tool_choice must be none or auto where there are no tools, got 'required'", "tool_choice")
+    if only is not None or choice == "required":
+        raise RequestError("tool_choice: an answer that must be a call is constrained by a grammar, for which "
+                           "minispec[grammar] is needed", "tool_choice", code="unsupported_field")  # fmt: skip
+    hidden = {"none": True}.get(choice, False) if isinstance(choice, str) else False
+    return Wish(
+        () if hidden else tuple(tools),
+        must=only is not None or choice == "required",
+        only=only,
+        parallel=asked.parallel_tool_calls is not False,
+        separate=asked.separate_reasoning is not False,
+        stream_reasoning=asked.stream_reasoning is not False,
+        include_reasoning=asked.include_reasoning is not False,
+    )
 
 
 def _template_kwargs(asked: fields.Chat) -> dict[str, Any]:
@@ -357,6 +454,7 @@ class Served:
     nodes: int = 1  # N, nodes of a draft tree
     stream_interval: int = 1  # tokens between two events, where the request does not say
     cache_report: bool = False
+    formats: Formats = PLAIN
 
 
 class Reply:
@@ -372,6 +470,7 @@ class Reply:
         self.created = int(time.time())
         self.id = job.rids[0] if count == 1 else job.rids[0].removesuffix("-0")
         self.texts: list[str] = [""] * count
+        self.messages = [Message(job.wish, served.formats, request.thinking) for request in self.requests]  # of a chat
         self.ids: list[list[int]] = [[] for _ in range(count)]
         self.finishes: list[Finish | None] = [None] * count
         self.sent = [(0, 0)] * count  # characters and tokens already in events
@@ -396,6 +495,8 @@ class Reply:
         self.texts[i] += update.text
         self.ids[i] += update.ids
         self.finishes[i] = finish
+        if self.job.kind == "chat":
+            self._write(self.messages[i], update.text, finish)
         if not self.job.stream or (finish is None and len(self.ids[i]) - self.sent[i][1] < self.intervals[i]):
             return []
         return self._events(i)
@@ -420,8 +521,7 @@ class Reply:
             return items if self.job.batched else items[0]
         is_chat, choices = self.job.kind == "chat", []
         for i in count:
-            message = {"role": "assistant", "content": self.texts[i], "tool_calls": None}
-            body = {"message": message} if is_chat else {"text": self.texts[i], **self._prompt_ids(i)}
+            body = {"message": self.messages[i].whole()} if is_chat else {"text": self.texts[i], **self._prompt_ids(i)}
             choices.append(self._choice(i, {**body, **self._new_ids(i)}, self.finishes[i]))
         prompt = self._prompt_ids(0) if is_chat else {}
         return {**self._head(stream=False), "choices": choices, "usage": self.usage(), **prompt}
@@ -431,8 +531,14 @@ class Reply:
         prompt, output = sum(len(r.prompt_ids) for r in self.requests), sum(map(len, self.ids))
         cached = sum(r.cached_tokens for r in self.requests)
         details = {"cached_tokens": cached} if self.served.cache_report and cached else None
-        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
-                "prompt_tokens_details": details}  # fmt: skip
+        usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
+                 "prompt_tokens_details": details}  # fmt: skip
+        if self.job.prediction is not None:
+            drafted, accepted = (sum(getattr(r, name) for r in self.requests)
+                                 for name in ("drafted_tokens", "accepted_drafts"))  # fmt: skip
+            usage["completion_tokens_details"] = {"accepted_prediction_tokens": accepted,
+                                                  "rejected_prediction_tokens": drafted - accepted}  # fmt: skip
+        return usage
 
     def _events(self, i: int) -> list[dict[str, Any]]:
         """Return the events that bring choice i up to date."""
@@ -443,8 +549,16 @@ class Reply:
         if self.job.kind == "completion":
             body = {"text": new_text, **new_ids, **(self._prompt_ids(i) if first else {})}
             return [self._chunk(i, body, finish)] if new_text or new_ids or finish else []
-        events = [self._chunk(i, {"delta": {"content": new_text}, **new_ids}, None)] if new_text or new_ids else []
+        delta = self.messages[i].delta()
+        events = [self._chunk(i, {"delta": delta or {"content": ""}, **new_ids}, None)] if delta or new_ids else []
         return [*events, self._chunk(i, {"delta": {}}, finish)] if finish else events
+
+    @staticmethod
+    def _write(message: Message, text: str, finish: Finish | None) -> None:
+        """Add text to a chat's message."""
+        message.feed(text)
+        if finish is not None:
+            message.finish(finish.kind == "length")
 
     def _prompt_ids(self, i: int) -> dict[str, list[int]]:
         """Return the field with the prompt's ids, if it was asked for."""
@@ -466,7 +580,10 @@ class Reply:
                 "system_fingerprint": self.served.fingerprint}  # fmt: skip
 
     def _choice(self, i: int, body: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
-        return {"index": i, **body, "logprobs": None, "finish_reason": finish and finish.kind,
+        reason = finish and finish.kind
+        if reason == "stop" and self.job.kind == "chat" and self.messages[i].called:
+            reason = "tool_calls"
+        return {"index": i, **body, "logprobs": None, "finish_reason": reason,
                 "matched_stop": finish and finish.matched}  # fmt: skip
 
     def _chunk(self, i: int, body: dict[str, Any], finish: Finish | None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ _SPLIT_OFF_SYSTEM = (
     "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set turns = messages[1:] %}"
     "{% else %}{% set system = default %}{% set turns = messages %}{% endif %}"
 )
+_HELPFUL = "{% set default = 'You are a helpful assistant.' %}"
 _OTHER_ROLE = "{% else %}{{ raise_exception('this template has no place for the role ' + m.role) }}{% endif %}"
 
 NAMED = {
@@ -61,7 +62,46 @@ NAMED = {
         "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}",
         "</s>",
     ),
+    # ChatML with tools in the form of Hermes 2 Pro and Qwen2.5: calls and results stand between tags.
+    "hermes": NamedTemplate(
+        _HELPFUL + _SPLIT_OFF_SYSTEM + "{{ '<|im_start|>system\\n' + system }}"
+        "{% if tools %}{{ '\\n\\n# Tools\\n\\nThese are the functions that you may call, one a line:\\n<tools>' }}"
+        "{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}"
+        "{{ '\\n</tools>\\n\\nA call is a JSON object between tags, and several calls are several such blocks:\\n"
+        "<tool_call>\\n{\"name\": <function name>, \"arguments\": <object of its arguments>}\\n</tool_call>' }}"
+        "{% endif %}"
+        "{{ '<|im_end|>\\n' }}{% for m in turns %}{% if m.role == 'tool' %}"
+        "{% if loop.first or loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+        "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
+        "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
+        "{% else %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ '' if loop.first and not m.content else '\\n' }}"
+        "{{ '<tool_call>\\n{\"name\": ' + (call.function.name | tojson) }}"
+        "{{ ', \"arguments\": ' + (call.function.arguments | tojson) + '}\\n</tool_call>' }}{% endfor %}"
+        "{{ '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+        "<|im_end|>",
+    ),
+    # Llama 3.1's headers with tools as JSON; a call is the whole of a turn, and its result has the role ipython.
+    "llama3-json": NamedTemplate(
+        _HELPFUL + _SPLIT_OFF_SYSTEM +
+        "{{ bos_token + '<|start_header_id|>system<|end_header_id|>\\n\\n' + system }}"
+        "{% if tools %}{{ '\\n\\nThese are the functions that you may call:\\n' }}"
+        "{% for tool in tools %}{{ '\\n' + (tool | tojson(indent=4)) + '\\n' }}{% endfor %}"
+        "{{ '\\nA call is a JSON object and nothing else, without variables: "
+        "{\"name\": <function name>, \"parameters\": <object of its arguments>}' }}{% endif %}{{ '<|eot_id|>' }}"
+        "{% for m in turns %}{% set role = 'ipython' if m.role == 'tool' else m.role %}"
+        "{{ '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ '' if loop.first else '; ' }}{{ '{\"name\": ' + (call.function.name | tojson) }}"
+        "{{ ', \"parameters\": ' + (call.function.arguments | tojson) + '}' }}{% endfor %}"
+        "{{ '<|eot_id|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}",
+        "<|eot_id|>",
+    ),
 }  # fmt: skip
+
+
+WITH_TOOLS = ("hermes", "llama3-json")  # those that show tools to the model
 
 
 def is_template(text: str) -> bool:

@@ -62,7 +62,7 @@ REFUSED = {  # why -> flags
         "--enable-deterministic-inference",
     "a prompt longer than the context is answered with 400, never cut": "--allow-auto-truncate",
     "constrained output is not in this version yet": "--constrained-json-whitespace-pattern",
-    "tool calls and reasoning are not parsed in this version": "--tool-call-parser --reasoning-parser --tool-server",
+    "the client runs the tools that it offers; there are none here": "--tool-server",
     "requests may not bring code": "--enable-custom-logit-processor",
     "hidden states are not returned": "--enable-return-hidden-states",
     "events of /generate are cumulative": "--stream-output",

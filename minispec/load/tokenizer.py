@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jinja2
+import jinja2.meta
 import tiktoken
 import tokenizers
 from jinja2.ext import Extension, loopcontrols
@@ -94,6 +95,9 @@ class Tokenizer:
         self.vocab_size = backend.vocab_size
         sources = {"default": template} if isinstance(template, str) else dict(template or {})
         self._templates = {name: _compile(source) for name, source in sources.items()}
+        named = "tool_use" if "tool_use" in sources else "default"
+        uses = "tools" in _variables_of(sources[named]) if named in sources else False
+        self.tool_template = sources[named] if uses else None  # the source of the template that shows tools
         self._named_tokens = dict(named_tokens)
         self.info = {**self._named_tokens, "chat_template": sources.get("default")}  # for clients that tokenize too
 
@@ -389,8 +393,8 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _compile(source: str) -> jinja2.Template:
-    """Compile a template in a sandbox, with the functions that authors of chat templates rely on."""
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return a sandbox with the functions that authors of chat templates rely on."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -404,10 +408,20 @@ def _compile(source: str) -> jinja2.Template:
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _compile(source: str) -> jinja2.Template:
+    """Compile a template."""
     try:
-        return environment.from_string(source)
+        return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
+
+
+def _variables_of(source: str) -> set[str]:
+    """Return the names that a template looks up among what it is given."""
+    return jinja2.meta.find_undeclared_variables(_environment().parse(source))
 
 
 def _given_template(given: str) -> str:

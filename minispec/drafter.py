@@ -136,6 +136,9 @@ class Drafter(ABC):
         `again`: a retracted request replays its own text.
         """
 
+    def predict(self, slot: int, tokens: Sequence[int]) -> None:  # noqa: B027  nor from what is expected of it
+        """Take in, before anything else of a slot's text, what its output is expected to be like; a hint for drafts."""
+
     def release(self, slot: int) -> None:  # noqa: B027  what is written anew before it is read need not be forgotten
         """Forget a slot: its request ended or was retracted."""
 
@@ -173,6 +176,9 @@ class HostDrafter(ABC):
     @abstractmethod
     def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
         """Take in the tokens just committed to a slot's text; `again` when a retracted request replays its own."""
+
+    def predict(self, slot: int, tokens: Sequence[int]) -> None:  # noqa: B027  a drafter may do without the hint
+        """Take in, before anything else of a slot's text, what its output is expected to be like."""
 
     @abstractmethod
     def release(self, slot: int) -> None:
@@ -234,6 +240,10 @@ class HostTrees(Drafter):
         if match_length := self._tried.pop(slot, 0):
             self.payoff.learn(match_length, len(tokens))
         self.inner.commit(slot, tokens, again=again)
+
+    def predict(self, slot: int, tokens: Sequence[int]) -> None:
+        """Hand the expected output on."""
+        self.inner.predict(slot, tokens)
 
     def release(self, slot: int) -> None:
         """Forget a slot."""

@@ -174,6 +174,7 @@ class Engine:
         self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): `time_steps` fills it
         self.small = Small(Engine._before_blocks, Engine._after_blocks)  # of a decode step
         self.graphs: dict[tuple[Bucket | PrefillBucket, Needs], torch.cuda.CUDAGraph] = {}  # `capture` fills it
+        self.amended = False  # whether thresholds were changed since the start
         self.begin_step: Callable[[], None] = lambda: None  # for whoever must be told that what steps made is done with
         attend = (self.attend_kind, model.config.layers)
         self.buckets = {
@@ -196,6 +197,17 @@ class Engine:
         """
         self.small.compile(compiler, choice)
         self.drafter.compile_small(compiler, choice)
+
+    def set_thresholds(self, thresholds: tuple[float, float] | None) -> None:
+        """Accept sampled drafts by these (single, acc) from the next step on, None: exactly.
+
+        What was compiled or captured holds the old ones. So sampled steps with trees run eagerly from then on.
+        """
+        if thresholds == self.acceptance.thresholds:
+            return
+        self.acceptance, self.amended = self.acceptance._replace(thresholds=thresholds), True
+        self.graphs = {(bucket, needs): graph for (bucket, needs), graph in self.graphs.items()
+                       if not needs or isinstance(bucket, PrefillBucket)}  # fmt: skip
 
     def shapes(self) -> list[str]:
         """Return a name for every graph that is compiled, the drafter's included: after warm-up there are no others."""
@@ -223,6 +235,8 @@ class Engine:
         slot, r = request.slot, request
         self.sampling.assign(slot, r.params, r.seed, r.prompt_ids, r.output_ids, stop_ids)
         self.lens[slot : slot + 1].fill_(r.kv_len)
+        if r.prediction:
+            self.drafter.predict(slot, r.prediction)
         if r.kv_len:
             self.drafter.observe(slot, r.ids[: r.kv_len], again=r.retractions > 0)
 
@@ -279,7 +293,8 @@ class Engine:
         slots, nodes = bucket.slots, bucket.nodes
         lens, root = self.lens[slots], self.root[slots]
         wishes = self.sampling.wishes(slots, needs) if needs else None
-        before, after = self.small.of(bucket.batch, bool(needs)) if needs in COMPILED else self.small.eager
+        holds = needs in COMPILED and not (needs and self.amended)
+        before, after = self.small.of(bucket.batch, bool(needs)) if holds else self.small.eager
         drafted = self._propose(bucket, lens, root, wishes) if nodes > 1 else bucket.tree
         step = before(self, bucket, lens, root, None if drafted is bucket.tree else drafted)
         taps = self.drafter.taps if nodes > 1 else ()

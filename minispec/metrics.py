@@ -54,6 +54,10 @@ class Metrics:
         """Tokens per verify step since start; 0 before the first."""
         return self.verified_tokens / self.verify_steps if self.verify_steps else 0.0
 
+    def forget_acceptance(self) -> None:
+        """Count steps and what they emitted from 0 again, since from here on drafts are accepted otherwise."""
+        self.verify_steps = self.verified_tokens = 0
+
     def prefill(self, load: Load, chunks: Sequence[int], *, cached: int, emitted: int, captured: bool) -> None:
         """Count and log one prefill step: prompt tokens computed by chunk, `cached` ones found, `emitted` picked."""
         new = sum(chunks)

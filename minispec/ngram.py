@@ -386,8 +386,9 @@ class _Growth:
 
 @dataclass(eq=False)
 class _Text:
-    """One request's text as the drafter sees it."""
+    """One request's text as the drafter sees it, or what is expected of its output."""
 
+    trie: Trie  # where it is indexed
     newest: list[int] = field(default_factory=list)  # the last max_match tokens, which are looked up
     path: list[int] = field(default_factory=list)  # open paths of the part that is indexed
     waiting: deque[int] = field(default_factory=deque)  # tokens not indexed yet
@@ -395,6 +396,7 @@ class _Text:
     fresh: bool = False  # whether the last tokens committed were new, not those of before a retraction
     drafted: bool = False  # whether a draft was asked for; tokens committed after that are output
     released: bool = False
+    expected: _Text | None = None  # has a trie of its own
 
 
 class NgramDrafter(HostDrafter):
@@ -403,6 +405,9 @@ class NgramDrafter(HostDrafter):
     Output is indexed as it is committed. Prompts wait in line and are indexed INDEX_PER_STEP tokens a step, all
     requests together, first come first served. Until the whole text is indexed, its newest tokens are looked up from
     the root. What an ended request left in line is still indexed, up to KEPT_AFTER_RELEASE tokens.
+
+    What is expected of an output (`predict`) is indexed in a trie of its own, which goes with the request, and has its
+    turn first. The longer of the two matches drafts; of equal ones the expectation, since it was given for this text.
     """
 
     name = "ngram"
@@ -423,7 +428,18 @@ class NgramDrafter(HostDrafter):
     def _draft(self, text: _Text) -> Draft:
         text.drafted = True
         path = self.trie.locate(text.newest) if text.waiting else text.path
-        return self.trie.draft(path, text.newest[-1])
+        draft = self.trie.draft(path, text.newest[-1])
+        if text.expected is None:
+            return draft
+        private = text.expected.trie
+        special = private.draft(private.locate(text.newest), text.newest[-1])
+        return special if special.match_length >= draft.match_length else draft
+
+    def predict(self, slot: int, tokens: Sequence[int]) -> None:
+        """Take in what a slot's output is expected to be like; only this slot is drafted from it."""
+        expected = _Text(Trie(self.options), waiting=deque(tokens))
+        self._texts.setdefault(slot, _Text(self.trie)).expected = expected
+        self._line.appendleft(expected)
 
     def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
         """Take in the next tokens of a slot's text, also those of a prompt that the prefix cache had.
@@ -433,7 +449,7 @@ class NgramDrafter(HostDrafter):
         """
         if not tokens:
             return
-        text = self._texts.setdefault(slot, _Text())
+        text = self._texts.setdefault(slot, _Text(self.trie))
         if again and text.fresh:
             raise ValueError(f"slot {slot}: tokens committed again must precede all new ones")
         text.fresh = not again
@@ -454,7 +470,7 @@ class NgramDrafter(HostDrafter):
             text = self._line[0]
             share = min(left, len(text.waiting))
             for _ in range(share):
-                text.path = self.trie.extend(text.path, text.waiting.popleft(), count=not text.replayed)
+                text.path = text.trie.extend(text.path, text.waiting.popleft(), count=not text.replayed)
                 text.replayed = max(0, text.replayed - 1)
             left -= share
             if not text.waiting:
@@ -468,6 +484,8 @@ class NgramDrafter(HostDrafter):
         if text is None:
             return
         text.released = True
+        if text.expected in self._line:
+            self._line.remove(text.expected)
         if not text.waiting:
             self.trie.close(text.path)
         elif sum(len(t.waiting) for t in self._line if t.released) > KEPT_AFTER_RELEASE:
@@ -479,4 +497,4 @@ class NgramDrafter(HostDrafter):
         self.trie.clear()
         self._line.clear()
         for text in self._texts.values():
-            text.path, text.waiting, text.replayed = [], deque(), 0
+            text.path, text.waiting, text.replayed, text.expected = [], deque(), 0, None

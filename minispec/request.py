@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -168,6 +168,7 @@ class Request:
     params: SamplingParams
     arrived: float = field(default_factory=time.monotonic)
     ends: Callable[[str], bool] | None = None  # told the text of each token; True ends the request there
+    prediction: Sequence[int] = ()  # what the output is expected to be like; a hint for drafts
     thinking: bool | None = None  # whether the prompt ends inside a reasoning, or after one; None: it says nothing
 
     seed: int = 0  # params.sampling_seed, or drawn at submission; kept through retraction

@@ -209,6 +209,11 @@ class Scheduler:
         self.metrics = Metrics(self.sizes.nodes, self.metrics.log_interval)
         return True
 
+    def set_thresholds(self, thresholds: tuple[float, float] | None) -> None:
+        """Accept by these (single, acc) from the next step on, None: exactly; the accept length is counted anew."""
+        self.engine.set_thresholds(thresholds)
+        self.metrics.forget_acceptance()
+
     # ---- a step --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()

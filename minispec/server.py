@@ -301,6 +301,7 @@ class Server:
         post("/v1/completions", self.completion)
         for add in (post, app.router.add_put):
             add("/generate", self.generate)
+            add("/set_internal_state", self.set_internal_state)
         for path in ("/model_info", "/get_model_info"):
             get(path, self.model_info)
         for path in ("/server_info", "/get_server_info"):
@@ -391,14 +392,7 @@ class Server:
                         await response.write(b"".join(map(schema.sse, events)))
                     if reply.done:
                         break
-                    try:
-                        async with asyncio.timeout(KEEP_ALIVE):
-                            update = await flight.next()
-                    except TimeoutError:
-                        events = []
-                        await response.write(b": keep-alive\n\n")
-                        continue
-                    events = reply.take(update)
+                    events = reply.take(await _next(flight, response))
                 closing = b"".join(map(schema.sse, reply.closing()))
             except ConnectionResetError:
                 raise
@@ -539,6 +533,20 @@ class Server:
             raise RequestError("the cache was not flushed: requests are running or waiting", code="busy")
         return web.Response(text="Cache flushed.\n")
 
+    async def set_internal_state(self, http: web.Request) -> web.Response:
+        """Change the accept thresholds between two steps, and count accepted drafts anew, as SGLang does."""
+        self._ready()
+        asked = (await self._read(http, partial(fields.read, fields.InternalState))).server_args
+        given = {name: value for name, value in asked.model_dump().items() if value is not None}
+        try:
+            config = dataclasses.replace(self.config, **given)
+        except ValueError as error:
+            raise RequestError(str(error), "server_args") from None
+        await self.engine.ask(lambda scheduler: scheduler.set_thresholds(config.thresholds))
+        self.config = config
+        self.__dict__.pop("_served", None)  # the fingerprint depends on it
+        return _json([True])
+
     async def abort_request(self, http: web.Request) -> web.Response:
         """End the prompts whose rid begins with `rid`, or all; 200 whether there were any or not."""
         asked = await self._read(http, partial(fields.read, fields.Abort))
@@ -660,6 +668,15 @@ class Server:
 
 
 # ---- helpers ---------------------------------------------------------------------------------------------------------
+
+
+async def _next(flight: Flight, response: web.StreamResponse) -> Update:
+    """Return a flight's next update, and send comments until it comes."""
+    while True:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(KEEP_ALIVE):
+                return await flight.next()
+        await response.write(b": keep-alive\n\n")
 
 
 def _prepare(job: schema.Job, llm: LLM, formats: Formats) -> list[Request]:

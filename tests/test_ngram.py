@@ -382,6 +382,38 @@ def test_releasing_every_slot_pins_nothing() -> None:
     assert not any(drafter.trie._pins) and len(contents(drafter.trie)) > 100
 
 
+def test_what_is_expected_of_an_output_drafts_for_its_request_alone() -> None:
+    drafter, expected = NgramDrafter(SMALL), [5, 6, 7, 8]
+    drafter.predict(1, expected)
+    for slot in (1, 2):
+        drafter.commit(slot, [4, 5])
+    assert [paths_of(draft) for draft in drafter.propose([1, 2])] == [chain(6, 7, 8), set()]
+    assert sum(contents(drafter.trie).values()) == 2 * 3, "the shared trie has the two prompts"
+    drafter.commit(3, [6, 7, 9, 6, 7])  # a longer match of the shared trie wins, an equal one does not
+    drafter.propose([1, 3])
+    drafter.commit(1, [6])
+    assert paths_of(drafter.propose([1])[0]) == chain(7, 8)
+    for slot in (2, 3):
+        drafter.commit(slot, [1, 5, 6, 9])
+    drafter.commit(1, [1, 5, 6])
+    paths = paths_of(drafter.propose([1])[0])
+    assert (9,) in paths and (7, 8) not in paths, "three tokens matched are more than two"
+    drafter.release(1)
+    drafter.commit(1, [4, 5, 6])
+    assert (8,) not in {path[-1:] for path in paths_of(drafter.propose([1])[0])}, "gone with its request"
+
+
+def test_an_expectation_is_indexed_first_within_a_steps_share_and_not_after_its_request() -> None:
+    drafter = NgramDrafter(SMALL)
+    drafter.commit(2, [1] * 300)
+    drafter.predict(1, range(10, 10 + INDEX_PER_STEP + 50))
+    drafter.commit(1, [2, 10])
+    assert paths_of(drafter.propose([1])[0]) == chain(11, 12, 13, 14) and indexed(drafter) == 0
+    drafter.release(1)
+    drafter.tick()
+    assert indexed(drafter) == INDEX_PER_STEP, "the other half of it had no turn"
+
+
 def test_clear_empties_the_trie_and_requests_go_on() -> None:
     drafter = drafter_with(SMALL, CORPUS)
     drafter.commit(1, [1, 2, 3])

@@ -351,19 +351,10 @@ class Completion(OpenAI):
     add_special_tokens: Flag = does("begin with BOS where the model expects it (the default)")
 
 
-class NativeParams(Sampling, create_model(  # type: ignore[misc]
-    "InactiveNative", __base__=Fields, **_inactive_fields(
-        *"n beam_width json_schema regex ebnf structural_tag stop_regex custom_params watermark".split(),
-        "spaces_between_special_tokens",
-    ))):  # fmt: skip
-    """The object `sampling_params`, in which an unknown name is an error."""
+class Closed(Fields):
+    """An object in which an unknown name is an error."""
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
-
-    max_new_tokens: Integer = does("tokens to generate at most; 128 if not given")
-    min_new_tokens: Integer = does("tokens before which nothing ends the text")
-    sampling_seed: Integer = does("the same seed, prompt and parameters give the same text")
-    stream_interval: Annotated[int, Field(ge=1)] | None = does("tokens between two events, in place of the server's")
 
     @model_validator(mode="before")
     @classmethod
@@ -371,8 +362,22 @@ class NativeParams(Sampling, create_model(  # type: ignore[misc]
         """Raise for the first unknown name: pydantic's own check would list a million of them."""
         unknown = next((name for name in given if name not in cls.model_fields), None) if type(given) is dict else None
         if unknown is not None:
-            raise PydanticCustomError("unknown_key", "{name}", {"name": unknown})
+            known = ", ".join(sorted(acting(cls)))
+            raise PydanticCustomError("unknown_key", "{name}", {"name": unknown, "known": known})
         return given
+
+
+class NativeParams(Closed, Sampling, create_model(  # type: ignore[misc]
+    "InactiveNative", __base__=Fields, **_inactive_fields(
+        *"n beam_width json_schema regex ebnf structural_tag stop_regex custom_params watermark".split(),
+        "spaces_between_special_tokens",
+    ))):  # fmt: skip
+    """The object `sampling_params`."""
+
+    max_new_tokens: Integer = does("tokens to generate at most; 128 if not given")
+    min_new_tokens: Integer = does("tokens before which nothing ends the text")
+    sampling_seed: Integer = does("the same seed, prompt and parameters give the same text")
+    stream_interval: Annotated[int, Field(ge=1)] | None = does("tokens between two events, in place of the server's")
 
 
 class Generate(Prompted):
@@ -408,6 +413,19 @@ class Abort(Fields):
 
     rid: Filled | None = does("what the ids of prompts to end begin with")
     abort_all: Flag = does("end all")
+
+
+class ServerArgs(Closed):
+    """What may change while the server runs."""
+
+    speculative_accept_threshold_single: Number = does("as the flag of that name")
+    speculative_accept_threshold_acc: Number = does("as the flag of that name")
+
+
+class InternalState(Fields):
+    """The body of POST and PUT /set_internal_state."""
+
+    server_args: ServerArgs = Field(description="flags to change while the server runs")
 
 
 def acting(kind: type[Fields]) -> dict[str, FieldInfo]:
@@ -456,9 +474,8 @@ def _explained(kind: type[Fields], error: ErrorDetails) -> RequestError:
     if error["type"] == "missing":
         message = f"{path} is required"
     elif error["type"] == "unknown_key":
-        known = ", ".join(sorted(acting(NativeParams)))
         param = context["name"][:100]
-        message = f"{path} has no {param!r} here; known: {known}"
+        message = f"{path} has no {param!r} here; known: {context['known']}"
     elif error["type"] == "unsupported_field":
         code = error["type"]
         passes = "".join(f"; {json.dumps(value)} passes" for value in IDLE.get(param, ()))

@@ -50,6 +50,8 @@ ROUTES = [
     *(Route("post", path + "/detokenize", "token ids to text", fields.Detokenize, {"tokens": [5, 6]})
       for path in ("", "/v1")),
     Route("post", "/abort_request", "end requests by the beginning of their ids", fields.Abort, {"rid": "nobody"}, ()),
+    *(Route(method, "/set_internal_state", "change a flag while the server runs", fields.InternalState,
+            {"server_args": {"speculative_accept_threshold_single": 1.0}}) for method in ("post", "put")),
     *(Route(method, "/flush_cache", "empty the prefix cache; 400 while requests run", None, None, (TEXT,))
       for method in ("get", "post")),
     Route("get", "/health", "200 once ready; needs no key"),
@@ -97,6 +99,8 @@ def _operation(route: Route) -> dict[str, Any]:
     """Return the description of one method of one path."""
     failure = {"content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}}
     answer = {kind: {"schema": {"type": "object"} if kind == JSON else {"type": "string"}} for kind in route.answers}
+    if route.path == "/set_internal_state":
+        answer[JSON] = {"schema": {"type": "array"}}
     if route.path == "/generate":  # a list of prompts gives a list of answers
         answer[JSON] = {"schema": {"type": ["object", "array"]}}
     operation: dict[str, Any] = {
@@ -123,6 +127,7 @@ _PLACES = {  # where a field stands -> its model
     "chat": fields.Chat, "completions": fields.Completion, "generate": fields.Generate,
     "sampling_params": fields.NativeParams, "stream_options": fields.StreamOptions, "messages": fields.Message,
     "tokenize": fields.Tokenize, "detokenize": fields.Detokenize, "abort_request": fields.Abort,
+    "set_internal_state": fields.InternalState, "server_args": fields.ServerArgs,
 }  # fmt: skip
 
 

@@ -217,6 +217,8 @@ def tokenize(
     """
     check_tools(job, tokenizer, formats)
     requests = []
+    if job.prediction:
+        check_size(job.prediction, context_length, "prediction")
     for prompt, params, rid, limited in zip(job.prompts, job.params, job.rids, job.limited, strict=True):
         check_size(prompt, context_length)
         if job.kind == "chat":
@@ -234,6 +236,8 @@ def tokenize(
             params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
         # The scheduler's rid is unique whatever the client sends, and no prefix of another: aborts go by prefix.
         request = Request(f"{rid}/{uuid.uuid4().hex}", list(ids), params)
+        if job.prediction:
+            request.prediction = tokenizer.encode(job.prediction, False)[:context_length]
         if job.kind == "chat":
             _prepare_answer(request, job, tokenizer, formats)
         requests.append(request)
@@ -275,15 +279,18 @@ def _prepare_answer(request: Request, job: Job, tokenizer: Tokenizer, formats: F
         request.ends = ends
 
 
-def check_size(prompt: Prompt, context_length: int) -> None:
-    """Raise RequestError 400 for a prompt that cannot fit the context, before any time is spent on it."""
+def check_size(prompt: Prompt, context_length: int, param: str | None = None) -> None:
+    """Raise RequestError 400 for a prompt that cannot fit the context, before any time is spent on it.
+
+    param: another field that is tokenized, if it is not the prompt.
+    """
     if not isinstance(prompt, str) and isinstance(prompt[0], int):
         return  # ids are no work
     size = len(prompt.encode("utf-8") if isinstance(prompt, str) else dump(prompt))
     limit = BYTES_PER_TOKEN * context_length
     if size > limit:
-        raise RequestError(f"the prompt has {size} bytes; at most {limit} are looked at with a context of "
-                           f"{context_length} tokens", code="context_length_exceeded")  # fmt: skip
+        raise RequestError(f"the {param or 'prompt'} has {size} bytes; at most {limit} are looked at with a context of "
+                           f"{context_length} tokens", param, code="context_length_exceeded")  # fmt: skip
 
 
 def in_clients_words(error: RequestError, names: Mapping[str, str]) -> RequestError:

@@ -45,7 +45,7 @@ from minispec.graphs import Recorder
 from minispec.load.heads import HEAD_KINDS
 from minispec.load.weights import read_config
 from minispec.model import Model, ModelConfig
-from minispec.request import HOPELESS_STEPS, Request
+from minispec.request import Request
 from minispec.sampling import GREEDY
 from minispec.train.export import export
 
@@ -90,9 +90,6 @@ class Scale:
     chunk: int = 2048  # most prompt tokens of a prefill step
     methods: tuple[str, ...] = ("eagle3", "ngram", "eagle", "mtp", "standalone")
     tests: tuple[str, ...] = ("-m", "cuda")
-
-    def __post_init__(self) -> None:
-        assert self.warm_up + self.steps < HOPELESS_STEPS, "without acceptance drafting would be given up meanwhile"
 
 
 FULL = Scale()
@@ -251,11 +248,11 @@ def seated(llm: LLM, case: Case) -> list[Request]:
     if case.overlap is not None:
         scheduler.overlap = case.overlap
     params = SamplingParams(temperature=case.temperature, max_new_tokens=None, ignore_eos=True, sampling_seed=SEED)
+    scheduler.policy.forced = lambda shapes: shapes[-1 if case.draft else 0]
     requests = []
     for number in range(case.batch):
         ids = [rng.randrange(3, llm.model_config.vocab_size) for _ in range(case.prompt)]
         requests.append(request := Request(f"{number}", ids, params))
-        request.drafting = case.draft
         scheduler.validate(request)
         scheduler.submit(request)
     while len(scheduler.running) < case.batch:

@@ -52,12 +52,12 @@ def step_times(engine: Engine, context: int, repeats: int) -> list[tuple[float, 
     """Return (plain step, verifying a tree, drafting it) in ms, several times, at batch 1 on padding of `context`."""
     drafter = engine.drafter
     watches = [Stopwatch(drafter.propose), Stopwatch(drafter.commit)]
-    step = Stopwatch(lambda nodes: engine.collect(engine.launch([], engine.buckets[1, nodes])))
+    step = Stopwatch(lambda nodes: engine.collect(engine.launch([], nodes, ())))
     drafter.propose, drafter.commit = watches
     times = []
     for _ in range(repeats):
         seconds = []
-        for nodes in engine.sizes.tree_sizes:
+        for nodes in (1, engine.sizes.nodes):
             engine.lens[:1].fill_(context)
             for watch in (*watches, step):
                 watch.seconds = 0.0

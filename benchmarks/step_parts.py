@@ -241,7 +241,7 @@ def kinds(slot: int, ids: Sequence[int], context: int, starts: Sequence[int]) ->
 
     def decode(engine: Engine, nodes: int) -> None:
         engine.lens[slot : slot + 1].fill_(context)
-        engine.collect(engine.launch([slot], engine.buckets[1, nodes]))
+        engine.collect(engine.launch([slot], nodes))
 
     def prefill(engine: Engine, start: int) -> None:
         chunk = Chunk(slot, list(ids[start : start + PREFILL]), start, last=True)

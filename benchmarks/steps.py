@@ -24,7 +24,7 @@ from minispec.request import Request
 
 def step_ms(llm: LLM, batch: int, context: int, tree: bool, repeats: int) -> float:
     """Return the median time of a decode step for `batch` requests of `context` tokens."""
-    scheduler, engine = llm.scheduler, llm.scheduler.engine
+    scheduler = llm.scheduler
     scheduler.flush_cache()
     rng = random.Random(batch * context)
     for i in range(batch):
@@ -32,7 +32,7 @@ def step_ms(llm: LLM, batch: int, context: int, tree: bool, repeats: int) -> flo
         request = Request(f"{i}", ids, SamplingParams(temperature=0.0, max_new_tokens=None, ignore_eos=True))
         scheduler.validate(request)
         scheduler.submit(request)
-    engine.time_ratio = lambda _: 0.0 if tree else 1e9  # makes the scheduler use a tree at every step, or at none
+    scheduler.policy.forced = lambda shapes: shapes[-1 if tree else 0]
     while len(scheduler.running) < batch:
         scheduler.step()
     times = []
@@ -41,7 +41,7 @@ def step_ms(llm: LLM, batch: int, context: int, tree: bool, repeats: int) -> flo
         scheduler.step()
         times.append(time.perf_counter() - start)
     scheduler.abort("")
-    del engine.time_ratio
+    scheduler.policy.forced = None
     return statistics.median(times) * 1e3
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from minispec.attention import AttendKind, Plan
 from minispec.compiled import Choice, Compiler, Small
-from minispec.drafter import Batch, Committed, Drafter
+from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.kv import KVShape, PagedKV
 from minispec.model import Attend, LayerAttend, Rope
 from minispec.request import GREEDY_BELOW
@@ -163,25 +163,29 @@ class DraftNetwork(Protocol):
 
 
 class Beam:
-    """The static tensors that trees are grown with for B requests."""
+    """The size of the trees grown for B requests, and the static tensors that this takes."""
 
-    def __init__(self, kv: PagedKV, batch: int, topk: int, window: int) -> None:
-        self.batch = batch
-        self.plan = Plan(kv, batch, 1, topk, window=window) if window else None  # of a frontier
-        self.live = torch.ones(batch, topk, dtype=torch.bool, device=kv.pool.device)
+    def __init__(self, batch: int, size: TreeSize, plan: Plan | None, live: Tensor) -> None:
+        """`plan`: of a frontier, shared by all sizes of a batch; `live` [B, K] bool, all true."""
+        self.batch, self.nodes, self.steps, self.live = batch, size.nodes, size.steps, live
+        self.plan = plan if size.steps > 1 else None  # children of the root alone are no frontier that is read
 
 
 class BeamDrafter(Drafter):
     """The drafter around a head: S rounds over K branches, reranked to a tree of N nodes.
 
-    Before, between and after the network's calls stand `_open`, `_round` and `_close`, small functions that may be
-    compiled: they write the plan of the next call and nothing else.
+    A second size may have fewer nodes and rounds; plans have the width and window of the larger one, so that it costs
+    the head no graph. Before, between and after the network's calls stand `_open`, `_round` and `_close`, small
+    functions that may be compiled: they write the plan of the next call and nothing else.
     """
 
     lookahead = 1  # row i depends on token i + 1, which is in the head's pair
 
-    def __init__(self, network: nn.Module, *, steps: int, topk: int, nodes: int, coupled: bool = True) -> None:
-        """`network` has what `DraftNetwork` names.
+    def __init__(
+        self, network: nn.Module, *, steps: int, topk: int, nodes: int, coupled: bool = True,
+        smaller: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        """`network` has what `DraftNetwork` names; `smaller`: rounds and nodes of the smaller size.
 
         `coupled` drafts with the noise of the target's picks; without it every draft is the network's likeliest token.
         """
@@ -189,6 +193,10 @@ class BeamDrafter(Drafter):
         self.network, self.steps, self.topk, self.nodes, self.coupled = network, steps, topk, nodes, coupled
         self.name, self.taps = network.name, network.taps
         self.depth = min(steps, nodes - 1)
+        if smaller is not None:
+            assert smaller[0] <= steps and 1 < smaller[1] < nodes, "the smaller tree is the smaller one"
+            assert smaller[1] <= candidate_count(smaller[0], topk) + 1, "more nodes than candidates"
+            self.smaller = TreeSize(smaller[1], min(smaller[0], smaller[1] - 1), smaller[0])
         self.kv_shape = KVShape(1, network.kv_heads, network.head_dim)
         self.window = self.scratch = (steps - 1) * topk  # rows of all frontiers
         self.run_network: Callable[..., Tensor] = type(network).forward
@@ -202,7 +210,11 @@ class BeamDrafter(Drafter):
         slots, like = kv.table.shape[0], {"dtype": kv.pool.dtype, "device": kv.pool.device}
         self.state = torch.zeros(slots, self.network.hidden_size, **like)  # the head's output at each slot's last row
         self._attends: dict[Plan, Attend] = {}
-        self._beams = {size: Beam(self.kv, size, self.topk, self.window) for size in batch_sizes}
+        self._beams: dict[tuple[int, ...], Beam] = {}  # by B and N
+        for batch in batch_sizes:
+            plan = Plan(self.kv, batch, 1, self.topk, window=self.window) if self.window else None
+            live = torch.ones(batch, self.topk, dtype=torch.bool, device=kv.pool.device)
+            self._beams |= {(batch, size.nodes): Beam(batch, size, plan, live) for size in self.trees}
         # Tensors, not numbers, so that one graph serves every round.
         self._rounds = [torch.full((), number, device=kv.pool.device) for number in range(self.steps + 1)]
 
@@ -222,13 +234,14 @@ class BeamDrafter(Drafter):
 
     def propose(self, batch: Batch) -> DraftTree:
         """Grow one tree per request of the batch; writes scratch rows beyond the committed ones in its own pages."""
-        beam, batch = self._beams[len(batch.slots)], batch._replace(tree=None)  # the host's, who draws none for this
+        beam = self._beams[tuple(batch.tree.tokens.shape)]
+        batch = batch._replace(tree=None)  # the host's, who draws none for this
         open_, round_, close = self.small.of(beam.batch, batch.temperature is not None)
         found, frontier, inputs = open_(self, beam, batch)
         candidates, states = [*found], None
-        for number in self._rounds[1:-1]:
+        for number in self._rounds[1 : beam.steps]:
             states = self._through(inputs, frontier.states, beam.plan)
-            if number is self._rounds[-2]:
+            if number is self._rounds[beam.steps - 1]:
                 break
             found, frontier, inputs = round_(self, beam, batch, number, frontier, states)
             candidates += found
@@ -257,12 +270,12 @@ class BeamDrafter(Drafter):
         found: the fields of the candidates of every round before, one after the other.
         """
         if states is not None:
-            number = self._rounds[-2]
+            number = self._rounds[beam.steps - 1]
             logits = self._couple(self.network.logits(states), batch, number)
             found += branch(number, frontier, logits, states, self._to_target)[0]
         fields = len(Candidates._fields)
         candidates = Candidates(*(torch.cat(found[field::fields], dim=1) for field in range(fields)))
-        return rerank(candidates, batch.root, self.nodes)
+        return rerank(candidates, batch.root, beam.nodes)
 
     def _inputs(self, beam: Beam, batch: Batch, number: Tensor, frontier: Frontier) -> Inputs | None:
         """Describe round `number`'s frontier to the network; its rows come after those of the rounds before."""

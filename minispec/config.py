@@ -35,11 +35,14 @@ HEADS = Path(__file__).parent / "heads"  # what ships for the default model; NEX
 SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "standalone"}
 CPU_SHAPE = (2, 4, 6)  # steps/topk/nodes: the fastest for them on two CPU cores, where each round costs (README)
 INT8_SHAPE = (1, 3, 4)  # in place of larger trees with int8 weights, whose kernel works on four rows at a time
+# steps/topk/nodes -> steps and nodes of the smaller tree beside it, which a step may have instead
+SMALLER = {CPU_SHAPE: (1, 5), (5, 4, 8): (2, 5), (3, 1, 4): (1, 2)}
 BEST = ("EAGLE3", "NGRAM")  # the default model's default, the first whose files are here
 MAX_NODES = 128  # of a draft tree: the nodes of one request are one query block of FlexAttention
 OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class, a drafter of the operator's own
-_SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative_accept_threshold_single",
-           "speculative_accept_threshold_acc")  # flags of every drafter that drafts  # fmt: skip
+# Flags of every drafter that drafts.
+_SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative_adaptive",
+           "speculative_accept_threshold_single", "speculative_accept_threshold_acc")  # fmt: skip
 _DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -170,6 +173,10 @@ class Config:
         None, "Speculation", "nodes of a draft tree, root included; default for NGRAM: its longest match window, at "
         "most 4 with int8 weights", low=1, high=MAX_NODES,
     )  # fmt: skip
+    speculative_adaptive: bool | None = _flag(
+        None, "Speculation", "choose each step's shape, plain or one of at most two trees, by what it is worth; "
+        "default: unless numbers of steps, branches or nodes are given, which then stay fixed",
+    )
     speculative_accept_threshold_single: float = _flag(
         1.0, "Speculation", "accept any draft of at least this probability; below 1 sampled output is not exact",
         low=0.0, high=1.0,
@@ -317,6 +324,30 @@ class Config:
             return (3, 1, 4) if not bushy else INT8_SHAPE if self.quantization == "int8" else (5, 4, 8)
         candidates = topk + (steps - 1) * topk * topk
         return steps, topk, candidates + 1 if nodes is None or topk == 1 else min(nodes, candidates + 1)
+
+    @property
+    def gives_numbers(self) -> bool:
+        """Whether flags say what shape trees have."""
+        return any(number is not None for number in (
+            self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens))  # fmt: skip
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether each step's shape is chosen; a simulated accept length is that of one shape."""
+        if self.speculative_adaptive is None:
+            return not self.gives_numbers and self.simulate_acc_len is None
+        return self.speculative_adaptive
+
+    def smaller_tree(self, shape: tuple[int, int, int]) -> tuple[int, int] | None:
+        """Return rounds and nodes of the smaller tree beside one grown on the device; None where there is one size."""
+        return SMALLER.get(shape) if self.adaptive and not self.gives_numbers else None
+
+    def smaller_nodes(self, nodes: int) -> int | None:
+        """Return the nodes to which trees of the host may be cut, None where that gains nothing: half of eight or more.
+
+        Fewer nodes than that cost a step what a few more do.
+        """
+        return nodes // 2 if nodes >= 8 and self.adaptive and not self.gives_numbers else None
 
     @property
     def algorithm(self) -> str:
@@ -515,7 +546,8 @@ def _parser() -> _Parser:
         names = (flag_name(f.name), *_ALIASES.get(f.name, ()))
         shown = "" if f.default is None or f.default is False else f" (default: {f.default})"
         if kind == "bool":
-            group.add_argument(*names, dest=f.name, action="store_true", help=meta["help"])
+            action = "store_true" if f.default is False else argparse.BooleanOptionalAction
+            group.add_argument(*names, dest=f.name, action=action, help=meta["help"])
             continue
         several = {"nargs": "+"} if kind == "Ints" else {}
         metavar = "{" + ",".join(map(str, meta["choices"])) + "}" if meta["choices"] else _TYPES[kind].__name__.upper()
@@ -547,7 +579,8 @@ def flags_page() -> str:
             refused.append((flag, reason, passes))
     acting = []
     for f in _flags():
-        names = ", ".join(f"`{name}`" for name in (flag_name(f.name), *_ALIASES.get(f.name, ())))
+        off = (flag_name(f"no_{f.name}"),) if f.type == "bool | None" else ()
+        names = ", ".join(f"`{name}`" for name in (flag_name(f.name), *off, *_ALIASES.get(f.name, ())))
         acting.append((names, "" if f.default is None else f"`{f.default}`", f.metadata["help"]))
     instead = [
         (f"{flag_name(name)} {value}", str(taken), why)

@@ -6,8 +6,11 @@ drafter `none`: its tree is the root alone, and nothing in the engine asks wheth
 
 A drafter that works on tensors, inside the step, derives from `Drafter` (`beam.py` with its heads, `standalone.py`).
 One that works on lists of tokens, between the steps, derives from `HostDrafter` (`ngram.py`). `HostTrees` wraps the
-second kind once, so that the engine sees the first: it decides by `Payoff` whether the trees offered are worth their
-cost, and it checks them, since a drafter of one's own may be wrong and its trees index tensors.
+second kind once, so that the engine sees the first, and checks its trees, since a drafter of one's own may be wrong
+and its trees index tensors.
+
+Whether a step has a tree, and how large a one, is not the drafter's choice (`policy.py`). A drafter names the sizes
+that it can draft; one on the device is told the size before it drafts, one on the host proposes and its tree is cut.
 
 Read next: `ngram.py` for a drafter, `engine.py` for the calls, docs/adding-a-drafter.md for one of your own.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -37,6 +40,34 @@ class Draft:
     tokens: list[int]
     parents: list[int]
     match_length: int = 0  # how much of the context the drafter recognised; longer is a better bet
+
+    @property
+    def match(self) -> int:
+        """The match length, which is at least 1 for whoever drafts anything, and 0 for a root alone."""
+        return max(self.match_length, 1) if len(self.tokens) > 1 else 0
+
+    def cut(self, nodes: int) -> Draft:
+        """Return the tree of the first `nodes` nodes, which is one since parents come first."""
+        return Draft(self.tokens[:nodes], self.parents[:nodes], self.match_length)
+
+    def emits(self, tokens: Sequence[int]) -> int:
+        """Return how many tokens this tree emits where the target picks `tokens` one after the other."""
+        nodes = {child: node for node, child in enumerate(zip(self.parents, self.tokens, strict=True))}
+        at, count = 0, 1
+        for token in tokens:
+            at = nodes.get((at, token), 0)
+            if not at:
+                break
+            count += 1
+        return min(count, len(tokens))
+
+
+class TreeSize(NamedTuple):
+    """The static size of a tree."""
+
+    nodes: int  # N, root included
+    depth: int  # longest path in edges
+    steps: int | None = None  # rounds of drafting, for a drafter that grows its trees in rounds
 
 
 class Batch(NamedTuple):
@@ -74,9 +105,10 @@ class Drafter(ABC):
     """
 
     name: str
-    nodes: int  # N, root included: the static size of every tree
+    nodes: int  # N, root included: the static size of its trees, of the larger ones if there are two sizes
     depth: int  # longest path in edges; A = depth + 1 is the most tokens a step emits
     steps: int | None = None  # rounds of drafting, for a drafter that grows its trees in rounds
+    smaller: TreeSize | None = None  # the other size, no deeper, that a step may ask for
     topk: int | None = None  # branches of a round
     scratch: int = 0  # draft KV rows needed beyond the committed length
     lookahead: int = 0  # 1 if the draft KV at row i depends on token i + 1, else 0
@@ -84,7 +116,13 @@ class Drafter(ABC):
     kv_shape: KVShape = KVShape(0, 0, 0)  # of its own pages, under the target's page table
     network: nn.Module | None = None  # what it drafts with, for whoever packs linear layers
     commits: bool = True  # whether `commit` is to be called: a drafter without state on the device saves the work
-    declines: bool = False  # whether `host_drafts` may choose a plain step; if not, the scheduler stops hopeless drafts
+    on_host: bool = False  # whether trees come from `host_drafts`, and not from the step itself
+
+    @property
+    def trees(self) -> tuple[TreeSize, ...]:
+        """The sizes of its trees, the smaller one first; none for a tree that is its root."""
+        larger = TreeSize(self.nodes, self.depth, self.steps)
+        return tuple(size for size in (self.smaller, larger) if size is not None and size.nodes > 1)
 
     @property
     def reads_text(self) -> bool:
@@ -109,17 +147,18 @@ class Drafter(ABC):
         """Return a name for every graph that the drafter's network is compiled to, in addition to the target's."""
         return []
 
-    def host_drafts(self, slots: Sequence[int], time_ratio: float) -> Sequence[Draft] | None:
-        """Do the host's part before a decode step: the trees to upload, one a slot, or None for a plain step.
+    def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
+        """Do the host's part before a decode step: propose a tree a slot, or none where the step itself drafts.
 
-        time_ratio: the time of a step with a tree over that of a plain one. A drafter that works on the device uploads
-        nothing and drafts at every step, which is what the default says.
+        The step may come out plain, or with trees cut to fewer nodes.
         """
         return ()
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree:
-        """Return trees [B, N]; the root is given. Runs inside the step: static shapes, no look from the host.
+        """Return trees of the shape [B, N] of `batch.tree`; the root is given.
+
+        Runs inside the step: static shapes, no look from the host. N is one of `trees`.
 
         On CUDA the step is captured once, and this code does not run again: it may keep no number of Python's that
         changes, and what it keeps from step to step is in tensors made by `attach` and written in place.
@@ -151,9 +190,6 @@ class Plain(Drafter):
 
     name, nodes, depth, commits = "none", 1, 0, False
 
-    def host_drafts(self, slots: Sequence[int], time_ratio: float) -> None:
-        """Ask for a plain step."""
-
     def propose(self, batch: Batch) -> DraftTree:
         """Return the root alone."""
         return batch.tree
@@ -166,7 +202,7 @@ class HostDrafter(ABC):
     """A drafter that works on lists of tokens, between the steps: derive from it, and set `nodes` and `depth`."""
 
     name: str
-    nodes: int  # N, root included: the static size of every tree
+    nodes: int  # N, root included: the most nodes of a tree
     depth: int  # longest path in edges; A = depth + 1 is the most tokens a step emits
 
     @abstractmethod
@@ -189,32 +225,28 @@ class HostDrafter(ABC):
 
 
 class HostTrees(Drafter):
-    """The engine's view of a `HostDrafter`: its trees are judged, checked, and uploaded with the step.
+    """The engine's view of a `HostDrafter`: its trees are checked, and uploaded with the step.
 
     A tree that breaks the rules of `tree.py` would index tensors wrongly or break exactness. It is dropped with an
     error in the log that names the drafter, and its request decodes plainly in that step, so nobody loses an answer.
     """
 
-    declines, commits = True, False
+    on_host, commits = True, False
 
-    def __init__(self, inner: HostDrafter, vocab_size: int) -> None:
+    def __init__(self, inner: HostDrafter, vocab_size: int, smaller: int | None = None) -> None:
+        """`smaller`: the nodes of the smaller size to which its trees may be cut."""
         self.inner, self.vocab_size = inner, vocab_size
         self.name, self.nodes, self.depth = inner.name, inner.nodes, inner.depth
-        self.payoff = Payoff()
+        self.smaller = None if smaller is None else TreeSize(smaller, min(inner.depth, smaller - 1))
         self.refused = 0  # trees that broke the rules, since the start
-        self._tried: dict[int, int] = {}  # slot -> match length of the tree that the step under way verifies
 
-    def host_drafts(self, slots: Sequence[int], time_ratio: float) -> list[Draft] | None:
-        """Ask the drafter, and return its trees if they are worth a step with trees."""
+    def host_drafts(self, slots: Sequence[int]) -> list[Draft]:
+        """Ask the drafter, and return its trees, roots alone in place of what is no tree."""
         offered = self.inner.propose(slots)
         if len(offered) != len(slots):
             self._refuse(f"{len(offered)} trees for {len(slots)} requests")
-            return None
-        drafts = [self._checked(draft) for draft in offered]
-        if not self.payoff.worth(drafts, time_ratio):
-            return None
-        self._tried = {slot: draft.match_length for slot, draft in zip(slots, drafts, strict=True)}
-        return drafts
+            return [Draft([PADDING], [-1])] * len(slots)
+        return [self._checked(draft) for draft in offered]
 
     def _checked(self, draft: Draft) -> Draft:
         """Return the tree, or its root alone if it breaks a rule."""
@@ -236,9 +268,7 @@ class HostTrees(Drafter):
         return batch.tree
 
     def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
-        """Hand the tokens on, and learn what the tree of this step was worth."""
-        if match_length := self._tried.pop(slot, 0):
-            self.payoff.learn(match_length, len(tokens))
+        """Hand the tokens on."""
         self.inner.commit(slot, tokens, again=again)
 
     def predict(self, slot: int, tokens: Sequence[int]) -> None:
@@ -247,55 +277,16 @@ class HostTrees(Drafter):
 
     def release(self, slot: int) -> None:
         """Forget a slot."""
-        self._tried.pop(slot, None)
         self.inner.release(slot)
 
     def clear(self) -> None:
-        """Forget what past requests taught, and what trees were worth."""
-        self.payoff = Payoff()
+        """Forget what past requests taught."""
         self.inner.clear()
 
 
-def as_drafter(drafter: Drafter | HostDrafter, vocab_size: int) -> Drafter:
-    """Return what the engine takes: a `HostDrafter` in its wrapping, a `Drafter` as it is."""
-    return HostTrees(drafter, vocab_size) if isinstance(drafter, HostDrafter) else drafter
+def as_drafter(drafter: Drafter | HostDrafter, vocab_size: int, smaller: int | None = None) -> Drafter:
+    """Return what the engine takes: a `HostDrafter` in its wrapping, a `Drafter` as it is.
 
-
-@dataclass
-class Payoff:
-    """Whether a batch's trees are worth a tree step: expected tokens against measured step times.
-
-    A match of length w has an expected emission, a running mean over what such matches emitted lately, starting from
-    an optimistic prior. A tree step pays when the emissions of the batch, over the plain step's one token a row,
-    exceed the ratio of the two step times. A length that keeps being refused drifts back to its prior, and so is tried
-    again: texts change.
+    smaller: the nodes to which trees of the host may be cut, where a step may have fewer than all.
     """
-
-    rate: float = 0.1  # weight of the newest observation
-    drift: float = 0.01  # how fast a refused length returns to its prior
-    expected: dict[int, float] = field(default_factory=dict)
-
-    @staticmethod
-    def prior(match_length: int) -> float:
-        """Return the emission assumed of a match of this length before anything is known."""
-        return 1.0 + 0.5 * match_length
-
-    def worth(self, drafts: Sequence[Draft], time_ratio: float) -> bool:
-        """Return whether to take a tree step; time_ratio is the tree step's time over the plain step's."""
-        lengths = [draft.match_length if len(draft.tokens) > 1 else 0 for draft in drafts]
-        if not any(lengths):
-            return False
-        if sum(self._of(w) for w in lengths) >= time_ratio * len(lengths):
-            return True
-        for w in set(lengths) - {0}:
-            self.expected[w] = self._of(w) + self.drift * (self.prior(w) - self._of(w))
-        return False
-
-    def learn(self, match_length: int, emitted: int) -> None:
-        """Take in what a tree of this match length emitted."""
-        if match_length:
-            mean = self._of(match_length)
-            self.expected[match_length] = mean + self.rate * (emitted - mean)
-
-    def _of(self, match_length: int) -> float:
-        return self.expected.get(match_length, self.prior(match_length)) if match_length else 1.0
+    return HostTrees(drafter, vocab_size, smaller) if isinstance(drafter, HostDrafter) else drafter

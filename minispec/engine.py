@@ -9,8 +9,9 @@ itself, `decode` or `known`, a function of tensors that stay where they are; and
 
 The one idea: a step has static shapes. The batch is padded to a bucket (slot 0 is padding), the tree to N nodes (-1 is
 padding), prompt chunks to whole query blocks, so that each (B, T) is one compiled graph and nothing recompiles when
-lengths, trees or requests change. There are two tree sizes, 1 and N: a step in which no tree is worth its cost is a
-plain one.
+lengths, trees or requests change. There are two or three tree sizes, 1 and one or two others, and who launches a step
+says which it has (`policy.py`). A plain step keeps in a ring what a drafter on the device would have taken in from it,
+and before the next step with trees the drafter catches up.
 
 Speculative decoding by trees: SpecInfer, arXiv 2305.09781. Read next: `verify.py`, then `scheduler.py`, which decides
 who is in a step.
@@ -29,11 +30,12 @@ from torch import Tensor
 from minispec.attention import QUERY_BLOCK, PagedGather, Plan, compiled_attention, prefill_block
 from minispec.bucket import Bucket, Chunk, PrefillBucket
 from minispec.compiled import Choice, Compiler, Small
-from minispec.drafter import Batch, Committed, Drafter
+from minispec.drafter import Batch, Committed, Draft, Drafter, TreeSize
 from minispec.graphs import Recorder
 from minispec.kv import PagedKV
 from minispec.model import Model, Rope
 from minispec.request import Request
+from minispec.ring import ROWS, Ring
 from minispec.sampling import FILTERED, GREEDY, TEMPERED, Needs, SamplingState, Wishes, largest, pick
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import EXACT, Acceptance, Rule, Verdict, simulate, verify, verify_greedy
@@ -41,7 +43,7 @@ from minispec.verify import EXACT, Acceptance, Rule, Verdict, simulate, verify, 
 COMPILED = (GREEDY, TEMPERED)  # what batches may need for whom the small functions may be compiled
 CAPTURED = (*COMPILED, FILTERED)  # what they may need for whom steps are captured, the least first
 WEIGHT_BOUND = 128  # rows up to which a GPU's step takes as long as reading the weights; see `coarse_batches`
-TIMED_CONTEXT = 512  # committed rows assumed when warm-up times a plain step against a tree step
+TIMED_CONTEXT = 512  # committed rows of the slots on which warm-up times steps
 
 
 @dataclass
@@ -52,6 +54,8 @@ class Pending:
     outputs: Tensor  # [B, A + 1] int64 on the host: the tokens emitted, and last how many of them count
     ready: torch.cuda.Event | None  # set when they are filled; None: they are
     nodes: int = 1  # tree size of a decode step
+    launched: float = 0.0  # when its own work began, in seconds of `perf_counter`
+    catching_up: float = 0.0  # seconds before that in which the drafter took in what plain steps had left
     chunks: Sequence[Chunk] = ()
     captured: bool = False  # whether a CUDA graph ran it
 
@@ -71,21 +75,25 @@ class Sizes:
     context_length: int  # most tokens of a request, prompt and output
     max_running: int  # requests decoded together
     chunk_size: int  # most prompt tokens of a prefill step
-    nodes: int  # N, nodes of a draft tree, root included
+    nodes: int  # N, nodes of a draft tree, root included; of the larger trees where there are two sizes
     depth: int  # its longest path in edges; a step emits at most A = depth + 1 tokens
     scratch: int  # rows that drafting writes beyond the committed ones
     steps: int | None  # rounds of drafting, None for a drafter without
     topk: int | None  # branches of a round
     batch_sizes: tuple[int, ...]  # the decode steps' batch buckets, B
     prefill_sizes: tuple[int, ...]  # the prefill steps' token counts, T
+    smaller: TreeSize | None = None  # of the other trees
+    smaller_up_to: int = 0  # the largest batch that may have those
 
     @classmethod
     def resolve(
-        cls, drafter: Drafter, *, context_length: int, max_running: int, chunk_size: int, batches: Sequence[int] = ()
-    ) -> Sizes:
+        cls, drafter: Drafter, *, context_length: int, max_running: int, chunk_size: int, batches: Sequence[int] = (),
+        smaller_up_to: int | None = None,
+    ) -> Sizes:  # fmt: skip
         """Return the sizes of an engine with this drafter.
 
         batches: the buckets that are wished for, in place of the powers of two up to the largest of them.
+        smaller_up_to: the largest batch that has buckets for the smaller trees, None for all.
         """
         powers = {1 << i for i in range(max_running.bit_length()) if 1 << i > max(batches, default=0)}
         powers |= {batch for batch in batches if batch < max_running}
@@ -94,12 +102,17 @@ class Sizes:
             context_length, max_running, chunk_size, drafter.nodes, drafter.depth, drafter.scratch, drafter.steps,
             drafter.topk, batch_sizes=tuple(sorted(powers | {max_running})),
             prefill_sizes=tuple(sorted({min(size, largest) for size in (128, 512, largest)})),
+            smaller=drafter.smaller, smaller_up_to=max_running if smaller_up_to is None else smaller_up_to,
         )  # fmt: skip
 
     @property
     def tree_sizes(self) -> tuple[int, ...]:
-        """Nodes of the trees that steps verify: a drafter may decline or be given up, and then a step is plain."""
-        return tuple(sorted({1, self.nodes}))
+        """Nodes of the trees that steps verify, ascending: 1 in a plain step, and what the drafter can draft."""
+        return tuple(sorted({1, self.nodes} | ({self.smaller.nodes} if self.smaller else set())))
+
+    def sizes_of(self, batch: int) -> tuple[int, ...]:
+        """Return those of them that steps of this batch size may have."""
+        return tuple(n for n in self.tree_sizes if n in (1, self.nodes) or batch <= self.smaller_up_to)
 
     @property
     def tree_rows(self) -> int:
@@ -123,6 +136,13 @@ def coarse_batches(most: int, nodes: int, captured: int) -> tuple[int, ...]:
         wide = 4 * sizes[-1]
         sizes.append(wide if wide * nodes <= WEIGHT_BOUND else 2 * sizes[-1])
     return tuple(sorted({min(size, most) for size in (*sizes, captured) if size}))
+
+
+def make_ring(model: Model, drafter: Drafter, slots: int) -> Ring | None:
+    """Return where plain steps keep what a drafter on the device takes in later; None where nobody takes anything."""
+    if not drafter.commits:
+        return None
+    return Ring(slots, len(drafter.taps) * model.config.hidden_size, model.norm.weight)
 
 
 class TreeInputs(NamedTuple):
@@ -170,8 +190,12 @@ class Engine:
         self.lens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.root = torch.zeros(slots, dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
+        # Beyond how many rows after its committed ones a slot's tree is padding: 1 for a request that wants no drafts.
+        self.reach = torch.full((slots,), sizes.context_length, dtype=torch.int64, device=device)
+        self.ring = make_ring(model, drafter, slots)
         self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
-        self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): `time_steps` fills it
+        self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): `time_steps` fills it, at `timed_rows`
+        self.timed_rows = 0
         self.small = Small(Engine._before_blocks, Engine._after_blocks)  # of a decode step
         self.graphs: dict[tuple[Bucket | PrefillBucket, Needs], torch.cuda.CUDAGraph] = {}  # `capture` fills it
         self.amended = False  # whether thresholds were changed since the start
@@ -180,7 +204,7 @@ class Engine:
         self.buckets = {
             (batch, nodes): Bucket(kv, batch, nodes, self._most(nodes), attend)
             for batch in sizes.batch_sizes
-            for nodes in sizes.tree_sizes
+            for nodes in sizes.sizes_of(batch)
         }
         self.query_block = width = prefill_block(device)
         self.prefill_buckets = {size: PrefillBucket(kv, size, width, attend) for size in sizes.prefill_sizes}
@@ -235,6 +259,7 @@ class Engine:
         slot, r = request.slot, request
         self.sampling.assign(slot, r.params, r.seed, r.prompt_ids, r.output_ids, stop_ids)
         self.lens[slot : slot + 1].fill_(r.kv_len)
+        self.reach[slot : slot + 1].fill_(self.sizes.context_length if r.params.speculative else 1)
         if r.prediction:
             self.drafter.predict(slot, r.prediction)
         if r.kv_len:
@@ -245,22 +270,71 @@ class Engine:
         self.sampling.release(slot)
         self.drafter.release(slot)
         self.lens[slot : slot + 1].zero_()
+        if self.ring is not None:
+            self.ring.waiting[slot] = 0
 
     # ---- a decode step -------------------------------------------------------------------------------------------
 
-    def launch(self, slots: Sequence[int], bucket: Bucket | None = None, draft: bool = True) -> Pending:
+    def batch_of(self, count: int) -> int:
+        """Return the batch size to which a step of so many requests is padded."""
+        return next(size for size in self.sizes.batch_sizes if size >= count)
+
+    def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
+        """Return what the drafter proposes on the host for the next step, a tree a slot; none where the step drafts."""
+        started = time.perf_counter()
+        drafts = self.drafter.host_drafts(slots)
+        self.drafter_seconds += time.perf_counter() - started
+        return drafts
+
+    def launch(
+        self, slots: Sequence[int], nodes: int | None = None, drafts: Sequence[Draft] | None = None
+    ) -> Pending:
         """Launch one decode step for these slots: verify a tree each, keep the accepted path, emit its tokens.
 
-        `bucket` fixes batch and tree size; without it they are the smallest that fit, and a tree if it pays. Without
-        `draft` the step is plain, and a drafter on the device hears nothing of it: the KV rows and states that it keeps
-        for these slots are invalid from here on.
+        nodes: N, one of the sizes that this batch has, by default the largest. drafts: what `host_drafts` returned for
+        these slots, which is asked here if they are not given; trees of more than N nodes are cut.
         """
-        if bucket is None:
-            bucket = self._prepare(slots, draft)
-        else:
-            bucket.upload(slots, ())
+        drafts = self.host_drafts(slots) if drafts is None else drafts
+        bucket = self.buckets[self.batch_of(len(slots)), self.sizes.nodes if nodes is None else nodes]
+        started = time.perf_counter()
+        if self.ring is not None:
+            # Plain steps cannot go on either when a slot's ring is full; then all are emptied in one pass.
+            if bucket.nodes > 1 or any(self.ring.waiting[slot] == ROWS for slot in slots):
+                self.catch_up(slots)
+            if bucket.nodes == 1:
+                for slot in slots:
+                    self.ring.waiting[slot] += 1
+        launched = time.perf_counter()
+        bucket.upload(slots, [draft.cut(bucket.nodes) for draft in drafts])
         captured = self._run(self.decode, bucket, self.sampling.needs(slots))
-        return self._pending(list(slots), bucket.outputs, nodes=bucket.nodes, captured=captured)
+        return self._pending(list(slots), bucket.outputs, nodes=bucket.nodes, captured=captured, launched=launched,
+                             catching_up=launched - started)  # fmt: skip
+
+    @torch.inference_mode()
+    def catch_up(self, slots: Iterable[int]) -> None:
+        """Let the drafter take in what plain steps left of these slots, a query block each, as chunks of prompts."""
+        waiting = [] if self.ring is None else self.ring.waiting
+        behind = [slot for slot in slots if waiting and waiting[slot]]
+        while behind:
+            part, behind = behind[: self.prefill_blocks], behind[self.prefill_blocks :]
+            bucket = self._prefill_bucket(len(part))
+            # The tokens are in the ring, and so is where each chunk begins: behind it the slot's rows end.
+            bucket.upload([Chunk(slot, [0] * waiting[slot], 0, last=False) for slot in part])
+            self.drafter.commit(self._left(bucket))
+            for slot in part:
+                waiting[slot] = 0
+
+    def _left(self, bucket: PrefillBucket) -> Committed:
+        """Return what the ring holds of the slots in a bucket, a query block each, as a prefill step would tell it."""
+        row, sizes = torch.arange(bucket.width, device=self.device), bucket.sizes[:, None]
+        starts = self.lens[bucket.slots] - bucket.sizes
+        bucket.plan.fill(bucket.slots, starts, self.causal.expand(bucket.blocks, -1, -1), row < sizes)
+        positions = starts[:, None] + row
+        tokens, following, features = self.ring.read(bucket.slots, positions)
+        following = torch.where(row == sizes - 1, self.root[bucket.slots][:, None], following)
+        flat = (part.reshape(1, bucket.size) for part in (tokens, following, positions))
+        features = None if features is None else features.view(1, bucket.size, -1)
+        return Committed(bucket.chunk_slots, *flat, features, bucket.ends, bucket.plan, prefill=True)
 
     def _run(self, step: Callable[[Any, Needs], None], bucket: Bucket | PrefillBucket, needs: Needs) -> bool:
         """Run `decode` or `known`; returns whether that was a replay, which it is where the step was captured.
@@ -275,16 +349,6 @@ class Engine:
         step(bucket, needs)
         return False
 
-    def _prepare(self, slots: Sequence[int], draft: bool) -> Bucket:
-        """Do the host's part of a step: ask the drafter, choose the bucket, upload slots and trees."""
-        batch = next(size for size in self.sizes.batch_sizes if size >= len(slots))
-        started = time.perf_counter()
-        drafts = self.drafter.host_drafts(slots, self.time_ratio(batch)) if draft else None
-        self.drafter_seconds += time.perf_counter() - started
-        bucket = self.buckets[batch, 1 if drafts is None else self.sizes.nodes]
-        bucket.upload(slots, drafts or ())
-        return bucket
-
     def decode(self, bucket: Bucket, needs: Needs) -> None:
         """Run the decode step that a bucket's inputs describe, and write its outputs.
 
@@ -297,8 +361,7 @@ class Engine:
         before, after = self.small.of(bucket.batch, bool(needs)) if holds else self.small.eager
         drafted = self._propose(bucket, lens, root, wishes) if nodes > 1 else bucket.tree
         step = before(self, bucket, lens, root, None if drafted is bucket.tree else drafted)
-        taps = self.drafter.taps if nodes > 1 else ()
-        streams = self.model.run_blocks(step.embedding, Rope(step.cos, step.sin), bucket.attend, taps)
+        streams = self.model.run_blocks(step.embedding, Rope(step.cos, step.sin), bucket.attend, self.drafter.taps)
         path = after(self, bucket, lens, step, streams, wishes)
         if path is not None:
             self.drafter.commit(Committed(slots, *path, self.path_plans.get(bucket.batch), prefill=False))
@@ -319,7 +382,8 @@ class Engine:
         tokens = torch.cat((root[:, None], tokens[:, 1:]), dim=1)
         above = ancestors(parents)
         positions = lens[:, None] + depth(above)
-        tokens = tokens.masked_fill(positions >= self.sizes.context_length, PADDING)
+        end = (lens + self.reach[bucket.slots]).clamp(max=self.sizes.context_length)
+        tokens = tokens.masked_fill(positions >= end[:, None], PADDING)
         bucket.plan.fill(bucket.slots, lens, above, tokens != PADDING)
         known = tokens.clamp(min=0)
         # A copy of the parents: compiled, a function may not return what it was given.
@@ -333,13 +397,15 @@ class Engine:
         Returns the paths for a drafter on the device, None where there is nobody to tell.
         """
         slots, nodes = bucket.slots, bucket.nodes
-        hidden, features = self.model.finish(streams, self.drafter.taps if nodes > 1 else ())
+        hidden, features = self.model.finish(streams, self.drafter.taps)
         tree = DraftTree(step.tokens, step.parents)
         verdict = self._verify(tree, step.above, self.model.logits(hidden), wishes, lens)
         if nodes > 1 and self.acceptance.simulated is not None:
             verdict = simulate(tree, step.above, verdict, self.acceptance.simulated, slots, lens)
         if nodes > 1:
             self.kv.compact(slots, lens, verdict.path, verdict.count)
+        elif self.ring is not None:
+            self.ring.keep(slots, lens, step.tokens[:, 0], None if features is None else features[:, 0])
         self.sampling.commit(slots, verdict.emitted, verdict.count, wishes is not None and wishes.counts is not None)
         self.lens[slots] = lens + verdict.count
         self.root[slots] = verdict.bonus
@@ -371,11 +437,6 @@ class Engine:
         """Return A, the most tokens that a step with trees of this many nodes emits for a request."""
         return self.drafter.depth + 1 if nodes > 1 else 1
 
-    def time_ratio(self, batch: int) -> float:
-        """Return the measured time of a tree step over a plain one; 1 where nothing was measured."""
-        plain = self.step_seconds.get((batch, 1))
-        return self.step_seconds[batch, self.sizes.nodes] / plain if plain else 1.0
-
     # ---- a prefill step ------------------------------------------------------------------------------------------
 
     def blocks(self, tokens: int) -> int:
@@ -392,11 +453,14 @@ class Engine:
 
         Emits one token for every chunk that is its request's last, none for the others.
         """
-        needed = sum(self.blocks(len(chunk.tokens)) for chunk in chunks) * self.query_block
-        bucket = self.prefill_buckets[next(size for size in self.sizes.prefill_sizes if size >= needed)]
+        bucket = self._prefill_bucket(sum(self.blocks(len(chunk.tokens)) for chunk in chunks))
         bucket.upload(chunks)
         captured = self._run(self.known, bucket, self.sampling.needs([chunk.slot for chunk in chunks if chunk.last]))
         return self._pending([chunk.slot for chunk in chunks], bucket.outputs, chunks=chunks, captured=captured)
+
+    def _prefill_bucket(self, blocks: int) -> PrefillBucket:
+        """Return the smallest bucket of so many query blocks."""
+        return next(self.prefill_buckets[n] for n in self.sizes.prefill_sizes if n >= blocks * self.query_block)
 
     def known(self, bucket: PrefillBucket, needs: Needs) -> None:
         """Run the prefill step over the known tokens that a bucket's inputs describe, and write its outputs."""
@@ -483,17 +547,37 @@ class Engine:
             for needs in CAPTURED:
                 self.graphs[bucket, needs] = recorder.record(lambda: step(bucket, needs))  # noqa: B023  called at once
 
-    def time_steps(self, repeats: int = 5) -> None:
-        """Time both tree sizes in every batch size, captured or not as they will run, where the drafter asks for it."""
-        for batch in self.sizes.batch_sizes if self.drafter.declines else ():
-            # In turn, and the least of several: the machine's mood at start must not decide about trees for good.
-            times = [[self._step_seconds(batch, nodes) for nodes in self.sizes.tree_sizes] for _ in range(repeats)]
-            for nodes, several in zip(self.sizes.tree_sizes, zip(*times, strict=True), strict=True):
-                self.step_seconds[batch, nodes] = min(several)
+    def time_steps(self, repeats: int = 3) -> None:
+        """Time every decode bucket, captured or not as it will run, on slots with pages of their own.
 
-    def _step_seconds(self, batch: int, nodes: int) -> float:
-        """Return the time of one decode step on padding of a usual length."""
-        self.lens[:1].fill_(min(TIMED_CONTEXT, self.sizes.context_length // 2))
+        Padding would not do: all its rows lie in one page, which stays in the caches.
+        """
+        kv, choice = self.kv, len(self.sizes.tree_sizes) > 1
+        for batch in self.sizes.batch_sizes if choice else ():
+            rows = min(TIMED_CONTEXT, self.sizes.context_length // 2)
+            pages = min(kv.pages_for(rows + self.sizes.tree_rows), len(kv.free) // batch)
+            rows = min(rows, pages * kv.page_size - self.sizes.tree_rows)
+            if rows < 1:
+                return
+            slots, taken = range(1, batch + 1), kv.allocate(pages * batch)
+            for index, slot in enumerate(slots):
+                kv.map(slot, 0, taken[index * pages : (index + 1) * pages])
+            # In turn, and the least of several: the machine's mood at start must not decide about trees.
+            sizes = self.sizes.sizes_of(batch)
+            times = [[self._step_seconds(slots, nodes, rows) for nodes in sizes] for _ in range(repeats)]
+            self.step_seconds |= {(batch, n): min(t) for n, t in zip(sizes, zip(*times, strict=True), strict=True)}
+            self.timed_rows = rows
+            for slot in slots:
+                kv.unmap(slot)
+                self.lens[slot : slot + 1].zero_()
+            kv.give_back(taken[::-1])
+
+    def _step_seconds(self, slots: Sequence[int], nodes: int, rows: int) -> float:
+        """Return the time of one decode step for slots that have so many rows; nobody is told what it emits."""
+        bucket = self.buckets[self.batch_of(len(slots)), nodes]
+        self.lens[1 : len(slots) + 1].fill_(rows)
         start = time.perf_counter()
-        self.collect(self.launch([], self.buckets[batch, nodes]))  # waits for the device
+        bucket.upload(slots, ())
+        self._run(self.decode, bucket, GREEDY)
+        self.collect(self._pending([], bucket.outputs))  # waits for the device
         return time.perf_counter() - start

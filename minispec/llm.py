@@ -98,6 +98,7 @@ class LLM:
                 overlap=device.type == "cuda" and not config.disable_overlap_schedule,
                 decode_log_interval=config.decode_log_interval,
                 random_seed=config.random_seed,
+                adaptive=config.adaptive,
             ),
         )
         logger.info("%s", startup_line(config, self.scheduler))
@@ -126,7 +127,8 @@ class LLM:
             captured = () if self.graph_trees else captured_batches(config, engine.sizes)
             if captured and compiled:  # run eagerly, attention's reach is a number that Python knows and a graph keeps
                 engine.capture(captured, tell)
-        engine.time_steps()
+        if config.adaptive:
+            engine.time_steps()
         if drafter.network is not None and config.load_format != "dummy" and config.simulate_acc_len is None:
             self_test(engine, drafter, self.tokenizer.encode(PROMPT))
         self.memory = measure(engine)
@@ -359,13 +361,15 @@ def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], 
     """Return the sizes of an engine with this drafter; `limits` are those that `Sizes.resolve` takes by name.
 
     On CUDA the batch buckets are those of --cuda-graph-bs, or by default as few as cost no time; `limits` may name
-    others.
+    others. On a CPU the smaller trees are for batches of one and two, since they pay for their graphs' compiling there
+    alone.
     """
     batches: Sequence[int] = ()
     if device.type == "cuda":
         largest = largest_graph(config, free_bytes(device)[1])
         batches = config.cuda_graph_bs or coarse_batches(limits["max_running"], drafter.nodes, largest)
-    return Sizes.resolve(drafter, **{"batches": batches, **limits})
+    smaller_up_to = 2 if device.type == "cpu" else None
+    return Sizes.resolve(drafter, **{"batches": batches, "smaller_up_to": smaller_up_to, **limits})
 
 
 def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -39,6 +40,7 @@ class Metrics:
     verified_tokens: int = 0  # tokens emitted by verify steps
     tree_steps: int = 0  # decode forwards with a tree of more than its root
     plain_steps: int = 0
+    shapes: Counter[int] = field(default_factory=Counter)  # decode forwards by nodes of a tree
     requests: int = 0
     aborted: int = 0
     retractions: int = 0
@@ -57,6 +59,11 @@ class Metrics:
     def forget_acceptance(self) -> None:
         """Count steps and what they emitted from 0 again, since from here on drafts are accepted otherwise."""
         self.verify_steps = self.verified_tokens = 0
+
+    @property
+    def shape_shares(self) -> dict[str, float]:
+        """The share of decode forwards by the nodes of their trees, 1 for plain ones; names are numbers, for JSON."""
+        return {str(nodes): round(count / self.shapes.total(), 4) for nodes, count in sorted(self.shapes.items())}
 
     def prefill(self, load: Load, chunks: Sequence[int], *, cached: int, emitted: int, captured: bool) -> None:
         """Count and log one prefill step: prompt tokens computed by chunk, `cached` ones found, `emitted` picked."""
@@ -78,6 +85,7 @@ class Metrics:
         self.verify_steps += len(emitted)
         self.verified_tokens += kept
         self.generated_tokens += kept
+        self.shapes[nodes] += 1
         if nodes > 1:
             self.tree_steps += 1
         else:

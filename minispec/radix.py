@@ -7,9 +7,6 @@ The one idea: a node is either held by running requests (its count is above zero
 queue in the order in which they were released. Paths are released deepest page first, so a child always stands before
 its parent, and the front of the queue is always a leaf. To evict is therefore to take nodes from the front.
 
-A request that stopped drafting (`scheduler.py`) leaves pages in which the draft rows are missing. Such pages are
-undrafted nodes, with keys that only requests which do not draft may hit; all nodes below them are undrafted too.
-
 Invariants owned here: only full pages enter; a page in the cache is never written again; held nodes are never evicted.
 This file deals in page ids and knows nothing of what a page holds.
 
@@ -21,8 +18,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-UNDRAFTED = -1  # ends the key of a page without draft rows; no token has this id
-
 
 class Node:
     """One cached page: its id, its key within the parent, and how many requests hold it."""
@@ -33,11 +28,6 @@ class Node:
         self.key, self.page, self.parent = key, page, parent
         self.children: dict[tuple[int, ...], Node] = {}
         self.holders = 0
-
-    @property
-    def drafted(self) -> bool:
-        """Whether the page's draft rows are valid as well."""
-        return self.key[-1] != UNDRAFTED
 
 
 class PrefixCache:
@@ -55,18 +45,13 @@ class PrefixCache:
         start, end = page * self.page_size, (page + 1) * self.page_size + self.lookahead
         return tuple(ids[start:end]) if end <= len(ids) else None
 
-    def match(self, ids: Sequence[int], limit: int, drafting: bool = True) -> list[Node]:
-        """Return the longest cached path of pages that lies within ids[:limit], the root's child first.
-
-        For a request that drafts it ends before the first undrafted page.
-        """
+    def match(self, ids: Sequence[int], limit: int) -> list[Node]:
+        """Return the longest cached path of pages that lies within ids[:limit], the root's child first."""
         path: list[Node] = []
         node = self.root
         while self.enabled and (len(path) + 1) * self.page_size <= limit:
             key = self._key(ids, len(path))
             child = node.children.get(key) if key else None
-            if key and child is None and not drafting:
-                child = node.children.get((*key, UNDRAFTED))
             if child is None:
                 break
             path.append(child)
@@ -87,14 +72,11 @@ class PrefixCache:
             if node.holders == 0:
                 self.idle[node] = None
 
-    def insert(
-        self, ids: Sequence[int], pages: Sequence[int], path: list[Node], drafted: int | None = None
-    ) -> None:
+    def insert(self, ids: Sequence[int], pages: Sequence[int], path: list[Node]) -> None:
         """Extend the held `path` in place by the further full pages of `ids`; pages[i] holds the i-th page's rows.
 
-        The drafter's keys and values are valid in the first `drafted` rows (None: in all), and in none below an
-        undrafted node of `path`. A page that is new to the cache belongs to it from now on. Where the cache has the
-        same tokens already, its own node is held and pages[i] stays the caller's.
+        The drafter's keys and values are valid in them as well. A page that is new to the cache belongs to it from now
+        on. Where the cache has the same tokens already, its own node is held and pages[i] stays the caller's.
         """
         if not self.enabled:
             return
@@ -103,8 +85,6 @@ class PrefixCache:
             key = self._key(ids, index)
             if key is None:
                 return
-            if drafted is not None and (index + 1) * self.page_size > drafted:
-                key = (*key, UNDRAFTED)
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = Node(key, pages[index], node)
@@ -134,4 +114,3 @@ class PrefixCache:
         assert len({node.page for node in cached}) == len(cached), "a page is in the cache twice"
         assert {n for n in cached if n.holders == 0} == set(self.idle), "idle queue and holders disagree"
         assert all(n.parent is self.root or n.parent.holders >= n.holders for n in cached), "a child is held alone"
-        assert all(n.parent is self.root or n.parent.drafted or not n.drafted for n in cached), "drafted below a gap"

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-HOPELESS_STEPS, HOPELESS_LENGTH = 64, 1.05  # below this accept length over so many verify steps, drafting is given up
 GREEDY_BELOW = 1e-6  # a temperature under this is greedy, as in SGLang
 ABORT_WANTED = 499  # the status of an abort that somebody asked for; with any other the request has failed
 
@@ -81,6 +79,7 @@ class SamplingParams:
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
     sampling_seed: int | None = None  # None: drawn at submission
+    speculative: bool = True  # False: no drafts are verified for this request
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen: normalise once, here
@@ -106,7 +105,7 @@ class SamplingParams:
             raise RequestError(f"stop_token_ids must be a list of ids, got {short(self.stop_token_ids)}",
                                "stop_token_ids")  # fmt: skip
         put("stop_token_ids", tuple(_integer("stop_token_ids", t, 0, 2**31) for t in self.stop_token_ids))
-        for name in ("ignore_eos", "no_stop_trim", "skip_special_tokens"):
+        for name in ("ignore_eos", "no_stop_trim", "skip_special_tokens", "speculative"):
             _flag(name, getattr(self, name))
         if self.sampling_seed is not None:
             _integer("sampling_seed", self.sampling_seed, -(2**63), 2**63 - 1)
@@ -183,8 +182,6 @@ class Request:
     accepted_drafts: int = 0
     accept_histogram: list[int] = field(default_factory=list)  # item i: steps that accepted exactly i drafts
     last_step: int = 0  # tokens kept of the newest verify step; if the request is finished, a stop may have cut some
-    drafting: bool = True  # False: the drafter on the device is given up for this request
-    recent: deque[int] = field(default_factory=lambda: deque(maxlen=HOPELESS_STEPS))  # tokens of its last tree steps
     retractions: int = 0
     finished_at: float = 0.0
 
@@ -192,11 +189,6 @@ class Request:
     def ids(self) -> list[int]:
         """Prompt and output as one list (a copy)."""
         return self.prompt_ids + self.output_ids
-
-    @property
-    def hopeless(self) -> bool:
-        """True when the last steps with a tree gave hardly more than plain ones would have."""
-        return len(self.recent) == HOPELESS_STEPS and sum(self.recent) < HOPELESS_LENGTH * HOPELESS_STEPS
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,9 @@ collected, so that the device works while the host looks at stop rules, makes te
 knows lengths and ends one step late. It reserves rows for the longest outcome, and a row of a request that ended
 meanwhile is thrown away. Without overlap the two calls are adjacent; there is one loop for both.
 
+Before each decode step `policy.py` says whether it has trees and how large ones, from what is known at that time; what
+the step took and emitted is told to it when the step is collected.
+
 Pages: before a decode step every running request must hold rows for one whole tree. When the pool is short the prefix
 cache gives up what nobody holds, and then the newest request is retracted: its pages are let go, it waits at the front
 of the queue, and its tokens so far are prefilled again. Seed and output stay, so the text is the same. `validate`
@@ -17,7 +20,8 @@ refuses what could never fit alone, so the oldest request always goes on.
 Continuous batching: Orca (OSDI 2022); retraction is vLLM's recomputation (arXiv 2309.06180).
 Invariant owned here: when idle, free + cached pages are all pages; who drives the scheduler calls `check` then.
 
-Read next: `engine.py` for what a step is, `output.py` for the stop rules, `radix.py` for shared prefixes.
+Read next: `engine.py` for what a step is, `policy.py` for the choice of its shape, `output.py` for the stop rules,
+`radix.py` for shared prefixes.
 """
 
 from __future__ import annotations
@@ -26,17 +30,19 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from minispec.bucket import Chunk
 from minispec.config import Config
+from minispec.drafter import Draft
 from minispec.engine import Engine, Pending
 from minispec.load.tokenizer import Tokenizer
 from minispec.metrics import Load, Metrics
 from minispec.output import Output
+from minispec.policy import Choice, Kind, Policy, Row
 from minispec.radix import Node, PrefixCache
 from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update
 
@@ -46,14 +52,10 @@ logger = logging.getLogger("minispec")
 class Seat:
     """What a request holds while it has a slot: pages in logical order, the cached path among them, its progress."""
 
-    def __init__(self, request: Request, ids: list[int], path: list[Node]) -> None:
-        self.request = request
+    def __init__(self, ids: list[int], path: list[Node]) -> None:
         self.ids = ids  # what was known at admission: the tokens to prefill
         self.path = path  # held nodes of the prefix cache; pages[i] is path[i]'s page
         self.pages = [node.page for node in path]
-        # Rows whose draft rows are valid too; None: all. A request that came back without drafting computes them again,
-        # but in vain behind a page that lacks them.
-        self.drafted = None if request.drafting else len(ids) if all(node.drafted for node in path) else 0
 
     def owned(self) -> list[int]:
         """Return the pages that are the request's own, not the cache's."""
@@ -68,6 +70,7 @@ class SchedulerOptions:
     overlap: bool = False  # launch a step before the one before it is collected, where the drafter reads no text
     decode_log_interval: int = 40  # decode steps between two log lines
     random_seed: int | None = None  # of the seeds drawn for requests without one
+    adaptive: bool = False  # choose each step's shape by what it is worth; else the largest tree whenever there is one
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,17 @@ class Flight:
     pending: Pending
     rows: dict[Request, Seat]  # in the order of the step
     cached: int = 0  # prompt tokens that the prefix cache had, of requests whose first chunk this is
+    plan: Planned | None = None  # of a decode step
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a decode step's shape was chosen from, and what may have spoilt its time."""
+
+    kind: Kind
+    choice: Choice
+    rows: Mapping[Request, tuple[Row, Draft | None]]
+    before: tuple[int, int]  # graphs compiled and requests retracted until then
 
 
 class Scheduler:
@@ -104,6 +118,10 @@ class Scheduler:
         # What happened and was not handed out yet. A member, so that a step that raises halfway loses no answer.
         self._updates: list[Update] = []
         self._prefilled_last = False
+        self.policy = Policy({size.nodes: size.depth for size in engine.drafter.trees}, options.adaptive)
+        for (batch, nodes), seconds in engine.step_seconds.items():
+            self.policy.times.add(Kind.of(batch, False, engine.timed_rows), nodes, seconds)
+        self._landed = 0.0  # when the last step was collected
         self._flight: Flight | None = None  # the step that was launched and not collected yet
         # The front of the queue if it lacked pages, how many were available, and the cache's insertions at that time.
         self._refused: tuple[Request, int, int] | None = None
@@ -241,9 +259,27 @@ class Scheduler:
         if not rows:
             return None
         started = time.perf_counter()
-        pending = self.engine.launch([r.slot for r in rows], draft=any(r.drafting for r in rows))
+        plan, drafts = self._choose(list(rows))
+        pending = self.engine.launch([r.slot for r in rows], plan.choice.nodes, drafts)
         self.metrics.step_seconds += time.perf_counter() - started
-        return Flight(pending, rows)
+        return Flight(pending, rows, plan=plan)
+
+    def _choose(self, requests: Sequence[Request]) -> tuple[Planned, Sequence[Draft]]:
+        """Return the shape of the next step over these requests, and the trees that the host drafts for it."""
+        engine, slots = self.engine, [r.slot for r in requests]
+        drafts = engine.host_drafts(slots)
+        rows = {
+            r: (Row(r, None if d is None else d.match, r.params.speculative), d)
+            for r, d in zip(requests, drafts or [None] * len(requests), strict=True)
+        }
+        batch, sampled = engine.batch_of(len(slots)), bool(engine.sampling.needs(slots))
+        kind = Kind.of(batch, sampled, max(r.kv_len for r in requests))
+        choice = self.policy.choose(kind, self.sizes.sizes_of(batch), [row for row, _ in rows.values()])
+        return Planned(kind, choice, rows, self._disturbances()), drafts
+
+    def _disturbances(self) -> tuple[int, int]:
+        """Return how often anything happened so far that makes a step's time say nothing about its shape."""
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"], self.metrics.retractions
 
     def _launch_prefill(self) -> Flight:
         """Launch a prefill step. A request whose prompt it completes runs from here on: its first token has no row."""
@@ -270,7 +306,9 @@ class Scheduler:
         """Collect a step and take in what it brought to the requests that still hold their seats."""
         started = time.perf_counter()
         found = self.engine.collect(flight.pending)
-        waited = time.perf_counter() - started
+        # With a step in flight the device begins a step when it has done the one before.
+        began, self._landed = max(flight.pending.launched, self._landed), time.perf_counter()
+        waited = self._landed - started
         emitted = {
             request: tokens
             for (request, seat), tokens in zip(flight.rows.items(), found, strict=True)
@@ -280,8 +318,22 @@ class Scheduler:
             self._after_prefill(flight, emitted)
             return
         self.metrics.step_seconds += waited
+        self._teach(flight, emitted, self._landed - began)
         if emitted:
             self._after_decode(flight.pending, emitted)
+
+    def _teach(self, flight: Flight, emitted: Mapping[Request, Sequence[int]], seconds: float) -> None:
+        """Tell the policy what a decode step took and emitted."""
+        plan, pending = flight.plan, flight.pending
+        if self._disturbances() == plan.before:
+            tokens = sum(map(len, emitted.values()))
+            self.policy.landed(plan.kind, plan.choice, seconds, emitted=tokens, catching_up=pending.catching_up)
+        for request, tokens in emitted.items() if pending.nodes > 1 else ():
+            row, draft = plan.rows[request]
+            worth = {pending.nodes: len(tokens)}
+            if draft is not None:  # what a smaller tree of the host would have given is known as well
+                worth |= {n: draft.cut(n).emits(tokens) for n in self.policy.trees if n < pending.nodes}
+            self.policy.learn(row, worth)
 
     def _admit(self) -> None:
         """Give slots and pages to waiting requests, in order, while both last."""
@@ -292,7 +344,7 @@ class Scheduler:
                 return
             ids = request.ids
             # At least the last token is computed, since its hidden state picks the next.
-            path = self.cache.match(ids, len(ids) - 1, request.drafting)
+            path = self.cache.match(ids, len(ids) - 1)
             self.cache.hold(path)
             # One page to spare for each that runs, or the newcomer would soon be retracted again.
             spare = len(self.running) + len(self.prefilling)
@@ -316,7 +368,7 @@ class Scheduler:
 
     def _seat(self, request: Request, ids: list[int], path: list[Node], needed: int) -> None:
         """Give `request` a slot, its cached path and `needed` fresh pages."""
-        seat = self.seats[request] = Seat(request, ids, path)
+        seat = self.seats[request] = Seat(ids, path)
         seat.pages += self.kv.allocate(needed)
         request.slot = self.free_slots.pop()
         request.kv_len = len(path) * self.kv.page_size
@@ -356,7 +408,10 @@ class Scheduler:
         reads the cache's page from here on, and its own copy goes back to the free list.
         """
         first = len(seat.path)
-        self.cache.insert(known, seat.pages[: len(known) // self.kv.page_size], seat.path, seat.drafted)
+        full = len(known) // self.kv.page_size
+        if self.cache.enabled and full > first:  # the drafter's rows are valid in every page of the cache
+            self.engine.catch_up([slot])
+        self.cache.insert(known, seat.pages[:full], seat.path)
         cached = [node.page for node in seat.path[first:]]
         copies = [own for own, page in zip(seat.pages[first:], cached, strict=False) if own != page]
         if copies:
@@ -467,22 +522,12 @@ class Scheduler:
     def _count(self, request: Request, kept: int, nodes: int) -> None:
         """Count a verify step that gave `kept` tokens of a tree of `nodes` nodes."""
         request.verify_steps += 1
-        request.drafted_tokens += nodes - 1
+        request.drafted_tokens += nodes - 1 if request.params.speculative else 0
         request.accepted_drafts += kept - 1
         request.last_step = kept
         histogram = request.accept_histogram
         histogram.extend([0] * (kept - len(histogram)))
         histogram[kept - 1] += 1
-        if nodes > 1 and request.drafting and request.slot and not self.engine.drafter.declines:
-            request.recent.append(kept)
-            if request.hopeless:
-                self._stop_drafting(request)
-
-    def _stop_drafting(self, request: Request) -> None:
-        """Give up the drafter for a request that it serves in vain; from here on its draft rows count as missing."""
-        request.drafting, self.seats[request].drafted = False, request.kv_len
-        logger.info("request %s stops drafting after %d steps: accept len %.2f over the last %d", request.rid,
-                    request.verify_steps, sum(request.recent) / len(request.recent), len(request.recent))  # fmt: skip
 
     def _end(self, request: Request, finish: Finish, ids: Sequence[int] = ()) -> None:
         """Take a request out of wherever it is, and note its end."""
@@ -531,7 +576,7 @@ class Scheduler:
         for seat in self.seats.values():
             assert seat.pages[: len(seat.path)] == [node.page for node in seat.path], "a copy of a cached page is kept"
 
-    def stats(self) -> dict[str, float | int | None]:
+    def stats(self) -> dict[str, float | int | dict[str, float] | None]:
         """Return current numbers for /server_info, names as SGLang's where it has one."""
         m = self.metrics
         return {
@@ -553,6 +598,7 @@ class Scheduler:
             "verify_steps": m.verify_steps,
             "tree_steps": m.tree_steps,
             "plain_steps": m.plain_steps,
+            "speculative_shape_shares": m.shape_shares,
             "step_seconds": m.step_seconds,
             "speculative_num_steps": self.sizes.steps,
             "speculative_eagle_topk": self.sizes.topk,

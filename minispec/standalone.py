@@ -23,6 +23,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +65,9 @@ class StandaloneDrafter(BeamDrafter):
     lookahead = 0
     network: DraftModel
 
-    def __init__(self, network: DraftModel, *, steps: int, topk: int, nodes: int, coupled: bool = True) -> None:
-        super().__init__(network, steps=steps, topk=topk, nodes=nodes, coupled=coupled)
+    def __init__(self, network: DraftModel, **shape: Any) -> None:
+        """`shape`: what `BeamDrafter` takes by name."""
+        super().__init__(network, **shape)
         self.kv_shape = KVShape(network.model.config.layers, network.kv_heads, network.head_dim)
         # Rows from the old root on: those of a path, depth + 1, and of the new root; or of the root and the frontiers.
         self.scratch = max(self.depth + 2, 1 + self.window)

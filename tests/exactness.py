@@ -164,9 +164,11 @@ def build(
     eos: Sequence[int] = (),
     thresholds: tuple[float, float] | None = None,
     simulated: float | None = None,
+    adaptive: bool = False,
+    smaller: int | None = None,
 ) -> Scheduler:
     """Put a scheduler together over the tiny model, as `LLM` does over a real one."""
-    config, drafter = model.config, as_drafter(drafter, model.config.vocab_size)
+    config, drafter = model.config, as_drafter(drafter, model.config.vocab_size, smaller)
     sizes = Sizes.resolve(drafter, context_length=config.context_length, max_running=running, chunk_size=chunk)
     kv = PagedKV(
         KVShape(config.layers, config.kv_heads, config.head_dim), pages=pages, page_size=page_size, slots=running + 1,
@@ -174,7 +176,8 @@ def build(
     )  # fmt: skip
     kv.host_looks &= host_looks
     engine = Engine(model, kv, drafter, sizes, compiled=compiled, acceptance=Acceptance(thresholds, simulated))
-    return Scheduler(engine, Letters(), frozenset(eos), SchedulerOptions(radix=radix, overlap=overlap))
+    options = SchedulerOptions(radix=radix, overlap=overlap, adaptive=adaptive)
+    return Scheduler(engine, Letters(), frozenset(eos), options)
 
 
 def request(name: str, prompt: Sequence[int], **params: object) -> Request:

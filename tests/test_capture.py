@@ -9,6 +9,7 @@ run afresh from the same state.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -112,7 +113,7 @@ def replayed(name: str, simulated: float | None = None, **wishes: object) -> Rep
     scheduler = subject.build(running=2, host_looks=False, pages=60, simulated=simulated)
     engine = scheduler.engine
     engine.kv.mapped[0] = engine.kv.pages_per_slot  # PagedGather reads all that a slot can have
-    engine.step_seconds.clear()  # a tree always pays
+    scheduler.policy.forced = random.Random(2).choice  # plain steps, which keep what the drafter takes in later, too
     replays = Replays(engine)
     with torch.inference_mode():
         run(scheduler, subject.requests(max_new_tokens=6, **wishes)[:5], stagger=2)

@@ -83,8 +83,8 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
     flags = [f for f in dataclasses.fields(Config) if f.metadata]
     assert len(flags) > 30
     for f in flags:
-        for spell in (flag_name(f.name), "--" + f.name):
-            argv = [spell] if f.type == "bool" else [spell, samples.get(f.name, "7")]
+        for spell in (flag_name(f.name), "--" + f.name, *([flag_name("no_" + f.name)] if "bool |" in f.type else [])):
+            argv = [spell] if f.type.startswith("bool") else [spell, samples.get(f.name, "7")]
             if f.name.startswith("speculative_ngram") or f.name.endswith("draft_tokens"):
                 argv += ["--speculative-algorithm", "NGRAM"]
             if f.name in HEAD_FLAGS:

@@ -284,7 +284,7 @@ def test_times_are_read_after_the_step_is_done() -> None:
         return dataclasses.replace(made, ready=ready, outputs=outputs)
 
     with torch.inference_mode(), mock.patch.object(engine, "_pending", under_way):
-        assert engine._step_seconds(1, 1) > 0
+        assert engine._step_seconds([1], 1, 8) > 0
     assert waited == [True]
 
 

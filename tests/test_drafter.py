@@ -64,17 +64,10 @@ def test_only_a_drafter_on_the_host_is_wrapped_and_only_once() -> None:
     assert as_drafter(wrapped, VOCAB) is wrapped
 
 
-def test_a_tree_teaches_what_it_was_worth_and_a_slot_s_next_owner_nothing() -> None:
-    drafter = as_drafter(Oracle(truth_of(MODEL)), VOCAB)
-    drafter.observe(3, [1, 2])
-    assert drafter.host_drafts([3], time_ratio=1e9) is None, "no tree is worth a step that costs a billion"
-    assert drafter.host_drafts([3], time_ratio=1.0) is not None
-    drafter.release(3)
-    known = dict(drafter.payoff.expected)
-    drafter.observe(3, [4, 5, 6])
-    assert drafter.payoff.expected == known, "the prompt of the next request is no tree's emission"
-    drafter.host_drafts([3], time_ratio=1.0)
-    drafter.observe(3, [7])
-    assert drafter.payoff.expected != known
-    drafter.clear()
-    assert not drafter.payoff.expected
+def test_a_tree_is_cut_to_fewer_nodes_and_says_what_it_would_have_emitted() -> None:
+    draft = Draft([9, 1, 2, 3, 4], [-1, 0, 0, 1, 3], match_length=2)
+    assert draft.cut(4) == Draft([9, 1, 2, 3], [-1, 0, 0, 1], 2) and draft.cut(9) == draft
+    for nodes, emitted in ((5, 4), (4, 3), (3, 2), (2, 2), (1, 1)):
+        assert draft.cut(nodes).emits([1, 3, 4, 7]) == emitted, nodes
+    assert draft.emits([3, 4]) == 1 and draft.emits([2, 3]) == 2, "3 follows 1, not 2"
+    assert (draft.match, draft.cut(1).match, Draft([9, 1], [-1, 0]).match) == (2, 0, 1)

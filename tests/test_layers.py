@@ -22,8 +22,9 @@ SOURCES = {
 
 # A module may import from strictly lower ranks, never from its own. `load/` and `train/` span ranks.
 RANKS = {
-    0: "request metrics tree kv radix model compiled graphs load.weights load.packed load.token_map load.wheels "
-    "load.chat_templates load.reply_formats load.sglang_flags load.machine load.__init__ train.__init__ http.__init__",
+    0: "request metrics tree kv radix model compiled graphs policy ring load.weights load.packed load.token_map "
+    "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.machine load.__init__ train.__init__ "
+    "http.__init__",
     1: "http.fields http.reasoning config sampling attention eagle load.fp8 load.tokenizer load.default_model",
     2: "http.openapi http.tools verify output drafter mtp load.int8 train.prompts",
     3: "http.message beam ngram bucket load.heads",

@@ -77,7 +77,10 @@ def by_hand(llm: LLM) -> Memory:
     rows, shape = kv.pages * kv.page_size, engine.drafter.kv_shape
     pools = [2 * n * heads * dim * rows * 4 for n, heads, dim in (
         (engine.model.config.layers, engine.model.config.kv_heads, engine.model.config.head_dim), shape)]  # fmt: skip
-    return Memory(own, draft, pools[0] + bytes_(kv.table, kv.logical), pools[1], None, slots * (10 * vocab + 24 + 32))
+    drafter, hidden = engine.drafter, engine.model.config.hidden_size
+    ring = slots * 64 * (8 + 4 * len(drafter.taps) * hidden) if drafter.commits else 0
+    return Memory(own, draft, pools[0] + bytes_(kv.table, kv.logical), pools[1], None, slots * (10 * vocab + 24 + 32),
+                  ring)  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

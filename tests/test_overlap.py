@@ -121,23 +121,14 @@ def test_aborts_in_flight_leave_the_others_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES[1:])
 @pytest.mark.parametrize("wishes", [{}, WISHES], ids=["greedy", "seeded"])
-def test_switches_between_trees_and_plain_steps_in_flight(
-    name: str, wishes: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rng, launch, nodes = random.Random(6), Engine.launch, []
-
-    def either(engine: Engine, slots: Sequence[int], draft: bool = True) -> object:
-        pending = launch(engine, slots, draft=rng.random() < 0.5)
-        nodes.append(pending.nodes)
-        return pending
-
-    monkeypatch.setattr(Engine, "launch", either)
-    subject = overlapped(name)
+def test_switches_between_trees_and_plain_steps_in_flight(name: str, wishes: dict) -> None:
+    rng, subject = random.Random(6), overlapped(name)
     for how in (dict(), dict(pages=15)):
-        requests = subject.requests(max_new_tokens=16, **wishes)
-        run(subject.build(**how), requests)
+        requests, scheduler = subject.requests(max_new_tokens=16, **wishes), subject.build(**how)
+        scheduler.policy.forced = rng.choice
+        run(scheduler, requests)
         assert_exact(subject, requests)
-    assert 1 in nodes and max(nodes) > 1
+        assert len(scheduler.metrics.shapes) > 1
 
 
 # ---- errors on purpose ----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from minispec.radix import Node, PrefixCache
 
 PAGE = 2
-Key = tuple[tuple[int, ...], int]
+Key = tuple[int, ...]
 
 
 @dataclass
@@ -23,23 +23,15 @@ class Slow:
     idle_since: dict[Key, tuple[int, int]] = field(default_factory=dict)
     clock: int = 0
 
-    def prefixes(self, ids: list[int], drafted: int | None = None) -> list[Key]:
-        """Return the keys of the full pages of `ids`: everything up to the page's end and its lookahead.
+    def prefixes(self, ids: list[int]) -> list[Key]:
+        """Return the keys of the full pages of `ids`: everything up to the page's end and its lookahead."""
+        return [tuple(ids[: end + self.lookahead]) for end in range(PAGE, len(ids) - self.lookahead + 1, PAGE)]
 
-        Behind it, how many of these pages lack draft rows, of which the first `drafted` rows are valid.
-        """
-        ends = range(PAGE, len(ids) - self.lookahead + 1, PAGE)
-        valid = len(ids) if drafted is None else drafted // PAGE
-        return [(tuple(ids[: end + self.lookahead]), max(0, end // PAGE - valid)) for end in ends]
-
-    def match(self, ids: list[int], limit: int, drafting: bool) -> list[Key]:
-        """Return the keys of a cached run of pages within ids[:limit], with draft rows as long as there are some."""
+    def match(self, ids: list[int], limit: int) -> list[Key]:
+        """Return the keys of a cached run of pages within ids[:limit]."""
         path: list[Key] = []
-        for index, (prefix, _) in enumerate(self.prefixes(ids)):
-            lacking = path[-1][1] if path else 0
-            wanted = [(prefix, 0)] * (lacking == 0) + [(prefix, lacking + 1)] * (not drafting)
-            key = next((key for key in wanted if key in self.pages), None)
-            if key is None or (index + 1) * PAGE > limit:
+        for index, key in enumerate(self.prefixes(ids)):
+            if key not in self.pages or (index + 1) * PAGE > limit:
                 break
             path.append(key)
         return path
@@ -56,11 +48,11 @@ class Slow:
         for key in path:
             self.holders[key] -= 1
             if not self.holders[key]:
-                self.idle_since[key] = (self.clock, -len(key[0]))
+                self.idle_since[key] = (self.clock, -len(key))
 
-    def insert(self, ids: list[int], pages: list[int], path: list[Key], drafted: int | None) -> None:
+    def insert(self, ids: list[int], pages: list[int], path: list[Key]) -> None:
         """Take the pages that are not known, hold them all."""
-        for index, key in enumerate(self.prefixes(ids, drafted)[: len(pages)]):
+        for index, key in enumerate(self.prefixes(ids)[: len(pages)]):
             if index >= len(path):
                 self.pages.setdefault(key, pages[index])
                 self.hold([key])
@@ -90,18 +82,13 @@ def test_random_operations_equal_the_slow_cache(seed: int, lookahead: int) -> No
     rng = random.Random(seed)
     cache, slow = PrefixCache(PAGE, lookahead), Slow(lookahead)
     requests: list[tuple[list[Node], list[Key]]] = []
-    next_page, matched, evicted, undrafted = 1, 0, 0, 0
+    next_page, matched, evicted = 1, 0, 0
     for _ in range(600):
         action = rng.random()
         if action < 0.5 and len(requests) < 6:  # a request comes: match, hold, compute, insert
             ids = [rng.randrange(2) for _ in range(rng.randint(1, 12))]
             limit = rng.choice((len(ids) - 1, len(ids)))
-            drafting = rng.random() < 0.4
-            path, slow_path = cache.match(ids, limit, drafting), slow.match(ids, limit, drafting)
-            gaps = [index for index, node in enumerate(path) if not node.drafted]
-            undrafted += len(gaps)
-            drafted = gaps[0] * PAGE if gaps else rng.choice((None, len(path) * PAGE + rng.randint(0, 3)))
-            assert not gaps or not drafting
+            path, slow_path = cache.match(ids, limit), slow.match(ids, limit)
             assert [node.page for node in path] == [slow.pages[key] for key in slow_path]
             assert len(path) * PAGE <= limit
             matched += len(path)
@@ -110,8 +97,8 @@ def test_random_operations_equal_the_slow_cache(seed: int, lookahead: int) -> No
             total = rng.randint(len(path), len(ids) // PAGE)
             pages = [node.page for node in path] + list(range(next_page, next_page + total - len(path)))
             next_page += total - len(path)
-            cache.insert(ids, pages, path, drafted)
-            slow.insert(ids, pages, slow_path, drafted)
+            cache.insert(ids, pages, path)
+            slow.insert(ids, pages, slow_path)
             assert [node.page for node in path] == [slow.pages[key] for key in slow_path]
             requests.append((path, slow_path))
         elif action < 0.8 and requests:
@@ -126,7 +113,7 @@ def test_random_operations_equal_the_slow_cache(seed: int, lookahead: int) -> No
             evicted += len(gone)
         cache.check()
         assert cache.count == len(slow.pages) and len(cache.idle) == len(slow.idle_since)
-    assert matched > 50 and evicted > 50 and undrafted > 5
+    assert matched > 50 and evicted > 50
     for path, _ in requests:
         cache.release(path)
     assert len(cache.evict(10**6)) == len(slow.pages) and cache.count == 0 and not cache.root.children

@@ -12,6 +12,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from minispec.attention import most_nodes
 from minispec.beam import BeamDrafter
@@ -38,7 +39,7 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
     if config.is_own_drafter:
         drafter = _own(config, model, folder, tokenizer)
         _check_size(config, drafter, model)
-        return as_drafter(drafter, model.config.vocab_size)
+        return as_drafter(drafter, model.config.vocab_size, config.smaller_nodes(drafter.nodes))
     table: dict[str, Callable[[Config, Model, Path, Tokenizer], Drafter | HostDrafter]] = {
         "NONE": lambda *_: Plain(),
         "NGRAM": lambda config, *_: NgramDrafter(
@@ -62,7 +63,7 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
                        "head", config.algorithm)  # fmt: skip
     drafter = table[config.algorithm](config, model, folder, tokenizer)
     _check_size(config, drafter, model)
-    return as_drafter(drafter, model.config.vocab_size)
+    return as_drafter(drafter, model.config.vocab_size, config.smaller_nodes(drafter.nodes))
 
 
 def _check_size(config: Config, drafter: Drafter | HostDrafter, model: Model) -> None:
@@ -168,8 +169,11 @@ def _token_map_file(config: Config) -> Path:
         raise ModelError(f"--speculative-token-map {config.token_map}: {error}") from error
 
 
-def _tree_shape(config: Config, model: Model) -> dict[str, int]:
-    """Return steps, topk and nodes of a tree grown on the device; logs it if the given size is impossible."""
+def _tree_shape(config: Config, model: Model) -> dict[str, Any]:
+    """Return steps, topk and nodes of a tree grown on the device, and those of the smaller one beside it.
+
+    Logs it if the given size is impossible.
+    """
     weight = model.embed_tokens.weight
     on_cpu = (config.device if weight.is_meta else weight.device.type) == "cpu"
     steps, topk, nodes = config.tree_shape(model.config.architecture, on_cpu)
@@ -178,4 +182,4 @@ def _tree_shape(config: Config, model: Model) -> dict[str, int]:
         logger.warning("--speculative-num-draft-tokens %d becomes %d: with --speculative-num-steps %d and "
                        "--speculative-eagle-topk %d %s", config.speculative_num_draft_tokens, nodes, steps, topk,
                        why)  # fmt: skip
-    return {"steps": steps, "topk": topk, "nodes": nodes}
+    return {"steps": steps, "topk": topk, "nodes": nodes, "smaller": config.smaller_tree((steps, topk, nodes))}

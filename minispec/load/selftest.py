@@ -26,7 +26,7 @@ from minispec.drafter import Drafter
 from minispec.eagle import DraftHead, Eagle3Head
 from minispec.engine import Engine
 from minispec.model import FINAL, Model
-from minispec.request import HOPELESS_LENGTH, Request, SamplingParams
+from minispec.request import Request, SamplingParams
 
 logger = logging.getLogger("minispec")
 
@@ -35,6 +35,7 @@ PROMPT = (
     "Answer: Trees need light, water and air. Their leaves"
 )
 STEPS = 24  # verify steps of the test
+HOPELESS_LENGTH = 1.05  # a head with an accept length below this is read wrongly, or not made for this target
 CLEARLY = 0.1  # a reading is better if the share of positions where it agrees with the target is so much higher
 
 Streams = dict[int | str, Tensor]

@@ -29,7 +29,7 @@ LINES = {  # what is done instead -> flags; a whole clause, as it follows "--fla
     "requests are served in the order of their arrival": "--schedule-policy --enable-priority-scheduling",
     "a request is admitted when its pages are free, and the newest one waits again when they run out":
         "--schedule-conservativeness",
-    "the tree keeps its shape while the server runs": "--speculative-adaptive --speculative-adaptive-config",
+    "shapes are chosen by what they are measured to be worth, from at most three": "--speculative-adaptive-config",
     "drafts are accepted where they are what the target draws itself, which is as exact": """
         --speculative-use-rejection-sampling --speculative-use-block-verification""",
     "a head with more than one layer is refused when it is loaded": "--enable-multi-layer-eagle",

@@ -1,0 +1,293 @@
+"""Which shape the next step has: plain, or one of the trees that the engine was made with.
+
+A tree costs the time of its nodes and of drafting them, and gives as many tokens as are accepted. Both change: with the
+batch, with the length of the texts, with what the texts are, with the machine. The one idea is to measure both where
+they happen. `Times` has what real steps took, `Acceptance` and `Matches` what real trees gave, and the shape with the
+most expected tokens a second over the whole batch is taken.
+
+A shape that is not taken teaches nothing. So now and then another one is tried, a probe, as long as all probes together
+have cost less than a hundredth of the time. A change must gain 3 %, so that noise does not move the engine to and fro;
+only the way back to plain steps is free, since plain decoding is what speculation must not fall below.
+
+`expected` is the question for one row and one shape, and may be asked of rows as they would be under another drafter:
+a `Row` says where its tree would come from. Nothing here knows of tensors or of requests beyond their identity.
+
+Expected tokens against step times: arXiv 2211.17192. Read next: `scheduler.py`, which asks.
+"""
+
+from __future__ import annotations
+
+import statistics
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+PLAIN = 1  # nodes of a plain step
+GAIN = 1.03  # what a change must gain
+PROBES = 0.01  # the share of decode time that probes may cost
+HORIZON = 0.999  # how much of the accounts of probes is left after a step
+STALE = 50  # steps of a kind after which another shape's numbers are worth a probe
+SAMPLES = 15  # step times that a median is taken of, the newest ones
+OWN_AFTER = 8  # tree steps of a request after which its own record counts
+FIRST_CHANCE = 0.6  # that a draft is accepted, before any was
+ALL_KEEP, OWN_KEEP = 0.99, 0.95  # how much an observation counts after the next one, for the engine, for a request
+
+
+class Kind(NamedTuple):
+    """What the time of a step depends on beside its shape."""
+
+    batch: int  # requests that it is padded to
+    sampled: bool  # whether any of them is not greedy
+    octave: int  # bits of the longest text's length
+
+    @classmethod
+    def of(cls, batch: int, sampled: bool, rows: int) -> Kind:
+        """Return the kind of a step whose longest text has this many rows; short ones are all alike."""
+        return cls(batch, sampled, max(rows, 128).bit_length())
+
+
+class Row(NamedTuple):
+    """One request of the next step."""
+
+    request: object  # whose record counts; compared by identity
+    match: int | None = None  # how much of the text the host's tree follows from, 0: no tree; None: the step drafts it
+    drafts: bool = True  # False: the request verifies no drafts, whatever the shape
+
+
+class Choice(NamedTuple):
+    """The shape of a step."""
+
+    nodes: int
+    probe: bool = False  # whether it was taken to learn something
+
+
+class Times:
+    """What steps took, by kind and nodes: the median of the newest."""
+
+    def __init__(self) -> None:
+        self._samples: dict[Kind, dict[int, deque[float]]] = defaultdict(dict)
+        self._since: dict[tuple[Kind, int], int] = {}  # steps of the kind since this shape was last measured
+
+    def add(self, kind: Kind, nodes: int, seconds: float) -> None:
+        """Take in the time of a step."""
+        of = self._samples[kind]
+        of.setdefault(nodes, deque(maxlen=SAMPLES)).append(seconds)
+        for other in of:
+            self._since[kind, other] = self._since.get((kind, other), 0) + 1
+        self._since[kind, nodes] = 0
+
+    def clear(self) -> None:
+        """Forget all times."""
+        self._samples.clear()
+        self._since.clear()
+
+    def stale(self, kind: Kind, nodes: int) -> bool:
+        """Return whether this shape was not measured in many steps of the kind."""
+        return self._since.get((kind, nodes), STALE) >= STALE
+
+    def known(self, kind: Kind, nodes: int) -> bool:
+        """Return whether such a step was measured."""
+        return nodes in self._samples.get(kind, ())
+
+    def of(self, kind: Kind, nodes: int) -> float:
+        """Return the seconds of a step: measured, or carried over from the nearest kind in which it was measured.
+
+        There it is scaled by what a shape measured in both takes more or less here. Of what nobody knows, a step takes
+        the time of any other, so that it is tried.
+        """
+        here = self._samples.get(kind, {})
+        if nodes in here:
+            return statistics.median(here[nodes])
+        near = [other for other, of in self._samples.items() if nodes in of and other.batch == kind.batch]
+        if not near:
+            return min((statistics.median(times) for times in here.values()), default=1.0)
+        other = min(near, key=lambda k: (abs(k.octave - kind.octave), k.sampled != kind.sampled))
+        there = self._samples[other]
+        both = [m for m in here if m in there]
+        scale = statistics.median(here[both[0]]) / statistics.median(there[both[0]]) if both else 1.0
+        return scale * statistics.median(there[nodes])
+
+
+class Acceptance:
+    """How often a draft was accepted where the one above it was, lately, by depth."""
+
+    def __init__(self, keep: float) -> None:
+        """`keep`: how much an observation counts after the next one."""
+        self.keep, self.steps = keep, 0
+        self._tried: dict[tuple[int, int], float] = defaultdict(float)  # by nodes of the tree and depth
+        self._held: dict[tuple[int, int], float] = defaultdict(float)
+
+    def learn(self, nodes: int, depth: int, accepted: int) -> None:
+        """Take in a tree of this size, of whose longest path so many drafts were accepted."""
+        self.steps += 1
+        for level in range(1, min(depth, accepted + 1) + 1):
+            for key in ((nodes, level), (0, level)):  # 0: of all sizes together
+                self._tried[key] = self.keep * self._tried[key] + 1
+                self._held[key] = self.keep * self._held[key] + (accepted >= level)
+
+    def chance(self, nodes: int, level: int, prior: float, weight: float) -> float:
+        """Return the chance at this depth; the prior counts as many observations as `weight` says."""
+        key = (nodes, level)
+        return (self._held.get(key, 0.0) + weight * prior) / (self._tried.get(key, 0.0) + weight)
+
+
+class Matches:
+    """What trees of the host gave, by size and by how much of the text they followed from.
+
+    A length of match has a running mean over what such trees emitted, beginning with an optimistic guess. Beside it
+    stands what to hope for: it drifts back to that guess while such trees are refused, since texts change.
+    """
+
+    rate = 0.1  # weight of the newest observation
+    drift = 0.01  # how fast hope returns
+
+    def __init__(self) -> None:
+        self._mean: dict[tuple[int, int], float] = {}
+        self._hope: dict[tuple[int, int], float] = {}
+
+    @staticmethod
+    def guess(nodes: int, match: int) -> float:
+        """Return the emission assumed of a tree before anything is known."""
+        return min(1.0 + 0.5 * match, float(nodes))
+
+    def expected(self, nodes: int, match: int, hope: bool = False) -> float:
+        """Return what such a tree emits, or what it may be hoped to emit."""
+        known = self._hope if hope else self._mean
+        return known.get((nodes, match), self.guess(nodes, match)) if match else 1.0
+
+    def learn(self, nodes: int, match: int, emitted: int) -> None:
+        """Take in what a tree emitted."""
+        if match:
+            mean = self.expected(nodes, match)
+            self._mean[nodes, match] = self._hope[nodes, match] = mean + self.rate * (emitted - mean)
+
+    def refuse(self, nodes: int, match: int) -> None:
+        """Let hope drift: such a tree was offered and not taken."""
+        hope = self.expected(nodes, match, hope=True)
+        self._hope[nodes, match] = hope + self.drift * (self.guess(nodes, match) - hope)
+
+
+class Policy:
+    """Chooses the shape of every step, and learns from every step."""
+
+    def __init__(self, trees: Mapping[int, int], adaptive: bool) -> None:
+        """`trees`: the depth of each size of tree, by nodes. Not `adaptive`: the largest tree whenever there is one.
+
+        forced: for tests and benchmarks, a choice in place of all rules, from the shapes that the step may have.
+        """
+        self.trees, self.adaptive = dict(trees), adaptive
+        self.times, self.matches, self.everyone = Times(), Matches(), Acceptance(ALL_KEEP)
+        self.forced: Callable[[Sequence[int]], int] | None = None
+        self.spent = self.probing = 0.0  # aged seconds of decode steps, and of them what probes cost
+        self._own: weakref.WeakKeyDictionary[object, Acceptance] = weakref.WeakKeyDictionary()
+        self._shape = max(self.trees, default=PLAIN)  # the one in use
+        self._probed = 0  # probes since the start
+        self._after_probe = False
+        self._pace = 0.0  # expected seconds of a token with the shape in use
+        self._chances: dict[int, list[float]] = {}  # of the engine, by nodes, until it learns
+
+    def expected(self, row: Row, nodes: int, hope: bool = False) -> float:
+        """Return the tokens that a step with trees of this size is expected to emit for a row, at least 1.
+
+        hope: as `Matches` has it.
+        """
+        if nodes == PLAIN or not row.drafts:
+            return 1.0
+        if row.match is not None:
+            return self.matches.expected(nodes, row.match, hope)
+        own, total, reached = self._own.get(row.request), 1.0, 1.0
+        for level, chance in enumerate(self._all_chances(nodes), start=1):
+            if own is not None and own.steps >= OWN_AFTER:
+                chance = own.chance(0, level, chance, OWN_AFTER)
+            reached *= chance
+            total += reached
+        return total
+
+    def _all_chances(self, nodes: int) -> list[float]:
+        """Return the engine's chance at each depth of a tree of this size."""
+        if nodes not in self._chances:
+            levels = range(1, self.trees[nodes] + 1)
+            pooled = [self.everyone.chance(0, level, FIRST_CHANCE, OWN_AFTER) for level in levels]
+            self._chances[nodes] = [
+                self.everyone.chance(nodes, level, prior, OWN_AFTER)
+                for level, prior in zip(levels, pooled, strict=True)
+            ]
+        return self._chances[nodes]
+
+    def choose(self, kind: Kind, shapes: Sequence[int], rows: Sequence[Row]) -> Choice:
+        """Return the shape of the next step, one of `shapes` in ascending order, the first of which is plain."""
+        if self.forced is not None:
+            return Choice(self.forced(shapes))
+        if len(shapes) == 1 or not any(row.drafts and row.match != 0 for row in rows):
+            return Choice(PLAIN)
+        if not self.adaptive:
+            return Choice(shapes[-1])
+        speeds = self._speeds(kind, shapes, rows)
+        stay = self._shape if self._shape in speeds else PLAIN
+        best = max(shapes, key=speeds.__getitem__)
+        if best != stay and speeds[best] > speeds[stay] * (1.0 if best == PLAIN else GAIN):
+            stay = best
+        self._shape, self._pace = stay, 1.0 / speeds[stay]
+        if stay == PLAIN:
+            for row in rows:
+                if row.match:
+                    for nodes in shapes[1:]:
+                        self.matches.refuse(nodes, row.match)
+        probe = self._probe(kind, shapes, rows, speeds)
+        return Choice(stay) if probe is None else Choice(probe, True)
+
+    def _speeds(self, kind: Kind, shapes: Sequence[int], rows: Sequence[Row], hope: bool = False) -> dict[int, float]:
+        """Return the expected tokens a second of each shape."""
+        return {n: sum(self.expected(row, n, hope) for row in rows) / self.times.of(kind, n) for n in shapes}
+
+    def _probe(
+        self, kind: Kind, shapes: Sequence[int], rows: Sequence[Row], speeds: Mapping[int, float]
+    ) -> int | None:
+        """Return another shape to try, None where nothing is to be learned or probes have cost enough.
+
+        What one will cost is estimated as if it emitted what plain steps do.
+        """
+        stay = self._shape
+        others = [nodes for nodes in shapes if nodes != stay and self.times.stale(kind, nodes)]
+        if rows[0].match is not None:  # proposals of the host: only what may be hoped to be faster
+            hopes = self._speeds(kind, shapes, rows, hope=True)
+            others = [nodes for nodes in shapes[1:] if nodes != stay and hopes[nodes] > GAIN * speeds[stay]]
+        if not others:
+            return None
+        probe = others[self._probed % len(others)]
+        cost = self.times.of(kind, probe) - len(rows) * self._pace
+        return probe if self.probing + max(cost, 0.0) <= PROBES * self.spent else None
+
+    def landed(
+        self, kind: Kind, choice: Choice, seconds: float, *, emitted: int, catching_up: float = 0.0
+    ) -> None:
+        """Take in how long a step took for its tokens, and the drafter before it for what plain steps had left.
+
+        Not to be called for a step that compiled something or waited for pages.
+        """
+        self.times.add(kind, choice.nodes, seconds)
+        self.spent = HORIZON * self.spent + seconds + catching_up
+        self.probing *= HORIZON
+        if choice.probe or self._after_probe:  # the return from a probe is its cost too
+            self.probing += catching_up
+        if choice.probe:
+            self.probing += max(seconds - emitted * self._pace, 0.0)
+            self._probed += 1
+        self._after_probe = choice.probe
+
+    def learn(self, row: Row, emitted: Mapping[int, int]) -> None:
+        """Take in what a row emitted, by nodes of the tree: of the one verified, and of others if that is known."""
+        if not row.drafts:
+            return
+        for nodes, count in emitted.items():
+            if nodes == PLAIN:
+                continue
+            if row.match is not None:
+                self.matches.learn(nodes, row.match, count)
+                continue
+            self._chances.clear()
+            self.everyone.learn(nodes, self.trees[nodes], count - 1)
+            if (own := self._own.get(row.request)) is None:
+                own = self._own[row.request] = Acceptance(OWN_KEEP)
+            own.learn(nodes, self.trees[nodes], count - 1)

@@ -30,6 +30,7 @@ import torch
 from json_schema import is_valid
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from minispec import server as server_module
 from minispec.config import Config
 from minispec.http import fields, schema
 from minispec.server import Build, Server, build_llm
@@ -53,8 +54,14 @@ def script(tokenizer: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def tiny(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer Llama with the default model's tokenizer, whose greedy text is the script."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
+    """The model whose greedy text is the script, again and again."""
+    ids = script(AutoTokenizer.from_pretrained(demo_folder))
+    return scripted(demo_folder, tmp_path_factory.mktemp("models") / "tiny", [*ids, ids[0]])
+
+
+def scripted(demo_folder: Path, folder: Path, ids: list[int]) -> Path:
+    """Write a two-layer Llama with the default model's tokenizer, in whose greedy text each of the ids follows the one
+    before; return its folder."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(demo_folder)
     config = LlamaConfig(
@@ -62,12 +69,11 @@ def tiny(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    ids = script(tokenizer)
     with torch.no_grad():
         embed = torch.nn.functional.normalize(torch.randn(config.vocab_size, 64), dim=-1)
         model.model.embed_tokens.weight.copy_(embed)
         model.lm_head.weight.zero_()
-        for token, following in zip(ids, [*ids[1:], ids[0]], strict=True):
+        for token, following in zip(ids, ids[1:], strict=False):
             model.lm_head.weight[following] = 1.5 * embed[token]
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -407,6 +413,65 @@ def test_web_pages_of_named_origins_may_call_and_their_browsers_may_ask_without_
     assert [(s, h[allow]) for s, _, h in named] == [(204, own), (503, own), (401, own), (503, None)]
     assert [(s, h[allow]) for s, _, h in anyone] == [(204, "*"), (503, "*"), (401, "*"), (503, "*")]
     assert named[0][2]["Access-Control-Allow-Headers"] == "authorization,x-own" and named[3][2]["Vary"] == "Origin"
+
+
+def test_a_prediction_is_drafted_from_and_its_figures_are_in_the_usage(served: Running, tiny: Path) -> None:
+    script_of = AutoTokenizer.from_pretrained(tiny)
+    expected, usages = script_of.decode(script(script_of)), []
+    for wish in ({"prediction": {"type": "content", "content": [{"type": "text", "text": expected}]}}, {}):
+        assert served.ok("/flush_cache")
+        answer = served.ok("/v1/chat/completions", {**chat(max_tokens=len(script(script_of))), **wish})
+        usages.append(answer["usage"])
+        texts = answer["choices"][0]["message"]["content"]
+    details = usages[0]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 5 and details["rejected_prediction_tokens"] >= 0
+    assert "completion_tokens_details" not in usages[1] and texts
+    chunks, _ = served.stream("/v1/chat/completions", {**chat(max_tokens=9), "stream_options": {"include_usage": True},
+                                                       "prediction": {"type": "content", "content": expected}})
+    assert chunks[-2]["usage"]["completion_tokens_details"]
+    error = served.call("/v1/chat/completions", chat(prediction={"type": "content", "content": "x" * 10**5}))[1]
+    assert error["error"]["param"] == "prediction"
+
+
+def test_thresholds_change_while_the_server_runs_and_back(served: Running) -> None:
+    wish = native(" ".join(PIECES) * 3, temperature=5, top_k=2, sampling_seed=4, max_new_tokens=100)
+    state = lambda **args: served.call("/set_internal_state", {"server_args": args})  # noqa: E731
+    exact = served.ok("/generate", wish)["output_ids"]
+    prints = [served.ok("/v1/completions", {"prompt": "a", "max_tokens": 1})["system_fingerprint"]]
+    name = "speculative_accept_threshold_single"
+    assert state(**{name: 0.0})[:2] == (200, [True]) and served.ok("/server_info")[name] == 0
+    assert served.stats()["avg_spec_accept_length"] == 0
+    assert served.ok("/generate", wish)["output_ids"] != exact, "drafts are accepted whatever the noise says"
+    prints.append(served.ok("/v1/completions", {"prompt": "a", "max_tokens": 1})["system_fingerprint"])
+    for args, param in (({name: 7}, None), ({"page_size": 16}, "page_size"), ({name: "x"}, None), (3, None)):
+        status, answer, _ = served.call("/set_internal_state", {"server_args": args})
+        assert status == 400 and answer["error"]["param"] == (param or "server_args"), answer
+    assert state(**{name: 1.0})[0] == 200
+    assert served.ok("/generate", wish)["output_ids"] == exact
+    assert len(set(prints)) == 2
+    assert served.ok("/v1/completions", {"prompt": "a", "max_tokens": 1})["system_fingerprint"] == prints[0]
+
+
+def test_a_queued_stream_opens_at_once_and_is_kept_alive_and_its_failure_is_an_event(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "KEEP_ALIVE", 0.05)
+    held = served.open("/generate", {"text": ["x"] * 4, "sampling_params": LONG})
+    served.wait(lambda s: s["num_running_reqs"] == 4)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as sock:
+        raw = json.dumps(chat(stream=True, rid="waiting")).encode()
+        sock.sendall(b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
+        answer = sock.makefile("rb")
+        assert b"200" in answer.readline()
+        lines = iter(answer.readline, b"")
+        assert b'"role":"assistant"' in next(line for line in lines if line.startswith(b"data: "))
+        assert [next(line for line in lines if line.strip()) for _ in range(2)] == [b": keep-alive\n"] * 2
+        assert served.stats()["num_queue_reqs"] == 1
+        served.call("/abort_request", {"rid": "waiting"})
+        rest = [line for line in lines if line.startswith(b"data: ")]
+    assert json.loads(rest[0][6:])["error"]["code"] == "aborted" and rest[1:] == [b"data: [DONE]\n"]
+    held.close()
+    served.idle()
 
 
 # ---- what clients cannot break ---------------------------------------------------------------------------------------

@@ -1,0 +1,132 @@
+"""Clients that others wrote, unmodified, over a socket: a loop of tools with each, streamed and not.
+
+The model's greedy answer is scripted: a thought, then a call of `add`. Its JSON is spaced so that no token occurs
+twice, since each token of the script has one successor. Clients that install heavily, or beside which others cannot be
+installed, are run by the scripts in tests/clients/.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from test_server import Running, client, options, ready, scripted
+from transformers import AutoTokenizer
+
+from minispec.config import Config
+from minispec.load.tokenizer import load_tokenizer
+
+THOUGHT, CALL = "Hm", '{"name":"add","parameters"     :{      "a": 1   }\t}'
+ADD = {"type": "function", "function": {"name": "add", "description": "Add one.", "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}}  # fmt: skip
+ASK = {"role": "user", "content": "What is 1 + 1?"}
+
+
+@pytest.fixture(scope="module")
+def caller(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of a model that calls a tool, whatever it is asked."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_folder)
+    ids = tokenizer.encode(f"{THOUGHT}</think>{CALL}", add_special_tokens=False)
+    last = load_tokenizer(demo_folder, "hermes").encode_chat([ASK])[-1]  # of every prompt
+    ids = [last, *ids, tokenizer.eos_token_id]
+    assert len(set(ids)) == len(ids)
+    folder = scripted(demo_folder, tmp_path_factory.mktemp("models") / "caller", ids)
+    flags = {"chat_template": "hermes", "tool_call_parser": "llama3", "reasoning_parser": "deepseek-r1"}
+    running = ready(Running(Config(**options(folder, **flags))))
+    yield running
+    running.stop()
+
+
+def test_openai_runs_a_loop_of_tools(caller: Running) -> None:
+    api, messages = client(caller), [dict(ASK)]
+    for _ in range(2):
+        wish: dict[str, Any] = {"model": "any", "messages": messages, "tools": [ADD], "temperature": 0}
+        choice = api.chat.completions.create(**wish).choices[0]
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+        assert choice.message.reasoning_content == THOUGHT
+        messages.append(choice.message.model_dump(exclude_none=True))
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "2"})
+    answer = api.chat.completions.create(**{**wish, "messages": messages, "tool_choice": "none"}).choices[0]
+    assert (answer.finish_reason, answer.message.content, answer.message.tool_calls) == ("stop", CALL, None)
+
+
+def test_openai_s_stream_adds_up_to_the_same_message(caller: Running) -> None:
+    wish = {"model": "any", "messages": [ASK], "tools": [ADD], "temperature": 0}
+    caller.ok("/flush_cache")  # so that not all of the call is drafted, and comes at once
+    with client(caller).chat.completions.stream(**wish) as stream:
+        kinds = [event.type for event in stream]
+        message = stream.get_final_completion().choices[0].message
+    whole = client(caller).chat.completions.create(**wish).choices[0].message
+    assert message.tool_calls[0].function.arguments == whole.tool_calls[0].function.arguments
+    assert kinds.count("tool_calls.function.arguments.delta") > 2
+    chunks = list(client(caller).chat.completions.create(**wish, stream=True))
+    thoughts = [getattr(c.choices[0].delta, "reasoning_content", None) for c in chunks]
+    assert "".join(filter(None, thoughts)) == THOUGHT and chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_one_call_ends_the_answer_where_calls_may_not_be_parallel(caller: Running) -> None:
+    wish = {"model": "any", "messages": [ASK], "tools": [ADD], "temperature": 0}
+    both, one = (client(caller).chat.completions.create(**wish, parallel_tool_calls=flag) for flag in (True, False))
+    assert both.choices[0].message.tool_calls[0].function == one.choices[0].message.tool_calls[0].function
+    assert one.usage.completion_tokens == both.usage.completion_tokens - 1, "EOS was not waited for"
+
+
+def test_what_must_be_a_call_or_json_is_refused_by_name_as_the_client_expects(caller: Running) -> None:
+    for wish, param in (({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client(caller).chat.completions.create(model="any", messages=[ASK], **wish)
+        assert caught.value.param == param
+
+
+def test_langchain_binds_tools_and_streams_their_calls(caller: Running) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+
+    @tool
+    def add(a: int) -> int:
+        """Add one."""
+        return a + 1
+
+    model = langchain.ChatOpenAI(
+        base_url=f"http://127.0.0.1:{caller.port}/v1", api_key="None", model="any", temperature=0, max_retries=0
+    )
+    bound, messages = model.bind_tools([add]), [HumanMessage(ASK["content"])]
+    answer = bound.invoke(messages)
+    assert [(c["name"], c["args"]) for c in answer.tool_calls] == [("add", {"a": 1})] and not answer.invalid_tool_calls
+    results = [ToolMessage(str(add.invoke(c["args"])), tool_call_id=c["id"]) for c in answer.tool_calls]
+    again = bound.invoke([*messages, answer, *results])
+    assert again.tool_calls[0]["args"] == {"a": 1} and again.usage_metadata["output_tokens"] > 10
+    total = None
+    for chunk in bound.stream(messages):
+        total = chunk if total is None else total + chunk
+    assert [(c["name"], c["args"]) for c in total.tool_calls] == [("add", {"a": 1})]
+    assert model.invoke(messages).content == CALL
+
+
+def test_llm_chains_tools_and_streams(caller: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    llm = pytest.importorskip("llm")
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        f"- {{model_id: tiny, model_name: any, api_base: 'http://127.0.0.1:{caller.port}/v1', supports_tools: true}}\n"
+    )
+    called = []
+
+    def add(a: int) -> str:
+        """Add one."""
+        called.append(a)
+        return str(a + 1)
+
+    model = llm.get_model("tiny")
+    model.key = "DUMMY_KEY"
+    assert model.prompt(ASK["content"], temperature=0).text() == CALL
+    assert "".join(model.prompt(ASK["content"], temperature=0, stream=True)) == CALL
+    with pytest.raises(ValueError, match="limit"):  # the model calls whenever it may
+        list(model.conversation(chain_limit=2).chain(ASK["content"], tools=[add], options={"temperature": 0}))
+    assert called == [1]

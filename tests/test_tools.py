@@ -382,7 +382,11 @@ def test_the_grammar_of_calls_takes_what_the_parser_reads_and_nothing_else(
 ) -> None:
     llguidance = pytest.importorskip("llguidance")
     tokenizer = llguidance.LLTokenizer("byte")
-    grammar = constraint([WEATHER, CLOCK], CALLS[form], name, parallel)
+    place = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"],
+             "$defs": {"City": {"type": "string"}}}  # fmt: skip
+    tools = [{"function": {**WEATHER["function"], "parameters": place}}, CLOCK,
+             {"function": {"name": 'quo"ted é'}}]  # fmt: skip
+    grammar = constraint(tools, CALLS[form], name, parallel)
 
     def accepts(text: str) -> bool:
         matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
@@ -396,12 +400,14 @@ def test_the_grammar_of_calls_takes_what_the_parser_reads_and_nothing_else(
         weather: name in (None, "weather"), clock: name in (None, "clock"),
         weather + between + clock: parallel and name is None, "Hello": False, "": False,
         begin + json.dumps({"name": "rain", key: {}}) + end: False,
+        begin + json.dumps({"name": 'quo"ted é', key: {}}, ensure_ascii=False) + end: name is None,
+        begin + f'{{"name": "clock",{" " * 9}"{key}": {{}}}}' + end: False,
         begin + json.dumps({"name": "weather", key: {"city": 7}}) + end: False,
     }  # fmt: skip
     for text, right in verdicts.items():
         assert accepts(text) is right, text
         if right:
-            message = Message(Wish(tools=(WEATHER, CLOCK)), Formats(CALLS[form]))
+            message = Message(Wish(tools=tuple(tools)), Formats(CALLS[form]))
             read([text], message)
             assert message.called and message.whole()["content"] is None
 

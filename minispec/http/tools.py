@@ -19,6 +19,8 @@ from minispec.http.reasoning import overlap
 from minispec.load.reply_formats import CallFormat
 
 MAX_DEPTH = 64  # of nested JSON in a call; a deeper one is malformed
+# Of arguments that are constrained: white space left free is where small models never stop.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
 _BETWEEN, _OPEN, _OBJECT, _AFTER, _OVER = range(5)  # where in the reply: `_OPEN` is after a begin tag
 
@@ -220,23 +222,21 @@ def constraint(
 
     tools: as clients send them. name: of the one tool that must be called, in one call.
     """
-    chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    calls = []
-    for function in chosen:
-        schema = {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                form.arguments: function.get("parameters") or {"type": "object"},
-            },
-            "required": ["name", form.arguments],
-            "additionalProperties": False,
-        }
-        calls.append(json.dumps(schema))
     several = parallel and name is None
-    begin, end = (json.dumps(text) + " " if text else "" for text in form.spelled)
-    rules = [f"start: call ({json.dumps(form.between)} call)*" if several else "start: call"]
-    rules.append(f"call: {begin}object {end}".rstrip())
-    rules.append("object: " + " | ".join(f"tool_{i}" for i in range(len(calls))))
-    rules += [f"tool_{i}: %json {schema}" for i, schema in enumerate(calls)]
-    return "\n".join(rules) + "\n"
+    calls = []
+    for function in (tool["function"] for tool in tools):
+        if name in (None, function["name"]):
+            head = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{form.arguments}": '
+            schema = {"type": "object", **(function.get("parameters") or {}), "x-guidance": _SPACING}
+            calls.append(f"{_literal(form.spelled[0] + head)} %json {json.dumps(schema)} "
+                         f"{_literal('}' + form.spelled[1])}")  # fmt: skip
+    return "\n".join([
+        f"start: call ({_literal(form.between)} call)*" if several else "start: call",
+        "call: " + " | ".join(f"call_{i}" for i in range(len(calls))),
+        *(f"call_{i}: {call}" for i, call in enumerate(calls)),
+    ]) + "\n"  # fmt: skip
+
+
+def _literal(text: str) -> str:
+    """Return a text as the grammar's literal of it."""
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,86 @@
+"""Run a client that others wrote against a server that runs, in an environment of its own.
+
+    python -m minispec.server --chat-template hermes
+    python tests/clients/run.py litellm [--url http://127.0.0.1:30000]
+
+These clients install heavily, or pin versions beside which others cannot be installed. Each gets a folder under
+~/.cache/minispec/clients, made at its first run. The lighter ones are in the test suite, tests/test_clients.py, and
+`schemathesis_run.py` has its own description. docs/serving.md has the versions that were run and what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+BASE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "minispec" / "clients"
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+class Client(NamedTuple):
+    """What is installed, and the command that is run; {url}, {bin}, {here} and {out} are filled in."""
+
+    packages: tuple[str, ...]
+    command: tuple[str, ...]
+
+
+CLIENTS = {
+    "litellm": Client(("litellm",), ("{bin}/python", "{here}/litellm_client.py", "{url}")),
+    "instructor": Client(("instructor",), ("{bin}/python", "{here}/instructor_client.py", "{url}")),
+    "locust": Client(
+        ("locust",),
+        ("{bin}/locust", "-f", "{here}/locustfile.py", "--headless", "-u", "4", "-r", "4", "-t", "20s", "-H", "{url}",
+         "--only-summary"),
+    ),
+    "guidellm": Client(
+        ("guidellm",),
+        ("{bin}/guidellm", "benchmark", "run", "--target", "{url}", "--profile", "concurrent", "--rate", "2",
+         "--max-requests", "8", "--data", "{here}/prompts.jsonl", "--output-dir", "{out}"),
+    ),
+    "lm-eval": Client(("lm-eval[api]",), ("{bin}/python", "{here}/lm_eval_client.py", "{url}")),
+    "openai-node": Client(("openai",), ("node", "{out}/openai_node.mjs", "{url}")),
+}  # fmt: skip
+
+
+def install(name: str, client: Client) -> Path:
+    """Return the client's folder, made with its packages if it is not there yet."""
+    folder = BASE / name
+    if (folder / "done").exists():
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if client.command[0] == "node":
+        subprocess.run(["npm", "install", "--no-audit", "--no-fund", *client.packages], cwd=folder, check=True)
+        for script in HERE.glob("*.mjs"):  # beside node_modules, where node looks for packages
+            shutil.copy(script, folder)
+    else:
+        venv.create(folder, with_pip=True)
+        subprocess.run([folder / "bin" / "pip", "install", "-q", *client.packages], check=True)
+    (folder / "done").touch()
+    return folder
+
+
+def main() -> int:
+    """Run one client and return its exit status, 0 if all that it checks held."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("client", choices=CLIENTS)
+    parser.add_argument("--url", default="http://127.0.0.1:30000", help="where the server is")
+    given = parser.parse_args()
+    client = CLIENTS[given.client]
+    folder = install(given.client, client)
+    names = {"url": given.url, "bin": folder / "bin", "here": HERE, "out": folder}
+    command = [part.format(**names) for part in client.command]
+    own = {"OPENAI_API_KEY": "None", "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return subprocess.call(command, cwd=folder, env={**clean, **own})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -21,6 +21,7 @@ from torch import Tensor
 from minispec.attention import AttendKind, Plan
 from minispec.drafter import Draft
 from minispec.kv import PagedKV
+from minispec.logprobs import Questions, Scores
 from minispec.tree import PADDING, DraftTree
 
 
@@ -33,6 +34,7 @@ class Chunk(NamedTuple):
     last: bool  # completes what is known, so the token after it is picked
     following: int = 0  # the known token after a chunk that is not the last
     again: bool = False  # replays a retracted request; its own past is nothing new to the drafter
+    scored: range = range(0)  # rows of it whose next tokens are scored
 
 
 def fill(buffer: Tensor, values: Sequence[int]) -> None:
@@ -58,6 +60,8 @@ class Bucket:
         self.attend = kind(kv, self.plan, layers)
         self.outputs = torch.zeros(batch, most + 1, dtype=torch.int64, device=device)
         self.emitted, self.count = self.outputs[:, :most], self.outputs[:, most]
+        self.questions: Questions | None = None  # of an uncaptured step; a captured one has neither
+        self.scores: Scores | None = None
 
     def upload(self, slots: Sequence[int], drafts: Sequence[Draft]) -> None:
         """Write slots and the host's trees, both padded; the step itself fills in node 0."""
@@ -90,6 +94,8 @@ class PrefillBucket:
         kind, layers = attend
         self.attend = kind(kv, self.plan, layers)
         self.outputs = torch.zeros(blocks, 2, dtype=torch.int64, device=device)  # the token after each chunk, and count
+        self.questions: Questions | None = None  # as in `Bucket`
+        self.scores: Scores | None = None
 
     def upload(self, chunks: Sequence[Chunk]) -> None:
         """Write the chunks, which must fit."""

@@ -178,6 +178,9 @@ class Drafter(ABC):
     def predict(self, slot: int, tokens: Sequence[int]) -> None:  # noqa: B027  nor from what is expected of it
         """Take in, before anything else of a slot's text, what its output is expected to be like; a hint for drafts."""
 
+    def ignore(self, slot: int) -> None:  # noqa: B027  a drafter that reads no text learns nothing for others
+        """Learn nothing from the text of this slot until it is released, since others must not profit from it."""
+
     def release(self, slot: int) -> None:  # noqa: B027  what is written anew before it is read need not be forgotten
         """Forget a slot: its request ended or was retracted."""
 
@@ -239,14 +242,17 @@ class HostTrees(Drafter):
         self.name, self.nodes, self.depth = inner.name, inner.nodes, inner.depth
         self.smaller = None if smaller is None else TreeSize(smaller, min(inner.depth, smaller - 1))
         self.refused = 0  # trees that broke the rules, since the start
+        self._ignored: set[int] = set()  # slots whose text the drafter never sees, and drafts nothing for
 
     def host_drafts(self, slots: Sequence[int]) -> list[Draft]:
         """Ask the drafter, and return its trees, roots alone in place of what is no tree."""
-        offered = self.inner.propose(slots)
-        if len(offered) != len(slots):
-            self._refuse(f"{len(offered)} trees for {len(slots)} requests")
-            return [Draft([PADDING], [-1])] * len(slots)
-        return [self._checked(draft) for draft in offered]
+        heard = [slot for slot in slots if slot not in self._ignored]
+        offered = self.inner.propose(heard)
+        if len(offered) != len(heard):
+            self._refuse(f"{len(offered)} trees for {len(heard)} requests")
+            offered = []
+        checked = {slot: self._checked(draft) for slot, draft in zip(heard, offered, strict=False)}
+        return [checked.get(slot, Draft([PADDING], [-1])) for slot in slots]
 
     def _checked(self, draft: Draft) -> Draft:
         """Return the tree, or its root alone if it breaks a rule."""
@@ -269,15 +275,24 @@ class HostTrees(Drafter):
 
     def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
         """Hand the tokens on."""
+        if slot in self._ignored:
+            return
         self.inner.commit(slot, tokens, again=again)
 
     def predict(self, slot: int, tokens: Sequence[int]) -> None:
         """Hand the expected output on."""
-        self.inner.predict(slot, tokens)
+        if slot not in self._ignored:
+            self.inner.predict(slot, tokens)
 
     def release(self, slot: int) -> None:
         """Forget a slot."""
-        self.inner.release(slot)
+        if slot not in self._ignored:
+            self.inner.release(slot)
+        self._ignored.discard(slot)
+
+    def ignore(self, slot: int) -> None:
+        """Keep the slot's text from the drafter."""
+        self._ignored.add(slot)
 
     def clear(self) -> None:
         """Forget what past requests taught."""

@@ -33,10 +33,11 @@ from minispec.compiled import Choice, Compiler, Small
 from minispec.drafter import Batch, Committed, Draft, Drafter, TreeSize
 from minispec.graphs import Recorder
 from minispec.kv import PagedKV
+from minispec.logprobs import Question, Questions, Scores, score_known, score_picks
 from minispec.model import Model, Rope
-from minispec.request import Request
+from minispec.request import Logprobs, Request, Scored
 from minispec.ring import ROWS, Ring
-from minispec.sampling import FILTERED, GREEDY, TEMPERED, Needs, SamplingState, Wishes, largest, pick
+from minispec.sampling import FILTERED, GREEDY, SCORES, TEMPERED, Needs, SamplingState, Wishes, largest, pick
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import EXACT, Acceptance, Rule, Verdict, simulate, verify, verify_greedy
 
@@ -58,6 +59,7 @@ class Pending:
     catching_up: float = 0.0  # seconds before that in which the drafter took in what plain steps had left
     chunks: Sequence[Chunk] = ()
     captured: bool = False  # whether a CUDA graph ran it
+    scores: Scores | None = None  # of those who asked, on their way too
 
     @property
     def most(self) -> int:
@@ -193,6 +195,7 @@ class Engine:
         # Beyond how many rows after its committed ones a slot's tree is padding: 1 for a request that wants no drafts.
         self.reach = torch.full((slots,), sizes.context_length, dtype=torch.int64, device=device)
         self.ring = make_ring(model, drafter, slots)
+        self.logprobs: dict[int, Logprobs] = {}  # by slot, of requests that ask for them
         self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
         self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): `time_steps` fills it, at `timed_rows`
         self.timed_rows = 0
@@ -258,8 +261,12 @@ class Engine:
         """
         slot, r = request.slot, request
         self.sampling.assign(slot, r.params, r.seed, r.prompt_ids, r.output_ids, stop_ids)
+        if r.params.logprobs is not None:
+            self.logprobs[slot] = r.params.logprobs
         self.lens[slot : slot + 1].fill_(r.kv_len)
         self.reach[slot : slot + 1].fill_(self.sizes.context_length if r.params.speculative else 1)
+        if r.salt:
+            self.drafter.ignore(slot)
         if r.prediction:
             self.drafter.predict(slot, r.prediction)
         if r.kv_len:
@@ -269,6 +276,7 @@ class Engine:
         """Take a slot back from a request that ended or was retracted."""
         self.sampling.release(slot)
         self.drafter.release(slot)
+        self.logprobs.pop(slot, None)
         self.lens[slot : slot + 1].zero_()
         if self.ring is not None:
             self.ring.waiting[slot] = 0
@@ -306,9 +314,12 @@ class Engine:
                     self.ring.waiting[slot] += 1
         launched = time.perf_counter()
         bucket.upload(slots, [draft.cut(bucket.nodes) for draft in drafts])
-        captured = self._run(self.decode, bucket, self.sampling.needs(slots))
-        return self._pending(list(slots), bucket.outputs, nodes=bucket.nodes, captured=captured, launched=launched,
-                             catching_up=launched - started)  # fmt: skip
+        needs = self.sampling.needs(slots)
+        asking = enumerate(slots) if SCORES in needs else ()
+        asked = [Question(row, self.logprobs[slot]) for row, slot in asking if slot in self.logprobs]
+        captured = self._run(self.decode, bucket, needs, asked)
+        return self._pending(list(slots), bucket.outputs, bucket.scores, nodes=bucket.nodes, captured=captured,
+                             launched=launched, catching_up=launched - started)  # fmt: skip
 
     @torch.inference_mode()
     def catch_up(self, slots: Iterable[int]) -> None:
@@ -336,12 +347,17 @@ class Engine:
         features = None if features is None else features.view(1, bucket.size, -1)
         return Committed(bucket.chunk_slots, *flat, features, bucket.ends, bucket.plan, prefill=True)
 
-    def _run(self, step: Callable[[Any, Needs], None], bucket: Bucket | PrefillBucket, needs: Needs) -> bool:
+    def _run(
+        self, step: Callable[[Any, Needs], None], bucket: Bucket | PrefillBucket, needs: Needs,
+        asked: Sequence[Question] = (),
+    ) -> bool:  # fmt: skip
         """Run `decode` or `known`; returns whether that was a replay, which it is where the step was captured.
 
         Members of `Wishes` that nobody wants have neutral values, so a step that serves more needs serves fewer too.
+        asked: which scores the step is to leave in its bucket.
         """
         self.begin_step()
+        bucket.questions, bucket.scores = Questions(asked, self.device) if asked else None, None
         for covering in CAPTURED:
             if needs <= covering and (graph := self.graphs.get((bucket, covering))) is not None:
                 graph.replay()
@@ -352,11 +368,12 @@ class Engine:
     def decode(self, bucket: Bucket, needs: Needs) -> None:
         """Run the decode step that a bucket's inputs describe, and write its outputs.
 
-        It reads and writes tensors that stay where they are, and what it does depends on shapes and `needs` alone.
+        It reads and writes tensors that stay where they are, and what it does depends on shapes and `needs` alone,
+        unless there are questions.
         """
         slots, nodes = bucket.slots, bucket.nodes
         lens, root = self.lens[slots], self.root[slots]
-        wishes = self.sampling.wishes(slots, needs) if needs else None
+        wishes = self.sampling.wishes(slots, needs) if needs - {SCORES} else None
         holds = needs in COMPILED and not (needs and self.amended)
         before, after = self.small.of(bucket.batch, bool(needs)) if holds else self.small.eager
         drafted = self._propose(bucket, lens, root, wishes) if nodes > 1 else bucket.tree
@@ -399,7 +416,8 @@ class Engine:
         slots, nodes = bucket.slots, bucket.nodes
         hidden, features = self.model.finish(streams, self.drafter.taps)
         tree = DraftTree(step.tokens, step.parents)
-        verdict = self._verify(tree, step.above, self.model.logits(hidden), wishes, lens)
+        logits = self.model.logits(hidden)
+        verdict = self._verify(tree, step.above, logits, wishes, lens)
         if nodes > 1 and self.acceptance.simulated is not None:
             verdict = simulate(tree, step.above, verdict, self.acceptance.simulated, slots, lens)
         if nodes > 1:
@@ -412,6 +430,8 @@ class Engine:
         self._clear_padding()
         bucket.emitted.copy_(verdict.emitted)
         bucket.count.copy_(verdict.count)
+        if bucket.questions is not None:
+            bucket.scores = score_picks(bucket.questions, logits, verdict.path, verdict.emitted)
         return self._path(bucket, lens, verdict, step.tokens, features) if nodes > 1 and self.drafter.commits else None
 
     def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor) -> Verdict:
@@ -455,8 +475,22 @@ class Engine:
         """
         bucket = self._prefill_bucket(sum(self.blocks(len(chunk.tokens)) for chunk in chunks))
         bucket.upload(chunks)
-        captured = self._run(self.known, bucket, self.sampling.needs([chunk.slot for chunk in chunks if chunk.last]))
-        return self._pending([chunk.slot for chunk in chunks], bucket.outputs, chunks=chunks, captured=captured)
+        needs = self.sampling.needs([chunk.slot for chunk in chunks if chunk.last])
+        asked = self._questions(chunks)
+        captured = self._run(self.known, bucket, needs | {SCORES} if asked else needs, asked)
+        slots = [chunk.slot for chunk in chunks]
+        return self._pending(slots, bucket.outputs, bucket.scores, chunks=chunks, captured=captured)
+
+    def _questions(self, chunks: Sequence[Chunk]) -> list[Question]:
+        """Return what the chunks' requests ask of their step, whose rows are packed as `PrefillBucket` packs them."""
+        asked, first = [], 0
+        for row, chunk in enumerate(chunks):
+            if chunk.scored or (chunk.last and chunk.slot in self.logprobs):
+                shift = first - chunk.start
+                known = range(chunk.scored.start + shift, chunk.scored.stop + shift)
+                asked.append(Question(row, self.logprobs[chunk.slot], chunk.last, known))
+            first += self.blocks(len(chunk.tokens)) * self.query_block
+        return asked
 
     def _prefill_bucket(self, blocks: int) -> PrefillBucket:
         """Return the smallest bucket of so many query blocks."""
@@ -471,7 +505,11 @@ class Engine:
         hidden, features = self.model(tokens, positions, bucket.attend, self.drafter.taps)
         logits = self.model.logits(hidden[0].index_select(0, bucket.ends))
         slots, lens, picked = bucket.chunk_slots, bucket.lens, bucket.picked
-        token = pick(logits, self.sampling.wishes(slots, needs), lens) if needs else largest(logits)
+        sampled = needs - {SCORES}
+        token = pick(logits, self.sampling.wishes(slots, sampled), lens) if sampled else largest(logits)
+        if bucket.questions is not None:
+            rows = (hidden[0], bucket.following)
+            bucket.scores = score_known(bucket.questions, (logits, token), rows, self.model.logits)
         if self.drafter.commits:
             # The pick follows the last row of a last chunk. Added, not assigned: padding repeats row 0.
             after = bucket.following.index_add(0, bucket.ends, picked * (token - bucket.following[bucket.ends]))
@@ -491,13 +529,15 @@ class Engine:
         # `lens[0] = 0` would copy a number from the host, and on CUDA the host would wait for the step to be done.
         self.lens[:1].zero_()
 
-    def _pending(self, slots: list[int], outputs: Tensor, **what: object) -> Pending:
+    def _pending(self, slots: list[int], outputs: Tensor, scores: Scores | None = None, **what: object) -> Pending:
         """Start the copy to the host; the next step may overwrite `outputs`."""
         on_host, ready = outputs.to("cpu", non_blocking=True, copy=True), None
+        if scores is not None:
+            scores = scores.to_host()
         if outputs.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
-        return Pending(slots, on_host, ready, **what)
+        return Pending(slots, on_host, ready, scores=scores, **what)
 
     def collect(self, pending: Pending) -> list[list[int]]:
         """Wait for a step and return the tokens it emitted, one list per slot or chunk; tells the drafter."""
@@ -512,6 +552,10 @@ class Engine:
             self.drafter.observe(slot, tokens)
         self.drafter_seconds += time.perf_counter() - started
         return found
+
+    def told(self, pending: Pending) -> dict[int, tuple[list[Scored], list[Scored]]]:
+        """Return, by row or chunk of a collected step, the scores of known tokens and of picks; of who asked only."""
+        return {} if pending.scores is None else pending.scores.read(1 if pending.chunks else pending.most)
 
     # ---- warm-up -------------------------------------------------------------------------------------------------
 
@@ -534,7 +578,7 @@ class Engine:
         """Capture the decode steps of these batch sizes and the smallest prefill step, on CUDA and after warm-up.
 
         Each is captured for greedy batches, for those with a temperature, and for those with filters; batches with
-        penalties, bias or min_new_tokens run uncaptured. The largest come first, so that the smaller ones fit into the
+        penalties, bias, min_new_tokens or logprobs run uncaptured. The largest come first, so that the smaller ones fit into the
         memory that those leave to the pool.
         """
         recorder = Recorder(self.device)

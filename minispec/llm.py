@@ -26,6 +26,7 @@ from minispec.compiled import check_graph_trees, compile_step
 from minispec.config import Config, flag_name
 from minispec.drafter import Drafter, Plain
 from minispec.engine import Engine, Sizes, coarse_batches
+from minispec.http.logprobs import native_lists
 from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter
 from minispec.load.fp8 import check_fp8, read_weights, stored_in_fp8, use_fp8
@@ -228,6 +229,7 @@ class LLM:
     def _result(self, request: Request, text: str) -> dict[str, Any]:
         """Return the object of /generate for a finished request."""
         info = meta_info(request, len(request.output_ids), request.finish, self.scheduler.sizes.nodes)
+        info |= native_lists(request, len(request.output_ids), None)
         return {"text": text, "output_ids": request.output_ids, "meta_info": info}
 
 

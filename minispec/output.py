@@ -24,7 +24,7 @@ class Output:
 
     def __init__(self, request: Request, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> None:
         self.request, self.params = request, request.params
-        self.stop_ids = frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else eos_ids)
+        self.stop_ids = self.params.stop_ids(eos_ids)
         self.detokenizer = Detokenizer(tokenizer, self.params)
         self.text = ""
         self.released = 0  # characters of `text` handed out

@@ -18,15 +18,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+Key = tuple[int | str, ...]  # a page's tokens and the lookahead, in a first page the salt before them
+
 
 class Node:
     """One cached page: its id, its key within the parent, and how many requests hold it."""
 
     __slots__ = ("children", "holders", "key", "page", "parent")
 
-    def __init__(self, key: tuple[int, ...], page: int, parent: Node | None) -> None:
+    def __init__(self, key: Key, page: int, parent: Node | None) -> None:
         self.key, self.page, self.parent = key, page, parent
-        self.children: dict[tuple[int, ...], Node] = {}
+        self.children: dict[Key, Node] = {}
         self.holders = 0
 
 
@@ -40,17 +42,25 @@ class PrefixCache:
         self.count = 0  # pages in the cache, held or idle
         self.insertions = 0  # pages that ever entered; until it grows, no prompt can match more than before
 
-    def _key(self, ids: Sequence[int], page: int) -> tuple[int, ...] | None:
-        """Return the key of the page-th page of `ids`, None if it is not full with its lookahead."""
-        start, end = page * self.page_size, (page + 1) * self.page_size + self.lookahead
-        return tuple(ids[start:end]) if end <= len(ids) else None
+    def _key(self, ids: Sequence[int], page: int, salt: str) -> Key | None:
+        """Return the key of the page-th page of `ids`, None if it is not full with its lookahead.
 
-    def match(self, ids: Sequence[int], limit: int) -> list[Node]:
-        """Return the longest cached path of pages that lies within ids[:limit], the root's child first."""
+        A salt stands in the first page's key alone, since all others hang below that page.
+        """
+        start, end = page * self.page_size, (page + 1) * self.page_size + self.lookahead
+        if end > len(ids):
+            return None
+        return (salt, *ids[start:end]) if salt and page == 0 else tuple(ids[start:end])
+
+    def match(self, ids: Sequence[int], limit: int, salt: str = "") -> list[Node]:
+        """Return the longest cached path of pages that lies within ids[:limit], the root's child first.
+
+        Other salts' pages are never found.
+        """
         path: list[Node] = []
         node = self.root
         while self.enabled and (len(path) + 1) * self.page_size <= limit:
-            key = self._key(ids, len(path))
+            key = self._key(ids, len(path), salt)
             child = node.children.get(key) if key else None
             if child is None:
                 break
@@ -72,7 +82,7 @@ class PrefixCache:
             if node.holders == 0:
                 self.idle[node] = None
 
-    def insert(self, ids: Sequence[int], pages: Sequence[int], path: list[Node]) -> None:
+    def insert(self, ids: Sequence[int], pages: Sequence[int], path: list[Node], salt: str = "") -> None:
         """Extend the held `path` in place by the further full pages of `ids`; pages[i] holds the i-th page's rows.
 
         The drafter's keys and values are valid in them as well. A page that is new to the cache belongs to it from now
@@ -82,7 +92,7 @@ class PrefixCache:
             return
         node = path[-1] if path else self.root
         for index in range(len(path), len(pages)):
-            key = self._key(ids, index)
+            key = self._key(ids, index, salt)
             if key is None:
                 return
             child = node.children.get(key)

@@ -13,8 +13,10 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+MAX_TOP = 20  # likeliest tokens told of beside each token
+MAX_ASKED_IDS = 128  # and ids that a client names
 GREEDY_BELOW = 1e-6  # a temperature under this is greedy, as in SGLang
 ABORT_WANTED = 499  # the status of an abort that somebody asked for; with any other the request has failed
 
@@ -60,6 +62,36 @@ def _flag(name: str, value: Any) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Logprobs:
+    """Which log-probabilities a request wants: of every token it outputs, and of its prompt's from `start` on.
+
+    They are those of the model's own logits at temperature 1, before penalties, bias and filters.
+    """
+
+    top: int = 0  # so many of the likeliest tokens beside each token
+    ids: tuple[int, ...] = ()  # and these tokens
+    start: int | None = None  # the first token of the prompt that is told of; None: none is
+
+    def __post_init__(self) -> None:
+        _integer("top_logprobs", self.top, 0, MAX_TOP)
+        if not isinstance(self.ids, (list, tuple)) or len(self.ids) > MAX_ASKED_IDS:
+            raise RequestError(f"token_ids_logprob must be a list of at most {MAX_ASKED_IDS} ids, got "
+                               f"{short(self.ids)}", "token_ids_logprob")  # fmt: skip
+        ids = tuple(_integer("token_ids_logprob", token, 0, 2**31) for token in self.ids)
+        object.__setattr__(self, "ids", ids)
+        if self.start is not None:
+            _integer("logprob_start_len", self.start, 0, 2**31)
+
+
+class Scored(NamedTuple):
+    """The log-probabilities at one token of a text."""
+
+    logprob: float  # of the token itself
+    top: list[tuple[int, float]]  # the likeliest ids, the likeliest first
+    ids: list[float]  # of the ids that were named
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop; every field is checked at construction and errors name the field."""
 
@@ -73,6 +105,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -80,6 +113,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     sampling_seed: int | None = None  # None: drawn at submission
     speculative: bool = True  # False: no drafts are verified for this request
+    logprobs: Logprobs | None = None  # None: none
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen: normalise once, here
@@ -105,6 +139,11 @@ class SamplingParams:
             raise RequestError(f"stop_token_ids must be a list of ids, got {short(self.stop_token_ids)}",
                                "stop_token_ids")  # fmt: skip
         put("stop_token_ids", tuple(_integer("stop_token_ids", t, 0, 2**31) for t in self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            if not isinstance(self.allowed_token_ids, (list, tuple)) or not self.allowed_token_ids:
+                raise RequestError(f"allowed_token_ids must be a list of at least one id, got "
+                                   f"{short(self.allowed_token_ids)}", "allowed_token_ids")  # fmt: skip
+            put("allowed_token_ids", tuple(_integer("allowed_token_ids", t, 0, 2**31) for t in self.allowed_token_ids))
         for name in ("ignore_eos", "no_stop_trim", "skip_special_tokens", "speculative"):
             _flag(name, getattr(self, name))
         if self.sampling_seed is not None:
@@ -140,12 +179,27 @@ class SamplingParams:
         """True when the pick is an argmax."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
+    def stop_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """Return all ids that end the request."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
+
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise if logit_bias or stop_token_ids names an id outside [0, vocab_size)."""
-        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+        """Raise if a field names an id outside [0, vocab_size)."""
+        named = (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids),
+                 ("allowed_token_ids", self.allowed_token_ids or ()),
+                 ("token_ids_logprob", self.logprobs.ids if self.logprobs else ()))  # fmt: skip
+        for name, ids in named:
             for token in ids:
                 if not 0 <= token < vocab_size:
                     raise RequestError(f"{name}: token id must be in [0, {vocab_size - 1}], got {token}", name)
+
+
+def choice_seed(seed: int | None, choice: int) -> int | None:
+    """Return the seed of the choice-th answer to one prompt: seed + choice * 0x9E3779B97F4A7C15 in 64 bits with a sign.
+
+    The first choice has the plain seed. Without a seed each draws its own.
+    """
+    return seed if seed is None else (seed + choice * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63
 
 
 @dataclass(frozen=True)
@@ -160,7 +214,7 @@ class Finish:
 
 @dataclass(eq=False)
 class Request:
-    """One generation and its progress. The scheduler owns every field below `arrived`."""
+    """One generation and its progress. The scheduler owns every field below `salt`."""
 
     rid: str
     prompt_ids: list[int]
@@ -169,10 +223,16 @@ class Request:
     ends: Callable[[str], bool] | None = None  # told the text of each token; True ends the request there
     prediction: Sequence[int] = ()  # what the output is expected to be like; a hint for drafts
     thinking: bool | None = None  # whether the prompt ends inside a reasoning, or after one; None: it says nothing
+    leader: Request | None = None  # the first of several choices for this prompt; the others wait for its pages
+    salt: str = ""  # texts share prefixes, and what they teach a drafter, only under one salt
 
     seed: int = 0  # params.sampling_seed, or drawn at submission; kept through retraction
     max_new_tokens: int = 0  # params.max_new_tokens clamped to context and pool
     output_ids: list[int] = field(default_factory=list)
+    # At each token, where asked for; they only ever grow, so whoever has seen n ids may read n entries on any thread.
+    output_scores: list[Scored] = field(default_factory=list)
+    prompt_scores: list[Scored] = field(default_factory=list)  # from `start` + 1 on: nothing precedes the first token
+    prompt_done: bool = False  # its rows were computed and its pages are shared
     finish: Finish | None = None
     slot: int = 0  # 0: not in the running set
     kv_len: int = 0  # rows of KV written and kept; host mirror of `lens`
@@ -189,6 +249,15 @@ class Request:
     def ids(self) -> list[int]:
         """Prompt and output as one list (a copy)."""
         return self.prompt_ids + self.output_ids
+
+
+    @property
+    def unscored(self) -> range:
+        """The rows of the prompt whose next token's score is asked for and not known yet."""
+        wish, last = self.params.logprobs, len(self.prompt_ids) - 1
+        if wish is None or wish.start is None:
+            return range(last, last)
+        return range(min(wish.start + len(self.prompt_scores), last), last)
 
 
 @dataclass(frozen=True)
@@ -227,11 +296,14 @@ def meta_info(request: Request, completion_tokens: int, finish: Finish | None, n
         "prompt_tokens": len(request.prompt_ids),
         "completion_tokens": completion_tokens,
         "cached_tokens": request.cached_tokens,
+        "cached_tokens_details": {"device": request.cached_tokens, "host": 0},
+        "weight_version": "default",
         "total_retractions": request.retractions,
     }
     if finish is None:
         return info
     info["e2e_latency"] = (request.finished_at or time.monotonic()) - request.arrived
+    info["response_sent_to_client_ts"] = time.time()
     steps = request.verify_steps
     if steps and nodes > 1:
         drafted = request.drafted_tokens

@@ -267,6 +267,7 @@ GREEDY: Needs = frozenset()  # a bare argmax
 TEMPERED: Needs = frozenset(("temperature",))  # sampling without filters, penalties and bias
 FILTERED: Needs = frozenset(("temperature", "top_k", "top_p", "min_p"))
 EVERYTHING: Needs = FILTERED | TABLES.keys()
+SCORES = "scores"  # a need that is no member of `Wishes`: what was picked is to be scored, as `logprobs.py` says
 
 
 def _needed(params: SamplingParams, outputs: int, vocab_size: int) -> Needs:
@@ -279,8 +280,9 @@ def _needed(params: SamplingParams, outputs: int, vocab_size: int) -> Needs:
         "min_p": not params.greedy and params.min_p > 0,
         "counts": penalised,
         "prompt_seen": params.repetition_penalty != 1,
-        "bias": bool(params.logit_bias),
+        "bias": bool(params.logit_bias) or params.allowed_token_ids is not None,
         "stop_mask": params.min_new_tokens > outputs,
+        SCORES: params.logprobs is not None,
     }
     return frozenset(name for name, needed in needs.items() if needed)
 
@@ -330,11 +332,18 @@ class SamplingState:
         if "prompt_seen" in needs:
             self.tables["prompt_seen"][slot].index_fill_(0, upload(prompt_ids, torch.int64, self.device), True)
         if "bias" in needs:
-            ids = upload(list(params.logit_bias), torch.int64, self.device)
-            bias = upload(list(params.logit_bias.values()), torch.float32, self.device)
-            self.tables["bias"][slot].scatter_(0, ids, bias)
+            self._assign_bias(self.tables["bias"][slot], params)
         if "stop_mask" in needs:
             self.tables["stop_mask"][slot].index_fill_(0, upload(list(stop_ids), torch.int64, self.device), True)
+
+    def _assign_bias(self, row: Tensor, params: SamplingParams) -> None:
+        """Write the bias into a slot's zeroed row [V]: what is not allowed has one of minus infinity."""
+        if params.allowed_token_ids is not None:
+            row.fill_(-torch.inf)
+            row.index_fill_(0, upload(params.allowed_token_ids, torch.int64, self.device), 0.0)
+        ids = upload(list(params.logit_bias), torch.int64, self.device)
+        bias = upload(list(params.logit_bias.values()), torch.float32, self.device)
+        row.index_add_(0, ids, bias)
 
     def release(self, slot: int) -> None:
         """Forget the wishes of `slot`, so that it costs the batch nothing; its table entries stay until `assign`."""

@@ -44,7 +44,7 @@ from minispec.metrics import Load, Metrics
 from minispec.output import Output
 from minispec.policy import Choice, Kind, Policy, Row
 from minispec.radix import Node, PrefixCache
-from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update
+from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Scored, Update
 
 logger = logging.getLogger("minispec")
 
@@ -109,6 +109,7 @@ class Scheduler:
         self.overlap = options.overlap and not engine.drafter.reads_text  # else its next drafts need this step's tokens
         self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval)
         self.waiting: deque[Request] = deque()
+        self.parked: dict[Request, list[Request]] = {}  # choices that wait for the prompt of the first of them
         self.prefilling: list[Request] = []  # in order of admission
         self.running: list[Request] = []  # in order of admission
         self.seats: dict[Request, Seat] = {}
@@ -117,6 +118,7 @@ class Scheduler:
         self._seeds = random.Random(options.random_seed)
         # What happened and was not handed out yet. A member, so that a step that raises halfway loses no answer.
         self._updates: list[Update] = []
+        self._fresh: dict[Request, list[Scored]] = {}  # what the step that lands tells of its tokens
         self._prefilled_last = False
         self.policy = Policy({size.nodes: size.depth for size in engine.drafter.trees}, options.adaptive)
         for (batch, nodes), seconds in engine.step_seconds.items():
@@ -147,6 +149,7 @@ class Scheduler:
             if not 0 <= token < vocab_size:
                 raise RequestError(f"token id must be in [0, {vocab_size - 1}], got {token}", "input_ids")
         request.params.check_vocabulary(vocab_size)
+        self._check_scores_and_allowed(request)
         if len(ids) > self.max_prompt_tokens:
             raise RequestError(
                 f"The input ({len(ids)} tokens) is longer than the longest possible ({self.max_prompt_tokens} tokens: "
@@ -166,20 +169,51 @@ class Scheduler:
         room = min(context, self.max_prompt_tokens + 1) - len(ids)
         request.max_new_tokens = room if wanted is None else min(wanted, room)
 
+    def _check_scores_and_allowed(self, request: Request) -> None:
+        """Raise RequestError where scores begin behind the prompt, or where nothing may be picked at first."""
+        params, count = request.params, len(request.prompt_ids)
+        if params.logprobs is not None and (params.logprobs.start or 0) >= count:
+            raise RequestError(f"logprob_start_len must be in [-1, {count - 1}] for {count} prompt tokens, got "
+                               f"{params.logprobs.start}", "logprob_start_len")  # fmt: skip
+        allowed = params.allowed_token_ids
+        if allowed is not None and params.min_new_tokens and params.stop_ids(self.eos_ids) >= set(allowed):
+            raise RequestError(f"allowed_token_ids has only ids that end the text, and min_new_tokens is "
+                               f"{params.min_new_tokens}: no token could be picked", "allowed_token_ids")  # fmt: skip
+
     def submit(self, request: Request) -> None:
-        """Queue a validated request; draws its seed if it has none."""
+        """Queue a validated request; draws its seed if it has none.
+
+        A choice whose leader is still to compute the prompt that they share waits for it, to share its pages as well.
+        """
         seed = request.params.sampling_seed
         request.seed = self._seeds.getrandbits(62) if seed is None else seed
         self.metrics.requests += 1
         self.outputs[request] = Output(request, self.tokenizer, self.eos_ids)
-        if request.max_new_tokens == 0:
+        leader = request.leader
+        if request.max_new_tokens == 0 and not request.unscored:
             self._close(request, Finish("length"))
+        elif leader in self.outputs and not leader.prompt_done and self._worth_sharing(request):
+            self.parked.setdefault(leader, []).append(request)
         else:
             self.waiting.append(request)
 
+    def _worth_sharing(self, request: Request) -> bool:
+        """Return whether the first choice will leave anything that another can use: a full page, or scores."""
+        pages = self.cache.enabled and len(request.prompt_ids) > self.kv.page_size
+        return bool(pages or request.unscored)
+
+    def _unpark(self, leader: Request) -> None:
+        """Queue the other choices, in front, since they arrived with the first one; its scores are theirs too."""
+        choices = self.parked.pop(leader, [])
+        for request in choices:
+            request.prompt_scores += leader.prompt_scores
+        self.waiting.extendleft(reversed(choices))
+
     def abort(self, rid_prefix: str) -> list[Update]:
         """End every request whose rid starts with `rid_prefix`, wherever it is; returns their last updates."""
-        named = [r for r in [*self.waiting, *self.prefilling, *self.running] if r.rid.startswith(rid_prefix)]
+        parked = [request for choices in self.parked.values() for request in choices]
+        everyone = [*parked, *self.waiting, *self.prefilling, *self.running]  # the parked before what they wait for
+        named = [r for r in everyone if r.rid.startswith(rid_prefix)]
         self.metrics.aborted += len(named)
         for request in named:
             self._end(request, Finish("abort", message="the request was aborted", status=ABORT_WANTED))
@@ -193,6 +227,8 @@ class Scheduler:
         """
         finish = Finish("abort", message=f"{type(error).__name__} in a step of the engine", status=500)
         queued = set() if waiting else set(self.waiting)
+        self.parked = {leader: choices for leader, choices in self.parked.items() if leader in queued}
+        queued.update(*self.parked.values())
         for request in [r for r in self.outputs if r not in queued]:
             request.slot = request.kv_len = 0
             self._close(request, finish)
@@ -309,6 +345,7 @@ class Scheduler:
         # With a step in flight the device begins a step when it has done the one before.
         began, self._landed = max(flight.pending.launched, self._landed), time.perf_counter()
         waited = self._landed - started
+        self._hear(flight)
         emitted = {
             request: tokens
             for (request, seat), tokens in zip(flight.rows.items(), found, strict=True)
@@ -335,6 +372,15 @@ class Scheduler:
                 worth |= {n: draft.cut(n).emits(tokens) for n in self.policy.trees if n < pending.nodes}
             self.policy.learn(row, worth)
 
+    def _hear(self, flight: Flight) -> None:
+        """Take in the scores that a step brought to the requests that asked and still hold their seats."""
+        self._fresh.clear()
+        if told := self.engine.told(flight.pending):
+            for row, (request, seat) in enumerate(flight.rows.items()):
+                if row in told and self.seats.get(request) is seat:
+                    known, self._fresh[request] = told[row]
+                    request.prompt_scores += known
+
     def _admit(self) -> None:
         """Give slots and pages to waiting requests, in order, while both last."""
         while self.waiting and self.free_slots:
@@ -343,8 +389,9 @@ class Scheduler:
             if busy and self._refused_already(request, available):
                 return
             ids = request.ids
-            # At least the last token is computed, since its hidden state picks the next.
-            path = self.cache.match(ids, len(ids) - 1)
+            # At least the last token is computed, since its hidden state picks the next, and whatever is to be scored.
+            limit = min(len(ids) - 1, request.unscored.start if request.unscored else len(ids))
+            path = self.cache.match(ids, limit, request.salt)
             self.cache.hold(path)
             # One page to spare for each that runs, or the newcomer would soon be retracted again.
             spare = len(self.running) + len(self.prefilling)
@@ -398,20 +445,22 @@ class Scheduler:
         )
         for request, tokens in emitted.items():
             if tokens:
-                self._share(request.slot, self.seats[request], self.seats[request].ids)
+                self._share(request, self.seats[request], self.seats[request].ids)
+                request.prompt_done = True
+                self._unpark(request)
                 self._deliver(request, tokens)
 
-    def _share(self, slot: int, seat: Seat, known: list[int]) -> None:
+    def _share(self, request: Request, seat: Seat, known: list[int]) -> None:
         """Enter the full pages of `known`, the tokens whose rows are written, into the prefix cache.
 
         The cache may have the same tokens already, when another request computed them at the same time. Then the slot
         reads the cache's page from here on, and its own copy goes back to the free list.
         """
-        first = len(seat.path)
+        first, slot = len(seat.path), request.slot
         full = len(known) // self.kv.page_size
         if self.cache.enabled and full > first:  # the drafter's rows are valid in every page of the cache
             self.engine.catch_up([slot])
-        self.cache.insert(known, seat.pages[:full], seat.path)
+        self.cache.insert(known, seat.pages[:full], seat.path, request.salt)
         cached = [node.page for node in seat.path[first:]]
         copies = [own for own, page in zip(seat.pages[first:], cached, strict=False) if own != page]
         if copies:
@@ -430,10 +479,10 @@ class Scheduler:
                 break
             ids, start = self.seats[request].ids, request.kv_len
             end = min(len(ids), start + min(budget, blocks * self.engine.query_block))
-            tokens, last = ids[start:end], end == len(ids)
-            chunks.append(
-                Chunk(request.slot, tokens, start, last, 0 if last else ids[end], again=request.retractions > 0)
-            )
+            tokens, last, unscored = ids[start:end], end == len(ids), request.unscored
+            scored = range(max(start, unscored.start), min(end, unscored.stop))
+            again = request.retractions > 0
+            chunks.append(Chunk(request.slot, tokens, start, last, 0 if last else ids[end], again, scored))
             requests.append(request)
             budget -= len(tokens)
             blocks -= self.engine.blocks(len(tokens))
@@ -505,12 +554,13 @@ class Scheduler:
     def _deliver(self, request: Request, tokens: Sequence[int]) -> int:
         """Append emitted tokens one by one until a stop rule applies; returns how many of them were kept."""
         output, first = self.outputs[request], len(request.output_ids)
-        finish = None
-        for token in tokens:
+        finish = Finish("length") if request.max_new_tokens == 0 else None  # only the prompt was to be scored
+        for token in tokens if finish is None else ():
             finish = output.append(token)
             if finish:
                 break
         ids = request.output_ids[first:]
+        request.output_scores += self._fresh.get(request, [])[: len(ids)]
         if finish:
             self._end(request, finish, ids)
         else:
@@ -533,6 +583,8 @@ class Scheduler:
         """Take a request out of wherever it is, and note its end."""
         if request.slot:
             self._leave(request)
+        elif request in (choices := self.parked.get(request.leader, ())):
+            choices.remove(request)
         else:
             self.waiting.remove(request)
         self._close(request, finish, ids)
@@ -540,6 +592,7 @@ class Scheduler:
     def _close(self, request: Request, finish: Finish, ids: Sequence[int] = ()) -> None:
         """Mark a request finished and note its last update, with all the text that was held back."""
         request.finish, request.finished_at = finish, time.monotonic()
+        self._unpark(request)
         text = self.outputs.pop(request).release(True)
         self._updates.append(Update(request, list(ids), text, finish))
 
@@ -549,7 +602,7 @@ class Scheduler:
         (self.running if request in self.running else self.prefilling).remove(request)
         seat = self.seats.pop(request)
         # Rows are valid as far as tokens are known and written: a stop inside a step leaves rows without a token.
-        self._share(request.slot, seat, request.ids[: request.kv_len])
+        self._share(request, seat, request.ids[: request.kv_len])
         self.kv.give_back(seat.owned())
         self.cache.release(seat.path)
         self.kv.unmap(request.slot)
@@ -587,7 +640,7 @@ class Scheduler:
             "kv_pages_cached": self.cache.count,
             "kv_pages_owned": self._owned(),
             "num_running_reqs": len(self.running) + len(self.prefilling),
-            "num_queue_reqs": len(self.waiting),
+            "num_queue_reqs": len(self.waiting) + sum(map(len, self.parked.values())),
             "max_total_num_tokens": (self.kv.pages - 1) * self.kv.page_size,
             "max_req_input_len": self.max_prompt_tokens,
             "effective_max_running_requests_per_dp": self.sizes.max_running,

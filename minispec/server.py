@@ -412,7 +412,8 @@ class Server:
         """Count prompts against the bound of the queue, at the instant it is checked; 503 where it is full."""
         limit = self._ready().scheduler.sizes.max_running + self.config.max_queued_requests
         if count > limit:
-            raise RequestError(f"{count} prompts in one request; --max-queued-requests allows {limit}", "prompt")
+            raise RequestError(f"{count} prompts and choices in one request; --max-queued-requests allows {limit}",
+                               "prompt")  # fmt: skip
         if self.admitted + count > limit:
             raise RequestError("The request queue is full.", None, 503, "queue_full")
         self.admitted += count
@@ -599,7 +600,7 @@ class Server:
         shown = calls_of(llm.tokenizer.tool_template or "")
         formats = Formats(CALLS.get(config.tool_call_parser or "", shown), THOUGHTS.get(config.reasoning_parser or ""))
         return schema.Served(config.served_name, _fingerprint(config, llm), llm.scheduler.sizes.nodes,
-                             config.stream_interval, config.enable_cache_report, formats)  # fmt: skip
+                             config.stream_interval, config.enable_cache_report, formats, llm.tokenizer)  # fmt: skip
 
     def _check_model(self, name: str | None) -> None:
         """Raise RequestError where, with --strict-model-name, a request names another model."""

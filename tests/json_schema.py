@@ -28,6 +28,8 @@ def is_valid(value: Any, schema: dict[str, Any], components: dict[str, Any]) -> 
         elif word in ("minItems", "minLength", "maxItems", "maxLength"):
             sized = isinstance(value, list if word.endswith("Items") else str)
             holds = not sized or (len(value) >= wanted if word.startswith("min") else len(value) <= wanted)
+        elif word == "maximum":
+            holds = not isinstance(value, (int, float)) or value <= wanted
         elif word == "minimum":
             holds = not isinstance(value, (int, float)) or value >= wanted
         elif word == "items":

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from minispec.beam import BeamDrafter
 from minispec.engine import CAPTURED, Engine
 from minispec.kv import PagedKV
+from minispec.request import Logprobs
 from minispec.sampling import FILTERED, GREEDY, TEMPERED, SamplingState
 
 
@@ -162,7 +163,7 @@ def test_a_step_is_replayed_by_the_least_graph_that_serves_its_needs(monkeypatch
     engine.graphs = {(bucket, needs): Graph(step, bucket, needs) for step, bucket in steps for needs in CAPTURED}
     top_p = {"temperature": 1.0, "top_p": 0.8}
     for wishes, least in (({}, GREEDY), ({"temperature": 1.0}, TEMPERED), (top_p, FILTERED),
-                          ({"frequency_penalty": 1.0}, None)):  # fmt: skip
+                          ({"frequency_penalty": 1.0}, None), ({"logprobs": Logprobs()}, None)):  # fmt: skip
         replays.clear()
         requests = SUBJECTS["trained-tree"].requests(max_new_tokens=6, **wishes)[:2]
         run(scheduler, requests)

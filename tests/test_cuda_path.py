@@ -39,7 +39,8 @@ from minispec.engine import Engine, Pending
 from minispec.kv import KVShape, PagedKV
 from minispec.load.drafters import make_drafter
 from minispec.load.fp8 import Fp8Linear, use_fp8
-from minispec.request import Request
+from minispec.logprobs import Scores
+from minispec.request import Logprobs, Request
 from minispec.scheduler import Scheduler
 
 aten = torch.ops.aten
@@ -102,6 +103,7 @@ EVERYTHING = {
 }  # fmt: skip
 LAWS: dict[str, tuple[dict, tuple[float, float] | None]] = {
     "greedy": ({}, None), "sampled": (EVERYTHING, None), "lossy": (EVERYTHING, (0.9, 0.9)),
+    "scored": ({"logprobs": Logprobs(top=2, ids=(1,), start=0)}, None),
 }  # fmt: skip
 
 
@@ -169,6 +171,7 @@ def serve_on_fake_cuda(name: str, law: str, fault: Callable[[ExitStack], None] |
         stack.enter_context(mock.patch.object(torch, "tensor", tensor_without_pinning))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", mock.Mock))
         stack.enter_context(mock.patch.object(Engine, "collect", collected))
+        stack.enter_context(mock.patch.object(Scores, "read", lambda scores, most: {}))
         stack.enter_context(mock.patch.object(exactness, "CPU", CUDA))
         lowering.fake_module(model, torch.float32)
         if (network := getattr(drafter, "network", None)) is not None:
@@ -193,6 +196,7 @@ needs_fake_cuda = pytest.mark.skipif(bool(why := lowering.no_fake_cuda()), reaso
         *((name, "greedy") for name in SUBJECTS),
         *((name, "sampled") for name in ("none", "eagle3-tree", "standalone-tree")),
         ("eagle3-tree", "lossy"),
+        ("none", "scored"),
     ],
 )
 def test_no_step_waits_on_cuda(name: str, law: str, pretender: ProcessPoolExecutor) -> None:

@@ -42,6 +42,7 @@ from minispec.request import RequestError, short
 log = logging.getLogger(__name__)
 
 MAX_BATCH = 128  # prompts in one HTTP request
+MAX_CHOICES = 16  # for one prompt
 MAX_MESSAGES = 2**14  # in one chat; each costs a template some tokens
 MAX_RID = 256  # characters
 MAX_TOOLS = 128  # offered in a request, or called in a message
@@ -56,10 +57,12 @@ T = TypeVar("T")
 def told_apart(allowed: str, **members: Any) -> Any:
     """Return the union of `members`, told apart by JSON type alone, so that an error is that of the member meant.
 
-    The members' names say which JSON they are: `text`, `object`, or a list by its first item: `ids`, `texts`, `rows`
-    (of lists), `objects`. `allowed` completes "must be" for anything else.
+    The members' names say which JSON they are: `text`, `object`, `flag`, `number`, or a list by its first item: `ids`
+    (and all that is none of these), `texts`, `rows` (of lists), `objects`. `allowed` completes "must be" for anything
+    else.
     """
-    scalars, lists = {str: "text", dict: "object"}, {str: "texts", list: "rows", dict: "objects"}
+    scalars = {str: "text", dict: "object", bool: "flag", int: "number"}
+    lists = {str: "texts", list: "rows", dict: "objects"}
     of_empty = next((name for name in members if name not in scalars.values()), "")
 
     def tag(value: Any) -> str | None:
@@ -95,6 +98,7 @@ Batch = Annotated[list[T], Field(fail_fast=True, min_length=1, max_length=MAX_BA
 Filled = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[int], Field(fail_fast=True, min_length=1)]
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID)]
+Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 # An object of any size, whose values are looked at one by one later: as a dict of numbers, a million errors.
 Biases = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
 
@@ -107,16 +111,17 @@ def does(text: str) -> Any:
 # ---- fields that do not act ------------------------------------------------------------------------------------------
 
 REFUSED = {  # why -> fields
-    "one choice is made for each prompt": "n use_beam_search beam_width length_penalty",
-    "logprobs are not in this version": """logprobs top_logprobs prompt_logprobs flat_logprobs echo return_logprob
-        logprob_start_len top_logprobs_num token_ids_logprob return_text_in_logprobs return_tokens_as_token_ids
-        return_sampling_mask sampling_logprobs_mode return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs
-        return_flat_raw_top_logprobs_b64 return_entropy""",
+    "choices are drawn, not searched for": "n use_beam_search beam_width length_penalty",
+    "each endpoint has the logprobs of its own API": """logprobs top_logprobs prompt_logprobs echo return_logprob
+        logprob_start_len top_logprobs_num token_ids_logprob return_text_in_logprobs return_tokens_as_token_ids""",
+    "logprobs have one form and are the model's own": """flat_logprobs return_sampling_mask sampling_logprobs_mode
+        return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64
+        return_entropy""",
     "only chats have tools, in tools and tool_choice, which the client runs": """tools tool_choice functions
         function_call web_search_options""",
     "constrained output is not in this version": """response_format json_schema regex ebnf structural_tag guided_json
         guided_regex guided_choice guided_grammar guided_decoding_backend structured_outputs""",
-    "tokens are not banned by name here; logit_bias lowers single ones": "bad_words allowed_token_ids",
+    "tokens are not banned by name here; logit_bias lowers single ones": "bad_words",
     "stops are ids and strings": "stop_regex repetition_detection",
     "requests are served in the order of their arrival": "priority service_tier background",
     "only text goes in and out": """image_data audio_data video_data audio modalities images_config video_config
@@ -129,7 +134,6 @@ REFUSED = {  # why -> fields
     "requests bring no code": "custom_logit_processor custom_params logits_processors vllm_xargs",
     "there are no adapters": "lora_path lora_id",
     "a request stands alone; the prefix cache finds what was there before": "session_id session_params store kv_hints",
-    "the prefix cache has one space for all; --disable-radix-cache turns it off": "extra_key cache_salt",
     "reasoning has no bound but that of the answer, and whether there is any the chat template says": """
         require_reasoning max_thinking_tokens thinking_token_budget thinking""",
     "the answer has no such part": """return_hidden_states return_routed_experts routed_experts_start_len
@@ -209,6 +213,9 @@ class Prompted(create_model("Inactive", __base__=Fields, **_inactive_fields())):
     truncate_prompt_tokens: Annotated[int, AfterValidator(_truncation)] | None = does(
         "keep so many last tokens of the prompt; -1 as many as leave room for the tokens to generate")
     best_of: Annotated[int | None, AfterValidator(_equal_to_n)] = does("must equal n, as nothing ranks choices")
+    cache_salt: Filled | None = does(
+        "share cached prefixes only with requests of this salt, and teach the NGRAM drafter nothing")
+    extra_key: Filled | None = does("the same, and beside cache_salt a part of it")
 
 
 class Sampling(Fields):
@@ -222,6 +229,7 @@ class Sampling(Fields):
     presence_penalty: Number = does("lowers tokens that were generated")
     repetition_penalty: Number = does("divides the logits of tokens seen, prompt included")
     logit_bias: Biases | None = does("token id -> number added to its logit")
+    allowed_token_ids: Each[int] | None = does("only these tokens are generated")
     stop: told_apart("a string or a list of strings", text=str, texts=Each[str]) | None = does(
         "strings that end the text")
     stop_token_ids: Each[int] | None = does("ids that end the text, besides EOS")
@@ -240,6 +248,7 @@ class StreamOptions(Fields):
 class OpenAI(Prompted, Sampling):
     """What both of OpenAI's endpoints take, extensions of SGLang and vLLM included."""
 
+    n: Choices | None = does("choices for each prompt, at most 16; the prompt is computed once")
     max_tokens: Integer = does("tokens to generate at most")
     min_tokens: Integer = does("tokens before which nothing ends the text")
     seed: Integer = does("the same seed, prompt and parameters give the same text")
@@ -247,6 +256,7 @@ class OpenAI(Prompted, Sampling):
     include_stop_str_in_output: Flag = does("as no_stop_trim")
     stream_options: StreamOptions | None = does("what events carry besides text")
     return_token_ids: Flag = does("add prompt_token_ids and token_ids to the answer")
+    return_tokens_as_token_ids: Flag = does("spell tokens as token_id:N in logprobs")
     request_id: Rid | None = does("as rid")
 
 
@@ -325,6 +335,8 @@ class Chat(OpenAI):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] = Field(
         description="the conversation")
     max_completion_tokens: Integer = does("as max_tokens, and wins; with neither the context is the limit")
+    logprobs: Flag = does("add the log-probability of each token")
+    top_logprobs: Integer = does("and so many likeliest tokens beside it, at most 20; needs logprobs")
     add_generation_prompt: Flag = does("let the answer begin a new message (the default)")
     continue_final_message: Flag = does("let the answer continue the last message, the assistant's")
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = does(
@@ -348,6 +360,9 @@ class Completion(OpenAI):
     prompt: told_apart("text, token ids, or a list of either", text=Filled, texts=Batch[Filled], ids=Ids,
                        rows=Batch[Ids]) = Field(description="what the text continues")  # fmt: skip
     max_completion_tokens: Integer = does("as max_tokens, and wins; with neither 16 is the limit")
+    echo: Flag = does("begin the text, and logprobs, with the prompt")
+    logprobs: Integer = does("add the log-probability of each token and of so many likeliest ones, at most 20")
+    prompt_logprobs: Integer = does("add those of the prompt's tokens, in vLLM's form")
     add_special_tokens: Flag = does("begin with BOS where the model expects it (the default)")
 
 
@@ -369,11 +384,12 @@ class Closed(Fields):
 
 class NativeParams(Closed, Sampling, create_model(  # type: ignore[misc]
     "InactiveNative", __base__=Fields, **_inactive_fields(
-        *"n beam_width json_schema regex ebnf structural_tag stop_regex custom_params watermark".split(),
+        *"beam_width json_schema regex ebnf structural_tag stop_regex custom_params watermark".split(),
         "spaces_between_special_tokens",
     ))):  # fmt: skip
     """The object `sampling_params`."""
 
+    n: Choices | None = does("choices for each prompt, at most 16, each an item of the answer's list")
     max_new_tokens: Integer = does("tokens to generate at most; 128 if not given")
     min_new_tokens: Integer = does("tokens before which nothing ends the text")
     sampling_seed: Integer = does("the same seed, prompt and parameters give the same text")
@@ -389,6 +405,15 @@ class Generate(Prompted):
         "the same as token ids")
     sampling_params: told_apart("an object or a list of objects", object=NativeParams, objects=Batch[NativeParams]
                                 ) | None = does("how to generate, for all prompts or for each")  # fmt: skip
+    return_logprob: told_apart("true, false or a list of these", flag=bool, ids=Batch[bool]) | None = does(
+        "add the log-probability of each token to meta_info; this and the next three for all prompts or for each")
+    logprob_start_len: told_apart("an integer or a list of integers", number=int, ids=Batch[int]) | None = does(
+        "the first token of the prompt whose log-probability is told; -1, the default, for none")
+    top_logprobs_num: told_apart("an integer or a list of integers", number=int, ids=Batch[int]) | None = does(
+        "so many likeliest tokens beside each, at most 20")
+    token_ids_logprob: told_apart("token ids or a list of such lists", ids=Each[int], rows=Batch[Each[int]]
+                                  ) | None = does("and these tokens")  # fmt: skip
+    return_text_in_logprobs: Flag = does("and their texts")
 
 
 class Tokenize(Fields):
@@ -458,7 +483,7 @@ _ALLOWED = {  # pydantic's error types -> what completes "must be"
     "list_type": "a list", "dict_type": "an object", "model_type": "an object", "literal_error": "{expected}",
     "too_short": "a list that is not empty", "too_long": "a list of at most {max_length}",
     "string_too_short": "a string that is not empty", "string_too_long": "a string of at most {max_length} characters",
-    "greater_than_equal": "at least {ge}",
+    "greater_than_equal": "at least {ge}", "less_than_equal": "at most {le}",
 }  # fmt: skip
 
 

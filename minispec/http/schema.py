@@ -19,13 +19,25 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from minispec.http import fields
+from minispec.http import fields, logprobs
 from minispec.http.fields import read
+from minispec.http.logprobs import Report
 from minispec.http.message import PLAIN, Formats, Message, Wish
 from minispec.load.chat_templates import WITH_TOOLS
-from minispec.request import ABORT_WANTED, Finish, Request, RequestError, SamplingParams, Update, meta_info, short
+from minispec.request import (
+    ABORT_WANTED,
+    Finish,
+    Logprobs,
+    Request,
+    RequestError,
+    SamplingParams,
+    Update,
+    choice_seed,
+    meta_info,
+    short,
+)
 
 if TYPE_CHECKING:
     from minispec.load.tokenizer import Tokenizer
@@ -36,6 +48,7 @@ DONE = b"data: [DONE]\n\n"
 
 Kind = Literal["chat", "completion", "generate"]
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
+T = TypeVar("T")
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
@@ -103,6 +116,9 @@ class Job:
     rids: list[str]
     limited: list[bool]  # per prompt: the client set max_new_tokens, so beyond the context it is an error
     intervals: list[int | None]  # per prompt: tokens between two events; None: as the server likes
+    n: int = 1  # choices for each prompt, which follow each other
+    salt: str = ""  # of the prefix cache
+    report: Report = Report()  # what of the logprobs goes into the answer
     batched: bool = False  # a list was sent, so a list goes back (native)
     stream: bool = False
     include_usage: bool = False
@@ -143,14 +159,24 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
         "continue_final_message": continued,
         "template_kwargs": {**_template_kwargs(asked), **shown},
     }
+    top = (asked.top_logprobs or 0) if asked.logprobs is True else None
+    if top is None and asked.top_logprobs:
+        raise RequestError(f"top_logprobs must be left out unless logprobs is true, got {asked.top_logprobs}",
+                           "top_logprobs")  # fmt: skip
+    report = Report(top, as_ids=asked.return_tokens_as_token_ids is True)
     job = _openai_job("chat", asked, [messages], defaults, None)
-    return replace(job, chat=chat, wish=wish, prediction=prediction)
+    job = replace(job, chat=chat, wish=wish, prediction=prediction)
+    return _with_logprobs(job, report, [_scores({"top_logprobs": top}, None)] * len(job.params))
 
 
 def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
     """Return the job of a /v1/completions body: a prompt of text or ids, or a list of such prompts."""
     asked = read(fields.Completion, body)
+    counts = {name: getattr(asked, name) for name in ("logprobs", "prompt_logprobs")}
+    report = Report(*counts.values(), asked.echo is True, as_ids=asked.return_tokens_as_token_ids is True)
+    from_start = report.prompt is not None or (report.echo and report.top is not None)
     job = _openai_job("completion", asked, _listed(asked.prompt), defaults, 16)
+    job = _with_logprobs(job, report, [_scores(counts, 0 if from_start else None)] * len(job.params))
     return replace(job, add_special_tokens=asked.add_special_tokens is not False)
 
 
@@ -167,14 +193,22 @@ def parse_generate(body: Mapping[str, Any]) -> Job:
         wishes = [wishes or fields.NativeParams()] * len(prompts)
     if len(wishes) != len(prompts):
         raise RequestError(f"sampling_params has {len(wishes)} entries for {len(prompts)} prompts", "sampling_params")
-    names = [f.name for f in dataclasses.fields(SamplingParams)]
+    names = [f.name for f in dataclasses.fields(SamplingParams) if f.name in fields.NativeParams.model_fields]
+    counts = {wish.n or 1 for wish in wishes}
+    if len(counts) > 1:
+        raise RequestError(f"n must be the same for all prompts, got {sorted(counts)}", "n")
+    params, n = [SamplingParams(**_given(wish, names)) for wish in wishes], counts.pop()
+    scored = [replace(p, logprobs=wish) for p, wish in zip(params, _native_wishes(asked, len(prompts)), strict=True)]
     return Job(
-        "generate", asked.model, prompts,
-        params=[SamplingParams(**_given(wish, names)) for wish in wishes],
-        rids=_rids(asked.rid, len(prompts), ""),
-        limited=[wish.max_new_tokens is not None for wish in wishes],
-        intervals=[wish.stream_interval or asked.stream_interval for wish in wishes],
-        batched=prompts is prompt,
+        "generate", asked.model, _repeated(prompts, n),
+        params=_choices(scored, n),
+        rids=_rids(asked.rid, len(prompts), "", n),
+        limited=_repeated([wish.max_new_tokens is not None for wish in wishes], n),
+        intervals=_repeated([wish.stream_interval or asked.stream_interval for wish in wishes], n),
+        n=n,
+        salt=_salt(asked),
+        report=Report(texts=asked.return_text_in_logprobs is True),
+        batched=prompts is prompt or n > 1,
         stream=asked.stream is True,
         truncate=asked.truncate_prompt_tokens,
         names={"prompt": given[0], "max_tokens": "max_new_tokens"},
@@ -216,18 +250,23 @@ def tokenize(
     longest: tokens of the longest possible prompt, to which a prompt is cut if the client wants it cut to what fits.
     """
     check_tools(job, tokenizer, formats)
-    requests = []
+    requests: list[Request] = []
     if job.prediction:
         check_size(job.prediction, context_length, "prediction")
-    for prompt, params, rid, limited in zip(job.prompts, job.params, job.rids, job.limited, strict=True):
+    for i, (prompt, params, rid, limited) in enumerate(
+        zip(job.prompts, job.params, job.rids, job.limited, strict=True)
+    ):
+        leader = requests[i - i % job.n] if i % job.n else None
         check_size(prompt, context_length)
-        if job.kind == "chat":
+        if leader is not None:
+            ids = leader.prompt_ids
+        elif job.kind == "chat":
             ids = tokenizer.encode_chat(prompt, **job.chat)
         else:
             ids = tokenizer.encode(prompt, job.add_special_tokens) if isinstance(prompt, str) else prompt
         if not ids:
             raise RequestError("the prompt is empty", job.names.get("prompt", "prompt"))
-        if job.truncate is not None:
+        if job.truncate is not None and leader is None:
             output = params.max_new_tokens if limited and params.max_new_tokens is not None else 1
             fits = max(min(longest or context_length, context_length - output), 1)
             ids = ids[-(fits if job.truncate == -1 else job.truncate) :]
@@ -235,7 +274,8 @@ def tokenize(
             room = max(context_length - len(ids), 0)
             params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
         # The scheduler's rid is unique whatever the client sends, and no prefix of another: aborts go by prefix.
-        request = Request(f"{rid}/{uuid.uuid4().hex}", list(ids), params)
+        own = f"{rid}/{uuid.uuid4().hex}"
+        request = Request(own, list(ids), params, leader=leader, salt=job.salt)
         if job.prediction:
             request.prediction = tokenizer.encode(job.prediction, False)[:context_length]
         if job.kind == "chat":
@@ -296,7 +336,7 @@ def check_size(prompt: Prompt, context_length: int, param: str | None = None) ->
 def in_clients_words(error: RequestError, names: Mapping[str, str]) -> RequestError:
     """Return an error about a field of ours as one about the client's; `names` as in `Job.names`."""
     message = error.message
-    for ours in set(names) & set(_RENAMED.values()):
+    for ours in set(names) & {*_RENAMED.values(), "top_logprobs"}:
         message = message.replace(ours, names[ours])
     return RequestError(message, names.get(error.param or "", error.param), error.status, error.code)
 
@@ -315,11 +355,13 @@ def _openai_job(
         params = SamplingParams(**wish)
     except RequestError as error:
         raise in_clients_words(error, names) from None
-    count, options = len(prompts), asked.stream_options or fields.StreamOptions()
-    rid = asked.request_id if asked.rid is None else asked.rid
+    n, options = asked.n or 1, asked.stream_options or fields.StreamOptions()
+    rid, count = asked.request_id if asked.rid is None else asked.rid, len(prompts) * n
     return Job(
-        kind, asked.model, prompts, [params] * count,
-        rids=_rids(rid, count, "chatcmpl-" if kind == "chat" else "cmpl-"),
+        kind, asked.model, _repeated(prompts, n), _choices([params] * len(prompts), n),
+        rids=_rids(rid, len(prompts), "chatcmpl-" if kind == "chat" else "cmpl-", n),
+        n=n,
+        salt=_salt(asked),
         limited=["max_new_tokens" in names] * count,
         intervals=[asked.stream_interval] * count,
         stream=asked.stream is True,
@@ -341,12 +383,68 @@ def _listed(prompt: Any) -> list[Prompt]:
     return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
 
-def _rids(given: str | list[str] | None, count: int, prefix: str) -> list[str]:
-    """Return one id per prompt: the client's, or new ones with a common stem so that one prefix aborts them all."""
-    if isinstance(given, list) and len(given) != count:
-        raise RequestError(f"rid has {len(given)} entries for {count} prompts", "rid")
-    rids = given if isinstance(given, list) else [prefix + uuid.uuid4().hex if given is None else given]
-    return rids if len(rids) == count else [f"{rids[0]}-{i}" for i in range(count)]
+def _rids(given: str | list[str] | None, prompts: int, prefix: str, n: int = 1) -> list[str]:
+    """Return one id per choice: the client's, or new ones with a common stem so that one prefix aborts them all."""
+    if isinstance(given, list):
+        if len(given) != prompts:
+            raise RequestError(f"rid has {len(given)} entries for {prompts} prompts", "rid")
+        return given if n == 1 else [f"{rid}-{choice}" for rid in given for choice in range(n)]
+    stem = prefix + uuid.uuid4().hex if given is None else given
+    return [stem] if prompts * n == 1 else [f"{stem}-{i}" for i in range(prompts * n)]
+
+
+def _repeated(items: Sequence[T], n: int) -> list[T]:
+    """Return each item n times, once for each choice."""
+    return [item for item in items for _ in range(n)]
+
+
+def _choices(params: Sequence[SamplingParams], n: int) -> list[SamplingParams]:
+    """Return the parameters of n choices for each prompt, each with a seed of its own."""
+    return [replace(p, sampling_seed=choice_seed(p.sampling_seed, choice)) for p in params for choice in range(n)]
+
+
+def _salt(asked: fields.Prompted) -> str:
+    """Return the salt of a request; the two fields are told apart, so that no pair equals another."""
+    given = [asked.cache_salt, asked.extra_key]
+    return json.dumps(given) if any(given) else ""
+
+
+def _scores(counts: Mapping[str, int | None], start: int | None) -> Logprobs | None:
+    """Return the logprobs to compute for the numbers of likeliest tokens in these fields; None if none are asked."""
+    given = {name: count for name, count in counts.items() if count is not None}
+    for name, count in given.items():
+        try:
+            Logprobs(top=count)
+        except RequestError as error:
+            raise in_clients_words(error, {"top_logprobs": name}) from None
+    return Logprobs(top=max(given.values()), start=start) if given else None
+
+
+def _with_logprobs(job: Job, report: Report, wishes: Sequence[Logprobs | None]) -> Job:
+    """Return the job with logprobs for each of its choices."""
+    params = [replace(p, logprobs=wish) for p, wish in zip(job.params, wishes, strict=True)]
+    return replace(job, params=params, report=report)
+
+
+def _native_wishes(asked: fields.Generate, prompts: int) -> list[Logprobs | None]:
+    """Return the logprobs that each prompt of a native body asks for."""
+    each: dict[str, list[Any]] = {}
+    for name in ("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"):
+        given = getattr(asked, name)
+        listed = isinstance(given, list)
+        if name == "token_ids_logprob":  # one list of ids is for all prompts
+            listed = bool(given) and isinstance(given[0], list)
+        each[name] = given if listed else [given] * prompts
+        if len(each[name]) != prompts:
+            raise RequestError(f"{name} has {len(each[name])} entries for {prompts} prompts", name)
+    wishes: list[Logprobs | None] = []
+    for wanted, start, top, ids in zip(*each.values(), strict=True):
+        try:
+            wish = Logprobs(top=top or 0, ids=tuple(ids or ()), start=None if start in (None, -1) else start)
+        except RequestError as error:
+            raise in_clients_words(error, {"top_logprobs": "top_logprobs_num"}) from None
+        wishes.append(wish if wanted else None)
+    return wishes
 
 
 def _text(content: str | list[fields.TextPart]) -> str:
@@ -462,6 +560,7 @@ class Served:
     stream_interval: int = 1  # tokens between two events, where the request does not say
     cache_report: bool = False
     formats: Formats = PLAIN
+    tokenizer: Tokenizer | None = None  # that spells tokens; without it they have no text
 
 
 class Reply:
@@ -476,7 +575,9 @@ class Reply:
         count = len(self.requests)
         self.created = int(time.time())
         self.id = job.rids[0] if count == 1 else job.rids[0].removesuffix("-0")
-        self.texts: list[str] = [""] * count
+        self.spelling = logprobs.Spelling(served.tokenizer, job.report.as_ids)
+        self.texts: list[str] = [self._echoed(i) for i in range(count)]
+        self.lists: dict[int, logprobs.CompletionLists] = {}  # of a completion's choices
         self.messages = [Message(job.wish, served.formats, request.thinking) for request in self.requests]  # of a chat
         self.ids: list[list[int]] = [[] for _ in range(count)]
         self.finishes: list[Finish | None] = [None] * count
@@ -512,7 +613,9 @@ class Reply:
         """Return the events that open a stream: the assistant's role, in a chat."""
         if self.job.kind != "chat":
             return []
-        return [{**self._chunk(0, {"delta": {"role": "assistant", "content": ""}}, None), **self._prompt_ids(0)}]
+        role = {"delta": {"role": "assistant", "content": ""}}
+        first, *others = (self._chunk(i, role, None) for i in range(len(self.requests)))
+        return [{**first, **self._prompt_ids(0)}, *others]
 
     def closing(self) -> list[dict[str, Any]]:
         """Return the events that close a stream: the usage, if it was asked for."""
@@ -529,14 +632,15 @@ class Reply:
         is_chat, choices = self.job.kind == "chat", []
         for i in count:
             body = {"message": self.messages[i].whole()} if is_chat else {"text": self.texts[i], **self._prompt_ids(i)}
-            choices.append(self._choice(i, {**body, **self._new_ids(i)}, self.finishes[i]))
+            choices.append(self._choice(i, {**body, **self._new(i)}, self.finishes[i]))
         prompt = self._prompt_ids(0) if is_chat else {}
         return {**self._head(stream=False), "choices": choices, "usage": self.usage(), **prompt}
 
     def usage(self) -> dict[str, Any]:
-        """Return OpenAI's usage object over all choices so far."""
-        prompt, output = sum(len(r.prompt_ids) for r in self.requests), sum(map(len, self.ids))
-        cached = sum(r.cached_tokens for r in self.requests)
+        """Return OpenAI's usage object over all choices so far; a prompt counts once, as its first choice found it."""
+        asked = self.requests[:: self.job.n]
+        prompt, output = sum(len(r.prompt_ids) for r in asked), sum(map(len, self.ids))
+        cached = sum(r.cached_tokens for r in asked)
         details = {"cached_tokens": cached} if self.served.cache_report and cached else None
         usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
                  "prompt_tokens_details": details}  # fmt: skip
@@ -549,7 +653,7 @@ class Reply:
 
     def _events(self, i: int) -> list[dict[str, Any]]:
         """Return the events that bring choice i up to date."""
-        new_text, new_ids, finish = self.texts[i][self.sent[i][0] :], self._new_ids(i), self.finishes[i]
+        new_text, new_ids, finish = self.texts[i][self.sent[i][0] :], self._new(i), self.finishes[i]
         first, self.sent[i] = self.sent[i] == (0, 0), (len(self.texts[i]), len(self.ids[i]))
         if self.job.kind == "generate":
             return [{**self._native(i), "index": i} if self.job.batched else self._native(i)]
@@ -571,14 +675,41 @@ class Reply:
         """Return the field with the prompt's ids, if it was asked for."""
         return {"prompt_token_ids": self.requests[i].prompt_ids} if self.job.return_ids else {}
 
-    def _new_ids(self, i: int) -> dict[str, list[int]]:
-        """Return the field with the ids that are in no event yet, if it was asked for; so that theirs add up to all."""
-        return {"token_ids": self.ids[i][self.sent[i][1] :]} if self.job.return_ids else {}
+    def _new(self, i: int) -> dict[str, Any]:
+        """Return ids and logprobs that are in no event yet, where asked for; so that those of events add up to all."""
+        first, end = self.sent[i][1], len(self.ids[i])
+        found: dict[str, Any] = {"token_ids": self.ids[i][first:]} if self.job.return_ids else {}
+        report, request, begins = self.job.report, self.requests[i], self.sent[i] == (0, 0)
+        if report.prompt is not None and begins:
+            found["prompt_logprobs"] = logprobs.prompt_logprobs(request, report.prompt, self.spelling)
+        if report.top is None:
+            return found
+        if self.job.kind == "chat":
+            new = (request.output_ids[first:end], request.output_scores[first:end])
+            content = logprobs.chat_entries(*new, report.top, self.spelling)
+            return {**found, "logprobs": {"content": content, "refusal": None}} if content else found
+        if i not in self.lists:
+            spoken = len(self._echoed(i))
+            self.lists[i] = logprobs.CompletionLists(self.served.tokenizer, request, report, spoken)
+        lists = self.lists[i].output(first, end)
+        if begins and report.echo:
+            lists = logprobs.joined(self.lists[i].prompt(), lists)
+        return {**found, "logprobs": lists} if lists["tokens"] else found
+
+    def _echoed(self, i: int) -> str:
+        """Return the prompt as text, if the text is to begin with it."""
+        prompt, tokenizer, skip = self.job.prompts[i], self.served.tokenizer, self.job.params[i].skip_special_tokens
+        if not self.job.report.echo:
+            return ""
+        if isinstance(prompt, str) and self.job.truncate is None:
+            return prompt
+        return tokenizer.decode(self.requests[i].prompt_ids, skip) if tokenizer else ""
 
     def _native(self, i: int) -> dict[str, Any]:
         ids = self.ids[i]
         info = meta_info(self.requests[i], len(ids), self.finishes[i], self.served.nodes)
         info["id"] = self.job.rids[i]
+        info |= logprobs.native_lists(self.requests[i], len(ids), self.spelling if self.job.report.texts else None)
         return {"text": self.texts[i], "output_ids": list(ids), "meta_info": info}
 
     def _head(self, stream: bool) -> dict[str, Any]:
@@ -590,7 +721,7 @@ class Reply:
         reason = finish and finish.kind
         if reason == "stop" and self.job.kind == "chat" and self.messages[i].called:
             reason = "tool_calls"
-        return {"index": i, **body, "logprobs": None, "finish_reason": reason,
+        return {"index": i, "logprobs": None, **body, "finish_reason": reason,
                 "matched_stop": finish and finish.matched}  # fmt: skip
 
     def _chunk(self, i: int, body: dict[str, Any], finish: Finish | None) -> dict[str, Any]:

@@ -118,6 +118,17 @@ class Tokenizer:
         """Return the text of ids; an id without a token has no text, and bytes that are not UTF-8 become U+FFFD."""
         return self.backend.decode(ids, skip_special_tokens)
 
+    def piece(self, token_id: int) -> bytes:
+        """Return the bytes that an id stands for within a text, maybe half a character; none for an unknown id."""
+        token = None if self.backend.byte_level else self.backend.token(token_id)
+        if token is None:
+            return self.backend.token_bytes(token_id)
+        return bytes([int(token[3:5], 16)]) if HEX_BYTE.fullmatch(token) else token.replace("\u2581", " ").encode()
+
+    def detokenizer(self, params: SamplingParams) -> Detokenizer:
+        """Return what turns a growing list of ids into text."""
+        return Detokenizer(self, params)
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

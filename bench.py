@@ -104,6 +104,7 @@ class Row:
     drafter_ms_per_step: float | None
     host_ms_per_step: float | None
     forwards_per_s: float | None
+    shapes: dict[str, float] | None  # shares of decode steps by the nodes of their trees
 
 
 @dataclass
@@ -146,6 +147,7 @@ class Results:
             drafter_ms_per_step=rounded(first.drafter_ms, 3),
             host_ms_per_step=rounded(first.host_ms, 3),
             forwards_per_s=rounded(first.forwards_per_s, 1),
+            shapes=first.shapes,
         )  # fmt: skip
 
     def rows(self) -> list[Row]:
@@ -176,6 +178,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "same as none": lambda row: shown(row.same_as_none, ".0%"),
     "drafter ms/step": lambda row: shown(row.drafter_ms_per_step, ".2f"),
     "host ms/step": lambda row: shown(row.host_ms_per_step, ".2f"),
+    "nodes": lambda row: " ".join(f"{nodes}: {share:.0%}" for nodes, share in (row.shapes or {}).items()),
 }
 
 

@@ -41,6 +41,7 @@ class Run:
     host_ms: float | None = None  # host time of stop rules and text per decode step
     forwards_per_s: float | None = None
     outputs: tuple[tuple[int, ...], ...] = ()
+    shapes: dict[str, float] | None = None  # shares of decode steps by the nodes of their trees
 
 
 class Contestant(Protocol):
@@ -82,6 +83,7 @@ class Ours:
             accepted(requests), accepted([r for r in requests if not loops(r.output_ids)]),
             scheduler.engine.drafter_seconds / steps * 1e3, m.host_seconds / steps * 1e3,
             steps / (m.step_seconds + m.host_seconds or 1.0), tuple(tuple(r.output_ids) for r in requests),
+            m.shape_shares,
         )  # fmt: skip
 
 

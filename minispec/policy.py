@@ -27,11 +27,11 @@ PLAIN = 1  # nodes of a plain step
 GAIN = 1.03  # what a change must gain
 PROBES = 0.01  # the share of decode time that probes may cost
 HORIZON = 0.999  # how much of the accounts of probes is left after a step
-STALE = 50  # steps of a kind after which another shape's numbers are worth a probe
+STALE = 100  # steps of a kind after which another shape's numbers are worth a probe
 SAMPLES = 15  # step times that a median is taken of, the newest ones
 OWN_AFTER = 8  # tree steps of a request after which its own record counts
 FIRST_CHANCE = 0.6  # that a draft is accepted, before any was
-ALL_KEEP, OWN_KEEP = 0.99, 0.95  # how much an observation counts after the next one, for the engine, for a request
+ALL_KEEP, OWN_KEEP = 0.99, 0.97  # how much an observation counts after the next one, for the engine, for a request
 
 
 class Kind(NamedTuple):

@@ -236,6 +236,7 @@ class Sampling(Fields):
     ignore_eos: Flag = does("EOS ends nothing")
     no_stop_trim: Flag = does("leave what matched a stop in the text")
     skip_special_tokens: Flag = does("leave special tokens out of the text (the default)")
+    speculative: Flag = does("false: verify no drafts for this request, which changes its speed and not its text")
 
 
 class StreamOptions(Fields):

@@ -1,0 +1,344 @@
+"""The choice of shapes, on simulated clocks; and that forcing another shape at every step changes no token and no tree.
+
+The simulation is independent of the policy: it has true step times and true chances, draws both with noise, and counts
+what was delivered. The engine's side is compared with plain decoding and, tree by tree, with the slow reference of
+test_beam.py, under an adversary that leaves gaps of every length up to a full ring.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import test_standalone
+import torch
+from conformance import HALF, SUBJECTS, WISHES, assert_exact, random_head
+from exactness import VOCAB, Oracle, build, mixed_requests, reference, request, run, truth_of
+from test_beam import assert_slow_trees, record
+
+from minispec.beam import BeamDrafter
+from minispec.drafter import Drafter, HostDrafter
+from minispec.eagle import Eagle3Head
+from minispec.engine import Engine
+from minispec.ngram import NgramDrafter, NgramOptions
+from minispec.policy import PLAIN, PROBES, Kind, Matches, Policy, Row, Times
+from minispec.ring import ROWS, Ring
+from minispec.scheduler import Scheduler
+from minispec.standalone import DraftModel, StandaloneDrafter
+
+MODEL = SUBJECTS["none"].model()
+TREES = {5: 1, 6: 2}
+SHAPES = (1, 5, 6)
+
+
+# ---- the policy alone ------------------------------------------------------------------------------------------------
+
+
+class World:
+    """A machine and texts: seconds of a step by batch and nodes, and the chance that a draft is accepted."""
+
+    def __init__(self, seconds: dict[tuple[int, int], float], chance: float, seed: int = 0) -> None:
+        self.seconds, self.chance, self.rng = seconds, chance, random.Random(seed)
+        self.policy = Policy(TREES, adaptive=True)
+        for (batch, nodes), took in seconds.items():  # as warm-up measures it
+            self.policy.times.add(Kind.of(batch, False, 200), nodes, took)
+        self.clock = self.probes = 0.0
+        self.tokens = 0
+
+    def steps(self, count: int, batch: int = 1, rows: Sequence[Row] | None = None) -> list[int]:
+        """Play steps of `batch` requests; returns the shapes taken."""
+        rows, taken = rows or [Row(World(self.seconds, 0.0)) for _ in range(batch)], []
+        for _ in range(count):
+            kind = Kind.of(batch, False, 200)
+            choice = self.policy.choose(kind, SHAPES, rows)
+            seconds = self.seconds[batch, choice.nodes] * self.rng.uniform(0.9, 1.1)
+            emitted = [self._emits(choice.nodes) for _ in rows]
+            self.policy.landed(kind, choice, seconds, emitted=sum(emitted))
+            for row, count_ in zip(rows, emitted, strict=True):
+                self.policy.learn(row, {choice.nodes: count_})
+            self.clock += seconds
+            self.probes += seconds if choice.probe else 0.0
+            self.tokens += sum(emitted)
+            taken.append(choice.nodes)
+        return taken
+
+    def _emits(self, nodes: int) -> int:
+        accepted = 0
+        while accepted < TREES.get(nodes, 0) and self.rng.random() < self.chance:
+            accepted += 1
+        return 1 + accepted
+
+
+FLAT = {(1, 1): 20.0, (1, 5): 24.0, (1, 6): 27.0, (8, 1): 40.0, (8, 5): 75.0, (8, 6): 90.0}
+
+
+@pytest.mark.parametrize(
+    ("chance", "seconds", "best"),
+    [
+        (0.6, FLAT, 6),  # 1.96 / 27 beats 1.6 / 24 and 1 / 20
+        (0.4, {**FLAT, (1, 6): 40.0}, 5),  # 1.4 / 24 beats 1 / 20
+        (0.05, FLAT, 1),
+        (0.9, {**FLAT, (1, 5): 200.0, (1, 6): 300.0}, 1),
+    ],
+)
+def test_it_converges_to_the_fastest_shape_and_stays(chance: float, seconds: dict, best: int) -> None:
+    world = World(seconds, chance)
+    world.steps(600)
+    settled = world.steps(1000)
+    assert settled.count(best) > 900, "nearly all steps have the best shape"
+
+
+def test_shapes_as_good_as_each_other_make_it_change_seldom() -> None:
+    world = World({(1, 1): 20.0, (1, 5): 30.0, (1, 6): 1000.0}, chance=0.5)  # 1.5 tokens in 1.5 times the time
+    world.steps(500)
+    taken = [choice for choice in world.steps(2000)]
+    changes = sum(a != b for a, b in zip(taken, taken[1:], strict=False))
+    assert changes < 2000 * 0.05, "probes included"
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.15, 0.3])
+def test_probes_cost_under_a_hundredth_and_go_on(chance: float) -> None:
+    world = World({(1, 1): 20.0, (1, 5): 40.0, (1, 6): 50.0}, chance)
+    world.steps(300)
+    world.clock = world.probes = 0.0
+    before = world.tokens
+    taken = world.steps(5000)
+    probes = sum(nodes != PLAIN for nodes in taken)
+    assert 10 < probes and set(taken) == set(SHAPES), "both trees are tried now and then"
+    lost = world.clock - (world.tokens - before) * 20.0  # beyond what plain steps would have taken
+    assert lost < 1.5 * PROBES * world.clock, "step times are drawn with noise, so a little more may be spent"
+
+
+def test_plain_texts_that_become_easy_are_noticed() -> None:
+    world, rows = World(FLAT, 0.02), [Row(World(FLAT, 0.0))]
+    assert world.steps(1500, rows=rows)[-500:].count(1) > 450
+    world.chance = 0.9
+    world.steps(4000, rows=rows)
+    assert world.steps(200, rows=rows).count(1) < 20
+
+
+def test_load_of_one_eight_and_one_brings_drafts_back() -> None:
+    world = World(FLAT, 0.6)
+    world.steps(300)
+    assert world.steps(300, batch=8)[50:].count(1) > 230, "eight at once are decoded plainly"
+    assert world.steps(50)[3:].count(6) > 40, "and one alone has its trees at once, with what was learned before"
+
+
+def test_a_request_s_own_record_counts_after_eight_trees() -> None:
+    policy, good, bad = Policy(TREES, True), World(FLAT, 0), World(FLAT, 0)
+    for _ in range(7):
+        policy.learn(Row(good), {6: 3})
+        policy.learn(Row(bad), {6: 1})
+    assert policy.expected(Row(good), 6) == policy.expected(Row(bad), 6) > 1
+    policy.learn(Row(good), {6: 3})
+    policy.learn(Row(bad), {6: 1})
+    assert policy.expected(Row(good), 6) > 2 > 1.6 > policy.expected(Row(bad), 6)
+    assert policy.expected(Row(good), 5) < policy.expected(Row(good), 6), "a deeper tree emits more"
+    assert policy.expected(Row(good, drafts=False), 6) == 1.0
+
+
+def test_a_request_that_wants_no_drafts_is_plain_alone_and_does_not_count_beside_others() -> None:
+    policy, kind = Policy(TREES, adaptive=False), Kind(2, False, 8)
+    wants, not_ = Row(World(FLAT, 0)), Row(World(FLAT, 0), drafts=False)
+    assert policy.choose(kind, SHAPES, [not_]).nodes == PLAIN
+    assert policy.choose(kind, SHAPES, [not_, wants]).nodes == 6
+    assert policy.choose(kind, SHAPES, [Row(wants.request, match=0)]).nodes == PLAIN, "no tree to verify"
+    policy.learn(not_, {6: 3})
+    assert policy.everyone.steps == 0
+
+
+def test_a_step_s_time_is_the_median_of_the_newest_and_carried_over_where_none_was_measured() -> None:
+    times, short, long = Times(), Kind(1, False, 8), Kind(1, False, 12)
+    for seconds in (90.0, *[20.0] * 8, *[21.0] * 8):
+        times.add(short, 1, seconds)
+    assert times.of(short, 1) == 21.0
+    times.add(short, 6, 30.0)
+    assert times.of(long, 6) == 30.0 and times.of(Kind(1, True, 8), 6) == 30.0
+    times.add(long, 1, 42.0)
+    assert times.of(long, 6) == 60.0, "the long plain step takes twice the short one's time"
+    assert times.of(Kind(4, False, 8), 6) == 1.0
+    times.add(Kind(4, False, 8), 1, 5.0)
+    assert times.of(Kind(4, False, 8), 6) == 5.0, "so that it is tried"
+
+
+def test_matches_learn_and_hope_returns_to_what_is_refused() -> None:
+    matches = Matches()
+    assert matches.expected(12, 4) == 3.0 and matches.expected(2, 4) == 2.0 and matches.expected(12, 0) == 1.0
+    for _ in range(60):
+        matches.learn(12, 4, 1)
+    low = matches.expected(12, 4)
+    assert low < 1.1 and matches.expected(12, 3) == 2.5
+    for _ in range(200):
+        matches.refuse(12, 4)
+    assert matches.expected(12, 4) == low and matches.expected(12, 4, hope=True) > 2.5
+
+
+# ---- another shape at every step -------------------------------------------------------------------------------------
+
+
+def eagle3(steps: int = 3, topk: int = 2, nodes: int = 6, smaller: tuple[int, int] = (1, 3)) -> BeamDrafter:
+    """Return a drafter with two tree sizes around a random head."""
+    return BeamDrafter(HEAD, steps=steps, topk=topk, nodes=nodes, smaller=smaller)
+
+
+with torch.inference_mode():
+    HEAD = random_head(Eagle3Head, MODEL, taps=(1, 2), token_map=HALF)
+
+DRAFTERS: dict[str, tuple[Callable[[], Drafter | HostDrafter], dict[str, object]]] = {
+    "ngram": (lambda: NgramDrafter(NgramOptions(nodes=8)), {"smaller": 4}),
+    "oracle": (lambda: Oracle(truth_of(MODEL)), {"smaller": 4}),
+    "eagle3": (eagle3, {}),
+    "standalone": (lambda: StandaloneDrafter(DraftModel(MODEL, VOCAB), steps=3, topk=3, nodes=8, smaller=(1, 3)), {}),
+}
+
+
+def adversary(seed: int) -> Callable[[Sequence[int]], int]:
+    """Return a choice of shapes that goes on for a while with one and then takes another, after one step or many."""
+    rng, left = random.Random(seed), [0, 1]
+
+    def choose(shapes: Sequence[int]) -> int:
+        if left[0] == 0:
+            left[:] = [rng.choice((1, 1, 1, 2, 5, 17)), rng.choice(shapes)]
+        left[0] -= 1
+        return left[1] if left[1] in shapes else shapes[-1]
+
+    return choose
+
+
+def forced(name: str, seed: int = 0, **how: object) -> Scheduler:
+    """Return a scheduler whose every step has a shape that the adversary chose."""
+    make, options = DRAFTERS[name]
+    with torch.inference_mode():
+        scheduler = build(MODEL, make(), **{"adaptive": True, **options, **how})
+    scheduler.policy.forced = adversary(seed)
+    return scheduler
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("wishes", [{}, WISHES], ids=["greedy", "seeded"])
+def test_tokens_stay_the_same_under_forced_shapes(name: str, wishes: dict) -> None:
+    subject = SUBJECTS["none"]  # its truths are those of the same weights, remembered between tests
+    tight = forced(name, seed=1, pages=15, overlap=True)
+    roomy = forced(name, seed=2)
+    for scheduler in (tight, roomy, roomy):  # the last with prefix hits
+        requests = mixed_requests(max_new_tokens=16, **wishes)
+        run(scheduler, requests)
+        assert_exact(subject, requests)
+    assert tight.metrics.retractions > 0 and roomy.metrics.cached_tokens > 100
+    assert len(tight.metrics.shapes | roomy.metrics.shapes) == 3
+
+
+def test_a_choice_of_its_own_changes_no_token() -> None:
+    scheduler = forced("eagle3")
+    scheduler.policy.forced = None
+    requests = mixed_requests(max_new_tokens=16)
+    run(scheduler, requests)
+    assert_exact(SUBJECTS["none"], requests)
+
+
+def serve_with_gaps(compare: list, name: str = "eagle3") -> None:
+    """Serve texts so long that rings fill up, under an adversary, noting trees; then a second turn that hits pages."""
+    scheduler = forced(name, running=2, chunk=32)
+    rng = random.Random(3)
+    shapes = iter([6, *[1] * 70, 6, 1, 6, 3, *[1] * 9, 3, 6])  # 70 plain steps are more than a ring holds
+    scheduler.policy.forced = lambda given: next(shapes, None) or rng.choice(given)
+    (record if name == "eagle3" else test_standalone.record)(scheduler, compare)
+    first = [request("a", range(20), max_new_tokens=100), request("b", [7, 8], max_new_tokens=90)]
+    run(scheduler, first)
+    turn = request("c", [*first[0].prompt_ids, *first[0].output_ids, 5], max_new_tokens=6)
+    run(scheduler, [turn])
+    assert turn.cached_tokens == 112 and turn.output_ids == reference(MODEL, turn)
+
+
+def assert_trees() -> None:
+    """Raise AssertionError unless the trees after gaps are the slow reference's."""
+    compare: list = []
+    serve_with_gaps(compare)
+    large = [one for one in compare if len(one[1]) == 6]
+    small = [one for one in compare if len(one[1]) == 3]
+    assert_slow_trees(large[:12], 3, 2, 6, head=HEAD)  # the ring was full, and ran over
+    assert_slow_trees(large[-12:], 3, 2, 6, head=HEAD)  # on pages of the prefix cache
+    assert_slow_trees(small, 1, 2, 3, every=4, head=HEAD)
+
+
+def test_trees_after_a_return_are_the_slow_reference_s() -> None:
+    assert_trees()
+
+
+def a_row_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """The ring keeps a row in the next one's place."""
+    keep = Ring.keep
+    patch.setattr(Ring, "keep", lambda self, slots, rows, *what: keep(self, slots, rows + 1, *what))
+
+
+def a_position_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """The drafter takes rows in as if they stood one further."""
+    left = Engine._left
+    patch.setattr(Engine, "_left", lambda self, bucket: (
+        lambda new: new._replace(positions=new.positions + 3))(left(self, bucket)))  # fmt: skip
+
+
+def taps_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
+    """The ring keeps the features of the step before."""
+    keep, old = Ring.keep, {}
+
+    def late(self: Ring, slots: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, features: torch.Tensor) -> None:
+        before = old.get(features.shape, features)
+        old[features.shape] = features
+        keep(self, slots, rows, tokens, before)
+
+    patch.setattr(Ring, "keep", late)
+
+
+def a_ring_that_overflows(patch: pytest.MonkeyPatch) -> None:
+    """The drafter does not catch up when the ring is full, only before trees, and takes in what is left there."""
+    launch = Engine.launch
+
+    def launched(self: Engine, slots: Sequence[int], nodes: int, drafts: Sequence[object]) -> object:
+        for slot in slots if nodes == 1 else ():
+            self.ring.waiting[slot] = min(self.ring.waiting[slot], ROWS - 1)
+        return launch(self, slots, nodes, drafts)
+
+    patch.setattr(Engine, "launch", launched)
+
+
+def pages_without_draft_rows(patch: pytest.MonkeyPatch) -> None:
+    """The drafter does not catch up before pages enter the prefix cache."""
+    share, catch_up = Scheduler._share, Engine.catch_up
+
+    def shared(self: Scheduler, *given: object) -> None:
+        patch.setattr(Engine, "catch_up", lambda *given: None)
+        share(self, *given)
+        patch.setattr(Engine, "catch_up", catch_up)
+
+    patch.setattr(Scheduler, "_share", shared)
+
+
+MUTATIONS = [a_row_off_by_one, a_position_off_by_one, taps_of_the_step_before, a_ring_that_overflows,
+             pages_without_draft_rows]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
+def test_every_error_shows(mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation(monkeypatch)
+    with pytest.raises(AssertionError, match="after"):
+        assert_trees()
+
+
+# ---- requests that want no drafts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["oracle", "standalone"])
+def test_a_request_may_opt_out(name: str) -> None:
+    make, options = DRAFTERS[name]
+    with torch.inference_mode():
+        scheduler = build(MODEL, make(), **options)
+    alone = request("alone", range(9), speculative=False)
+    run(scheduler, [alone])
+    assert scheduler.metrics.tree_steps == 0 and alone.drafted_tokens == 0
+    beside, other = request("beside", range(9), speculative=False), request("other", range(5), max_new_tokens=40)
+    run(scheduler, [beside, other])
+    assert scheduler.metrics.tree_steps > 5 and other.accepted_drafts > 0 < other.drafted_tokens
+    assert beside.drafted_tokens == beside.accepted_drafts == 0 and beside.verify_steps == 23
+    assert_exact(SUBJECTS["none"], [alone, beside, other])

@@ -215,11 +215,15 @@ class Policy:
             ]
         return self._chances[nodes]
 
+    def decided(self, shapes: Sequence[int]) -> int | None:
+        """Return the shape of the next step if it does not depend on what there is to verify, else None."""
+        if self.forced is not None:
+            return self.forced(shapes)
+        return PLAIN if len(shapes) == 1 else None
+
     def choose(self, kind: Kind, shapes: Sequence[int], rows: Sequence[Row]) -> Choice:
         """Return the shape of the next step, one of `shapes` in ascending order, the first of which is plain."""
-        if self.forced is not None:
-            return Choice(self.forced(shapes))
-        if len(shapes) == 1 or not any(row.drafts and row.match != 0 for row in rows):
+        if not any(row.drafts and row.match != 0 for row in rows):
             return Choice(PLAIN)
         if not self.adaptive:
             return Choice(shapes[-1])

@@ -42,7 +42,7 @@ from minispec.engine import Engine, Pending
 from minispec.load.tokenizer import Tokenizer
 from minispec.metrics import Load, Metrics
 from minispec.output import Output
-from minispec.policy import Choice, Kind, Policy, Row
+from minispec.policy import PLAIN, Choice, Kind, Policy, Row
 from minispec.radix import Node, PrefixCache
 from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Scored, Update
 
@@ -303,14 +303,19 @@ class Scheduler:
     def _choose(self, requests: Sequence[Request]) -> tuple[Planned, Sequence[Draft]]:
         """Return the shape of the next step over these requests, and the trees that the host drafts for it."""
         engine, slots = self.engine, [r.slot for r in requests]
-        drafts = engine.host_drafts(slots)
+        batch, sampled = engine.batch_of(len(slots)), bool(engine.sampling.needs(slots))
+        shapes = self.sizes.sizes_of(batch)
+        decided = self.policy.decided(shapes) if any(r.params.speculative for r in requests) else PLAIN
+        drafts = () if decided == PLAIN else engine.host_drafts(slots)
         rows = {
             r: (Row(r, None if d is None else d.match, r.params.speculative), d)
             for r, d in zip(requests, drafts or [None] * len(requests), strict=True)
         }
-        batch, sampled = engine.batch_of(len(slots)), bool(engine.sampling.needs(slots))
         kind = Kind.of(batch, sampled, max(r.kv_len for r in requests))
-        choice = self.policy.choose(kind, self.sizes.sizes_of(batch), [row for row, _ in rows.values()])
+        if decided is None:
+            choice = self.policy.choose(kind, shapes, [row for row, _ in rows.values()])
+        else:
+            choice = Choice(decided)
         return Planned(kind, choice, rows, self._disturbances()), drafts
 
     def _disturbances(self) -> tuple[int, int]:

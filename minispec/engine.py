@@ -578,8 +578,8 @@ class Engine:
         """Capture the decode steps of these batch sizes and the smallest prefill step, on CUDA and after warm-up.
 
         Each is captured for greedy batches, for those with a temperature, and for those with filters; batches with
-        penalties, bias, min_new_tokens or logprobs run uncaptured. The largest come first, so that the smaller ones fit into the
-        memory that those leave to the pool.
+        penalties, bias, min_new_tokens or logprobs run uncaptured. The largest come first, so that the smaller ones fit
+        into the memory that those leave to the pool.
         """
         recorder = Recorder(self.device)
         steps: list[tuple[Callable[[Any, Needs], None], Bucket | PrefillBucket]] = [

@@ -263,9 +263,13 @@ class Scheduler:
         self.metrics = Metrics(self.sizes.nodes, self.metrics.log_interval)
         return True
 
-    def set_thresholds(self, thresholds: tuple[float, float] | None) -> None:
-        """Accept by these (single, acc) from the next step on, None: exactly; the accept length is counted anew."""
+    def reconfigure(self, thresholds: tuple[float, float] | None, adaptive: bool) -> None:
+        """From the next step on accept by these (single, acc), None: exactly, and choose shapes or not.
+
+        The accept length is counted anew.
+        """
         self.engine.set_thresholds(thresholds)
+        self.policy.adaptive = adaptive
         self.metrics.forget_acceptance()
 
     # ---- a step --------------------------------------------------------------------------------------------------

@@ -535,7 +535,7 @@ class Server:
         return web.Response(text="Cache flushed.\n")
 
     async def set_internal_state(self, http: web.Request) -> web.Response:
-        """Change the accept thresholds between two steps, and count accepted drafts anew, as SGLang does."""
+        """Change flags between two steps, and count accepted drafts anew, as SGLang does."""
         self._ready()
         asked = (await self._read(http, partial(fields.read, fields.InternalState))).server_args
         given = {name: value for name, value in asked.model_dump().items() if value is not None}
@@ -543,7 +543,7 @@ class Server:
             config = dataclasses.replace(self.config, **given)
         except ValueError as error:
             raise RequestError(str(error), "server_args") from None
-        await self.engine.ask(lambda scheduler: scheduler.set_thresholds(config.thresholds))
+        await self.engine.ask(lambda scheduler: scheduler.reconfigure(config.thresholds, config.adaptive))
         self.config = config
         self.__dict__.pop("_served", None)  # the fingerprint depends on it
         return _json([True])

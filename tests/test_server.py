@@ -446,6 +446,10 @@ def test_thresholds_change_while_the_server_runs_and_back(served: Running) -> No
     for args, param in (({name: 7}, None), ({"page_size": 16}, "page_size"), ({name: "x"}, None), (3, None)):
         status, answer, _ = served.call("/set_internal_state", {"server_args": args})
         assert status == 400 and answer["error"]["param"] == (param or "server_args"), answer
+    policy = served.server.engine.llm.scheduler.policy
+    for adaptive in (False, True):
+        assert policy.adaptive is not adaptive and state(speculative_adaptive=adaptive)[0] == 200
+        assert policy.adaptive is adaptive
     assert state(**{name: 1.0})[0] == 200
     assert served.ok("/generate", wish)["output_ids"] == exact
     assert len(set(prints)) == 2
@@ -738,11 +742,11 @@ def test_a_step_that_raises_costs_its_requests_and_not_the_server(
     engine = served.server.engine.llm.scheduler.engine
     real, left = engine.launch, [1]
 
-    def launch(slots: Any, **how: Any) -> Any:
+    def launch(slots: Any, *given: Any, **how: Any) -> Any:
         if left[0] and len(slots) == 2:
             left[0] -= 1
             raise RuntimeError("made to fail")
-        return real(slots, **how)
+        return real(slots, *given, **how)
 
     monkeypatch.setattr(engine, "launch", launch)
     with ThreadPoolExecutor(2) as pool:

@@ -446,6 +446,7 @@ class ServerArgs(Closed):
 
     speculative_accept_threshold_single: Number = does("as the flag of that name")
     speculative_accept_threshold_acc: Number = does("as the flag of that name")
+    speculative_adaptive: Flag = does("as the flag of that name")
 
 
 class InternalState(Fields):

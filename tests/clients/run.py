@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 BASE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "minispec" / "clients"
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 class Client(NamedTuple):
@@ -32,19 +31,12 @@ class Client(NamedTuple):
 
 
 CLIENTS = {
-    "litellm": Client(("litellm",), ("{bin}/python", "{here}/litellm_client.py", "{url}")),
-    "instructor": Client(("instructor",), ("{bin}/python", "{here}/instructor_client.py", "{url}")),
+    "litellm": Client(("litellm", "mcp"), ("{bin}/python", "{here}/litellm_client.py", "{url}")),
     "locust": Client(
         ("locust",),
         ("{bin}/locust", "-f", "{here}/locustfile.py", "--headless", "-u", "4", "-r", "4", "-t", "20s", "-H", "{url}",
          "--only-summary"),
     ),
-    "guidellm": Client(
-        ("guidellm",),
-        ("{bin}/guidellm", "benchmark", "run", "--target", "{url}", "--profile", "concurrent", "--rate", "2",
-         "--max-requests", "8", "--data", "{here}/prompts.jsonl", "--output-dir", "{out}"),
-    ),
-    "lm-eval": Client(("lm-eval[api]",), ("{bin}/python", "{here}/lm_eval_client.py", "{url}")),
     "openai-node": Client(("openai",), ("node", "{out}/openai_node.mjs", "{url}")),
 }  # fmt: skip
 

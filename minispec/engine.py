@@ -318,7 +318,7 @@ class Engine:
         asking = enumerate(slots) if SCORES in needs else ()
         asked = [Question(row, self.logprobs[slot]) for row, slot in asking if slot in self.logprobs]
         captured = self._run(self.decode, bucket, needs, asked)
-        return self._pending(list(slots), bucket.outputs, bucket.scores, nodes=bucket.nodes, captured=captured,
+        return self._pending(list(slots), bucket.outputs, scores=bucket.scores, nodes=bucket.nodes, captured=captured,
                              launched=launched, catching_up=launched - started)  # fmt: skip
 
     @torch.inference_mode()
@@ -479,7 +479,7 @@ class Engine:
         asked = self._questions(chunks)
         captured = self._run(self.known, bucket, needs | {SCORES} if asked else needs, asked)
         slots = [chunk.slot for chunk in chunks]
-        return self._pending(slots, bucket.outputs, bucket.scores, chunks=chunks, captured=captured)
+        return self._pending(slots, bucket.outputs, scores=bucket.scores, chunks=chunks, captured=captured)
 
     def _questions(self, chunks: Sequence[Chunk]) -> list[Question]:
         """Return what the chunks' requests ask of their step, whose rows are packed as `PrefillBucket` packs them."""

@@ -86,7 +86,7 @@ class Subject:
 
     drafter: Callable[[Model], Drafter | HostDrafter]
     accept_length: float = 0.0  # what it must exceed when greedy
-    least: tuple[int, int, int] = (60, 40, 12)  # trees proposed, verified, accepted of texts that repeat themselves
+    least: tuple[int, int, int] = (30, 30, 8)  # trees proposed, verified, accepted of texts that repeat themselves
     tally: Tally = dataclasses.field(default_factory=Tally)
     model: Callable[[], Model] = sharp_model
     text: Callable[[int, random.Random], list[int]] = any_ids  # of prompts
@@ -123,7 +123,7 @@ def random_head(kind: type[DraftHead], model: Model, **switches: object) -> Draf
     return head
 
 
-REJECTED = (60, 40, 0)  # of a random head, which is never right
+REJECTED = (30, 30, 0)  # of a random head, which is never right
 
 
 def beams(head: Callable[[Model], DraftHead], **options: object) -> dict[str, Subject]:

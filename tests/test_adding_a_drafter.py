@@ -1,18 +1,30 @@
-"""The drafter of docs/adding-a-drafter.md, word for word as the page has it, passes the checks for every drafter."""
+"""The drafters of docs/adding-a-drafter.md, word for word as the page has them, pass the checks for every drafter."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
-from conformance import CHECKS, Subject, own
-from exactness import VOCAB, tiny_model
+from conformance import (
+    CHECKS,
+    Subject,
+    greedy_alone_and_in_a_batch_of_eight,
+    own,
+    texts_that_repeat_are_drafted_for,
+)
+from exactness import VOCAB, Oracle, build, mixed_requests, run, tiny_model, truth_of
 from test_layers import ROOT, missing_files
+from test_llm import CONFIG
+from test_memory import OPTIONS, folder_of
 
+import minispec
+from minispec import LLM
 from minispec.config import Config
+from minispec.drafter import Draft
 from minispec.load.drafters import make_drafter
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.tree import PADDING
@@ -21,13 +33,83 @@ PAGE = (ROOT / "docs" / "adding-a-drafter.md").read_text(encoding="utf-8")
 NAME = "prompt_lookup:PromptLookup"
 
 
+EXAMPLE, CHAIN, TREE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
 @pytest.fixture
 def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
-    """The drafter of the page, written to a file and named as on the command line."""
-    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    (tmp_path / "prompt_lookup.py").write_text(code, encoding="utf-8")
+    """The tree's drafter, written to a file and named as on the command line."""
+    (tmp_path / "prompt_lookup.py").write_text(TREE, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     return own(NAME)
+
+
+@pytest.mark.parametrize("check", [greedy_alone_and_in_a_batch_of_eight, texts_that_repeat_are_drafted_for])
+def test_the_chain_of_the_page_passes(
+    check: Callable[[Subject], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(CHAIN.strip().splitlines()) <= 30
+    (tmp_path / "pairs.py").write_text(CHAIN, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    check(own("pairs:Pairs"))
+
+
+def test_the_chain_is_what_followed_the_last_two_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pairs.py").write_text(CHAIN, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    drafter = own("pairs:Pairs").drafter(tiny_model()).inner
+    drafter.commit(1, [7, 8, 1, 2, 3, 7, 8, 4, 5, 6, 9, 9])
+    drafter.commit(1, [7, 8])
+    (draft,) = drafter.propose([1])
+    assert (draft.tokens, draft.parents, draft.match_length) == ([8, 4, 5, 6, 9], [-1, 0, 1, 2, 3], 2)
+    drafter.release(1)
+    drafter.commit(1, [7, 8])
+    (draft,) = drafter.propose([1])
+    assert (draft.tokens, draft.match_length) == ([8], 0)
+
+
+def test_the_example_without_a_server_runs(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    tiny = partial(LLM, folder_of(tmp_path / "m", {**CONFIG, "vocab_size": 300}), **OPTIONS)
+    monkeypatch.setattr(minispec, "LLM", tiny, raising=False)
+    exec(compile(EXAMPLE, "the page", "exec"), {})
+    assert float(capsys.readouterr().out.split()[-1]) >= 1
+
+
+def test_commit_precedes_every_propose(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: dict[int, list[int]] = {}
+    fresh: set[int] = set()
+
+    class Listener(Oracle):
+        def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
+            super().commit(slot, tokens, again)
+            heard.setdefault(slot, []).extend(tokens)
+            fresh.add(slot)
+
+        def propose(self, slots: Sequence[int]) -> list[Draft]:
+            assert set(slots) <= fresh, "between two trees of a slot lies a commit"
+            assert [texts[slot] for slot in slots] == [heard[slot] for slot in slots], "up to the root"
+            fresh.difference_update(slots)
+            return super().propose(slots)
+
+        def release(self, slot: int) -> None:
+            super().release(slot)
+            heard.pop(slot, None)
+
+    scheduler = build(tiny_model(), Listener(truth_of(tiny_model())), pages=15)
+    requests = mixed_requests(max_new_tokens=24)
+    step = scheduler.step
+    texts: dict[int, list[int]] = {}
+
+    def watched() -> list:
+        texts.clear()
+        texts.update({r.slot: r.ids for r in requests if r.slot})
+        return step()
+
+    scheduler.step = watched
+    run(scheduler, requests)
+    assert scheduler.metrics.retractions > 0 and scheduler.metrics.tree_steps > 5
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -65,7 +147,7 @@ def test_its_trees_are_trees_and_every_branch_stood_in_the_text(subject: Subject
 
 
 def test_the_page_names_files_that_exist_and_the_flags_it_shows_parse() -> None:
-    assert set(missing_files(PAGE)) == {"prompt_lookup.py"}
+    assert set(missing_files(PAGE)) == {"prompt_lookup.py", "pairs.py"}
     (line,) = re.findall(r"^python -m minispec.server (.*)$", PAGE, re.MULTILINE)
     config = Config.from_args(line.split())
     assert config.algorithm == NAME and config.draft_tokens == 8

@@ -65,7 +65,7 @@ def test_a_run_tells_its_plan_its_progress_every_result_and_who_is_fastest(
     assert all("round" in line or "loading" in line or "importing" in line for line in progress.splitlines())
     assert "round 2 of 2: none, batch 2, copying; step 24 of 24, about" in progress
     table = [line for line in said.splitlines() if line.startswith("| ")]
-    assert len(table) == 1 + 3 * 4 and said.splitlines()[-1].startswith("Fastest here: ")
+    assert len(table) == 2 + 3 * 4 and said.splitlines()[-1].startswith("Fastest here: ")
     report = json.loads(out.read_text())
     assert set(report) == {"hardware", "versions", "flags", "results"} and len(report["results"]) == 12
     assert report["flags"]["dtype"] == "torch.float32" and report["results"][0].keys() == asdict(row("x", 1.0)).keys()
@@ -130,19 +130,39 @@ def wait_for(words: str, lines: list[str], process: subprocess.Popen, seconds: f
         time.sleep(0.02)
 
 
+SLOW = """
+import sys, time, torch
+from minispec.drafter import HostDrafter
+
+def backend(graph, inputs):
+    print("compiling", file=sys.stderr, flush=True)
+    time.sleep(600)
+
+class Slow(HostDrafter):
+    name, nodes, depth = "slow", 2, 1
+    def __init__(self, config, *target):
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    def propose(self, slots): ...
+    def commit(self, slot, tokens, again=False): ...
+    def release(self, slot): ...
+"""
+
+
 def test_interrupted_while_it_compiles_it_prints_what_it_has(tiny: Path, tmp_path: Path) -> None:
-    command = arguments(tiny, "--algorithm", "none", "ngram", "--rounds", "1", "--json", str(tmp_path / "rows.json"))
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cold")}
+    (tmp_path / "slow.py").write_text(SLOW)
+    command = arguments(tiny, "--algorithm", "none", "slow:Slow", "--disable-torch-compile", "--rounds", "1", "--json",
+                        str(tmp_path / "rows.json"))  # fmt: skip
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
     process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environ, text=True, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT)  # fmt: skip
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)
     reader.start()
     try:
-        wait_for("loading ngram: warm-up 1", lines, process)
-        assert "none, ngram; batch 1" in lines[0], "the plan is the first line"
+        wait_for("compiling", lines, process)
+        assert "none, slow:Slow; batch 1" in lines[0], "the plan is the first line"
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
+        assert process.wait(30) == 130
         reader.join(10)
     finally:
         process.kill()

@@ -1,0 +1,148 @@
+"""The README's commands: the quick ones are run, the others parsed by whoever would read them; its step adds up."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from test_layers import ROOT
+from test_llm import CONFIG
+from test_memory import OPTIONS, folder_of
+
+import bench
+import minispec
+from minispec import LLM
+from minispec.config import Config
+from minispec.http import schema
+from minispec.train.__main__ import _parser as train_parser
+from minispec.tree import ancestors, depth
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXTRAS = re.search(r"\[project.optional-dependencies\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.DOTALL)[1]
+PROGRAMS = ("python ", "pip ", "pytest ", "curl ")
+
+
+def commands(page: str) -> list[list[str]]:
+    """Return the words of every command in a page's sh blocks, indented lines and inline code."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    rest = re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    lines += re.findall(r"^    (\S.*)$", rest, re.MULTILINE) + re.findall(r"`([^`\n]+)`", rest)
+    parts = [part for line in lines for part in line.split(" && ")]
+    return [shlex.split(part, comments=True) for part in parts if part.startswith(PROGRAMS)]
+
+
+def flags_in_prose(page: str) -> set[str]:
+    """Return the flags that inline code names without a command."""
+    return {word for code in re.findall(r"`(--[^`\n]+)`", page) for word in code.split() if word.startswith("--")}
+
+
+def check(words: list[str]) -> None:
+    """Raise where a command would not be understood: SystemExit or AssertionError."""
+    program, *rest = words
+    if program == "pip":
+        extras = [extra for word in rest for extra in re.findall(r"^\.\[(\w+)\]$", word)]
+        assert rest[0] in ("install", "download") and all(f"{extra} = " in EXTRAS for extra in extras)
+    elif program == "curl":
+        url, body = next(w for w in rest if w.startswith("http")), json.loads(rest[rest.index("-d") + 1])
+        assert url == f"http://127.0.0.1:{Config().port}/v1/chat/completions"
+        assert schema.parse_chat(body, {}).stream
+    elif program == "pytest" or rest[:2] == ["-m", "pytest"]:
+        files = [word for word in rest if word.endswith(".py")]
+        assert all((ROOT / file).is_file() for file in files)
+    elif rest[:2] == ["-m", "minispec.server"]:
+        if rest[2:] != ["--help"]:
+            Config.from_args(rest[2:])
+    elif rest[:2] == ["-m", "minispec.train"]:
+        train_parser().parse_args(rest[2:])
+    elif rest[0] == "bench.py":
+        bench.parser().parse_args(rest[1:])
+    else:
+        (name,) = [word for i, word in enumerate(rest) if rest[i - 1] == "-m"] or [rest[0]]
+        source = ROOT / (name if name.endswith(".py") else name.replace(".", "/") + ".py")
+        text = source.read_text()
+        missing = [word for word in rest if word.startswith("--") and f'"{word}"' not in text]
+        assert not missing, f"{name} has no flag {missing}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/measured.md", "docs/adding-a-drafter.md"])
+def test_every_command_of_a_page_is_understood(page: str) -> None:
+    found = commands((ROOT / page).read_text(encoding="utf-8"))
+    assert len(found) > 4
+    for words in found:
+        try:
+            check(words)
+        except (SystemExit, AssertionError, OSError, ValueError) as error:
+            pytest.fail(f"{page}: {shlex.join(words)}: {error!r}")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["pip install -e '.[tests]'", "python -m minispec.server --speculative-algo", "python bench.py --ful --batch",
+     "python -m minispec.train eagle4 --out x", "python -m benchmarks.latency --customers 8",
+     "python -m benchmarks.nothing", "python -m pytest tests/test_nothing.py"],
+)  # fmt: skip
+def test_a_wrong_command_is_not(command: str) -> None:
+    with pytest.raises((SystemExit, AssertionError, OSError, ValueError)):
+        check(shlex.split(command))
+
+
+def test_the_flags_named_in_sentences_exist() -> None:
+    named = flags_in_prose(README)
+    assert len(named) > 4
+    known = subprocess.run([sys.executable, "-m", "minispec.server", "--help"], cwd=ROOT, text=True,
+                           capture_output=True, check=True).stdout  # fmt: skip
+    assert not [flag for flag in named if not re.search(rf"{flag}\b", known)]
+
+
+def test_the_example_without_a_server_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (code,) = [block for block in re.findall(r"^```python\n(.*?)^```$", README, re.S | re.M) if "LLM" in block]
+    tiny = partial(LLM, folder_of(tmp_path / "m", {**CONFIG, "vocab_size": 300}), **OPTIONS)
+    monkeypatch.setattr(minispec, "LLM", tiny, raising=False)
+    exec(compile(code, "README.md", "exec"), {})
+    assert float(capsys.readouterr().out.split()[-1]) >= 1
+
+
+def test_the_example_of_a_client_asks_what_a_client_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = [block for block in re.findall(r"^```python\n(.*?)^```$", README, re.S | re.M) if "openai" in block]
+    asked: list[dict] = []
+
+    def create(self: object, **wish: object) -> list:
+        asked.append(wish)
+        return []
+
+    monkeypatch.setattr(openai.resources.chat.completions.Completions, "create", create)
+    exec(compile(code, "README.md", "exec"), {})
+    assert asked[0]["stream"] and asked[0]["messages"][0]["role"] == "user"
+
+
+def test_the_worked_step_is_one() -> None:
+    """What is seen, rows, positions, picks, path and moves follow from tokens, parents and picks."""
+    table = re.search(r"^```\n(node .*?)\n\n(emitted: .*?)\n```$", README, re.DOTALL | re.MULTILINE)
+    line = re.compile(r'\s*(\d+)\s+(-?\d+)\s+"([^"]*)"\s+((?:[\d.] )+) +(\d+)\s+(\d+)\s+"([^"]*)"\s*(yes)?$')
+    rows = [line.match(row).groups() for row in table[1].splitlines()[1:]]
+    parents, tokens, picks = [int(row[1]) for row in rows], [row[2] for row in rows], [row[6] for row in rows]
+    above = ancestors(torch.tensor([parents]))
+    first = int(rows[0][4])
+    for node, row in enumerate(rows):
+        sees = [int(other) for other in row[3].split() if other != "."]
+        assert sees == above[0, node].nonzero()[:, 0].tolist()
+        assert (int(row[0]), int(row[4]), int(row[5])) == (node, first + node, first + int(depth(above)[0, node]))
+    path = [0]
+    while match := [n for n in range(1, len(rows)) if parents[n] == path[-1] and tokens[n] == picks[path[-1]]]:
+        path += match
+    assert [n for n, row in enumerate(rows) if row[7]] == path and path != list(range(len(path)))
+    emitted = " ".join(f'"{picks[node]}"' for node in path)
+    moves = ", ".join(f"{first + node} to {first + i}" for i, node in enumerate(path) if node != i)
+    assert table[2] == (f"emitted: {emitted}; rows moved: {moves}; lens: {first} to {first + len(path)}; next root: "
+                        f'"{picks[path[-1]]}"')  # fmt: skip

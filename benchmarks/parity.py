@@ -201,9 +201,9 @@ def flush(url: str) -> None:
     raise RuntimeError("the server does not become idle")
 
 
-def sampled(url: str, questions: Questions, at_once: int) -> list[Ids]:
+def sampled(url: str, questions: Questions, at_once: int, new_tokens: int = 40) -> list[Ids]:
     """Return seeded samples of the first turns; the seed is the question's number."""
-    params = [{**SAMPLED, "sampling_seed": i, "max_new_tokens": 40} for i in range(len(questions.first))]
+    params = [{**SAMPLED, "sampling_seed": i, "max_new_tokens": new_tokens} for i in range(len(questions.first))]
     return [a["output_ids"] for a in generate(url, questions.first, params, at_once)]
 
 

@@ -1,38 +1,59 @@
 """Every method that ships, through a real socket, eagerly: transformers' greedy tokens, plain decoding's samples.
 
-What is launched by default, compiled, is in test_served.py. The same functions run at length in benchmarks/parity.py.
+What is launched by default, compiled and in a process of its own, is in test_served.py; here servers run in threads of
+the tests' process, which need not import everything anew. The same functions run at length in benchmarks/parity.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import parity
 import pytest
 from test_served import TURNS, assert_exact
+from test_server import Running
 
+from minispec.config import Config
 from minispec.load.default_model import ensure_default_model
 
-FLAGS = ["--dtype", "float32", "--disable-torch-compile", "--chunked-prefill-size", "64"]
+FLAGS = ["--dtype", "float32", "--disable-torch-compile", "--chunked-prefill-size", "64", "--port", "0",
+         "--max-running-requests", "8", "--log-level", "error"]  # fmt: skip
+
+SAMPLES = 20  # tokens of each
+
+
+@contextlib.contextmanager
+def serve(drafter: str) -> Iterator[str]:
+    """Start a server in a thread, yield its URL when it is ready, and stop it."""
+    running = Running(Config.from_args([*FLAGS, *parity.drafter_flags(drafter)]))
+    try:
+        assert running.server.engine.loaded.wait(120)
+        assert running.server.engine.error is None
+        yield f"http://127.0.0.1:{running.port}"
+    finally:
+        running.stop()
 
 
 @pytest.fixture(scope="module")
 def questions() -> parity.Questions:
     """Few prompts, and transformers' greedy answers to them."""
-    return parity.Questions(TURNS[:2], ensure_default_model(), new_tokens=16, shared=2)
+    return parity.Questions(TURNS[:2], ensure_default_model(), new_tokens=10, shared=2)
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[str]:
-    """A server that does not draft."""
-    with parity.serve(*FLAGS, *parity.drafter_flags("NONE")) as url:
-        yield url
+def samples(questions: parity.Questions) -> list[parity.Ids]:
+    """The seeded samples of a server that does not draft."""
+    with serve("NONE") as url:
+        return parity.sampled(url, questions, 8, SAMPLES)
 
 
 # EAGLE-3's default tree and NGRAM's are in test_served.py, chains of the others in the offline tests.
 @pytest.mark.parametrize("drafter", ["EAGLE3:3/1/4", "EAGLE:3/3/8", "NEXTN:3/1/4", "NEXTN:3/3/8", "STANDALONE:2/3/6"])
-def test_every_method_that_ships_gives_the_same(drafter: str, questions: parity.Questions, plain: str) -> None:
-    with parity.serve(*FLAGS, *parity.drafter_flags(drafter)) as url:
+def test_every_method_that_ships_gives_the_same(
+    drafter: str, questions: parity.Questions, samples: list[parity.Ids]
+) -> None:
+    with serve(drafter) as url:
         assert_exact(url, questions)
-        assert parity.sampled(url, questions, 8) == parity.sampled(plain, questions, 8)
+        assert parity.sampled(url, questions, 8, SAMPLES) == samples
         assert parity.stats(url)["avg_spec_accept_length"] > 1.05

@@ -30,7 +30,7 @@ TURNS = [
 @pytest.fixture(scope="module")
 def questions() -> parity.Questions:
     """Prompts and transformers' greedy answers to them."""
-    return parity.Questions(TURNS[:4], ensure_default_model(), new_tokens=24, shared=2)
+    return parity.Questions(TURNS[:4], ensure_default_model(), new_tokens=16, shared=2)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_eager_server_with_small_chunks_and_a_small_pool_gives_the_same(question
     flags += ["--chunked-prefill-size", "32", "--page-size", "16", "--max-total-tokens", "320"]
     with parity.serve(*flags) as url:
         assert_exact(url, questions, expect_retraction=True)
-        assert parity.sampled(url, questions, 8) == parity.sampled(compiled, questions, 8)
+        assert parity.sampled(url, questions, 8, 24) == parity.sampled(compiled, questions, 8, 24)
 
 
 @pytest.mark.cuda

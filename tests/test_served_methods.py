@@ -38,7 +38,7 @@ def serve(drafter: str) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def questions() -> parity.Questions:
     """Few prompts, and transformers' greedy answers to them."""
-    return parity.Questions(TURNS[:2], ensure_default_model(), new_tokens=10, shared=2)
+    return parity.Questions(TURNS[:2], ensure_default_model(), new_tokens=16, shared=2)
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ who is in a step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -31,13 +31,25 @@ from minispec.attention import QUERY_BLOCK, PagedGather, Plan, compiled_attentio
 from minispec.bucket import Bucket, Chunk, PrefillBucket
 from minispec.compiled import Choice, Compiler, Small
 from minispec.drafter import Batch, Committed, Draft, Drafter, TreeSize
+from minispec.grammar import Constraints, mask
 from minispec.graphs import Recorder
-from minispec.kv import PagedKV
+from minispec.kv import PagedKV, upload
 from minispec.logprobs import Question, Questions, Scores, score_known, score_picks
 from minispec.model import Model, Rope
 from minispec.request import Logprobs, Request, Scored
 from minispec.ring import ROWS, Ring
-from minispec.sampling import FILTERED, GREEDY, SCORES, TEMPERED, Needs, SamplingState, Wishes, largest, pick
+from minispec.sampling import (
+    CONSTRAINED,
+    FILTERED,
+    GREEDY,
+    SCORES,
+    TEMPERED,
+    Needs,
+    SamplingState,
+    Wishes,
+    largest,
+    pick,
+)
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import EXACT, Acceptance, Rule, Verdict, simulate, verify, verify_greedy
 
@@ -60,6 +72,7 @@ class Pending:
     chunks: Sequence[Chunk] = ()
     captured: bool = False  # whether a CUDA graph ran it
     scores: Scores | None = None  # of those who asked, on their way too
+    failed: Mapping[int, str] = field(default_factory=dict)  # slots whose grammar leaves no token -> why; rows are void
 
     @property
     def most(self) -> int:
@@ -158,6 +171,14 @@ class TreeInputs(NamedTuple):
     sin: Tensor
 
 
+class Scored(NamedTuple):
+    """What the target says of the nodes of trees."""
+
+    logits: Tensor  # [B, N, V]
+    allowed: Tensor  # the same, -inf where a grammar forbids a token
+    features: Tensor | None  # [B, N, F], for a drafter on the device
+
+
 class Path(NamedTuple):
     """Accepted paths; the fields of `Committed` that begin with these names."""
 
@@ -196,6 +217,7 @@ class Engine:
         self.reach = torch.full((slots,), sizes.context_length, dtype=torch.int64, device=device)
         self.ring = make_ring(model, drafter, slots)
         self.logprobs: dict[int, Logprobs] = {}  # by slot, of requests that ask for them
+        self.constraints = Constraints(model.config.vocab_size)
         self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
         self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): `time_steps` fills it, at `timed_rows`
         self.timed_rows = 0
@@ -263,6 +285,7 @@ class Engine:
         self.sampling.assign(slot, r.params, r.seed, r.prompt_ids, r.output_ids, stop_ids)
         if r.params.logprobs is not None:
             self.logprobs[slot] = r.params.logprobs
+        self.constraints.assign(slot, r, stop_ids)
         self.lens[slot : slot + 1].fill_(r.kv_len)
         self.reach[slot : slot + 1].fill_(self.sizes.context_length if r.params.speculative else 1)
         if r.salt:
@@ -275,6 +298,7 @@ class Engine:
     def release(self, slot: int) -> None:
         """Take a slot back from a request that ended or was retracted."""
         self.sampling.release(slot)
+        self.constraints.release(slot)
         self.drafter.release(slot)
         self.logprobs.pop(slot, None)
         self.lens[slot : slot + 1].zero_()
@@ -369,17 +393,24 @@ class Engine:
         """Run the decode step that a bucket's inputs describe, and write its outputs.
 
         It reads and writes tensors that stay where they are, and what it does depends on shapes and `needs` alone,
-        unless there are questions.
+        unless there are questions, or a grammar: then the trees cross to the host, which says between the forward and
+        the verdict what is allowed.
         """
-        slots, nodes = bucket.slots, bucket.nodes
+        slots, nodes, constrained, needs = bucket.slots, bucket.nodes, bool(needs & CONSTRAINED), needs - CONSTRAINED
         lens, root = self.lens[slots], self.root[slots]
         wishes = self.sampling.wishes(slots, needs) if needs - {SCORES} else None
         holds = needs in COMPILED and not (needs and self.amended)
         before, after = self.small.of(bucket.batch, bool(needs)) if holds else self.small.eager
         drafted = self._propose(bucket, lens, root, wishes) if nodes > 1 else bucket.tree
         step = before(self, bucket, lens, root, None if drafted is bucket.tree else drafted)
+        trees = self._to_host(slots[:, None], step.tokens, step.parents) if constrained else None
         streams = self.model.run_blocks(step.embedding, Rope(step.cos, step.sin), bucket.attend, self.drafter.taps)
-        path = after(self, bucket, lens, step, streams, wishes)
+        if trees is None:
+            path = after(self, bucket, lens, step, streams, wishes)
+        else:
+            scored = self._score(streams)
+            tokens, allowed = self._constrain(scored.logits, trees)
+            path = self._decide(bucket, lens, step._replace(tokens=tokens), scored._replace(allowed=allowed), wishes)
         if path is not None:
             self.drafter.commit(Committed(slots, *path, self.path_plans.get(bucket.batch), prefill=False))
 
@@ -413,11 +444,22 @@ class Engine:
 
         Returns the paths for a drafter on the device, None where there is nobody to tell.
         """
-        slots, nodes = bucket.slots, bucket.nodes
+        return self._decide(bucket, lens, step, self._score(streams), wishes)
+
+    def _score(self, streams: tuple[Tensor, ...]) -> Scored:
+        """Return what the target says of every node, all of it allowed."""
         hidden, features = self.model.finish(streams, self.drafter.taps)
-        tree = DraftTree(step.tokens, step.parents)
         logits = self.model.logits(hidden)
-        verdict = self._verify(tree, step.above, logits, wishes, lens)
+        return Scored(logits, logits, features)
+
+    def _decide(
+        self, bucket: Bucket, lens: Tensor, step: TreeInputs, scored: Scored, wishes: Wishes | None
+    ) -> Path | None:
+        """Do what `_after_blocks` does after the scores."""
+        slots, nodes = bucket.slots, bucket.nodes
+        tree = DraftTree(step.tokens, step.parents)
+        logits, allowed, features = scored
+        verdict = self._verify(tree, step.above, allowed, wishes, lens)
         if nodes > 1 and self.acceptance.simulated is not None:
             verdict = simulate(tree, step.above, verdict, self.acceptance.simulated, slots, lens)
         if nodes > 1:
@@ -433,6 +475,35 @@ class Engine:
         if bucket.questions is not None:
             bucket.scores = score_picks(bucket.questions, logits, verdict.path, verdict.emitted)
         return self._path(bucket, lens, verdict, step.tokens, features) if nodes > 1 and self.drafter.commits else None
+
+    def _to_host(self, *parts: Tensor) -> Callable[[], list[list[list[int]]]]:
+        """Start a copy of `[B, ..] int64` tensors to the host; returns what waits for it and gives them as lists.
+
+        What is launched after this call runs while the host waits and works on them.
+        """
+        packed = torch.cat(parts, dim=1)
+        on_host, ready = packed.to("cpu", non_blocking=packed.is_cuda), None
+        if packed.is_cuda:
+            ready = torch.cuda.Event()
+            ready.record()
+
+        def arrived() -> list[list[list[int]]]:
+            if ready is not None:
+                ready.synchronize()
+            return [part.tolist() for part in on_host.split([part.shape[1] for part in parts], dim=1)]
+
+        return arrived
+
+    def _constrain(self, logits: Tensor, trees: Callable[[], list[list[list[int]]]]) -> tuple[Tensor, Tensor]:
+        """Return the tokens [B, N] of trees without the drafts that grammars forbid, and logits of what they allow.
+
+        logits [B, N, V], or [B, V] after rows without a tree, of which `trees` gives the slots alone.
+        """
+        slots, *tree = trees()
+        tokens, parents = tree or ([[PADDING]] * len(slots), [[-1]] * len(slots))
+        masks = self.constraints.fill([slot for slot, in slots], tokens, parents, pinned=logits.is_cuda)
+        bits = masks.bits.to(self.device, non_blocking=logits.is_cuda)
+        return upload(masks.tokens, torch.int64, self.device), mask(logits, bits)
 
     def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor) -> Verdict:
         """Return the target's verdict; greedy batches, without wishes, need no walk."""
@@ -502,11 +573,15 @@ class Engine:
         live = row < bucket.sizes[:, None]
         bucket.plan.fill(bucket.slots, bucket.starts, self.causal.expand(bucket.blocks, -1, -1), live)
         positions, tokens = (bucket.starts[:, None] + row).view(1, -1), bucket.tokens[None]
+        slots, lens, picked, constrained = bucket.chunk_slots, bucket.lens, bucket.picked, bool(needs & CONSTRAINED)
+        needs -= CONSTRAINED
+        # After a chunk that is not its request's last nothing is picked: as if its slot were 0, which has no grammar.
+        ends = self._to_host((slots * picked)[:, None]) if constrained else None
         hidden, features = self.model(tokens, positions, bucket.attend, self.drafter.taps)
         logits = self.model.logits(hidden[0].index_select(0, bucket.ends))
-        slots, lens, picked = bucket.chunk_slots, bucket.lens, bucket.picked
+        allowed = logits if ends is None else self._constrain(logits, ends)[1]
         sampled = needs - {SCORES}
-        token = pick(logits, self.sampling.wishes(slots, sampled), lens) if sampled else largest(logits)
+        token = pick(allowed, self.sampling.wishes(slots, sampled), lens) if sampled else largest(allowed)
         if bucket.questions is not None:
             rows = (hidden[0], bucket.following)
             bucket.scores = score_known(bucket.questions, (logits, token), rows, self.model.logits)
@@ -531,6 +606,7 @@ class Engine:
 
     def _pending(self, slots: list[int], outputs: Tensor, scores: Scores | None = None, **what: object) -> Pending:
         """Start the copy to the host; the next step may overwrite `outputs`."""
+        what["failed"] = self.constraints.take_failures()
         on_host, ready = outputs.to("cpu", non_blocking=True, copy=True), None
         if scores is not None:
             scores = scores.to_host()

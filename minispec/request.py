@@ -61,6 +61,28 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "lark")
+MAX_GRAMMAR = 2**16  # characters
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an output must be; `grammar.py` says what the kinds are. Errors name `origin`, the field it came in."""
+
+    kind: str  # of GRAMMARS
+    text: str = field(repr=False)  # which logs need not hold
+    origin: str = field(default="grammar", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMARS:
+            raise RequestError(f"{self.origin} must be of a kind of {', '.join(GRAMMARS)}, got {short(self.kind)}",
+                               self.origin)  # fmt: skip
+        if not isinstance(self.text, str) or not 0 < len(self.text) <= MAX_GRAMMAR:
+            raise RequestError(f"{self.origin} must have 1 to {MAX_GRAMMAR} characters, got "
+                               f"{len(self.text) if isinstance(self.text, str) else short(self.text)}",
+                               self.origin)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Logprobs:
     """Which log-probabilities a request wants: of every token it outputs, and of its prompt's from `start` on.
@@ -114,6 +136,7 @@ class SamplingParams:
     sampling_seed: int | None = None  # None: drawn at submission
     speculative: bool = True  # False: no drafts are verified for this request
     logprobs: Logprobs | None = None  # None: none
+    grammar: Grammar | None = None  # what the output must be; EOS then ends it, ignored or not
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen: normalise once, here
@@ -148,6 +171,8 @@ class SamplingParams:
             _flag(name, getattr(self, name))
         if self.sampling_seed is not None:
             _integer("sampling_seed", self.sampling_seed, -(2**63), 2**63 - 1)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise RequestError(f"grammar must be a Grammar, got {short(self.grammar)}", "grammar")
 
     @staticmethod
     def _checked_bias(bias: Any) -> dict[int, float]:
@@ -180,8 +205,9 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     def stop_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
-        """Return all ids that end the request."""
-        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
+        """Return all ids that end the request; nothing but EOS can follow where a grammar ends, so there it does."""
+        endless = self.ignore_eos and self.grammar is None
+        return frozenset(self.stop_token_ids) | (frozenset() if endless else eos_ids)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise if a field names an id outside [0, vocab_size)."""
@@ -244,6 +270,7 @@ class Request:
     last_step: int = 0  # tokens kept of the newest verify step; if the request is finished, a stop may have cut some
     retractions: int = 0
     finished_at: float = 0.0
+    compiled: Any = None  # params.grammar, as `Grammars.compile` returned it; set when the request is validated
 
     @property
     def ids(self) -> list[int]:

@@ -262,12 +262,14 @@ OUTPUTS = INTS.index("outputs")
 NEUTRAL_FLOATS = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)  # greedy, no filter, no penalty
 TABLES = {"counts": torch.int32, "prompt_seen": torch.bool, "bias": torch.float32, "stop_mask": torch.bool}
 
-Needs = frozenset[str]  # the names of the members of `Wishes` that a batch needs, among those that may be None
+# The names of the members of `Wishes` that a batch needs, among those that may be None, and "grammar" for masks.
+Needs = frozenset[str]
 GREEDY: Needs = frozenset()  # a bare argmax
 TEMPERED: Needs = frozenset(("temperature",))  # sampling without filters, penalties and bias
 FILTERED: Needs = frozenset(("temperature", "top_k", "top_p", "min_p"))
 EVERYTHING: Needs = FILTERED | TABLES.keys()
 SCORES = "scores"  # a need that is no member of `Wishes`: what was picked is to be scored, as `logprobs.py` says
+CONSTRAINED: Needs = frozenset(("grammar",))  # in no graph: masks come from the host, in the middle of a step
 
 
 def _needed(params: SamplingParams, outputs: int, vocab_size: int) -> Needs:
@@ -283,6 +285,7 @@ def _needed(params: SamplingParams, outputs: int, vocab_size: int) -> Needs:
         "bias": bool(params.logit_bias) or params.allowed_token_ids is not None,
         "stop_mask": params.min_new_tokens > outputs,
         SCORES: params.logprobs is not None,
+        "grammar": params.grammar is not None,
     }
     return frozenset(name for name, needed in needs.items() if needed)
 

@@ -39,6 +39,7 @@ from minispec.bucket import Chunk
 from minispec.config import Config
 from minispec.drafter import Draft
 from minispec.engine import Engine, Pending
+from minispec.grammar import Grammars
 from minispec.load.tokenizer import Tokenizer
 from minispec.metrics import Load, Metrics
 from minispec.output import Output
@@ -106,6 +107,7 @@ class Scheduler:
         self.engine, self.kv, self.tokenizer, self.eos_ids = engine, engine.kv, tokenizer, eos_ids
         self.cache = PrefixCache(self.kv.page_size, engine.drafter.lookahead, enabled=options.radix)
         self.sizes = engine.sizes
+        self.grammars = Grammars(tokenizer, engine.model.config.vocab_size, eos_ids)
         self.overlap = options.overlap and not engine.drafter.reads_text  # else its next drafts need this step's tokens
         self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval)
         self.waiting: deque[Request] = deque()
@@ -139,7 +141,7 @@ class Scheduler:
     def validate(self, request: Request) -> None:
         """Check a request against model, context and pool, and set its max_new_tokens; raises RequestError (400).
 
-        Reads constants only, so any thread may call it.
+        Reads constants only, so any thread may call it. Compiles a request's grammar, which takes time.
         """
         vocab_size, context = self.engine.model.config.vocab_size, self.sizes.context_length
         ids, wanted = request.prompt_ids, request.params.max_new_tokens
@@ -168,6 +170,8 @@ class Scheduler:
         # What a request left alone can reach; it then ends with `length`.
         room = min(context, self.max_prompt_tokens + 1) - len(ids)
         request.max_new_tokens = room if wanted is None else min(wanted, room)
+        if request.params.grammar is not None:
+            request.compiled = self.grammars.compile(request.params.grammar)
 
     def _check_scores_and_allowed(self, request: Request) -> None:
         """Raise RequestError where scores begin behind the prompt, or where nothing may be picked at first."""
@@ -289,6 +293,8 @@ class Scheduler:
 
     def _launch(self) -> Flight | None:
         """Launch the next step; None where there is nothing to do until the flight under way has landed."""
+        if any(request.params.grammar is not None for request in self.running):
+            self._settle()  # a mask depends on every token before it
         decoding = [request for request in self.running if self._goes_on(request)]
         # Where there is both to do, in turn: a long prompt slows the others and never stops them.
         self._prefilled_last = bool(self.prefilling and not (decoding and self._prefilled_last))
@@ -354,6 +360,9 @@ class Scheduler:
         # With a step in flight the device begins a step when it has done the one before.
         began, self._landed = max(flight.pending.launched, self._landed), time.perf_counter()
         waited = self._landed - started
+        for request, seat in flight.rows.items():
+            if request.slot in flight.pending.failed and self.seats.get(request) is seat:
+                self._end(request, Finish("abort", message=flight.pending.failed[request.slot]))
         self._hear(flight)
         emitted = {
             request: tokens
@@ -519,13 +528,17 @@ class Scheduler:
         if self._flight is not None:
             if all(self._grow(request) for request in self.running if self._goes_on(request)):
                 return
-            # Its longest outcome does not fit, but the real one may. This step then runs alone.
-            flight, self._flight = self._flight, None
-            self._land(flight)
+            self._settle()  # its longest outcome does not fit, but the real one may; this step then runs alone
         for request in list(self.running):
             while request.slot and not self._grow(request):
                 newest = max([*self.prefilling, *self.running], key=lambda r: r.arrived)
                 self._retract(newest)
+
+    def _settle(self) -> None:
+        """Take in the flight under way, if there is one."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._land(flight)
 
     def _grow(self, request: Request) -> bool:
         """Extend a request's pages to its rows, those that its flight may add, and one tree; False if the pool cannot.

@@ -33,7 +33,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -260,6 +260,8 @@ class Server:
         self.produced = asyncio.Event()  # set whenever a step has given tokens
         self.failed_to_load = asyncio.Event()
         self.stopping = False
+        # A thread of their own for requests with a grammar, so that grammars that take long keep only each other.
+        self.compiling = ThreadPoolExecutor(1, "grammars")
 
     # ---- life --------------------------------------------------------------------------------------------------------
 
@@ -284,6 +286,7 @@ class Server:
         self.engine.stop()
         self._fail_everything(RequestError("the server is shutting down", None, 503, "shutting_down"))
         await self.runner.cleanup()
+        self.compiling.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.engine.join, STOP_TIMEOUT)
         return not self.engine.is_alive()
 
@@ -362,7 +365,9 @@ class Server:
         self._check_model(job.model)
         flight = Flight(job)
         with self._counted(len(flight.job.prompts)), self._flying(flight):
-            flight.requests = await asyncio.to_thread(_prepare, flight.job, llm, self._served.formats)
+            threads = self.compiling if any(params.grammar for params in job.params) else None
+            prepare = partial(_prepare, job, llm, self._served.formats)
+            flight.requests = await asyncio.get_running_loop().run_in_executor(threads, prepare)
             if not flight.items.empty():
                 await flight.next()  # ended while its prompt was tokenized: raises
             reply = schema.Reply(flight.job, flight.requests, self._served)

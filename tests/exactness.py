@@ -166,6 +166,7 @@ def build(
     simulated: float | None = None,
     adaptive: bool = False,
     smaller: int | None = None,
+    tokenizer: object = None,
 ) -> Scheduler:
     """Put a scheduler together over the tiny model, as `LLM` does over a real one."""
     config, drafter = model.config, as_drafter(drafter, model.config.vocab_size, smaller)
@@ -177,7 +178,7 @@ def build(
     kv.host_looks &= host_looks
     engine = Engine(model, kv, drafter, sizes, compiled=compiled, acceptance=Acceptance(thresholds, simulated))
     options = SchedulerOptions(radix=radix, overlap=overlap, adaptive=adaptive)
-    return Scheduler(engine, Letters(), frozenset(eos), options)
+    return Scheduler(engine, tokenizer or Letters(), frozenset(eos), options)
 
 
 def request(name: str, prompt: Sequence[int], **params: object) -> Request:

@@ -26,7 +26,7 @@ RANKS = {
     "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.machine load.__init__ train.__init__ "
     "http.__init__",
     1: "http.fields http.reasoning config sampling attention eagle load.fp8 load.tokenizer load.default_model",
-    2: "http.openapi http.logprobs http.tools logprobs verify output drafter mtp load.int8 train.prompts",
+    2: "http.openapi http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 train.prompts",
     3: "http.message beam ngram bucket load.heads",
     4: "standalone",
     5: "engine load.drafters",

@@ -119,8 +119,9 @@ REFUSED = {  # why -> fields
         return_entropy""",
     "only chats have tools, in tools and tool_choice, which the client runs": """tools tool_choice functions
         function_call web_search_options""",
-    "constrained output is not in this version": """response_format json_schema regex ebnf structural_tag guided_json
-        guided_regex guided_choice guided_grammar guided_decoding_backend structured_outputs""",
+    "what constrains an output is response_format, json_schema, regex, ebnf or structural_tag": """response_format
+        json_schema regex ebnf structural_tag guided_json guided_regex guided_choice guided_grammar
+        guided_decoding_backend structured_outputs""",
     "tokens are not banned by name here; logit_bias lowers single ones": "bad_words",
     "stops are ids and strings": "stop_regex repetition_detection",
     "requests are served in the order of their arrival": "priority service_tier background",
@@ -239,6 +240,27 @@ class Sampling(Fields):
     speculative: Flag = does("false: verify no drafts for this request, which changes its speed and not its text")
 
 
+class Constrained(Fields):
+    """What an output must be; at most one of these may be given."""
+
+    json_schema: told_apart("a JSON schema, as text or as an object", text=str, object=dict[str, Any]) | None = does(
+        "the output is JSON of this schema")
+    regex: Text = does("the output matches this regular expression, wholly")
+    ebnf: Text = does("the output is of this grammar, written in GBNF or in llguidance's Lark")
+    structural_tag: told_apart("a structural tag, as text or as an object", text=str, object=dict[str, Any]) | None = (
+        does("free text in which each trigger begins one of the structures"))
+
+
+class ResponseFormat(Fields):
+    """The object `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"] = Field(
+        description="anything, any JSON object, JSON of a schema, or tags within text")
+    json_schema: dict[str, Any] | None = does("an object with the schema under schema; strict or not, it is kept to")
+    structures: Each[dict[str, Any]] | None = does("of a structural tag: objects of begin, schema and end")
+    triggers: Each[str] | None = does("of a structural tag: what begins the structures")
+
+
 class StreamOptions(Fields):
     """The object `stream_options`."""
 
@@ -246,7 +268,7 @@ class StreamOptions(Fields):
     continuous_usage_stats: Flag = does("the usage so far in every event")
 
 
-class OpenAI(Prompted, Sampling):
+class OpenAI(Constrained, Prompted, Sampling):
     """What both of OpenAI's endpoints take, extensions of SGLang and vLLM included."""
 
     n: Choices | None = does("choices for each prompt, at most 16; the prompt is computed once")
@@ -259,6 +281,7 @@ class OpenAI(Prompted, Sampling):
     return_token_ids: Flag = does("add prompt_token_ids and token_ids to the answer")
     return_tokens_as_token_ids: Flag = does("spell tokens as token_id:N in logprobs")
     request_id: Rid | None = does("as rid")
+    response_format: ResponseFormat | None = does("what the output must be")
 
 
 class TextPart(Fields):
@@ -383,9 +406,9 @@ class Closed(Fields):
         return given
 
 
-class NativeParams(Closed, Sampling, create_model(  # type: ignore[misc]
+class NativeParams(Closed, Constrained, Sampling, create_model(  # type: ignore[misc]
     "InactiveNative", __base__=Fields, **_inactive_fields(
-        *"beam_width json_schema regex ebnf structural_tag stop_regex custom_params watermark".split(),
+        *"beam_width stop_regex custom_params watermark".split(),
         "spaces_between_special_tokens",
     ))):  # fmt: skip
     """The object `sampling_params`."""

@@ -29,6 +29,7 @@ from minispec.load.chat_templates import WITH_TOOLS
 from minispec.request import (
     ABORT_WANTED,
     Finish,
+    Grammar,
     Logprobs,
     Request,
     RequestError,
@@ -197,7 +198,7 @@ def parse_generate(body: Mapping[str, Any]) -> Job:
     counts = {wish.n or 1 for wish in wishes}
     if len(counts) > 1:
         raise RequestError(f"n must be the same for all prompts, got {sorted(counts)}", "n")
-    params, n = [SamplingParams(**_given(wish, names)) for wish in wishes], counts.pop()
+    params, n = [SamplingParams(**_given(wish, names), grammar=_grammar(wish, None)) for wish in wishes], counts.pop()
     scored = [replace(p, logprobs=wish) for p, wish in zip(params, _native_wishes(asked, len(prompts)), strict=True)]
     return Job(
         "generate", asked.model, _repeated(prompts, n),
@@ -345,7 +346,8 @@ def _openai_job(
     kind: Kind, asked: fields.OpenAI, prompts: list[Prompt], defaults: Mapping[str, Any], max_tokens: int | None
 ) -> Job:
     """Return what chat and completions have in common; `max_tokens` is the limit where the client sets none."""
-    wish = {**defaults, **_given(asked, fields.Sampling.model_fields), "max_new_tokens": max_tokens}
+    wish = {**defaults, **_given(asked, fields.Sampling.model_fields), "max_new_tokens": max_tokens,
+            "grammar": _grammar(asked, asked.response_format)}  # fmt: skip
     names = {"prompt": "messages" if kind == "chat" else "prompt"}
     for name, inner in _RENAMED.items():
         if (value := getattr(asked, name)) is not None:
@@ -371,6 +373,36 @@ def _openai_job(
         truncate=asked.truncate_prompt_tokens,
         names=names,
     )  # fmt: skip
+
+
+def _grammar(asked: fields.Constrained, form: fields.ResponseFormat | None) -> Grammar | None:
+    """Return what the client wants the output to be, if anything; RequestError if it wants several things."""
+    given = {name: value for name in fields.Constrained.model_fields
+             if (value := getattr(asked, name)) not in (None, "")}  # fmt: skip
+    if form is not None and form.type != "text":
+        given["response_format"] = form
+    if len(given) > 1:
+        raise RequestError(f"at most one of {', '.join(given)} may be given", list(given)[-1])
+    for name, value in given.items():
+        kind = name
+        if isinstance(value, fields.ResponseFormat):
+            kind, value = value.type, _form_of(value)
+        kind = "json_schema" if kind == "json_object" else kind
+        return Grammar(kind, value if isinstance(value, str) else dump(value).decode(), name)
+    return None
+
+
+def _form_of(form: fields.ResponseFormat) -> dict[str, Any] | bool:
+    """Return the schema or the structural tag of a response_format."""
+    if form.type == "structural_tag":
+        return _given(form, ("structures", "triggers"))
+    if form.type == "json_object":
+        return {"type": "object"}
+    schema = (form.json_schema or {}).get("schema")
+    if not isinstance(schema, (dict, bool)):
+        raise RequestError(f"response_format.json_schema.schema must be a JSON schema, got {short(schema)}",
+                           "response_format")  # fmt: skip
+    return schema
 
 
 def _given(asked: fields.Fields, names: Iterable[str]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ LINES = {  # what is done instead -> flags; a whole clause, as it follows "--fla
         --crash-dump-folder""",
     "there is no /metrics in this version; /server_info has the counters": """--enable-metrics
         --enable-request-time-stats-logging --show-time-cost --collect-tokens-histogram""",
-    "constrained output is not in this version, and a request for it is answered with 400": "--grammar-backend",
+    "llguidance constrains output, whichever is named": "--grammar-backend",
     "KV pages and weights stay in the device's memory": """--enable-hierarchical-cache --hicache-ratio --hicache-size
         --cpu-offload-gb""",
     "there is one process, on one device, with nothing to communicate with": """--dist-init-addr --nccl-port

@@ -78,6 +78,7 @@ class Backend(Protocol):
     def token_id(self, token: str) -> int | None: ...
     def token(self, token_id: int) -> str | None: ...
     def token_bytes(self, token_id: int) -> bytes: ...
+    def serialized(self) -> str | None: ...  # tokenizer.json; None for a table of bytes
 
 
 class Tokenizer:
@@ -253,6 +254,9 @@ class _HuggingFace:
     def token(self, token_id: int) -> str | None:
         return self._tokenizer.id_to_token(token_id)
 
+    def serialized(self) -> str:
+        return self._tokenizer.to_str()
+
     def token_bytes(self, token_id: int) -> bytes:
         token = self.token(token_id) or ""
         try:
@@ -327,6 +331,9 @@ class _Tiktoken:
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._bytes.get(token_id, b"")
+
+    def serialized(self) -> None:
+        return None
 
 
 def _rank_file(folder: Path) -> Path | None:

@@ -171,7 +171,7 @@ class TreeInputs(NamedTuple):
     sin: Tensor
 
 
-class Scored(NamedTuple):
+class Seen(NamedTuple):
     """What the target says of the nodes of trees."""
 
     logits: Tensor  # [B, N, V]
@@ -408,9 +408,9 @@ class Engine:
         if trees is None:
             path = after(self, bucket, lens, step, streams, wishes)
         else:
-            scored = self._score(streams)
-            tokens, allowed = self._constrain(scored.logits, trees)
-            path = self._decide(bucket, lens, step._replace(tokens=tokens), scored._replace(allowed=allowed), wishes)
+            seen = self._score(streams)
+            tokens, allowed = self._constrain(seen.logits, trees)
+            path = self._decide(bucket, lens, step._replace(tokens=tokens), seen._replace(allowed=allowed), wishes)
         if path is not None:
             self.drafter.commit(Committed(slots, *path, self.path_plans.get(bucket.batch), prefill=False))
 
@@ -446,19 +446,19 @@ class Engine:
         """
         return self._decide(bucket, lens, step, self._score(streams), wishes)
 
-    def _score(self, streams: tuple[Tensor, ...]) -> Scored:
+    def _score(self, streams: tuple[Tensor, ...]) -> Seen:
         """Return what the target says of every node, all of it allowed."""
         hidden, features = self.model.finish(streams, self.drafter.taps)
         logits = self.model.logits(hidden)
-        return Scored(logits, logits, features)
+        return Seen(logits, logits, features)
 
     def _decide(
-        self, bucket: Bucket, lens: Tensor, step: TreeInputs, scored: Scored, wishes: Wishes | None
+        self, bucket: Bucket, lens: Tensor, step: TreeInputs, seen: Seen, wishes: Wishes | None
     ) -> Path | None:
         """Do what `_after_blocks` does after the scores."""
         slots, nodes = bucket.slots, bucket.nodes
         tree = DraftTree(step.tokens, step.parents)
-        logits, allowed, features = scored
+        logits, allowed, features = seen
         verdict = self._verify(tree, step.above, allowed, wishes, lens)
         if nodes > 1 and self.acceptance.simulated is not None:
             verdict = simulate(tree, step.above, verdict, self.acceptance.simulated, slots, lens)

@@ -31,7 +31,7 @@ from minispec.grammar import Constraint, Constraints, Grammars, Stuck, mask
 from minispec.http import schema
 from minispec.load.tokenizer import load_tokenizer
 from minispec.model import Model
-from minispec.request import Finish, Grammar, Request, RequestError, SamplingParams
+from minispec.request import Finish, Grammar, Logprobs, Request, RequestError, SamplingParams
 from minispec.sampling import CONSTRAINED, SamplingState, pick
 from minispec.scheduler import Scheduler
 from minispec.tree import PADDING
@@ -249,6 +249,19 @@ def test_a_mask_left_empty_fails_that_request_by_name_and_no_other() -> None:
         assert "".join(u.text for u in streamed if u.request is other) == "abab"
         outcomes.append((stuck.output_ids, other.output_ids))
     assert outcomes[0] == outcomes[1] and "".join(TOKENS[t] for t in outcomes[0][0]) == "abab"
+    narrow = request("narrow", [5], grammar=word, allowed_token_ids=[TOKENS.index("a"), EOS])
+    run(build(tiny_model(), Plain(), **HOW), [narrow])
+    assert "allowed_token_ids" in narrow.finish.message and narrow.output_ids == [TOKENS.index("a")]
+
+
+@pytest.mark.parametrize("name", ["none", "oracle"])
+def test_logprobs_are_those_before_the_mask(name: str) -> None:
+    r = ten_requests(logprobs=Logprobs(top=1))[5]
+    run(build(tiny_model(), Plain() if name == "none" else knowing(0.1), **HOW), [r])
+    assert r.output_ids == truth("none")[r.rid]
+    for at, score in enumerate(r.output_scores):
+        logits = next_logits(tiny_model(), r.prompt_ids + r.output_ids[:at])
+        assert score.logprob == pytest.approx(float(logits.log_softmax(-1)[r.output_ids[at]]), abs=1e-4)
 
 
 def test_drafts_for_which_no_time_is_left_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:

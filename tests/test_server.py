@@ -12,6 +12,7 @@ import gzip
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -476,6 +477,59 @@ def test_a_queued_stream_opens_at_once_and_is_kept_alive_and_its_failure_is_an_e
     assert json.loads(rest[0][6:])["error"]["code"] == "aborted" and rest[1:] == [b"data: [DONE]\n"]
     held.close()
     served.idle()
+
+
+# ---- constrained output ----------------------------------------------------------------------------------------------
+
+
+def test_an_answer_keeps_to_a_schema_and_what_cannot_be_used_is_named(served: Running) -> None:
+    wanted = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": wanted, "strict": True}}
+    choice = served.ok("/v1/chat/completions", chat(response_format=form, max_tokens=200))["choices"][0]
+    assert choice["finish_reason"] == "stop" and is_valid(json.loads(choice["message"]["content"]), wanted, {})
+    assert re.fullmatch("[ab]{3}", served.ok("/generate", native(regex="[ab]{3}"))["text"])
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(50):
+        deep = {"type": "array", "items": deep}
+    for field, value, said in (
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}, "not"),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"multipleOf": 10**9}}}, "multipleOf"),
+        ("ebnf", "start: T0\n" + "".join(f"T{i}: T{i + 1} T{i + 1}\n" for i in range(40)) + 'T40: "a"', "too big"),
+        ("regex", "(" * 10**4, "regex"), ("json_schema", json.dumps(deep) * 2, "JSON"),
+    ):  # fmt: skip
+        status, answer, _ = served.call("/v1/chat/completions", chat(**{field: value}))
+        assert status == 400 and answer["error"]["param"] == field and said in answer["error"]["message"], answer
+    stuck = native(regex="[ab]{3}", min_new_tokens=9, max_new_tokens=20)
+    status, answer, _ = served.call("/generate", stuck)
+    assert status == 400 and "min_tokens" in answer["error"]["message"]
+    served.idle()
+
+
+def test_nobody_waits_for_a_grammar_of_somebody_else(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, reached, free = served.server.engine.llm.scheduler.grammars, threading.Event(), threading.Event()
+    compile_as_it_is = grammars.compile
+
+    def slow(grammar: Any) -> Any:
+        reached.set()
+        assert free.wait(30)
+        return compile_as_it_is(grammar)
+
+    monkeypatch.setattr(grammars, "compile", slow)
+    answers: list[Any] = []
+    asking = [threading.Thread(target=lambda: answers.append(served.ok("/generate", native(regex="[ab]{2}"))))
+              for _ in range(3)]  # fmt: skip
+    for thread in asking:
+        thread.start()
+    try:
+        assert reached.wait(30)
+        assert served.ok("/generate", native(max_new_tokens=3))["output_ids"]
+        assert not answers
+    finally:
+        free.set()
+        for thread in asking:
+            thread.join(60)
+    assert [re.fullmatch("[ab]{2}", answer["text"]) is not None for answer in answers] == [True] * 3
 
 
 # ---- what clients cannot break ---------------------------------------------------------------------------------------

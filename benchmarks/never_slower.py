@@ -140,7 +140,7 @@ class Field:
         for number in itertools.count(1000):  # other questions than those of the rounds
             self.stretch(self.prompts(number, cell.batch, cell.context), cell.temperature, None)
             warm += cell.batch * self.args.new_tokens
-            if warm >= WARM_UP:
+            if warm >= self.args.warm_up:
                 break
         speeds: dict[str | int, list[float]] = {name: [] for name in who}
         shares: list[dict[str, float]] = []
@@ -186,6 +186,7 @@ def main() -> None:
     parser.add_argument("--everything", action="store_true", help="the whole grid for every method")
     parser.add_argument("--new-tokens", type=int, default=64, help="of a reply")
     parser.add_argument("--rounds", type=int, default=4, help="times that all contestants go there and back")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="tokens before a cell")
     parser.add_argument("--load", action="store_true", help="one, eight and one requests at once, in place of the grid")
     parser.add_argument("--model")
     parser.add_argument("--device", default="auto")

@@ -38,6 +38,8 @@ REPLIES: list[tuple[str, str, str | None, list[Call]]] = [
     ("hermes", f"<tool_call>{PARIS}", None, [("weather", '{"city": "Paris"}')]),  # the end tag is missing
     ("hermes", '<tool_call>{"arguments": {"city": "x"}, "name": "weather"}</tool_call>', None,
      [("weather", '{"city": "x"}')]),
+    ("hermes", '<tool_call>{"name": "clock", "arguments": {"a": "\\\\"}}</tool_call>}', "}",
+     [("clock", '{"a": "\\\\"}')]),
     ("hermes", '<tool_call>{"name": "clock"}</tool_call>', None, [("clock", "{}")]),
     ("hermes", '<tool_call>{"name": "clock", "arguments": null}</tool_call>', None, [("clock", "{}")]),
     ("hermes", "No tool is needed for <this> or <tool_cal>.\n", "No tool is needed for <this> or <tool_cal>.\n", []),
@@ -111,6 +113,7 @@ def test_a_reply_is_taken_apart_the_same_way_wherever_it_is_cut(
         assert message.called == bool(calls) and total["content"] == (content or ""), pieces
         complete = {call["id"] for call in message.whole()["tool_calls"] or ()}
         assert len(complete) == len(calls)
+        assert {name for name, _ in total["calls"].values()} <= {"weather", "clock"}, "no other name goes out"
         assert [tuple(call) for call in total["calls"].values()][-len(calls) or len(total["calls"]) :] == calls
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import openai
+import pydantic
 import pytest
 from test_server import Running, client, options, ready, scripted
 from transformers import AutoTokenizer
@@ -77,11 +77,27 @@ def test_one_call_ends_the_answer_where_calls_may_not_be_parallel(caller: Runnin
     assert one.usage.completion_tokens == both.usage.completion_tokens - 1, "EOS was not waited for"
 
 
-def test_what_must_be_a_call_or_json_is_refused_by_name_as_the_client_expects(caller: Running) -> None:
-    for wish, param in (({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),):
-        with pytest.raises(openai.BadRequestError) as caught:
-            client(caller).chat.completions.create(model="any", messages=[ASK], **wish)
-        assert caught.value.param == param
+def test_openai_gets_the_call_that_it_requires_or_names_and_json_of_a_schema(caller: Running) -> None:
+    """The model would begin with a thought; a grammar lets it write nothing but what is asked for."""
+    api = client(caller)
+    other = {"type": "function", "function": {"name": "clock", "parameters": {
+        "type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"],
+        "additionalProperties": False}}}  # fmt: skip
+    named: Any = {"type": "function", "function": {"name": "clock"}}
+    wish: dict[str, Any] = {"model": "any", "messages": [ASK], "tools": [ADD, other], "max_tokens": 60}
+    for choice, names in (("required", {"add", "clock"}), (named, {"clock"})):
+        for seed in (1, 2):
+            answer = api.chat.completions.create(**wish, tool_choice=choice, parallel_tool_calls=False, seed=seed)
+            (call,) = answer.choices[0].message.tool_calls
+            assert answer.choices[0].finish_reason == "tool_calls" and call.function.name in names
+            assert json.loads(call.function.arguments).keys() <= {"a", "zone"}
+
+    class Zone(pydantic.BaseModel):
+        zone: Literal["UTC", "CET"]
+        summer: bool
+
+    parsed = api.chat.completions.parse(model="any", messages=[ASK], response_format=Zone, seed=3)
+    assert parsed.choices[0].message.parsed.zone in ("UTC", "CET")
 
 
 def test_langchain_binds_tools_and_streams_their_calls(caller: Running) -> None:

@@ -415,7 +415,9 @@ def test_the_grammar_of_calls_takes_what_the_parser_reads_and_nothing_else(
             assert message.called and message.whole()["content"] is None
 
 
-def test_a_call_that_must_be_made_needs_the_grammar() -> None:
+def test_a_call_that_must_be_made_is_asked_for_by_one_grammar() -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        error = refusal(lambda choice=choice: job(tools=[WEATHER], tool_choice=choice))
-        assert error.param == "tool_choice" and "minispec[grammar]" in error.message
+        assert job(tools=[WEATHER], tool_choice=choice).wish.must
+        other = {"response_format": {"type": "json_object"}}
+        error = refusal(lambda choice=choice, other=other: job(tools=[WEATHER], tool_choice=choice, **other))
+        assert error.param == "response_format" and "tool_choice" in error.message

@@ -25,6 +25,7 @@ from minispec.http import fields, logprobs
 from minispec.http.fields import read
 from minispec.http.logprobs import Report
 from minispec.http.message import PLAIN, Formats, Message, Wish
+from minispec.http.tools import constraint
 from minispec.load.chat_templates import WITH_TOOLS
 from minispec.request import (
     ABORT_WANTED,
@@ -166,6 +167,10 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
                            "top_logprobs")  # fmt: skip
     report = Report(top, as_ids=asked.return_tokens_as_token_ids is True)
     job = _openai_job("chat", asked, [messages], defaults, None)
+    if (form := job.params[0].grammar) is not None:
+        if wish.must:
+            raise RequestError(f"{form.origin} may not be given where tool_choice asks for a call", form.origin)
+        wish = replace(wish, separate=False)  # the form leaves no room for reasoning either
     job = replace(job, chat=chat, wish=wish, prediction=prediction)
     return _with_logprobs(job, report, [_scores({"top_logprobs": top}, None)] * len(job.params))
 
@@ -296,8 +301,11 @@ def check_tools(job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
 
 
 def _prepare_answer(request: Request, job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
-    """Note with a chat's request what its end depends on: whether its prompt leaves it thinking, its first call."""
+    """Note with a chat's request what its answer depends on: must it be a call, does its prompt leave it thinking."""
     wish, thoughts, calls = job.wish, formats.thoughts, formats.calls
+    if wish.must:
+        must = Grammar("lark", constraint(wish.tools, calls, wish.only, wish.parallel), "tool_choice")
+        request.params = replace(request.params, grammar=must)
     if thoughts is not None:
         messages = job.prompts[0]
         tail = tokenizer.decode(request.prompt_ids[-32:], skip_special_tokens=False).rstrip()
@@ -525,9 +533,6 @@ def _wish(asked: fields.Chat) -> Wish:
         raise RequestError(f"tool_choice must name one of the tools, got {short(only)}", "tool_choice")
     if choice == "required" and not tools:
         raise RequestError("tool_choice must be none or auto where there are no tools, got 'required'", "tool_choice")
-    if only is not None or choice == "required":
-        raise RequestError("tool_choice: an answer that must be a call is constrained by a grammar, for which "
-                           "minispec[grammar] is needed", "tool_choice", code="unsupported_field")  # fmt: skip
     hidden = {"none": True}.get(choice, False) if isinstance(choice, str) else False
     return Wish(
         () if hidden else tuple(tools),

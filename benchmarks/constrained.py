@@ -5,7 +5,8 @@
 
 `valid` reads every answer with `json` and checks it with the tests' own validator, which shares no code with the
 library that makes the masks. `cost` compares steps of the same shape: the grammar there allows all text, so that the
-same tokens come out as without one, up to rounding, and a third request follows a schema. Rounds alternate, and medians are told.
+same tokens come out as without one, up to rounding, and a third request follows a schema. Rounds alternate, and medians
+are told.
 """
 
 from __future__ import annotations

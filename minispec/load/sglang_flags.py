@@ -61,7 +61,7 @@ REFUSED = {  # why -> flags
     "in bfloat16 two batch shapes may round differently, so determinism is not promised beyond float32":
         "--enable-deterministic-inference",
     "a prompt longer than the context is answered with 400, never cut": "--allow-auto-truncate",
-    "JSON that is constrained has at most 16 characters of whitespace in a row": "--constrained-json-whitespace-pattern",
+    "constrained JSON has at most 16 characters of whitespace in a row": "--constrained-json-whitespace-pattern",
     "the client runs the tools that it offers; there are none here": "--tool-server",
     "requests may not bring code": "--enable-custom-logit-processor",
     "hidden states are not returned": "--enable-return-hidden-states",

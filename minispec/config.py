@@ -104,7 +104,15 @@ class Config:
     )
     host: str = _flag("127.0.0.1", "Server", "address to listen on")
     port: int = _flag(30000, "Server", "port to listen on; 0 takes a free one", low=0, high=65535)
-    api_key: str | None = _flag(None, "Server", "clients must send it as a bearer token, except to /health*")
+    api_key: str | None = _flag(
+        None, "Server", "clients must send it as a bearer token, except to /health* and for the page at /"
+    )
+    admin_api_key: str | None = _flag(
+        None, "Server", "what /flush_cache needs, and /abort_request for what others sent, in place of --api-key; it "
+        "opens every other path too",
+    )  # fmt: skip
+    ssl_keyfile: str | None = _flag(None, "Server", "FILE with the private key to speak TLS with")
+    ssl_certfile: str | None = _flag(None, "Server", "FILE with its certificate and those above it")
     cors_origins: str | None = _flag(
         None, "Server", "web pages that may call this server: their origins, separated by commas, or * for any; "
         "default: none but the server's own",
@@ -115,6 +123,7 @@ class Config:
     )  # fmt: skip
     stream_interval: int = _flag(1, "Server", "tokens between two events of a stream", low=1)
     enable_cache_report: bool = _flag(False, "Server", "report cached prompt tokens in usage.prompt_tokens_details")
+    enable_metrics: bool = _flag(False, "Server", "serve /metrics to Prometheus; needs the extra minispec[metrics]")
     skip_server_warmup: bool = _flag(False, "Server", "report ready without first answering a request of our own")
 
     mem_fraction_static: float | None = _flag(
@@ -244,6 +253,7 @@ class Config:
             if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s*]+", origin):
                 raise ValueError("--cors-origins must be * or origins like https://host:port, separated by commas, "
                                  f"got {origin!r}")  # fmt: skip
+        self._check_tls()
         if self.revision is not None and self.model_path is None:
             raise ValueError("--revision needs --model-path: the default model has one revision")
         template = self.chat_template
@@ -262,6 +272,15 @@ class Config:
                 raise ValueError(f"{flag_name(small)} must be {'below' if gap else 'at most'} {flag_name(large)}, "
                                  f"got {a} and {b}")  # fmt: skip
         self._check_drafter()
+
+    def _check_tls(self) -> None:
+        """Raise ValueError unless key and certificate are both given, as files, or neither."""
+        for name, other in (("ssl_keyfile", "ssl_certfile"), ("ssl_certfile", "ssl_keyfile")):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                raise ValueError(f"{flag_name(name)} must be a file, got {path!r}, which is none")
+            if path is not None and getattr(self, other) is None:
+                raise ValueError(f"{flag_name(name)} needs {flag_name(other)} beside it")
 
     def _check_drafter(self) -> None:
         """Note the flags of other drafters than the one that runs; raise ValueError where a shape is half given."""

@@ -1,5 +1,8 @@
 """Counters of a running engine, and the two log lines operators read, in SGLang's words.
 
+Counting is lists and additions, a few microseconds a step; what is made of them for Prometheus is made when somebody
+asks, off the engine's thread (`http/prometheus.py`).
+
 Definitions, as in SGLang's log: a decode forward over B requests counts B verify steps; accept len is the tokens
 emitted per verify step, the target's own included (1.00 is plain decoding); accept rate is accept len over the size of
 a tree, the root included. Tokens that a step emitted beyond a stop are not counted.
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +29,28 @@ class Load(NamedTuple):
     usage: float  # share of pages that requests hold
     running: int  # requests that decode
     queued: int  # requests that wait
+
+
+STEP_BOUNDS = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0, 4.0)  # seconds of a step
+WAIT_BOUNDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds of a request
+
+
+class Histogram:
+    """How many values fell at or below each bound and above the one before, and their sum."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Count a value, so many times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def copy(self) -> Histogram:
+        """Return it as it is now, for another thread."""
+        other = Histogram(self.bounds)
+        other.counts, other.total = list(self.counts), self.total
+        return other
 
 
 @dataclass
@@ -45,8 +71,15 @@ class Metrics:
     aborted: int = 0
     retractions: int = 0
     last_throughput: float = 0.0
+    last_accept_length: float = 0.0  # of the last window, as the log has it
     step_seconds: float = 0.0  # spent in decode steps on launching and waiting
     host_seconds: float = 0.0  # spent in decode steps on stop rules, text and ending requests
+    prefill_steps: int = 0
+    captured_steps: int = 0  # decode forwards that a CUDA graph ran
+    draft_tokens: int = 0  # nodes of the trees of all requests, without the roots
+    kept: Counter[int] = field(default_factory=Counter)  # tokens that a request got of a step with trees -> how often
+    step_times: dict[int, Histogram] = field(default_factory=dict)  # nodes of a step's trees -> seconds of the steps
+    queue_times: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))  # from arrival to a slot
     _window: list[int] = field(default_factory=lambda: [0, 0, 0])  # steps, verify steps, tokens
     _window_start: float = field(default_factory=time.monotonic)
     _last_prefill: float = field(default_factory=time.monotonic)
@@ -68,6 +101,7 @@ class Metrics:
     def prefill(self, load: Load, chunks: Sequence[int], *, cached: int, emitted: int, captured: bool) -> None:
         """Count and log one prefill step: prompt tokens computed by chunk, `cached` ones found, `emitted` picked."""
         new = sum(chunks)
+        self.prefill_steps += 1
         self.generated_tokens += emitted
         self.prompt_tokens += new
         self.cached_tokens += cached
@@ -79,15 +113,26 @@ class Metrics:
             len(chunks), new, cached, load.usage, load.running, load.queued, speed, captured,
         )  # fmt: skip
 
-    def decode(self, load: Load, *, emitted: list[int], nodes: int, tokens: int, captured: bool) -> None:
-        """Count one decode step, `emitted` tokens kept per request, and log every `log_interval` steps."""
+    def decode(
+        self, load: Load, *, emitted: list[int], nodes: int, tokens: int, captured: bool, seconds: float = 0.0
+    ) -> None:
+        """Count one decode step, `emitted` tokens kept per request, and log every `log_interval` steps.
+
+        seconds: its launch and the wait for it.
+        """
         kept = sum(emitted)
+        self.captured_steps += captured
+        if nodes not in self.step_times:
+            self.step_times[nodes] = Histogram(STEP_BOUNDS)
+        self.step_times[nodes].add(seconds)
         self.verify_steps += len(emitted)
         self.verified_tokens += kept
         self.generated_tokens += kept
         self.shapes[nodes] += 1
         if nodes > 1:
             self.tree_steps += 1
+            self.draft_tokens += (nodes - 1) * len(emitted)
+            self.kept.update(emitted)
         else:
             self.plain_steps += 1
         window = self._window
@@ -98,7 +143,7 @@ class Metrics:
             return
         now = time.monotonic()
         self.last_throughput = window[2] / max(now - self._window_start, 1e-9)
-        length = window[2] / max(window[1], 1)
+        length = self.last_accept_length = window[2] / max(window[1], 1)
         accept = f"accept len: {length:.2f}, accept rate: {length / self.nodes:.2f}, "
         logger.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, %scuda graph: %s, "

@@ -81,6 +81,7 @@ class Flight:
     pending: Pending
     rows: dict[Request, Seat]  # in the order of the step
     cached: int = 0  # prompt tokens that the prefix cache had, of requests whose first chunk this is
+    seconds: float = 0.0  # that the launch of a decode step took
     plan: Planned | None = None  # of a decode step
 
 
@@ -307,8 +308,9 @@ class Scheduler:
         started = time.perf_counter()
         plan, drafts = self._choose(list(rows))
         pending = self.engine.launch([r.slot for r in rows], plan.choice.nodes, drafts)
-        self.metrics.step_seconds += time.perf_counter() - started
-        return Flight(pending, rows, plan=plan)
+        seconds = time.perf_counter() - started
+        self.metrics.step_seconds += seconds
+        return Flight(pending, rows, seconds=seconds, plan=plan)
 
     def _choose(self, requests: Sequence[Request]) -> tuple[Planned, Sequence[Draft]]:
         """Return the shape of the next step over these requests, and the trees that the host drafts for it."""
@@ -375,7 +377,7 @@ class Scheduler:
         self.metrics.step_seconds += waited
         self._teach(flight, emitted, self._landed - began)
         if emitted:
-            self._after_decode(flight.pending, emitted)
+            self._after_decode(flight.pending, emitted, flight.seconds + waited)
 
     def _teach(self, flight: Flight, emitted: Mapping[Request, Sequence[int]], seconds: float) -> None:
         """Tell the policy what a decode step took and emitted."""
@@ -439,6 +441,7 @@ class Scheduler:
         request.kv_len = len(path) * self.kv.page_size
         if request.retractions == 0:
             request.cached_tokens = request.kv_len
+            self.metrics.queue_times.add(time.monotonic() - request.arrived)
         self.kv.map(request.slot, 0, seat.pages)
         self.engine.assign(request, self.outputs[request].stop_ids)
         self.prefilling.append(request)
@@ -506,8 +509,8 @@ class Scheduler:
             blocks -= self.engine.blocks(len(tokens))
         return chunks, requests
 
-    def _after_decode(self, pending: Pending, emitted: dict[Request, list[int]]) -> None:
-        """Take in a decode step: deliver, retire, count."""
+    def _after_decode(self, pending: Pending, emitted: dict[Request, list[int]], seconds: float) -> None:
+        """Take in a decode step, which took so many seconds: deliver, retire, count."""
         started = time.perf_counter()
         kept = []
         for request, tokens in emitted.items():
@@ -520,6 +523,7 @@ class Scheduler:
             nodes=pending.nodes,
             tokens=sum(request.kv_len for request in emitted),
             captured=pending.captured,
+            seconds=seconds,
         )
         self.metrics.host_seconds += time.perf_counter() - started
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import hmac
 import importlib.metadata
 import json
 import logging
@@ -43,7 +42,8 @@ from aiohttp import ClientPayloadError, http_exceptions, web
 from aiohttp.abc import AbstractAccessLogger
 
 from minispec.config import Config
-from minispec.http import fields, openapi, schema
+from minispec.http import fields, openapi, prometheus, schema
+from minispec.http.door import Door
 from minispec.http.message import Formats
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update
@@ -251,6 +251,7 @@ class Server:
 
     def __init__(self, config: Config, build: Build = build_llm) -> None:
         self.config, self.build = config, build
+        self.door, self.seen = Door(config), prometheus.Seen()
         self._names = (config.served_name, config.model_path)
         self.created = int(time.time())
         self.port = config.port
@@ -274,10 +275,11 @@ class Server:
             access_log_class=AccessLog,
         )  # fmt: skip
         await self.runner.setup()
-        site = web.TCPSite(self.runner, self.config.host, self.config.port)
+        site = web.TCPSite(self.runner, self.config.host, self.config.port, ssl_context=self.door.tls)
         await site.start()
         self.port = self.runner.addresses[0][1]
-        logger.info("listening on http://%s:%d; /health tells when it is ready", self.config.host, self.port)
+        scheme = "http" if self.door.tls is None else "https"
+        logger.info("listening on %s://%s:%d; /health tells when it is ready", scheme, self.config.host, self.port)
         self.engine.start()
 
     async def stop(self) -> bool:
@@ -292,7 +294,8 @@ class Server:
 
     def application(self) -> web.Application:
         """Return the application with its routes and middlewares."""
-        app = web.Application(middlewares=[self._errors, self._cors, self._auth], client_max_size=MAX_BODY)
+        inner = [self._errors, self._cors, self.door.guard]
+        app = web.Application(middlewares=[self._counted_answer, *inner], client_max_size=MAX_BODY)
         app.on_response_prepare.append(_set_request_id)
         app.on_response_prepare.append(self._allow_origin)
         get, post = app.router.add_get, app.router.add_post
@@ -312,6 +315,7 @@ class Server:
         get("/v1/loads", self.loads)
         get("/tokenizer_info", self.tokenizer_info)
         get("/openapi.json", self.openapi)
+        get("/metrics", self.metrics)
         for add in (get, post):
             add("/flush_cache", self.flush_cache)
         post("/abort_request", self.abort_request)
@@ -324,6 +328,8 @@ class Server:
         """Hand the updates of a step to the flights they belong to."""
         if any(update.ids for update in updates):
             self.produced.set()
+        if self.config.enable_metrics:
+            self.seen.updates(updates)
         for update in updates:
             flight = self.routes.get(update.request)
             if flight is not None:
@@ -507,7 +513,8 @@ class Server:
         """The launch flags, the sizes, and in internal_states[0] the scheduler's current numbers."""
         llm = self._ready()
         stats = {**await self.engine.ask(lambda scheduler: scheduler.stats()), **memory_stats(llm)}
-        flags = {k: v for k, v in dataclasses.asdict(self.config).items() if k not in ("api_key", "notes")}
+        secret = ("api_key", "admin_api_key", "notes")
+        flags = {k: v for k, v in dataclasses.asdict(self.config).items() if k not in secret}
         flags["speculative_algorithm"] = llm.config.algorithm
         flags = {name: value for name, value in flags.items() if name not in stats}  # as resolved, not as asked for
         return _json({**stats, **flags, "version": _version(), "internal_states": [{**flags, **stats}]})
@@ -532,6 +539,15 @@ class Server:
         """The description of this API."""
         return _json(openapi.document(_version()))
 
+    async def metrics(self, http: web.Request) -> web.Response:
+        """The counters, for Prometheus."""
+        if not self.config.enable_metrics:
+            raise RequestError(f"there is no /metrics without --enable-metrics and {prometheus.EXTRA}", None, 404)
+        self._ready()
+        now = await self.engine.ask(prometheus.snapshot)
+        body, kind = prometheus.exposition(now, self.seen, self.config.served_name)
+        return web.Response(body=body, headers={"Content-Type": kind})
+
     async def flush_cache(self, http: web.Request) -> web.Response:
         """Empty prefix cache, drafter and totals; 400 while requests are running or waiting."""
         self._ready()
@@ -554,13 +570,22 @@ class Server:
         return _json([True])
 
     async def abort_request(self, http: web.Request) -> web.Response:
-        """End the prompts whose rid begins with `rid`, or all; 200 whether there were any or not."""
+        """End the prompts whose rid begins with `rid`, or all; 200 whether there were any or not.
+
+        Who lacks the admin key, where there is one, must name a whole rid, which shows that it is their own.
+        """
         asked = await self._read(http, partial(fields.read, fields.Abort))
         if not asked.abort_all and asked.rid is None:
             raise RequestError("give rid, a non-empty string, or abort_all, true", "rid")
         begin = "" if asked.abort_all else asked.rid
+        may_all = self.door.is_admin(http)
+        if asked.abort_all and not may_all:
+            raise self.door.forbidden("abort_all")
         for flight in self.flights:
-            flight.aborted |= {i for i, own in enumerate(flight.job.rids) if own.startswith(begin)}
+            named = flight.job.rids
+            if not may_all and begin not in (*named, named[0].removesuffix("-0")):
+                continue
+            flight.aborted |= {i for i, own in enumerate(named) if own.startswith(begin)}
             self._end_aborted(flight)
         return web.Response()
 
@@ -661,16 +686,15 @@ class Server:
             response.headers["Vary"] = "Origin"
 
     @web.middleware
-    async def _auth(self, http: web.Request, handler: Any) -> web.StreamResponse:
-        """Require the API key on everything but the health endpoints; decided on the matched route, not the path."""
-        resource = http.match_info.route.resource
-        public = resource is not None and resource.canonical.startswith("/health")
-        if self.config.api_key is not None and not public:
-            given = http.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(given, b"Bearer " + self.config.api_key.encode("utf-8")):
-                return _error("a valid API key is needed: Authorization: Bearer KEY", 401, code="invalid_api_key",
-                              headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
-        return await handler(http)
+    async def _counted_answer(self, http: web.Request, handler: Any) -> web.StreamResponse:
+        """Count requests and answers by route; a client that hung up counts as 499."""
+        resource, status = http.match_info.route.resource, 499
+        try:
+            response = await handler(http)
+            status = response.status
+            return response
+        finally:
+            self.seen.answer(resource.canonical if resource is not None else "unknown", http.method, status)
 
 
 # ---- helpers ---------------------------------------------------------------------------------------------------------
@@ -743,7 +767,8 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 def _error(message: str, status: int, param: str | None = None, code: str | None = None,
            headers: dict[str, str] | None = None) -> web.Response:  # fmt: skip
     """Return an error response: a 503 is worth trying again soon, a 500 is not worth trying again."""
-    advice = {503: {"Retry-After": "5" if code == "not_ready" else "1"}, 500: {"x-should-retry": "false"}}
+    advice = {503: {"Retry-After": "5" if code == "not_ready" else "1"}, 500: {"x-should-retry": "false"},
+              401: {"WWW-Authenticate": "Bearer"}}  # fmt: skip
     return _json(schema.error_body(message, status, param, code), status, {**advice.get(status, {}), **(headers or {})})
 
 
@@ -810,9 +835,14 @@ def own_compile_cache() -> None:
 async def serve(config: Config) -> int:
     """Serve until a signal comes, then end the process: with 0, or with 1 if the model cannot be served.
 
-    Returns only, with 1, where the address cannot be listened on.
+    Returns only, with 1, where the address cannot be listened on, or not with the certificate given.
     """
-    server, signalled = Server(config, build_sealed_llm), asyncio.Event()
+    signalled = asyncio.Event()
+    try:
+        server = Server(config, build_sealed_llm)
+    except ValueError as error:  # a certificate that is none
+        print(f"minispec: error: {error}", file=sys.stderr)
+        return 1
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, signalled.set)
     try:
@@ -841,8 +871,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = Config.from_args(argv)
     logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S", stream=sys.stderr,
                         level=getattr(logging, config.log_level.upper()))  # fmt: skip
-    if config.log_level != "debug":  # its errors quote raw request lines, which may hold keys
-        logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # its errors quote raw request lines, which may hold keys
     for note in config.notes:
         logger.warning("%s", note)
     own_compile_cache()

@@ -78,6 +78,7 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
         "speculative_accept_threshold_single": "0.5", "speculative_accept_threshold_acc": "0",
         "speculative_draft_load_format": "pt", "log_level_http": "info", "chat_template": "chatml",
         "cors_origins": "https://a.example", "tool_call_parser": "qwen25", "reasoning_parser": "qwen3",
+        "ssl_keyfile": __file__, "ssl_certfile": __file__,
         "speculative_draft_model_quantization": "unquant",
     }  # fmt: skip
     flags = [f for f in dataclasses.fields(Config) if f.metadata]
@@ -93,6 +94,8 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
                          if name != f.name] + (["--speculative-num-draft-tokens", "4"] if f.name in SHAPE else [])
             if f.name.endswith("draft_model_revision"):
                 argv += ["--speculative-draft-model-path", "somewhere"]
+            if f.name.startswith("ssl_"):
+                argv += ["--ssl-certfile" if f.name == "ssl_keyfile" else "--ssl-keyfile", __file__]
             if f.name == "revision":
                 argv += ["--model", "somewhere"]
             argv = ["--speculative-ngram-max-bfs-breadth=9", *argv] if f.name == "speculative_ngram_capacity" else argv
@@ -138,9 +141,9 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
          "not given: --speculative-num-draft-tokens"),
         (["--quantization", "w8a8_int8"], "--quantization must be one of int8, fp8, got 'w8a8_int8'"),
         (["--speculative-draft-model-quantization", "int8"], "must be one of fp8, unquant, got 'int8'"),
-        (["--ssl-keyfile", "k.pem"], "reverse proxy"),
+        (["--ssl-keyfile", "/nowhere/k.pem"], "--ssl-keyfile must be a file, got '/nowhere/k.pem'"),
+        (["--ssl-ca-certs", "c.pem"], "told apart by keys"),
         (["--lora-paths", "a"], "adapters are not supported"),
-        (["--admin-api-key", "k"], "there is one key, --api-key"),
         (["--kv-cache-dtype", "fp8_e5m2"], "auto is accepted"),
         (["--chat-template", "vicuna"],
          "or one of chatml, llama-2, llama-3-instruct, vicuna_v1.1, hermes, llama3-json, got 'vicuna'"),

@@ -87,7 +87,8 @@ def options(tiny: Path, **more: Any) -> dict[str, Any]:
     return {
         "model_path": str(tiny), "served_model_name": "org/tiny", "device": "cpu", "dtype": "float32", "port": 0,
         "disable_torch_compile": True, "speculative_algorithm": "NGRAM", "page_size": 16, "max_running_requests": 4,
-        "max_queued_requests": 8, "max_total_tokens": 8192, "enable_cache_report": True, **more,
+        "max_queued_requests": 8, "max_total_tokens": 8192, "enable_cache_report": True,
+        "enable_metrics": True, **more,
     }  # fmt: skip
 
 

@@ -57,10 +57,12 @@ ROUTES = [
     Route("get", "/health", "200 once ready; needs no key"),
     Route("get", "/health_generate", "200 once a token was generated; needs no key"),
     Route("get", "/openapi.json", "this description"),
+    Route("get", "/metrics", "counters for Prometheus; 404 without --enable-metrics", None, None, (TEXT,)),
 ]  # fmt: skip
 
 FAILURES = {
     "400": "something in the request is wrong; param names the field", "401": "a valid API key is needed",
+    "403": "the admin key is needed",
     "404": "no such model", "413": "the body is too large", "499": "aborted by /abort_request",
     "500": "a failure of ours, not worth trying again", "503": "not ready, or the queue is full; Retry-After says when",
 }  # fmt: skip

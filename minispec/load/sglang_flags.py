@@ -35,8 +35,8 @@ LINES = {  # what is done instead -> flags; a whole clause, as it follows "--fla
     "a head with more than one layer is refused when it is loaded": "--enable-multi-layer-eagle",
     "a step that raises answers its requests with an error, and no watchdog runs": """--watchdog-timeout --dist-timeout
         --crash-dump-folder""",
-    "there is no /metrics in this version; /server_info has the counters": """--enable-metrics
-        --enable-request-time-stats-logging --show-time-cost --collect-tokens-histogram""",
+    "times are in /metrics, and in no line for each request": """--enable-request-time-stats-logging --show-time-cost
+        --collect-tokens-histogram""",
     "llguidance constrains output, whichever is named": "--grammar-backend",
     "KV pages and weights stay in the device's memory": """--enable-hierarchical-cache --hicache-ratio --hicache-size
         --cpu-offload-gb""",
@@ -55,9 +55,8 @@ REFUSED = {  # why -> flags
     "keys and values have the activations' dtype": "--kv-cache-dtype=auto",
     "LoRA adapters are not supported": """--enable-lora --lora-paths --max-loras-per-batch --max-lora-rank
         --lora-target-modules --lora-backend""",
-    "the server speaks plain HTTP; put a reverse proxy in front of it for TLS": """--ssl-keyfile --ssl-certfile
-        --ssl-ca-certs --ssl-keyfile-password""",
-    "there is one key, --api-key": "--admin-api-key",
+    "clients are told apart by keys, not by certificates, and the file of the server's own key has no password":
+        "--ssl-ca-certs --ssl-keyfile-password",
     "in bfloat16 two batch shapes may round differently, so determinism is not promised beyond float32":
         "--enable-deterministic-inference",
     "a prompt longer than the context is answered with 400, never cut": "--allow-auto-truncate",

@@ -1,0 +1,213 @@
+"""What /metrics answers: the counters of the scheduler and of HTTP, under SGLang's names, in Prometheus' text form.
+
+The one idea: nobody counts for Prometheus. The engine thread adds to the plain lists of `metrics.py`, the event loop to
+those of `Seen`, and a scrape makes families of samples out of a copy. So a server that is not scraped pays nothing, and
+one that is pays between two steps. Names that SGLang has too mean what they mean there; what it has no name for begins
+with `minispec:`. Counters start anew with /flush_cache, which Prometheus takes as it takes a restart.
+
+prometheus-client, the extra `minispec[metrics]`, is imported at the first scrape.
+
+Read next: `metrics.py`, which counts; docs/grafana.json, a dashboard of it all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from minispec.metrics import WAIT_BOUNDS, Histogram
+from minispec.request import RequestError, Update
+
+if TYPE_CHECKING:
+    from minispec.metrics import Metrics
+    from minispec.scheduler import Scheduler
+
+TOKEN_BOUNDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)  # seconds from token to token
+EXTRA = "minispec[metrics]"
+
+
+class Seen:
+    """What the event loop sees of requests: their waits, as clients have them, and how they were answered."""
+
+    def __init__(self) -> None:
+        self.first, self.whole, self.between = Histogram(WAIT_BOUNDS), Histogram(WAIT_BOUNDS), Histogram(TOKEN_BOUNDS)
+        self.asked: Counter[tuple[str, str]] = Counter()  # endpoint, method
+        self.answered: Counter[tuple[str, str, str]] = Counter()  # endpoint, status, method
+        self._last: dict[str, float] = {}  # rid -> when its newest tokens came
+
+    def updates(self, updates: Sequence[Update]) -> None:
+        """Take in what a step brought; called once a step."""
+        now = time.monotonic()
+        for update in updates:
+            request = update.request
+            if update.ids:
+                if (before := self._last.get(request.rid)) is None:
+                    self.first.add(now - request.arrived)
+                else:
+                    self.between.add((now - before) / len(update.ids), len(update.ids))
+                self._last[request.rid] = now
+            if update.finish is not None:
+                self._last.pop(request.rid, None)
+                self.whole.add(now - request.arrived)
+
+    def answer(self, endpoint: str, method: str, status: int) -> None:
+        """Count an HTTP request and its answer; `endpoint` is a route's pattern, so that there are few."""
+        self.asked[endpoint, method] += 1
+        self.answered[endpoint, str(status), method] += 1
+
+
+class Snapshot(NamedTuple):
+    """The scheduler's numbers at one moment."""
+
+    stats: dict[str, Any]
+    metrics: Metrics
+    steps: dict[int, Histogram]  # nodes of the trees -> times
+    queue: Histogram
+    used_tokens: int
+    usage: float
+
+
+def snapshot(scheduler: Scheduler) -> Snapshot:
+    """Return the numbers of now; runs on the engine thread, between two steps, and copies what a step changes."""
+    m, kv = scheduler.metrics, scheduler.kv
+    used = kv.pages - 1 - len(kv.free) - len(scheduler.cache.idle)
+    copy = type(m)(m.nodes, m.log_interval)
+    for name, value in vars(m).items():
+        setattr(copy, name, value.copy() if isinstance(value, Counter) else value)
+    steps = {nodes: histogram.copy() for nodes, histogram in m.step_times.items()}
+    return Snapshot(scheduler.stats(), copy, steps, m.queue_times.copy(), used * kv.page_size,
+                    used / max(kv.pages - 1, 1))  # fmt: skip
+
+
+def exposition(now: Snapshot, seen: Seen, model: str) -> tuple[bytes, str]:
+    """Return the body of /metrics and its content type; RequestError 404 where the extra is not installed."""
+    try:
+        from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+    except ImportError:
+        raise RequestError(f"/metrics needs the extra {EXTRA} (prometheus-client)", None, 404, "no_metrics") from None
+
+    class Collected:
+        """What a registry of prometheus-client asks."""
+
+        def collect(self) -> Iterator[Any]:
+            """Yield all families."""
+            yield from _families(now, seen, model)
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collected())
+    return generate_latest(registry), CONTENT_TYPE_LATEST
+
+
+Labels = dict[str, str]
+Sample = tuple[Labels, Any]
+
+
+def _families(now: Snapshot, seen: Seen, model: str) -> Iterator[Any]:
+    """Yield prometheus-client's families; one without samples is left out."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+    common = {"model_name": model, "engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
+    for kind, name, text, samples in (*_gauges(now), *_counters(now), *_histograms(now, seen), *_http(seen)):
+        family = None
+        for labels, value in samples:
+            every = {**common, **labels}
+            family = family or kinds[kind](name, text, labels=list(every))
+            if isinstance(value, Histogram):
+                family.add_metric(list(every.values()), _buckets(value), value.total)
+            else:
+                family.add_metric(list(every.values()), value)
+        if family is not None:
+            yield family
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, int]]:
+    """Return cumulative counts by upper bound."""
+    return list(zip([*map(repr, histogram.bounds), "+Inf"], accumulate(histogram.counts), strict=True))
+
+
+Family = tuple[str, str, str, Iterable[Sample]]
+
+
+def _one(kind: str, name: str, text: str, value: float) -> Family:
+    return kind, name, text, [({}, value)]
+
+
+def _gauges(now: Snapshot) -> Iterator[Family]:
+    stats, m = now.stats, now.metrics
+    total = m.prompt_tokens + m.cached_tokens
+    values = {
+        "num_running_reqs": ("Requests with a slot.", stats["num_running_reqs"]),
+        "num_queue_reqs": ("Requests that wait for a slot.", stats["num_queue_reqs"]),
+        "num_used_tokens": ("Rows of KV that requests hold.", now.used_tokens),
+        "max_total_num_tokens": ("Rows of the KV pool.", stats["max_total_num_tokens"]),
+        "token_usage": ("Share of the KV pool that requests hold.", now.usage),
+        "gen_throughput": ("Tokens per second, over the last logged window.", stats["last_gen_throughput"]),
+        "cache_hit_rate": ("Share of prompt tokens that the prefix cache had.", m.cached_tokens / max(total, 1)),
+    }
+    if m.nodes > 1:
+        values |= {
+            "spec_accept_length": ("Tokens per verify step, the target's own included, over the last logged window.",
+                                   m.last_accept_length),
+            "spec_accept_rate": ("Accept length over the size of a tree.", m.last_accept_length / m.nodes),
+            "spec_num_draft_tokens": ("Nodes of a tree, root included.", m.nodes),
+            "spec_num_steps": ("Rounds of drafting; 0 for a drafter without.", stats["speculative_num_steps"] or 0),
+        }  # fmt: skip
+    yield from (_one("gauge", "sglang:" + name, text, value) for name, (text, value) in values.items())
+
+
+def _counters(now: Snapshot) -> Iterator[Family]:
+    m = now.metrics
+    drafts = sum(m.kept.values())
+    values = {
+        "sglang:prompt_tokens_total": ("Tokens of prompts, cached ones included.", m.prompt_tokens + m.cached_tokens),
+        "sglang:cached_tokens_total": ("Tokens of prompts that the prefix cache had.", m.cached_tokens),
+        "sglang:generation_tokens_total": ("Tokens generated.", m.generated_tokens),
+        "sglang:num_requests_total": ("Requests.", m.requests),
+        "sglang:num_aborted_requests_total": ("Requests that were aborted.", m.aborted),
+        "sglang:num_retracted_requests_total": ("Times a request was sent back to the queue.", m.retractions),
+        "sglang:cuda_graph_passes_total": ("Decode forwards that a CUDA graph ran.", m.captured_steps),
+        "sglang:spec_verify_calls_total": ("Verify steps, one for each request in them.", m.verify_steps),
+        "minispec:prefill_steps_total": ("Prefill forwards.", m.prefill_steps),
+    }
+    yield from (_one("counter", name, text, value) for name, (text, value) in values.items())
+    modes = {"prefill_compute": m.prompt_tokens, "prefill_cache": m.cached_tokens, "decode": m.generated_tokens}
+    yield ("counter", "sglang:realtime_tokens_total", "Tokens by what was done for them.",
+           [({"mode": mode}, value) for mode, value in modes.items()])  # fmt: skip
+    yield ("counter", "minispec:decode_steps_total", "Decode forwards by the nodes of their trees; 1 is a plain step.",
+           [({"nodes": str(nodes)}, m.shapes[nodes]) for nodes in sorted({1, m.nodes, *m.shapes})])  # fmt: skip
+    if m.nodes == 1:
+        return
+    yield _one("counter", "minispec:spec_drafts_total", "Trees verified.", drafts)
+    yield _one("counter", "minispec:spec_draft_tokens_total", "Nodes of those trees, without the roots.",
+               m.draft_tokens)
+    yield _one("counter", "minispec:spec_accepted_tokens_total", "Drafted tokens that were accepted.",
+               sum((kept - 1) * count for kept, count in m.kept.items()))  # fmt: skip
+    yield ("counter", "minispec:spec_accepted_tokens_per_position_total", "Trees accepted at least so deep.",
+           [({"position": str(depth)}, sum(count for kept, count in m.kept.items() if kept > depth))
+            for depth in range(1, max(m.kept, default=2))])  # fmt: skip
+
+
+def _histograms(now: Snapshot, seen: Seen) -> Iterator[Family]:
+    """Yield the waits of requests and the times of steps."""
+    waits = {
+        "time_to_first_token_seconds": ("From a request's arrival to its first token.", seen.first),
+        "inter_token_latency_seconds": ("From token to token; those of one step share its time.", seen.between),
+        "e2e_request_latency_seconds": ("From a request's arrival to its end.", seen.whole),
+        "queue_time_seconds": ("From a request's arrival to its slot.", now.queue),
+    }
+    for name, (text, histogram) in waits.items():
+        yield "histogram", "sglang:" + name, text, [({}, histogram)]
+    yield ("histogram", "minispec:decode_step_seconds", "Launching a decode step and waiting for it, by tree size.",
+           [({"nodes": str(nodes)}, histogram) for nodes, histogram in sorted(now.steps.items())])  # fmt: skip
+
+
+def _http(seen: Seen) -> Iterator[Family]:
+    yield ("counter", "sglang:http_requests_total", "HTTP requests.",
+           [({"endpoint": endpoint, "method": method}, count) for (endpoint, method), count in seen.asked.items()])
+    yield ("counter", "sglang:http_responses_total", "HTTP answers.",
+           [({"endpoint": endpoint, "status_code": status, "method": method}, count)
+            for (endpoint, status, method), count in seen.answered.items()])  # fmt: skip

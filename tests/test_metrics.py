@@ -1,0 +1,236 @@
+"""What operators see and what the door lets in: /metrics, the dashboard, keys, TLS, and logs without text or keys."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import json
+import logging
+import re
+import ssl
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from test_server import Running, chat, native, options, ready, tiny  # noqa: F401  the fixture
+
+from minispec.config import Config
+from minispec.metrics import Histogram, Load, Metrics
+from minispec.server import build_llm
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
+    running = ready(Running(Config(**options(tiny, enable_metrics=True))))
+    yield running
+    running.stop()
+
+
+def scrape(served: Running) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Return sample name -> labels other than the server's own -> value."""
+    common = {"model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank"}
+    samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(served.ok("/metrics")):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == "org/tiny"
+            labels = tuple(sorted((k, v) for k, v in sample.labels.items() if k not in common))
+            samples.setdefault(sample.name, {})[labels] = sample.value
+    return samples
+
+
+def test_a_scrape_counts_what_requests_got_of_trees_and_plain_steps(served: Running) -> None:
+    served.ok("/flush_cache")
+    before = scrape(served)
+    answer = served.ok("/generate", native(max_new_tokens=120))["meta_info"]
+    after = scrape(served)
+    (plain, trees) = (after["minispec:decode_steps_total"][("nodes", n),] for n in ("1", "12"))
+    histogram = answer["spec_accept_histogram"]
+    of_trees = [histogram[0] - plain, *histogram[1:]]  # plain steps accept nothing
+    assert trees == sum(of_trees) == after["minispec:spec_drafts_total"][()] > 2 and plain > 2
+    deep = after["minispec:spec_accepted_tokens_per_position_total"]
+    assert [value for _, value in sorted(deep.items(), key=lambda item: int(item[0][0][1]))] == [
+        sum(of_trees[depth:]) for depth in range(1, len(of_trees))]  # fmt: skip
+    assert after["minispec:spec_draft_tokens_total"][()] == 11 * trees
+    assert after["minispec:spec_accepted_tokens_total"][()] == answer["spec_accept_token_num"] == sum(deep.values())
+    assert after["sglang:generation_tokens_total"][()] == 120
+    assert after["sglang:prompt_tokens_total"][()] == answer["prompt_tokens"]
+    assert after["sglang:spec_verify_calls_total"][()] == answer["spec_verify_ct"] == trees + plain
+    steps = after["minispec:decode_step_seconds_count"]
+    assert (steps[("nodes", "1"),], steps[("nodes", "12"),]) == (plain, trees)
+    assert sum(after["minispec:decode_step_seconds_sum"].values()) == pytest.approx(
+        served.stats()["step_seconds"], rel=1e-6)  # fmt: skip
+    for name, count in (("time_to_first_token", 1), ("e2e_request_latency", 1), ("inter_token_latency", 119)):
+        name = f"sglang:{name}_seconds_count"
+        assert after[name][()] - before[name][()] == count, name
+    assert after["sglang:queue_time_seconds_count"][()] == 1
+    asked = (("endpoint", "/generate"), ("method", "POST"), ("status_code", "200"))
+    assert after["sglang:http_responses_total"][asked] - before["sglang:http_responses_total"].get(asked, 0) == 1
+    names = """num_running_reqs num_queue_reqs num_used_tokens max_total_num_tokens token_usage gen_throughput
+        cache_hit_rate spec_accept_length spec_accept_rate spec_num_draft_tokens spec_num_steps cached_tokens_total
+        num_requests_total num_aborted_requests_total num_retracted_requests_total cuda_graph_passes_total"""
+    assert {f"sglang:{name}" for name in names.split()} <= after.keys()
+
+
+def test_every_metric_of_the_dashboard_is_in_a_scrape(served: Running) -> None:
+    served.ok("/generate", native(max_new_tokens=60))
+    dashboard = json.loads((ROOT / "docs/grafana.json").read_text("utf-8"))
+    text = json.dumps([dashboard["templating"], *(panel.get("targets") for panel in dashboard["panels"])])
+    used = set(re.findall(r"(?:sglang|minispec):\w+", text))
+    samples = scrape(served)
+    assert len(used) > 20 and used <= samples.keys(), used - samples.keys()
+    labels = {name for of in samples.values() for key in of for name, _ in key} | {"le", "model_name"}
+    grouped = {name for by in re.findall(r"by \(([^)]*)\)", text) for name in by.split(", ")}
+    assert grouped <= labels and len(grouped) > 4
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids) > 20
+
+
+def test_without_the_flag_or_the_extra_there_is_a_404_that_names_it(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.server, "config", dataclasses.replace(served.server.config, enable_metrics=False))
+    status, answer, _ = served.call("/metrics")
+    assert status == 404 and "--enable-metrics" in answer["error"]["message"]
+    monkeypatch.undo()
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("prometheus_client"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    status, answer, _ = served.call("/metrics")
+    assert status == 404 and "minispec[metrics]" in answer["error"]["message"]
+
+
+def test_a_histogram_puts_a_value_at_or_below_its_bound() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 2.5):
+        histogram.add(value)
+    histogram.add(9.0, times=3)
+    assert histogram.counts == [2, 2, 4] and histogram.total == 34.5
+    copy = histogram.copy()
+    histogram.add(0.0)
+    assert copy.counts == [2, 2, 4]
+
+
+def test_counting_costs_the_engine_thread_microseconds_a_step() -> None:
+    metrics = Metrics(8, log_interval=10**9)
+    load, emitted = Load(0.5, 8, 0), [1, 2, 3, 1, 1, 4, 2, 1]
+    best = 1.0
+    for _ in range(5):
+        started = time.perf_counter()
+        for _ in range(200):
+            metrics.decode(load, emitted=emitted, nodes=8, tokens=900, captured=False, seconds=0.01)
+        best = min(best, (time.perf_counter() - started) / 200)
+    assert best < 50e-6, f"{best * 1e6:.1f} us a step of eight requests"
+
+
+# ---- the door --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def locked(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:  # noqa: F811
+    """A server with both keys, TLS, and metrics; its certificate is made for it."""
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    try:
+        subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate,
+                        "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
+                       check=True, capture_output=True)  # fmt: skip
+    except FileNotFoundError:
+        pytest.skip("openssl, which makes the certificate, is not installed")
+    config = Config(**options(tiny, api_key="user-key", admin_api_key="admin-key", enable_metrics=True,
+                              log_level="debug", ssl_keyfile=str(key), ssl_certfile=str(certificate)))  # fmt: skip
+    running = Running(config, build_llm)
+    running.certificate = certificate  # type: ignore[attr-defined]
+    end = time.monotonic() + 60
+    while ask(running, "/health")[0] != 200:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    yield running
+    running.stop()
+
+
+def ask(running: Running, path: str, key: str | None = None, body: Any = None) -> tuple[int, str]:
+    """Return (status, body) of a request over TLS, whose certificate is checked."""
+    context = ssl.create_default_context(cafile=running.certificate)  # type: ignore[attr-defined]
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"https://127.0.0.1:{running.port}{path}", data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30, context=context) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_keys_guard_every_route_but_health_and_the_page(locked: Running) -> None:
+    routes = locked.server.runner.app.router.routes()
+    paths = {r.resource.canonical for r in routes if r.method == "GET"} - {"/flush_cache"}
+    assert len(paths) > 10
+    for path in sorted(paths):
+        where = path.replace("{id}", "org/tiny")
+        is_open = path in ("/", "/health", "/health_generate")
+        assert ask(locked, where)[0] == (200 if is_open else 401), path
+        assert ask(locked, where, "wrong")[0] == (200 if is_open else 401), path
+        assert ask(locked, where, "user-key")[0] == ask(locked, where, "admin-key")[0] == 200, path
+    for path in ("/nowhere", "//health", "/health/../metrics", "/%68ealth/x"):
+        assert ask(locked, path)[0] == 401, path
+    assert [ask(locked, "/generate", key, native())[0] for key in (None, "user-key")] == [401, 200]
+
+
+def test_what_changes_the_server_for_others_needs_the_admin_key(locked: Running) -> None:
+    assert [ask(locked, "/flush_cache", key)[0] for key in (None, "user-key", "admin-key")] == [401, 403, 200]
+    everybody = {"abort_all": True}
+    assert [ask(locked, "/abort_request", key, everybody)[0] for key in ("user-key", "admin-key")] == [403, 200]
+    for key, rid, ended in (("user-key", "mi", False), ("user-key", "mine", True), ("admin-key", "mi", True)):
+        flight = type("Flight", (), {"job": type("Job", (), {"rids": ["mine-0", "mine-1"]}), "aborted": set(),
+                                    "requests": []})()  # fmt: skip
+        locked.server.flights.add(flight)
+        try:
+            assert ask(locked, "/abort_request", key, {"rid": rid})[0] == 200
+        finally:
+            locked.server.flights.discard(flight)
+        assert bool(flight.aborted) is ended, (key, rid)
+
+
+def test_no_log_line_has_a_key_or_a_prompt_even_at_debug(locked: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        said = native("a very secret prompt", max_new_tokens=3, stop=["another secret"])
+        assert ask(locked, "/generate", "user-key", said)[0] == 200
+        assert ask(locked, "/generate", "user-key", {**said, "trace_of_secret": 1})[0] == 200
+        assert ask(locked, "/v1/chat/completions", "user-key", chat("a very secret prompt", max_tokens=3))[0] == 200
+        assert ask(locked, "/generate?key=user-key", "admin-key", {"text": "secret prompt", "n": 7})[0] == 400
+        assert ask(locked, "/flush_cache", "user-key")[0] == 403
+        ask(locked, "/flush_cache", "admin-key")
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("minispec")]
+    assert len(lines) > 3, "nothing was logged, so nothing was tested"
+    told = "\n".join(lines).replace("trace_of_secret", "")  # the name of a field that is not known
+    assert "secret" not in told and "user-key" not in told and "admin-key" not in told
+    assert "-key" not in ask(locked, "/server_info", "user-key")[1].replace("key.pem", "")
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"ssl_keyfile": __file__}, "--ssl-keyfile needs --ssl-certfile"),
+    ({"ssl_certfile": __file__}, "--ssl-certfile needs --ssl-keyfile"),
+    ({"ssl_certfile": "/nowhere", "ssl_keyfile": __file__}, "--ssl-certfile must be a file, got '/nowhere'"),
+])  # fmt: skip
+def test_half_a_pair_for_tls_is_refused(given: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Config(**given)
+
+
+def test_files_that_are_no_certificate_end_the_start_with_one_line() -> None:
+    from minispec.http.door import Door
+
+    with pytest.raises(ValueError, match="are no certificate with its key, in PEM form"):
+        Door(Config(ssl_certfile=__file__, ssl_keyfile=__file__))

@@ -73,11 +73,16 @@ def candidate_count(steps: int, topk: int) -> int:
     return topk + (steps - 1) * topk * topk
 
 
+def best(candidates: Candidates, count: int) -> Tensor:
+    """Return the indices [B, count] of the best candidates, ascending."""
+    # A child may score as high as its parent. The sort is stable, so that the earlier index, the parent, is kept first.
+    order = candidates.scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return order.sort(dim=1).values
+
+
 def rerank(candidates: Candidates, root: Tensor, nodes: int) -> DraftTree:
     """Return the tree of the root [B] int64 and the best nodes - 1 candidates, in the order of their indices."""
-    # A child may score as high as its parent. The sort is stable, so that the earlier index, the parent, is kept first.
-    order = candidates.scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
-    chosen = order.sort(dim=1).values
+    chosen = best(candidates, nodes - 1)
     place = torch.zeros_like(candidates.parents)  # each candidate's node index in the tree
     place.scatter_(1, chosen, torch.arange(1, nodes, device=root.device).expand_as(chosen))
     above = candidates.parents.gather(1, chosen)
@@ -234,9 +239,9 @@ class BeamDrafter(Drafter):
 
     def propose(self, batch: Batch) -> DraftTree:
         """Grow one tree per request of the batch; writes scratch rows beyond the committed ones in its own pages."""
-        beam = self._beams[tuple(batch.tree.tokens.shape)]
+        beam, watched = self._beams[tuple(batch.tree.tokens.shape)], batch.scores is not None
         batch = batch._replace(tree=None)  # the host's, who draws none for this
-        open_, round_, close = self.small.of(beam.batch, batch.temperature is not None)
+        open_, round_, close = self.small.eager if watched else self.small.of(beam.batch, batch.temperature is not None)
         found, frontier, inputs = open_(self, beam, batch)
         candidates, states = [*found], None
         for number in self._rounds[1 : beam.steps]:
@@ -275,6 +280,8 @@ class BeamDrafter(Drafter):
             found += branch(number, frontier, logits, states, self._to_target)[0]
         fields = len(Candidates._fields)
         candidates = Candidates(*(torch.cat(found[field::fields], dim=1) for field in range(fields)))
+        if batch.scores is not None:
+            batch.scores[:, 1:] = candidates.scores.gather(1, best(candidates, beam.nodes - 1))
         return rerank(candidates, batch.root, beam.nodes)
 
     def _inputs(self, beam: Beam, batch: Batch, number: Tensor, frontier: Frontier) -> Inputs | None:

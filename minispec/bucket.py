@@ -22,6 +22,7 @@ from minispec.attention import AttendKind, Plan
 from minispec.drafter import Draft
 from minispec.kv import PagedKV
 from minispec.logprobs import Questions, Scores
+from minispec.trace import Sight
 from minispec.tree import PADDING, DraftTree
 
 
@@ -62,6 +63,7 @@ class Bucket:
         self.emitted, self.count = self.outputs[:, :most], self.outputs[:, most]
         self.questions: Questions | None = None  # of an uncaptured step; a captured one has neither
         self.scores: Scores | None = None
+        self.sight: Sight | None = None  # of a step that somebody watches
 
     def upload(self, slots: Sequence[int], drafts: Sequence[Draft]) -> None:
         """Write slots and the host's trees, both padded; the step itself fills in node 0."""

@@ -80,6 +80,8 @@ class Batch(NamedTuple):
     # The pick at depth d has position lens + d + 1, and its noise is gumbel(seed, position, target id).
     temperature: Tensor | None = None  # [B] fp32, 0 for greedy requests; None: all are
     seed: Tensor | None = None  # [B] int64, given with temperature
+    # [B, N] fp32 where somebody watches: to be filled with each node's log-probability from the root, if there is one.
+    scores: Tensor | None = None
 
 
 class Committed(NamedTuple):

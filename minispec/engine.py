@@ -44,12 +44,14 @@ from minispec.sampling import (
     GREEDY,
     SCORES,
     TEMPERED,
+    TRACED,
     Needs,
     SamplingState,
     Wishes,
     largest,
     pick,
 )
+from minispec.trace import Rows, Sight
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import EXACT, Acceptance, Rule, Verdict, simulate, verify, verify_greedy
 
@@ -73,6 +75,7 @@ class Pending:
     captured: bool = False  # whether a CUDA graph ran it
     scores: Scores | None = None  # of those who asked, on their way too
     failed: Mapping[int, str] = field(default_factory=dict)  # slots whose grammar leaves no token -> why; rows are void
+    seen: Rows | None = None  # what was seen of it, where somebody watches; on its way too
 
     @property
     def most(self) -> int:
@@ -286,6 +289,8 @@ class Engine:
         if r.params.logprobs is not None:
             self.logprobs[slot] = r.params.logprobs
         self.constraints.assign(slot, r, stop_ids)
+        if r.trace is not None:
+            self.sampling.watch(slot)
         self.lens[slot : slot + 1].fill_(r.kv_len)
         self.reach[slot : slot + 1].fill_(self.sizes.context_length if r.params.speculative else 1)
         if r.salt:
@@ -342,8 +347,9 @@ class Engine:
         asking = enumerate(slots) if SCORES in needs else ()
         asked = [Question(row, self.logprobs[slot]) for row, slot in asking if slot in self.logprobs]
         captured = self._run(self.decode, bucket, needs, asked)
+        seen = bucket.sight.rows.to_host() if TRACED in needs else None
         return self._pending(list(slots), bucket.outputs, scores=bucket.scores, nodes=bucket.nodes, captured=captured,
-                             launched=launched, catching_up=launched - started)  # fmt: skip
+                             launched=launched, catching_up=launched - started, seen=seen)  # fmt: skip
 
     @torch.inference_mode()
     def catch_up(self, slots: Iterable[int]) -> None:
@@ -398,7 +404,8 @@ class Engine:
         """
         slots, nodes, constrained, needs = bucket.slots, bucket.nodes, bool(needs & CONSTRAINED), needs - CONSTRAINED
         lens, root = self.lens[slots], self.root[slots]
-        wishes = self.sampling.wishes(slots, needs) if needs - {SCORES} else None
+        bucket.sight = Sight(bucket.batch, nodes, self.device) if TRACED in needs else None
+        wishes = self.sampling.wishes(slots, needs) if needs - {SCORES, TRACED} else None
         holds = needs in COMPILED and not (needs and self.amended)
         before, after = self.small.of(bucket.batch, bool(needs)) if holds else self.small.eager
         drafted = self._propose(bucket, lens, root, wishes) if nodes > 1 else bucket.tree
@@ -418,8 +425,9 @@ class Engine:
         """Ask the drafter for the trees [B, N] of this step."""
         # Under thresholds a coin accepts, not the noise, and no draft may know the noise of what is drawn instead.
         couple = wishes is not None and self.acceptance.thresholds is None
-        noise = (wishes.temperature, wishes.seed) if couple else ()
-        return self.drafter.propose(Batch(bucket.slots, lens, root, bucket.tree, *noise))
+        noise = (wishes.temperature, wishes.seed) if couple else (None, None)
+        scores = None if bucket.sight is None else bucket.sight.scores
+        return self.drafter.propose(Batch(bucket.slots, lens, root, bucket.tree, *noise, scores))
 
     def _before_blocks(self, bucket: Bucket, lens: Tensor, root: Tensor, drafted: DraftTree | None) -> TreeInputs:
         """Put the trees into the bucket's plan, and return what the blocks and `_after_blocks` read of them.
@@ -462,6 +470,8 @@ class Engine:
         verdict = self._verify(tree, step.above, allowed, wishes, lens)
         if nodes > 1 and self.acceptance.simulated is not None:
             verdict = simulate(tree, step.above, verdict, self.acceptance.simulated, slots, lens)
+        if bucket.sight is not None:
+            bucket.sight.look(tree, logits, verdict, wishes, lens)
         if nodes > 1:
             self.kv.compact(slots, lens, verdict.path, verdict.count)
         elif self.ring is not None:
@@ -546,7 +556,7 @@ class Engine:
         """
         bucket = self._prefill_bucket(sum(self.blocks(len(chunk.tokens)) for chunk in chunks))
         bucket.upload(chunks)
-        needs = self.sampling.needs([chunk.slot for chunk in chunks if chunk.last])
+        needs = self.sampling.needs([chunk.slot for chunk in chunks if chunk.last]) - {TRACED}
         asked = self._questions(chunks)
         captured = self._run(self.known, bucket, needs | {SCORES} if asked else needs, asked)
         slots = [chunk.slot for chunk in chunks]

@@ -238,9 +238,17 @@ class Finish:
     status: int = 400
 
 
+@dataclass
+class Trace:
+    """What is seen of a request's decoding, for whoever asked to see it. The scheduler appends; others may read."""
+
+    ends: list[int] = field(default_factory=list)  # characters of the text after each output token
+    steps: list[dict[str, Any]] = field(default_factory=list)  # decode steps, `trace.Rows.step` with `at` and `seconds`
+
+
 @dataclass(eq=False)
 class Request:
-    """One generation and its progress. The scheduler owns every field below `salt`."""
+    """One generation and its progress. The scheduler owns every field below `trace`."""
 
     rid: str
     prompt_ids: list[int]
@@ -251,6 +259,7 @@ class Request:
     thinking: bool | None = None  # whether the prompt ends inside a reasoning, or after one; None: it says nothing
     leader: Request | None = None  # the first of several choices for this prompt; the others wait for its pages
     salt: str = ""  # texts share prefixes, and what they teach a drafter, only under one salt
+    trace: Trace | None = None  # None: nobody watches
 
     seed: int = 0  # params.sampling_seed, or drawn at submission; kept through retraction
     max_new_tokens: int = 0  # params.max_new_tokens clamped to context and pool

@@ -267,6 +267,7 @@ Needs = frozenset[str]
 GREEDY: Needs = frozenset()  # a bare argmax
 TEMPERED: Needs = frozenset(("temperature",))  # sampling without filters, penalties and bias
 FILTERED: Needs = frozenset(("temperature", "top_k", "top_p", "min_p"))
+TRACED = "trace"  # among a batch's needs where somebody watches a step: no member of `Wishes`, but never captured
 EVERYTHING: Needs = FILTERED | TABLES.keys()
 SCORES = "scores"  # a need that is no member of `Wishes`: what was picked is to be scored, as `logprobs.py` says
 CONSTRAINED: Needs = frozenset(("grammar",))  # in no graph: masks come from the host, in the middle of a step
@@ -347,6 +348,10 @@ class SamplingState:
         ids = upload(list(params.logit_bias), torch.int64, self.device)
         bias = upload(list(params.logit_bias.values()), torch.float32, self.device)
         row.index_add_(0, ids, bias)
+
+    def watch(self, slot: int) -> None:
+        """Note that the request in `slot` is watched (`trace.py`)."""
+        self._needs[slot] |= {TRACED}
 
     def release(self, slot: int) -> None:
         """Forget the wishes of `slot`, so that it costs the batch nothing; its table entries stay until `assign`."""

@@ -46,6 +46,7 @@ from minispec.output import Output
 from minispec.policy import PLAIN, Choice, Kind, Policy, Row
 from minispec.radix import Node, PrefixCache
 from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Scored, Update
+from minispec.sampling import TRACED
 
 logger = logging.getLogger("minispec")
 
@@ -315,7 +316,7 @@ class Scheduler:
     def _choose(self, requests: Sequence[Request]) -> tuple[Planned, Sequence[Draft]]:
         """Return the shape of the next step over these requests, and the trees that the host drafts for it."""
         engine, slots = self.engine, [r.slot for r in requests]
-        batch, sampled = engine.batch_of(len(slots)), bool(engine.sampling.needs(slots))
+        batch, sampled = engine.batch_of(len(slots)), bool(engine.sampling.needs(slots) - {TRACED})
         shapes = self.sizes.sizes_of(batch)
         decided = self.policy.decided(shapes) if any(r.params.speculative for r in requests) else PLAIN
         drafts = () if decided == PLAIN else engine.host_drafts(slots)
@@ -382,7 +383,7 @@ class Scheduler:
     def _teach(self, flight: Flight, emitted: Mapping[Request, Sequence[int]], seconds: float) -> None:
         """Tell the policy what a decode step took and emitted."""
         plan, pending = flight.plan, flight.pending
-        if self._disturbances() == plan.before:
+        if self._disturbances() == plan.before and pending.seen is None:  # watching takes time of its own
             tokens = sum(map(len, emitted.values()))
             self.policy.landed(plan.kind, plan.choice, seconds, emitted=tokens, catching_up=pending.catching_up)
         for request, tokens in emitted.items() if pending.nodes > 1 else ():
@@ -515,8 +516,13 @@ class Scheduler:
         kept = []
         for request, tokens in emitted.items():
             request.kv_len += len(tokens)
+            row = pending.slots.index(request.slot) if pending.seen is not None else 0
             kept.append(self._deliver(request, tokens))
             self._count(request, kept[-1], pending.nodes)
+            if pending.seen is not None and request.trace is not None:
+                at = len(request.output_ids) - kept[-1]
+                step = pending.seen.step(row, tokens[: kept[-1]])
+                request.trace.steps.append({"at": at, "seconds": round(seconds, 6), **step})
         self.metrics.decode(
             Load(self._usage(), len(emitted), len(self.waiting)),
             emitted=kept,
@@ -583,6 +589,8 @@ class Scheduler:
         finish = Finish("length") if request.max_new_tokens == 0 else None  # only the prompt was to be scored
         for token in tokens if finish is None else ():
             finish = output.append(token)
+            if request.trace is not None:
+                request.trace.ends.append(len(output.text))
             if finish:
                 break
         ids = request.output_ids[first:]

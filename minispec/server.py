@@ -593,12 +593,14 @@ class Server:
         """Text to token ids."""
         llm, asked = self._ready(), await self._read(http, partial(fields.read, fields.Tokenize))
         self._check_model(asked.model)
+        messages = schema.conversation(asked)
         batched, special = isinstance(asked.prompt, list), asked.add_special_tokens is not False
-        texts = asked.prompt if batched else [asked.prompt]
+        texts = asked.prompt if batched else [asked.prompt if messages is None else messages]
         context = llm.scheduler.sizes.context_length
         for text in texts:
             schema.check_size(text, context)
-        rows = await asyncio.to_thread(lambda: [llm.tokenizer.encode(text, special) for text in texts])
+        encode = llm.tokenizer.encode_chat if messages else partial(llm.tokenizer.encode, add_special_tokens=special)
+        rows = await asyncio.to_thread(lambda: [encode(text) for text in texts])
         counts = [len(row) for row in rows]
         pick = (lambda items: items) if batched else (lambda items: items[0])
         return _json({"tokens": pick(rows), "count": pick(counts), "max_model_len": context})

@@ -26,9 +26,10 @@ RANKS = {
     "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.machine load.__init__ train.__init__ "
     "http.__init__",
     1: "http.fields http.reasoning config sampling attention eagle load.fp8 load.tokenizer load.default_model",
-    2: "http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 train.prompts",
-    3: "http.message beam ngram bucket load.heads",
-    4: "standalone",
+    2: "http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 "
+    "train.prompts",
+    3: "http.message trace beam ngram load.heads http.traces",
+    4: "standalone bucket",
     5: "engine load.drafters",
     6: "scheduler load.selftest load.memory",
     7: "llm http.schema http.prometheus",

@@ -427,6 +427,7 @@ class Generate(Prompted):
         "what the answer continues")
     input_ids: told_apart("token ids or a list of such lists", ids=Ids, rows=Batch[Ids]) | None = does(
         "the same as token ids")
+    trace: Flag = does("add where each token came from, and each step's tree: see Watching speculation")
     sampling_params: told_apart("an object or a list of objects", object=NativeParams, objects=Batch[NativeParams]
                                 ) | None = does("how to generate, for all prompts or for each")  # fmt: skip
     return_logprob: told_apart("true, false or a list of these", flag=bool, ids=Batch[bool]) | None = does(
@@ -441,10 +442,12 @@ class Generate(Prompted):
 
 
 class Tokenize(Fields):
-    """The body of POST /tokenize and /v1/tokenize."""
+    """The body of POST /tokenize and /v1/tokenize: prompt or messages."""
 
     model: Text = does("as in a request for text")
-    prompt: told_apart("text or a list of texts", text=str, texts=Batch[str]) = Field(description="what to tokenize")
+    prompt: told_apart("text or a list of texts", text=str, texts=Batch[str]) | None = does("what to tokenize")
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = does(
+        "a conversation to tokenize by the chat template, ready for an answer")
     add_special_tokens: Flag = does("begin with BOS where the model expects it (the default)")
 
 

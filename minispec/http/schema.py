@@ -26,6 +26,7 @@ from minispec.http.fields import read
 from minispec.http.logprobs import Report
 from minispec.http.message import PLAIN, Formats, Message, Wish
 from minispec.http.tools import constraint
+from minispec.http.traces import Telling
 from minispec.load.chat_templates import WITH_TOOLS
 from minispec.request import (
     ABORT_WANTED,
@@ -35,6 +36,7 @@ from minispec.request import (
     Request,
     RequestError,
     SamplingParams,
+    Trace,
     Update,
     choice_seed,
     meta_info,
@@ -126,6 +128,7 @@ class Job:
     include_usage: bool = False
     continuous_usage: bool = False
     return_ids: bool = False
+    trace: bool = False  # tell how each token came about (native)
     add_special_tokens: bool = True
     truncate: int | None = None  # prompt tokens to keep; -1: as many as leave room for the output
     chat: dict[str, Any] = field(default_factory=dict)  # keyword arguments of Tokenizer.encode_chat
@@ -217,8 +220,18 @@ def parse_generate(body: Mapping[str, Any]) -> Job:
         batched=prompts is prompt or n > 1,
         stream=asked.stream is True,
         truncate=asked.truncate_prompt_tokens,
+        trace=asked.trace is True,
         names={"prompt": given[0], "max_tokens": "max_new_tokens"},
     )  # fmt: skip
+
+
+def conversation(asked: fields.Tokenize) -> list[dict[str, Any]] | None:
+    """Return the messages of a /tokenize body, None where it has a prompt; RequestError where it is not one of both."""
+    if (asked.messages is None) == (asked.prompt is None):
+        raise RequestError("exactly one of prompt and messages must be given", "prompt")
+    if asked.messages is None:
+        return None
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(asked.messages)]
 
 
 def check_ids(rows: Iterable[Sequence[int]], vocab_size: int) -> None:
@@ -282,6 +295,7 @@ def tokenize(
         # The scheduler's rid is unique whatever the client sends, and no prefix of another: aborts go by prefix.
         own = f"{rid}/{uuid.uuid4().hex}"
         request = Request(own, list(ids), params, leader=leader, salt=job.salt)
+        request.trace = Trace() if job.trace else None
         if job.prediction:
             request.prediction = tokenizer.encode(job.prediction, False)[:context_length]
         if job.kind == "chat":
@@ -619,6 +633,7 @@ class Reply:
         self.ids: list[list[int]] = [[] for _ in range(count)]
         self.finishes: list[Finish | None] = [None] * count
         self.sent = [(0, 0)] * count  # characters and tokens already in events
+        self.traces = [Telling(request, self._piece) for request in self.requests]
         self._index = {id(request): i for i, request in enumerate(self.requests)}
 
     @property
@@ -645,6 +660,11 @@ class Reply:
         if not self.job.stream or (finish is None and len(self.ids[i]) - self.sent[i][1] < self.intervals[i]):
             return []
         return self._events(i)
+
+    def _piece(self, token: int) -> str:
+        """Return the text of a token alone."""
+        tokenizer = self.served.tokenizer
+        return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the events that open a stream: the assistant's role, in a chat."""
@@ -747,7 +767,8 @@ class Reply:
         info = meta_info(self.requests[i], len(ids), self.finishes[i], self.served.nodes)
         info["id"] = self.job.rids[i]
         info |= logprobs.native_lists(self.requests[i], len(ids), self.spelling if self.job.report.texts else None)
-        return {"text": self.texts[i], "output_ids": list(ids), "meta_info": info}
+        trace = {"trace": self.traces[i].upto(len(ids))} if self.job.trace else {}
+        return {"text": self.texts[i], "output_ids": list(ids), "meta_info": info, **trace}
 
     def _head(self, stream: bool) -> dict[str, Any]:
         kind = "text_completion" if self.job.kind == "completion" else "chat.completion" + ".chunk" * stream

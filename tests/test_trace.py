@@ -1,0 +1,171 @@
+"""Watching speculation: what is told of a step is what happened, and being watched changes no token.
+
+The probabilities told are compared with those of the whole text, computed afresh without a cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conformance import SUBJECTS, assert_exact
+from exactness import VOCAB, build, next_logits, request, run
+from test_server import Running, native, options, ready, tiny  # noqa: F401  the fixture
+from test_standalone import MODEL, near
+
+from minispec.config import Config
+from minispec.engine import CAPTURED
+from minispec.http.traces import Telling
+from minispec.request import Request, Trace
+from minispec.sampling import TRACED, gumbel
+from minispec.standalone import DraftModel, StandaloneDrafter
+
+NEAR = near(0.01)
+
+
+def watched(requests: list[Request], every: int = 2) -> list[Request]:
+    """Ask to see every second request."""
+    for r in requests[::every]:
+        r.trace = Trace()
+    return requests
+
+
+def path(step: dict[str, Any], node: int) -> list[int]:
+    """Return the tokens from below the root to a node."""
+    tokens: list[int] = []
+    while node > 0:
+        tokens.insert(0, step["tokens"][node])
+        node = step["parents"][node]
+    return tokens
+
+
+def assert_told_truly(r: Request, model: Any) -> None:
+    """Compare every step that was told of a request with the text that came out, and with the model itself."""
+    assert r.trace is not None and len(r.trace.ends) == len(r.output_ids)
+    at = 1  # the first token is the prompt's, and no decode step's
+    for step in r.trace.steps:
+        before = [*r.prompt_ids, *r.output_ids[: step["at"]]]
+        emitted, accepted = step["emitted"], step["accepted"]
+        assert step["at"] == at and step["tokens"][0] == before[-1] and step["seconds"] > 0
+        assert emitted == r.output_ids[at : at + len(emitted)] and accepted[0] == 0
+        assert path(step, accepted[-1])[: len(emitted)] == emitted[: len(accepted) - 1]
+        at += len(emitted)
+        for node in range(1, len(step["tokens"])):
+            *above, token = path(step, node)
+            probability = next_logits(model, [*before, *above]).softmax(-1)[token]
+            assert step["target"][node] == pytest.approx(float(probability), abs=2e-4)
+        for i in range(len(emitted)):
+            logits = next_logits(model, [*before, *emitted[:i]])
+            assert step["logprobs"][i] == pytest.approx(float(logits.log_softmax(-1)[emitted[i]]), abs=1e-3)
+            noise = gumbel(torch.tensor(r.seed), torch.tensor(len(before) + i), VOCAB)
+            best = (logits + r.params.temperature * noise).sort(descending=True)
+            assert int(best.indices[0]) == emitted[i] and step["margins"][i] == pytest.approx(
+                float(best.values[0] - best.values[1]), abs=1e-3)  # fmt: skip
+    assert at == len(r.output_ids)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("name", ["none", "ngram", "oracle", "standalone-tree", "eagle3-tree"])
+def test_what_is_told_of_a_step_is_what_happened_and_nobody_gets_another_token(name: str, temperature: float) -> None:
+    subject = SUBJECTS[name]
+    scheduler = subject.build(running=3, overlap=name == "standalone-tree")
+    requests = watched(subject.requests(max_new_tokens=8, temperature=temperature)[:4])
+    run(scheduler, requests, stagger=1)
+    assert_exact(subject, requests)
+    for r in requests[::2]:
+        assert_told_truly(r, subject.model())
+    assert all(r.trace is None for r in requests[1::2])
+    drafted = [p for r in requests[::2] for step in r.trace.steps for p in step["draft"][1:]]
+    if name in ("standalone-tree", "eagle3-tree"):
+        assert len(drafted) > 20 and all(0 <= p <= 1 for p in drafted)
+    else:
+        assert (len(drafted) > 0) is (name != "none") and set(drafted) <= {None}, "it drafts without probabilities"
+
+
+def test_a_node_is_scored_by_the_draft_models_own_probability_after_its_parent() -> None:
+    scheduler = build(MODEL, StandaloneDrafter(DraftModel(NEAR, VOCAB), steps=3, topk=3, nodes=9), running=2)
+    requests = watched([request("a", [5, 9, 2], max_new_tokens=9), request("b", [7] * 20, max_new_tokens=9)], every=1)
+    run(scheduler, requests)
+    compared = 0
+    for r in requests:
+        for step in r.trace.steps:
+            before = [*r.prompt_ids, *r.output_ids[: step["at"]]]
+            for node in range(1, 9):
+                *above, token = path(step, node)
+                own = float(next_logits(NEAR, [*before, *above]).softmax(-1)[token])
+                assert step["draft"][node] == pytest.approx(own, abs=2e-4)
+                compared += own > 1e-3
+    assert compared > 20
+
+
+def test_a_watched_step_is_none_of_the_captured_ones() -> None:
+    scheduler = SUBJECTS["none"].build(running=2)
+    state = scheduler.engine.sampling
+    state.watch(1)
+    assert state.needs([1, 2]) == {TRACED} and not any(state.needs([1]) <= covering for covering in CAPTURED)
+    state.release(1)
+    assert not state.needs([1, 2])
+
+
+def test_an_event_tells_a_step_once_and_waits_for_its_tokens() -> None:
+    step = {"at": 1, "emitted": [4, 5, 6], "accepted": [0, 2, 3], "tokens": [3, 9, 4, 5], "parents": [-1, 0, 0, 2]}
+    trace = Trace(ends=[1, 2, 3, 4, 5], steps=[step, {**step, "at": 4, "emitted": [7], "accepted": [0, 1, 2]}])
+    telling = Telling(Request("r", [1], None, trace=trace), str)
+    assert telling.upto(2) == {"origins": [0, 0], "ends": [1, 2], "steps": []}
+    told = telling.upto(4)
+    assert told["origins"] == [0, 1, 2, 0] and told["ends"] == [1, 2, 3, 4]
+    assert [(s["texts"], s["emitted_texts"]) for s in told["steps"]] == [(["3", "9", "4", "5"], ["4", "5", "6"])]
+    cut = telling.upto(5)  # a stop ended the request at a draft
+    assert cut["origins"] == [0, 1, 2, 0, 1] and len(cut["steps"]) == 1 and telling.upto(5)["steps"] == []
+
+
+# ---- as clients see it -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
+    running = ready(Running(Config(**options(tiny))))
+    yield running
+    running.stop()
+
+
+def test_a_stream_tells_where_each_piece_of_the_text_came_from(served: Running) -> None:
+    plain = served.ok("/generate", native(max_new_tokens=90))
+    received, _ = served.stream("/generate", {**native(max_new_tokens=90), "trace": True})
+    *events, done = received
+    last, steps = events[-1], [step for event in events for step in event["trace"]["steps"]]
+    assert done == "[DONE]" and last["output_ids"] == plain["output_ids"] and last["text"] == plain["text"]
+    assert "trace" not in plain
+    origins, ends = last["trace"]["origins"], last["trace"]["ends"]
+    assert len(origins) == len(ends) == 90 and ends == sorted(ends) and ends[-1] == len(last["text"])
+    assert "😀" in last["text"] and max(origins) > 2
+    told = {step["at"]: step for step in steps}
+    assert len(told) == len(steps) == last["meta_info"]["spec_verify_ct"]
+    final = told[max(told)]  # of a step cut at a draft meta_info counts the last token as the target's
+    cut = len(final["accepted"]) > len(final["emitted"])
+    assert sum(origin > 0 for origin in origins) == last["meta_info"]["spec_accept_token_num"] + cut
+    at = 1
+    while at < 90:  # each step begins where the one before it ended
+        step = told[at]
+        depth = len(step["accepted"]) - 1
+        assert origins[at : at + len(step["emitted"])] == [*range(1, depth + 1), 0][: len(step["emitted"])]
+        assert all(map(math.isfinite, [*step["logprobs"], *step["margins"]]))
+        assert len(step["texts"]) == len(step["tokens"])
+        at += len(step["emitted"])
+    whole = served.ok("/generate", {**native(max_new_tokens=90), "trace": True})
+    assert whole["trace"]["origins"] == origins and len(whole["trace"]["steps"]) == len(steps)
+
+
+def test_a_conversation_is_tokenized_as_a_chat_is(served: Running) -> None:
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."},
+                {"role": "user", "content": [{"type": "text", "text": "And?"}]}]  # fmt: skip
+    row = served.ok("/tokenize", {"messages": messages})
+    answer = served.ok("/v1/chat/completions", {"messages": messages, "max_tokens": 1, "return_token_ids": True})
+    assert row["tokens"] == answer["prompt_token_ids"] and row["count"] == len(row["tokens"]) > 5
+    for wrong in ({}, {"prompt": "a", "messages": messages}, {"messages": []}, {"messages": [{"role": "user"}]},
+                  {"messages": [{"role": "user", "content": "x" * 10**6}]}):  # fmt: skip
+        assert served.call("/tokenize", wrong)[0] == 400, wrong

@@ -108,8 +108,8 @@ class Config:
         None, "Server", "clients must send it as a bearer token, except to /health* and for the page at /"
     )
     admin_api_key: str | None = _flag(
-        None, "Server", "what /flush_cache needs, and /abort_request for what others sent, in place of --api-key; it "
-        "opens every other path too",
+        None, "Server", "what /flush_cache and /set_internal_state need, and /abort_request for what others sent, in "
+        "place of --api-key; it opens every other path too",
     )  # fmt: skip
     ssl_keyfile: str | None = _flag(None, "Server", "FILE with the private key to speak TLS with")
     ssl_certfile: str | None = _flag(None, "Server", "FILE with its certificate and those above it")

@@ -42,7 +42,7 @@ from aiohttp import ClientPayloadError, http_exceptions, web
 from aiohttp.abc import AbstractAccessLogger
 
 from minispec.config import Config
-from minispec.http import fields, openapi, prometheus, schema
+from minispec.http import fields, openapi, page, prometheus, schema
 from minispec.http.door import Door
 from minispec.http.message import Formats
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
@@ -314,6 +314,7 @@ class Server:
             get(path, self.server_info)
         get("/v1/loads", self.loads)
         get("/tokenizer_info", self.tokenizer_info)
+        get("/", page.show)
         get("/openapi.json", self.openapi)
         get("/metrics", self.metrics)
         for add in (get, post):

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_server import Running, chat, native, options, ready, tiny  # noqa: F401  the fixture
 
 from minispec.config import Config
+from minispec.http.door import ADMIN
 from minispec.metrics import Histogram, Load, Metrics
 from minispec.server import build_llm
 
@@ -175,7 +176,7 @@ def ask(running: Running, path: str, key: str | None = None, body: Any = None) -
 
 def test_keys_guard_every_route_but_health_and_the_page(locked: Running) -> None:
     routes = locked.server.runner.app.router.routes()
-    paths = {r.resource.canonical for r in routes if r.method == "GET"} - {"/flush_cache"}
+    paths = {r.resource.canonical for r in routes if r.method == "GET"} - set(ADMIN)
     assert len(paths) > 10
     for path in sorted(paths):
         where = path.replace("{id}", "org/tiny")
@@ -190,6 +191,8 @@ def test_keys_guard_every_route_but_health_and_the_page(locked: Running) -> None
 
 def test_what_changes_the_server_for_others_needs_the_admin_key(locked: Running) -> None:
     assert [ask(locked, "/flush_cache", key)[0] for key in (None, "user-key", "admin-key")] == [401, 403, 200]
+    change = {"server_args": {"speculative_accept_threshold_single": 1.0}}
+    assert [ask(locked, "/set_internal_state", key, change)[0] for key in ("user-key", "admin-key")] == [403, 200]
     everybody = {"abort_all": True}
     assert [ask(locked, "/abort_request", key, everybody)[0] for key in ("user-key", "admin-key")] == [403, 200]
     for key, rid, ended in (("user-key", "mi", False), ("user-key", "mine", True), ("admin-key", "mi", True)):

@@ -17,7 +17,7 @@ from pydantic.json_schema import models_json_schema
 
 from minispec.http import fields
 
-JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
+JSON, TEXT, EVENTS, HTML = "application/json", "text/plain", "text/event-stream", "text/html"
 PROMPT = {"prompt": "Once upon a time", "max_tokens": 8}
 CHAT = {"messages": [{"role": "user", "content": "Say something."}], "max_tokens": 8}
 NATIVE = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
@@ -56,6 +56,7 @@ ROUTES = [
       for method in ("get", "post")),
     Route("get", "/health", "200 once ready; needs no key"),
     Route("get", "/health_generate", "200 once a token was generated; needs no key"),
+    Route("get", "/", "a page to talk to the model and watch speculation; needs no key", None, None, (HTML,)),
     Route("get", "/openapi.json", "this description"),
     Route("get", "/metrics", "counters for Prometheus; 404 without --enable-metrics", None, None, (TEXT,)),
 ]  # fmt: skip

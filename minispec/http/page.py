@@ -1,0 +1,43 @@
+"""The page at /: one file, sent as it is, with a policy under which it can run nothing but its own script.
+
+The one idea: the policy is computed from the file. Its script and its style are admitted by their hashes and nothing
+else is, from nowhere, so text that a model writes can neither run nor fetch anything even if the page let it become
+markup, which it does not: it makes text nodes of it (`page.html`, `render`).
+
+Read next: `page.html`; `traces.py` for what it draws.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from functools import cache
+from pathlib import Path
+
+from aiohttp import web
+
+
+@cache
+def page() -> tuple[str, str]:
+    """Return the page and its Content-Security-Policy."""
+    text = Path(__file__).with_name("page.html").read_text("utf-8")
+    script, style = (_hashes(text, tag) for tag in ("script", "style"))
+    return text, (f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
+                  "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")  # fmt: skip
+
+
+def _hashes(text: str, tag: str) -> str:
+    """Return the policy's sources for the inline elements of a tag."""
+    bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for body in bodies)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+async def show(http: web.Request) -> web.Response:
+    """Answer with the page; it needs no key, and asks for one where the server wants it."""
+    text, policy = page()
+    return web.Response(text=text, content_type="text/html", headers={
+        "Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    })  # fmt: skip

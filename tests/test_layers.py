@@ -33,7 +33,7 @@ RANKS = {
     5: "engine load.drafters",
     6: "scheduler load.selftest load.memory",
     7: "llm http.schema http.prometheus",
-    8: "server train.corpus",
+    8: "server explain train.corpus",
     9: "train.rounds train.export",
     10: "train.trainer train.small",
     11: "train.__main__",

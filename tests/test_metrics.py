@@ -51,20 +51,21 @@ def test_a_scrape_counts_what_requests_got_of_trees_and_plain_steps(served: Runn
     before = scrape(served)
     answer = served.ok("/generate", native(max_new_tokens=120))["meta_info"]
     after = scrape(served)
-    (plain, trees) = (after["minispec:decode_steps_total"][("nodes", n),] for n in ("1", "12"))
+    steps = {int(nodes): count for ((_, nodes),), count in after["minispec:decode_steps_total"].items()}
+    plain, trees = steps[1], sum(count for nodes, count in steps.items() if nodes > 1)
     histogram = answer["spec_accept_histogram"]
     of_trees = [histogram[0] - plain, *histogram[1:]]  # plain steps accept nothing
-    assert trees == sum(of_trees) == after["minispec:spec_drafts_total"][()] > 2 and plain > 2
+    assert trees == sum(of_trees) == after["minispec:spec_drafts_total"][()] > 2
     deep = after["minispec:spec_accepted_tokens_per_position_total"]
     assert [value for _, value in sorted(deep.items(), key=lambda item: int(item[0][0][1]))] == [
         sum(of_trees[depth:]) for depth in range(1, len(of_trees))]  # fmt: skip
-    assert after["minispec:spec_draft_tokens_total"][()] == 11 * trees
+    assert after["minispec:spec_draft_tokens_total"][()] == sum((nodes - 1) * count for nodes, count in steps.items())
     assert after["minispec:spec_accepted_tokens_total"][()] == answer["spec_accept_token_num"] == sum(deep.values())
     assert after["sglang:generation_tokens_total"][()] == 120
     assert after["sglang:prompt_tokens_total"][()] == answer["prompt_tokens"]
     assert after["sglang:spec_verify_calls_total"][()] == answer["spec_verify_ct"] == trees + plain
-    steps = after["minispec:decode_step_seconds_count"]
-    assert (steps[("nodes", "1"),], steps[("nodes", "12"),]) == (plain, trees)
+    timed = {int(nodes): n for ((_, nodes),), n in after["minispec:decode_step_seconds_count"].items()}
+    assert timed == {nodes: count for nodes, count in steps.items() if count}
     assert sum(after["minispec:decode_step_seconds_sum"].values()) == pytest.approx(
         served.stats()["step_seconds"], rel=1e-6)  # fmt: skip
     for name, count in (("time_to_first_token", 1), ("e2e_request_latency", 1), ("inter_token_latency", 119)):

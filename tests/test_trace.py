@@ -5,9 +5,12 @@ The probabilities told are compared with those of the whole text, computed afres
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from test_standalone import MODEL, near
 
 from minispec.config import Config
 from minispec.engine import CAPTURED
+from minispec.explain import Screen, explain, tree_lines
 from minispec.http.traces import Telling
 from minispec.request import Request, Trace
 from minispec.sampling import TRACED, gumbel
@@ -121,6 +125,47 @@ def test_an_event_tells_a_step_once_and_waits_for_its_tokens() -> None:
     assert [(s["texts"], s["emitted_texts"]) for s in told["steps"]] == [(["3", "9", "4", "5"], ["4", "5", "6"])]
     cut = telling.upto(5)  # a stop ended the request at a draft
     assert cut["origins"] == [0, 1, 2, 0, 1] and len(cut["steps"]) == 1 and telling.upto(5)["steps"] == []
+
+
+# ---- in a terminal ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_explain_draws_each_step_and_ends_with_a_table(
+    rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    elif importlib.util.find_spec("rich") is None:
+        pytest.skip("needs rich: pip install 'minispec[explain]'")
+    screen = Screen()
+    assert (screen.console is not None) is rich
+    letter = lambda ids, skip_special_tokens=True: "".join(chr(0x100 + i) for i in ids)  # noqa: E731
+    scheduler = SUBJECTS["standalone-tree"].build(running=1)
+    asked = request("r", [5, 9, 2], max_new_tokens=40)
+    explain(SimpleNamespace(scheduler=scheduler, tokenizer=SimpleNamespace(decode=letter)), asked, 3, screen)
+    said = capsys.readouterr().out
+    steps = asked.trace.steps
+    assert len(steps) == 3 and not scheduler.has_work and said.count(" ms: propose ") == 3
+    accepted = sum(len(step["accepted"]) - 1 for step in steps)
+    assert said.count("%  accepted") == accepted > 3 and said.count("the model's own, ahead by") == 3
+    assert said.count("draft ") == sum(len(step["tokens"]) - 1 for step in steps)
+    tokens = sum(len(step["emitted"]) for step in steps)
+    sums = next(line.split() for line in said.splitlines() if line.split()[:1] == ["all"])
+    assert sums[1:4] == [str(sum(len(step["tokens"]) - 1 for step in steps)), str(accepted), str(tokens)]
+    assert f"accept length {tokens / 3:.2f}: {tokens} tokens in 3 steps" in said
+    assert repr(letter(asked.output_ids)) in said.replace("\n", "")
+
+
+def test_a_tree_is_drawn_with_its_branches_in_order() -> None:
+    step = {"tokens": [1, 2, 3, 4, 5], "parents": [-1, 0, 0, 1, 1], "draft": [None, 0.5, 0.25, None, 1.0],
+            "target": [None, 0.75, 0.0, 0.1, 0.2], "accepted": [0, 1], "emitted": [2, 9],
+            "margins": [1.0, 0.5]}  # fmt: skip
+    lines = ["".join(text for text, _ in line) for line in tree_lines(step, str)]
+    assert lines == [
+        "'1'  so far", "├─ '2'  draft 50.0%, model 75.0%  accepted", "│  ├─ '4'  draft –, model 10.0%",
+        "│  ├─ '5'  draft 100.0%, model 20.0%", "│  └─ '9'  the model's own, ahead by 0.5",
+        "└─ '3'  draft 25.0%, model 0.0%"]  # fmt: skip
 
 
 # ---- as clients see it -----------------------------------------------------------------------------------------------

@@ -1,0 +1,200 @@
+"""Speculation in a terminal, step by step: `python -m minispec.explain "PROMPT"`.
+
+For whoever reads the code. Each step is drawn as its tree, with the drafter's probability of each node and the model's,
+what was accepted and what the model added, and how long each part of the step took; a table of all steps ends it. With
+rich (`pip install 'minispec[explain]'`) it is coloured, without it the same lines are plain.
+
+Read next: `trace.py` for what is seen, `engine.py` for the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from minispec.llm import LLM
+from minispec.request import Request, SamplingParams, Trace
+
+Line = list[tuple[str, str]]  # pieces of text with their styles
+ACCEPTED, REJECTED, OWN, QUIET, HEAD = "bold green", "dim", "bold cyan", "dim", "bold"
+PARTS = ("propose", "blocks", "logits", "compact", "commit")  # as `engine.py` names them
+
+
+class Clock:
+    """The time of each part of a step, taken around the functions that do them."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        engine = llm.scheduler.engine
+        owners = ((engine.drafter, "propose"), (engine.model, "run_blocks"), (engine.model, "logits"),
+                  (engine.kv, "compact"), (engine.drafter, "commit"))  # fmt: skip
+        for part, (owner, name) in zip(PARTS, owners, strict=True):
+            setattr(owner, name, self._timed(part, getattr(owner, name), engine.device))
+
+    def _timed(self, part: str, work: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+        """Return the function with a clock around it; on CUDA it waits for the device before and after."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+            wait()
+            started = time.perf_counter()
+            result = work(*args, **kwargs)
+            wait()
+            self.seconds[part] += time.perf_counter() - started
+            return result
+
+        return timed
+
+    def lap(self) -> dict[str, float]:
+        """Return the seconds of each part since the last lap."""
+        taken, self.seconds = self.seconds, dict.fromkeys(PARTS, 0.0)
+        return taken
+
+
+def tree_lines(step: dict[str, Any], piece: Callable[[int], str]) -> list[Line]:
+    """Return a step's tree, a line for each node and one for the token that the model added."""
+    children: list[list[int]] = [[] for _ in step["tokens"]]
+    for node, parent in enumerate(step["parents"]):
+        if parent >= 0:
+            children[parent].append(node)
+    accepted, emitted = set(step["accepted"]), step["emitted"]
+    adds = len(emitted) == len(step["accepted"])  # else a stop cut the step
+    lines: list[Line] = [[(f"{piece(step['tokens'][0])!r}", HEAD), ("  so far", QUIET)]]
+
+    def below(node: int, indent: str) -> None:
+        own = adds and node == step["accepted"][-1]
+        for i, child in enumerate(children[node]):
+            last = i + 1 == len(children[node]) and not own
+            style = ACCEPTED if child in accepted else REJECTED
+            numbers = f"draft {_percent(step['draft'][child])}, model {_percent(step['target'][child])}"
+            lines.append([(indent + ("└─ " if last else "├─ "), QUIET), (f"{piece(step['tokens'][child])!r}", style),
+                          (f"  {numbers}", QUIET), ("  accepted" if child in accepted else "", style)])  # fmt: skip
+            below(child, indent + ("   " if last else "│  "))
+        if own:
+            margin = step["margins"][-1]
+            lines.append([(indent + "└─ ", QUIET), (f"{piece(emitted[-1])!r}", OWN),
+                          (f"  the model's own, ahead by {margin}", QUIET)])  # fmt: skip
+
+    below(0, "")
+    return lines
+
+
+def _percent(probability: float | None) -> str:
+    """Return a probability as it is shown; a dash where there is none."""
+    return "–" if probability is None else f"{probability:.1%}"
+
+
+def table(steps: Sequence[dict[str, Any]], laps: Sequence[dict[str, float]]) -> list[list[str]]:
+    """Return the rows of the last table, its head first and the sums last; times are in milliseconds."""
+    rows = [["step", "drafted", "accepted", "tokens", "ms", *PARTS]]
+    numbers = []
+    for step, lap in zip(steps, laps, strict=True):
+        drafted, accepted = len(step["tokens"]) - 1, min(len(step["accepted"]) - 1, len(step["emitted"]))
+        times = [1000 * step["seconds"], *(1000 * lap[part] for part in PARTS)]
+        numbers.append([drafted, accepted, len(step["emitted"]), *times])
+    shown = lambda values: [str(v) if isinstance(v, int) else f"{v:.1f}" for v in values]  # noqa: E731
+    rows += [[str(i + 1), *shown(values)] for i, values in enumerate(numbers)]
+    return [*rows, ["all", *shown([sum(column) for column in zip(*numbers, strict=True)])]] if numbers else rows
+
+
+class Screen:
+    """Prints styled lines and a table, with rich where it is installed."""
+
+    def __init__(self) -> None:
+        try:
+            from rich.console import Console
+        except ImportError:
+            self.console = None
+        else:
+            self.console = Console(highlight=False, soft_wrap=True)
+
+    def line(self, *pieces: tuple[str, str]) -> None:
+        """Print one line of pieces with their styles."""
+        if self.console is None:
+            print("".join(text for text, _ in pieces))
+            return
+        from rich.text import Text
+
+        self.console.print(Text.assemble(*pieces))
+
+    def table(self, rows: Sequence[Sequence[str]]) -> None:
+        """Print a table whose first row is its head and whose last has the sums."""
+        if self.console is None:
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            for row in rows:
+                print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+            return
+        from rich.table import Table
+
+        shown = Table(*rows[0], box=None, header_style=HEAD)
+        for column in shown.columns:
+            column.justify = "right"
+        for row in rows[1:]:
+            shown.add_row(*row, style=HEAD if row[0] == "all" else None)
+        self.console.print(shown)
+
+
+def explain(llm: LLM, request: Request, steps: int, screen: Screen) -> None:
+    """Serve a request for so many decode steps, and print each as it happens and a table of all."""
+    trace = request.trace = Trace()
+    scheduler, clock, laps = llm.scheduler, Clock(llm), []
+    piece = lambda token: llm.tokenizer.decode([token], skip_special_tokens=False)  # noqa: E731
+    scheduler.validate(request)
+    scheduler.submit(request)
+    while scheduler.has_work and len(trace.steps) < steps:
+        scheduler.step()
+        lap = clock.lap()
+        if len(trace.steps) == len(laps):
+            continue  # a prefill step
+        laps.append(lap)
+        step = trace.steps[-1]
+        parts = ", ".join(f"{part} {1000 * seconds:.1f}" for part, seconds in lap.items() if seconds)
+        screen.line(("", ""))
+        screen.line((f"step {len(laps)}", HEAD), (f"  {1000 * step['seconds']:.1f} ms: {parts}", QUIET))
+        for line in tree_lines(step, piece):
+            screen.line(*line)
+    scheduler.abort(request.rid)
+    screen.line(("", ""))
+    screen.line(("output  ", HEAD), (repr(llm.tokenizer.decode(request.output_ids)), ""))
+    screen.line(("", ""))
+    screen.table(table(trace.steps, laps))
+    if laps:
+        tokens = sum(len(step["emitted"]) for step in trace.steps)
+        screen.line((f"accept length {tokens / len(laps):.2f}: {tokens} tokens in {len(laps)} steps", HEAD))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the command line, load the model, and explain."""
+    parser = argparse.ArgumentParser(prog="python -m minispec.explain", description="Watch speculation step by step.")
+    parser.add_argument("prompt", help="what the model is asked, or continues with --raw")
+    parser.add_argument("--model", help="id or folder; default: the one that the server has")
+    parser.add_argument("--algorithm", help="NONE, NGRAM, EAGLE, EAGLE3, NEXTN or STANDALONE; default: the server's")
+    parser.add_argument("--draft-model", help="id or folder of the head or draft model")
+    parser.add_argument("--steps", type=int, default=8, help="decode steps to show (default: 8)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    parser.add_argument("--raw", action="store_true", help="no chat template: the prompt is text to continue")
+    parser.add_argument("--compile", action="store_true", help="compile first: minutes, and the times are the server's")
+    asked = parser.parse_args(argv)
+    if asked.steps < 1:
+        parser.error(f"--steps must be at least 1, got {asked.steps}")
+    screen = Screen()
+    try:
+        on_cuda = torch.cuda.is_available()  # where a captured step would have no parts to time
+        llm = LLM(asked.model, progress=lambda line: screen.line((line, QUIET)), max_running_requests=1,
+                  disable_torch_compile=not asked.compile, disable_overlap_schedule=True, disable_cuda_graph=on_cuda,
+                  speculative_algorithm=asked.algorithm, speculative_draft_model_path=asked.draft_model)  # fmt: skip
+        message = [{"role": "user", "content": asked.prompt}]
+        ids = llm.tokenizer.encode(asked.prompt) if asked.raw else llm.tokenizer.encode_chat(message)
+        params = SamplingParams(max_new_tokens=None, temperature=asked.temperature, sampling_seed=asked.seed)
+        explain(llm, Request("explain", ids, params), asked.steps, screen)
+    except (ValueError, RuntimeError) as error:
+        parser.exit(1, f"minispec.explain: error: {error}\n")
+
+
+if __name__ == "__main__":
+    main()

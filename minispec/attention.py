@@ -13,6 +13,8 @@ the ancestors in a draft tree, the lower triangle in a chunk of prompt. So one m
                in steps of many rows, prefill above all
   Causal       no cache at all: training, and the independent reference of the tests
 
+`Deferred` is two of them for one plan: gathering eagerly until the plan's graph is made, then what is compiled.
+
 `Plan` owns every tensor that describes a step, allocated once per bucket and refilled in place: compiled graphs and
 captured ones hold on to these addresses. Block lists are written directly; `create_block_mask` costs milliseconds.
 
@@ -22,6 +24,7 @@ Read next: `engine.py`, which fills a plan and runs the model on it.
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -246,8 +249,9 @@ class PagedGather:
     a graph. What each query reads and sees is worked out once a step, and all layers share it.
     """
 
-    def __init__(self, kv: PagedKV, plan: Plan, layers: int) -> None:
-        self.kv, self.plan = kv, plan
+    def __init__(self, kv: PagedKV, plan: Plan, layers: int, eager: bool = False) -> None:
+        """eager: blocks that are compiled are to run as they are with this attention."""
+        self.kv, self.plan, self.eager = kv, plan, eager
         # Are a request's blocks of a prefill step attended together? Whose they are, the host learns by a look.
         self.merges = plan.blocks > 1 and kv.host_looks
         self.strips: list[Strip] = []
@@ -363,7 +367,7 @@ class GatherLayer:
 
     def __init__(self, kv: PagedKV, index: int, gather: PagedGather) -> None:
         self.keys, self.values = kv.layer(index)
-        self.gather, self.plan = gather, gather.plan
+        self.gather, self.plan, self.eager = gather, gather.plan, gather.eager
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [B, Hkv, T, D] into their rows, then attend with q [B, Hq, T, D] -> [B, Hq, T, D]."""
@@ -412,7 +416,52 @@ def compiled_attention(kv: PagedKV, plan: Plan, layers: int) -> PagedFlex | Page
     return (PagedFlex if flex else PagedGather)(kv, plan, layers)
 
 
-AttendKind = Callable[[PagedKV, Plan, int], PagedFlex | PagedGather]  # of a plan and so many layers
+class Permits:
+    """How many graphs may still be made: any number, at their first use, or one at a time between a server's steps."""
+
+    def __init__(self) -> None:
+        self.left: float = math.inf
+        self.granted: list[Deferred] = []
+        self.refused = 0  # how often a step ran eagerly for want of a permit
+
+    def attention(self, kv: PagedKV, plan: Plan, layers: int) -> Deferred:
+        """Return an attention that asks here before its graph is made."""
+        return Deferred(kv, plan, layers, self)
+
+    def ask(self, who: Deferred) -> bool:
+        """Return whether the graph may be made now."""
+        if self.left < 1:
+            self.refused += 1
+            return False
+        self.left -= 1
+        self.granted.append(who)
+        return True
+
+    def take_back(self) -> None:
+        """Let the newest go on eagerly, since its graph could not be made."""
+        self.granted.pop().ready = False
+
+
+class Deferred:
+    """The attention of one plan on a CPU: eager until there is a permit to make its graph, from then on compiled.
+
+    A graph is of one plan and one function, of the target's block or the drafter's network. So this object of both
+    decides for each step whether it runs compiled, and the kinds differ in nothing but time and rounding.
+    """
+
+    def __init__(self, kv: PagedKV, plan: Plan, layers: int, permits: Permits) -> None:
+        self.compiled = compiled_attention(kv, plan, layers)
+        self.eager = PagedGather(kv, plan, layers, eager=True)
+        self.permits, self.ready = permits, False
+
+    def layer(self, index: int) -> FlexLayer | GatherLayer:
+        """Return the attention of one layer; asked for layer 0, it decides for the pass that begins."""
+        if index == 0 and not self.ready:
+            self.ready = self.permits.ask(self)
+        return (self.compiled if self.ready else self.eager).layer(index)
+
+
+AttendKind = Callable[[PagedKV, Plan, int], PagedFlex | PagedGather | Deferred]  # of a plan and so many layers
 
 
 class Causal:

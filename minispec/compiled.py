@@ -10,7 +10,8 @@ that graph on those tensors, with the new activations in place of the old ones. 
 itself refuses inputs of other sizes and strides.
 
 One argument, the key, stands for all that stays: `attend` for a layer and its plan, since there is one object of it for
-each pair, or a step's bucket. The notes on it end with it.
+each pair, or a step's bucket. The notes on it end with it. A key may say that it is `eager`: then the function runs as
+it is, and nothing is compiled.
 
 Read next: `model.py`, `beam.py` and `engine.py`, whose functions are compiled here.
 """
@@ -18,10 +19,14 @@ Read next: `model.py`, `beam.py` and `engine.py`, whose functions are compiled h
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -122,12 +127,86 @@ class Ran(NamedTuple):
     outputs: Sequence[Tensor]
 
 
-_noted = threading.local()  # .ran: the newest Ran of this thread, for the call under way to take away
+class _Noted(threading.local):
+    """What a call through torch.compile tells the backend below, and what the backend tells it."""
+
+    ran: Ran | None = None  # the newest, for the call under way to take away
+    cached_only = False  # whether a graph that Inductor's cache lacks is refused
+    lacked = False  # whether one was
+
+
+_noted = _Noted()
+
+
+class NotCached(RuntimeError):
+    """A graph is not in Inductor's cache, and was to be taken from there."""
+
+
+@contextmanager
+def cached_only() -> Iterator[None]:
+    """Within this, take new graphs on a CPU from Inductor's cache; one that is not there raises NotCached at the end.
+
+    A graph of the cache takes half a second, one that must be compiled ten or twenty.
+    """
+    _noted.cached_only, _noted.lacked = True, False
+    try:
+        yield
+    except Exception as error:  # Dynamo has wrapped what the backend raised
+        if _noted.lacked:
+            raise NotCached("a graph is not in Inductor's cache") from error
+        raise
+    finally:
+        _noted.cached_only = False
+
+
+def prepare() -> None:
+    """Import Inductor, for which the first graph would wait, and tell it what every process of ours must agree on.
+
+    What is told is part of the key that it looks graphs up by, so all who share its cache call this.
+    """
+    os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that compile for CUDA alone
+    from torch._inductor import compile_fx, config, cpp_builder, cpu_vec_isa  # noqa: F401
+
+    # Unset, it would be missing from the key, and code be made for another number of threads.
+    config.cpp.threads = torch.get_num_threads()
+    # A compiler that knows the newest instructions knows all. Unless told so, Inductor compiles a long file for each
+    # kind, which takes fifteen seconds.
+    newest = [cpp_builder.get_cpp_compiler(), "-mavx512bf16", "-mamx-bf16", "-E", "-x", "c++", os.devnull]
+    if config.cpp.vec_isa_ok is None and subprocess.run(newest, capture_output=True, check=False).returncode == 0:
+        config.cpp.vec_isa_ok = True
+
+
+def ask_compiler() -> None:
+    """Find out which vector instructions compiler and processor have, for which the first graph would wait.
+
+    It is other processes that work, so a thread can do this. With an empty cache they compile for ten seconds.
+    """
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+    valid_vec_isa_list()
+
+
+def cache_is_empty() -> bool:
+    """Return whether Inductor's cache has no graph at all, so that it need not be asked for any."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return not any((Path(cache_dir()) / name).is_dir() for name in ("aotautograd", "fxgraph"))
+
+
+def _lacking(*args: Any, **options: Any) -> NoReturn:
+    """Stand for Inductor's compiler, which is called where its cache has no answer."""
+    _noted.lacked = True
+    raise NotCached
 
 
 def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
     """A backend for torch.compile: its own, with a note of every call. Dynamo keeps it, so it must keep no tensor."""
-    compiled = lookup_backend("inductor")(graph, inputs)
+    if _noted.cached_only:
+        from torch._inductor.compile_fx import compile_fx  # here, since importing it takes a second
+
+        compiled = compile_fx(graph, inputs, inner_compile=_lacking)
+    else:
+        compiled = lookup_backend("inductor")(graph, inputs)
 
     def run(*flat: Tensor) -> Sequence[Tensor]:
         outputs = compiled(*flat)
@@ -148,7 +227,10 @@ class DirectStep:
 
     def __call__(self, owner: Any, *args: Any) -> Any:
         """Return function(owner, *args); what the function writes is written in place."""
-        calls, given = self.calls.setdefault(args[self._key], {}), _given(args)
+        key = args[self._key]
+        if getattr(key, "eager", False):
+            return self.function(owner, *args)
+        calls, given = self.calls.setdefault(key, {}), _given(args)
         call = calls.get(given)
         if call is not None:
             return call(owner, args)

@@ -124,6 +124,10 @@ class Config:
     stream_interval: int = _flag(1, "Server", "tokens between two events of a stream", low=1)
     enable_cache_report: bool = _flag(False, "Server", "report cached prompt tokens in usage.prompt_tokens_details")
     enable_metrics: bool = _flag(False, "Server", "serve /metrics to Prometheus; needs the extra minispec[metrics]")
+    wait_until_compiled: bool = _flag(
+        False, "Server", "compile everything before the first request, as on CUDA; without it a server on a "
+        "CPU answers eagerly at once, and a process beside it compiles"
+    )  # fmt: skip
     skip_server_warmup: bool = _flag(False, "Server", "report ready without first answering a request of our own")
 
     mem_fraction_static: float | None = _flag(

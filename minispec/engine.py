@@ -21,15 +21,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from minispec.attention import QUERY_BLOCK, PagedGather, Plan, compiled_attention, prefill_block
+from minispec.attention import QUERY_BLOCK, PagedGather, Permits, Plan, compiled_attention, prefill_block
 from minispec.bucket import Bucket, Chunk, PrefillBucket
-from minispec.compiled import Choice, Compiler, Small
+from minispec.compiled import Choice, Compiler, Small, cached_only
 from minispec.drafter import Batch, Committed, Draft, Drafter, TreeSize
 from minispec.grammar import Constraints, mask
 from minispec.graphs import Recorder
@@ -210,9 +211,14 @@ class Engine:
         acceptance: Acceptance = EXACT,
     ) -> None:
         self.model, self.kv, self.drafter, self.sizes, self.acceptance = model, kv, drafter, sizes, acceptance
-        self.attend_kind = compiled_attention if compiled else PagedGather
         device, slots = kv.pool.device, kv.table.shape[0]
         self.device = device
+        self.compiled, self.permits = compiled, Permits()
+        self.attend_kind = PagedGather if not compiled else compiled_attention
+        if compiled and device.type == "cpu":
+            self.attend_kind = self.permits.attention
+        self.settled = False  # whether all graphs are made that will be, so that steps keep their times
+        self._when_settled: list[Callable[[], None]] = []
         self.lens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.root = torch.zeros(slots, dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
@@ -261,21 +267,34 @@ class Engine:
         self.graphs = {(bucket, needs): graph for (bucket, needs), graph in self.graphs.items()
                        if not needs or isinstance(bucket, PrefillBucket)}  # fmt: skip
 
+    @property
+    def steps(self) -> list[Bucket | PrefillBucket]:
+        """Every kind of step there is, in the order in which they are worth compiling: one request alone first."""
+        short, *long = (self.prefill_buckets[size] for size in self.sizes.prefill_sizes)
+        decodes: list[Bucket] = [self.buckets[key] for key in sorted(self.buckets, key=lambda key: (key[0], -key[1]))]
+        first = len(self.sizes.sizes_of(self.sizes.batch_sizes[0]))
+        return [*decodes[:first], short, *decodes[first:], *long]
+
     def shapes(self) -> list[str]:
-        """Return a name for every graph that is compiled, the drafter's included: after warm-up there are no others."""
-        around = [
-            f"around the {owner}, batch {batch}, {nodes} nodes a tree, {'sampled' if samples else 'greedy'}"
-            for batch, nodes in sorted(self.buckets)
-            for samples in (False, True)
-            if self.small.choice(batch, samples)
-            for owner in ("target", "drafter")
-        ]
-        return [
-            *(f"target, prefill of {size} tokens" for size in self.sizes.prefill_sizes),
-            *(f"target, batch {batch}, {nodes} nodes a tree" for batch, nodes in sorted(self.buckets)),
-            *self.drafter.shapes(self.sizes.batch_sizes, self.sizes.prefill_sizes),
-            *around,
-        ]
+        """Return a name for every graph that is compiled, the drafter's included: after warm-up there are no others.
+
+        They stand in the order of `steps`.
+        """
+        names: list[str] = []
+        for step in self.steps:
+            if isinstance(step, PrefillBucket):
+                names += [f"target, prefill of {step.size} tokens", *self.drafter.shapes((), (step.size,))]
+                continue
+            names.append(f"target, batch {step.batch}, {step.nodes} nodes a tree")
+            if step.nodes == self.sizes.nodes > 1:  # a smaller tree is grown with the same graphs
+                names += self.drafter.shapes((step.batch,), ())
+            names += [
+                f"around the {owner}, batch {step.batch}, {step.nodes} nodes a tree, {kind}"
+                for kind, samples in (("greedy", False), ("sampled", True))
+                if self.small.choice(step.batch, samples)
+                for owner in ("target", "drafter")
+            ]
+        return names
 
     # ---- slots ---------------------------------------------------------------------------------------------------
 
@@ -646,19 +665,56 @@ class Engine:
     # ---- warm-up -------------------------------------------------------------------------------------------------
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
-        """Run every bucket on padding, largest first, so that all is compiled."""
-        shapes, sizes = sorted(self.buckets, reverse=True), self.sizes.prefill_sizes
-        total = len(shapes) + len(sizes)
-        for done, size in enumerate(reversed(sizes), start=1):
-            bucket = self.prefill_buckets[size]
-            progress(f"warm-up {done}/{total}: {bucket.name}")
-            bucket.upload([])
-            self._run(self.known, bucket, GREEDY)
-        for done, (batch, nodes) in enumerate(shapes, start=len(sizes) + 1):
-            progress(f"warm-up {done}/{total}: {self.buckets[batch, nodes].name}")
-            self.buckets[batch, nodes].upload([], ())
-            for needs in COMPILED if self.small.choice(batch, True) else (GREEDY,):
-                self._run(self.decode, self.buckets[batch, nodes], needs)
+        """Run every kind of step on padding, largest first, so that all is compiled."""
+        steps = self.steps[::-1]
+        for done, step in enumerate(steps, start=1):
+            progress(f"warm-up {done}/{len(steps)}: {step.name}")
+            self._run_on_padding(step)
+
+    def _run_on_padding(self, step: Bucket | PrefillBucket) -> None:
+        """Run a step for nobody: it writes to page 0 and slot 0 alone, so it may be run between two others."""
+        if isinstance(step, PrefillBucket):
+            step.upload([])
+            self._run(self.known, step, GREEDY)
+            return
+        step.upload([], ())
+        for needs in COMPILED if self.small.choice(step.batch, True) else (GREEDY,):
+            self._run(self.decode, step, needs)
+
+    @torch.inference_mode()
+    def make_graph(self, step: Bucket | PrefillBucket, from_cache: bool = False) -> bool:
+        """Make one graph of those that a step lacks; returns whether it has all of them now.
+
+        For an engine whose `permits.left` is 0, so that it runs eagerly what has no graph yet. from_cache: raise
+        `compiled.NotCached` where the graph would have to be compiled. After this or another exception the step runs
+        as it did before.
+        """
+        permits = self.permits
+        permits.left, permits.refused, permits.granted = 1, 0, []
+        try:
+            with cached_only() if from_cache else nullcontext():
+                self._run_on_padding(step)
+        except Exception:
+            if permits.granted:
+                permits.take_back()
+            raise
+        finally:
+            permits.left = 0
+        return permits.refused == 0
+
+    def when_settled(self, call: Callable[[], None]) -> None:
+        """Call this as soon as no more graphs will be made: at once, or by `settle`."""
+        if self.settled:
+            call()
+        else:
+            self._when_settled.append(call)
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Note that no more graphs will be made, and call whoever waits for that."""
+        self.settled, calls, self._when_settled = True, self._when_settled, []
+        for call in calls:
+            call()
 
     def capture(self, batches: Sequence[int], progress: Callable[[str], None]) -> None:
         """Capture the decode steps of these batch sizes and the smallest prefill step, on CUDA and after warm-up.

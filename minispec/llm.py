@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from minispec.compiled import check_graph_trees, compile_step
+from minispec.compiled import Compiler, check_graph_trees, compile_step, prepare
 from minispec.config import Config, flag_name
 from minispec.drafter import Drafter, Plain
 from minispec.engine import Engine, Sizes, coarse_batches
@@ -37,9 +38,10 @@ from minispec.load.packed import can_pack, pack_linears
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.load.weights import eos_token_ids, load_weights, read_config, read_tensors, resolve_model
-from minispec.model import Model, ModelConfig, published_tensors
+from minispec.model import FINAL, Model, ModelConfig, published_tensors
 from minispec.request import Request, RequestError, SamplingParams, meta_info
 from minispec.scheduler import Scheduler, SchedulerOptions, logger, startup_line
+from minispec.standalone import StandaloneDrafter
 from minispec.verify import Acceptance
 
 Prompt = str | Sequence[int]
@@ -48,6 +50,8 @@ Prompt = str | Sequence[int]
 class LLM:
     """A loaded model behind a scheduler. Keyword options are the fields of `Config`, that is, the launch flags.
 
+    compile_later: for the server on a CPU, run eagerly until `warming.py` has graphs made (`Engine.make_graph`). It is
+    also an attribute, False where nothing is compiled or everything was at once.
     graph_trees: for bench.py on CUDA, PyTorch's own graphs of every compiled call in place of captured steps; no flag,
     since it is there to be compared with and not to serve (`compiled.GraphTrees`).
     batches: for bench.py, the batch buckets to compile, in place of the usual ones up to the most running requests.
@@ -62,6 +66,7 @@ class LLM:
         progress: Callable[[str], None] | None = None,
         graph_trees: bool = False,
         batches: Sequence[int] = (),
+        compile_later: bool = False,
         **options: Any,
     ) -> None:
         if config is None:
@@ -70,7 +75,7 @@ class LLM:
                 logger.warning("%s", note)
         elif model is not None or options:
             raise ValueError("give either config or model and options, not both")
-        self.graph_trees = graph_trees
+        self.graph_trees, self.compile_later = graph_trees, compile_later
         tell = progress or (lambda line: logger.info("%s", line))
         device = choose_device(config)
         if graph_trees:
@@ -102,12 +107,16 @@ class LLM:
                 adaptive=config.adaptive,
             ),
         )
+        engine.when_settled(self.scheduler.restart_times)  # what a step took beside a compiler says nothing
         logger.info("%s", startup_line(config, self.scheduler))
 
     def _start(self, device: torch.device, limits: dict[str, Any], tell: Callable[[str], None]) -> Engine:
         """Return the engine, warmed up and captured; tells where memory goes, before and after."""
         config = self.config
         compiled = not config.disable_torch_compile and _can_compile(device)
+        self.compile_later &= compiled and device.type == "cpu" and not config.wait_until_compiled
+        if compiled and device.type == "cpu":
+            prepare()
         resolve = partial(resolve_sizes, config, device, limits)
         network, drafter = self._outline(device)
         budget = Budget(config, device, resolve(drafter), network, drafter)
@@ -117,7 +126,19 @@ class LLM:
             network, drafter = self._load(device, compiled, tell)
         budget.network, budget.drafter, budget.sizes = network, drafter, resolve(drafter)
         with budget.watch("making the KV pools"):
-            engine = _make_engine(config, budget, compiled)
+            engine = _make_engine(config, budget, budget.pages(), compiled)
+        self.memory = measure(engine)
+        if self.compile_later:
+            engine.permits.left = 0
+        else:
+            self._warm_up(engine, budget, compiled, tell)
+            self.memory = measure(engine)
+        tell(f"memory, measured: {self.memory}")
+        return engine
+
+    def _warm_up(self, engine: Engine, budget: Budget, compiled: bool, tell: Callable[[str], None]) -> None:
+        """Make all graphs, time steps, and see whether the head is accepted."""
+        config = self.config
         if self.graph_trees:
             engine.begin_step = torch.compiler.cudagraph_mark_step_begin
         with budget.watch("warming up"):
@@ -128,13 +149,21 @@ class LLM:
             captured = () if self.graph_trees else captured_batches(config, engine.sizes)
             if captured and compiled:  # run eagerly, attention's reach is a number that Python knows and a graph keeps
                 engine.capture(captured, tell)
+        engine.settle()
+        self._try_out(engine)
+
+    @torch.inference_mode()
+    def try_out(self) -> None:
+        """Time steps and test the head, in a server whose graphs were made while it served, and that is idle."""
+        self._try_out(self.scheduler.engine)
+        self.scheduler.restart_times()
+
+    def _try_out(self, engine: Engine) -> None:
+        drafter, config = engine.drafter, self.config
         if config.adaptive:
             engine.time_steps()
         if drafter.network is not None and config.load_format != "dummy" and config.simulate_acc_len is None:
             self_test(engine, drafter, self.tokenizer.encode(PROMPT))
-        self.memory = measure(engine)
-        tell(f"memory, measured: {self.memory}")
-        return engine
 
     def _outline(self, device: torch.device) -> tuple[Model, Drafter]:
         """Return target and drafter as `_load` will, on the meta device: their sizes, and no memory.
@@ -170,9 +199,7 @@ class LLM:
             self._quantize(network, tell)
         _change_draft_and_pack(config, device, network, drafter)
         if compiled:
-            compiler = partial(compile_step, device=device, graph_trees=self.graph_trees)
-            network.compile_blocks(compiler)
-            drafter.compile(compiler)
+            _compile_blocks(network, drafter, partial(compile_step, device=device, graph_trees=self.graph_trees))
         return network, drafter
 
     def _quantize(self, network: Model, tell: Callable[[str], None]) -> None:
@@ -231,6 +258,56 @@ class LLM:
         info = meta_info(request, len(request.output_ids), request.finish, self.scheduler.sizes.nodes)
         info |= native_lists(request, len(request.output_ids), None)
         return {"text": text, "output_ids": request.output_ids, "meta_info": info}
+
+
+class Parts(NamedTuple):
+    """What an engine is made of; a `Budget` has the same and more."""
+
+    network: Model
+    drafter: Drafter
+    sizes: Sizes
+
+
+class Rehearsal(LLM):
+    """An LLM on a CPU whose graphs are another's: the same sizes and pages over one layer, of weights without meaning.
+
+    Graphs know nothing of depth and weights, so what is compiled here is what the other finds in Inductor's cache.
+    """
+
+    def __init__(self, config: Config, pages: int) -> None:
+        self.pages = pages
+        super().__init__(config=config, progress=lambda line: None, compile_later=True)
+
+    def _start(self, device: torch.device, limits: dict[str, int], tell: Callable[[str], None]) -> Engine:
+        """Return the engine, with nothing compiled yet."""
+        config, dtype = self.config, choose_dtype(self.config, device)
+        prepare()
+        with unsaid():
+            # All layers are one, so that a drafter finds those it reads from; then the others are dropped.
+            network = Model.empty(self.model_config, dtype, device, change=_share_layer)
+            drafter = make_drafter(config, network, self.folder, self.tokenizer)
+        _drop_layers(network)
+        drafter.taps = tuple(tap if tap == FINAL else 0 for tap in drafter.taps)
+        if isinstance(drafter, StandaloneDrafter):
+            _drop_layers(drafter.network.model)
+            drafter.kv_shape = drafter.kv_shape._replace(layers=1)
+        if config.quantization == "int8":
+            replace_weights(network)
+        _change_draft_and_pack(config, device, network, drafter)
+        _compile_blocks(network, drafter, partial(compile_step, device=device))
+        parts = Parts(network, drafter, resolve_sizes(config, device, limits, drafter))
+        engine = _make_engine(config, parts, self.pages, compiled=True)
+        engine.permits.left = 0
+        return engine
+
+
+def _share_layer(model: Model) -> None:
+    model.layers = nn.ModuleList([model.layers[0]] * len(model.layers))
+
+
+def _drop_layers(model: Model) -> None:
+    """Leave a model its first layer."""
+    model.layers, model.config = model.layers[:1], replace(model.config, layers=1)
 
 
 # ---- the steps of putting it together ----------------------------------------------------------------------------
@@ -359,6 +436,12 @@ def _change_draft_and_pack(config: Config, device: torch.device, network: Model,
             pack_linears(drafter.network)
 
 
+def _compile_blocks(network: Model, drafter: Drafter, compiler: Compiler) -> None:
+    """From now on run the blocks of the target and the drafter's network as `compiler` compiles them."""
+    network.compile_blocks(compiler)
+    drafter.compile(compiler)
+
+
 def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], drafter: Drafter) -> Sizes:
     """Return the sizes of an engine with this drafter; `limits` are those that `Sizes.resolve` takes by name.
 
@@ -394,10 +477,10 @@ def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:
     return tuple(batch for batch in sizes.batch_sizes if batch <= largest and batch in listed)
 
 
-def _make_engine(config: Config, budget: Budget, compiled: bool) -> Engine:
-    """Return the engine around the target and the drafter of a budget, with the pages that fit."""
-    network, drafter, sizes = budget.network, budget.drafter, budget.sizes
-    kv = make_kv(config, network, drafter, sizes, budget.pages())
+def _make_engine(config: Config, parts: Parts, pages: int, compiled: bool) -> Engine:
+    """Return the engine around target and drafter, with so many pages."""
+    network, drafter, sizes = parts.network, parts.drafter, parts.sizes
+    kv = make_kv(config, network, drafter, sizes, pages)
     acceptance = Acceptance(config.thresholds, config.simulate_acc_len)
     engine = Engine(network, kv, drafter, sizes, compiled=compiled, acceptance=acceptance)
     if compiled:

@@ -125,12 +125,17 @@ class Scheduler:
         self._fresh: dict[Request, list[Scored]] = {}  # what the step that lands tells of its tokens
         self._prefilled_last = False
         self.policy = Policy({size.nodes: size.depth for size in engine.drafter.trees}, options.adaptive)
-        for (batch, nodes), seconds in engine.step_seconds.items():
-            self.policy.times.add(Kind.of(batch, False, engine.timed_rows), nodes, seconds)
+        self.restart_times()
         self._landed = 0.0  # when the last step was collected
         self._flight: Flight | None = None  # the step that was launched and not collected yet
         # The front of the queue if it lacked pages, how many were available, and the cache's insertions at that time.
         self._refused: tuple[Request, int, int] | None = None
+
+    def restart_times(self) -> None:
+        """Forget what steps took, and begin with what `Engine.time_steps` has measured, if it has."""
+        self.policy.times.clear()
+        for (batch, nodes), seconds in self.engine.step_seconds.items():
+            self.policy.times.add(Kind.of(batch, False, self.engine.timed_rows), nodes, seconds)
 
     # ---- the door ------------------------------------------------------------------------------------------------
 

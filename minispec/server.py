@@ -7,9 +7,10 @@ Two threads and two one-way roads between them. The event loop parses, counts an
 flush, stats, stop) go there through one inbox; updates come back with exactly one `call_soon_threadsafe` per step,
 whatever the number of requests, because a compiled CPU kernel holds the interpreter lock until it returns.
 
-What a client may rely on: the server listens at once and says 503 with a progress line until it is ready; every
-failure is OpenAI's error object, in a stream as an event; whoever hangs up is aborted, in the queue, in prefill and in
-decode; a step that raises costs the requests in it, not the server; Ctrl-C and SIGTERM end within five seconds.
+What a client may rely on: the server listens at once and says 503 with a progress line until it is ready, on a CPU
+before it has compiled anything (`warming.py`); every failure is OpenAI's error object, in a stream as an event; whoever
+hangs up is aborted, in the queue, in prefill and in decode; a step that raises costs the requests in it, not the
+server; Ctrl-C and SIGTERM end within five seconds.
 
 Read next: `http/schema.py` for the schema, `scheduler.py` for what a step is.
 """
@@ -47,6 +48,7 @@ from minispec.http.door import Door
 from minispec.http.message import Formats
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update
+from minispec.warming import Warming
 
 if TYPE_CHECKING:
     from minispec.llm import LLM
@@ -67,21 +69,25 @@ Parsed = TypeVar("Parsed")
 
 
 def build_llm(config: Config, progress: Callable[[str], None]) -> LLM:
-    """Load the model; importing torch is part of loading, so that --help and the first /health need not wait for it."""
+    """Load the model; importing torch is part of loading, so that --help and the first /health need not wait for it.
+
+    On a CPU what is to be compiled is left to `Warming`, unless --wait-until-compiled is given.
+    """
     from minispec.llm import LLM
 
-    return LLM(config=config, progress=progress)
+    return LLM(config=config, progress=progress, compile_later=True)
 
 
 def build_sealed_llm(config: Config, progress: Callable[[str], None]) -> LLM:
     """Load the model and forbid recompilation in this process, which is therefore to be the server's own.
 
-    A recompilation would end in FlexAttention's eager fallback, a hundred times slower and silent.
+    It is forbidden as soon as everything is compiled. A recompilation would end in FlexAttention's eager fallback, a
+    hundred times slower and silent.
     """
     import torch
 
     llm = build_llm(config, progress)
-    torch.compiler.set_stance("fail_on_recompile")
+    llm.scheduler.engine.when_settled(lambda: torch.compiler.set_stance("fail_on_recompile"))
     return llm
 
 
@@ -96,6 +102,7 @@ class EngineThread(threading.Thread):
         self.state, self.progress = "starting", "starting"
         self.error: BaseException | None = None
         self.llm: LLM | None = None  # read by the event loop once ready; its scheduler is this thread's alone
+        self.warming: Warming | None = None
         self.defaults: dict[str, Any] = {}  # sampling values for what a /v1 request leaves out
         self.loaded, self.stopped = threading.Event(), threading.Event()
         self.questions: set[Future[Any]] = set()
@@ -143,7 +150,11 @@ class EngineThread(threading.Thread):
     def stop(self) -> None:
         """Ask the thread to end after the step it is in."""
         self.stopped.set()
-        self.inbox.put(lambda scheduler: [])  # wakes it
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let the thread look around, if it waits for a command."""
+        self.inbox.put(lambda scheduler: [])
 
     def refuse_questions(self, error: RequestError) -> None:
         """Answer what is asked and will not be answered, because the thread has ended or is about to."""
@@ -157,10 +168,13 @@ class EngineThread(threading.Thread):
         """Load; then do what the inbox asks and one step, again and again, until stopped."""
         try:
             scheduler = self._load()
+            warming = self.warming = Warming(self.llm, self._wake)
             while not self.stopped.is_set():
                 updates: list[Update] = []
                 try:
-                    if not scheduler.has_work:
+                    if scheduler.has_work:
+                        warming.turn(busy=True)
+                    elif not (self.inbox.empty() and warming.turn(busy=False)):
                         scheduler.check()  # everything is delivered: now every page must be in its place
                         updates += self.inbox.get()(scheduler)
                     while not self.inbox.empty():
@@ -178,6 +192,9 @@ class EngineThread(threading.Thread):
             logger.debug("the engine thread ends", exc_info=True)
             self.error, self.state = error, "failed"
             self._to_loop(self.died)
+        finally:
+            if self.warming is not None:
+                self.warming.stop()
 
     def _load(self) -> Scheduler:
         """Build the LLM, answer a first request, and report ready."""
@@ -461,10 +478,11 @@ class Server:
     # ---- the other endpoints -----------------------------------------------------------------------------------------
 
     async def health(self, http: web.Request) -> web.Response:
-        """200 once ready, else 503 with a progress line."""
+        """200 once ready, with what is compiled by then, else 503 with a progress line."""
         state = "stopping" if self.stopping else self.engine.state
         if state == "ready":
-            return _json({"status": "ready"})
+            graphs = self.engine.warming.state if self.engine.warming is not None else "eager"
+            return _json({"status": "ready", "graphs": graphs})
         line = _one_line(self.engine.error) if state == "failed" else self.engine.progress
         return _json({"status": state, "progress": line}, 503, {"Retry-After": "5"})
 

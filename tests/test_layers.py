@@ -33,8 +33,8 @@ RANKS = {
     5: "engine load.drafters",
     6: "scheduler load.selftest load.memory",
     7: "llm http.schema http.prometheus",
-    8: "server explain train.corpus",
-    9: "train.rounds train.export",
+    8: "warming explain train.corpus",
+    9: "server train.rounds train.export",
     10: "train.trainer train.small",
     11: "train.__main__",
     12: "__init__",  # the package's face: hands out LLM and SamplingParams

@@ -895,10 +895,13 @@ def launch(*argv: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def test_sigterm_ends_streams_with_an_error_event_within_five_seconds(tiny: Path) -> None:
+def test_sigterm_ends_streams_and_compilers_within_five_seconds(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # an empty cache, so that there is much to compile
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    process = launch("--model", str(tiny), "--port", str(port), "--device", "cpu", "--disable-torch-compile")
+    process = launch("--model", str(tiny), "--port", str(port), "--device", "cpu")
     try:
         end = time.monotonic() + 90
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
@@ -917,11 +920,17 @@ def test_sigterm_ends_streams_with_an_error_event_within_five_seconds(tiny: Path
         answer = connection.getresponse()
         stream = events(answer)
         assert next(stream)["meta_info"]["finish_reason"] is None
+        tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
+        beside = {int(pid) for children in tasks for pid in children.read_text().split()}
+        assert len(beside) == 2, "the server answers while two processes compile"
         asked = time.monotonic()
         process.send_signal(signal.SIGTERM)
         rest = list(stream)
         assert rest[-1] == "[DONE]" and rest[-2]["error"]["code"] == "shutting_down"
         assert process.wait(10) == 0 and time.monotonic() - asked < 5
+        while any(os.path.exists(f"/proc/{pid}/exe") for pid in beside):  # a zombie has none
+            assert time.monotonic() - asked < 5
+            time.sleep(0.02)
     finally:
         process.kill()
         _, log = process.communicate()

@@ -1,0 +1,290 @@
+"""Compiling beside a server that serves already: a process fills Inductor's cache, and the engine takes graphs from it.
+
+On a CPU compiling takes minutes, and meanwhile the engine can serve eagerly, at two thirds of the speed. Compiling in
+the server's own process would stop it for ten seconds at a time, since a compiler in Python holds the interpreter.
+
+The one idea: what is compiled belongs to Inductor's cache on disk, so another process may compile it. That process
+builds the same engine over one layer of weights without meaning (`llm.Rehearsal`), is told one kind of step after the
+other (`Engine.steps`), and prints a line when it has compiled it. The engine thread then makes the step's graphs by the
+same function, between two steps of its own: each costs half a second, since the cache has what takes long. Where the
+cache is not empty it tries at first without any process, so that a warm start needs none. There are two processes, as a
+compiler uses one core.
+
+A process runs only while nobody else wants the processor (SCHED_IDLE), and it ends with the server, however that ends:
+when its standard input, a pipe from the server, closes, it kills itself and the compilers that it started.
+
+Read next: `Engine.make_graph` in `engine.py`, and `attention.Deferred`, which runs eagerly what has no graph yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from minispec.bucket import Bucket, PrefillBucket
+    from minispec.config import Config
+    from minispec.llm import LLM
+
+logger = logging.getLogger("minispec")
+
+MADE = "made: "  # begins the lines that a process prints for steps
+PROCESSES = 2  # each of them holds some 0.7 GB while it compiles
+
+
+class Recipe(NamedTuple):
+    """What makes two engines have the same graphs."""
+
+    config: Config
+    pages: int
+    threads: int
+
+
+# ---- in the server ---------------------------------------------------------------------------------------------------
+
+
+class Child:
+    """The process that compiles, seen from the server."""
+
+    COMMAND = (sys.executable, "-m", "minispec.warming")
+
+    def __init__(self, recipe: Recipe, wake: Callable[[], None]) -> None:
+        """`wake` is called, by a thread, whenever there is news."""
+        self.told: list[str] = []  # names of steps
+        self.made: set[str] = set()
+        self.ended, self.last_words = False, "it said nothing"
+        self._wake = wake
+        self.process = subprocess.Popen(
+            self.COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, process_group=0, env=os.environ | {"TORCH_WARM_POOL": "0"},
+        )  # fmt: skip
+        self._send(pickle.dumps(recipe))
+        threading.Thread(target=self._listen, name="warming", daemon=True).start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether it waits to be told a step."""
+        return not self.ended and self.made.issuperset(self.told)
+
+    def tell(self, step: str) -> None:
+        """Have a step compiled."""
+        self.told.append(step)
+        self._send(f"{step}\n".encode())
+
+    def _send(self, what: bytes) -> None:
+        with suppress(BrokenPipeError):  # `_listen` sees that the process has ended
+            self.process.stdin.write(what)
+            self.process.stdin.flush()
+
+    def _listen(self) -> None:
+        """Read lines until the process ends."""
+        for raw in self.process.stdout:
+            line = raw.decode(errors="replace").strip()
+            if line.startswith(MADE):
+                self.made.add(line.removeprefix(MADE))
+                self._wake()
+            elif line:
+                self.last_words = line
+        self.process.wait()
+        self.ended = True
+        self._wake()
+
+    def stop(self) -> None:
+        """End the process and what it has started."""
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class Warming:
+    """Which steps of a serving engine have their graphs; `turn` makes the next one. Every method runs on its thread."""
+
+    def __init__(self, llm: LLM, wake: Callable[[], None]) -> None:
+        """`wake` makes the engine thread call `turn` soon, and may be called from any thread."""
+        self.llm, self.engine, self._wake = llm, llm.scheduler.engine, wake
+        self.todo = deque(self.engine.steps if llm.compile_later else ())
+        self.total = len(self.todo)
+        self.untold = deque(step.name for step in self.todo)  # what no process was told yet
+        self.children: list[Child] = []
+        self.failed = ""  # why steps go on eagerly for good
+        self._untried = llm.compile_later  # whether steps are to be timed, and the head to be tested
+        self._missed = False  # whether the cache lacked what the process had compiled
+        self._rest_until = 0.0
+        self._threads = 0  # that torch used before the processes were started
+        self._asking: threading.Thread | None = None  # what the compiler can do
+
+    @property
+    def state(self) -> str:
+        """What /health says of it; any thread may ask."""
+        if not self.engine.compiled:
+            return "eager"
+        done = self.total - len(self.todo)
+        if done == self.total:
+            return "compiled"
+        if not done and not self.children:
+            return "eager"
+        return f"{'incomplete' if self.failed else 'warming'} {done}/{self.total}"
+
+    def turn(self, busy: bool) -> bool:
+        """Make at most one graph, between two steps; returns whether anything was done.
+
+        busy: requests are under way, so after each graph they get as long as it took, and nothing is compiled here.
+        """
+        from minispec.compiled import cache_is_empty  # here, since the server listens before torch is imported
+
+        if self.engine.settled:
+            return self._try_out(busy)
+        self._tell_children()
+        if not self.todo or self.failed:
+            return self._end()
+        if not self.children and cache_is_empty():
+            self._start_children()
+            return True
+        if self._next() is None or not self._compiler_is_known():
+            return False
+        if busy and (self._missed or time.monotonic() < self._rest_until):
+            return False
+        started = time.monotonic()
+        self._make(started)
+        self._rest_until = 2 * time.monotonic() - started
+        return True
+
+    def _tell_children(self) -> None:
+        """Tell processes that wait what to compile next; one that ended too early is the end of compiling."""
+        for child in self.children:
+            if child.ended and not self.failed and (self.untold or not child.made.issuperset(child.told)):
+                self.failed = child.last_words
+            if child.idle and self.untold:
+                child.tell(self.untold.popleft())
+
+    def _next(self) -> Bucket | PrefillBucket | None:
+        """Return the first step whose graphs can be made: any, or one that a process has compiled."""
+        made = set().union(*(child.made for child in self.children))
+        return next((step for step in self.todo if not self.children or step.name in made), None)
+
+    def _compiler_is_known(self) -> bool:
+        """Return whether it is known what the compiler can do; if not, have a thread ask, which then calls `wake`."""
+        from minispec.compiled import ask_compiler
+
+        if self._asking is None:
+            self._asking = threading.Thread(target=lambda: (ask_compiler(), self._wake()), name="compiler", daemon=True)
+            self._asking.start()
+        return not self._asking.is_alive()
+
+    def _make(self, started: float) -> None:
+        """Make a graph of the next step, from the cache unless what a process had compiled was not there."""
+        from minispec.compiled import NotCached
+
+        step = self._next()
+        try:
+            complete = self.engine.make_graph(step, from_cache=not self._missed)
+        except NotCached:
+            if not self.children:
+                self._start_children()
+            else:
+                self._missed = True
+                logger.warning("compiled code of %s is not in the cache: it will be compiled here, while nobody waits",
+                               step.name)  # fmt: skip
+        except Exception as error:
+            logger.exception("%s cannot be compiled", step.name)
+            self.failed = f"{type(error).__name__}: {error}"
+        else:
+            if complete:
+                self.todo.remove(step)
+                if not self.children:
+                    self.untold.remove(step.name)
+                logger.info("compiled %d/%d: %s, %.1f s", self.total - len(self.todo), self.total, step.name,
+                            time.monotonic() - started)  # fmt: skip
+
+    def _start_children(self) -> None:
+        """Have what is left compiled by processes."""
+        import torch
+
+        self._threads = torch.get_num_threads()
+        recipe = Recipe(self.llm.config, self.engine.kv.pages, self._threads)
+        self.children = [Child(recipe, self._wake) for _ in range(PROCESSES)]
+        torch.set_num_threads(max(1, self._threads // 2))  # or a stream would leave the processes no time at all
+        self._tell_children()
+        logger.info("processes beside the server compile %d kinds of steps, which run eagerly until then",
+                    len(self.todo))  # fmt: skip
+
+    def _end(self) -> bool:
+        """Settle the engine, as soon as the processes are gone: until then times of steps are not those to come."""
+        import torch
+
+        self.stop()
+        if not all(child.ended for child in self.children):
+            return False  # they call `wake` when they have ended
+        if self.failed:
+            logger.error("%d of %d kinds of steps stay eager, since compiling failed: %s", len(self.todo), self.total,
+                         self.failed)  # fmt: skip
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        self.engine.settle()
+        return True
+
+    def _try_out(self, busy: bool) -> bool:
+        """Time steps and test the head once, while nobody waits; that needs slots and pages, and counts nowhere."""
+        if busy or not self._untried:
+            return False
+        self._untried = False
+        self.llm.try_out()
+        return True
+
+    def stop(self) -> None:
+        """End the processes, if there are any."""
+        for child in self.children:
+            child.stop()
+
+
+# ---- in the process beside it ----------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Compile steps of the recipe on standard input, by the names that follow it there; prints a line for each."""
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.nice(19)
+    recipe: Recipe = pickle.load(sys.stdin.buffer)
+    names: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(names,), daemon=True).start()
+    compile_steps(recipe, names)
+
+
+def _read(names: queue.SimpleQueue[str]) -> None:
+    """Pass on lines until the pipe from the server closes, then kill this process and the compilers that it runs."""
+    for line in sys.stdin.buffer:
+        names.put(line.decode().rstrip("\n"))
+    os.killpg(0, signal.SIGKILL)
+
+
+def compile_steps(recipe: Recipe, names: queue.SimpleQueue[str]) -> None:
+    """Compile steps as they are named, for good."""
+    import torch
+
+    from minispec.llm import Rehearsal
+
+    torch.set_num_threads(recipe.threads)
+    engine = Rehearsal(recipe.config, recipe.pages).scheduler.engine
+    steps = {step.name: step for step in engine.steps}
+    while True:
+        name = names.get()
+        while not engine.make_graph(steps[name]):
+            pass
+        print(f"{MADE}{name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""Serving before anything is compiled: takeovers change no token, the process beside the server finds the same graphs.
+
+That the process ends with a server that is told to end is tested in test_server.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import test_heads
+import test_standalone
+import torch
+from exactness import CPU, VOCAB, Oracle, build, reference, request, run, tiny_model, truth_of
+from test_engine import MODEL, eagle3
+from test_llm import config_of
+
+from minispec import LLM
+from minispec.attention import Deferred
+from minispec.bucket import Bucket
+from minispec.compiled import NotCached, cached_only, compile_step
+from minispec.config import Config
+from minispec.drafter import Draft, Drafter, HostDrafter
+from minispec.engine import Engine
+from minispec.llm import Rehearsal
+from minispec.scheduler import Scheduler
+from minispec.warming import Child, Recipe, Warming
+
+PROMPT = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9]
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
+
+
+class Chains(Oracle):
+    """The oracle with trees that do not branch: a true token and a wrong one, so that a step emits two."""
+
+    def _tree(self, text: list[int]) -> Draft:
+        true, after = self.truth(tuple(text))[:2]
+        tokens = [text[-1], true, (after + 1) % VOCAB]
+        return Draft(tokens, list(range(-1, len(tokens) - 1)), match_length=1)
+
+
+def deferred(drafter: Drafter | HostDrafter) -> Scheduler:
+    """Return a scheduler that runs eagerly until graphs are made, in the shapes of test_engine.py."""
+    model = tiny_model()
+    model.compile_blocks(lambda function: compile_step(function, CPU))
+    scheduler = build(model, drafter, compiled=True, running=2, pages=14, chunk=100)
+    scheduler.engine.permits.left = 0
+    return scheduler
+
+
+def attentions(engine: Engine) -> list[Deferred]:
+    """Return the attentions that have asked for a graph: those of the target and, once used, those of the drafter."""
+    drafts = getattr(engine.drafter, "_attends", {}).values()
+    return [*(step.attend for step in engine.steps), *drafts]
+
+
+@pytest.mark.parametrize("make", [lambda: Chains(truth_of(MODEL), nodes=6), eagle3], ids=["chain", "tree"])
+def test_a_takeover_before_any_step_of_a_reply_leaves_its_tokens(make: Callable[[], Any]) -> None:
+    with torch.inference_mode():
+        scheduler = deferred(make())
+    engine = scheduler.engine
+    alone = [engine.buckets[1, 6], engine.buckets[1, 1], engine.prefill_buckets[128]]
+    wanted = reference(MODEL, request("r", PROMPT, max_new_tokens=16))
+
+    def reply(takeovers: dict[int, int]) -> int:
+        """Return the number of steps of a reply, with so many graphs made before some of them, and none before."""
+        for attention in attentions(engine):
+            attention.ready = False
+        asked, todo, steps = request("r", PROMPT, max_new_tokens=16), list(alone), 0
+        scheduler.validate(asked)
+        scheduler.submit(asked)
+        while scheduler.has_work:
+            for _ in range(takeovers.get(steps, 0)):
+                if todo and engine.make_graph(todo[0]):
+                    todo.pop(0)
+            scheduler.step()
+            steps += 1
+        scheduler.flush_cache()
+        assert asked.output_ids == wanted, takeovers
+        return steps
+
+    steps = reply({})
+    assert not any(attention.ready for attention in attentions(engine)) and steps > 5
+    for at in range(steps):
+        reply({at: 99})
+        assert all(step.attend.ready for step in alone)
+    reply(dict.fromkeys(range(steps), 1))
+    assert all(step.attend.ready for step in alone)
+
+
+def test_steps_and_shapes_stand_in_one_order_one_request_first() -> None:
+    with torch.inference_mode():
+        scheduler = deferred(eagle3())
+    assert [step.name for step in scheduler.engine.steps] == [
+        "decode, batch 1, 6 nodes a tree", "decode, batch 1, 3 nodes a tree", "decode, batch 1, 1 nodes a tree",
+        "prefill of 128 tokens",
+        "decode, batch 2, 6 nodes a tree", "decode, batch 2, 3 nodes a tree", "decode, batch 2, 1 nodes a tree",
+    ]  # fmt: skip
+    assert scheduler.engine.shapes() == [
+        "target, batch 1, 6 nodes a tree", "draft, batch 1, 4 tokens a path", "draft, batch 1, 2 nodes a frontier",
+        "target, batch 1, 3 nodes a tree", "target, batch 1, 1 nodes a tree", "target, prefill of 128 tokens",
+        "draft, prefill of 128 tokens",
+        "target, batch 2, 6 nodes a tree", "draft, batch 2, 4 tokens a path", "draft, batch 2, 2 nodes a frontier",
+        "target, batch 2, 3 nodes a tree", "target, batch 2, 1 nodes a tree",
+    ]  # fmt: skip
+
+
+def test_a_graph_that_the_cache_lacks_is_not_compiled_and_the_step_goes_on_eagerly(monkeypatch) -> None:
+    scheduler = deferred(Oracle(truth_of(MODEL), nodes=6))
+    engine = scheduler.engine
+    torch._dynamo.reset()
+    monkeypatch.setattr("torch._inductor.config.cpp.threads", 77)  # so that no cache has it
+    with pytest.raises(NotCached):
+        engine.make_graph(engine.steps[0], from_cache=True)
+    assert not engine.steps[0].attend.ready and engine.permits.left == 0
+    asked = request("r", PROMPT)
+    run(scheduler, [asked])
+    assert asked.output_ids == reference(MODEL, asked)
+    with pytest.raises(ZeroDivisionError), cached_only():
+        print(1 / 0)  # other errors stay what they are
+
+
+# ---- the process beside the server -----------------------------------------------------------------------------------
+
+
+def target_and_head(at: Path) -> tuple[Path, Path]:
+    """Write a model and an EAGLE-3 head that reads it in three places."""
+    target = test_heads.make_target()
+    return config_of(target, at / "target"), test_heads.write(at / "head", test_heads.eagle3_specforge(target))
+
+
+def target_and_draft(at: Path) -> tuple[Path, Path]:
+    """Write a model and a smaller one of two layers with the same tokenizer."""
+    return test_standalone.write(at / "target"), test_standalone.write(at / "draft", seed=1, num_hidden_layers=2)
+
+
+DRAFTERS = {"EAGLE3": target_and_head, "STANDALONE": target_and_draft}
+
+
+@pytest.mark.parametrize("algorithm", DRAFTERS)
+def test_the_rehearsal_has_the_graphs_of_the_engine(algorithm: str, tmp_path: Path, monkeypatch) -> None:
+    graphs: list[tuple[str, list[Any]]] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        """A backend that compiles nothing and notes what it was to compile."""
+        graphs.append((graph.code, [(x.shape, x.stride(), x.dtype) for x in inputs]))
+        return graph.forward
+
+    monkeypatch.setattr("minispec.compiled.lookup_backend", lambda name: note)
+    target, draft = DRAFTERS[algorithm](tmp_path)
+    weights = "dummy" if algorithm == "EAGLE3" else "auto"
+    config = Config(
+        model_path=str(target), load_format=weights, dtype="float32", device="cpu", max_running_requests=1,
+        speculative_algorithm=algorithm, speculative_draft_model_path=str(draft), speculative_num_steps=2,
+        speculative_eagle_topk=2, speculative_num_draft_tokens=4, chunked_prefill_size=64,
+    )  # fmt: skip
+    noted = []
+    llm = LLM(config=config, progress=lambda line: None, compile_later=True)
+    engine = llm.scheduler.engine
+    assert llm.compile_later and not engine.settled
+    for one in (engine, Rehearsal(config, engine.kv.pages).scheduler.engine):
+        torch._dynamo.reset()
+        graphs.clear()
+        for step in one.steps if algorithm == "EAGLE3" else one.steps[:1]:
+            while not one.make_graph(step):
+                pass
+        noted.append(list(graphs))
+    assert noted[0] == noted[1]
+    assert len(noted[0]) == (len(engine.shapes()) if algorithm == "EAGLE3" else 3)
+
+
+def warming(monkeypatch: pytest.MonkeyPatch, command: str) -> tuple[Warming, Scheduler]:
+    """Return what makes graphs for an engine whose cache is empty; the process runs this Python code."""
+    scheduler = deferred(Oracle(truth_of(MODEL), nodes=6))
+
+    def make_graph(step: Bucket, from_cache: bool = False) -> bool:
+        """Have no graph."""
+        raise NotCached
+
+    monkeypatch.setattr(scheduler.engine, "make_graph", make_graph)
+    monkeypatch.setattr(Child, "COMMAND", [sys.executable, "-c", command])
+    llm = SimpleNamespace(scheduler=scheduler, compile_later=True, config=Config(), try_out=lambda: None)
+    monkeypatch.setattr(Warming, "_compiler_is_known", lambda self: True)
+    monkeypatch.setattr("minispec.compiled.cache_is_empty", lambda: False)
+    return Warming(llm, lambda: None), scheduler
+
+
+def test_if_the_process_fails_what_is_missing_stays_eager_and_is_served(monkeypatch, caplog) -> None:
+    beside, scheduler = warming(monkeypatch, "print('no room'); raise SystemExit(1)")
+    engine, called = scheduler.engine, []
+    engine.when_settled(lambda: called.append(beside.state))
+    assert beside.state == "eager" and beside.turn(busy=False) and beside.state == "warming 0/5"
+    end = time.monotonic() + 20
+    while not engine.settled:
+        beside.turn(busy=False)
+        time.sleep(0.01)
+        assert time.monotonic() < end
+    assert called == ["incomplete 0/5"] == [beside.state] and "5 of 5" in caplog.text and "no room" in caplog.text
+    asked = request("r", PROMPT)
+    run(scheduler, [asked])
+    assert asked.output_ids == reference(MODEL, asked)
+
+
+def test_what_the_process_compiled_and_the_cache_lacks_is_compiled_while_nobody_waits(monkeypatch) -> None:
+    class Done:
+        """A process that has compiled everything at once."""
+
+        def __init__(self, recipe: Recipe, wake: Callable[[], None]) -> None:
+            self.told, self.made, self.idle, self.ended = [], set(), True, False
+
+        def tell(self, step: str) -> None:
+            """Compile a step at once."""
+            self.told.append(step)
+            self.made.add(step)
+
+        def stop(self) -> None:
+            """End."""
+            self.ended, self.idle = True, False
+
+    beside, scheduler = warming(monkeypatch, "")
+    monkeypatch.setattr("minispec.warming.Child", Done)
+    engine, made = scheduler.engine, []
+
+    def make_graph(step: Bucket, from_cache: bool = False) -> bool:
+        """Find nothing in the cache."""
+        if from_cache:
+            raise NotCached
+        made.append(step)
+        return True
+
+    monkeypatch.setattr(engine, "make_graph", make_graph)
+    beside.turn(busy=False)
+    assert beside.turn(busy=False) and not made, "a first look into the cache, which costs little"
+    assert not beside.turn(busy=True) and not made
+    while not engine.settled:
+        beside.turn(busy=False)
+    assert set(made) == set(engine.steps) and beside.state == "compiled"
+
+
+def test_a_busy_engine_gives_its_requests_as_long_as_the_graph_before_took(monkeypatch) -> None:
+    beside, scheduler = warming(monkeypatch, "")
+    monkeypatch.setattr(scheduler.engine, "make_graph", lambda step, from_cache=False: time.sleep(0.05))
+    assert beside.turn(busy=True) and not beside.turn(busy=True) and beside.turn(busy=False)
+    wait_for(lambda: beside.turn(busy=True))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=str)
+def test_the_process_and_what_it_runs_end_with_the_server(number: signal.Signals) -> None:
+    beside = ("import subprocess, minispec.warming as w; "
+              "w.compile_steps = lambda recipe, names: subprocess.run(['sleep', '99']); w.main()")  # fmt: skip
+    server = f"""
+import sys, time
+from minispec.config import Config
+from minispec.warming import Child, Recipe
+Child.COMMAND = [sys.executable, "-c", {beside!r}]
+print(Child(Recipe(Config(), 2, 1), lambda: None).process.pid, flush=True)
+time.sleep(99)
+"""
+    process = subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE, text=True)
+    group = int(process.stdout.readline())
+    wait_for(lambda: living(group) == 2)
+    assert os.sched_getscheduler(group) == os.SCHED_IDLE
+    process.send_signal(number)
+    process.wait()
+    wait_for(lambda: not living(group))
+
+
+def living(group: int) -> int:
+    """Return how many processes of a group there are that have not ended."""
+    count = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, its = path.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        count += int(its) == group and state != "Z"
+    return count
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Return as soon as a condition holds; fail after ten seconds."""
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -68,7 +68,9 @@ def test_a_takeover_before_any_step_of_a_reply_leaves_its_tokens(make: Callable[
         scheduler = deferred(make())
     engine = scheduler.engine
     alone = [engine.buckets[1, 6], engine.buckets[1, 1], engine.prefill_buckets[128]]
-    wanted = reference(MODEL, request("r", PROMPT, max_new_tokens=16))
+    asked = request("r", PROMPT, max_new_tokens=16)
+    scheduler.validate(asked)
+    wanted = reference(MODEL, asked)
 
     def reply(takeovers: dict[int, int]) -> int:
         """Return the number of steps of a reply, with so many graphs made before some of them, and none before."""

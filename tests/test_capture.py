@@ -114,7 +114,8 @@ def replayed(name: str, simulated: float | None = None, **wishes: object) -> Rep
     scheduler = subject.build(running=2, host_looks=False, pages=60, simulated=simulated)
     engine = scheduler.engine
     engine.kv.mapped[0] = engine.kv.pages_per_slot  # PagedGather reads all that a slot can have
-    scheduler.policy.forced = random.Random(2).choice  # plain steps, which keep what the drafter takes in later, too
+    rng, steps = random.Random(2), scheduler.metrics.shapes  # plain steps, which keep what is taken in later, too
+    scheduler.policy.forced = lambda shapes: rng.choice(shapes) if steps else shapes[-1]
     replays = Replays(engine)
     with torch.inference_mode():
         run(scheduler, subject.requests(max_new_tokens=6, **wishes)[:5], stagger=2)

@@ -155,8 +155,8 @@ def an_old_step_s_tokens(patch: pytest.MonkeyPatch) -> None:
     """The host's copy of a step's tokens is the buffer that the next step overwrites."""
     pending = Engine._pending
 
-    def shared(self: Engine, slots: list[int], outputs: object, **what: object) -> object:
-        made = pending(self, slots, outputs, **what)
+    def shared(self: Engine, slots: list[int], outputs: object, *scores: object, **what: object) -> object:
+        made = pending(self, slots, outputs, *scores, **what)
         made.outputs = outputs
         return made
 

@@ -1,8 +1,9 @@
 """Five of the documentation's launch commands, run as written against tiny checkpoints in the formats of their models.
 
 A folder whose name is a hub's id is found before the hub is asked, so each command runs in a folder that holds its
-checkpoints under the very ids. Appended are only a free port and `--device cpu --disable-torch-compile`, for speed. Two
-of them run in processes of their own, the others in threads of the tests.
+checkpoints under the very ids. Appended are a free port, `--device cpu --disable-torch-compile`, for speed, and a bound
+on the KV pool, since their share of the memory is not there while other tests run. Two of them run in processes of
+their own, the others in threads of the tests.
 
 Every target follows a script: its LM head maps each token of a fixed text to the next one, through layers of random
 weights that add a little noise. So the greedy answer is known beforehand. The heads are made to read the newest token
@@ -37,6 +38,7 @@ from transformers import AutoTokenizer
 from minispec.config import Config
 
 Tensors = dict[str, Tensor]
+APPENDED = ["--device", "cpu", "--disable-torch-compile", "--max-total-tokens", "8192"]
 H, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 8  # sizes of every target; a head's layer has them too
 SIZE = H // HEADS
 
@@ -202,7 +204,7 @@ class Launched:
             self.port = free.getsockname()[1]
         environ, argv = DOCUMENTED[number]
         words = [sys.executable, "-m", "minispec.server", *argv]
-        words += ["--port", str(self.port), "--device", "cpu", "--disable-torch-compile"]
+        words += ["--port", str(self.port), *APPENDED]
         quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
             words, cwd=folder, env={**os.environ, **quiet, **environ}, stderr=subprocess.PIPE, text=True
@@ -241,7 +243,7 @@ class InThread:
         environ, argv = DOCUMENTED[number]
         patch.chdir(folder)
         patch.setenv("HF_HUB_OFFLINE", "1")
-        config = Config.from_args([*argv, "--port", "0", "--device", "cpu", "--disable-torch-compile"], environ)
+        config = Config.from_args([*argv, "--port", "0", *APPENDED], environ)
         self.running, self.notes, self.log = Running(config), config.notes, log
         self.port = self.running.port
 

@@ -67,8 +67,10 @@ def state_of(engine: Engine) -> list[Tensor]:
     """Return every tensor that a step may change and a later one may read."""
     sampling, drafter = engine.sampling, engine.drafter
     buckets = [*engine.buckets.values(), *engine.prefill_buckets.values()]
+    kept = [] if engine.ring is None else [engine.ring.tokens, engine.ring.features]
     return [
-        engine.lens, engine.root, *engine.kv.pools, sampling._floats, sampling._ints, *sampling.tables.values(),
+        engine.lens, engine.root, *(tensor for tensor in kept if tensor is not None), *engine.kv.pools,
+        sampling._floats, sampling._ints, *sampling.tables.values(),
         *([drafter.state] if isinstance(drafter, BeamDrafter) else []), *(bucket.outputs for bucket in buckets),
     ]  # fmt: skip
 
@@ -118,7 +120,7 @@ def replayed(name: str, simulated: float | None = None, **wishes: object) -> Rep
     scheduler.policy.forced = lambda shapes: rng.choice(shapes) if steps else shapes[-1]
     replays = Replays(engine)
     with torch.inference_mode():
-        run(scheduler, subject.requests(max_new_tokens=6, **wishes)[:5], stagger=2)
+        run(scheduler, subject.requests(max_new_tokens=10, **wishes)[:5], stagger=2)
     return replays
 
 

@@ -13,6 +13,8 @@ What is counted:
     alike; decode tokens/s leaves prefill out.
   - Accept length is 1 + accepted drafts per verify step. The last step of a reply is left out, since a stop may have
     cut it. "By depth" is the share of drafts accepted at each depth, of those steps that reached it.
+  - "Lookups, tokens" is the share of verify steps whose tree was looked up in texts beside a head that drafts, and the
+    share of the tokens that those steps gave.
   - A reply loops if its last 48 tokens have a period of 16 or less. Such replies are easy to draft, so the accept
     length is given with and without them.
   - Speed-up is against `none` at the same batch and prompts. GB/s is the weights read per second, which bounds decoding
@@ -50,6 +52,7 @@ METHODS: dict[str, dict[str, Any]] = {  # name -> launch flags; without a path a
     "none": {"speculative_algorithm": "NONE"},
     "ngram": {"speculative_algorithm": "NGRAM"},
     "eagle3": {"speculative_algorithm": "EAGLE3"},
+    "eagle3-without-lookup": {"speculative_algorithm": "EAGLE3", "speculative_lookup": False},
     "eagle": {"speculative_algorithm": "EAGLE"},
     "eagle-full-vocabulary": {"speculative_algorithm": "EAGLE", "speculative_token_map": "none"},
     "mtp": {"speculative_algorithm": "NEXTN"},
@@ -105,6 +108,7 @@ class Row:
     host_ms_per_step: float | None
     forwards_per_s: float | None
     shapes: dict[str, float] | None  # shares of decode steps by the nodes of their trees
+    lookup_shares: tuple[float, float] | None  # of verify steps, and of their tokens
 
 
 @dataclass
@@ -148,6 +152,7 @@ class Results:
             host_ms_per_step=rounded(first.host_ms, 3),
             forwards_per_s=rounded(first.forwards_per_s, 1),
             shapes=first.shapes,
+            lookup_shares=first.lookups,
         )  # fmt: skip
 
     def rows(self) -> list[Row]:
@@ -175,6 +180,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "accept length": lambda row: shown(row.accept_length, ".2f"),
     "without loops": lambda row: shown(row.accept_length_without_loops, ".2f"),
     "by depth": lambda row: " ".join(f"{share:.2f}" for share in row.accepted_by_depth[:5]),
+    "lookups, tokens": lambda row: "{:.0%}, {:.0%}".format(*row.lookup_shares) if row.lookup_shares else "",
     "same as none": lambda row: shown(row.same_as_none, ".0%"),
     "drafter ms/step": lambda row: shown(row.drafter_ms_per_step, ".2f"),
     "host ms/step": lambda row: shown(row.host_ms_per_step, ".2f"),
@@ -399,7 +405,7 @@ def plan(args: argparse.Namespace, everyone: Sequence[Entrant], seconds: Sequenc
 def shipped(args: argparse.Namespace) -> list[str]:
     """Return the methods to run without --algorithm; with --full all that need no head or whose head ships."""
     if args.full:
-        names = [name for name in METHODS if "full" not in name]
+        names = [name for name in METHODS if "full" not in name and "without" not in name]
         with_head = lambda name: Config(model_path=args.model, **METHODS[name]).draft_path is not None  # noqa: E731
         found = [name for name in names if name in HEADLESS or with_head(name)]
     else:

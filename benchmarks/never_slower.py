@@ -134,7 +134,7 @@ class Field:
         plain: Force = lambda shapes: 1  # noqa: E731
         who: dict[str | int, Force] = {"served": None, "plain": plain, "control": plain}
         if cell.batch == 1 and cell.context == min(CONTEXTS):
-            for nodes in self.llm.scheduler.sizes.sizes_of(1)[1:]:
+            for nodes in self.llm.scheduler.sizes.tree_sizes[1:]:
                 who[nodes] = lambda shapes, nodes=nodes: nodes
         warm = 0
         for number in itertools.count(1000):  # other questions than those of the rounds

@@ -42,6 +42,7 @@ class Run:
     forwards_per_s: float | None = None
     outputs: tuple[tuple[int, ...], ...] = ()
     shapes: dict[str, float] | None = None  # shares of decode steps by the nodes of their trees
+    lookups: tuple[float, float] | None = None  # shares of verify steps whose tree was looked up, and of their tokens
 
 
 class Contestant(Protocol):
@@ -77,13 +78,14 @@ class Ours:
             self.llm.serve(requests[i : i + batch])
         seconds = time.perf_counter() - start
         m = scheduler.metrics
-        steps = max(m.tree_steps + m.plain_steps, 1)
+        steps, shares = max(m.tree_steps + m.plain_steps, 1), m.lookup_shares
         return Run(
             sum(len(r.output_ids) for r in requests), seconds, m.step_seconds + m.host_seconds, m.verified_tokens,
             accepted(requests), accepted([r for r in requests if not loops(r.output_ids)]),
             scheduler.engine.drafter_seconds / steps * 1e3, m.host_seconds / steps * 1e3,
             steps / (m.step_seconds + m.host_seconds or 1.0), tuple(tuple(r.output_ids) for r in requests),
             m.shape_shares,
+            (shares["verify_steps"], shares["tokens"]) if scheduler.sizes.looks_up else None,
         )  # fmt: skip
 
 

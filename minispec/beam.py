@@ -198,6 +198,7 @@ class BeamDrafter(Drafter):
         self.network, self.steps, self.topk, self.nodes, self.coupled = network, steps, topk, nodes, coupled
         self.name, self.taps = network.name, network.taps
         self.depth = min(steps, nodes - 1)
+        self.longest = self.depth + 1  # A, the tokens of the longest path that `commit` is told of
         if smaller is not None:
             assert smaller[0] <= steps and 1 < smaller[1] < nodes, "the smaller tree is the smaller one"
             assert smaller[1] <= candidate_count(smaller[0], topk) + 1, "more nodes than candidates"
@@ -223,6 +224,10 @@ class BeamDrafter(Drafter):
         # Tensors, not numbers, so that one graph serves every round.
         self._rounds = [torch.full((), number, device=kv.pool.device) for number in range(self.steps + 1)]
 
+    def expect(self, longest: int) -> None:
+        """Be prepared, before `attach`, for paths of so many tokens: those of trees that another drafter drew."""
+        self.longest = max(longest, self.depth + 1)
+
     def compile(self, compiler: Compiler) -> None:
         """From now on run the network as `compiler` compiles it."""
         self.run_network = compiler(type(self.network).forward)
@@ -234,7 +239,7 @@ class BeamDrafter(Drafter):
     def shapes(self, batch_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> list[str]:
         """Return a name for every graph of the network: those of prompts, of accepted paths and of frontiers."""
         rounds = [f"draft, batch {batch}, {self.topk} nodes a frontier" for batch in batch_sizes if self.window]
-        paths = [f"draft, batch {batch}, {self.depth + 1} tokens a path" for batch in batch_sizes]
+        paths = [f"draft, batch {batch}, {self.longest} tokens a path" for batch in batch_sizes]
         return [f"draft, prefill of {size} tokens" for size in prefill_sizes] + paths + rounds
 
     def propose(self, batch: Batch) -> DraftTree:

@@ -11,15 +11,16 @@ Read next: `engine.py`, whose steps run on these.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from minispec.attention import AttendKind, Plan
-from minispec.drafter import Draft
+from minispec.drafter import NOTHING, Draft
 from minispec.kv import PagedKV
 from minispec.logprobs import Questions, Scores
 from minispec.trace import Sight
@@ -45,7 +46,12 @@ def fill(buffer: Tensor, values: Sequence[int]) -> None:
 
 
 class Bucket:
-    """A decode step of B requests with trees of N nodes, which emits at most A tokens a request."""
+    """A decode step of B requests with trees of N nodes, which emits at most A tokens a request.
+
+    rounds: whether the drafter grows trees in the step; else every request takes the host's.
+    """
+
+    rounds = True
 
     def __init__(self, kv: PagedKV, batch: int, nodes: int, most: int, attend: tuple[AttendKind, int]) -> None:
         """`attend`: the kind of attention and the number of the target's layers; `most` is A."""
@@ -69,11 +75,17 @@ class Bucket:
         """Write slots and the host's trees, both padded; the step itself fills in node 0."""
         values = [*slots, *[0] * (self.batch - len(slots))]
         if drafts:
-            room = [*drafts, *[Draft([PADDING], [-1])] * (self.batch - len(drafts))]
+            room = [*drafts, *[NOTHING] * (self.batch - len(drafts))]
             padding = [self.nodes - len(draft.tokens) for draft in room]
             values += chain(*([*d.tokens, *[PADDING] * rest] for d, rest in zip(room, padding, strict=True)))
             values += chain(*([*d.parents, *[0] * rest] for d, rest in zip(room, padding, strict=True)))
         fill(self.inputs, values)
+
+    def of_the_host(self) -> Self:
+        """Return the step on the same tensors in which every request takes the tree of the host."""
+        twin = copy.copy(self)
+        twin.rounds, twin.name = False, f"{self.name}, all the host's"
+        return twin
 
 
 class PrefillBucket:

@@ -34,6 +34,7 @@ GROWN = (*LEARNED, "STANDALONE")  # drafters that grow their trees on the device
 HEADS = Path(__file__).parent / "heads"  # what ships for the default model; NEXTN is its MTP layer
 SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "standalone"}
 CPU_SHAPE = (2, 4, 6)  # steps/topk/nodes: the fastest for them on two CPU cores, where each round costs (README)
+LOOKUP_NODES = 12  # of the larger trees where texts are looked up too: what a lookup finds may hold for long
 INT8_SHAPE = (1, 3, 4)  # in place of larger trees with int8 weights, whose kernel works on four rows at a time
 # steps/topk/nodes -> steps and nodes of the smaller tree beside it, which a step may have instead
 SMALLER = {CPU_SHAPE: (1, 5), (5, 4, 8): (2, 5), (3, 1, 4): (1, 2)}
@@ -190,6 +191,11 @@ class Config:
         None, "Speculation", "choose each step's shape, plain or one of at most two trees, by what it is worth; "
         "default: unless numbers of steps, branches or nodes are given, which then stay fixed",
     )
+    speculative_lookup: bool | None = _flag(
+        None, "Speculation", "beside a draft head or model look up texts as NGRAM does, and verify for each request "
+        "the better bet; default: on a CPU, unless numbers of steps, branches or nodes are given; on CUDA steps then "
+        "do not overlap",
+    )  # fmt: skip
     speculative_accept_threshold_single: float = _flag(
         1.0, "Speculation", "accept any draft of at least this probability; below 1 sampled output is not exact",
         low=0.0, high=1.0,
@@ -291,11 +297,12 @@ class Config:
         for f in _flags():
             if not f.name.startswith("speculative_") or getattr(self, f.name) in (f.default, "NONE"):
                 continue
-            owners = ("NGRAM",) if f.name.startswith("speculative_ngram_") else GROWN
+            looks_up = self.looks_up(on_cpu=self.device != "cuda")
+            owners = ("NGRAM", *(GROWN if looks_up else ())) if f.name.startswith("speculative_ngram_") else GROWN
             owners = ("NGRAM", *GROWN) if f.name in _SHARED else owners
             if f.name == "speculative_token_map":
                 continue  # the drafter itself says whether it uses one
-            if self.is_own_drafter and owners != ("NGRAM",):
+            if self.is_own_drafter and not f.name.startswith("speculative_ngram_"):
                 continue  # it is handed the whole config
             if self.algorithm not in owners:
                 self._note(f"{flag_name(f.name)} does nothing with --speculative-algorithm {self.algorithm}; "
@@ -360,6 +367,18 @@ class Config:
         if self.speculative_adaptive is None:
             return not self.gives_numbers and self.simulate_acc_len is None
         return self.speculative_adaptive
+
+    def looks_up(self, on_cpu: bool) -> bool:
+        """Return whether texts are looked up beside a drafter that grows its trees on the device."""
+        if self.algorithm not in GROWN or self.speculative_lookup is not None:
+            return self.algorithm in GROWN and bool(self.speculative_lookup)
+        return on_cpu and not self.gives_numbers and self.simulate_acc_len is None
+
+    def lookup_nodes(self, nodes: int) -> int:
+        """Return N, the nodes of the larger trees with lookups, beside a drafter whose trees have `nodes`."""
+        if self.gives_numbers or not self.adaptive:
+            return nodes
+        return max(nodes, INT8_SHAPE[2] if self.quantization == "int8" else LOOKUP_NODES)
 
     def smaller_tree(self, shape: tuple[int, int, int]) -> tuple[int, int] | None:
         """Return rounds and nodes of the smaller tree beside one grown on the device; None where there is one size."""

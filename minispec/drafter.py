@@ -50,16 +50,22 @@ class Draft:
         """Return the tree of the first `nodes` nodes, which is one since parents come first."""
         return Draft(self.tokens[:nodes], self.parents[:nodes], self.match_length)
 
-    def emits(self, tokens: Sequence[int]) -> int:
-        """Return how many tokens this tree emits where the target picks `tokens` one after the other."""
+    def holds(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens, the first ones, lie on a path below the root."""
         nodes = {child: node for node, child in enumerate(zip(self.parents, self.tokens, strict=True))}
-        at, count = 0, 1
-        for token in tokens:
+        at = 0
+        for count, token in enumerate(tokens):
             at = nodes.get((at, token), 0)
             if not at:
-                break
-            count += 1
-        return min(count, len(tokens))
+                return count
+        return len(tokens)
+
+    def emits(self, tokens: Sequence[int]) -> int:
+        """Return how many tokens this tree emits where the target picks `tokens` one after the other."""
+        return min(self.holds(tokens) + 1, len(tokens))
+
+
+NOTHING = Draft([PADDING], [-1])  # a root alone, whose token the step knows
 
 
 class TreeSize(NamedTuple):
@@ -119,6 +125,7 @@ class Drafter(ABC):
     network: nn.Module | None = None  # what it drafts with, for whoever packs linear layers
     commits: bool = True  # whether `commit` is to be called: a drafter without state on the device saves the work
     on_host: bool = False  # whether trees come from `host_drafts`, and not from the step itself
+    looks_up: bool = False  # whether `host_drafts` offers trees beside those of the step, of which a row takes one
 
     @property
     def trees(self) -> tuple[TreeSize, ...]:
@@ -152,7 +159,7 @@ class Drafter(ABC):
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
         """Do the host's part before a decode step: propose a tree a slot, or none where the step itself drafts.
 
-        The step may come out plain, or with trees cut to fewer nodes.
+        The step may come out plain, or with trees cut to fewer nodes, or take another tree for some of the slots.
         """
         return ()
 
@@ -160,6 +167,7 @@ class Drafter(ABC):
     def propose(self, batch: Batch) -> DraftTree:
         """Return trees of the shape [B, N] of `batch.tree`; the root is given.
 
+        A drafter that `looks_up` finds there the host's trees of the rows that take them, and roots alone elsewhere.
         Runs inside the step: static shapes, no look from the host. N is one of `trees`.
 
         On CUDA the step is captured once, and this code does not run again: it may keep no number of Python's that
@@ -254,7 +262,7 @@ class HostTrees(Drafter):
             self._refuse(f"{len(offered)} trees for {len(heard)} requests")
             offered = []
         checked = {slot: self._checked(draft) for slot, draft in zip(heard, offered, strict=False)}
-        return [checked.get(slot, Draft([PADDING], [-1])) for slot in slots]
+        return [checked.get(slot, NOTHING) for slot in slots]
 
     def _checked(self, draft: Draft) -> Draft:
         """Return the tree, or its root alone if it breaks a rule."""
@@ -262,7 +270,7 @@ class HostTrees(Drafter):
         if wrong is None:
             return draft
         self._refuse(wrong)
-        return Draft([PADDING], [-1])
+        return NOTHING
 
     def _refuse(self, wrong: str) -> None:
         """Count what the drafter did wrong and log it; one that is always wrong must not flood the log."""

@@ -31,7 +31,7 @@ from torch import Tensor
 from minispec.attention import QUERY_BLOCK, PagedGather, Permits, Plan, compiled_attention, prefill_block
 from minispec.bucket import Bucket, Chunk, PrefillBucket
 from minispec.compiled import Choice, Compiler, Small, cached_only
-from minispec.drafter import Batch, Committed, Draft, Drafter, TreeSize
+from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, TreeSize
 from minispec.grammar import Constraints, mask
 from minispec.graphs import Recorder
 from minispec.kv import PagedKV, upload
@@ -102,17 +102,18 @@ class Sizes:
     batch_sizes: tuple[int, ...]  # the decode steps' batch buckets, B
     prefill_sizes: tuple[int, ...]  # the prefill steps' token counts, T
     smaller: TreeSize | None = None  # of the other trees
-    smaller_up_to: int = 0  # the largest batch that may have those
+    both_up_to: int = 0  # the largest batch that has trees of both sizes
+    looks_up: bool = False  # whether steps may verify trees of the host in place of the drafter's
 
     @classmethod
     def resolve(
         cls, drafter: Drafter, *, context_length: int, max_running: int, chunk_size: int, batches: Sequence[int] = (),
-        smaller_up_to: int | None = None,
+        both_up_to: int | None = None,
     ) -> Sizes:  # fmt: skip
         """Return the sizes of an engine with this drafter.
 
         batches: the buckets that are wished for, in place of the powers of two up to the largest of them.
-        smaller_up_to: the largest batch that has buckets for the smaller trees, None for all.
+        both_up_to: the largest batch that has buckets for trees of both sizes, None for all.
         """
         powers = {1 << i for i in range(max_running.bit_length()) if 1 << i > max(batches, default=0)}
         powers |= {batch for batch in batches if batch < max_running}
@@ -121,7 +122,8 @@ class Sizes:
             context_length, max_running, chunk_size, drafter.nodes, drafter.depth, drafter.scratch, drafter.steps,
             drafter.topk, batch_sizes=tuple(sorted(powers | {max_running})),
             prefill_sizes=tuple(sorted({min(size, largest) for size in (128, 512, largest)})),
-            smaller=drafter.smaller, smaller_up_to=max_running if smaller_up_to is None else smaller_up_to,
+            smaller=drafter.smaller, both_up_to=max_running if both_up_to is None else both_up_to,
+            looks_up=drafter.looks_up,
         )  # fmt: skip
 
     @property
@@ -130,8 +132,14 @@ class Sizes:
         return tuple(sorted({1, self.nodes} | ({self.smaller.nodes} if self.smaller else set())))
 
     def sizes_of(self, batch: int) -> tuple[int, ...]:
-        """Return those of them that steps of this batch size may have."""
-        return tuple(n for n in self.tree_sizes if n in (1, self.nodes) or batch <= self.smaller_up_to)
+        """Return the shapes that steps of this batch size may have: 1, nodes of trees, and, negative, nodes of lookups.
+
+        In a step of lookups every request takes the host's tree, so the drafter need not draft. Larger batches have one
+        size. Beside lookups it is the smaller, which suits the drafter; the larger is for what lookups find.
+        """
+        one = self.smaller.nodes if self.looks_up and self.smaller else self.nodes
+        trees = tuple(n for n in self.tree_sizes if n in (1, one) or batch <= self.both_up_to)
+        return (*trees, *(-n for n in trees if n > 1)) if self.looks_up else trees
 
     @property
     def tree_rows(self) -> int:
@@ -235,11 +243,14 @@ class Engine:
         self.amended = False  # whether thresholds were changed since the start
         self.begin_step: Callable[[], None] = lambda: None  # for whoever must be told that what steps made is done with
         attend = (self.attend_kind, model.config.layers)
-        self.buckets = {
+        self.buckets = {  # by batch and shape, as `Sizes.sizes_of` has it
             (batch, nodes): Bucket(kv, batch, nodes, self._most(nodes), attend)
             for batch in sizes.batch_sizes
             for nodes in sizes.sizes_of(batch)
+            if nodes > 0
         }
+        for batch, shape in [(b, s) for b in sizes.batch_sizes for s in sizes.sizes_of(b) if s < 0]:
+            self.buckets[batch, shape] = self.buckets[batch, -shape].of_the_host()
         self.query_block = width = prefill_block(device)
         self.prefill_buckets = {size: PrefillBucket(kv, size, width, attend) for size in sizes.prefill_sizes}
         self.causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
@@ -271,8 +282,9 @@ class Engine:
     def steps(self) -> list[Bucket | PrefillBucket]:
         """Every kind of step there is, in the order in which they are worth compiling: one request alone first."""
         short, *long = (self.prefill_buckets[size] for size in self.sizes.prefill_sizes)
-        decodes: list[Bucket] = [self.buckets[key] for key in sorted(self.buckets, key=lambda key: (key[0], -key[1]))]
-        first = len(self.sizes.sizes_of(self.sizes.batch_sizes[0]))
+        keys = [key for key in self.buckets if key[1] > 0]  # steps without rounds have the graphs of those with them
+        decodes: list[Bucket] = [self.buckets[key] for key in sorted(keys, key=lambda key: (key[0], -key[1]))]
+        first = sum(batch == self.sizes.batch_sizes[0] for batch, _ in keys)
         return [*decodes[:first], short, *decodes[first:], *long]
 
     def shapes(self) -> list[str]:
@@ -286,7 +298,7 @@ class Engine:
                 names += [f"target, prefill of {step.size} tokens", *self.drafter.shapes((), (step.size,))]
                 continue
             names.append(f"target, batch {step.batch}, {step.nodes} nodes a tree")
-            if step.nodes == self.sizes.nodes > 1:  # a smaller tree is grown with the same graphs
+            if step.nodes == max(self.sizes.sizes_of(step.batch)) > 1:  # a smaller tree is grown with the same graphs
                 names += self.drafter.shapes((step.batch,), ())
             names += [
                 f"around the {owner}, batch {step.batch}, {step.nodes} nodes a tree, {kind}"
@@ -343,15 +355,18 @@ class Engine:
         return drafts
 
     def launch(
-        self, slots: Sequence[int], nodes: int | None = None, drafts: Sequence[Draft] | None = None
+        self, slots: Sequence[int], shape: int | None = None, drafts: Sequence[Draft] | None = None
     ) -> Pending:
         """Launch one decode step for these slots: verify a tree each, keep the accepted path, emit its tokens.
 
-        nodes: N, one of the sizes that this batch has, by default the largest. drafts: what `host_drafts` returned for
-        these slots, which is asked here if they are not given; trees of more than N nodes are cut.
+        shape: one of those that this batch has (`Sizes.sizes_of`), by default the largest trees. drafts: what
+        `host_drafts` returned for these slots, which is asked here if they are not given; trees of more than N nodes
+        are cut. Of a drafter that `looks_up`, those that are to be verified, by default none.
         """
-        drafts = self.host_drafts(slots) if drafts is None else drafts
-        bucket = self.buckets[self.batch_of(len(slots)), self.sizes.nodes if nodes is None else nodes]
+        batch = self.batch_of(len(slots))
+        if drafts is None:
+            drafts = [NOTHING] * len(slots) if self.drafter.looks_up else self.host_drafts(slots)
+        bucket = self.buckets[batch, max(self.sizes.sizes_of(batch)) if shape is None else shape]
         started = time.perf_counter()
         if self.ring is not None:
             # Plain steps cannot go on either when a slot's ring is full; then all are emptied in one pass.
@@ -441,7 +456,9 @@ class Engine:
             self.drafter.commit(Committed(slots, *path, self.path_plans.get(bucket.batch), prefill=False))
 
     def _propose(self, bucket: Bucket, lens: Tensor, root: Tensor, wishes: Wishes | None) -> DraftTree:
-        """Ask the drafter for the trees [B, N] of this step."""
+        """Ask the drafter for the trees [B, N] of this step, unless all are the host's."""
+        if not bucket.rounds:
+            return DraftTree(*(part.clone() for part in bucket.tree))  # what is compiled meets the bucket's own once
         # Under thresholds a coin accepts, not the noise, and no draft may know the noise of what is drawn instead.
         couple = wishes is not None and self.acceptance.thresholds is None
         noise = (wishes.temperature, wishes.seed) if couple else (None, None)

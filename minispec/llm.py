@@ -453,8 +453,8 @@ def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], 
     if device.type == "cuda":
         largest = largest_graph(config, free_bytes(device)[1])
         batches = config.cuda_graph_bs or coarse_batches(limits["max_running"], drafter.nodes, largest)
-    smaller_up_to = 2 if device.type == "cpu" else None
-    return Sizes.resolve(drafter, **{"batches": batches, "smaller_up_to": smaller_up_to, **limits})
+    both_up_to = 2 if device.type == "cpu" else None
+    return Sizes.resolve(drafter, **{"batches": batches, "both_up_to": both_up_to, **limits})
 
 
 def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:

@@ -67,6 +67,8 @@ class Metrics:
     tree_steps: int = 0  # decode forwards with a tree of more than its root
     plain_steps: int = 0
     shapes: Counter[int] = field(default_factory=Counter)  # decode forwards by nodes of a tree
+    lookup_rows: int = 0  # verify steps whose tree was looked up, beside a drafter that drafts in the step
+    lookup_tokens: int = 0  # what they emitted
     requests: int = 0
     aborted: int = 0
     retractions: int = 0
@@ -91,12 +93,26 @@ class Metrics:
 
     def forget_acceptance(self) -> None:
         """Count steps and what they emitted from 0 again, since from here on drafts are accepted otherwise."""
-        self.verify_steps = self.verified_tokens = 0
+        self.verify_steps = self.verified_tokens = self.lookup_rows = self.lookup_tokens = 0
 
     @property
     def shape_shares(self) -> dict[str, float]:
         """The share of decode forwards by the nodes of their trees, 1 for plain ones; names are numbers, for JSON."""
         return {str(nodes): round(count / self.shapes.total(), 4) for nodes, count in sorted(self.shapes.items())}
+
+    @property
+    def lookup_shares(self) -> dict[str, float]:
+        """The share of verify steps whose tree was looked up, and of the tokens of verify steps that came from those.
+
+        A verify step is of one request, as everywhere here.
+        """
+        return {"verify_steps": round(self.lookup_rows / max(self.verify_steps, 1), 4),
+                "tokens": round(self.lookup_tokens / max(self.verified_tokens, 1), 4)}  # fmt: skip
+
+    def lookup(self, kept: int) -> None:
+        """Count a verify step of a tree that was looked up, which gave so many tokens; `decode` counts it as well."""
+        self.lookup_rows += 1
+        self.lookup_tokens += kept
 
     def prefill(self, load: Load, chunks: Sequence[int], *, cached: int, emitted: int, captured: bool) -> None:
         """Count and log one prefill step: prompt tokens computed by chunk, `cached` ones found, `emitted` picked."""

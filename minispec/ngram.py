@@ -18,6 +18,7 @@ Read next: `drafter.py` for the protocol, `verify.py` for what becomes of a draf
 from __future__ import annotations
 
 import heapq
+import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -417,6 +418,7 @@ class NgramDrafter(HostDrafter):
         self.nodes = options.nodes
         self.depth = min(options.nodes - 1, options.branch_length - options.min_match)
         self.trie = Trie(options)
+        self.seconds: float | None = None  # what indexing may take between two drafts; None: INDEX_PER_STEP tokens
         self._texts: dict[int, _Text] = {}
         self._line: deque[_Text] = deque()  # texts with tokens waiting
 
@@ -454,7 +456,7 @@ class NgramDrafter(HostDrafter):
             raise ValueError(f"slot {slot}: tokens committed again must precede all new ones")
         text.fresh = not again
         text.newest = [*text.newest, *tokens][-self.options.max_match :]
-        if text.drafted and not text.waiting and not again:
+        if text.drafted and not text.waiting and not again and self.seconds is None:
             for token in tokens:
                 text.path = self.trie.extend(text.path, token)
             return
@@ -465,10 +467,10 @@ class NgramDrafter(HostDrafter):
 
     def tick(self) -> None:
         """Index at most INDEX_PER_STEP waiting tokens; `propose` calls it, so call it in steps that propose nothing."""
-        left = INDEX_PER_STEP
-        while left and self._line:
+        left, until = INDEX_PER_STEP, None if self.seconds is None else time.perf_counter() + self.seconds
+        while left and self._line and (until is None or time.perf_counter() < until):
             text = self._line[0]
-            share = min(left, len(text.waiting))
+            share = min(left, len(text.waiting)) if until is None else 1
             for _ in range(share):
                 text.path = text.trie.extend(text.path, text.waiting.popleft(), count=not text.replayed)
                 text.replayed = max(0, text.replayed - 1)

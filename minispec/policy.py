@@ -9,8 +9,10 @@ A shape that is not taken teaches nothing. So now and then another one is tried,
 have cost less than a hundredth of the time. A change must gain 3 %, so that noise does not move the engine to and fro;
 only the way back to plain steps is free, since plain decoding is what speculation must not fall below.
 
-`expected` is the question for one row and one shape, and may be asked of rows as they would be under another drafter:
-a `Row` says where its tree would come from. Nothing here knows of tensors or of requests beyond their identity.
+A row's tree comes from the step, from the host, or from whichever of the two promises more (`lookup.py`). In the last
+case a shape can also be negative: trees of so many nodes that are all the host's, for which the step drafts nothing.
+`expected` is the question for one row and one shape. Nothing here knows of tensors or of requests beyond their
+identity.
 
 Expected tokens against step times: arXiv 2211.17192. Read next: `scheduler.py`, which asks.
 """
@@ -30,6 +32,7 @@ HORIZON = 0.999  # how much of the accounts of probes is left after a step
 STALE = 100  # steps of a kind after which another shape's numbers are worth a probe
 SAMPLES = 15  # step times that a median is taken of, the newest ones
 OWN_AFTER = 8  # tree steps of a request after which its own record counts
+SHORT = 2  # tokens of a text that agree with an older one by chance
 FIRST_CHANCE = 0.6  # that a draft is accepted, before any was
 ALL_KEEP, OWN_KEEP = 0.99, 0.97  # how much an observation counts after the next one, for the engine, for a request
 
@@ -53,13 +56,20 @@ class Row(NamedTuple):
     request: object  # whose record counts; compared by identity
     match: int | None = None  # how much of the text the host's tree follows from, 0: no tree; None: the step drafts it
     drafts: bool = True  # False: the request verifies no drafts, whatever the shape
+    lookup: int = 0  # how much of the text a tree of the host follows from that may take the place of the step's
 
 
 class Choice(NamedTuple):
     """The shape of a step."""
 
-    nodes: int
+    shape: int  # nodes of its trees, negative where all are the host's
     probe: bool = False  # whether it was taken to learn something
+    lookups: Sequence[bool] = ()  # for each row whether it takes the host's tree in place of the step's; none does
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of its trees."""
+        return abs(self.shape)
 
 
 class Times:
@@ -142,14 +152,15 @@ class Matches:
     rate = 0.1  # weight of the newest observation
     drift = 0.01  # how fast hope returns
 
-    def __init__(self) -> None:
+    def __init__(self, chance: int = 0) -> None:
+        """`chance`: the longest match of which nothing is to be hoped for before it was seen to hold."""
+        self.chance = chance
         self._mean: dict[tuple[int, int], float] = {}
         self._hope: dict[tuple[int, int], float] = {}
 
-    @staticmethod
-    def guess(nodes: int, match: int) -> float:
+    def guess(self, nodes: int, match: int) -> float:
         """Return the emission assumed of a tree before anything is known."""
-        return min(1.0 + 0.5 * match, float(nodes))
+        return min(1.0 + 0.5 * max(match - self.chance, 0), float(nodes))
 
     def expected(self, nodes: int, match: int, hope: bool = False) -> float:
         """Return what such a tree emits, or what it may be hoped to emit."""
@@ -178,7 +189,9 @@ class Policy:
         """
         self.trees, self.adaptive = dict(trees), adaptive
         self.times, self.matches, self.everyone = Times(), Matches(), Acceptance(ALL_KEEP)
+        self.lookups = Matches(SHORT)  # beside the step's own trees; every one is learned from, so hope is not needed
         self.forced: Callable[[Sequence[int]], int] | None = None
+        self.forced_lookup: Callable[[], bool] | None = None  # and whether a row takes the tree that was looked up
         self.spent = self.probing = 0.0  # aged seconds of decode steps, and of them what probes cost
         self._own: weakref.WeakKeyDictionary[object, Acceptance] = weakref.WeakKeyDictionary()
         self._shape = max(self.trees, default=PLAIN)  # the one in use
@@ -187,15 +200,21 @@ class Policy:
         self._pace = 0.0  # expected seconds of a token with the shape in use
         self._chances: dict[int, list[float]] = {}  # of the engine, by nodes, until it learns
 
-    def expected(self, row: Row, nodes: int, hope: bool = False) -> float:
-        """Return the tokens that a step with trees of this size is expected to emit for a row, at least 1.
+    def expected(self, row: Row, shape: int, hope: bool = False) -> float:
+        """Return the tokens that a step of this shape is expected to emit for a row, at least 1.
 
         hope: as `Matches` has it.
         """
-        if nodes == PLAIN or not row.drafts:
+        if shape == PLAIN or not row.drafts:
             return 1.0
+        nodes = abs(shape)
         if row.match is not None:
             return self.matches.expected(nodes, row.match, hope)
+        found = self.lookups.expected(nodes, row.lookup)
+        return found if shape < 0 else max(found, self._drafted(row, nodes))
+
+    def _drafted(self, row: Row, nodes: int) -> float:
+        """Return the tokens expected of a tree that the step drafts."""
         own, total, reached = self._own.get(row.request), 1.0, 1.0
         for level, chance in enumerate(self._all_chances(nodes), start=1):
             if own is not None and own.steps >= OWN_AFTER:
@@ -222,11 +241,26 @@ class Policy:
         return PLAIN if len(shapes) == 1 else None
 
     def choose(self, kind: Kind, shapes: Sequence[int], rows: Sequence[Row]) -> Choice:
-        """Return the shape of the next step, one of `shapes` in ascending order, the first of which is plain."""
+        """Return the shape of the next step, one of `shapes`: plain, trees in ascending order, and those of lookups."""
         if not any(row.drafts and row.match != 0 for row in rows):
             return Choice(PLAIN)
         if not self.adaptive:
-            return Choice(shapes[-1])
+            return self.with_lookups(Choice(max(shapes)), rows)
+        return self.with_lookups(self._best(kind, shapes, rows), rows)
+
+    def with_lookups(self, choice: Choice, rows: Sequence[Row]) -> Choice:
+        """Return a choice of a shape with that of each row's tree; if all are the host's, the step drafts nothing."""
+        if choice.shape == PLAIN or not any(row.lookup for row in rows):
+            return choice
+        takes: Callable[[Row], bool] = lambda row: (  # noqa: E731
+            self.forced_lookup() if self.forced_lookup is not None
+            else self.lookups.expected(choice.nodes, row.lookup) > self._drafted(row, choice.nodes)
+        )  # fmt: skip
+        found = tuple([bool(row.lookup) and row.drafts and (choice.shape < 0 or takes(row)) for row in rows])
+        return choice._replace(shape=-choice.nodes if all(found) else choice.shape, lookups=found)
+
+    def _best(self, kind: Kind, shapes: Sequence[int], rows: Sequence[Row]) -> Choice:
+        """Return the shape with the most expected tokens a second, or another one to learn of."""
         speeds = self._speeds(kind, shapes, rows)
         stay = self._shape if self._shape in speeds else PLAIN
         best = max(shapes, key=speeds.__getitem__)
@@ -243,7 +277,12 @@ class Policy:
 
     def _speeds(self, kind: Kind, shapes: Sequence[int], rows: Sequence[Row], hope: bool = False) -> dict[int, float]:
         """Return the expected tokens a second of each shape."""
-        return {n: sum(self.expected(row, n, hope) for row in rows) / self.times.of(kind, n) for n in shapes}
+        return {n: sum(self.expected(row, n, hope) for row in rows) / self._seconds(kind, n) for n in shapes}
+
+    def _seconds(self, kind: Kind, shape: int) -> float:
+        """Return the time of a step; one for which nothing is drafted takes no more than the same with drafting."""
+        seconds = self.times.of(kind, shape)
+        return min(seconds, self.times.of(kind, -shape)) if shape < 0 else seconds
 
     def _probe(
         self, kind: Kind, shapes: Sequence[int], rows: Sequence[Row], speeds: Mapping[int, float]
@@ -253,7 +292,7 @@ class Policy:
         What one will cost is estimated as if it emitted what plain steps do.
         """
         stay = self._shape
-        others = [nodes for nodes in shapes if nodes != stay and self.times.stale(kind, nodes)]
+        others = [nodes for nodes in shapes if nodes != stay and nodes > 0 and self.times.stale(kind, nodes)]
         if rows[0].match is not None:  # proposals of the host: only what may be hoped to be faster
             hopes = self._speeds(kind, shapes, rows, hope=True)
             others = [nodes for nodes in shapes[1:] if nodes != stay and hopes[nodes] > GAIN * speeds[stay]]
@@ -270,7 +309,7 @@ class Policy:
 
         Not to be called for a step that compiled something or waited for pages.
         """
-        self.times.add(kind, choice.nodes, seconds)
+        self.times.add(kind, choice.shape, seconds)
         self.spent = HORIZON * self.spent + seconds + catching_up
         self.probing *= HORIZON
         if choice.probe or self._after_probe:  # the return from a probe is its cost too
@@ -279,6 +318,11 @@ class Policy:
             self.probing += max(seconds - emitted * self._pace, 0.0)
             self._probed += 1
         self._after_probe = choice.probe
+
+    def learn_lookup(self, match: int, emitted: Mapping[int, int]) -> None:
+        """Take in what a tree that was looked up emitted or would have, by the nodes that it is cut to."""
+        for nodes, count in emitted.items():
+            self.lookups.learn(nodes, match, count)
 
     def learn(self, row: Row, emitted: Mapping[int, int]) -> None:
         """Take in what a row emitted, by nodes of the tree: of the one verified, and of others if that is known."""

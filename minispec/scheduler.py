@@ -37,10 +37,11 @@ import torch
 
 from minispec.bucket import Chunk
 from minispec.config import Config
-from minispec.drafter import Draft
+from minispec.drafter import NOTHING, Draft
 from minispec.engine import Engine, Pending
 from minispec.grammar import Grammars
 from minispec.load.tokenizer import Tokenizer
+from minispec.lookup import Prospects
 from minispec.metrics import Load, Metrics
 from minispec.output import Output
 from minispec.policy import PLAIN, Choice, Kind, Policy, Row
@@ -93,6 +94,7 @@ class Planned:
     kind: Kind
     choice: Choice
     rows: Mapping[Request, tuple[Row, Draft | None]]
+    lookups: frozenset[Request]  # that take the host's tree in place of the step's
     before: tuple[int, int]  # graphs compiled and requests retracted until then
 
 
@@ -125,6 +127,7 @@ class Scheduler:
         self._fresh: dict[Request, list[Scored]] = {}  # what the step that lands tells of its tokens
         self._prefilled_last = False
         self.policy = Policy({size.nodes: size.depth for size in engine.drafter.trees}, options.adaptive)
+        self.prospects = Prospects()
         self.restart_times()
         self._landed = 0.0  # when the last step was collected
         self._flight: Flight | None = None  # the step that was launched and not collected yet
@@ -313,28 +316,35 @@ class Scheduler:
             return None
         started = time.perf_counter()
         plan, drafts = self._choose(list(rows))
-        pending = self.engine.launch([r.slot for r in rows], plan.choice.nodes, drafts)
+        pending = self.engine.launch([r.slot for r in rows], plan.choice.shape, drafts)
         seconds = time.perf_counter() - started
         self.metrics.step_seconds += seconds
         return Flight(pending, rows, seconds=seconds, plan=plan)
 
     def _choose(self, requests: Sequence[Request]) -> tuple[Planned, Sequence[Draft]]:
-        """Return the shape of the next step over these requests, and the trees that the host drafts for it."""
+        """Return the shape of the next step over these requests, and the trees of the host that it verifies."""
         engine, slots = self.engine, [r.slot for r in requests]
         batch, sampled = engine.batch_of(len(slots)), bool(engine.sampling.needs(slots) - {TRACED})
         shapes = self.sizes.sizes_of(batch)
         decided = self.policy.decided(shapes) if any(r.params.speculative for r in requests) else PLAIN
         drafts = () if decided == PLAIN else engine.host_drafts(slots)
-        rows = {
-            r: (Row(r, None if d is None else d.match, r.params.speculative), d)
-            for r, d in zip(requests, drafts or [None] * len(requests), strict=True)
-        }
-        kind = Kind.of(batch, sampled, max(r.kv_len for r in requests))
+        rows = {r: (self._row(r, d), d) for r, d in zip(requests, drafts or [None] * len(requests), strict=True)}
+        kind, known = Kind.of(batch, sampled, max(r.kv_len for r in requests)), [row for row, _ in rows.values()]
         if decided is None:
-            choice = self.policy.choose(kind, shapes, [row for row, _ in rows.values()])
+            choice = self.policy.choose(kind, shapes, known)
         else:
-            choice = Choice(decided)
-        return Planned(kind, choice, rows, self._disturbances()), drafts
+            choice = self.policy.with_lookups(Choice(decided), known)
+        lookups = frozenset(r for r, takes in zip(requests, choice.lookups, strict=False) if takes)
+        if engine.drafter.looks_up:
+            drafts = [rows[r][1] if r in lookups else NOTHING for r in requests]
+        return Planned(kind, choice, rows, lookups, self._disturbances()), drafts
+
+    def _row(self, request: Request, draft: Draft | None) -> Row:
+        """Return what the policy is to know of a request and of the tree that the host offers for it."""
+        wanted = request.params.speculative
+        if draft is None or not self.engine.drafter.looks_up:
+            return Row(request, None if draft is None else draft.match, wanted)
+        return Row(request, None, wanted, lookup=draft.match)
 
     def _disturbances(self) -> tuple[int, int]:
         """Return how often anything happened so far that makes a step's time say nothing about its shape."""
@@ -383,7 +393,7 @@ class Scheduler:
         self.metrics.step_seconds += waited
         self._teach(flight, emitted, self._landed - began)
         if emitted:
-            self._after_decode(flight.pending, emitted, flight.seconds + waited)
+            self._after_decode(flight, emitted, flight.seconds + waited)
 
     def _teach(self, flight: Flight, emitted: Mapping[Request, Sequence[int]], seconds: float) -> None:
         """Tell the policy what a decode step took and emitted."""
@@ -391,10 +401,14 @@ class Scheduler:
         if self._disturbances() == plan.before and pending.seen is None:  # watching takes time of its own
             tokens = sum(map(len, emitted.values()))
             self.policy.landed(plan.kind, plan.choice, seconds, emitted=tokens, catching_up=pending.catching_up)
-        for request, tokens in emitted.items() if pending.nodes > 1 else ():
+        for request, tokens in emitted.items():
             row, draft = plan.rows[request]
+            if row.match is None and draft is not None:
+                self._teach_lookup(request, draft, tokens)
+            if pending.nodes == 1 or request in plan.lookups:
+                continue
             worth = {pending.nodes: len(tokens)}
-            if draft is not None:  # what a smaller tree of the host would have given is known as well
+            if row.match is not None:  # what a smaller tree of the host would have given is known as well
                 worth |= {n: draft.cut(n).emits(tokens) for n in self.policy.trees if n < pending.nodes}
             self.policy.learn(row, worth)
 
@@ -406,6 +420,13 @@ class Scheduler:
                 if row in told and self.seats.get(request) is seat:
                     known, self._fresh[request] = told[row]
                     request.prompt_scores += known
+
+    def _teach_lookup(self, request: Request, draft: Draft, tokens: Sequence[int]) -> None:
+        """Tell the policy what a tree that was looked up gives, verified or not: this one, or an older one."""
+        decided = self.prospects.follow(request, draft, tokens)
+        if decided is not None:
+            draft, tokens = decided
+            self.policy.learn_lookup(draft.match, {n: draft.cut(n).emits(tokens) for n in self.policy.trees})
 
     def _admit(self) -> None:
         """Give slots and pages to waiting requests, in order, while both last."""
@@ -515,9 +536,9 @@ class Scheduler:
             blocks -= self.engine.blocks(len(tokens))
         return chunks, requests
 
-    def _after_decode(self, pending: Pending, emitted: dict[Request, list[int]], seconds: float) -> None:
+    def _after_decode(self, flight: Flight, emitted: dict[Request, list[int]], seconds: float) -> None:
         """Take in a decode step, which took so many seconds: deliver, retire, count."""
-        started = time.perf_counter()
+        started, pending = time.perf_counter(), flight.pending
         kept = []
         for request, tokens in emitted.items():
             request.kv_len += len(tokens)
@@ -528,6 +549,8 @@ class Scheduler:
                 at = len(request.output_ids) - kept[-1]
                 step = pending.seen.step(row, tokens[: kept[-1]])
                 request.trace.steps.append({"at": at, "seconds": round(seconds, 6), **step})
+            if request in flight.plan.lookups:
+                self.metrics.lookup(kept[-1])
         self.metrics.decode(
             Load(self._usage(), len(emitted), len(self.waiting)),
             emitted=kept,
@@ -691,6 +714,7 @@ class Scheduler:
             "tree_steps": m.tree_steps,
             "plain_steps": m.plain_steps,
             "speculative_shape_shares": m.shape_shares,
+            "speculative_lookup_shares": m.lookup_shares,
             "step_seconds": m.step_seconds,
             "speculative_num_steps": self.sizes.steps,
             "speculative_eagle_topk": self.sizes.topk,

@@ -69,17 +69,22 @@ class StandaloneDrafter(BeamDrafter):
         """`shape`: what `BeamDrafter` takes by name."""
         super().__init__(network, **shape)
         self.kv_shape = KVShape(network.model.config.layers, network.kv_heads, network.head_dim)
-        # Rows from the old root on: those of a path, depth + 1, and of the new root; or of the root and the frontiers.
-        self.scratch = max(self.depth + 2, 1 + self.window)
-        device = network.model.embed_tokens.weight.device
-        self._causal = torch.ones(self.depth + 1, self.depth + 1, dtype=torch.bool, device=device).tril()
+        self.expect(self.longest)
+
+    def expect(self, longest: int) -> None:
+        """Be prepared, before `attach`, for paths of so many tokens."""
+        super().expect(longest)
+        # Rows from the old root on: those of a path, A, and of the new root; or of the root and the frontiers.
+        self.scratch = max(self.longest + 1, 1 + self.window)
+        device = self.network.model.embed_tokens.weight.device
+        self._causal = torch.ones(self.longest, self.longest, dtype=torch.bool, device=device).tril()
 
     def attach(
         self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
     ) -> None:
         """Allocate the drafter's own pages, per-slot state, and the plans of rows that end at a root."""
         super().attach(kv, attend_kind, batch_sizes, chunk_counts)
-        shapes = [*((count, self.depth + 1) for count in batch_sizes), *((count, 1) for count in chunk_counts)]
+        shapes = [*((count, self.longest) for count in batch_sizes), *((count, 1) for count in chunk_counts)]
         self._tails = {shape: Plan(self.kv, shape[0], 1, shape[1]) for shape in shapes}  # by requests and rows of each
 
     def compile(self, compiler: Compiler) -> None:

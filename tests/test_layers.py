@@ -29,7 +29,7 @@ RANKS = {
     2: "http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 "
     "train.prompts",
     3: "http.message trace beam ngram load.heads http.traces",
-    4: "standalone bucket",
+    4: "standalone bucket lookup",
     5: "engine load.drafters",
     6: "scheduler load.selftest load.memory",
     7: "llm http.schema http.prometheus",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minispec.attention import most_nodes
-from minispec.beam import BeamDrafter
+from minispec.beam import BeamDrafter, candidate_count
 from minispec.config import LEARNED, MAX_NODES, Config
 from minispec.drafter import Drafter, HostDrafter, Plain, as_drafter
 from minispec.load.heads import load_head
@@ -23,6 +23,7 @@ from minispec.load.int8 import PROMPT_ROWS
 from minispec.load.token_map import read_token_map
 from minispec.load.tokenizer import Tokenizer
 from minispec.load.weights import ModelError, resolve_file, resolve_model
+from minispec.lookup import Lookups
 from minispec.model import Model
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.standalone import StandaloneDrafter, load_draft
@@ -42,18 +43,7 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
         return as_drafter(drafter, model.config.vocab_size, config.smaller_nodes(drafter.nodes))
     table: dict[str, Callable[[Config, Model, Path, Tokenizer], Drafter | HostDrafter]] = {
         "NONE": lambda *_: Plain(),
-        "NGRAM": lambda config, *_: NgramDrafter(
-            NgramOptions(
-                min_match=config.speculative_ngram_min_match_window_size,
-                max_match=config.speculative_ngram_max_match_window_size,
-                min_breadth=config.speculative_ngram_min_bfs_breadth,
-                max_breadth=config.speculative_ngram_max_bfs_breadth,
-                match_type=config.speculative_ngram_match_type,
-                branch_length=config.speculative_ngram_branch_length,
-                capacity=config.speculative_ngram_capacity,
-                nodes=config.draft_tokens,
-            )
-        ),
+        "NGRAM": lambda config, *_: _ngram(config, config.draft_tokens),
         "EAGLE": _learned,
         "EAGLE3": _learned,
         "STANDALONE": _standalone,
@@ -109,7 +99,7 @@ def _own(config: Config, *target: object) -> Drafter | HostDrafter:
     return drafter
 
 
-def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> BeamDrafter:
+def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> Drafter:
     """Build the drafter around a trained head; the head's own files decide which kind it is."""
     path = config.draft_path
     if path is None and model.config.architecture != "MiMoForCausalLM":
@@ -138,10 +128,10 @@ def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -
     shape = _tree_shape(config, model)
     if shape["topk"] > head.draft_vocab:
         raise ValueError(f"--speculative-eagle-topk {shape['topk']}: the head drafts {head.draft_vocab} tokens only")
-    return BeamDrafter(head, **shape)
+    return _with_lookups(config, model, BeamDrafter(head, **shape))
 
 
-def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> StandaloneDrafter:
+def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> Drafter:
     """Build the drafter around a separate draft model."""
     path = config.draft_path
     if path is None:
@@ -149,7 +139,31 @@ def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer
                          "a smaller model with the target's tokenizer")  # fmt: skip
     where, context = _draft_folder(config, path), config.context_length
     draft = load_draft(where, model, tokenizer, context, config.draft_load_format)
-    return StandaloneDrafter(draft, **_tree_shape(config, model))
+    return _with_lookups(config, model, StandaloneDrafter(draft, **_tree_shape(config, model)))
+
+
+def _ngram(config: Config, nodes: int) -> NgramDrafter:
+    """Build the drafter over texts, with trees of at most `nodes` nodes."""
+    return NgramDrafter(
+        NgramOptions(
+            min_match=config.speculative_ngram_min_match_window_size,
+            max_match=config.speculative_ngram_max_match_window_size,
+            min_breadth=config.speculative_ngram_min_bfs_breadth,
+            max_breadth=config.speculative_ngram_max_bfs_breadth,
+            match_type=config.speculative_ngram_match_type,
+            branch_length=config.speculative_ngram_branch_length,
+            capacity=config.speculative_ngram_capacity,
+            nodes=nodes,
+        )
+    )
+
+
+def _with_lookups(config: Config, model: Model, drafter: BeamDrafter) -> Drafter:
+    """Return a drafter with texts looked up beside it, where that is wanted."""
+    if not config.looks_up(_on_cpu(config, model)):
+        return drafter
+    nodes = config.lookup_nodes(config.tree_shape(model.config.architecture, _on_cpu(config, model))[2])
+    return Lookups(drafter, _ngram(config, nodes), model.config.vocab_size)
 
 
 def _draft_folder(config: Config, path: str) -> Path:
@@ -172,14 +186,22 @@ def _token_map_file(config: Config) -> Path:
 def _tree_shape(config: Config, model: Model) -> dict[str, Any]:
     """Return steps, topk and nodes of a tree grown on the device, and those of the smaller one beside it.
 
-    Logs it if the given size is impossible.
+    With lookups the larger trees have as many nodes as those, if there are as many candidates, and the smaller are what
+    the larger would be without. Logs it if the given size is impossible.
     """
-    weight = model.embed_tokens.weight
-    on_cpu = (config.device if weight.is_meta else weight.device.type) == "cpu"
+    on_cpu = _on_cpu(config, model)
     steps, topk, nodes = config.tree_shape(model.config.architecture, on_cpu)
     if config.speculative_num_draft_tokens not in (None, nodes):
         why = "the tree is a chain" if topk == 1 else "no more candidates exist"
         logger.warning("--speculative-num-draft-tokens %d becomes %d: with --speculative-num-steps %d and "
                        "--speculative-eagle-topk %d %s", config.speculative_num_draft_tokens, nodes, steps, topk,
                        why)  # fmt: skip
-    return {"steps": steps, "topk": topk, "nodes": nodes, "smaller": config.smaller_tree((steps, topk, nodes))}
+    shape = {"steps": steps, "topk": topk, "nodes": nodes, "smaller": config.smaller_tree((steps, topk, nodes))}
+    wider = min(config.lookup_nodes(nodes), candidate_count(steps, topk) + 1) if config.looks_up(on_cpu) else nodes
+    return shape | ({"nodes": wider, "smaller": (steps, nodes)} if wider > nodes else {})
+
+
+def _on_cpu(config: Config, model: Model) -> bool:
+    """Return whether this model, which may be an outline, is for a CPU."""
+    weight = model.embed_tokens.weight
+    return (config.device if weight.is_meta else weight.device.type) == "cpu"

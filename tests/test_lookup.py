@@ -1,0 +1,290 @@
+"""Lookups beside a head: the same tokens whatever bets are taken, a head that is never behind, and lookups for free."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from conformance import FEW, WISHES, Subject, assert_exact, truth
+from exactness import VOCAB, build, check, request, run
+from test_beam import MODEL, assert_slow_trees, drafter
+from trained import sentence, trained_head, trained_model
+
+from minispec.beam import BeamDrafter
+from minispec.config import Config
+from minispec.drafter import NOTHING, Batch, Draft
+from minispec.engine import Engine
+from minispec.lookup import SHARE, Echo, Lookups, Prospects, Texts
+from minispec.ngram import NgramDrafter, NgramOptions
+from minispec.policy import Choice, Kind, Policy, Row
+from minispec.request import Request
+from minispec.scheduler import Planned, Scheduler
+from minispec.standalone import DraftModel, StandaloneDrafter
+
+N = 10
+
+
+def texts(nodes: int = N) -> NgramDrafter:
+    return NgramDrafter(NgramOptions(nodes=nodes))
+
+
+def beside(head: BeamDrafter) -> Lookups:
+    return Lookups(head, texts(), VOCAB)
+
+
+PAIRS = {
+    "head": Subject(lambda model: beside(BeamDrafter(trained_head(), steps=2, topk=3, nodes=N, smaller=(2, 5))),
+                    model=trained_model, text=sentence),
+    "chain": Subject(lambda model: beside(BeamDrafter(trained_head(), steps=3, topk=1, nodes=4)),
+                     model=trained_model, text=sentence),
+    "standalone": Subject(lambda model: beside(StandaloneDrafter(DraftModel(model, VOCAB), steps=2, topk=2, nodes=5))),
+}
+
+
+def adversary(scheduler: Scheduler, seed: int = 0) -> list[Choice]:
+    """Let a seed choose every step's shape and every row's bet; returns the choices that were made."""
+    rng, policy, made = random.Random(seed), scheduler.policy, []
+    policy.forced = lambda shapes: rng.choice(shapes)
+    policy.forced_lookup = lambda: rng.random() < 0.5
+    choose = scheduler._choose
+
+    def noted(requests: Sequence[Request]) -> tuple:
+        plan, drafts = choose(requests)
+        made.append(plan.choice)
+        return plan, drafts
+
+    scheduler._choose = noted
+    return made
+
+
+def repeating(subject: Subject, count: int = 6, **params: object) -> list[Request]:
+    """Return requests whose prompts repeat a phrase, half of them with replies of four ids."""
+    requests = []
+    for i in range(count):
+        phrase = subject.text(9, random.Random(i))
+        wishes = {**(dict(temperature=0.0), FEW)[i % 2], **params}
+        requests.append(request(f"r{i}", phrase * 4, sampling_seed=i, max_new_tokens=30, **wishes))
+    return requests
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_no_bet_changes_a_token(name) -> None:
+    subject = PAIRS[name]
+    for how in (dict(), dict(pages=15)):
+        scheduler = subject.build(**how)
+        made = adversary(scheduler)
+        for _ in range(2):  # the second time with prefix hits, where pages are left for any
+            requests = repeating(subject, **({} if how else WISHES))
+            run(scheduler, requests)
+            assert_exact(subject, requests)
+        assert how or sum(r.cached_tokens for r in requests) > 50
+        assert not how or scheduler.metrics.retractions > 0
+        assert {choice.shape > 0 for choice in made} == {True, False}
+        assert any(len(set(choice.lookups)) == 2 and choice.shape > 1 for choice in made), "no step had both"
+        assert scheduler.metrics.lookup_rows > 20
+
+
+# ---- the head is never behind, and each row has its own tree ------------------------------------------------------
+
+
+def served(monkeypatch: pytest.MonkeyPatch, bets: Callable[[], bool], lookup_steps: int) -> list[tuple]:
+    """Serve sampled requests of few ids; every step after so many of lookups alone has the head's rounds.
+
+    Checks every row's tree, and returns texts with the trees that the head grew after them. Asserts that steps of
+    lookups ran no round and emitted more than the head's trees are deep.
+    """
+    head = drafter(2, 2, 5, coupled=False)
+    scheduler = build(MODEL, Lookups(head, texts(), VOCAB))
+    compare: list[tuple] = []
+    plans: list[Planned] = []
+    propose, grow, choose = scheduler.engine.drafter.propose, head.propose, scheduler._choose
+    steps = itertools.cycle([-N] * lookup_steps + [N])
+    scheduler.policy.forced, scheduler.policy.forced_lookup = lambda shapes: next(steps), bets
+    rounds, emitted = 0, []
+
+    def chosen(requests):
+        plan, drafts = choose(requests)
+        plans.append(plan)
+        return plan, drafts
+
+    def grown(batch: Batch):
+        nonlocal rounds
+        rounds += 1
+        tree = grow(batch)
+        slots = {r.slot: r for r in scheduler.running}
+        for row, slot in enumerate(batch.slots.tolist()):
+            if slot:
+                compare.append((slots[slot].ids, tree.tokens[row].tolist(), tree.parents[row].tolist()))
+        return tree
+
+    def proposed(batch: Batch):
+        tree = propose(batch)
+        check(tree)
+        own = {request.slot: (request, draft) for request, (_, draft) in plans[-1].rows.items()}
+        for row, slot in enumerate(batch.slots.tolist()):
+            if slot:
+                request, draft = own[slot]
+                found = (tree.tokens[row].tolist(), tree.parents[row].tolist())
+                theirs = next((t, p) for ids, t, p in reversed(compare) if ids == request.ids)
+                wanted = (draft.tokens, draft.parents) if request in plans[-1].lookups else theirs
+                rest = N - len(wanted[0])
+                assert found[0][1:] == [*wanted[0], *[-1] * rest][1:] and found[1] == [*wanted[1], *[0] * rest]
+        return tree
+
+    monkeypatch.setattr(scheduler, "_choose", chosen)
+    head.propose, scheduler.engine.drafter.propose = grown, proposed
+    teach = scheduler._teach
+
+    def taught(flight, tokens, seconds):
+        if flight.plan.choice.shape < 0:
+            emitted.extend(map(len, tokens.values()))
+        teach(flight, tokens, seconds)
+
+    scheduler._teach = taught
+    requests = [request(f"r{i}", [3, 8, 21, 34, i] * 3, sampling_seed=i, max_new_tokens=70, **FEW)
+                for i in range(4)]
+    run(scheduler, requests)
+    assert all(r.output_ids == truth(MODEL, r) for r in requests)
+    assert rounds == sum(plan.choice.shape > 1 for plan in plans) > 3, "a step of lookups ran the head's rounds"
+    assert not lookup_steps or max(emitted) > head.depth + 1, "a lookup is cut to the depth of the head's trees"
+    return compare
+
+
+def test_after_steps_of_lookups_the_head_drafts_as_the_slow_reference(monkeypatch) -> None:
+    assert_slow_trees(served(monkeypatch, lambda: False, 3), 2, 2, 5, every=3)
+
+
+def test_each_row_of_a_step_has_the_tree_that_it_bets_on(monkeypatch) -> None:
+    rng = random.Random(3)
+    assert_slow_trees(served(monkeypatch, lambda: rng.random() < 0.5, 0), 2, 2, 5, every=5)
+
+
+def forgotten_path(patch: pytest.MonkeyPatch) -> None:
+    """The head hears nothing of the path that a step of lookups accepted."""
+    launch, commit = Engine.launch, Lookups.commit
+
+    def noted(self, slots, shape=None, drafts=None):
+        self.drafter.mute = shape < 0
+        return launch(self, slots, shape, drafts)
+
+    patch.setattr(Engine, "launch", noted)
+    patch.setattr(Lookups, "commit", lambda self, new: None if self.mute and not new.prefill else commit(self, new))
+    patch.setattr(Lookups, "mute", False, raising=False)
+
+
+def other_row_s_mask(patch: pytest.MonkeyPatch) -> None:
+    """Each row looks whether the one before takes a lookup."""
+    where = torch.where
+    patch.setattr("minispec.lookup.torch.where", lambda taken, a, b: where(
+        taken.roll(1, 0) if taken.shape[-1] == 1 and a.dtype == torch.int64 else taken, a, b))
+
+
+def shallow_paths(patch: pytest.MonkeyPatch) -> None:
+    """Paths are as long as the head's trees are deep."""
+    init = Lookups.__init__
+
+    def shallow(self, head, shared, vocab_size):
+        init(self, head, shared, vocab_size)
+        self.depth = head.depth
+
+    patch.setattr(Lookups, "__init__", shallow)
+
+
+@pytest.mark.parametrize("mutation", [forgotten_path, other_row_s_mask, shallow_paths], ids=lambda m: m.__name__)
+def test_a_mistake_is_seen(mutation, monkeypatch) -> None:
+    mutation(monkeypatch)
+    rng = random.Random(3)
+    mixed = mutation is other_row_s_mask
+    with pytest.raises(AssertionError):
+        compare = served(monkeypatch, lambda: mixed and rng.random() < 0.5, 0 if mixed else 3)
+        assert_slow_trees(compare, 2, 2, 5, every=3)
+
+
+# ---- what is found, and what it costs -----------------------------------------------------------------------------
+
+
+def test_an_echo_is_what_followed_the_last_occurrence() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        text, echo = [rng.randrange(3) for _ in range(rng.randrange(1, 60))], Echo()
+        cut = rng.randrange(len(text))
+        echo.extend(text[:cut])
+        echo.extend(text[cut:])
+        found = echo.draft(echo.text, 6, longest=5)
+        at = next((i for i in range(len(text) - 1, 2, -1) if text[i - 3 : i] == text[-3:]), None)
+        if at is None or len(text) < 3:
+            assert found == NOTHING
+            continue
+        match = max(m for m in range(3, 6) if m <= at and text[at - m : at] == text[-m:])
+        periodic = text[at:] * 6
+        assert found == Draft([text[-1], *periodic[:5]], [-1, 0, 1, 2, 3, 4], match)
+
+
+def test_the_longest_match_drafts_and_what_is_expected_counts() -> None:
+    both = Texts(NgramDrafter(NgramOptions(nodes=4)))
+    both.commit(1, [1, 2, 3, 4, 5, 6, 1, 2, 3])
+    both.commit(2, [9, 9, 2, 3, 7])
+    assert both.propose([1, 2])[0] == Draft([3, 4, 5, 6], [-1, 0, 1, 2], 3)
+    both.predict(1, [5, 6, 1, 2, 3, 30, 31])
+    first = both.propose([1])[0]
+    assert (first.tokens, first.match) == ([3, 30, 31], 5)
+    both.release(1)
+    both.commit(1, [5, 6, 1, 2, 3])
+    assert both.propose([1])[0].tokens[:2] != [3, 30], "what was expected of one request is not of the next"
+
+
+def test_what_a_lookup_would_have_given_is_known_when_the_text_has_gone_on() -> None:
+    prospects, one = Prospects(), object.__new__(Request)
+    tree = Draft([5, 1, 2, 3], [-1, 0, 1, 2], 3)
+    assert prospects.follow(one, NOTHING, [4]) is None
+    assert prospects.follow(one, tree, [1]) is None and prospects.follow(one, NOTHING, [2]) is None
+    decided, tokens = prospects.follow(one, NOTHING, [9, 9])
+    assert decided is tree and tree.emits(tokens) == 3
+    assert prospects.follow(one, tree, [1, 2, 3]) is None
+    assert tree.emits(prospects.follow(one, NOTHING, [8])[1]) == 4, "the whole tree and the target's own token"
+    assert tree.emits(prospects.follow(one, tree, [7])[1]) == 1
+
+
+def test_indexing_stays_within_its_share_and_the_rest_waits(monkeypatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock.__setitem__(0, clock[0] + 1e-5) or clock[0])
+    both = Texts(texts())
+    both.commit(1, list(range(50)) * 100)
+    for _ in range(100):
+        both.commit(1, [7])
+        before = clock[0]
+        both.propose([1])
+        assert clock[0] - before < SHARE * 0.02 + 1e-4
+        clock[0] += 0.02
+    assert 2000 < len(both.shared._texts[1].waiting) < 4500, "some was indexed, and not all at once"
+
+
+def test_the_policy_takes_the_better_bet_and_spares_the_head_where_all_are_lookups() -> None:
+    policy, kind = Policy({5: 2, 10: 2}, adaptive=True), Kind(2, False, 8)
+    shapes = (1, 5, 10, -5, -10)
+    for shape, seconds in zip(shapes, (1.0, 1.2, 1.3, 1.05, 1.15), strict=True):
+        policy.times.add(kind, shape, seconds)
+    one, two = object.__new__(Request), object.__new__(Request)
+    choice = policy.choose(kind, shapes, [Row(one, lookup=12), Row(two, lookup=0)])
+    assert choice.shape == 10 and choice.lookups == (True, False)
+    both = [Row(one, lookup=12), Row(two, lookup=11)]
+    assert policy.choose(kind, shapes, both) == Choice(-10, lookups=(True, True))
+    for _ in range(50):
+        policy.learn_lookup(12, {5: 1, 10: 1})
+    assert policy.choose(kind, shapes, [Row(one, lookup=12), Row(two, lookup=12)]).lookups == (False, False)
+    assert policy.choose(kind, shapes, [Row(one, lookup=11, drafts=False), Row(two)]).lookups == (False, False)
+
+
+def test_lookups_are_on_by_default_on_a_cpu_where_no_numbers_are_given() -> None:
+    numbers = dict(speculative_num_steps=2, speculative_eagle_topk=4, speculative_num_draft_tokens=6)
+    assert Config().looks_up(on_cpu=True) and not Config().looks_up(on_cpu=False)
+    assert Config(speculative_lookup=True).looks_up(on_cpu=False)
+    assert not Config(speculative_lookup=False).looks_up(on_cpu=True)
+    assert not Config(**numbers).looks_up(on_cpu=True) and not Config(speculative_algorithm="NGRAM").looks_up(True)
+    assert Config(**numbers).lookup_nodes(6) == 6 and Config().lookup_nodes(6) == 12
+    assert Config(quantization="int8").lookup_nodes(4) == 4
+    assert not Config(speculative_ngram_capacity=1000).notes, "the flags of texts act beside a head"
+    assert Config(speculative_ngram_capacity=1000, speculative_lookup=False).notes

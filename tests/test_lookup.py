@@ -76,15 +76,15 @@ def test_no_bet_changes_a_token(name) -> None:
     for how in (dict(), dict(pages=15)):
         scheduler = subject.build(**how)
         made = adversary(scheduler)
-        for _ in range(2):  # the second time with prefix hits, where pages are left for any
-            requests = repeating(subject, **({} if how else WISHES))
+        for again in range(2):  # the second time with prefix hits, where pages are left for any, and every wish
+            requests = repeating(subject, **(WISHES if again and not how else {}))
             run(scheduler, requests)
             assert_exact(subject, requests)
         assert how or sum(r.cached_tokens for r in requests) > 50
         assert not how or scheduler.metrics.retractions > 0
         assert {choice.shape > 0 for choice in made} == {True, False}
         assert any(len(set(choice.lookups)) == 2 and choice.shape > 1 for choice in made), "no step had both"
-        assert scheduler.metrics.lookup_rows > 20
+        assert scheduler.metrics.lookup_rows > 10
 
 
 # ---- the head is never behind, and each row has its own tree ------------------------------------------------------

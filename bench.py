@@ -52,7 +52,7 @@ METHODS: dict[str, dict[str, Any]] = {  # name -> launch flags; without a path a
     "none": {"speculative_algorithm": "NONE"},
     "ngram": {"speculative_algorithm": "NGRAM"},
     "eagle3": {"speculative_algorithm": "EAGLE3"},
-    "eagle3-without-lookup": {"speculative_algorithm": "EAGLE3", "speculative_lookup": False},
+    "eagle3-with-lookup": {"speculative_algorithm": "EAGLE3", "speculative_lookup": True},
     "eagle": {"speculative_algorithm": "EAGLE"},
     "eagle-full-vocabulary": {"speculative_algorithm": "EAGLE", "speculative_token_map": "none"},
     "mtp": {"speculative_algorithm": "NEXTN"},
@@ -405,7 +405,7 @@ def plan(args: argparse.Namespace, everyone: Sequence[Entrant], seconds: Sequenc
 def shipped(args: argparse.Namespace) -> list[str]:
     """Return the methods to run without --algorithm; with --full all that need no head or whose head ships."""
     if args.full:
-        names = [name for name in METHODS if "full" not in name and "without" not in name]
+        names = [name for name in METHODS if "full" not in name and "with-lookup" not in name]
         with_head = lambda name: Config(model_path=args.model, **METHODS[name]).draft_path is not None  # noqa: E731
         found = [name for name in names if name in HEADLESS or with_head(name)]
     else:

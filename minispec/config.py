@@ -193,8 +193,7 @@ class Config:
     )
     speculative_lookup: bool | None = _flag(
         None, "Speculation", "beside a draft head or model look up texts as NGRAM does, and verify for each request "
-        "the better bet; default: on a CPU, unless numbers of steps, branches or nodes are given; on CUDA steps then "
-        "do not overlap",
+        "the better bet; default: no; on CUDA steps then do not overlap",
     )  # fmt: skip
     speculative_accept_threshold_single: float = _flag(
         1.0, "Speculation", "accept any draft of at least this probability; below 1 sampled output is not exact",
@@ -297,8 +296,7 @@ class Config:
         for f in _flags():
             if not f.name.startswith("speculative_") or getattr(self, f.name) in (f.default, "NONE"):
                 continue
-            looks_up = self.looks_up(on_cpu=self.device != "cuda")
-            owners = ("NGRAM", *(GROWN if looks_up else ())) if f.name.startswith("speculative_ngram_") else GROWN
+            owners = ("NGRAM", *(GROWN if self.looks_up else ())) if f.name.startswith("speculative_ngram_") else GROWN
             owners = ("NGRAM", *GROWN) if f.name in _SHARED else owners
             if f.name == "speculative_token_map":
                 continue  # the drafter itself says whether it uses one
@@ -368,11 +366,10 @@ class Config:
             return not self.gives_numbers and self.simulate_acc_len is None
         return self.speculative_adaptive
 
-    def looks_up(self, on_cpu: bool) -> bool:
-        """Return whether texts are looked up beside a drafter that grows its trees on the device."""
-        if self.algorithm not in GROWN or self.speculative_lookup is not None:
-            return self.algorithm in GROWN and bool(self.speculative_lookup)
-        return on_cpu and not self.gives_numbers and self.simulate_acc_len is None
+    @property
+    def looks_up(self) -> bool:
+        """Whether texts are looked up beside a drafter that grows its trees on the device."""
+        return bool(self.speculative_lookup) and self.algorithm in GROWN
 
     def lookup_nodes(self, nodes: int) -> int:
         """Return N, the nodes of the larger trees with lookups, beside a drafter whose trees have `nodes`."""

@@ -278,13 +278,12 @@ def test_the_policy_takes_the_better_bet_and_spares_the_head_where_all_are_looku
     assert policy.choose(kind, shapes, [Row(one, lookup=11, drafts=False), Row(two)]).lookups == (False, False)
 
 
-def test_lookups_are_on_by_default_on_a_cpu_where_no_numbers_are_given() -> None:
+def test_texts_are_looked_up_where_that_is_asked_for_beside_what_drafts_on_the_device() -> None:
     numbers = dict(speculative_num_steps=2, speculative_eagle_topk=4, speculative_num_draft_tokens=6)
-    assert Config().looks_up(on_cpu=True) and not Config().looks_up(on_cpu=False)
-    assert Config(speculative_lookup=True).looks_up(on_cpu=False)
-    assert not Config(speculative_lookup=False).looks_up(on_cpu=True)
-    assert not Config(**numbers).looks_up(on_cpu=True) and not Config(speculative_algorithm="NGRAM").looks_up(True)
-    assert Config(**numbers).lookup_nodes(6) == 6 and Config().lookup_nodes(6) == 12
+    asked = Config(speculative_lookup=True)
+    assert asked.looks_up and not Config().looks_up and not Config(speculative_lookup=False).looks_up
+    assert not Config(speculative_algorithm="NGRAM", speculative_lookup=True).looks_up
+    assert Config(**numbers).lookup_nodes(6) == 6 and asked.lookup_nodes(6) == 12
     assert Config(quantization="int8").lookup_nodes(4) == 4
-    assert not Config(speculative_ngram_capacity=1000).notes, "the flags of texts act beside a head"
-    assert Config(speculative_ngram_capacity=1000, speculative_lookup=False).notes
+    assert not Config(speculative_ngram_capacity=1000, speculative_lookup=True).notes, "they act beside a head"
+    assert Config(speculative_ngram_capacity=1000).notes

@@ -1,9 +1,9 @@
 """Five of the documentation's launch commands, run as written against tiny checkpoints in the formats of their models.
 
 A folder whose name is a hub's id is found before the hub is asked, so each command runs in a folder that holds its
-checkpoints under the very ids. Appended are a free port, `--device cpu --disable-torch-compile`, for speed, and a bound
-on the KV pool, since their share of the memory is not there while other tests run. Two of them run in processes of
-their own, the others in threads of the tests.
+checkpoints under the very ids. Appended are a free port, `--device cpu --disable-torch-compile`, for speed, and
+another share of the memory with a bound on the KV pool, since what they ask for is not there while other tests run. Two
+of them run in processes of their own, the others in threads of the tests.
 
 Every target follows a script: its LM head maps each token of a fixed text to the next one, through layers of random
 weights that add a little noise. So the greedy answer is known beforehand. The heads are made to read the newest token
@@ -38,7 +38,8 @@ from transformers import AutoTokenizer
 from minispec.config import Config
 
 Tensors = dict[str, Tensor]
-APPENDED = ["--device", "cpu", "--disable-torch-compile", "--max-total-tokens", "8192"]
+APPENDED = ["--device", "cpu", "--disable-torch-compile", "--max-total-tokens", "8192",
+            "--mem-fraction-static", "0.95"]  # fmt: skip
 H, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 8  # sizes of every target; a head's layer has them too
 SIZE = H // HEADS
 

@@ -18,7 +18,7 @@ from minispec.config import Config
 from minispec.load.default_model import ensure_default_model
 
 FLAGS = ["--dtype", "float32", "--disable-torch-compile", "--chunked-prefill-size", "64", "--port", "0",
-         "--max-running-requests", "8", "--log-level", "error"]  # fmt: skip
+         "--max-running-requests", "8", "--max-total-tokens", "8192", "--log-level", "error"]  # fmt: skip
 
 SAMPLES = 20  # tokens of each
 

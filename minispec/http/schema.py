@@ -429,7 +429,7 @@ def _form_of(form: fields.ResponseFormat) -> dict[str, Any] | bool:
 
 def _given(asked: fields.Fields, names: Iterable[str]) -> dict[str, Any]:
     """Return those of the fields that the client has set."""
-    return {name: value for name in names if (value := getattr(asked, name, None)) is not None}
+    return {name: value for name in names if (value := getattr(asked, name)) is not None}
 
 
 def _listed(prompt: Any) -> list[Prompt]:

@@ -329,7 +329,7 @@ BUSHY = DraftTree(  # two levels of two and three, a child without probability, 
 )
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
 def test_emitted_paths_follow_the_threshold_rule_in_closed_form(single: float, acc: float, top_p: float) -> None:
-    n = 40_000
+    n = 40_000 if top_p == 1 else 5_000  # a filter's histograms are of thousands of bins a row
     params, rows_of = SamplingParams(temperature=0.8, top_p=top_p), torch.arange(1, n + 1)
     state = SamplingState(n + 1, 5, "cpu")
     state.assign(1, params, 0, [], [], [])
@@ -386,14 +386,14 @@ def test_a_lossy_walk_keeps_greedy_rows_exact_penalised_ones_too() -> None:
 
 
 def test_the_law_is_that_of_pick() -> None:
-    n, logits = 60_000, torch.tensor([[1.0, 0.4, 0.1, -0.7, -1.9]])
+    n, logits = 15_000, torch.tensor([[1.0, 0.4, 0.1, -0.7, -1.9]])
     state = SamplingState(2, 5, "cpu")
     for params in PARAMS.values():
         state.assign(1, params, 0, [3, 1], [1], STOPS.get("min new", []))
         rows = state.wishes(torch.ones(n, dtype=torch.int64), state.needs([1]))._replace(seed=torch.arange(n))
         expected = law(logits, rows._replace(**{k: v[:1] for k, v in rows._asdict().items() if v is not None}))[0]
         seen = torch.bincount(pick(logits.expand(n, -1), rows, torch.full((n,), 3)), minlength=5) / n
-        assert (seen - expected).abs().max() < 0.01 and float(expected.sum()) == pytest.approx(1)
+        assert (seen - expected).abs().max() < 0.015 and float(expected.sum()) == pytest.approx(1)
 
 
 def test_the_compiled_lossy_walk_has_no_host_decision_and_the_same_verdict() -> None:

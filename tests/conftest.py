@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Two workers whose OpenMP pools wait for each other are slower than one. Before torch is imported; servers that the
     # tests start inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# With an empty cache Inductor compiles a long file for each kind of vector instructions that the processor has, twelve
+# seconds in each process, to see whether the compiler knows them. One that knows the newest knows all; what compiles
+# for a server says the same (`minispec.compiled.prepare`).
+if shutil.which("g++") and not subprocess.run(
+    ["g++", "-mavx512bf16", "-mamx-bf16", "-E", "-x", "c++", os.devnull], capture_output=True, check=False
+).returncode:
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch

@@ -2,8 +2,8 @@
 
 A folder whose name is a hub's id is found before the hub is asked, so each command runs in a folder that holds its
 checkpoints under the very ids. Appended are a free port, `--device cpu --disable-torch-compile`, for speed, and
-another share of the memory with a bound on the KV pool, since what they ask for is not there while other tests run. Two
-of them run in processes of their own, the others in threads of the tests.
+another share of the memory with a bound on the KV pool, since what they ask for is not there while other tests run. One
+of them runs in a process of its own, the others in threads of the tests.
 
 Every target follows a script: its LM head maps each token of a fixed text to the next one, through layers of random
 weights that add a little noise. So the greedy answer is known beforehand. The heads are made to read the newest token
@@ -278,7 +278,7 @@ def test_a_documented_command_serves_the_documented_call(
 ) -> None:  # fmt: skip
     torch.manual_seed(1)
     case.make(tmp_path, text, demo_folder)
-    alone = case.make in (eagle2, mimo)  # processes of their own, which take seconds to begin
+    alone = case.make is eagle2  # in a process of its own, which takes seconds to begin
     launched = Launched(case.number, tmp_path) if alone else InThread(case.number, tmp_path, monkeypatch, caplog)
     try:
         launched.wait()

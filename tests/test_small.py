@@ -29,6 +29,7 @@ from minispec.sampling import GREEDY
 from minispec.scheduler import Scheduler
 
 MODEL = tiny_model()
+PAGES = 1000  # so that nothing else is as large as a layer's keys; of all tests, since they share what is compiled
 BLOCK, REGION = "a block or a head", "a small function"
 GATHERING = "rows to gather"  # worked out for a step by eager attention, which FlexAttention does not need
 VIEWS = {  # operations that start no kernel
@@ -46,14 +47,14 @@ def eagle3(steps: int, topk: int, nodes: int) -> BeamDrafter:
 
 def forced(drafter: Drafter, **how: object) -> Scheduler:
     """Return a scheduler whose small functions are compiled for greedy batches of one."""
-    scheduler = build(MODEL, drafter, host_looks=False, **how)
+    scheduler = build(MODEL, drafter, host_looks=False, pages=PAGES, **how)
     compiler = partial(compile_step, device=CPU)
     scheduler.engine.compile_small(compiler, lambda batch, samples: batch == 1 and not samples)
     return scheduler
 
 
 def test_greedy_and_sampled_batches_have_a_graph_each() -> None:
-    scheduler = build(MODEL, Plain(), host_looks=False, running=1)
+    scheduler = build(MODEL, Plain(), host_looks=False, running=1, pages=PAGES)
     scheduler.engine.compile_small(partial(compile_step, device=CPU), lambda batch, samples: True)
     for temperature in (0.0, 1.0, 0.0, 1.0):
         requests = [request("r", [3, 14, 15, 9, 2, 6], max_new_tokens=8, temperature=temperature, sampling_seed=3)]
@@ -101,13 +102,16 @@ def operations(engine: Engine, nodes: int) -> tuple[Counter[str], int]:
     return top, max(abs(event.self_cpu_memory_usage) for event in found.events())
 
 
-STEPS = [(lambda: eagle3(5, 8, 32), 32, 60, 5), (Plain, 1, 25, 2)]  # nodes, most operations, kinds of small functions
+# Running requests, nodes, most operations, kinds of small functions; the tree's are compiled below too.
+STEPS = [(lambda: eagle3(3, 3, 8), 2, 8, 60, 5), (Plain, 1, 1, 25, 2)]
 
 
-@pytest.mark.parametrize(("drafter", "nodes", "most", "kinds"), STEPS, ids=["eagle3-5/8/32", "plain"])
-def test_a_step_is_a_handful_of_launches(drafter: Callable[[], Drafter], nodes: int, most: int, kinds: int) -> None:
+@pytest.mark.parametrize(("drafter", "running", "nodes", "most", "kinds"), STEPS, ids=["eagle3-3/3/8", "plain"])
+def test_a_step_is_a_handful_of_launches(
+    drafter: Callable[[], Drafter], running: int, nodes: int, most: int, kinds: int
+) -> None:
     with torch.inference_mode():
-        scheduler = forced(drafter(), running=1, pages=4000)
+        scheduler = forced(drafter(), running=running)
         engine = scheduler.engine
         run(scheduler, [request("r", [3, 14, 15, 9, 2, 6], max_new_tokens=12)])  # compiles, and then calls directly
         engine.buckets[1, nodes].upload([1], ())
@@ -115,19 +119,19 @@ def test_a_step_is_a_handful_of_launches(drafter: Callable[[], Drafter], nodes: 
         assert len(functions) == kinds and all(len(function.calls) > 0 for function in functions)
         found, largest = operations(engine, nodes)
     calls = found.pop(BLOCK)
-    assert calls == 3 + (5 if nodes > 1 else 0), "three layers; four rounds after the root's, and the accepted path"
-    assert found[REGION] == 2 + (5 if nodes > 1 else 0)
+    assert calls == 3 + (3 if nodes > 1 else 0), "three layers; two rounds after the root's, and the accepted path"
+    assert found[REGION] == 2 + (3 if nodes > 1 else 0)
     print(f"{nodes} nodes: {found.total()} operations outside, small functions included: {dict(found)}")
     assert found.total() <= most, dict(found)
     layer = engine.kv.pool.numel() // 6 * 4
     assert largest < layer / 2, "nothing of the size of a layer's keys and values is allocated"
 
 
-@pytest.mark.parametrize("shape", [(3, 3, 8), (1, 2, 3), (2, 1, 3)], ids=lambda shape: "/".join(map(str, shape)))
+@pytest.mark.parametrize("shape", [(3, 3, 8), (1, 1, 2)], ids=lambda shape: "/".join(map(str, shape)))
 def test_tokens_and_trees_are_those_of_the_eager_functions(shape: tuple[int, int, int]) -> None:
     with torch.inference_mode():
         drafter = eagle3(*shape)
-    scheduler = forced(drafter, running=2, chunk=32)
+    scheduler = forced(drafter, running=2)
     engine, compared = scheduler.engine, Counter()
 
     def compare(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:

@@ -579,7 +579,7 @@ def test_an_idle_trie_is_small_and_a_node_takes_under_100_bytes() -> None:
         trie = Trie(NgramOptions())
         assert tracemalloc.get_traced_memory()[0] < 10_000
         rng, path = random.Random(8), []
-        while len(trie) < 200_000:
+        while len(trie) < 50_000:
             path = trie.extend(path, rng.randrange(50_000))
         held = tracemalloc.get_traced_memory()[0]
     finally:

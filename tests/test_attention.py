@@ -3,8 +3,8 @@
 The reference shares nothing with `attention.py`: it keeps every slot's keys and values as a plain list of rows, writes
 them into the pool by its own page arithmetic, walks parents one by one to find a node's ancestors, and takes the
 softmax in fp64. All rows that a node must not see hold large finite garbage, so that a mask which is wrong in a single
-place shows. FlexAttention runs compiled in four shapes on the CPU and eagerly in all; the wide compiled sweep needs
-CUDA.
+place shows. FlexAttention runs compiled in three shapes on the CPU and eagerly in all; the wide compiled sweep needs
+CUDA, where alone chunks of prompts go through it.
 """
 
 from __future__ import annotations
@@ -363,17 +363,11 @@ def test_compiled_flex_matches_the_reference_for_trees(
     check_compiled(world, plan, lambda: tree_scene(world, nodes, 4), repeats=6)
 
 
-def test_compiled_flex_matches_the_reference_for_packed_chunks() -> None:
-    world = World(3, rows=400)
-    plan = Plan(world.kv, 1, 3, QUERY_BLOCK)
-    check_compiled(world, plan, lambda: prefill_scene(world, 3), repeats=4)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_gather_matches_the_reference(dtype: torch.dtype) -> None:
     """What a CPU serves trees and chunks with; the operator must see every step's own lengths."""
     world = World(3, rows=400, dtype=dtype)
-    for nodes in (2, 8, 64):
+    for nodes in (2, 8, 64) if dtype == torch.float32 else (8,):
         scene = lambda nodes=nodes: tree_scene(world, nodes, 4)  # noqa: E731
         check_compiled(world, Plan(world.kv, 4, 1, nodes), scene, 3, PagedGather)
     check_compiled(world, Plan(world.kv, 1, 3, QUERY_BLOCK), lambda: prefill_scene(world, 3), 4, PagedGather)

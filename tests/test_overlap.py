@@ -12,7 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
-from conformance import CHECKS, SUBJECTS, WISHES, Subject, assert_exact, truth
+from conformance import (
+    CHECKS,
+    SUBJECTS,
+    WISHES,
+    Subject,
+    arrival_one_by_one,
+    assert_exact,
+    retraction,
+    seeded_samples,
+    truth,
+)
 from exactness import request, run
 
 from minispec.engine import Engine
@@ -38,8 +48,17 @@ def overlapped(name: str) -> Overlapped:
     return Overlapped(**vars(SUBJECTS[name]))
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", NAMES)
+# The heads are grown by one drafter, so all checks are run for one of them, and for the others those that take in what
+# a step in flight left: after a retraction, with others arriving, and with noise.
+OTHER_HEADS = ("eagle-tree", "mtp-tree")
+OF_ALL = (retraction, arrival_one_by_one, seeded_samples)
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [(name, check) for name in NAMES for check in CHECKS if check in OF_ALL or name not in OTHER_HEADS],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
 def test_tokens_stay_the_same(name: str, check: Callable[[Subject], None]) -> None:
     check(overlapped(name))
 

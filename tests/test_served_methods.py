@@ -20,7 +20,7 @@ from minispec.load.default_model import ensure_default_model
 FLAGS = ["--dtype", "float32", "--disable-torch-compile", "--chunked-prefill-size", "64", "--port", "0",
          "--max-running-requests", "8", "--max-total-tokens", "8192", "--log-level", "error"]  # fmt: skip
 
-SAMPLES = 20  # tokens of each
+SAMPLES = 12  # tokens of each
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def samples(questions: parity.Questions) -> list[parity.Ids]:
 
 
 # EAGLE-3's default tree and NGRAM's are in test_served.py, chains of the others in the offline tests.
-@pytest.mark.parametrize("drafter", ["EAGLE3:3/1/4", "EAGLE:3/3/8", "NEXTN:3/1/4", "NEXTN:3/3/8", "STANDALONE:2/3/6"])
+@pytest.mark.parametrize("drafter", ["EAGLE3:3/1/4", "EAGLE:3/3/8", "NEXTN:3/3/8", "STANDALONE:2/3/6"])
 def test_every_method_that_ships_gives_the_same(
     drafter: str, questions: parity.Questions, samples: list[parity.Ids]
 ) -> None:

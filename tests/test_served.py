@@ -30,7 +30,7 @@ TURNS = [
 @pytest.fixture(scope="module")
 def questions() -> parity.Questions:
     """Prompts and transformers' greedy answers to them."""
-    return parity.Questions(TURNS[:4], ensure_default_model(), new_tokens=16, shared=2)
+    return parity.Questions(TURNS[:3], ensure_default_model(), new_tokens=16, shared=2)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_compiled_server_gives_transformers_tokens(compiled, questions) -> None:
 
 def test_eager_server_with_small_chunks_and_a_small_pool_gives_the_same(questions, compiled) -> None:
     flags = ["--dtype", "float32", "--disable-torch-compile", "--speculative-algorithm", "NGRAM"]
-    flags += ["--chunked-prefill-size", "32", "--page-size", "16", "--max-total-tokens", "320"]
+    flags += ["--chunked-prefill-size", "32", "--page-size", "16", "--max-total-tokens", "256"]
     with parity.serve(*flags) as url:
         assert_exact(url, questions, expect_retraction=True)
         assert parity.sampled(url, questions, 8, 16) == parity.sampled(compiled, questions, 8, 16)

@@ -31,6 +31,7 @@ PROBES = 0.01  # the share of decode time that probes may cost
 HORIZON = 0.999  # how much of the accounts of probes is left after a step
 STALE = 100  # steps of a kind after which another shape's numbers are worth a probe
 SAMPLES = 15  # step times that a median is taken of, the newest ones
+AROUND = 9  # newest steps whose most frequent shape is the one in use, and whose times others are compared with
 OWN_AFTER = 8  # tree steps of a request after which its own record counts
 SHORT = 2  # tokens of a text that agree with an older one by chance
 FIRST_CHANCE = 0.6  # that a draft is accepted, before any was
@@ -73,15 +74,29 @@ class Choice(NamedTuple):
 
 
 class Times:
-    """What steps took, by kind and nodes: the median of the newest."""
+    """What steps took, by kind and nodes: the median of the newest.
+
+    Times of two shapes are seldom of the same minute, and a machine that others use as well may be half as fast in the
+    next one. The shape in use would then look slow beside one that was measured before. So a shape that is not in use
+    has, as a multiple of the one in use, what it had whenever the two were measured one after the other.
+    """
 
     def __init__(self) -> None:
         self._samples: dict[Kind, dict[int, deque[float]]] = defaultdict(dict)
+        self._newest: dict[Kind, deque[int]] = defaultdict(lambda: deque(maxlen=AROUND))  # shapes of the newest steps
+        self._used: dict[Kind, int] = {}  # the shape of most of them
+        self._multiples: dict[tuple[Kind, int, int], deque[float]] = defaultdict(lambda: deque(maxlen=AROUND))
         self._since: dict[tuple[Kind, int], int] = {}  # steps of the kind since this shape was last measured
 
     def add(self, kind: Kind, nodes: int, seconds: float) -> None:
         """Take in the time of a step."""
-        of = self._samples[kind]
+        of, used = self._samples[kind], self._used.get(kind, nodes)
+        if used != nodes:
+            multiple = seconds / statistics.median(list(of[used])[-AROUND:])
+            self._multiples[kind, nodes, used].append(multiple)
+            self._multiples[kind, used, nodes].append(1 / multiple)
+        self._newest[kind].append(nodes)
+        self._used[kind] = statistics.mode(self._newest[kind])
         of.setdefault(nodes, deque(maxlen=SAMPLES)).append(seconds)
         for other in of:
             self._since[kind, other] = self._since.get((kind, other), 0) + 1
@@ -90,6 +105,9 @@ class Times:
     def clear(self) -> None:
         """Forget all times."""
         self._samples.clear()
+        self._newest.clear()
+        self._used.clear()
+        self._multiples.clear()
         self._since.clear()
 
     def stale(self, kind: Kind, nodes: int) -> bool:
@@ -108,15 +126,17 @@ class Times:
         """
         here = self._samples.get(kind, {})
         if nodes in here:
-            return statistics.median(here[nodes])
+            used = self._used[kind]
+            multiples = self._multiples.get((kind, nodes, used))
+            return statistics.median(here[used]) * statistics.median(multiples) if multiples else (
+                statistics.median(here[nodes]))
         near = [other for other, of in self._samples.items() if nodes in of and other.batch == kind.batch]
         if not near:
             return min((statistics.median(times) for times in here.values()), default=1.0)
         other = min(near, key=lambda k: (abs(k.octave - kind.octave), k.sampled != kind.sampled))
-        there = self._samples[other]
-        both = [m for m in here if m in there]
-        scale = statistics.median(here[both[0]]) / statistics.median(there[both[0]]) if both else 1.0
-        return scale * statistics.median(there[nodes])
+        both = [m for m in here if m in self._samples[other]]
+        scale = self.of(kind, both[0]) / self.of(other, both[0]) if both else 1.0
+        return scale * self.of(other, nodes)
 
 
 class Acceptance:

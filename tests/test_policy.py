@@ -161,6 +161,22 @@ def test_a_step_s_time_is_the_median_of_the_newest_and_carried_over_where_none_w
     assert times.of(Kind(4, False, 8), 6) == 5.0, "so that it is tried"
 
 
+def test_a_slow_minute_is_not_taken_for_a_slow_shape() -> None:
+    times, kind = Times(), Kind(8, False, 8)
+    for _ in range(20):
+        times.add(kind, 1, 30.0)
+    times.add(kind, 6, 63.0)
+    for _ in range(20):
+        times.add(kind, 1, 60.0)
+    assert times.of(kind, 1) == 60.0 and times.of(kind, 6) == 126.0, "twice as slow, the machine is so for both"
+    for _ in range(20):
+        times.add(kind, 6, 50.0)  # now in use, and faster than the one probe said
+    assert times.of(kind, 6) == 50.0 and 58.0 <= times.of(kind, 1) <= 62.0
+    times.add(kind, 1, 25.0)
+    times.add(kind, 1, 25.0)
+    assert times.of(kind, 1) < 62.0
+
+
 def test_matches_learn_and_hope_returns_to_what_is_refused() -> None:
     matches = Matches()
     assert matches.expected(12, 4) == 3.0 and matches.expected(2, 4) == 2.0 and matches.expected(12, 0) == 1.0

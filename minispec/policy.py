@@ -330,6 +330,8 @@ class Policy:
         Not to be called for a step that compiled something or waited for pages.
         """
         self.times.add(kind, choice.shape, seconds)
+        if self.forced is not None:
+            return  # what was not chosen earns no probes
         self.spent = HORIZON * self.spent + seconds + catching_up
         self.probing *= HORIZON
         if choice.probe or self._after_probe:  # the return from a probe is its cost too

@@ -39,6 +39,7 @@ from minispec.kv import PagedKV
 QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
 
 GATHER_FROM = 24  # rows of a step from which on a CPU gathers keys, where it compiles; see `compiled_attention`
+FOLD_UP_TO = 32  # nodes of a block up to which gathering makes the queries of a KV head rows of one head
 
 # CUDA's kernels work on tiles of query rows by key rows. With larger ones the sums and the mask do not fit in registers
 # and spill into memory; benchmarks/lowering.py compiles the kernels and shows it.
@@ -104,6 +105,14 @@ class Plan:
         self.full_blocks = device.type != "cuda" or blocks > 1
         self.listed = True  # whether anybody reads the lists
 
+    @property
+    def name(self) -> str:
+        """What tells its shape from others."""
+        if self.blocks > 1:
+            return f"prefill of {self.batch * self.blocks * self.width} rows"
+        window = "" if self.window == self.width else f" in a window of {self.window}"
+        return f"batch {self.batch}, {self.width} nodes each{window}"
+
     def fill(self, slots: Tensor, starts: Tensor, visible: Tensor, live: Tensor, offset: int | Tensor = 0) -> None:
         """Describe the next step: slots, starts [r] int64, visible [r, W, M] bool, live [r, W] bool (others: padding).
 
@@ -141,6 +150,7 @@ class PagedFlex:
 
     def __init__(self, kv: PagedKV, plan: Plan, layers: int) -> None:
         self._layers = [FlexLayer(*kv.layer(index), kv.logical, plan) for index in range(layers)]
+        self.graph = plan.name
 
     def layer(self, index: int) -> FlexLayer:
         """Return the attention of one layer."""
@@ -252,12 +262,16 @@ class PagedGather:
     def __init__(self, kv: PagedKV, plan: Plan, layers: int, eager: bool = False) -> None:
         """eager: blocks that are compiled are to run as they are with this attention."""
         self.kv, self.plan, self.eager = kv, plan, eager
+        # Do the queries that share a KV head become rows of one head, so that each key is read once?
+        self.folds = plan.blocks == 1 and plan.width <= FOLD_UP_TO
         # Are a request's blocks of a prefill step attended together? Whose they are, the host learns by a look.
         self.merges = plan.blocks > 1 and kv.host_looks
         self.strips: list[Strip] = []
         key = next(_keys)
         _gathers[key] = self
         self.handle = torch.tensor(key)
+        several, folded = "several sequences" if plan.batch > 1 else "one sequence", ", folded" if self.folds else ""
+        self.graph = f"{several} of any length{folded}" if plan.blocks * plan.width > 1 else f"{several} of one row"
         self._layers = [GatherLayer(kv, index, self) for index in range(layers)]
 
     def layer(self, index: int) -> GatherLayer:
@@ -319,10 +333,6 @@ class PagedGather:
         rows = self.kv.table[slots][:, position // page_size].long() * page_size + position % page_size
         return torch.where(mask.any(1), rows, rows[:, :1]), mask
 
-    def folds(self, group: int) -> bool:
-        """Do the queries that share a KV head become rows of one head, so that each key is read once?"""
-        return self.plan.blocks == 1 and group * self.plan.width <= QUERY_BLOCK
-
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attend with q [B, H, T, D] to one layer's rows of the pool [1, Hkv, PAGES * P, D] -> [B, H, T, D].
 
@@ -363,20 +373,20 @@ def _laid_out(out: Tensor) -> Tensor:
 
 
 class GatherLayer:
-    """One layer of PagedGather."""
+    """One layer of PagedGather. No number in it depends on the plan's size, so that compiled it serves any size."""
 
     def __init__(self, kv: PagedKV, index: int, gather: PagedGather) -> None:
         self.keys, self.values = kv.layer(index)
         self.gather, self.plan, self.eager = gather, gather.plan, gather.eager
+        self.any_size = gather.plan.rows  # see `compiled.py`
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [B, Hkv, T, D] into their rows, then attend with q [B, Hq, T, D] -> [B, Hq, T, D]."""
-        _write(self.keys, self.plan.rows, k)
-        _write(self.values, self.plan.rows, v)
+        _write(self.keys, self.any_size, k)
+        _write(self.values, self.any_size, v)
         batch, heads, length, dim = q.shape
-        kv_heads = k.shape[1]
-        if self.gather.folds(heads // kv_heads):
-            q = q.reshape(batch, kv_heads, -1, dim)
+        if self.gather.folds:
+            q = q.reshape(batch, k.shape[1], -1, dim)
         if torch.compiler.is_compiling():
             out = torch.ops.minispec.attend_rows(q, self.keys, self.values, self.gather.handle)
         else:
@@ -404,6 +414,9 @@ _library.impl("attend_rows", _attend_rows, "CPU")
 torch.library.register_fake("minispec::attend_rows", _attend_rows_shape)
 
 
+CompiledKind = Callable[[PagedKV, Plan, int], "PagedFlex | PagedGather"]
+
+
 def compiled_attention(kv: PagedKV, plan: Plan, layers: int) -> PagedFlex | PagedGather:
     """Return the kind of attention that is faster in compiled code: FlexAttention, or on a CPU gathering for many rows.
 
@@ -412,8 +425,16 @@ def compiled_attention(kv: PagedKV, plan: Plan, layers: int) -> PagedFlex | Page
     """
     rows = plan.batch * plan.blocks * plan.width
     flex = plan.starts.is_cuda or plan.width == 1 or rows < GATHER_FROM
-    plan.listed = flex
-    return (PagedFlex if flex else PagedGather)(kv, plan, layers)
+    return PagedFlex(kv, plan, layers) if flex else gathered_attention(kv, plan, layers)
+
+
+def gathered_attention(kv: PagedKV, plan: Plan, layers: int) -> PagedGather:
+    """Return gathering for any number of rows: of one layer, whose one graph of any size is worth more than its time.
+
+    A graph of FlexAttention is made for each size and takes twelve seconds of a core.
+    """
+    plan.listed = False
+    return PagedGather(kv, plan, layers)
 
 
 class Permits:
@@ -424,9 +445,9 @@ class Permits:
         self.granted: list[Deferred] = []
         self.refused = 0  # how often a step ran eagerly for want of a permit
 
-    def attention(self, kv: PagedKV, plan: Plan, layers: int) -> Deferred:
-        """Return an attention that asks here before its graph is made."""
-        return Deferred(kv, plan, layers, self)
+    def attention(self, kind: CompiledKind) -> AttendKind:
+        """Return the attention that asks here before its graph is made, and has this kind from then on."""
+        return lambda kv, plan, layers: Deferred(kind(kv, plan, layers), PagedGather(kv, plan, layers, True), self)
 
     def ask(self, who: Deferred) -> bool:
         """Return whether the graph may be made now."""
@@ -449,9 +470,8 @@ class Deferred:
     decides for each step whether it runs compiled, and the kinds differ in nothing but time and rounding.
     """
 
-    def __init__(self, kv: PagedKV, plan: Plan, layers: int, permits: Permits) -> None:
-        self.compiled = compiled_attention(kv, plan, layers)
-        self.eager = PagedGather(kv, plan, layers, eager=True)
+    def __init__(self, compiled: PagedFlex | PagedGather, eager: PagedGather, permits: Permits) -> None:
+        self.compiled, self.eager, self.graph = compiled, eager, compiled.graph
         self.permits, self.ready = permits, False
 
     def layer(self, index: int) -> FlexLayer | GatherLayer:

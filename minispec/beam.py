@@ -31,7 +31,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from minispec.attention import AttendKind, Plan
+from minispec.attention import AttendKind, Plan, gathered_attention
 from minispec.compiled import Choice, Compiler, Small
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.kv import KVShape, PagedKV
@@ -185,6 +185,7 @@ class BeamDrafter(Drafter):
     """
 
     lookahead = 1  # row i depends on token i + 1, which is in the head's pair
+    compiled_attention = staticmethod(gathered_attention)
 
     def __init__(
         self, network: nn.Module, *, steps: int, topk: int, nodes: int, coupled: bool = True,
@@ -236,11 +237,12 @@ class BeamDrafter(Drafter):
         """From now on run what surrounds the network as `compiler` compiles it, where `choice` says so."""
         self.small.compile(compiler, choice)
 
-    def shapes(self, batch_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> list[str]:
-        """Return a name for every graph of the network: those of prompts, of accepted paths and of frontiers."""
-        rounds = [f"draft, batch {batch}, {self.topk} nodes a frontier" for batch in batch_sizes if self.window]
-        paths = [f"draft, batch {batch}, {self.longest} tokens a path" for batch in batch_sizes]
-        return [f"draft, prefill of {size} tokens" for size in prefill_sizes] + paths + rounds
+    def attends(self, plan: Plan, prefill: bool) -> list[Attend]:
+        """Return the attention of prompts, or of accepted paths and of frontiers; a smaller tree has the same ones."""
+        if prefill:
+            return [self._attend(plan)]
+        frontier = self._beams[plan.batch, self.nodes].plan
+        return [self._attend(plan)] + ([] if frontier is None else [self._attend(frontier)])
 
     def propose(self, batch: Batch) -> DraftTree:
         """Grow one tree per request of the batch; writes scratch rows beyond the committed ones in its own pages."""

@@ -11,7 +11,8 @@ itself refuses inputs of other sizes and strides.
 
 One argument, the key, stands for all that stays: `attend` for a layer and its plan, since there is one object of it for
 each pair, or a step's bucket. The notes on it end with it. A key may say that it is `eager`: then the function runs as
-it is, and nothing is compiled.
+it is, and nothing is compiled. And it may name a tensor of its own that is as long as the arguments are, `any_size`:
+then one graph serves all keys of its kind, whatever their sizes, so that compiling takes a fraction of the time.
 
 Read next: `model.py`, `beam.py` and `engine.py`, whose functions are compiled here.
 """
@@ -120,10 +121,10 @@ class Small:
 
 
 class Ran(NamedTuple):
-    """What the backend noted: a compiled graph, the tensors it ran on, and what it returned."""
+    """What the backend noted: a compiled graph, the tensors and sizes it ran on, and what it returned."""
 
     graph: Callable[..., Sequence[Tensor]]
-    inputs: Sequence[Tensor]
+    inputs: Sequence[Tensor | int]
     outputs: Sequence[Tensor]
 
 
@@ -199,7 +200,7 @@ def _lacking(*args: Any, **options: Any) -> NoReturn:
     raise NotCached
 
 
-def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
+def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor | int]) -> Callable[..., Sequence[Tensor]]:
     """A backend for torch.compile: its own, with a note of every call. Dynamo keeps it, so it must keep no tensor."""
     if _noted.cached_only:
         from torch._inductor.compile_fx import compile_fx  # here, since importing it takes a second
@@ -208,7 +209,7 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[...
     else:
         compiled = lookup_backend("inductor")(graph, inputs)
 
-    def run(*flat: Tensor) -> Sequence[Tensor]:
+    def run(*flat: Tensor | int) -> Sequence[Tensor]:
         outputs = compiled(*flat)
         _noted.ran = Ran(compiled, flat, outputs)
         return outputs
@@ -235,11 +236,32 @@ class DirectStep:
         if call is not None:
             return call(owner, args)
         _noted.ran = None
-        out = self.traced(owner, *args)
+        with any_size(args, key):
+            out = self.traced(owner, *args)
         ran, _noted.ran = _noted.ran, None
         if ran is not None:  # None where torch.compile is told to run eagerly
             calls[given] = DirectCall(owner, args, ran, out)
         return out
+
+
+@contextmanager
+def any_size(args: Sequence[Any], key: Any) -> Iterator[None]:
+    """Within this, a graph that is traced for such a key takes other batch sizes and lengths as well.
+
+    Of the arguments these are dimensions 0 and 1, as in x [B, T, d], or 0 and 2, as in the rotary factors
+    [B, 1, T, D]. A size of one stays a constant of the graph.
+    """
+    if getattr(key, "any_size", None) is None:
+        yield
+        return
+    members = [member for arg in args for member in (arg if isinstance(arg, tuple) else (arg,))]
+    for tensor in [member for member in members if isinstance(member, Tensor)]:
+        torch._dynamo.maybe_mark_dynamic(tensor, [0, 2] if tensor.dim() == 4 else [0, 1])
+    torch._dynamo.maybe_mark_dynamic(key.any_size, 0)
+    from torch.fx.experimental import _config  # here, since importing it takes a while
+
+    with _config.patch(use_duck_shape=False):  # two sizes that happen to be equal now need not be so later
+        yield
 
 
 def _given(args: Sequence[Any]) -> tuple:
@@ -276,7 +298,7 @@ class DirectCall:
         for place, *_ in self.places:
             self.inputs[place] = None  # type: ignore[call-overload]  # this call's activations need not be kept
         memory = {tensor.untyped_storage().data_ptr() for *_, tensor in tensors}
-        fixed = [tensor for tensor in self.inputs if tensor is not None]
+        fixed = [tensor for tensor in self.inputs if isinstance(tensor, Tensor)]  # the others are sizes
         assert not any(tensor.untyped_storage().data_ptr() in memory for tensor in fixed), (
             "an argument reaches the graph as another tensor, which would stay while the argument changes"
         )

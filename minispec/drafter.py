@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from minispec.attention import Plan
+from minispec.attention import CompiledKind, Plan, compiled_attention
 from minispec.compiled import Choice, Compiler
 from minispec.kv import KVShape, PagedKV
 from minispec.tree import PADDING, DraftTree, problem
@@ -123,6 +123,7 @@ class Drafter(ABC):
     taps: tuple[int | str, ...] = ()  # target layers whose INPUT it wants as features
     kv_shape: KVShape = KVShape(0, 0, 0)  # of its own pages, under the target's page table
     network: nn.Module | None = None  # what it drafts with, for whoever packs linear layers
+    compiled_attention: CompiledKind = staticmethod(compiled_attention)  # of its network, compiled for a CPU
     commits: bool = True  # whether `commit` is to be called: a drafter without state on the device saves the work
     on_host: bool = False  # whether trees come from `host_drafts`, and not from the step itself
     looks_up: bool = False  # whether `host_drafts` offers trees beside those of the step, of which a row takes one
@@ -152,8 +153,11 @@ class Drafter(ABC):
         batch_sizes: of the decode steps. chunk_counts: the most chunks that each of the prefill steps holds.
         """
 
-    def shapes(self, batch_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> list[str]:
-        """Return a name for every graph that the drafter's network is compiled to, in addition to the target's."""
+    def attends(self, plan: Plan, prefill: bool) -> list[Any]:
+        """Return the attention of each call of its network: in a prefill step of this plan, or in a decode step.
+
+        In a decode step it is the plan of the accepted paths, and the step has the largest trees.
+        """
         return []
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:

@@ -222,9 +222,10 @@ class Engine:
         device, slots = kv.pool.device, kv.table.shape[0]
         self.device = device
         self.compiled, self.permits = compiled, Permits()
-        self.attend_kind = PagedGather if not compiled else compiled_attention
+        self.attend_kind = draft_attend = PagedGather if not compiled else compiled_attention
         if compiled and device.type == "cpu":
-            self.attend_kind = self.permits.attention
+            self.attend_kind = self.permits.attention(compiled_attention)
+            draft_attend = self.permits.attention(drafter.compiled_attention)
         self.settled = False  # whether all graphs are made that will be, so that steps keep their times
         self._when_settled: list[Callable[[], None]] = []
         self.lens = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -254,7 +255,7 @@ class Engine:
         self.query_block = width = prefill_block(device)
         self.prefill_buckets = {size: PrefillBucket(kv, size, width, attend) for size in sizes.prefill_sizes}
         self.causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-        drafter.attach(kv, self.attend_kind, sizes.batch_sizes, [size // width for size in sizes.prefill_sizes])
+        drafter.attach(kv, draft_attend, sizes.batch_sizes, [size // width for size in sizes.prefill_sizes])
         # By batch: the accepted path as a chain.
         paths = sizes.batch_sizes if drafter.commits else ()
         self.path_plans = {size: Plan(kv, size, 1, drafter.depth + 1) for size in paths}
@@ -290,23 +291,24 @@ class Engine:
     def shapes(self) -> list[str]:
         """Return a name for every graph that is compiled, the drafter's included: after warm-up there are no others.
 
-        They stand in the order of `steps`.
+        They stand in the order of `steps`. On a CPU a graph serves several of them where keys are gathered.
         """
         names: list[str] = []
         for step in self.steps:
+            names.append(f"target, {step.attend.graph}")
             if isinstance(step, PrefillBucket):
-                names += [f"target, prefill of {step.size} tokens", *self.drafter.shapes((), (step.size,))]
+                names += [f"draft, {attend.graph}" for attend in self.drafter.attends(step.plan, prefill=True)]
                 continue
-            names.append(f"target, batch {step.batch}, {step.nodes} nodes a tree")
-            if step.nodes == max(self.sizes.sizes_of(step.batch)) > 1:  # a smaller tree is grown with the same graphs
-                names += self.drafter.shapes((step.batch,), ())
+            if step.nodes == max(self.sizes.sizes_of(step.batch)) > 1 and self.drafter.commits:
+                paths = self.path_plans[step.batch]
+                names += [f"draft, {attend.graph}" for attend in self.drafter.attends(paths, prefill=False)]
             names += [
                 f"around the {owner}, batch {step.batch}, {step.nodes} nodes a tree, {kind}"
                 for kind, samples in (("greedy", False), ("sampled", True))
                 if self.small.choice(step.batch, samples)
                 for owner in ("target", "drafter")
             ]
-        return names
+        return [*dict.fromkeys(names)]
 
     # ---- slots ---------------------------------------------------------------------------------------------------
 

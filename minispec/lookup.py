@@ -27,10 +27,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from minispec.attention import Plan
 from minispec.beam import BeamDrafter
 from minispec.compiled import Choice, Compiler
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, HostDrafter, HostTrees, TreeSize
 from minispec.kv import PagedKV
+from minispec.model import Attend
 from minispec.ngram import NgramDrafter
 from minispec.tree import PADDING, DraftTree
 
@@ -174,6 +176,7 @@ class Lookups(Drafter):
         assert shared.nodes >= head.nodes, "lookups have at least as many nodes as other trees"
         self.head, self.texts = head, HostTrees(Texts(shared), vocab_size)
         self.nodes, self.depth = shared.nodes, shared.nodes - 1
+        self.compiled_attention = head.compiled_attention
         head.expect(self.nodes)
         self.name, self.steps, self.topk, self.network = head.name, head.steps, head.topk, head.network
         self.taps, self.scratch, self.lookahead, self.kv_shape = head.taps, head.scratch, head.lookahead, head.kv_shape
@@ -202,9 +205,9 @@ class Lookups(Drafter):
         """Hand on."""
         self.head.compile_small(compiler, choice)
 
-    def shapes(self, batch_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> list[str]:
-        """Return the graphs of the network; a lookup needs none."""
-        return self.head.shapes(batch_sizes, prefill_sizes)
+    def attends(self, plan: Plan, prefill: bool) -> list[Attend]:
+        """Return those of the network; a lookup needs none."""
+        return self.head.attends(plan, prefill)
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
         """Return what was found for each slot."""

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minispec.attention import AttendKind, Plan
+from minispec.attention import AttendKind, Plan, compiled_attention
 from minispec.beam import BeamDrafter, Inputs
 from minispec.compiled import Compiler
 from minispec.drafter import Committed
@@ -36,7 +36,7 @@ from minispec.kv import KVShape, PagedKV
 from minispec.load.fp8 import read_weights
 from minispec.load.tokenizer import Tokenizer, load_tokenizer
 from minispec.load.weights import ModelError, load_weights, read_config
-from minispec.model import Model, ModelConfig, Rope, published_tensors
+from minispec.model import Attend, Model, ModelConfig, Rope, published_tensors
 
 logger = logging.getLogger("minispec")
 
@@ -63,6 +63,7 @@ class StandaloneDrafter(BeamDrafter):
     """The drafter around a model: S rounds over K branches, reranked to a tree of N nodes."""
 
     lookahead = 0
+    compiled_attention = staticmethod(compiled_attention)
     network: DraftModel
 
     def __init__(self, network: DraftModel, **shape: Any) -> None:
@@ -91,10 +92,11 @@ class StandaloneDrafter(BeamDrafter):
         """From now on run the model's blocks as `compiler` compiles them."""
         self.network.model.compile_blocks(compiler)
 
-    def shapes(self, batch_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> list[str]:
-        """Return a name for every graph of the model: those that a head has, and the roots after prompt chunks."""
-        roots = [f"draft, roots behind a prefill of {size} tokens" for size in prefill_sizes]
-        return super().shapes(batch_sizes, prefill_sizes) + roots
+    def attends(self, plan: Plan, prefill: bool) -> list[Attend]:
+        """Return the attention of what a head has, where paths end at a root, and of the roots after prompt chunks."""
+        if prefill:
+            return [self._attend(plan), self._attend(self._tails[plan.blocks, 1])]
+        return super().attends(self._tails[plan.batch, self.longest], prefill)
 
     def commit(self, new: Committed) -> None:
         """Write the rows of the tokens just committed and of the root after them; keep the state at the root."""

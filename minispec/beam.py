@@ -225,6 +225,11 @@ class BeamDrafter(Drafter):
         # Tensors, not numbers, so that one graph serves every round.
         self._rounds = [torch.full((), number, device=kv.pool.device) for number in range(self.steps + 1)]
 
+    @property
+    def path_lengths(self) -> list[int]:
+        """The values of A, as many tokens as the paths have that `commit` is told of."""
+        return sorted({min(size.nodes, self.longest) for size in self.trees} | {self.longest})
+
     def expect(self, longest: int) -> None:
         """Be prepared, before `attach`, for paths of so many tokens: those of trees that another drafter drew."""
         self.longest = max(longest, self.depth + 1)
@@ -238,7 +243,7 @@ class BeamDrafter(Drafter):
         self.small.compile(compiler, choice)
 
     def attends(self, plan: Plan, prefill: bool) -> list[Attend]:
-        """Return the attention of prompts, or of accepted paths and of frontiers; a smaller tree has the same ones."""
+        """Return the attention of prompts, or of accepted paths and of frontiers."""
         if prefill:
             return [self._attend(plan)]
         frontier = self._beams[plan.batch, self.nodes].plan

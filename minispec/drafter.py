@@ -156,7 +156,7 @@ class Drafter(ABC):
     def attends(self, plan: Plan, prefill: bool) -> list[Any]:
         """Return the attention of each call of its network: in a prefill step of this plan, or in a decode step.
 
-        In a decode step it is the plan of the accepted paths, and the step has the largest trees.
+        In a decode step it is the plan of the accepted paths.
         """
         return []
 

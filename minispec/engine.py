@@ -256,9 +256,9 @@ class Engine:
         self.prefill_buckets = {size: PrefillBucket(kv, size, width, attend) for size in sizes.prefill_sizes}
         self.causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
         drafter.attach(kv, draft_attend, sizes.batch_sizes, [size // width for size in sizes.prefill_sizes])
-        # By batch: the accepted path as a chain.
-        paths = sizes.batch_sizes if drafter.commits else ()
-        self.path_plans = {size: Plan(kv, size, 1, drafter.depth + 1) for size in paths}
+        # By batch and A: the accepted path as a chain.
+        paths = {(batch, self._most(nodes)) for batch, nodes in self.buckets if nodes > 1 and drafter.commits}
+        self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
 
     def compile_small(self, compiler: Compiler, choice: Choice) -> None:
         """From now on run what surrounds the blocks, in the drafter too, as `compiler` compiles it where `choice` says.
@@ -299,8 +299,8 @@ class Engine:
             if isinstance(step, PrefillBucket):
                 names += [f"draft, {attend.graph}" for attend in self.drafter.attends(step.plan, prefill=True)]
                 continue
-            if step.nodes == max(self.sizes.sizes_of(step.batch)) > 1 and self.drafter.commits:
-                paths = self.path_plans[step.batch]
+            if step.nodes > 1 and self.drafter.commits:
+                paths = self.path_plans[step.batch, self._most(step.nodes)]
                 names += [f"draft, {attend.graph}" for attend in self.drafter.attends(paths, prefill=False)]
             names += [
                 f"around the {owner}, batch {step.batch}, {step.nodes} nodes a tree, {kind}"
@@ -455,7 +455,7 @@ class Engine:
             tokens, allowed = self._constrain(seen.logits, trees)
             path = self._decide(bucket, lens, step._replace(tokens=tokens), seen._replace(allowed=allowed), wishes)
         if path is not None:
-            self.drafter.commit(Committed(slots, *path, self.path_plans.get(bucket.batch), prefill=False))
+            self.drafter.commit(Committed(slots, *path, self.path_plans[tuple(path.tokens.shape)], prefill=False))
 
     def _propose(self, bucket: Bucket, lens: Tensor, root: Tensor, wishes: Wishes | None) -> DraftTree:
         """Ask the drafter for the trees [B, N] of this step, unless all are the host's."""
@@ -566,7 +566,7 @@ class Engine:
         batch, most = verdict.path.shape
         step = torch.arange(most, device=self.device)
         visible = self.causal[:most, :most].expand(batch, -1, -1)
-        self.path_plans[batch].fill(bucket.slots, lens, visible, step < verdict.count[:, None])
+        self.path_plans[batch, most].fill(bucket.slots, lens, visible, step < verdict.count[:, None])
         if features is not None:
             features = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
         ends = torch.arange(batch, device=self.device) * most + verdict.count - 1
@@ -574,7 +574,7 @@ class Engine:
 
     def _most(self, nodes: int) -> int:
         """Return A, the most tokens that a step with trees of this many nodes emits for a request."""
-        return self.drafter.depth + 1 if nodes > 1 else 1
+        return min(nodes, self.drafter.depth + 1)
 
     # ---- a prefill step ------------------------------------------------------------------------------------------
 

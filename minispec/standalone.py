@@ -85,7 +85,8 @@ class StandaloneDrafter(BeamDrafter):
     ) -> None:
         """Allocate the drafter's own pages, per-slot state, and the plans of rows that end at a root."""
         super().attach(kv, attend_kind, batch_sizes, chunk_counts)
-        shapes = [*((count, self.longest) for count in batch_sizes), *((count, 1) for count in chunk_counts)]
+        paths = [(count, length) for count in batch_sizes for length in self.path_lengths]
+        shapes = [*paths, *((count, 1) for count in chunk_counts)]
         self._tails = {shape: Plan(self.kv, shape[0], 1, shape[1]) for shape in shapes}  # by requests and rows of each
 
     def compile(self, compiler: Compiler) -> None:
@@ -96,7 +97,7 @@ class StandaloneDrafter(BeamDrafter):
         """Return the attention of what a head has, where paths end at a root, and of the roots after prompt chunks."""
         if prefill:
             return [self._attend(plan), self._attend(self._tails[plan.blocks, 1])]
-        return super().attends(self._tails[plan.batch, self.longest], prefill)
+        return super().attends(self._tails[plan.batch, plan.width], prefill)
 
     def commit(self, new: Committed) -> None:
         """Write the rows of the tokens just committed and of the root after them; keep the state at the root."""

@@ -48,7 +48,7 @@ def check_graph_trees(device: torch.device, compiles: bool = True) -> None:
 
 
 def compile_step(function: Step, device: torch.device, graph_trees: bool = False) -> Step:
-    """Return `function` compiled for inference on `device`, one graph for every shape.
+    """Return `function` compiled for inference on `device`, a graph for every shape, but for keys of `any_size`.
 
     On a CPU, the owner and every tensor that is not an argument must stay the same objects as long as the key lives.
     graph_trees: on CUDA, let torch.compile capture every call in CUDA graphs of its own; see `GraphTrees`.

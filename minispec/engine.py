@@ -8,7 +8,7 @@ A launch has three parts: the host's, which asks the drafter, chooses the shape 
 itself, `decode` or `known`, a function of tensors that stay where they are; and the copy of what it emitted.
 
 The one idea: a step has static shapes. The batch is padded to a bucket (slot 0 is padding), the tree to N nodes (-1 is
-padding), prompt chunks to whole query blocks, so that each (B, T) is one compiled graph and nothing recompiles when
+padding), prompt chunks to whole query blocks, so that each (B, T) has its compiled graph and nothing recompiles when
 lengths, trees or requests change. There are two or three tree sizes, 1 and one or two others, and who launches a step
 says which it has (`policy.py`). A plain step keeps in a ring what a drafter on the device would have taken in from it,
 and before the next step with trees the drafter catches up.

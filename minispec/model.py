@@ -261,7 +261,7 @@ class Model(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def compile_blocks(self, compiler: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
-        """From now on run the blocks as `compiler` compiles them; one graph per shape."""
+        """From now on run the blocks as `compiler` compiles them; one graph per shape, or for several."""
         self.run_block = compiler(Block.forward)
 
     def rope(self, positions: Tensor) -> Rope:

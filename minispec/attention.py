@@ -113,6 +113,12 @@ class Plan:
         window = "" if self.window == self.width else f" in a window of {self.window}"
         return f"batch {self.batch}, {self.width} nodes each{window}"
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What FlexAttention reads of it, all of whose first dimension goes with the batch."""
+        lists = (self.kv_count, self.kv_index, self.full_count, self.full_index)
+        return (self.slots, self.starts, self.visible, self.rows, *lists)
+
     def fill(self, slots: Tensor, starts: Tensor, visible: Tensor, live: Tensor, offset: int | Tensor = 0) -> None:
         """Describe the next step: slots, starts [r] int64, visible [r, W, M] bool, live [r, W] bool (others: padding).
 
@@ -150,7 +156,7 @@ class PagedFlex:
 
     def __init__(self, kv: PagedKV, plan: Plan, layers: int) -> None:
         self._layers = [FlexLayer(*kv.layer(index), kv.logical, plan) for index in range(layers)]
-        self.graph = plan.name
+        self.graph = plan.name.replace(f"batch {plan.batch}", "several") if self._layers[0].any_size else plan.name
 
     def layer(self, index: int) -> FlexLayer:
         """Return the attention of one layer."""
@@ -162,6 +168,8 @@ class FlexLayer:
 
     def __init__(self, keys: Tensor, values: Tensor, logical: Tensor, plan: Plan) -> None:
         self.keys, self.values, self.logical, self.plan = keys, values, logical, plan
+        several = plan.batch > 1 and not keys.is_cuda  # see `compiled.py`; kernels for CUDA are tuned for their sizes
+        self.any_size, self.any_length = plan.tensors if several else (), False
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [B, Hkv, T, D] into their rows, then attend with q [B, Hq, T, D] -> [B, Hq, T, D]."""
@@ -378,12 +386,12 @@ class GatherLayer:
     def __init__(self, kv: PagedKV, index: int, gather: PagedGather) -> None:
         self.keys, self.values = kv.layer(index)
         self.gather, self.plan, self.eager = gather, gather.plan, gather.eager
-        self.any_size = gather.plan.rows  # see `compiled.py`
+        self.any_size, self.any_length = (gather.plan.rows,), True  # see `compiled.py`
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [B, Hkv, T, D] into their rows, then attend with q [B, Hq, T, D] -> [B, Hq, T, D]."""
-        _write(self.keys, self.any_size, k)
-        _write(self.values, self.any_size, v)
+        _write(self.keys, *self.any_size, k)
+        _write(self.values, *self.any_size, v)
         batch, heads, length, dim = q.shape
         if self.gather.folds:
             q = q.reshape(batch, k.shape[1], -1, dim)

@@ -11,7 +11,7 @@ itself refuses inputs of other sizes and strides.
 
 One argument, the key, stands for all that stays: `attend` for a layer and its plan, since there is one object of it for
 each pair, or a step's bucket. The notes on it end with it. A key may say that it is `eager`: then the function runs as
-it is, and nothing is compiled. And it may name a tensor of its own that is as long as the arguments are, `any_size`:
+it is, and nothing is compiled. And it may name tensors of its own that are as long as the arguments are, `any_size`:
 then one graph serves all keys of its kind, whatever their sizes, so that compiling takes a fraction of the time.
 
 Read next: `model.py`, `beam.py` and `engine.py`, whose functions are compiled here.
@@ -248,16 +248,18 @@ class DirectStep:
 def any_size(args: Sequence[Any], key: Any) -> Iterator[None]:
     """Within this, a graph that is traced for such a key takes other batch sizes and lengths as well.
 
-    Of the arguments these are dimensions 0 and 1, as in x [B, T, d], or 0 and 2, as in the rotary factors
-    [B, 1, T, D]. A size of one stays a constant of the graph.
+    Of the key's tensors that is dimension 0. Of the arguments it is 0 too, and if the key has `any_length` also 1, as
+    in x [B, T, d], or 2, as in the rotary factors [B, 1, T, D]. A size of one stays a constant of the graph.
     """
-    if getattr(key, "any_size", None) is None:
+    if not getattr(key, "any_size", ()):
         yield
         return
     members = [member for arg in args for member in (arg if isinstance(arg, tuple) else (arg,))]
     for tensor in [member for member in members if isinstance(member, Tensor)]:
-        torch._dynamo.maybe_mark_dynamic(tensor, [0, 2] if tensor.dim() == 4 else [0, 1])
-    torch._dynamo.maybe_mark_dynamic(key.any_size, 0)
+        lengths = [2 if tensor.dim() == 4 else 1] if key.any_length else []
+        torch._dynamo.maybe_mark_dynamic(tensor, [0, *lengths])
+    for tensor in key.any_size:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
     from torch.fx.experimental import _config  # here, since importing it takes a while
 
     with _config.patch(use_duck_shape=False):  # two sizes that happen to be equal now need not be so later

@@ -109,8 +109,8 @@ def test_steps_and_shapes_stand_in_one_order_one_request_first() -> None:
     assert scheduler.engine.shapes() == [
         "target, batch 1, 6 nodes each", "draft, one sequence of any length, folded", "target, batch 1, 3 nodes each",
         "target, batch 1, 1 nodes each", "target, one sequence of any length", "draft, one sequence of any length",
-        "target, batch 2, 6 nodes each", "draft, several sequences of any length, folded",
-        "target, batch 2, 3 nodes each", "target, batch 2, 1 nodes each",
+        "target, several, 6 nodes each", "draft, several sequences of any length, folded",
+        "target, several, 3 nodes each", "target, several, 1 nodes each",
     ]  # fmt: skip
 
 

@@ -19,13 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
-import importlib.metadata
 import json
 import logging
 import os
 import queue
-import re
 import signal
 import sys
 import tempfile
@@ -40,10 +37,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import ClientPayloadError, http_exceptions, web
-from aiohttp.abc import AbstractAccessLogger
 
 from minispec.config import Config
-from minispec.http import fields, openapi, page, prometheus, schema
+from minispec.http import about, fields, openapi, page, prometheus, schema
+from minispec.http.answers import AccessLog, Origins, access_logger, errors, json_answer, one_line, set_request_id
 from minispec.http.door import Door
 from minispec.http.message import Formats
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
@@ -55,7 +52,6 @@ if TYPE_CHECKING:
     from minispec.scheduler import Scheduler
 
 logger = logging.getLogger("minispec")
-access_logger = logging.getLogger("minispec.access")  # a line for each answer, at --log-level-http info
 
 MAX_BODY = 16 * 2**20  # bytes of one HTTP body, after decompression
 INLINE_BODY = 2**16  # a larger one is parsed off the event loop
@@ -121,7 +117,7 @@ class EngineThread(threading.Thread):
                     scheduler.submit(request)
                 except Exception as error:  # it never got into the scheduler, so nobody else would answer it
                     logger.exception("submit failed")
-                    updates.append(Update(request, [], "", Finish("abort", message=_one_line(error), status=500)))
+                    updates.append(Update(request, [], "", Finish("abort", message=one_line(error), status=500)))
             return updates
 
         self.inbox.put(command)
@@ -232,20 +228,6 @@ class EngineThread(threading.Thread):
         llm.scheduler.flush_cache()
 
 
-class AccessLog(AbstractAccessLogger):
-    """One line for each answer: who asked for what, its status, bytes and seconds."""
-
-    @property
-    def enabled(self) -> bool:
-        """Whether aiohttp should call `log` at all."""
-        return self.logger.isEnabledFor(logging.INFO)
-
-    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
-        """Log an answer; the path stays encoded, since newlines would forge lines, and a query may hold keys."""
-        self.logger.info("%s %s %s %d %d bytes %.3f s", request.remote, request.method, request.rel_url.raw_path,
-                         response.status, response.body_length, time)  # fmt: skip
-
-
 class Flight:
     """One HTTP request being answered: its job and the road on which its updates arrive."""
 
@@ -268,7 +250,7 @@ class Server:
 
     def __init__(self, config: Config, build: Build = build_llm) -> None:
         self.config, self.build = config, build
-        self.door, self.seen = Door(config), prometheus.Seen()
+        self.door, self.origins, self.seen = Door(config), Origins(config.origins), prometheus.Seen()
         self._names = (config.served_name, config.model_path)
         self.created = int(time.time())
         self.port = config.port
@@ -311,10 +293,10 @@ class Server:
 
     def application(self) -> web.Application:
         """Return the application with its routes and middlewares."""
-        inner = [self._errors, self._cors, self.door.guard]
+        inner = [errors, self.origins.ask, self.door.guard]
         app = web.Application(middlewares=[self._counted_answer, *inner], client_max_size=MAX_BODY)
-        app.on_response_prepare.append(_set_request_id)
-        app.on_response_prepare.append(self._allow_origin)
+        app.on_response_prepare.append(set_request_id)
+        app.on_response_prepare.append(self.origins.allow)
         get, post = app.router.add_get, app.router.add_post
         get("/health", self.health)
         get("/health_generate", self.health_generate)
@@ -355,7 +337,7 @@ class Server:
 
     def _died(self) -> None:
         """The engine thread is gone: answer everyone, and if it never was ready, end the process."""
-        message = _one_line(self.engine.error)
+        message = one_line(self.engine.error)
         self._fail_everything(RequestError(f"the engine has failed: {message}", None, 503, "engine_failed"))
         if self.engine.loaded.is_set():
             logger.critical("the engine has failed, and /health says so: %s", message)
@@ -402,7 +384,7 @@ class Server:
                 return await self._stream(http, flight, reply)
             while not reply.done:
                 reply.take(await flight.next())
-            return _json(reply.result())
+            return json_answer(reply.result())
 
     async def _stream(self, http: web.Request, flight: Flight, reply: schema.Reply) -> web.StreamResponse:
         """Send a flight's events, the first of them at once, since the request is checked and in the queue.
@@ -482,9 +464,9 @@ class Server:
         state = "stopping" if self.stopping else self.engine.state
         if state == "ready":
             graphs = self.engine.warming.state if self.engine.warming is not None else "eager"
-            return _json({"status": "ready", "graphs": graphs})
-        line = _one_line(self.engine.error) if state == "failed" else self.engine.progress
-        return _json({"status": state, "progress": line}, 503, {"Retry-After": "5"})
+            return json_answer({"status": "ready", "graphs": graphs})
+        line = one_line(self.engine.error) if state == "failed" else self.engine.progress
+        return json_answer({"status": state, "progress": line}, 503, {"Retry-After": "5"})
 
     async def health_generate(self, http: web.Request) -> web.Response:
         """200 as soon as the engine has generated a token, 503 if that takes longer than 20 seconds."""
@@ -505,22 +487,22 @@ class Server:
         if waits[0] not in done:
             reason = f"no token within {HEALTH_TIMEOUT:g} seconds" if not done else "a request failed"
             raise RequestError(reason, None, 503, "unhealthy")
-        return _json({"status": "ready"})
+        return json_answer({"status": "ready"})
 
     async def models(self, http: web.Request) -> web.Response:
         """The one model served."""
-        return _json({"object": "list", "data": [self._card()]})
+        return json_answer({"object": "list", "data": [self._card()]})
 
     async def model(self, http: web.Request) -> web.Response:
         """The model by its name, which may contain slashes."""
         schema.check_model(http.match_info["id"], self._names)
-        return _json(self._card())
+        return json_answer(self._card())
 
     async def model_info(self, http: web.Request) -> web.Response:
         """SGLang's description of the model."""
         llm = self._ready()
         info = json.loads((llm.folder / "config.json").read_text("utf-8"))
-        return _json({
+        return json_answer({
             "model_path": self.config.model_path or self.config.served_name,
             "tokenizer_path": self.config.tokenizer_path or self.config.model_path or self.config.served_name,
             "is_generation": True, "preferred_sampling_params": None, "weight_version": "default",
@@ -531,12 +513,12 @@ class Server:
     async def server_info(self, http: web.Request) -> web.Response:
         """The launch flags, the sizes, and in internal_states[0] the scheduler's current numbers."""
         llm = self._ready()
-        stats = {**await self.engine.ask(lambda scheduler: scheduler.stats()), **memory_stats(llm)}
+        stats = {**await self.engine.ask(lambda scheduler: scheduler.stats()), **about.memory_stats(llm)}
         secret = ("api_key", "admin_api_key", "notes")
         flags = {k: v for k, v in dataclasses.asdict(self.config).items() if k not in secret}
         flags["speculative_algorithm"] = llm.config.algorithm
         flags = {name: value for name, value in flags.items() if name not in stats}  # as resolved, not as asked for
-        return _json({**stats, **flags, "version": _version(), "internal_states": [{**flags, **stats}]})
+        return json_answer({**stats, **flags, "version": about.version(), "internal_states": [{**flags, **stats}]})
 
     async def loads(self, http: web.Request) -> web.Response:
         """How busy the scheduler is: SGLang's numbers for its one rank; `include` may leave out those of drafting."""
@@ -545,18 +527,18 @@ class Server:
         if unknown := include - {"core", "memory", "spec", "lora", "disagg", "queues", "all"}:
             raise RequestError(f"include must be sections such as core, spec and all, got {min(unknown)[:100]!r}",
                                "include")  # fmt: skip
-        load = await self.engine.ask(_load)
+        load = await self.engine.ask(about.load_of)
         if not include & {"spec", "all"}:
             load.pop("speculative", None)
-        return _json({"timestamp": time.time(), "version": _version(), "loads": [load]})
+        return json_answer({"timestamp": time.time(), "version": about.version(), "loads": [load]})
 
     async def tokenizer_info(self, http: web.Request) -> web.Response:
         """The special tokens and the chat template, for clients that count or tokenize themselves."""
-        return _json(self._ready().tokenizer.info)
+        return json_answer(self._ready().tokenizer.info)
 
     async def openapi(self, http: web.Request) -> web.Response:
         """The description of this API."""
-        return _json(openapi.document(_version()))
+        return json_answer(openapi.document(about.version()))
 
     async def metrics(self, http: web.Request) -> web.Response:
         """The counters, for Prometheus."""
@@ -586,7 +568,7 @@ class Server:
         await self.engine.ask(lambda scheduler: scheduler.reconfigure(config.thresholds, config.adaptive))
         self.config = config
         self.__dict__.pop("_served", None)  # the fingerprint depends on it
-        return _json([True])
+        return json_answer([True])
 
     async def abort_request(self, http: web.Request) -> web.Response:
         """End the prompts whose rid begins with `rid`, or all; 200 whether there were any or not.
@@ -622,7 +604,7 @@ class Server:
         rows = await asyncio.to_thread(lambda: [encode(text) for text in texts])
         counts = [len(row) for row in rows]
         pick = (lambda items: items) if batched else (lambda items: items[0])
-        return _json({"tokens": pick(rows), "count": pick(counts), "max_model_len": context})
+        return json_answer({"tokens": pick(rows), "count": pick(counts), "max_model_len": context})
 
     async def detokenize(self, http: web.Request) -> web.Response:
         """Token ids to text."""
@@ -632,7 +614,7 @@ class Server:
         rows, skip = asked.tokens if batched else [asked.tokens], asked.skip_special_tokens is not False
         schema.check_ids(rows, llm.model_config.vocab_size)
         texts = await asyncio.to_thread(lambda: [llm.tokenizer.decode(row, skip_special_tokens=skip) for row in rows])
-        return _json({"text": texts if batched else texts[0]})
+        return json_answer({"text": texts if batched else texts[0]})
 
     # ---- shared by the endpoints -------------------------------------------------------------------------------------
 
@@ -640,7 +622,7 @@ class Server:
         """Return the LLM; RequestError 503 while loading, stopping, or after the engine has failed."""
         if self.engine.state != "ready" or self.stopping or self.engine.llm is None:
             state = "stopping" if self.stopping else self.engine.state
-            line = _one_line(self.engine.error) if state == "failed" else self.engine.progress
+            line = one_line(self.engine.error) if state == "failed" else self.engine.progress
             raise RequestError(f"the server is not ready ({state}): {line}", None, 503, "not_ready")
         return self.engine.llm
 
@@ -650,7 +632,7 @@ class Server:
         config, llm = self.config, self._ready()
         shown = calls_of(llm.tokenizer.tool_template or "")
         formats = Formats(CALLS.get(config.tool_call_parser or "", shown), THOUGHTS.get(config.reasoning_parser or ""))
-        return schema.Served(config.served_name, _fingerprint(config, llm), llm.scheduler.sizes.nodes,
+        return schema.Served(config.served_name, about.fingerprint(config, llm), llm.scheduler.sizes.nodes,
                              config.stream_interval, config.enable_cache_report, formats, llm.tokenizer)  # fmt: skip
 
     def _check_model(self, name: str | None) -> None:
@@ -666,45 +648,9 @@ class Server:
         try:
             raw = await http.read()
         except (http_exceptions.HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
-            raise RequestError(f"the body cannot be read: {_one_line(error)}") from None
+            raise RequestError(f"the body cannot be read: {one_line(error)}") from None
         work = lambda: parse(schema.parse_json(raw))  # noqa: E731
         return work() if len(raw) <= INLINE_BODY else await asyncio.to_thread(work)
-
-    @web.middleware
-    async def _errors(self, http: web.Request, handler: Any) -> web.StreamResponse:
-        """Turn every failure into OpenAI's error object."""
-        try:
-            return await handler(http)
-        except RequestError as error:
-            return _error(error.message, error.status, error.param, error.code)
-        except web.HTTPException as error:
-            if error.status < 400:
-                raise
-            allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-            return _error(f"{error.reason}: {http.method} {http.path}"[:300], error.status, headers=allow)
-        except Exception as error:
-            logger.exception("a handler failed")
-            return _error(f"{type(error).__name__} in the server", 500)
-
-    @web.middleware
-    async def _cors(self, http: web.Request, handler: Any) -> web.StreamResponse:
-        """Answer a browser that asks before it sends what a page wants; it asks without a key."""
-        if http.method != "OPTIONS" or "Access-Control-Request-Method" not in http.headers or not self.config.origins:
-            return await handler(http)
-        headers = http.headers.get("Access-Control-Request-Headers", "")
-        return web.Response(status=204, headers={
-            "Access-Control-Allow-Methods": "GET, POST, PUT", "Access-Control-Allow-Headers": headers,
-            "Access-Control-Max-Age": "600",
-        })  # fmt: skip
-
-    async def _allow_origin(self, http: web.Request, response: web.StreamResponse) -> None:
-        """Let pages of the origins in --cors-origins read the response; browsers keep it from all others."""
-        origin, allowed = http.headers.get("Origin"), self.config.origins
-        if "*" in allowed or origin in allowed:
-            response.headers["Access-Control-Allow-Origin"] = "*" if "*" in allowed else str(origin)
-            response.headers["Access-Control-Expose-Headers"] = "x-request-id, Retry-After"
-        if allowed:
-            response.headers["Vary"] = "Origin"
 
     @web.middleware
     async def _counted_answer(self, http: web.Request, handler: Any) -> web.StreamResponse:
@@ -743,70 +689,6 @@ def _prepare(job: schema.Job, llm: LLM, formats: Formats) -> list[Request]:
     return requests
 
 
-def memory_stats(llm: LLM) -> dict[str, Any]:
-    """Return what memory is taken: by part in bytes, and in SGLang's form, in GiB."""
-    parts, gib = dataclasses.asdict(llm.memory), lambda *names: round(sum(parts[n] or 0 for n in names) / 2**30, 3)
-    scheduler = llm.scheduler
-    return {"memory_bytes": parts, "memory_usage": {
-        "weight": gib("target_weights", "draft_weights"), "kvcache": gib("target_kv_pool", "draft_kv_pool"),
-        "graph": None if parts["graphs_and_workspace"] is None else gib("graphs_and_workspace"),
-        "token_capacity": (scheduler.kv.pages - 1) * scheduler.kv.page_size,
-    }}  # fmt: skip
-
-
-def _load(scheduler: Scheduler) -> dict[str, Any]:
-    """Return the entry of /v1/loads, under SGLang's names; totals are since the start or the last flush."""
-    stats, kv = scheduler.stats(), scheduler.kv
-    used = kv.pages - 1 - len(kv.free) - len(scheduler.cache.idle)
-    computed, cached = stats["prompt_tokens"], stats["cached_tokens"]
-    load = {
-        "dp_rank": 0, "num_running_reqs": stats["num_running_reqs"], "num_waiting_reqs": stats["num_queue_reqs"],
-        "num_used_tokens": used * kv.page_size, "max_total_num_tokens": stats["max_total_num_tokens"],
-        "max_running_requests": scheduler.sizes.max_running, "token_usage": used / max(kv.pages - 1, 1),
-        "gen_throughput": stats["last_gen_throughput"], "cache_hit_rate": cached / max(computed + cached, 1),
-    }  # fmt: skip
-    if (nodes := scheduler.sizes.nodes) > 1:
-        length = stats["avg_spec_accept_length"]
-        load["speculative"] = {"accept_length": length, "accept_rate": length / nodes}
-    return load
-
-
-def _fingerprint(config: Config, llm: LLM) -> str:
-    """Return a digest of what decides which tokens a seed gives: versions, model and numbers, and no drafter."""
-    names = """model_path revision tokenizer_path load_format quantization chat_template random_seed context_length
-        sampling_defaults""".split()
-    weight = llm.scheduler.engine.model.norm.weight
-    parts = [_version(), importlib.metadata.version("torch"), weight.dtype, weight.device.type, config.thresholds,
-             llm.model_config, *(getattr(config, name) for name in names)]  # fmt: skip
-    return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
-
-
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=schema.dump(value), status=status, headers=headers, content_type="application/json")
-
-
-def _error(message: str, status: int, param: str | None = None, code: str | None = None,
-           headers: dict[str, str] | None = None) -> web.Response:  # fmt: skip
-    """Return an error response: a 503 is worth trying again soon, a 500 is not worth trying again."""
-    advice = {503: {"Retry-After": "5" if code == "not_ready" else "1"}, 500: {"x-should-retry": "false"},
-              401: {"WWW-Authenticate": "Bearer"}}  # fmt: skip
-    return _json(schema.error_body(message, status, param, code), status, {**advice.get(status, {}), **(headers or {})})
-
-
-async def _set_request_id(http: web.Request, response: web.StreamResponse) -> None:
-    """Name every response: the client's x-request-id if it is harmless, else a new one."""
-    given = http.headers.get("x-request-id", "")
-    response.headers["x-request-id"] = given if re.fullmatch(r"[\w.:-]{1,128}", given) else uuid.uuid4().hex
-
-
-def _one_line(error: BaseException | None) -> str:
-    """Return an error as one readable line."""
-    text = " ".join(str(error).split())
-    ours = type(error).__module__.partition(".")[0] in ("builtins", "minispec")
-    plain = ours and isinstance(error, (ValueError, RuntimeError, OSError))
-    return text if text and plain else f"{type(error).__name__}: {text}"
-
-
 def _read_defaults(folder: Path) -> dict[str, Any]:
     """Return the sampling values of generation_config.json; none if there is no such file or it makes no sense."""
     try:
@@ -823,13 +705,6 @@ def _read_defaults(folder: Path) -> dict[str, Any]:
 def _log_request(flight: Flight) -> None:
     for request in flight.requests:
         logger.info("request %s: %d prompt tokens, %s", request.rid, len(request.prompt_ids), request.params)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("minispec")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return "unknown"
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -876,7 +751,7 @@ async def serve(config: Config) -> int:
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     code = 0 if signalled.is_set() else 1
     if code:
-        print(f"minispec: error: {_one_line(server.engine.error)}", file=sys.stderr)
+        print(f"minispec: error: {one_line(server.engine.error)}", file=sys.stderr)
     for wait in waits:
         wait.cancel()
     await server.stop()

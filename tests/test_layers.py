@@ -33,7 +33,7 @@ RANKS = {
     5: "engine load.drafters",
     6: "scheduler load.selftest load.memory",
     7: "llm http.schema http.prometheus",
-    8: "warming explain train.corpus",
+    8: "warming explain train.corpus http.answers http.about",
     9: "server train.rounds train.export",
     10: "train.trainer train.small",
     11: "train.__main__",

@@ -129,6 +129,14 @@ class Config:
         False, "Server", "compile everything before the first request, as on CUDA; without it a server on a "
         "CPU answers eagerly at once, and a process beside it compiles"
     )  # fmt: skip
+    shutdown_timeout: float = _flag(
+        25.0, "Server", "seconds that requests under way have to finish after Ctrl-C or SIGTERM, while new ones get a "
+        "503; a second signal ends them at once", low=0.0,
+    )  # fmt: skip
+    request_timeout: float | None = _flag(
+        None, "Server", "seconds after which a request for text ends with an error, its time in the queue included; "
+        "default: none", low=0.0,
+    )  # fmt: skip
     skip_server_warmup: bool = _flag(False, "Server", "report ready without first answering a request of our own")
 
     mem_fraction_static: float | None = _flag(

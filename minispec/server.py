@@ -10,7 +10,7 @@ whatever the number of requests, because a compiled CPU kernel holds the interpr
 What a client may rely on: the server listens at once and says 503 with a progress line until it is ready, on a CPU
 before it has compiled anything (`warming.py`); every failure is OpenAI's error object, in a stream as an event; whoever
 hangs up is aborted, in the queue, in prefill and in decode; a step that raises costs the requests in it, not the
-server; Ctrl-C and SIGTERM end within five seconds.
+server; Ctrl-C and SIGTERM let what runs finish, a second one ends it.
 
 Read next: `http/schema.py` for the schema, `scheduler.py` for what a step is.
 """
@@ -23,7 +23,6 @@ import json
 import logging
 import os
 import queue
-import signal
 import sys
 import tempfile
 import threading
@@ -34,15 +33,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from aiohttp import ClientPayloadError, http_exceptions, web
+from aiohttp import web
 
 from minispec.config import Config
 from minispec.http import about, fields, openapi, page, prometheus, schema
 from minispec.http.answers import AccessLog, Origins, access_logger, errors, json_answer, one_line, set_request_id
+from minispec.http.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
 from minispec.http.door import Door
+from minispec.http.draining import Signals, drained, shutting_down
 from minispec.http.message import Formats
+from minispec.http.streams import Flight, delivered, delivering, stream
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update
 from minispec.warming import Warming
@@ -53,15 +55,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("minispec")
 
-MAX_BODY = 16 * 2**20  # bytes of one HTTP body, after decompression
-INLINE_BODY = 2**16  # a larger one is parsed off the event loop
 HEALTH_TIMEOUT = 20.0  # seconds /health_generate waits for a token
-KEEP_ALIVE = 5.0  # seconds without an event after which a stream sends a comment
 STOP_TIMEOUT = 1.0  # seconds each for connections and engine thread to end
 
 Command = Callable[["Scheduler"], Sequence[Update]]
 Build = Callable[[Config, Callable[[str], None]], "LLM"]
-Parsed = TypeVar("Parsed")
 
 
 def build_llm(config: Config, progress: Callable[[str], None]) -> LLM:
@@ -228,23 +226,6 @@ class EngineThread(threading.Thread):
         llm.scheduler.flush_cache()
 
 
-class Flight:
-    """One HTTP request being answered: its job and the road on which its updates arrive."""
-
-    def __init__(self, job: schema.Job) -> None:
-        self.job = job
-        self.requests: list[Request] = []
-        self.aborted: set[int] = set()  # indices of prompts to end, maybe before they are submitted
-        self.items: asyncio.Queue[Update | RequestError] = asyncio.Queue()
-
-    async def next(self) -> Update:
-        """Return the next update; raises the RequestError that ends the flight."""
-        item = await self.items.get()
-        if isinstance(item, RequestError):
-            raise item
-        return item
-
-
 class Server:
     """The aiohttp application and the bookkeeping of what is in flight. Everything here runs on the event loop."""
 
@@ -259,9 +240,11 @@ class Server:
         self.admitted = 0  # prompts in flight, counted from before they are tokenized
         self.produced = asyncio.Event()  # set whenever a step has given tokens
         self.failed_to_load = asyncio.Event()
-        self.stopping = False
-        # A thread of their own for requests with a grammar, so that grammars that take long keep only each other.
-        self.compiling = ThreadPoolExecutor(1, "grammars")
+        self.draining = self.stopping = False  # no new work is taken; everything ends
+        self.bodies = Bodies()
+        # What takes long is done by threads, and what waits for them is bounded by the queue's bound. Requests with a
+        # grammar have one of their own, so that grammars that take long keep only each other.
+        self.tokenizing, self.compiling = ThreadPoolExecutor(2, "tokenizing"), ThreadPoolExecutor(1, "grammars")
 
     # ---- life --------------------------------------------------------------------------------------------------------
 
@@ -271,7 +254,7 @@ class Server:
         access_logger.setLevel(self.config.log_level_http.upper())
         self.runner = web.AppRunner(
             self.application(), handler_cancellation=True, shutdown_timeout=STOP_TIMEOUT, access_log=access_logger,
-            access_log_class=AccessLog,
+            access_log_class=AccessLog, keepalive_timeout=HEAD_TIMEOUT,
         )  # fmt: skip
         await self.runner.setup()
         site = web.TCPSite(self.runner, self.config.host, self.config.port, ssl_context=self.door.tls)
@@ -281,20 +264,27 @@ class Server:
         logger.info("listening on %s://%s:%d; /health tells when it is ready", scheme, self.config.host, self.port)
         self.engine.start()
 
+    async def drain(self, at_once: asyncio.Event) -> bool:
+        """Take no new work, and let what was taken finish; False where --shutdown-timeout or `at_once` comes first."""
+        self.draining = True
+        return await drained(self.flights, self.config.shutdown_timeout, at_once)
+
     async def stop(self) -> bool:
         """End: an error to everyone in flight, connections closed, engine stopped; False if the engine still runs."""
-        self.stopping = True
+        self.draining = self.stopping = True
         self.engine.stop()
-        self._fail_everything(RequestError("the server is shutting down", None, 503, "shutting_down"))
+        self._fail_everything(shutting_down())
         await self.runner.cleanup()
-        self.compiling.shutdown(wait=False, cancel_futures=True)
+        self.bodies.close()
+        for threads in (self.tokenizing, self.compiling):
+            threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.engine.join, STOP_TIMEOUT)
         return not self.engine.is_alive()
 
     def application(self) -> web.Application:
         """Return the application with its routes and middlewares."""
         inner = [errors, self.origins.ask, self.door.guard]
-        app = web.Application(middlewares=[self._counted_answer, *inner], client_max_size=MAX_BODY)
+        app = web.Application(middlewares=[delivering, self._counted_answer, *inner], client_max_size=MAX_BODY)
         app.on_response_prepare.append(set_request_id)
         app.on_response_prepare.append(self.origins.allow)
         get, post = app.router.add_get, app.router.add_post
@@ -333,7 +323,7 @@ class Server:
         for update in updates:
             flight = self.routes.get(update.request)
             if flight is not None:
-                flight.items.put_nowait(update)
+                flight.add(update)
 
     def _died(self) -> None:
         """The engine thread is gone: answer everyone, and if it never was ready, end the process."""
@@ -347,7 +337,7 @@ class Server:
     def _fail_everything(self, error: RequestError) -> None:
         """End every flight and every question to the scheduler; the flights' handlers see to the engine's side."""
         for flight in self.flights:
-            flight.items.put_nowait(error)
+            flight.end(error)
         self.engine.refuse_questions(error)
 
     # ---- text --------------------------------------------------------------------------------------------------------
@@ -366,62 +356,30 @@ class Server:
 
     async def _answer(self, http: web.Request, parse: Callable[[dict[str, Any]], schema.Job]) -> web.StreamResponse:
         """Answer a request for text, streaming or whole."""
-        llm = self._ready()
-        job = await self._read(http, parse)
+        llm = self._open()
+        job = await self.bodies.read(http, parse)
         self._check_model(job.model)
         flight = Flight(job)
-        with self._counted(len(flight.job.prompts)), self._flying(flight):
-            threads = self.compiling if any(params.grammar for params in job.params) else None
-            prepare = partial(_prepare, job, llm, self._served.formats)
-            flight.requests = await asyncio.get_running_loop().run_in_executor(threads, prepare)
+        with self._counted(len(job.prompts)), self._flying(flight):
+            threads = self.compiling if any(params.grammar for params in job.params) else self.tokenizing
+            prepare = partial(_prepare, job, llm, self._served)
+            reply = await asyncio.get_running_loop().run_in_executor(threads, prepare)
+            flight.requests = reply.requests
             if not flight.items.empty():
                 await flight.next()  # ended while its prompt was tokenized: raises
-            reply = schema.Reply(flight.job, flight.requests, self._served)
             self._submit(flight)
             if self.config.log_requests:
                 _log_request(flight)
-            if flight.job.stream:
-                return await self._stream(http, flight, reply)
+            if job.stream:
+                return await stream(http, flight, reply)
             while not reply.done:
                 reply.take(await flight.next())
-            return json_answer(reply.result())
-
-    async def _stream(self, http: web.Request, flight: Flight, reply: schema.Reply) -> web.StreamResponse:
-        """Send a flight's events, the first of them at once, since the request is checked and in the queue.
-
-        What fails from here on becomes an error event, never a quiet end. While nothing comes, comments tell client and
-        proxies that the connection lives.
-        """
-        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        response = web.StreamResponse(headers=headers)
-        try:
-            await response.prepare(http)
-            events = reply.opening()
-            try:
-                while True:
-                    if events:
-                        await response.write(b"".join(map(schema.sse, events)))
-                    if reply.done:
-                        break
-                    events = reply.take(await _next(flight, response))
-                closing = b"".join(map(schema.sse, reply.closing()))
-            except ConnectionResetError:
-                raise
-            except Exception as error:
-                if not isinstance(error, RequestError):
-                    logger.exception("a stream failed")
-                    error = RequestError(f"{type(error).__name__} in the server", None, 500)
-                closing = schema.sse(schema.error_body(error.message, error.status, error.param, error.code))
-            await response.write(closing + schema.DONE)
-            await response.write_eof()
-        except ConnectionResetError:
-            logger.debug("a client hung up on its stream")
-        return response
+            return await delivered(http, json_answer(reply.result()))
 
     @contextmanager
     def _counted(self, count: int) -> Iterator[None]:
         """Count prompts against the bound of the queue, at the instant it is checked; 503 where it is full."""
-        limit = self._ready().scheduler.sizes.max_running + self.config.max_queued_requests
+        limit = self._open().scheduler.sizes.max_running + self.config.max_queued_requests
         if count > limit:
             raise RequestError(f"{count} prompts and choices in one request; --max-queued-requests allows {limit}",
                                "prompt")  # fmt: skip
@@ -437,9 +395,14 @@ class Server:
     def _flying(self, flight: Flight) -> Iterator[None]:
         """Keep a flight reachable; in the end, however it comes, abort what has not finished."""
         self.flights.add(flight)
+        limit = self.config.request_timeout
+        late = partial(flight.end, RequestError(f"the request took more than {limit} seconds", None, 504, "timeout"))
+        timer = None if limit is None else asyncio.get_running_loop().call_later(limit, late)
         try:
             yield
         finally:
+            if timer is not None:
+                timer.cancel()
             self.flights.discard(flight)
             submitted = [r for r in flight.requests if self.routes.pop(r, None) is not None]
             if any(r.finish is None for r in submitted):
@@ -461,7 +424,7 @@ class Server:
 
     async def health(self, http: web.Request) -> web.Response:
         """200 once ready, with what is compiled by then, else 503 with a progress line."""
-        state = "stopping" if self.stopping else self.engine.state
+        state = "shutting_down" if self.draining else self.engine.state
         if state == "ready":
             graphs = self.engine.warming.state if self.engine.warming is not None else "eager"
             return json_answer({"status": "ready", "graphs": graphs})
@@ -470,11 +433,11 @@ class Server:
 
     async def health_generate(self, http: web.Request) -> web.Response:
         """200 as soon as the engine has generated a token, 503 if that takes longer than 20 seconds."""
-        llm = self._ready()
+        llm = self._open()
         body = {"input_ids": llm.tokenizer.encode("a"), "rid": f"health-{uuid.uuid4().hex}"}
         flight = Flight(schema.parse_generate({**body, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}))
         with self._flying(flight):
-            flight.requests = _prepare(flight.job, llm, self._served.formats)
+            flight.requests = _prepare(flight.job, llm, self._served).requests
             self.produced.clear()
             self._submit(flight)
             # Any token will do: behind a long queue our own may take longer, and the server is well.
@@ -559,7 +522,7 @@ class Server:
     async def set_internal_state(self, http: web.Request) -> web.Response:
         """Change flags between two steps, and count accepted drafts anew, as SGLang does."""
         self._ready()
-        asked = (await self._read(http, partial(fields.read, fields.InternalState))).server_args
+        asked = (await self.bodies.read(http, partial(fields.read, fields.InternalState))).server_args
         given = {name: value for name, value in asked.model_dump().items() if value is not None}
         try:
             config = dataclasses.replace(self.config, **given)
@@ -575,7 +538,7 @@ class Server:
 
         Who lacks the admin key, where there is one, must name a whole rid, which shows that it is their own.
         """
-        asked = await self._read(http, partial(fields.read, fields.Abort))
+        asked = await self.bodies.read(http, partial(fields.read, fields.Abort))
         if not asked.abort_all and asked.rid is None:
             raise RequestError("give rid, a non-empty string, or abort_all, true", "rid")
         begin = "" if asked.abort_all else asked.rid
@@ -592,39 +555,60 @@ class Server:
 
     async def tokenize(self, http: web.Request) -> web.Response:
         """Text to token ids."""
-        llm, asked = self._ready(), await self._read(http, partial(fields.read, fields.Tokenize))
+        llm, asked = self._open(), await self.bodies.read(http, partial(fields.read, fields.Tokenize))
         self._check_model(asked.model)
         messages = schema.conversation(asked)
         batched, special = isinstance(asked.prompt, list), asked.add_special_tokens is not False
         texts = asked.prompt if batched else [asked.prompt if messages is None else messages]
         context = llm.scheduler.sizes.context_length
-        for text in texts:
-            schema.check_size(text, context)
         encode = llm.tokenizer.encode_chat if messages else partial(llm.tokenizer.encode, add_special_tokens=special)
-        rows = await asyncio.to_thread(lambda: [encode(text) for text in texts])
-        counts = [len(row) for row in rows]
-        pick = (lambda items: items) if batched else (lambda items: items[0])
-        return json_answer({"tokens": pick(rows), "count": pick(counts), "max_model_len": context})
+
+        def work() -> dict[str, Any]:
+            for text in texts:
+                schema.check_size(text, context)
+            rows = [encode(text) for text in texts]
+            counts = [len(row) for row in rows]
+            first = slice(None) if batched else 0
+            return {"tokens": rows[first], "count": counts[first], "max_model_len": context}
+
+        return await self._worked_out(work)
 
     async def detokenize(self, http: web.Request) -> web.Response:
         """Token ids to text."""
-        llm, asked = self._ready(), await self._read(http, partial(fields.read, fields.Detokenize))
+        llm, asked = self._open(), await self.bodies.read(http, partial(fields.read, fields.Detokenize))
         self._check_model(asked.model)
         batched = bool(asked.tokens) and isinstance(asked.tokens[0], list)
         rows, skip = asked.tokens if batched else [asked.tokens], asked.skip_special_tokens is not False
-        schema.check_ids(rows, llm.model_config.vocab_size)
-        texts = await asyncio.to_thread(lambda: [llm.tokenizer.decode(row, skip_special_tokens=skip) for row in rows])
-        return json_answer({"text": texts if batched else texts[0]})
+
+        def work() -> dict[str, Any]:
+            schema.check_ids(rows, llm.model_config.vocab_size)
+            texts = [llm.tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
+            return {"text": texts if batched else texts[0]}
+
+        return await self._worked_out(work)
 
     # ---- shared by the endpoints -------------------------------------------------------------------------------------
 
+    async def _worked_out(self, work: Callable[[], dict[str, Any]]) -> web.Response:
+        """Answer with what a tokenizer's thread finds; it counts as one prompt against the bound of the queue."""
+        with self._counted(1):
+            body = await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: schema.dump(work()))
+        return web.Response(body=body, content_type="application/json")
+
     def _ready(self) -> LLM:
-        """Return the LLM; RequestError 503 while loading, stopping, or after the engine has failed."""
-        if self.engine.state != "ready" or self.stopping or self.engine.llm is None:
-            state = "stopping" if self.stopping else self.engine.state
-            line = one_line(self.engine.error) if state == "failed" else self.engine.progress
-            raise RequestError(f"the server is not ready ({state}): {line}", None, 503, "not_ready")
+        """Return the LLM; RequestError 503 while loading, in the end, or after the engine has failed."""
+        if self.stopping:
+            raise shutting_down()
+        if self.engine.state != "ready" or self.engine.llm is None:
+            line = one_line(self.engine.error) if self.engine.state == "failed" else self.engine.progress
+            raise RequestError(f"the server is not ready ({self.engine.state}): {line}", None, 503, "not_ready")
         return self.engine.llm
+
+    def _open(self) -> LLM:
+        """Return the LLM for new work; RequestError 503 as above, and from the first signal on."""
+        if self.draining:
+            raise shutting_down()
+        return self._ready()
 
     @cached_property
     def _served(self) -> schema.Served:
@@ -643,15 +627,6 @@ class Server:
         context = self._ready().scheduler.sizes.context_length
         return schema.model_card(self.config.served_name, self.created, context)
 
-    async def _read(self, http: web.Request, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
-        """Read and parse a body, a large one off the event loop; RequestError 400 if it is broken on any level."""
-        try:
-            raw = await http.read()
-        except (http_exceptions.HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
-            raise RequestError(f"the body cannot be read: {one_line(error)}") from None
-        work = lambda: parse(schema.parse_json(raw))  # noqa: E731
-        return work() if len(raw) <= INLINE_BODY else await asyncio.to_thread(work)
-
     @web.middleware
     async def _counted_answer(self, http: web.Request, handler: Any) -> web.StreamResponse:
         """Count requests and answers by route; a client that hung up counts as 499."""
@@ -667,26 +642,17 @@ class Server:
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
-async def _next(flight: Flight, response: web.StreamResponse) -> Update:
-    """Return a flight's next update, and send comments until it comes."""
-    while True:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(KEEP_ALIVE):
-                return await flight.next()
-        await response.write(b": keep-alive\n\n")
-
-
-def _prepare(job: schema.Job, llm: LLM, formats: Formats) -> list[Request]:
-    """Return the job's requests, tokenized and checked; slow, and safe on any thread."""
+def _prepare(job: schema.Job, llm: LLM, served: schema.Served) -> schema.Reply:
+    """Return the reply to a job, with its requests, tokenized and checked; slow, and safe on any thread."""
     scheduler = llm.scheduler
     sizes = scheduler.sizes.context_length, scheduler.max_prompt_tokens
-    requests = schema.tokenize(job, llm.tokenizer, *sizes, formats)
+    requests = schema.tokenize(job, llm.tokenizer, *sizes, served.formats)
     try:
         for request in requests:
             scheduler.validate(request)
     except RequestError as error:
         raise schema.in_clients_words(error, job.names) from None
-    return requests
+    return schema.Reply(job, requests, served)
 
 
 def _read_defaults(folder: Path) -> dict[str, Any]:
@@ -729,31 +695,32 @@ def own_compile_cache() -> None:
 
 
 async def serve(config: Config) -> int:
-    """Serve until a signal comes, then end the process: with 0, or with 1 if the model cannot be served.
+    """Serve until a signal comes and what runs has finished, then end the process: with 0, or with 1 if the model
+    cannot be served.
 
     Returns only, with 1, where the address cannot be listened on, or not with the certificate given.
     """
-    signalled = asyncio.Event()
     try:
         server = Server(config, build_sealed_llm)
     except ValueError as error:  # a certificate that is none
         print(f"minispec: error: {error}", file=sys.stderr)
         return 1
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, signalled.set)
+    signals = Signals()
     try:
         await server.start()
     except OSError as error:
         reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)
         print(f"minispec: error: cannot listen on {config.host}:{config.port}: {reason}", file=sys.stderr)
         return 1
-    waits = [asyncio.ensure_future(event.wait()) for event in (signalled, server.failed_to_load)]
+    waits = [asyncio.ensure_future(event.wait()) for event in (signals.first, server.failed_to_load)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    code = 0 if signalled.is_set() else 1
+    code = 0 if signals.first.is_set() else 1
     if code:
         print(f"minispec: error: {one_line(server.engine.error)}", file=sys.stderr)
     for wait in waits:
         wait.cancel()
+    if not code:
+        await server.drain(signals.second)
     await server.stop()
     # A compilation, or a long prompt in a tokenizer's thread, cannot be interrupted, and the loop's own end would wait.
     logging.shutdown()

@@ -33,9 +33,9 @@ RANKS = {
     5: "engine load.drafters",
     6: "scheduler load.selftest load.memory",
     7: "llm http.schema http.prometheus",
-    8: "warming explain train.corpus http.answers http.about",
-    9: "server train.rounds train.export",
-    10: "train.trainer train.small",
+    8: "warming explain train.corpus http.answers http.about http.streams http.draining",
+    9: "http.bodies train.rounds train.export",
+    10: "server train.trainer train.small",
     11: "train.__main__",
     12: "__init__",  # the package's face: hands out LLM and SamplingParams
 }

@@ -31,9 +31,8 @@ import torch
 from json_schema import is_valid
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from minispec import server as server_module
 from minispec.config import Config
-from minispec.http import fields, schema
+from minispec.http import fields, schema, streams
 from minispec.server import Build, Server, build_llm
 
 PIECES = "Once upon a time 😀 there was 中 文 语 한 🎉 é ü ∑ good people who lived by some river near".split(" ")
@@ -461,7 +460,7 @@ def test_thresholds_change_while_the_server_runs_and_back(served: Running) -> No
 def test_a_queued_stream_opens_at_once_and_is_kept_alive_and_its_failure_is_an_event(
     served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "KEEP_ALIVE", 0.05)
+    monkeypatch.setattr(streams, "KEEP_ALIVE", 0.05)
     held = served.open("/generate", {"text": ["x"] * 4, "sampling_params": LONG})
     served.wait(lambda s: s["num_running_reqs"] == 4)
     with socket.create_connection(("127.0.0.1", served.port), timeout=20) as sock:
@@ -901,7 +900,7 @@ def test_sigterm_ends_streams_and_compilers_within_five_seconds(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # an empty cache, so that there is much to compile
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    process = launch("--model", str(tiny), "--port", str(port), "--device", "cpu")
+    process = launch("--model", str(tiny), "--port", str(port), "--device", "cpu", "--shutdown-timeout", "0.5")
     try:
         end = time.monotonic() + 90
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)

@@ -111,6 +111,8 @@ class Grammars:
                 raise _refused(grammar, str(error)) from None
             limits = LLParserLimits(verbose_errors=False, **LIMITS)
             matcher = LLMatcher(self._tokenizer(grammar), source, log_level=0, limits=limits)
+            if not matcher.get_error():
+                matcher.deep_copy().compute_bitmask()  # a lexer is built at the first mask, which is not to cost a step
             if error := matcher.get_error():
                 raise _refused(grammar, error)
             compiled = self._compiled[grammar] = Compiled(matcher, _words(self._size))

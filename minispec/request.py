@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 MAX_TOP = 20  # likeliest tokens told of beside each token
 MAX_ASKED_IDS = 128  # and ids that a client names
+MAX_STOPS, MAX_STOP = 64, 1024  # stop strings, and characters of each: after every token the text is compared with them
 GREEDY_BELOW = 1e-6  # a temperature under this is greedy, as in SGLang
 ABORT_WANTED = 499  # the status of an abort that somebody asked for; with any other the request has failed
 
@@ -161,12 +162,14 @@ class SamplingParams:
         if not isinstance(self.stop_token_ids, (list, tuple)):
             raise RequestError(f"stop_token_ids must be a list of ids, got {short(self.stop_token_ids)}",
                                "stop_token_ids")  # fmt: skip
-        put("stop_token_ids", tuple(_integer("stop_token_ids", t, 0, 2**31) for t in self.stop_token_ids))
+        # Each id once, so that a list is no longer than the vocabulary, whatever a client sends.
+        put("stop_token_ids", tuple({_integer("stop_token_ids", t, 0, 2**31): 1 for t in self.stop_token_ids}))
         if self.allowed_token_ids is not None:
             if not isinstance(self.allowed_token_ids, (list, tuple)) or not self.allowed_token_ids:
                 raise RequestError(f"allowed_token_ids must be a list of at least one id, got "
                                    f"{short(self.allowed_token_ids)}", "allowed_token_ids")  # fmt: skip
-            put("allowed_token_ids", tuple(_integer("allowed_token_ids", t, 0, 2**31) for t in self.allowed_token_ids))
+            allowed = {_integer("allowed_token_ids", t, 0, 2**31): 1 for t in self.allowed_token_ids}
+            put("allowed_token_ids", tuple(allowed))
         for name in ("ignore_eos", "no_stop_trim", "skip_special_tokens", "speculative"):
             _flag(name, getattr(self, name))
         if self.sampling_seed is not None:
@@ -192,11 +195,12 @@ class SamplingParams:
     def _checked_stop(stop: Any) -> tuple[str, ...]:
         """Return stop strings as a tuple; a single string counts as one."""
         stops = (stop,) if isinstance(stop, str) else stop
-        if not isinstance(stops, (list, tuple)) or len(stops) > 64:
-            raise RequestError(f"stop must be a string or a list of at most 64 strings, got {short(stop)}", "stop")
+        if not isinstance(stops, (list, tuple)) or len(stops) > MAX_STOPS:
+            raise RequestError(f"stop must be a string or a list of at most {MAX_STOPS} strings, got {short(stop)}",
+                               "stop")  # fmt: skip
         for text in stops:
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"stop must hold non-empty strings, got {short(text)}", "stop")
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP:
+                raise RequestError(f"stop must hold strings of 1 to {MAX_STOP} characters, got {short(text)}", "stop")
         return tuple(stops)
 
     @property

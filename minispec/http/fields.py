@@ -98,6 +98,7 @@ Batch = Annotated[list[T], Field(fail_fast=True, min_length=1, max_length=MAX_BA
 Filled = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[int], Field(fail_fast=True, min_length=1)]
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID)]
+Salt = Rid  # kept with every first page in the prefix cache
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 # An object of any size, whose values are looked at one by one later: as a dict of numbers, a million errors.
 Biases = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
@@ -214,9 +215,9 @@ class Prompted(create_model("Inactive", __base__=Fields, **_inactive_fields())):
     truncate_prompt_tokens: Annotated[int, AfterValidator(_truncation)] | None = does(
         "keep so many last tokens of the prompt; -1 as many as leave room for the tokens to generate")
     best_of: Annotated[int | None, AfterValidator(_equal_to_n)] = does("must equal n, as nothing ranks choices")
-    cache_salt: Filled | None = does(
+    cache_salt: Salt | None = does(
         "share cached prefixes only with requests of this salt, and teach the NGRAM drafter nothing")
-    extra_key: Filled | None = does("the same, and beside cache_salt a part of it")
+    extra_key: Salt | None = does("the same, and beside cache_salt a part of it")
 
 
 class Sampling(Fields):

@@ -272,6 +272,8 @@ def tokenize(
     requests: list[Request] = []
     if job.prediction:
         check_size(job.prediction, context_length, "prediction")
+    if job.wish.tools:
+        check_size(list(job.wish.tools), context_length, "tools")
     for i, (prompt, params, rid, limited) in enumerate(
         zip(job.prompts, job.params, job.rids, job.limited, strict=True)
     ):

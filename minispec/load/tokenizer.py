@@ -64,6 +64,7 @@ RESERVED_NAMES = frozenset(
 CONTINUE_TAG = "<continue-here-1f0c> "  # the space shows whether the template strips the content
 HEX_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 REPLACEMENT = "\ufffd"
+LONG = 4096  # ids, from which on decoding releases the interpreter's lock
 
 
 class Backend(Protocol):
@@ -243,9 +244,12 @@ class _HuggingFace:
         self.byte_level = decoder.get("type") == "ByteLevel"
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch of one: only for batches is the interpreter's lock released, else a long text stops all threads.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        if len(ids) > LONG:
+            return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:

@@ -1,0 +1,50 @@
+"""Bodies made to break a server: each gets a 4xx, the model is not asked, and who is being served notices nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hostile import HOSTILE
+from test_server import Running, native, options, ready, tiny  # noqa: F401  the fixture
+
+from minispec.config import Config
+
+STREAM = native("Once upon", temperature=1.1, sampling_seed=3, max_new_tokens=150, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
+    running = ready(Running(Config(**options(tiny, enable_metrics=False))))
+    yield running
+    running.stop()
+
+
+def test_hostile_bodies_are_refused_without_the_model_beside_a_stream_that_stays_the_same(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(HOSTILE) >= 150 and len({json.dumps(body, default=str) for _, body in HOSTILE}) >= 150
+    expected = served.ok("/generate", STREAM)["text"]
+    submitted, streams = [], []
+    scheduler = served.server.engine.llm.scheduler
+    submit = scheduler.submit
+    monkeypatch.setattr(scheduler, "submit", lambda request: submitted.append(request) or submit(request))
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(served.stream, "/generate", STREAM)
+        for path, body in HOSTILE:
+            if stream.done():  # there is always one beside them
+                streams.append(stream.result()[0])
+                stream = pool.submit(served.stream, "/generate", STREAM)
+            status, answer, headers = served.call(path, body)
+            assert 400 <= status < 500, (path, str(body)[:300], answer)
+            assert set(answer["error"]) == {"message", "type", "param", "code"} and headers["x-request-id"]
+            assert 0 < len(answer["error"]["message"]) <= 2000
+        streams.append(stream.result()[0])
+    assert [events[-2]["text"] for events in streams] == [expected] * len(streams)
+    assert [request.params.sampling_seed for request in submitted] == [3] * len(streams), [
+        request for request in submitted if request.params.sampling_seed != 3]
+    served.idle()
+    assert served.ok("/generate", STREAM)["text"] == expected

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hostile import HOSTILE
 from test_server import Running, native, options, ready, tiny  # noqa: F401  the fixture
 
+from benchmarks.hostile import HOSTILE
 from minispec.config import Config
 
 STREAM = native("Once upon", temperature=1.1, sampling_seed=3, max_new_tokens=150, ignore_eos=True)

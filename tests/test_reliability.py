@@ -1,0 +1,360 @@
+"""What docs/reliability.md promises of load, of clients who are slow, silent or gone, and of the end of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_server import LONG, Running, events, launch, native, options, ready, tiny  # noqa: F401  the fixture
+
+from benchmarks.soak import Soak, rss, spread, wishes
+from minispec.config import Config
+from minispec.http import bodies, streams
+
+SOAK_SECONDS = float(os.environ.get("MINISPEC_SOAK_SECONDS", "10"))  # 120 is what a release is tested with
+ROUNDS = int(os.environ.get("MINISPEC_CUT_ROUNDS", "4"))  # 10
+QUEUE = {"max_queued_requests": 16, "max_total_tokens": 320, "enable_metrics": False}  # and four may run
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
+    """A server with a short queue, and too few pages for the four requests that may run."""
+    running = ready(Running(Config(**options(tiny, **QUEUE))))
+    yield running
+    running.stop()
+
+
+def url(served: Running) -> str:
+    return f"http://127.0.0.1:{served.port}"
+
+
+# ---- load ------------------------------------------------------------------------------------------------------------
+
+
+def test_256_clients_on_a_queue_of_16_get_their_own_text_or_a_refusal_before_any_tokenizer_call(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def storm() -> Soak:
+        async with Soak(url(served), wishes(8, 110)) as clients:
+            await clients.alone()
+            tokenizer = served.server.engine.llm.tokenizer
+            encode = tokenizer.encode
+            monkeypatch.setattr(tokenizer, "encode", lambda *a, **k: encoded.append(a[0]) or encode(*a, **k))
+            watching = asyncio.ensure_future(clients.watch(0.02))
+            await asyncio.gather(*(clients.good(i % 8) for i in range(256)))
+            clients.over = True
+            await watching
+            stats.update(await clients.idle())
+            return clients
+
+    encoded: list[str] = []
+    stats: dict[str, Any] = {}
+    clients = asyncio.run(storm())
+    assert not clients.wrong, clients.wrong[:3]
+    counts = clients.counts
+    assert counts["good"] + counts["refused"] == 256 and counts["good"] >= 10 and counts["refused"] >= 100
+    assert len(encoded) == counts["good"], "who is refused costs no tokenizing"
+    assert stats["total_retractions"] > 0, "the pool was too small"
+    assert len(clients.seconds["health"]) > 5 and max(clients.seconds["health"]) < 5
+    print("health:", spread(clients.seconds["health"]))
+
+
+def test_clients_cut_at_random_moments_leave_nothing_running_and_no_memory_taken(served: Running) -> None:
+    async def rounds() -> None:
+        async with Soak(url(served), wishes(12, 60), seed=1) as clients:
+            for _ in range(ROUNDS):
+                await asyncio.gather(*(clients.cut() for _ in range(200)))
+                stats = await clients.idle()
+                assert stats["kv_pages_total"] == pages
+                assert served.server.admitted == 0 == served.server.bodies.held
+                assert not served.server.flights and not served.server.routes
+                memory.append(rss())
+
+    pages, memory = served.stats()["kv_pages_total"], []
+    asyncio.run(rounds())
+    assert max(memory[1:]) - memory[1] < 20 * 2**20, [size / 2**20 for size in memory]
+    assert served.ok("/generate", native())["output_ids"]
+
+
+def test_a_short_soak_of_everything_at_once(served: Running) -> None:
+    async def run() -> Soak:
+        async with Soak(url(served), wishes(12, 40), seed=2) as clients:
+            await clients.alone()
+            await clients.run(SOAK_SECONDS)
+            await clients.idle()
+            return clients
+
+    clients = asyncio.run(run())
+    assert not clients.wrong, clients.wrong[:3]
+    assert all(clients.counts[kind] for kind in ("good", "cut", "hostile", "aborted or finished")), clients.counts
+    assert max(clients.seconds["health"]) < 5
+
+
+def test_a_long_text_is_tokenized_while_others_are_answered(served: Running) -> None:
+    text = "0123456789" * 6000  # a slow one for the tokenizer
+    tokenizer = served.server.engine.llm.tokenizer
+    gaps: list[float] = []
+    thread = threading.Thread(target=lambda: [tokenizer.encode(text) for _ in range(3)])
+    begun = last = time.monotonic()
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        gaps.append(time.monotonic() - last)
+        last = time.monotonic()
+    assert max(gaps) < (last - begun) / 4, "the interpreter is not held for a whole text"
+
+
+def test_a_request_that_takes_too_long_ends_with_a_reason(
+    tiny: Path, served: Running, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    monkeypatch.setattr(served.server, "config", Config(**options(tiny, **QUEUE, request_timeout=0.15)))
+    slow_steps(served, monkeypatch)
+    status, answer, _ = served.call("/generate", native(**LONG))
+    assert (status, answer["error"]["code"]) == (504, "timeout")
+    received, _ = served.stream("/generate", native(**LONG))
+    assert received[-2]["error"]["code"] == "timeout" and received[-1] == "[DONE]"
+    served.idle()
+
+
+def slow_steps(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each decode step take some milliseconds."""
+    engine = served.server.engine.llm.scheduler.engine
+    real = engine.launch
+    monkeypatch.setattr(engine, "launch", lambda *given, **how: time.sleep(0.005) or real(*given, **how))
+
+
+# ---- slow and silent clients -----------------------------------------------------------------------------------------
+
+
+def test_silent_clients_are_let_go_in_head_and_body(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def build(config: Config, progress: Callable[[str], None]) -> Any:
+        raise RuntimeError("no model is needed for this")
+
+    monkeypatch.setattr("minispec.server.HEAD_TIMEOUT", 0.3)
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT", 0.3)
+    running = Running(Config(port=0, log_level="error"), build)
+    begun = time.monotonic()
+    try:
+        for sent in (b"", b"POST /abort_request HTT", b"POST /abort_request HTTP/1.1\r\nHost: x\r\nX-A: "):
+            with socket.create_connection(("127.0.0.1", running.port), timeout=10) as sock:
+                sock.sendall(sent)
+                assert sock.recv(1000) == b"", "the connection ends without a word"
+        with socket.create_connection(("127.0.0.1", running.port), timeout=10) as sock:
+            sock.sendall(b"POST /abort_request HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n" + b'{"rid": ')
+            answer = sock.recv(1000)
+            assert b" 408 " in answer.splitlines()[0] and b"slow_body" in answer
+        assert running.server.bodies.held == 0 and time.monotonic() - begun < 8
+        monkeypatch.setattr(bodies, "MAX_BODIES", 150)
+        with socket.create_connection(("127.0.0.1", running.port), timeout=10) as sock:
+            sock.sendall(b"POST /abort_request HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n" + b'{"rid": ')
+            wait_until(lambda: running.server.bodies.held > 0)
+            status, answer, _ = running.call("/abort_request", {"rid": "x" * 100})
+            assert (status, answer["error"]["code"]) == (503, "busy")
+    finally:
+        running.stop()
+
+
+def stalled(served: Running, body: dict[str, Any]) -> socket.socket:
+    """Return a connection whose client has asked for much and reads nothing of it."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    sock.settimeout(20)
+    sock.connect(("127.0.0.1", served.port))
+    raw = json.dumps(body).encode()
+    sock.sendall(b"POST /generate HTTP/1.0\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
+    return sock
+
+
+def test_a_reader_who_stops_reading_is_cut_off_and_finds_the_reason(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_buffers(served, monkeypatch)
+    monkeypatch.setattr(streams, "LAG", 0.5)
+    slow_steps(served, monkeypatch)
+    wish = {**native(**LONG, speculative=False), "stream": True, "trace": True}  # some 900 KB
+    waiting: list[int] = []
+    real = streams.Flight.add
+    monkeypatch.setattr(streams.Flight, "add", lambda self, up: real(self, up) or waiting.append(self.items.qsize()))
+    with stalled(served, wish) as sock:
+        served.wait(lambda s: s["num_running_reqs"] == 1)
+        flight = next(iter(served.server.flights))
+        wait_until(lambda: flight.items.qsize() >= 2)  # nothing is taken any more
+        served.idle()  # the engine has ended it, or is done with it
+        rest = b"".join(iter(lambda: sock.recv(65536), b""))
+    lines = [line for line in rest.split(b"\n") if line.startswith(b"data: ")]
+    assert json.loads(lines[-2][6:])["error"]["code"] == "slow_reader" and lines[-1] == b"data: [DONE]"
+    assert max(waiting) <= streams.BEHIND, "what waits is bounded"
+    with stalled(served, wish) as sock:  # and who never comes back is gone
+        monkeypatch.setattr(streams, "GRACE", 0.1)
+        served.wait(lambda s: s["num_running_reqs"] == 1)
+        wait_until(lambda: not served.server.flights)
+    assert served.server.admitted == 0
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def small_buffers(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernel keep little of what a stream's client does not read."""
+    real = streams.web.StreamResponse.prepare
+
+    async def prepare(self: Any, http: Any) -> Any:
+        http.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return await real(self, http)
+
+    monkeypatch.setattr(streams.web.StreamResponse, "prepare", prepare)
+
+
+def test_a_reader_who_is_behind_gets_the_same_text_in_fewer_events(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = {"prompt": "Once upon", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    whole = served.ok("/v1/completions", wish)["choices"][0]["text"]
+    small_buffers(served, monkeypatch)
+    monkeypatch.setattr(streams, "BEHIND", 3)
+    real = streams._send_events
+
+    async def late(*given: Any) -> None:
+        while served.server.engine.llm.scheduler.has_work or not given[1].items.qsize():
+            await asyncio.sleep(0.02)
+        await real(*given)
+
+    monkeypatch.setattr(streams, "_send_events", late)
+    received, _ = served.stream("/v1/completions", wish)
+    assert "".join(event["choices"][0]["text"] for event in received[:-1]) == whole
+    assert len(received) <= 5
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_signal_what_runs_finishes_and_new_work_is_refused(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    running = ready(Running(Config(**options(tiny, shutdown_timeout=20.0))))
+    drain = lambda: asyncio.run_coroutine_threadsafe(running.server.drain(asyncio.Event()), running.loop)  # noqa: E731
+    try:
+        expected = running.ok("/generate", native(max_new_tokens=100))["text"]
+        slow_steps(running, monkeypatch)
+        with ThreadPoolExecutor(2) as pool:
+            streamed = pool.submit(running.stream, "/generate", native(max_new_tokens=100))
+            whole = pool.submit(running.call, "/generate", native(max_new_tokens=100))
+            running.wait(lambda s: s["num_running_reqs"] == 2)
+            drained = drain()
+            for path, body in (("/generate", native()), ("/v1/chat/completions", b"{"), ("/tokenize", {"prompt": "a"})):
+                status, answer, headers = running.call(path, body)
+                assert (status, answer["error"]["code"]) == (503, "shutting_down") and headers["Retry-After"]
+            status, answer, _ = running.call("/health")
+            assert (status, answer["status"]) == (503, "shutting_down")
+            assert running.call("/health_generate")[0] == 503 and running.call("/server_info")[0] == 200
+            assert not drained.done(), "all this was while requests ran"
+            assert streamed.result()[0][-2]["text"] == whole.result()[1]["text"] == expected
+            assert drained.result(5)
+    finally:
+        running.stop()
+
+
+def test_when_the_time_to_finish_is_over_what_is_left_is_told(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    running = ready(Running(Config(**options(tiny, shutdown_timeout=0.2))))
+    slow_steps(running, monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        streamed = pool.submit(running.stream, "/generate", native(**LONG))
+        running.wait(lambda s: s["num_running_reqs"] == 1)
+        begun = time.monotonic()
+        drained = asyncio.run_coroutine_threadsafe(running.server.drain(asyncio.Event()), running.loop)
+        assert drained.result(5) is False and 0.2 <= time.monotonic() - begun < 3
+        running.stop()
+        received = streamed.result()[0]
+    assert received[-2]["error"]["code"] == "shutting_down" and received[-1] == "[DONE]"
+
+
+def threads() -> set[str]:
+    """Return the names of the threads of this process that a server may have started."""
+    return {thread.name for thread in threading.enumerate() if thread is not threading.main_thread()}
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["served", "never loaded"])
+def test_a_server_leaves_no_thread_and_no_port(fails: bool, tiny: Path) -> None:  # noqa: F811
+    def build(config: Config, progress: Callable[[str], None]) -> Any:
+        raise RuntimeError("made to fail")
+
+    before = threads()
+    running = Running(Config(**options(tiny)), *([build] if fails else []))
+    if not fails:
+        ready(running)
+        assert running.call("/generate", native(regex="[ab]{3}"))[0] == 200
+        assert running.call("/tokenize", {"prompt": "a" * 60_000})[0] in (200, 400)
+    running.stop()
+    end = time.monotonic() + 10
+    while left := threads() - before:
+        assert time.monotonic() < end, left
+        time.sleep(0.02)
+    with socket.create_server(("127.0.0.1", running.port)):
+        pass
+
+
+def test_a_process_finishes_what_runs_after_ctrl_c_and_leaves_no_file_process_or_port(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path.parent / "cache"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = launch("--model", str(tiny), "--port", str(port), "--device", "cpu", "--disable-torch-compile")
+    try:
+        connection = await_health(port, process)
+        wish = {**native(temperature=1, max_new_tokens=900, ignore_eos=True), "stream": True}
+        connection.request("POST", "/generate", json.dumps(wish).encode())
+        stream = events(connection.getresponse())
+        next(stream)
+        process.send_signal(signal.SIGINT)
+        other = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        while True:  # the signal takes a moment
+            other.request("GET", "/health")
+            answer = other.getresponse()
+            answer.read()
+            if answer.status == 503:
+                break
+        *_, last, done = stream
+        assert last["meta_info"]["completion_tokens"] == 900 and done == "[DONE]"
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        _, log = process.communicate()
+    assert "Traceback" not in log and list(tmp_path.iterdir()) == []
+    assert not list(Path("/proc").glob(f"[0-9]*/task/{process.pid}")), "it is gone"
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+def await_health(port: int, process: Any) -> http.client.HTTPConnection:
+    """Return a connection to a server that is ready."""
+    connection, end = http.client.HTTPConnection("127.0.0.1", port, timeout=30), time.monotonic() + 90
+    while True:
+        assert process.poll() is None and time.monotonic() < end
+        try:
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            answer.read()
+            if answer.status == 200:
+                return connection
+        except OSError:
+            connection.close()
+        time.sleep(0.1)

@@ -44,7 +44,7 @@ from minispec.http.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
 from minispec.http.door import Door
 from minispec.http.draining import Signals, drained, shutting_down
 from minispec.http.message import Formats
-from minispec.http.streams import Flight, delivered, delivering, stream
+from minispec.http.streams import Flight, SlowReader, delivered, delivering, stream
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update
 from minispec.warming import Warming
@@ -359,7 +359,14 @@ class Server:
         llm = self._open()
         job = await self.bodies.read(http, parse)
         self._check_model(job.model)
-        flight = Flight(job)
+        try:
+            return await self._fly(http, Flight(job), llm)
+        except SlowReader as slow:
+            return await slow.leave(http)
+
+    async def _fly(self, http: web.Request, flight: Flight, llm: LLM) -> web.StreamResponse:
+        """Answer a job, if the queue has room for it."""
+        job = flight.job
         with self._counted(len(job.prompts)), self._flying(flight):
             threads = self.compiling if any(params.grammar for params in job.params) else self.tokenizing
             prepare = partial(_prepare, job, llm, self._served)

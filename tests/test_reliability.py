@@ -320,7 +320,7 @@ def test_a_process_finishes_what_runs_after_ctrl_c_and_leaves_no_file_process_or
     process = launch("--model", str(tiny), "--port", str(port), "--device", "cpu", "--disable-torch-compile")
     try:
         connection = await_health(port, process)
-        wish = {**native(temperature=1, max_new_tokens=900, ignore_eos=True), "stream": True}
+        wish = {**native(temperature=1, max_new_tokens=400, ignore_eos=True), "stream": True}
         connection.request("POST", "/generate", json.dumps(wish).encode())
         stream = events(connection.getresponse())
         next(stream)
@@ -333,7 +333,7 @@ def test_a_process_finishes_what_runs_after_ctrl_c_and_leaves_no_file_process_or
             if answer.status == 503:
                 break
         *_, last, done = stream
-        assert last["meta_info"]["completion_tokens"] == 900 and done == "[DONE]"
+        assert last["meta_info"]["completion_tokens"] == 400 and done == "[DONE]"
         assert process.wait(20) == 0
     finally:
         process.kill()

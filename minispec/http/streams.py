@@ -84,13 +84,34 @@ class Flight:
         return item.whole()
 
 
+class SlowReader(Exception):
+    """A stream whose reader does not read: raised out of what keeps its flight, so that the engine ends it at once."""
+
+    def __init__(self, response: web.StreamResponse, closing: bytes) -> None:
+        super().__init__("a stream is not read")
+        self.response, self.closing = response, closing
+
+    async def leave(self, http: web.Request) -> web.StreamResponse:
+        """Put the end of the stream behind what was not taken, wait a little whether it is, and hang up."""
+        logger.info("a stream is not read, and ends")
+        # To write puts it into the transport's buffer at once; only the waiting for the client would not come back.
+        writing, end = asyncio.ensure_future(self.response.write_eof(self.closing)), time.monotonic() + GRACE
+        await asyncio.sleep(0)
+        while http.transport is not None and http.transport.get_write_buffer_size() and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        _cut(http)
+        return self.response
+
+
 def _too_slow() -> RequestError:
     return RequestError(f"the answer was not read: its reader is more than {LAG:g} seconds behind", None, 408,
                         "slow_reader")  # fmt: skip
 
 
 async def stream(http: web.Request, flight: Flight, reply: schema.Reply) -> web.StreamResponse:
-    """Send a flight's events, the first of them at once, since the request is checked and in the queue.
+    """Send a flight's events, the first of them at once, since the request is checked and in the queue; or SlowReader.
 
     What fails from here on becomes an error event, never a quiet end. While nothing comes, comments tell client and
     proxies that the connection lives.
@@ -110,8 +131,7 @@ async def stream(http: web.Request, flight: Flight, reply: schema.Reply) -> web.
                 error = RequestError(f"{type(error).__name__} in the server", None, 500)
             closing = schema.sse(schema.error_body(error.message, error.status, error.param, error.code))
             if error.code == "slow_reader":
-                await _leave(http, response, closing + schema.DONE)
-                return response
+                raise SlowReader(response, closing + schema.DONE) from None
         await _within(LAG, response.write_eof(closing + schema.DONE))
     except ConnectionResetError:
         logger.debug("a client hung up on its stream")
@@ -148,19 +168,6 @@ async def _within(seconds: float, writing: Any) -> None:
             await writing
     except TimeoutError:
         raise _too_slow() from None
-
-
-async def _leave(http: web.Request, response: web.StreamResponse, closing: bytes) -> None:
-    """End a stream that is not read: put its end behind what was not taken, and wait a little whether it is."""
-    logger.info("a stream is not read, and ends")
-    # To write puts it into the transport's buffer at once; only the waiting for the client would not come back.
-    writing, end = asyncio.ensure_future(response.write_eof(closing)), time.monotonic() + GRACE
-    await asyncio.sleep(0)
-    while http.transport is not None and http.transport.get_write_buffer_size() and time.monotonic() < end:
-        await asyncio.sleep(0.02)
-    writing.cancel()
-    await asyncio.gather(writing, return_exceptions=True)
-    _cut(http)
 
 
 def _cut(http: web.Request) -> None:

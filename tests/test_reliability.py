@@ -6,10 +6,12 @@ import asyncio
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +25,6 @@ from minispec.config import Config
 from minispec.http import bodies, streams
 
 SOAK_SECONDS = float(os.environ.get("MINISPEC_SOAK_SECONDS", "10"))  # 120 is what a release is tested with
-ROUNDS = int(os.environ.get("MINISPEC_CUT_ROUNDS", "4"))  # 10
 QUEUE = {"max_queued_requests": 16, "max_total_tokens": 320, "enable_metrics": False}  # and four may run
 
 
@@ -70,20 +71,35 @@ def test_256_clients_on_a_queue_of_16_get_their_own_text_or_a_refusal_before_any
     print("health:", spread(clients.seconds["health"]))
 
 
-def test_clients_cut_at_random_moments_leave_nothing_running_and_no_memory_taken(served: Running) -> None:
+def test_clients_cut_at_random_moments_leave_nothing_running_and_no_memory_taken(
+    tiny: Path, served: Running, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
     async def rounds() -> None:
         async with Soak(url(served), wishes(12, 60), seed=1) as clients:
-            for _ in range(ROUNDS):
+            for _ in range(10):
                 await asyncio.gather(*(clients.cut() for _ in range(200)))
                 stats = await clients.idle()
                 assert stats["kv_pages_total"] == pages
                 assert served.server.admitted == 0 == served.server.bodies.held
                 assert not served.server.flights and not served.server.routes
-                memory.append(rss())
+                memory.append(rss() / 2**20)
 
+    monkeypatch.setattr(served.server, "config", Config(**options(tiny, **{**QUEUE, "max_queued_requests": 512})))
+    scheduler, where = served.server.engine.llm.scheduler, Counter()
+    end = scheduler._end
+
+    def ended(request: Any, finish: Any, ids: Any = ()) -> None:
+        if finish.kind == "abort":
+            queued = "waiting" if not request.slot else "running" if request in scheduler.running else "prefilling"
+            where[queued] += 1
+        end(request, finish, ids)
+
+    monkeypatch.setattr(scheduler, "_end", ended)
     pages, memory = served.stats()["kv_pages_total"], []
     asyncio.run(rounds())
-    assert max(memory[1:]) - memory[1] < 20 * 2**20, [size / 2**20 for size in memory]
+    print("cut:", where, "MiB:", [round(size) for size in memory])
+    assert where["waiting"] > 100 and where["running"] > 20
+    assert max(memory[1:]) - memory[1] < 20, memory
     assert served.ok("/generate", native())["output_ids"]
 
 
@@ -358,3 +374,11 @@ def await_health(port: int, process: Any) -> http.client.HTTPConnection:
         except OSError:
             connection.close()
         time.sleep(0.1)
+
+
+def test_the_page_of_promises_names_tests_that_exist() -> None:
+    here = Path(__file__).resolve().parent
+    page = (here.parent / "docs" / "reliability.md").read_text("utf-8")
+    defined = {name for path in here.glob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())}
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert len(named) > 10 and named <= defined, named - defined

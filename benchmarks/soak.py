@@ -287,7 +287,7 @@ async def _ready(url: str, process: subprocess.Popen[bytes], patience: float = 3
 
 async def soak(url: str, pid: int, seconds: float, seed: int) -> bool:
     """Run a soak and print its figures; returns whether all was as promised."""
-    async with Soak(url, wishes(24, 48), seed) as clients:
+    async with Soak(url, wishes(12, 110), seed) as clients:
         await clients.alone()
         memory, retractions, begun = [rss(pid)], 0, time.monotonic()
         while (left := seconds - (time.monotonic() - begun)) > 0:

@@ -23,6 +23,7 @@ import json
 import logging
 import os
 import queue
+import shutil
 import sys
 import tempfile
 import threading
@@ -683,25 +684,28 @@ def _log_request(flight: Flight) -> None:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def own_compile_cache() -> None:
+def own_compile_cache() -> Path | None:
     """Point torch.compile's cache, which holds executable code, to a folder that only this user can write.
 
-    PyTorch's default is a guessable folder in the shared temporary directory.
+    PyTorch's default is a guessable folder in the shared temporary directory. Returns the folder if it is to be removed
+    in the end.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        return
+        return None
+    temporary = None
     try:
         base = os.environ.get("XDG_CACHE_HOME", "")
         folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "minispec" / "inductor"
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)  # raises PermissionError where the folder is someone else's
     except (OSError, RuntimeError):  # no home, or not ours: compiled code is then not kept
-        folder = Path(tempfile.mkdtemp(prefix="minispec-inductor-"))
+        folder = temporary = Path(tempfile.mkdtemp(prefix="minispec-inductor-"))
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     logger.info("compiled code is kept in %s (TORCHINDUCTOR_CACHE_DIR)", folder)
+    return temporary
 
 
-async def serve(config: Config) -> int:
+async def serve(config: Config, temporary: Path | None = None) -> int:
     """Serve until a signal comes and what runs has finished, then end the process: with 0, or with 1 if the model
     cannot be served.
 
@@ -730,10 +734,16 @@ async def serve(config: Config) -> int:
         await server.drain(signals.second)
     await server.stop()
     # A compilation, or a long prompt in a tokenizer's thread, cannot be interrupted, and the loop's own end would wait.
+    _remove(temporary)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _remove(folder: Path | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -744,8 +754,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # its errors quote raw request lines, which may hold keys
     for note in config.notes:
         logger.warning("%s", note)
-    own_compile_cache()
-    sys.exit(asyncio.run(serve(config)))
+    temporary = own_compile_cache()
+    code = asyncio.run(serve(config, temporary))
+    _remove(temporary)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -330,7 +330,8 @@ def test_a_process_finishes_what_runs_after_ctrl_c_and_leaves_no_file_process_or
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path.parent / "cache"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")  # so that compiled code can only be kept for the time being
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = launch("--model", str(tiny), "--port", str(port), "--device", "cpu", "--disable-torch-compile")

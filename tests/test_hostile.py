@@ -6,12 +6,17 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_server import Running, native, options, ready, tiny  # noqa: F401  the fixture
 
 from benchmarks.hostile import HOSTILE
 from minispec.config import Config
+from minispec.http import schema
+from minispec.http.message import Formats
+from minispec.load.reply_formats import CALLS
+from minispec.request import RequestError
 
 STREAM = native("Once upon", temperature=1.1, sampling_seed=3, max_new_tokens=150, ignore_eos=True)
 
@@ -48,3 +53,17 @@ def test_hostile_bodies_are_refused_without_the_model_beside_a_stream_that_stays
         request for request in submitted if request.params.sampling_seed != 3]
     served.idle()
     assert served.ok("/generate", STREAM)["text"] == expected
+
+
+def test_tools_have_the_bound_of_a_prompt_and_are_not_rendered_beyond_it() -> None:
+    class Shows:
+        tool_template = "one that has a place for tools"
+
+        def encode_chat(self, *given: Any, **how: Any) -> list[int]:
+            raise AssertionError("too large, and rendered all the same")
+
+    function = {"name": "f", "description": "x" * 70_000}
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": function}]}
+    with pytest.raises(RequestError, match="tools has 70") as caught:
+        schema.tokenize(schema.parse_chat(body, {}), Shows(), 1024, formats=Formats(CALLS["hermes"], None))
+    assert (caught.value.param, caught.value.status) == ("tools", 400)

@@ -3,7 +3,7 @@
 `python bench.py` needs no arguments: plain decoding, the default drafter, NGRAM and transformers, greedily, one request
 at a time, on sixteen prompts of our own (eight ordinary, eight that ask for copying). It says at once what it will run
 and for about how long, prints every result as it is measured, and ends with a table and a sentence. Ctrl-C at any
-moment prints the table of what there is. `--full` runs all methods, at batch 1 and 8.
+moment prints the table of what there is. `--full` runs all methods, at batch 1 and 8. `--plot FILE.png` draws it.
 
 All contestants run every set of prompts in turn, and in the next round in the reverse order (A B B A), so that a noisy
 machine is noisy for all. Medians over the rounds are reported; of these the ratios are worth quoting.
@@ -21,7 +21,8 @@ What is counted:
     at batch 1.
   - Of minispec the batch sizes asked for are compiled and no others, so a batch that has shrunk is padded to them.
 
-Torch is imported after the first line is out. Read next: `benchmarks/throughput.py`, the contestants and their runs.
+Torch is imported after the first line is out. Read next: `benchmarks/throughput.py`, the contestants and their runs;
+`benchmarks/plot.py`, the picture.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.plot import objection
 from minispec.config import Config
 
 if TYPE_CHECKING:
@@ -109,6 +111,7 @@ class Row:
     forwards_per_s: float | None
     shapes: dict[str, float] | None  # shares of decode steps by the nodes of their trees
     lookup_shares: tuple[float, float] | None  # of verify steps, and of their tokens
+    step_ms: dict[str, float] | None = None  # mean of a decode step by the nodes of its trees; drawn, not in the table
 
 
 @dataclass
@@ -153,6 +156,7 @@ class Results:
             forwards_per_s=rounded(first.forwards_per_s, 1),
             shapes=first.shapes,
             lookup_shares=first.lookups,
+            step_ms=first.step_ms,
         )  # fmt: skip
 
     def rows(self) -> list[Row]:
@@ -221,40 +225,53 @@ def spell(seconds: float) -> str:
     return f"{max(round(seconds / 10) * 10, 10)} seconds" if seconds < 90 else f"{round(seconds / 60)} minutes"
 
 
+def bar(total: int) -> Any:
+    """Return rich's bar, drawn to stderr until it is stopped; None where rich is not installed.
+
+    What is printed meanwhile comes out above it: to stdout through it only if that is a terminal too.
+    """
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    except ImportError:
+        return None
+    columns = SpinnerColumn(), BarColumn(24), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
+    drawn = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty())
+    drawn.add_task("", total=total)
+    drawn.start()
+    return drawn
+
+
 class Progress:
-    """What is left, on stderr: a bar where that is a terminal, a line for each step elsewhere.
+    """What is left, on stderr: a bar by rich where that is a terminal, a line for each step elsewhere.
 
     weights: of each step, its estimated seconds on two CPU cores. The estimate of what is left is scaled by how long
     the steps so far have really taken.
     """
 
-    WIDTH = 24
-
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights, self.done, self.started = list(weights), 0, time.monotonic()
-        self.bar = sys.stderr.isatty()
+        self.bar = bar(len(weights)) if sys.stderr.isatty() else None
 
     def step(self, what: str) -> None:
         """Say what the next step is, which `finish` ends."""
-        number, total = self.done + 1, len(self.weights)
-        line = f"{what}; step {number} of {total}, about {spell(self.left())} left"
-        self.say(f"[{'#' * (self.WIDTH * self.done // total):.<{self.WIDTH}}] {line}" if self.bar else line)
+        self.say(f"{what}; step {self.done + 1} of {len(self.weights)}, about {spell(self.left())} left")
 
     def say(self, line: str) -> None:
-        """Show a line: on a terminal in place of the last one."""
-        width = os.get_terminal_size(sys.stderr.fileno()).columns - 1 if self.bar else 110
-        print(f"\r\x1b[K{line[:width]}" if self.bar else line[:width], end="" if self.bar else "\n", file=sys.stderr,
-              flush=True)  # fmt: skip
-
-    def row(self, line: str) -> None:
-        """Print a result to stdout, above the bar."""
-        if self.bar:
-            self.say("")
-        print(line, flush=True)
+        """Show a line: beside the bar in place of the last one, or below it."""
+        if self.bar is None:
+            print(line[:110], file=sys.stderr, flush=True)
+        else:
+            self.bar.update(self.bar.task_ids[0], completed=self.done, description=line)
 
     def finish(self) -> None:
         """End a step."""
         self.done += 1
+
+    def end(self) -> None:
+        """Take the bar away, if there is one."""
+        if self.bar is not None:
+            self.bar.stop()
 
     def left(self) -> float:
         """Return the seconds that the steps to come will take."""
@@ -444,6 +461,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, help="prompts of each set, spread over it")
     parser.add_argument("--context", nargs="+", type=int, help="lengthen prompts to so many tokens, a set each")
     parser.add_argument("--json", type=Path, help="write one JSON object here")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw tokens/s, acceptance and step times here")
     return parser
 
 
@@ -456,6 +474,8 @@ def parse() -> argparse.Namespace:
     unknown = [name for name in args.method if name not in METHODS and name not in THEIRS and ":" not in name]
     if unknown:
         commands.error(f"--algorithm {unknown[0]}: must be of {', '.join((*METHODS, *THEIRS))}, or module:Class")
+    if args.plot and (said := objection(args.plot)):
+        commands.exit(2, f"bench.py: error: --plot {said}\n")
     if args.graph_trees:
         from minispec.compiled import check_graph_trees
         from minispec.llm import choose_device
@@ -494,7 +514,7 @@ class Bench:
             run = one.run(sets[task.prompts], task.batch, self.args.new_tokens, task.temperature)
             row = self.results.add(task, run)
             self.progress.finish()
-            self.progress.row(self._line(task, run, row))
+            print(self._line(task, run, row), flush=True)
 
     def _line(self, task: Task, run: Run, row: Row) -> str:
         """Return what a run gave, in one line."""
@@ -547,12 +567,21 @@ class Bench:
         where = f"{results.hardware}; {versions}; {results.dtype}, {args.new_tokens} new tokens, {args.rounds} rounds"
         return "\n".join([where, table(rows, results.weight_bytes), verdict(rows)] if rows else [verdict(rows)])
 
+    def draw(self) -> None:
+        """Write --plot."""
+        if self.args.plot and (rows := self.results.rows()):
+            from benchmarks.plot import draw
+
+            draw(rows, self.args.plot, self.results.hardware)
+
     def interrupted(self, number: int, frame: FrameType | None) -> None:
         """Print what there is and end, from within whatever the main thread was doing, a compilation say.
 
         As a signal handler it must not raise, since compilers catch what is raised in them, and it must not print,
         since the main thread may be printing; so it writes to the file and leaves without unwinding.
         """
+        if self.progress.bar is not None:
+            os.write(2, b"\r\x1b[K\x1b[?25h")  # the bar's line is cleared and the cursor, which it hides, shown
         said = f"\nInterrupted; {self.progress.done} of {len(self.todo)} runs were done.\n{self.report()}\n".encode()
         while said:
             said = said[os.write(1, said) :]
@@ -565,8 +594,12 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, bench.interrupted)
     print(plan(bench.args, list(bench.entrants.values()), bench.seconds), flush=True)
-    bench.run()
-    bench.progress.row(bench.report())
+    try:
+        bench.run()
+    finally:
+        bench.progress.end()
+    print(bench.report(), flush=True)
+    bench.draw()
 
 
 if __name__ == "__main__":

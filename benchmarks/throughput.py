@@ -43,6 +43,7 @@ class Run:
     outputs: tuple[tuple[int, ...], ...] = ()
     shapes: dict[str, float] | None = None  # shares of decode steps by the nodes of their trees
     lookups: tuple[float, float] | None = None  # shares of verify steps whose tree was looked up, and of their tokens
+    step_ms: dict[str, float] | None = None  # mean of a decode step, launch and wait, by the nodes of its trees
 
 
 class Contestant(Protocol):
@@ -86,6 +87,7 @@ class Ours:
             steps / (m.step_seconds + m.host_seconds or 1.0), tuple(tuple(r.output_ids) for r in requests),
             m.shape_shares,
             (shares["verify_steps"], shares["tokens"]) if scheduler.sizes.looks_up else None,
+            {str(n): round(times.total / sum(times.counts) * 1e3, 3) for n, times in sorted(m.step_times.items())},
         )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""bench.py on a tiny model: what it says and when, the order of its runs, and what Ctrl-C leaves."""
+"""bench.py on a tiny model: what it says and when, the order of its runs, its picture, and what Ctrl-C leaves."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from test_layers import ROOT
 from test_llm import CONFIG
 
 import bench
+from benchmarks import plot
 from benchmarks.throughput import Run
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.model import Model, ModelConfig, published_tensors
@@ -50,8 +52,10 @@ def arguments(tiny: Path, *more: str) -> list[str]:
 def test_a_run_tells_its_plan_its_progress_every_result_and_who_is_fastest(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    out = tmp_path / "rows.json"
-    monkeypatch.setattr("sys.argv", arguments(tiny, "--disable-torch-compile", "--batch", "1", "2", "--json", str(out)))
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'minispec[plot]'")
+    out, picture = tmp_path / "rows.json", tmp_path / "speed.png"
+    more = ("--disable-torch-compile", "--batch", "1", "2", "--json", str(out), "--plot", str(picture))
+    monkeypatch.setattr("sys.argv", arguments(tiny, *more))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     bench.main()
     said, progress = capsys.readouterr()
@@ -71,6 +75,14 @@ def test_a_run_tells_its_plan_its_progress_every_result_and_who_is_fastest(
     assert report["flags"]["dtype"] == "torch.float32" and report["results"][0].keys() == asdict(row("x", 1.0)).keys()
     speeds = [one["tokens_per_s"] for one in report["results"][:3]]
     assert speeds == sorted(speeds, reverse=True), "the fastest first"
+    ours = [one for one in report["results"] if one["name"] != "transformers"]
+    assert all(one["step_ms"].keys() == one["shapes"].keys() for one in ours), "each size of tree has its time"
+    assert all(ms > 0 for one in ours for ms in one["step_ms"].values())
+    drawn = picture.read_bytes()
+    assert drawn[:8] == b"\x89PNG\r\n\x1a\n" and len(drawn) > 20000
+    picture.unlink()
+    plot.main([str(out), str(picture)])  # from the rows alone
+    assert len(picture.read_bytes()) == len(drawn)
 
 
 def row(name: str, speed: float, **changed: object) -> bench.Row:
@@ -78,6 +90,78 @@ def row(name: str, speed: float, **changed: object) -> bench.Row:
     unknown = {**dict.fromkeys(bench.Row.__annotations__), "accepted_by_depth": []}
     figures = {"name": name, "tokens_per_s": speed, "prompts": "ordinary", "batch": 1, "temperature": 0.0}
     return bench.Row(**{**unknown, **figures, **changed})
+
+
+def test_the_picture_has_a_bar_for_each_batch_a_line_by_depth_and_the_time_of_each_tree() -> None:
+    figure = pytest.importorskip("matplotlib.figure", reason="needs matplotlib: pip install 'minispec[plot]'")
+    one, eight = {"accepted_by_depth": [0.7, 0.5, 0.4], "step_ms": {"12": 31.0, "1": 19.0}}, {"step_ms": {"1": 60.0}}
+    rows = [row("none", 50.0, step_ms={"1": 20.0}), row("eagle3", 66.0, **one),
+            row("eagle3", 90.0, batch=8, accepted_by_depth=[0.1], **eight), row("transformers", 30.0)]  # fmt: skip
+    colours = {"none": "C0", "eagle3": "C1", "transformers": "C2"}
+    left, middle, right = figure.Figure().subplots(1, 3)
+    plot.speeds(left, rows, colours)
+    place = lambda bar: round(bar.get_x() + bar.get_width() / 2)  # noqa: E731
+    bars = {(bar.get_facecolor()[:3], place(bar)): bar.get_height() for bar in left.patches}
+    assert sorted(bars.values()) == [30.0, 50.0, 66.0, 90.0] and len({colour for colour, _ in bars}) == 3
+    assert [height for (_, x), height in bars.items() if x == 1] == [90.0], "the larger batch stands apart"
+    plot.depths(middle, rows, colours)
+    assert [line.get_xydata().tolist() for line in middle.lines] == [[[1, 0.7], [2, 0.5], [3, 0.4]]], "of batch 1"
+    plot.times(right, rows, colours)
+    assert [line.get_xydata().tolist() for line in right.lines] == [[[1, 20]], [[1, 19], [12, 31]], [[1, 60]]]
+    assert [text.get_text() for text in right.texts] == [" 1", " 1", " 8"]
+
+
+@pytest.mark.parametrize(
+    ("file", "said"), [("x.gif", "must end in .png, .svg, .pdf"), ("no/x.png", "there is no folder"), (None, "[plot]")]
+)
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_runs(
+    file: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    if file is None:
+        monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    else:
+        pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'minispec[plot]'")
+    monkeypatch.setattr("sys.argv", ["bench.py", "--plot", str(tmp_path / (file or "x.png"))])
+    with pytest.raises(SystemExit, match="2"):
+        bench.parse()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("bench.py: error: --plot ") and said in lines[0]
+
+
+class Terminal(io.StringIO):
+    """What a terminal would be sent."""
+
+    def isatty(self) -> bool:
+        """Say that it is one."""
+        return True
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_progress_is_a_bar_on_a_terminal_and_lines_where_rich_is_missing(
+    rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    if rich:
+        pytest.importorskip("rich", reason="needs rich: pip install 'minispec[explain]'")
+    else:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    progress = bench.Progress([10.0, 10.0])
+    progress.step("loading none")
+    progress.finish()
+    progress.step("round 1")
+    print("a result")
+    if rich:
+        (task,) = progress.bar.tasks
+        assert (task.completed, task.total) == (1, 2) and task.description.startswith("round 1; step 2 of 2, about ")
+    progress.end()
+    said = terminal.getvalue()
+    assert capsys.readouterr().out == "a result\n", "a file gets the results, the bar does not"
+    if rich:
+        assert said.count("\x1b[?25l") == said.count("\x1b[?25h") == 1, "the cursor is back"
+    else:
+        assert [line.split("; ")[0] for line in said.splitlines()] == ["loading none", "round 1"]
 
 
 def test_the_last_sentence_names_the_fastest_of_each_group() -> None:

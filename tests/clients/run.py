@@ -4,7 +4,8 @@
     python tests/clients/run.py litellm [--url http://127.0.0.1:30000]
 
 These clients install heavily, or pin versions beside which others cannot be installed. Each gets a folder under
-~/.cache/minispec/clients, made at its first run. The lighter ones are in the test suite, tests/test_clients.py, and
+~/.cache/minispec/clients, made at its first run; those that need torch take that of the environment that runs this
+script, so run it in the server's. The lighter ones are in the test suite, tests/test_clients.py, and
 `schemathesis_run.py` has its own description. docs/serving.md has the versions that were run and what came out.
 """
 
@@ -15,23 +16,34 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 from pathlib import Path
 from typing import NamedTuple
+
+from minispec.load.default_model import ensure_default_model
 
 HERE = Path(__file__).resolve().parent
 BASE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "minispec" / "clients"
 
 
 class Client(NamedTuple):
-    """What is installed, and the command that is run; {url}, {bin}, {here} and {out} are filled in."""
+    """What is installed, and the command that is run; {url}, {bin}, {here}, {out} and {model} are filled in."""
 
     packages: tuple[str, ...]
     command: tuple[str, ...]
+    needs_torch: bool = False
 
 
 CLIENTS = {
     "litellm": Client(("litellm", "mcp"), ("{bin}/python", "{here}/litellm_client.py", "{url}")),
+    "guidellm": Client(
+        ("guidellm",), ("{bin}/python", "{here}/guidellm_run.py", "{url}", "{model}"), needs_torch=True
+    ),
+    "instructor": Client(("instructor",), ("{bin}/python", "{here}/instructor_client.py", "{url}")),
+    "lm-eval": Client(
+        ("lm_eval[api,hf]",), ("{bin}/python", "{here}/lm_eval_run.py", "{url}", "{model}"), needs_torch=True
+    ),
     "locust": Client(
         ("locust",),
         ("{bin}/locust", "-f", "{here}/locustfile.py", "--headless", "-u", "4", "-r", "4", "-t", "20s", "-H", "{url}",
@@ -54,6 +66,9 @@ def install(name: str, client: Client) -> Path:
             shutil.copy(script, folder)
     else:
         venv.create(folder, with_pip=True)
+        if client.needs_torch:  # its own packages come first, since a .pth file adds to the end of the path
+            (purelib,) = folder.glob("lib/python*/site-packages")
+            (purelib / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
         subprocess.run([folder / "bin" / "pip", "install", "-q", *client.packages], check=True)
     (folder / "done").touch()
     return folder
@@ -64,10 +79,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("client", choices=CLIENTS)
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="where the server is")
+    parser.add_argument("--model", help="folder of the model, for guidellm and lm-eval; default: the default model's")
     given = parser.parse_args()
     client = CLIENTS[given.client]
     folder = install(given.client, client)
-    names = {"url": given.url, "bin": folder / "bin", "here": HERE, "out": folder}
+    names = {"url": given.url, "bin": folder / "bin", "here": HERE, "out": folder, "model": given.model}
+    if "{model}" in client.command and given.model is None:
+        names["model"] = ensure_default_model()
     command = [part.format(**names) for part in client.command]
     own = {"OPENAI_API_KEY": "None", "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}

@@ -119,7 +119,7 @@ def test_answers_come_through_the_proxy_as_they_are(served: Running, proxy: Prox
     assert through["choices"] == straight["choices"] and through["usage"] == straight["usage"]
     streamed = list(events(proxy.ask("/v1/completions", {**body, "stream": True}), None))
     assert "".join(e["choices"][0]["text"] for e in streamed if e != "[DONE]") == straight["choices"][0]["text"]
-    assert streamed[-1] == "[DONE]" and len(streamed) > 3
+    assert streamed[-1] == "[DONE]"
 
 
 def test_an_event_is_not_held_back_and_who_leaves_is_gone_for_the_server(served: Running, proxy: Proxy) -> None:

@@ -2,9 +2,9 @@
 
 `python tests/clients/schemathesis_run.py` needs a server that runs, and schemathesis in the environment that runs the
 script, best one of its own (`pip install schemathesis`). A server for it, with a short context because many requests
-set no limit:
+set no limit, and many running at once because some have 128 prompts:
 
-    python -m minispec.server --disable-torch-compile --context-length 64
+    python -m minispec.server --disable-torch-compile --context-length 64 --max-running-requests 64
 
 Three things are checked of every answer: no 5xx but 503, a status that is documented, a content type that is. Whether
 valid bodies are taken and others refused is left to the test suite: ranges are not part of the description.
@@ -42,7 +42,7 @@ def main() -> int:
         return subprocess.call(
             [command, "--config-file", settings, "run", given.url + "/openapi.json", "--checks", CHECKS, "--phases",
              "examples,coverage,fuzzing", "--max-examples", str(given.examples), "--seed", str(given.seed),
-             "--continue-on-failure", "--request-timeout", "60", "--suppress-health-check", "all", *more],
+             "--continue-on-failure", "--request-timeout", "600", "--suppress-health-check", "all", *more],
             cwd=folder, env={**os.environ, "PYTHONUTF8": "1"},
         )  # fmt: skip
 

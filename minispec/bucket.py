@@ -65,8 +65,8 @@ class Bucket:
         self.plan = Plan(kv, batch, 1, nodes)
         kind, layers = attend
         self.attend = kind(kv, self.plan, layers)
-        self.outputs = torch.zeros(batch, most + 1, dtype=torch.int64, device=device)
-        self.emitted, self.count = self.outputs[:, :most], self.outputs[:, most]
+        self.outputs = torch.zeros(batch, most + 2, dtype=torch.int64, device=device)
+        self.emitted, self.count, self.nan = self.outputs[:, :most], self.outputs[:, most], self.outputs[:, most + 1]
         self.questions: Questions | None = None  # of an uncaptured step; a captured one has neither
         self.scores: Scores | None = None
         self.sight: Sight | None = None  # of a step that somebody watches
@@ -107,7 +107,8 @@ class PrefillBucket:
         self.plan = Plan(kv, 1, blocks, width)
         kind, layers = attend
         self.attend = kind(kv, self.plan, layers)
-        self.outputs = torch.zeros(blocks, 2, dtype=torch.int64, device=device)  # the token after each chunk, and count
+        # The token after each chunk, how many count, which is 0 or 1, and whether there was a NaN among its logits.
+        self.outputs = torch.zeros(blocks, 3, dtype=torch.int64, device=device)
         self.questions: Questions | None = None  # as in `Bucket`
         self.scores: Scores | None = None
 

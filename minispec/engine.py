@@ -67,7 +67,7 @@ class Pending:
     """A step under way: what it emitted, on its way to the host."""
 
     slots: list[int]
-    outputs: Tensor  # [B, A + 1] int64 on the host: the tokens emitted, and last how many of them count
+    outputs: Tensor  # [B, A + 2] int64 on the host: the tokens emitted, how many of them count, 1 where there was a NaN
     ready: torch.cuda.Event | None  # set when they are filled; None: they are
     nodes: int = 1  # tree size of a decode step
     launched: float = 0.0  # when its own work began, in seconds of `perf_counter`
@@ -77,11 +77,12 @@ class Pending:
     scores: Scores | None = None  # of those who asked, on their way too
     failed: Mapping[int, str] = field(default_factory=dict)  # slots whose grammar leaves no token -> why; rows are void
     seen: Rows | None = None  # what was seen of it, where somebody watches; on its way too
+    nan: Sequence[int] = ()  # slots whose logits had a NaN; their rows are void; known once it is collected
 
     @property
     def most(self) -> int:
         """A, the most tokens that a row may have emitted."""
-        return self.outputs.shape[1] - 1
+        return self.outputs.shape[1] - 2
 
 
 @dataclass(frozen=True)
@@ -520,6 +521,7 @@ class Engine:
         self._clear_padding()
         bucket.emitted.copy_(verdict.emitted)
         bucket.count.copy_(verdict.count)
+        bucket.nan.copy_(verdict.nan)
         if bucket.questions is not None:
             bucket.scores = score_picks(bucket.questions, logits, verdict.path, verdict.emitted)
         return self._path(bucket, lens, verdict, step.tokens, features) if nodes > 1 and self.drafter.commits else None
@@ -643,7 +645,7 @@ class Engine:
         self.lens[slots] = lens
         self.root[slots] = token
         self._clear_padding()
-        bucket.outputs.copy_(torch.stack((token, picked), dim=1))
+        bucket.outputs.copy_(torch.stack((token, picked, allowed.amax(-1).isnan()), dim=1))
 
     # ---- the end of a step ---------------------------------------------------------------------------------------
 
@@ -664,11 +666,15 @@ class Engine:
         return Pending(slots, on_host, ready, scores=scores, **what)
 
     def collect(self, pending: Pending) -> list[list[int]]:
-        """Wait for a step and return the tokens it emitted, one list per slot or chunk; tells the drafter."""
+        """Wait for a step and return the tokens it emitted, one list per slot or chunk; tells the drafter.
+
+        A slot with a NaN among its logits has emitted nothing, and is named in `pending.nan`.
+        """
         if pending.ready is not None:
             pending.ready.synchronize()
         rows = pending.outputs[: len(pending.slots)].tolist()
-        found = [row[: row[-1]] for row in rows]
+        found = [[] if row[-1] else row[: row[-2]] for row in rows]
+        pending.nan = [slot for slot, row in zip(pending.slots, rows, strict=True) if row[-1]]
         started = time.perf_counter()
         for chunk in pending.chunks:
             self.drafter.observe(chunk.slot, chunk.tokens, again=chunk.again)

@@ -118,13 +118,28 @@ class PagedKV:
         """Take `count` pages off the free list, which must hold them."""
         assert count <= len(self.free), f"asked for {count} pages, {len(self.free)} free"
         pages = [self.free.pop() for _ in range(count)]
-        if self.pool.dtype == torch.float16 and pages:
-            # An infinity left in the page would reach its next owner as NaN, since FlexAttention multiplies masked
-            # values by a weight of 0. Only float16 has so small a range that a request can overflow.
-            index = upload(pages, torch.int64, self.pool.device)
-            for pool in self.pools:
-                pool.view(*pool.shape[:2], self.pages, -1).index_fill_(2, index, 0)
+        # A NaN or an infinity left in a page would reach its next owner as NaN, since FlexAttention multiplies masked
+        # values by a weight of 0. The target's rows are looked after by `wipe`, which is called where there was a NaN;
+        # but in float16, whose range is small, a row may overflow without one. A drafter's rows nobody watches, as they
+        # change no token; so that no text spoils the drafts of another, its pages are handed out empty.
+        self._zero(pages, self.pools if self.pool.dtype == torch.float16 else self.pools[1:])
         return pages
+
+    def wipe(self, pages: Sequence[int]) -> None:
+        """Write zeros to pages in which NaN was computed, target's and drafter's, and to page 0, which padding wrote.
+
+        Attention multiplies the values of rows that it masks by 0, and 0 * NaN is NaN: whoever had one of these pages
+        next would have NaN as well.
+        """
+        self._zero([0, *pages], self.pools)
+
+    def _zero(self, pages: Sequence[int], pools: Sequence[Tensor]) -> None:
+        """Write zeros to pages of some pools."""
+        if not pages or not pools:
+            return
+        index = upload(pages, torch.int64, self.pool.device)
+        for pool in pools:
+            pool.view(*pool.shape[:2], self.pages, -1).index_fill_(2, index, 0)
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Return pages to the free list."""

@@ -31,7 +31,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -50,6 +50,8 @@ from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Scored
 from minispec.sampling import TRACED
 
 logger = logging.getLogger("minispec")
+
+NAN = Finish("abort", message="the model gave NaN in place of logits, so there is no next token", status=500)
 
 
 class Seat:
@@ -85,6 +87,8 @@ class Flight:
     cached: int = 0  # prompt tokens that the prefix cache had, of requests whose first chunk this is
     seconds: float = 0.0  # that the launch of a decode step took
     plan: Planned | None = None  # of a decode step
+    # Slots and pages of requests that left meanwhile: nobody gets the pages before it is known what was written there.
+    left: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -270,7 +274,8 @@ class Scheduler:
         """Empty prefix cache, drafter and totals; False, and nothing done, while requests are here."""
         if self.waiting or self.prefilling or self.running:
             return False
-        self._refused = self._flight = None  # of a flight, no row counts any more
+        self._settle()  # no row of it counts any more, but pages come back
+        self._refused = None
         self.kv.give_back(self.cache.evict(self.cache.count))
         self.engine.drafter.clear()
         self.engine.drafter_seconds = 0.0
@@ -367,6 +372,14 @@ class Scheduler:
         """Return whether the flight under way has a row of this request that will count."""
         return self._flight is not None and self._flight.rows.get(request) is self.seats[request]
 
+    def _landed_rows(self, request: Request) -> int:
+        """Return how many rows of a request are sound: those of a chunk under way may turn out to be NaN."""
+        if self._flies(request):
+            for chunk in self._flight.pending.chunks:
+                if chunk.slot == request.slot:
+                    return chunk.start
+        return request.kv_len
+
     def _goes_on(self, request: Request) -> bool:
         """Return whether a running request has a token to wait for beyond the one that its flight brings at least."""
         return len(request.output_ids) + self._flies(request) < request.max_new_tokens
@@ -378,9 +391,7 @@ class Scheduler:
         # With a step in flight the device begins a step when it has done the one before.
         began, self._landed = max(flight.pending.launched, self._landed), time.perf_counter()
         waited = self._landed - started
-        for request, seat in flight.rows.items():
-            if request.slot in flight.pending.failed and self.seats.get(request) is seat:
-                self._end(request, Finish("abort", message=flight.pending.failed[request.slot]))
+        self._end_failed(flight)
         self._hear(flight)
         emitted = {
             request: tokens
@@ -394,6 +405,23 @@ class Scheduler:
         self._teach(flight, emitted, self._landed - began)
         if emitted:
             self._after_decode(flight, emitted, flight.seconds + waited)
+
+    def _end_failed(self, flight: Flight) -> None:
+        """End the requests that cannot go on after a step: with NaN for logits, or with a grammar that leaves nothing.
+
+        What was computed of a request with NaN is shared with nobody, and its pages are wiped.
+        """
+        pending = flight.pending
+        for slot, pages in flight.left:
+            if slot in pending.nan:
+                self.kv.wipe(pages)
+            self.kv.give_back(pages)
+        for request in [request for request, seat in flight.rows.items() if self.seats.get(request) is seat]:
+            if request.slot in pending.nan:
+                logger.error("request %s ends: the model gave NaN in place of logits", request.rid)
+                self._end(request, NAN, sound=False)
+            elif request.slot in pending.failed:
+                self._end(request, Finish("abort", message=pending.failed[request.slot]))
 
     def _teach(self, flight: Flight, emitted: Mapping[Request, Sequence[int]], seconds: float) -> None:
         """Tell the policy what a decode step took and emitted."""
@@ -641,10 +669,10 @@ class Scheduler:
         histogram.extend([0] * (kept - len(histogram)))
         histogram[kept - 1] += 1
 
-    def _end(self, request: Request, finish: Finish, ids: Sequence[int] = ()) -> None:
-        """Take a request out of wherever it is, and note its end."""
+    def _end(self, request: Request, finish: Finish, ids: Sequence[int] = (), sound: bool = True) -> None:
+        """Take a request out of wherever it is, and note its end; not `sound`: its own pages may hold NaN."""
         if request.slot:
-            self._leave(request)
+            self._leave(request, sound)
         elif request in (choices := self.parked.get(request.leader, ())):
             choices.remove(request)
         else:
@@ -659,13 +687,20 @@ class Scheduler:
         self._updates.append(Update(request, list(ids), text, finish))
 
     @torch.inference_mode()
-    def _leave(self, request: Request) -> int:
+    def _leave(self, request: Request, sound: bool = True) -> int:
         """Take slot and pages from a request, leaving its full pages to the prefix cache; returns pages given up."""
         (self.running if request in self.running else self.prefilling).remove(request)
+        known, flies = request.ids[: self._landed_rows(request)], self._flies(request)
         seat = self.seats.pop(request)
-        # Rows are valid as far as tokens are known and written: a stop inside a step leaves rows without a token.
-        self._share(request, seat, request.ids[: request.kv_len])
-        self.kv.give_back(seat.owned())
+        if sound:
+            # Rows are valid as far as tokens are known and written: a stop inside a step leaves rows without a token.
+            self._share(request, seat, known)
+        else:
+            self.kv.wipe(seat.owned())
+        if flies:
+            self._flight.left.append((request.slot, seat.owned()))
+        else:
+            self.kv.give_back(seat.owned())
         self.cache.release(seat.path)
         self.kv.unmap(request.slot)
         self.engine.release(request.slot)
@@ -676,7 +711,8 @@ class Scheduler:
     # ---- numbers -------------------------------------------------------------------------------------------------
 
     def _owned(self) -> int:
-        return sum(len(seat.owned()) for seat in self.seats.values())
+        left = self._flight.left if self._flight is not None else ()
+        return sum(len(seat.owned()) for seat in self.seats.values()) + sum(len(pages) for _, pages in left)
 
     def _usage(self) -> float:
         """Return the share of pages that requests hold; what is only cached counts as free."""

@@ -53,6 +53,7 @@ class Verdict(NamedTuple):
     count: Tensor  # [B] int64 tokens emitted = accepted drafts + 1
     emitted: Tensor  # [B, A] int64: the target's pick at node path[:, a]
     bonus: Tensor  # [B] int64 = emitted[count - 1], the next root
+    nan: Tensor  # [B] bool: whether a token that counts was picked from logits with a NaN among them
 
 
 def verify_greedy(tree: DraftTree, ancestors: Tensor, logits: Tensor, A: int) -> Verdict:
@@ -71,7 +72,10 @@ def verify_greedy(tree: DraftTree, ancestors: Tensor, logits: Tensor, A: int) ->
     place = torch.where(accepted, level, A)  # the other nodes go into a last column that is cut off
     index = torch.arange(nodes, device=picks.device).expand(batch, nodes)
     path = torch.zeros(batch, A + 1, dtype=torch.int64, device=picks.device).scatter_(1, place, index)[:, :A]
-    return _verdict(path, accepted.sum(-1), picks.gather(1, path))
+    emitted = picks.gather(1, path)  # beyond the count that of the root, which counts anyway
+    row = torch.arange(batch, device=picks.device)[:, None]
+    nan = logits[row, path, emitted].isnan().any(-1)  # NaN is the largest, so where there is one it was picked
+    return _verdict(path, accepted.sum(-1), emitted, nan)
 
 
 def verify(tree: DraftTree, logits: Tensor, wishes: Wishes, lens: Tensor, rule: Rule) -> Verdict:
@@ -88,13 +92,14 @@ def verify(tree: DraftTree, logits: Tensor, wishes: Wishes, lens: Tensor, rule: 
     counts = None if wishes.counts is None else wishes.counts.clone()
     node, walking = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
     path, emitted = first.new_zeros(batch, A), first.new_zeros(batch, A)
-    count = torch.zeros_like(first)
+    count, nan = torch.zeros_like(first), torch.zeros_like(walking)
     for a in range(A):
         here, position = wishes._replace(outputs=wishes.outputs + a, counts=counts), lens + a + 1
         at = flat.index_select(0, first + node)
         drafted = tree.tokens.masked_fill(tree.parents != node[:, None], PADDING)
         token = pick(at, here, position) if thresholds is None else pick_lossy(at, here, position, drafted, *thresholds)
         path[:, a], emitted[:, a] = node, token
+        nan = nan | (at.amax(-1).isnan() & walking)
         count = count + walking
         if a + 1 == A:
             break
@@ -105,7 +110,7 @@ def verify(tree: DraftTree, logits: Tensor, wishes: Wishes, lens: Tensor, rule: 
         node = child.to(torch.int8).argmax(-1)  # a walk that has stopped restarts at the root, and is no longer counted
         if host_looks and not walking.any():
             break
-    return _verdict(path, count, emitted)
+    return _verdict(path, count, emitted, nan)
 
 
 def pick_lossy(logits: Tensor, wishes: Wishes, position: Tensor, drafted: Tensor, single: float, acc: float) -> Tensor:
@@ -153,8 +158,8 @@ def simulate(
     count = torch.minimum(whole + (coin < mean - whole), level.amax(-1) + 1).clamp(max=most)
     child = tree.tokens.gather(1, path.roll(-1, 1))
     inner = torch.arange(1, most + 1, device=lens.device) < count[:, None]
-    return Verdict(path, count, torch.where(inner, child, verdict.bonus[:, None]), verdict.bonus)
+    return verdict._replace(path=path, count=count, emitted=torch.where(inner, child, verdict.bonus[:, None]))
 
 
-def _verdict(path: Tensor, count: Tensor, emitted: Tensor) -> Verdict:
-    return Verdict(path, count, emitted, emitted.gather(1, count[:, None] - 1).squeeze(1))
+def _verdict(path: Tensor, count: Tensor, emitted: Tensor, nan: Tensor) -> Verdict:
+    return Verdict(path, count, emitted, emitted.gather(1, count[:, None] - 1).squeeze(1), nan)

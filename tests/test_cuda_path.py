@@ -162,8 +162,8 @@ def serve_on_fake_cuda(name: str, law: str, fault: Callable[[ExitStack], None] |
     def collected(engine: Engine, pending: Pending) -> list[list[int]]:
         """Emit a token a row, but none for a chunk that is not its request's last."""
         counts = [int(chunk.last) for chunk in pending.chunks] or [1] * len(pending.slots)
-        width = pending.outputs.shape[1] - 1
-        told = Rows([[5] * width + [count] for count in counts])
+        width = pending.most
+        told = Rows([[5] * width + [count, 0] for count in counts])
         return collect(engine, dataclasses.replace(pending, outputs=told, ready=None))
 
     with ExitStack() as stack:

@@ -1,0 +1,334 @@
+"""NaN and exceptions in a step, at the scheduler: who is ended, what the others get, and what is left behind.
+
+NaN is put where it would come from, into the embeddings that a step computes with, and spreads from there into keys,
+values and features. Eager attention reads no row that nobody sees (`PagedGather._rows_and_mask`), but FlexAttention
+multiplies such rows of its pages by 0. So whoever comes after a NaN is served by `greedy_reader`, which reads every row
+of every page up to the batch's longest reach, page 0 where a table ends, and multiplies what is masked by 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from conformance import SUBJECTS, WISHES, Subject, truth
+from exactness import request, run
+
+from minispec.attention import PagedGather
+from minispec.beam import Inputs
+from minispec.engine import Engine
+from minispec.kv import PagedKV
+from minispec.request import Request, Update
+from minispec.scheduler import Scheduler
+from minispec.tree import DraftTree, ancestors
+from minispec.verify import Rule, verify, verify_greedy
+
+
+@pytest.fixture
+def greedy_reader(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A function from whose call on eager attention reads every row, seen or not."""
+    original = PagedGather._rows_and_mask
+
+    def every_row(self: PagedGather, blocks: slice, reach: int) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self.plan.kv.page_size
+        reach = -(-reach // size) * size
+        _, mask = original(self, blocks, reach)
+        row = torch.arange(reach)
+        slots = self.plan.slots[blocks][: len(mask)]
+        return self.plan.kv.table[slots][:, row // size].long() * size + row % size, mask
+
+    return lambda: monkeypatch.setattr(PagedGather, "_rows_and_mask", every_row)
+
+
+class Fault:
+    """NaN in place of the embedding of a slot's newest token, from the step on in which it has so many rows."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.slot, self.rows = 0, 0
+        before, after = engine.small.eager
+
+        def broken(owner: Engine, bucket: object, lens: torch.Tensor, *given: object) -> object:
+            step = before(owner, bucket, lens, *given)
+            if self.slot:
+                step.embedding[(bucket.slots == self.slot) & (lens >= self.rows), 0] = torch.nan
+            return step
+
+        engine.small.eager = engine.small.compiled = (broken, after)
+
+
+@contextmanager
+def nan_for(network: object, token: int) -> Iterator[None]:
+    """Give a token NaN for its embedding meanwhile."""
+    weight = network.embed_tokens.weight
+    kept = weight[token].clone()
+    with torch.inference_mode():
+        weight[token] = torch.nan
+        try:
+            yield
+        finally:
+            weight[token] = kept
+
+
+def sound(scheduler: Scheduler) -> bool:
+    """Whether no page holds NaN, neither of the target nor of the drafter."""
+    return not any(bool(pool.isnan().any()) for pool in scheduler.kv.pools)
+
+
+def submit(scheduler: Scheduler, *requests: Request) -> None:
+    """Validate and queue."""
+    for r in requests:
+        scheduler.validate(r)
+        scheduler.submit(r)
+
+
+def finish(scheduler: Scheduler, until: Callable[[], bool] = lambda: False) -> list[Update]:
+    """Step until all is done, or the condition holds, checking the pages."""
+    updates: list[Update] = []
+    while scheduler.has_work and not until():
+        updates += scheduler.step()
+        scheduler.check()
+    return updates
+
+
+def assert_exact(subject: Subject, *requests: Request) -> None:
+    """Compare with the sequential reference."""
+    for r in requests:
+        assert r.finish.kind == "length" and r.output_ids == truth(subject.model(), r), f"{r.rid} differs"
+
+
+def assert_failed(subject: Subject, r: Request) -> None:
+    """A request that met NaN says so, and what it had until then was right."""
+    assert r.finish.kind == "abort" and r.finish.status == 500 and "NaN" in r.finish.message
+    assert r.output_ids == truth(subject.model(), r)[: len(r.output_ids)]
+
+
+# ---- NaN ------------------------------------------------------------------------------------------------------------
+
+
+def nan_while_decoding(
+    subject: Subject, read_all: Callable[[], None], overlap: bool = False, plain: bool = False, **wishes: object
+) -> None:
+    """A request meets NaN beside a neighbour with a shorter table; others then have its pages, and its prompt."""
+    rng = random.Random(3)
+    scheduler = subject.build(running=3, pages=40, overlap=overlap)
+    steps, fault = itertools.count(), Fault(scheduler.engine)
+    if plain:  # NaN comes out of a plain step, and afterwards a drafter that is behind catches up now and then
+        scheduler.policy.forced = lambda shapes: 1 if not victim.finish or next(steps) % 3 < 2 else max(shapes)
+    victim = request("victim", subject.text(70, rng), sampling_seed=1, max_new_tokens=40, **wishes)
+    neighbour = request("neighbour", subject.text(5, rng), sampling_seed=2, max_new_tokens=24, **wishes)
+    submit(scheduler, victim, neighbour)
+    finish(scheduler, lambda: len(victim.output_ids) > 3)
+    pages = scheduler.seats[victim].owned()
+    fault.slot, fault.rows = victim.slot, victim.kv_len + 4
+    finish(scheduler, lambda: victim.finish is not None)
+    assert neighbour.finish is None, "the neighbour was to be in the same step"
+    assert sound(scheduler)
+    fault.slot = 0
+    finish(scheduler)
+    assert len(victim.output_ids) > 4
+    assert_failed(subject, victim)
+    assert_exact(subject, neighbour)
+
+    read_all()
+    other = request("other", subject.text(120, rng), sampling_seed=3, max_new_tokens=20, **wishes)
+    short = request("short", subject.text(3, rng), sampling_seed=4, max_new_tokens=20, **wishes)
+    again = request("again", victim.prompt_ids, sampling_seed=1, max_new_tokens=40, **wishes)
+    submit(scheduler, other, short, again)
+    scheduler.step()
+    assert set(pages) & set(scheduler.seats[other].pages), "the next request was to get those very pages"
+    finish(scheduler, lambda: not sound(scheduler))
+    assert sound(scheduler), "NaN was left somewhere"
+    assert_exact(subject, other, short, again)
+    assert again.cached_tokens >= 64, "what was computed before the fault was sound, and stays shared"
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize(("name", "wishes"), [("none", {}), ("none", WISHES), ("eagle3-tree", {}),
+                                              ("standalone-tree", WISHES)])  # fmt: skip
+def test_nan_ends_one_request_and_leaves_nothing_behind(
+    name: str, wishes: dict, overlap: bool, greedy_reader: Callable[[], None]
+) -> None:
+    nan_while_decoding(SUBJECTS[name], greedy_reader, overlap, **wishes)
+
+
+def test_nan_in_a_tree_of_the_host_ends_one_request(greedy_reader: Callable[[], None]) -> None:
+    nan_while_decoding(SUBJECTS["oracle"], greedy_reader)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_nan_in_a_plain_step_is_not_taken_in_later(overlap: bool, greedy_reader: Callable[[], None]) -> None:
+    nan_while_decoding(SUBJECTS["eagle3-tree"], greedy_reader, overlap, plain=True)
+
+
+def nan_in_a_prompt(subject: Subject, read_all: Callable[[], None], overlap: bool, abort: bool) -> None:
+    """NaN comes out of a chunk in the middle of a prompt; with `abort` the request is ended while it is under way."""
+    scheduler, rng = subject.build(running=2, chunk=32, pages=30, overlap=overlap), random.Random(3)
+    prompt = [token if token != 7 else 8 for token in subject.text(120, rng)]
+    victim, before = request("victim", [*prompt[:40], 7, *prompt[40:]]), request("before", [9, 5, 5], max_new_tokens=3)
+    run(scheduler, [before])
+    submit(scheduler, victim)
+    with nan_for(scheduler.engine.model, 7):
+        reached = lambda: victim.kv_len >= 64 and (not overlap or scheduler._flight is not None)  # noqa: E731
+        finish(scheduler, reached if abort else lambda: victim.finish is not None)
+        if abort:
+            assert victim.finish is None and not victim.prompt_done
+            scheduler.abort("victim")
+        finish(scheduler)
+    if not abort:
+        assert_failed(subject, victim)
+        assert victim.output_ids == []
+    read_all()
+    again = request("again", victim.prompt_ids)
+    run(scheduler, [again])
+    assert_exact(subject, again)
+    assert sound(scheduler), "a page was not wiped"
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("name", ["none", "eagle3-tree"])
+def test_nan_in_a_prompt_is_seen_in_its_chunk(
+    name: str, overlap: bool, greedy_reader: Callable[[], None]
+) -> None:
+    nan_in_a_prompt(SUBJECTS[name], greedy_reader, overlap, abort=False)
+
+
+def test_a_chunk_under_way_enters_no_cache_when_its_request_is_aborted(greedy_reader: Callable[[], None]) -> None:
+    nan_in_a_prompt(SUBJECTS["none"], greedy_reader, overlap=True, abort=True)
+
+
+def nan_of_the_drafter_alone(subject: Subject, read_all: Callable[[], None]) -> None:
+    """The draft model gives NaN for one request, whose text goes on; the next drafts as ever in the same pages."""
+    scheduler, rng = subject.build(running=1, pages=14), random.Random(6)
+    prompts = [subject.text(100, rng) for _ in range(2)]
+    first, second = (request(f"r{i}", prompt, max_new_tokens=40) for i, prompt in enumerate(prompts))
+    drafter, read = scheduler.engine.drafter, scheduler.engine.drafter._read
+
+    def broken(tokens: torch.Tensor, positions: torch.Tensor) -> Inputs:
+        inputs = read(tokens, positions)
+        return inputs._replace(embedding=inputs.embedding * torch.nan)
+
+    drafter._read = broken
+    run(scheduler, [first])
+    assert_exact(subject, first)
+    assert first.accepted_drafts < 0.5 * first.verify_steps and not sound(scheduler), "it was to compute NaN"
+    drafter._read = read
+    read_all()
+    run(scheduler, [second])
+    assert_exact(subject, second)
+    assert second.accepted_drafts > second.verify_steps, "its drafts were spoilt by what the pages held before"
+
+
+def test_nan_of_the_drafter_alone_ends_nothing_and_spoils_nobody_s_drafts(greedy_reader: Callable[[], None]) -> None:
+    nan_of_the_drafter_alone(SUBJECTS["standalone-tree"], greedy_reader)
+
+
+@pytest.mark.parametrize("law", ["greedy", "sampled", "lossy"])
+@torch.inference_mode()
+def test_a_flag_is_of_the_logits_that_gave_tokens_alone(law: str) -> None:
+    generator, rng, seen = torch.Generator().manual_seed(0), random.Random(0), set()
+    scheduler = SUBJECTS["none"].build(running=6)
+    for slot in range(1, 7):
+        scheduler.engine.sampling.assign(slot, request("r", [1], temperature=0.8).params, slot, [1], [], ())
+    wishes = scheduler.engine.sampling.wishes(torch.arange(1, 7), frozenset(("temperature",)))
+    for _ in range(20):
+        parents = torch.tensor([[-1, 0, 0, 1, 2]] * 6)
+        logits = torch.randn(6, 5, 11, generator=generator) * 6
+        likeliest = logits.argmax(-1)
+        first = (likeliest[:, 0] + torch.tensor([0, 0, 0, 0, 2, 3])) % 11  # of some rows no child is right
+        children = [first, (first + 4) % 11, likeliest[:, 1], likeliest[:, 2]]
+        tree = DraftTree(torch.stack([torch.zeros(6, dtype=torch.int64), *children], dim=1), parents)
+        for row in range(6):
+            logits[row, rng.randrange(5), rng.randrange(11)] = torch.nan
+        if law == "greedy":
+            verdict = verify_greedy(tree, ancestors(parents), logits, 3)
+        else:
+            rule = Rule(3, (0.1, 0.5) if law == "lossy" else None)
+            verdict = verify(tree, logits, wishes, torch.full((6,), 9), rule)
+        for row, (path, count) in enumerate(zip(verdict.path.tolist(), verdict.count.tolist(), strict=True)):
+            hurt = bool(logits[row, path[:count]].isnan().any())
+            assert bool(verdict.nan[row]) == hurt
+            seen.add((count, hurt))
+    assert {(1, True), (1, False), (2, True), (3, False)} <= seen
+
+
+# ---- errors on purpose ----------------------------------------------------------------------------------------------
+
+
+def no_flag(patch: pytest.MonkeyPatch) -> None:
+    """A step does not tell of NaN."""
+    collect = Engine.collect
+
+    def told(self: Engine, pending: object) -> list[list[int]]:
+        pending.outputs[:, -1] = 0
+        return collect(self, pending)
+
+    patch.setattr(Engine, "collect", told)
+
+
+def pages_shared_all_the_same(patch: pytest.MonkeyPatch) -> None:
+    """What was computed of a request with NaN enters the prefix cache."""
+    leave = Scheduler._leave
+    patch.setattr(Scheduler, "_leave", lambda self, r, sound=True: leave(self, r))
+
+
+def pages_not_wiped(patch: pytest.MonkeyPatch) -> None:
+    """Pages go back to the free list as they are."""
+    patch.setattr(PagedKV, "wipe", lambda self, pages: self._zero([0], self.pools))
+
+
+def page_0_not_wiped(patch: pytest.MonkeyPatch) -> None:
+    """What padding wrote to page 0 stays there."""
+    patch.setattr(PagedKV, "wipe", lambda self, pages: self._zero(pages, self.pools))
+
+
+def draft_pages_not_wiped(patch: pytest.MonkeyPatch) -> None:
+    """The drafter's rows are forgotten about."""
+    patch.setattr(PagedKV, "wipe", lambda self, pages: self._zero([0, *pages], self.pools[:1]))
+
+
+def chunks_under_way_count(patch: pytest.MonkeyPatch) -> None:
+    """Rows of a chunk that was launched and not collected are shared."""
+    patch.setattr(Scheduler, "_landed_rows", lambda self, r: r.kv_len)
+
+
+def pages_of_who_left_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    """What a step computed of a request that left meanwhile is not known when its pages come back."""
+    land = Scheduler._land
+
+    def landed(self: Scheduler, flight: object) -> None:
+        flight.left[:] = [(0, pages) for _, pages in flight.left]
+        land(self, flight)
+
+    patch.setattr(Scheduler, "_land", landed)
+
+
+def draft_pages_handed_out_as_they_are(patch: pytest.MonkeyPatch) -> None:
+    """A page's next owner finds the drafter's old rows."""
+    zero = PagedKV._zero
+    patch.setattr(PagedKV, "_zero", lambda self, pages, pools: zero(self, pages, pools if len(pools) > 1 else []))
+
+
+DECODING = lambda read_all: nan_while_decoding(SUBJECTS["eagle3-tree"], read_all, overlap=True)  # noqa: E731
+PADDED = lambda read_all: nan_while_decoding(SUBJECTS["oracle"], read_all)  # noqa: E731  trees with few nodes
+PROMPT = lambda read_all: nan_in_a_prompt(SUBJECTS["none"], read_all, overlap=False, abort=False)  # noqa: E731
+ABORTED = lambda read_all: nan_in_a_prompt(SUBJECTS["none"], read_all, overlap=True, abort=True)  # noqa: E731
+DRAFTER = lambda read_all: nan_of_the_drafter_alone(SUBJECTS["standalone-tree"], read_all)  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("mutation", "check"),
+    [(no_flag, DECODING), (no_flag, PROMPT), (pages_shared_all_the_same, PROMPT), (pages_not_wiped, DECODING),
+     (page_0_not_wiped, PADDED), (draft_pages_not_wiped, DECODING), (chunks_under_way_count, ABORTED),
+     (pages_of_who_left_are_not_looked_at, ABORTED), (draft_pages_handed_out_as_they_are, DRAFTER)],
+)  # fmt: skip
+def test_every_error_shows(
+    mutation: Callable[[pytest.MonkeyPatch], None], check: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch, greedy_reader: Callable[[], None],
+) -> None:  # fmt: skip
+    mutation(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(greedy_reader)

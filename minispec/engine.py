@@ -19,6 +19,7 @@ who is in a step.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -55,6 +56,8 @@ from minispec.sampling import (
 from minispec.trace import Rows, Sight
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import EXACT, Acceptance, Rule, Verdict, simulate, verify, verify_greedy
+
+logger = logging.getLogger("minispec")
 
 COMPILED = (GREEDY, TEMPERED)  # what batches may need for whom the small functions may be compiled
 CAPTURED = (*COMPILED, FILTERED)  # what they may need for whom steps are captured, the least first
@@ -243,6 +246,7 @@ class Engine:
         self.small = Small(Engine._before_blocks, Engine._after_blocks)  # of a decode step
         self.graphs: dict[tuple[Bucket | PrefillBucket, Needs], torch.cuda.CUDAGraph] = {}  # `capture` fills it
         self.amended = False  # whether thresholds were changed since the start
+        self.changes = 0  # how often anything began to change what belongs to slots: after an exception, whether it did
         self.begin_step: Callable[[], None] = lambda: None  # for whoever must be told that what steps made is done with
         attend = (self.attend_kind, model.config.layers)
         self.buckets = {  # by batch and shape, as `Sizes.sizes_of` has it
@@ -338,11 +342,35 @@ class Engine:
         """Take a slot back from a request that ended or was retracted."""
         self.sampling.release(slot)
         self.constraints.release(slot)
-        self.drafter.release(slot)
         self.logprobs.pop(slot, None)
         self.lens[slot : slot + 1].zero_()
         if self.ring is not None:
             self.ring.waiting[slot] = 0
+        self.drafter.release(slot)  # last, since a drafter of someone's own may raise
+
+    def restart(self) -> None:
+        """Begin anew with empty slots and pages after a step that raised halfway; prefix cache and seats are not here.
+
+        Pages that were in use are wiped, since nobody knows what was written there. Slots are taken back from a drafter
+        that may be what raised, and that changes no token whatever it still believes.
+        """
+        self.kv.wipe(sorted(set(range(1, self.kv.pages)).difference(self.kv.free)))
+        self.kv.reset()
+        self.constraints.take_failures()
+        for slot in range(self.kv.table.shape[0]):
+            try:
+                self.release(slot)
+            except Exception:
+                logger.exception("the drafter %s cannot let go of a request", self.drafter.name)
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Return whether nothing can be computed any more after this error: one of CUDA's stays for all later calls."""
+        if self.device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
+            try:  # those that come as another kind of error, out of a library or a kernel's launch, show here
+                torch.cuda.synchronize(self.device)
+            except RuntimeError:
+                return True
+        return isinstance(error, torch.AcceleratorError)
 
     # ---- a decode step -------------------------------------------------------------------------------------------
 
@@ -371,22 +399,25 @@ class Engine:
             drafts = [NOTHING] * len(slots) if self.drafter.looks_up else self.host_drafts(slots)
         bucket = self.buckets[batch, max(self.sizes.sizes_of(batch)) if shape is None else shape]
         started = time.perf_counter()
+        # First what may fail over one of the requests, since it changes nothing yet.
+        bucket.upload(slots, [draft.cut(bucket.nodes) for draft in drafts])
+        needs = self.sampling.needs(slots)
+        asking = enumerate(slots) if SCORES in needs else ()
+        asked = [Question(row, self.logprobs[slot]) for row, slot in asking if slot in self.logprobs]
+        began = time.perf_counter()
         if self.ring is not None:
             # Plain steps cannot go on either when a slot's ring is full; then all are emptied in one pass.
             if bucket.nodes > 1 or any(self.ring.waiting[slot] == ROWS for slot in slots):
                 self.catch_up(slots)
             if bucket.nodes == 1:
+                self.changes += 1
                 for slot in slots:
                     self.ring.waiting[slot] += 1
-        launched = time.perf_counter()
-        bucket.upload(slots, [draft.cut(bucket.nodes) for draft in drafts])
-        needs = self.sampling.needs(slots)
-        asking = enumerate(slots) if SCORES in needs else ()
-        asked = [Question(row, self.logprobs[slot]) for row, slot in asking if slot in self.logprobs]
+        catching_up = time.perf_counter() - began
         captured = self._run(self.decode, bucket, needs, asked)
         seen = bucket.sight.rows.to_host() if TRACED in needs else None
         return self._pending(list(slots), bucket.outputs, scores=bucket.scores, nodes=bucket.nodes, captured=captured,
-                             launched=launched, catching_up=launched - started, seen=seen)  # fmt: skip
+                             launched=started + catching_up, catching_up=catching_up, seen=seen)  # fmt: skip
 
     @torch.inference_mode()
     def catch_up(self, slots: Iterable[int]) -> None:
@@ -394,6 +425,7 @@ class Engine:
         waiting = [] if self.ring is None else self.ring.waiting
         behind = [slot for slot in slots if waiting and waiting[slot]]
         while behind:
+            self.changes += 1
             part, behind = behind[: self.prefill_blocks], behind[self.prefill_blocks :]
             bucket = self._prefill_bucket(len(part))
             # The tokens are in the ring, and so is where each chunk begins: behind it the slot's rows end.
@@ -425,6 +457,7 @@ class Engine:
         """
         self.begin_step()
         bucket.questions, bucket.scores = Questions(asked, self.device) if asked else None, None
+        self.changes += 1
         for covering in CAPTURED:
             if needs <= covering and (graph := self.graphs.get((bucket, covering))) is not None:
                 graph.replay()

@@ -51,6 +51,7 @@ from minispec.sampling import TRACED
 
 logger = logging.getLogger("minispec")
 
+NOT_LAUNCHING: tuple[Sequence[Request], int] = ((), -1)
 NAN = Finish("abort", message="the model gave NaN in place of logits, so there is no next token", status=500)
 
 
@@ -135,6 +136,7 @@ class Scheduler:
         self.restart_times()
         self._landed = 0.0  # when the last step was collected
         self._flight: Flight | None = None  # the step that was launched and not collected yet
+        self._launching = NOT_LAUNCHING  # the requests of a step that is being launched, and `Engine.changes` before it
         # The front of the queue if it lacked pages, how many were available, and the cache's insertions at that time.
         self._refused: tuple[Request, int, int] | None = None
 
@@ -237,13 +239,28 @@ class Scheduler:
             self._end(request, Finish("abort", message="the request was aborted", status=ABORT_WANTED))
         return self._drain()
 
+    def fail(self, error: BaseException) -> list[Update]:
+        """End the requests that a step, or a command between two steps, has lost by raising; the others go on.
+
+        Before the step had begun to change anything, these are the requests in it, else all that have a slot.
+        """
+        (requests, changes), self._launching = self._launching, NOT_LAUNCHING
+        if changes == self.engine.changes:
+            try:
+                for request in requests:
+                    self._end(request, _failure(error))
+                return self._drain()
+            except Exception:
+                logger.exception("the requests of a step cannot be ended by themselves")
+        return self.fail_all(error)
+
     @torch.inference_mode()
     def fail_all(self, error: BaseException, waiting: bool = False) -> list[Update]:
         """End the requests that have a slot after a step raised, with `waiting` all requests; the others stay queued.
 
         What the step left half done is not looked at: pages, slots, prefix cache and drafter start anew.
         """
-        finish = Finish("abort", message=f"{type(error).__name__} in a step of the engine", status=500)
+        finish = _failure(error)
         queued = set() if waiting else set(self.waiting)
         self.parked = {leader: choices for leader, choices in self.parked.items() if leader in queued}
         queued.update(*self.parked.values())
@@ -252,11 +269,10 @@ class Scheduler:
             self._close(request, finish)
         self.waiting = deque(r for r in self.waiting if r in queued)
         self.prefilling, self.running, self.seats, self._refused, self._flight = [], [], {}, None, None
+        self._launching = NOT_LAUNCHING
         self.free_slots = list(range(self.sizes.max_running, 0, -1))
         self.cache = PrefixCache(self.kv.page_size, self.engine.drafter.lookahead, enabled=self.cache.enabled)
-        self.kv.reset()
-        for slot in range(self.sizes.max_running + 1):
-            self.engine.release(slot)
+        self.engine.restart()
         return self._drain()
 
     def _drain(self) -> list[Update]:
@@ -319,9 +335,11 @@ class Scheduler:
         rows = {request: self.seats[request] for request in self.running if self._goes_on(request)}
         if not rows:
             return None
+        self._launching = list(rows), self.engine.changes
         started = time.perf_counter()
         plan, drafts = self._choose(list(rows))
         pending = self.engine.launch([r.slot for r in rows], plan.choice.shape, drafts)
+        self._launching = NOT_LAUNCHING
         seconds = time.perf_counter() - started
         self.metrics.step_seconds += seconds
         return Flight(pending, rows, seconds=seconds, plan=plan)
@@ -358,9 +376,11 @@ class Scheduler:
     def _launch_prefill(self) -> Flight:
         """Launch a prefill step. A request whose prompt it completes runs from here on: its first token has no row."""
         chunks, requests = self._next_chunks()
+        self._launching = requests, self.engine.changes
         fresh = [r for r in requests if r.kv_len == len(self.seats[r].path) * self.kv.page_size]
         cached = sum(r.kv_len for r in fresh)
         flight = Flight(self.engine.prefill(chunks), {r: self.seats[r] for r in requests}, cached)
+        self._launching = NOT_LAUNCHING
         for request, chunk in zip(requests, chunks, strict=True):
             request.kv_len = chunk.start + len(chunk.tokens)
             if chunk.last:
@@ -758,6 +778,11 @@ class Scheduler:
             "drafter_seconds": self.engine.drafter_seconds,
             "host_seconds": m.host_seconds,
         }
+
+
+def _failure(error: BaseException) -> Finish:
+    """Return the end of a request that was in a step that raised."""
+    return Finish("abort", message=f"{type(error).__name__} in a step of the engine", status=500)
 
 
 def startup_line(config: Config, scheduler: Scheduler) -> str:

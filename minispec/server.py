@@ -96,6 +96,7 @@ class EngineThread(threading.Thread):
         self.config, self.build, self.deliver, self.died = config, build, deliver, died
         self.state, self.progress = "starting", "starting"
         self.error: BaseException | None = None
+        self.lost = False  # whether this process can compute nothing any more
         self.llm: LLM | None = None  # read by the event loop once ready; its scheduler is this thread's alone
         self.warming: Warming | None = None
         self.defaults: dict[str, Any] = {}  # sampling values for what a /v1 request leaves out
@@ -177,10 +178,13 @@ class EngineThread(threading.Thread):
                     if scheduler.has_work:
                         updates += scheduler.step()
                 except Exception as error:
-                    logger.exception("a step failed; the requests in it are answered with an error")
+                    logger.exception("a step failed; the requests that it has lost are answered with an error")
                     if updates:  # if the device itself failed, so does what follows
                         self._to_loop(self.deliver, updates)
-                    updates = scheduler.fail_all(error)
+                    self.lost = scheduler.engine.is_lost(error)
+                    if self.lost:
+                        raise
+                    updates = scheduler.fail(error)
                 if updates:
                     self._to_loop(self.deliver, updates)
         except (Exception, SystemExit) as error:  # SystemExit: out of a library; whoever waits must be told
@@ -240,7 +244,7 @@ class Server:
         self.routes: dict[Request, Flight] = {}
         self.admitted = 0  # prompts in flight, counted from before they are tokenized
         self.produced = asyncio.Event()  # set whenever a step has given tokens
-        self.failed_to_load = asyncio.Event()
+        self.must_end = asyncio.Event()  # the process, since this server will never answer, or never again
         self.draining = self.stopping = False  # no new work is taken; everything ends
         self.bodies = Bodies()
         # What takes long is done by threads, and what waits for them is bounded by the queue's bound. Requests with a
@@ -327,13 +331,13 @@ class Server:
                 flight.add(update)
 
     def _died(self) -> None:
-        """The engine thread is gone: answer everyone, and if it never was ready, end the process."""
+        """The engine thread is gone: answer everyone, and if it never was ready, or is lost, end the process."""
         message = one_line(self.engine.error)
         self._fail_everything(RequestError(f"the engine has failed: {message}", None, 503, "engine_failed"))
-        if self.engine.loaded.is_set():
+        if self.engine.loaded.is_set() and not self.engine.lost:
             logger.critical("the engine has failed, and /health says so: %s", message)
         else:
-            self.failed_to_load.set()
+            self.must_end.set()
 
     def _fail_everything(self, error: RequestError) -> None:
         """End every flight and every question to the scheduler; the flights' handlers see to the engine's side."""
@@ -723,7 +727,7 @@ async def serve(config: Config, temporary: Path | None = None) -> int:
         reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)
         print(f"minispec: error: cannot listen on {config.host}:{config.port}: {reason}", file=sys.stderr)
         return 1
-    waits = [asyncio.ensure_future(event.wait()) for event in (signals.first, server.failed_to_load)]
+    waits = [asyncio.ensure_future(event.wait()) for event in (signals.first, server.must_end)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     code = 0 if signals.first.is_set() else 1
     if code:

@@ -22,6 +22,7 @@ from minispec.attention import PagedGather
 from minispec.beam import Inputs
 from minispec.engine import Engine
 from minispec.kv import PagedKV
+from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import Request, Update
 from minispec.scheduler import Scheduler
 from minispec.tree import DraftTree, ancestors
@@ -253,6 +254,129 @@ def test_a_flag_is_of_the_logits_that_gave_tokens_alone(law: str) -> None:
             assert bool(verdict.nan[row]) == hurt
             seen.add((count, hurt))
     assert {(1, True), (1, False), (2, True), (3, False)} <= seen
+
+
+# ---- exceptions -----------------------------------------------------------------------------------------------------
+
+
+def raise_once(owner: object, name: str, patch: pytest.MonkeyPatch, after: bool = False) -> None:
+    """Make the next call of a method raise, before or after it does its work."""
+    original = getattr(owner, name)
+
+    def broken(*args: object, **kwargs: object) -> object:
+        patch.setattr(owner, name, original)
+        if after:
+            original(*args, **kwargs)
+        raise RuntimeError("injected")
+
+    patch.setattr(owner, name, broken)
+
+
+def fail_in(scheduler: Scheduler) -> list[Update]:
+    """Step until a step raises, and tell the scheduler as the server does."""
+    while True:
+        try:
+            scheduler.step()
+        except RuntimeError as error:
+            updates = scheduler.fail(error)
+            scheduler.check()
+            return updates
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize(("owner", "name"), [("policy", "decided"), ("engine", "host_drafts"), ("sampling", "needs")])
+def test_before_anything_has_changed_a_step_costs_its_requests_alone(
+    owner: str, name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = SUBJECTS["eagle3-tree"]
+    scheduler, rng = subject.build(running=2, chunk=32, overlap=overlap), random.Random(4)
+    lost, filling, waiting = (request(f"r{size}", subject.text(size, rng), max_new_tokens=9) for size in (5, 200, 7))
+    submit(scheduler, lost, filling, waiting)
+    finish(scheduler, lambda: len(lost.output_ids) > 2)
+    assert filling in scheduler.prefilling and waiting in scheduler.waiting
+    what = {"policy": scheduler.policy, "engine": scheduler.engine, "sampling": scheduler.engine.sampling}[owner]
+    scheduler._prefilled_last = True  # so that a decode step is next, and raises
+    raise_once(what, name, monkeypatch)
+    updates = fail_in(scheduler)
+    assert [u.request for u in updates if u.finish] == [lost]
+    assert lost.finish.status == 500 and "RuntimeError" in lost.finish.message
+    assert filling in scheduler.prefilling and waiting in scheduler.waiting
+    finish(scheduler)
+    assert_exact(subject, filling, waiting)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [("model", "run_blocks"), ("kv", "compact"), ("drafter", "propose"), ("drafter", "commit"),
+     ("sampling", "commit"), ("engine", "collect")],
+)  # fmt: skip
+def test_halfway_a_step_costs_all_that_have_a_slot_and_leaves_a_sound_engine(
+    owner: str, name: str, overlap: bool, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject, rng = SUBJECTS["eagle3-tree"], random.Random(4)
+    scheduler, steps = subject.build(running=2, chunk=32, overlap=overlap, pages=30), itertools.count()
+    scheduler.policy.forced = lambda shapes: max(shapes) if next(steps) % 3 == 2 else 1  # some rows wait in the ring
+    texts = [subject.text(size, rng) for size in (5, 200, 7)]
+    running, filling, waiting = (request(f"r{len(text)}", text, max_new_tokens=20) for text in texts)
+    submit(scheduler, running, filling, waiting)
+    finish(scheduler, lambda: len(running.output_ids) > 4)
+    engine = scheduler.engine
+    pages = {page for seat in scheduler.seats.values() for page in seat.owned()}
+    what = {"engine": engine, "model": engine.model, "kv": engine.kv, "drafter": engine.drafter,
+            "sampling": engine.sampling}[owner]  # fmt: skip
+    raise_once(what, name, monkeypatch, after)
+    updates = fail_in(scheduler)
+    assert {u.request for u in updates if u.finish} == {running, filling} and scheduler.waiting[0] is waiting
+    assert sorted(scheduler.free_slots) == [1, 2] and not any(engine.ring.waiting) and scheduler._flight is None
+    assert not any(bool(pool[:, :, page * 16 : page * 16 + 16].any()) for pool in engine.kv.pools for page in pages)
+    again = request("again", running.prompt_ids, max_new_tokens=20)
+    submit(scheduler, again)
+    finish(scheduler)
+    assert_exact(subject, waiting, again)
+
+
+def test_what_a_step_that_raised_said_of_grammars_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = SUBJECTS["none"]
+    scheduler = subject.build(running=1)
+    first, second = (request(name, [3, 1, 4], max_new_tokens=5) for name in ("first", "second"))
+    submit(scheduler, first, second)
+    scheduler.step()
+    scheduler.engine.constraints._failures[first.slot] = "the grammar leaves no token"
+    raise_once(scheduler.engine.model, "run_blocks", monkeypatch)
+    fail_in(scheduler)
+    finish(scheduler)
+    assert first.finish.status == 500
+    assert_exact(subject, second)
+
+
+class Stubborn(NgramDrafter):
+    """A drafter that raises when it is to let go of a request."""
+
+    def release(self, slot: int) -> None:
+        """Raise."""
+        raise KeyError(slot)
+
+
+def test_a_drafter_that_cannot_let_go_costs_a_request_and_not_the_queue() -> None:
+    subject = Subject(lambda model: Stubborn(NgramOptions(nodes=4)))
+    scheduler = subject.build(running=1)
+    requests = [request(f"r{i}", [i, 1, 4], max_new_tokens=5) for i in range(3)]
+    submit(scheduler, *requests)
+    while scheduler.has_work:
+        try:
+            scheduler.step()
+        except KeyError as error:
+            scheduler.fail(error)
+        scheduler.check()
+    assert all(r.finish.kind == "abort" and r.output_ids == truth(subject.model(), r)[:5] for r in requests)
+
+
+def test_an_error_of_cuda_is_told_from_others() -> None:
+    engine = SUBJECTS["none"].build().engine
+    assert engine.is_lost(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+    assert not any(engine.is_lost(error) for error in (RuntimeError("no"), torch.OutOfMemoryError("no")))
 
 
 # ---- errors on purpose ----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def drive(scheduler: Scheduler, updates: list[Update]) -> None:
         try:
             updates += scheduler.step()
         except RuntimeError as error:
-            updates += scheduler.fail_all(error)
+            updates += scheduler.fail(error)
             scheduler.check()
     raise AssertionError("the scheduler does not come to an end")
 

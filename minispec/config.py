@@ -129,6 +129,10 @@ class Config:
         False, "Server", "compile everything before the first request, as on CUDA; without it a server on a "
         "CPU answers eagerly at once, and a process beside it compiles"
     )  # fmt: skip
+    watchdog_timeout: float = _flag(
+        300.0, "Server", "seconds that a step may take, compiling aside: then /health is 503 and the log has all "
+        "stacks, and after twice as many the process ends; 0: any number", low=0.0, high=1e6,
+    )  # fmt: skip
     shutdown_timeout: float = _flag(
         25.0, "Server", "seconds that requests under way have to finish after Ctrl-C or SIGTERM, while new ones get a "
         "503; a second signal ends them at once", low=0.0,

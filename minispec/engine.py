@@ -330,7 +330,7 @@ class Engine:
         if r.trace is not None:
             self.sampling.watch(slot)
         self.lens[slot : slot + 1].fill_(r.kv_len)
-        self.reach[slot : slot + 1].fill_(self.sizes.context_length if r.params.speculative else 1)
+        self.reach[slot : slot + 1].fill_(self.sizes.context_length if r.speculative else 1)
         if r.salt:
             self.drafter.ignore(slot)
         if r.prediction:

@@ -280,10 +280,16 @@ class Request:
     drafted_tokens: int = 0  # nodes verified, roots not counted; plain steps draft none
     accepted_drafts: int = 0
     accept_histogram: list[int] = field(default_factory=list)  # item i: steps that accepted exactly i drafts
+    undrafted: bool = False  # whether it goes on without drafts, since with them there was NaN among its logits
     last_step: int = 0  # tokens kept of the newest verify step; if the request is finished, a stop may have cut some
     retractions: int = 0
     finished_at: float = 0.0
     compiled: Any = None  # params.grammar, as `Grammars.compile` returned it; set when the request is validated
+
+    @property
+    def speculative(self) -> bool:
+        """Whether drafts are verified for it."""
+        return self.params.speculative and not self.undrafted
 
     @property
     def ids(self) -> list[int]:

@@ -349,7 +349,7 @@ class Scheduler:
         engine, slots = self.engine, [r.slot for r in requests]
         batch, sampled = engine.batch_of(len(slots)), bool(engine.sampling.needs(slots) - {TRACED})
         shapes = self.sizes.sizes_of(batch)
-        decided = self.policy.decided(shapes) if any(r.params.speculative for r in requests) else PLAIN
+        decided = self.policy.decided(shapes) if any(r.speculative for r in requests) else PLAIN
         drafts = () if decided == PLAIN else engine.host_drafts(slots)
         rows = {r: (self._row(r, d), d) for r, d in zip(requests, drafts or [None] * len(requests), strict=True)}
         kind, known = Kind.of(batch, sampled, max(r.kv_len for r in requests)), [row for row, _ in rows.values()]
@@ -364,7 +364,7 @@ class Scheduler:
 
     def _row(self, request: Request, draft: Draft | None) -> Row:
         """Return what the policy is to know of a request and of the tree that the host offers for it."""
-        wanted = request.params.speculative
+        wanted = request.speculative
         if draft is None or not self.engine.drafter.looks_up:
             return Row(request, None if draft is None else draft.match, wanted)
         return Row(request, None, wanted, lookup=draft.match)
@@ -429,7 +429,8 @@ class Scheduler:
     def _end_failed(self, flight: Flight) -> None:
         """End the requests that cannot go on after a step: with NaN for logits, or with a grammar that leaves nothing.
 
-        What was computed of a request with NaN is shared with nobody, and its pages are wiped.
+        What was computed of a request with NaN is shared with nobody, and its pages are wiped. If it had drafts, it
+        comes back without them first, since a draft may cost a request time, and never its text.
         """
         pending = flight.pending
         for slot, pages in flight.left:
@@ -437,7 +438,12 @@ class Scheduler:
                 self.kv.wipe(pages)
             self.kv.give_back(pages)
         for request in [request for request, seat in flight.rows.items() if self.seats.get(request) is seat]:
-            if request.slot in pending.nan:
+            if request.slot in pending.nan and pending.nodes > 1 and request.speculative:
+                # What a draft gives spreads to all nodes of its tree. Without drafts there may be no NaN.
+                request.undrafted = True
+                self._send_back(request, sound=False)
+                logger.warning("request %s goes on without drafts: there was NaN among its logits", request.rid)
+            elif request.slot in pending.nan:
                 logger.error("request %s ends: the model gave NaN in place of logits", request.rid)
                 self._end(request, NAN, sound=False)
             elif request.slot in pending.failed:
@@ -645,12 +651,17 @@ class Scheduler:
         seat.pages += pages
         return True
 
-    def _retract(self, request: Request) -> None:
-        """Send a request back to the front of the queue without its pages."""
-        used = self._leave(request)
+    def _send_back(self, request: Request, sound: bool = True) -> int:
+        """Send a request back to the front of the queue without its pages; returns how many those were."""
+        used = self._leave(request, sound)
         request.retractions += 1
         self.metrics.retractions += 1
         self.waiting.appendleft(request)
+        return used
+
+    def _retract(self, request: Request) -> None:
+        """Send a request back, since the pool is full."""
+        used = self._send_back(request)
         logger.warning(
             "KV cache pool is full. Retract requests. #retracted_reqs: 1, #freed_pages: %d, #queue-req: %d",
             used,
@@ -682,7 +693,7 @@ class Scheduler:
     def _count(self, request: Request, kept: int, nodes: int) -> None:
         """Count a verify step that gave `kept` tokens of a tree of `nodes` nodes."""
         request.verify_steps += 1
-        request.drafted_tokens += nodes - 1 if request.params.speculative else 0
+        request.drafted_tokens += nodes - 1 if request.speculative else 0
         request.accepted_drafts += kept - 1
         request.last_step = kept
         histogram = request.accept_histogram

@@ -10,7 +10,8 @@ whatever the number of requests, because a compiled CPU kernel holds the interpr
 What a client may rely on: the server listens at once and says 503 with a progress line until it is ready, on a CPU
 before it has compiled anything (`warming.py`); every failure is OpenAI's error object, in a stream as an event; whoever
 hangs up is aborted, in the queue, in prefill and in decode; a step that raises costs the requests in it, not the
-server; Ctrl-C and SIGTERM let what runs finish, a second one ends it.
+server, and one that hangs ends the process (`watchdog.py`); Ctrl-C and SIGTERM let what runs finish, and a second
+signal ends it.
 
 Read next: `http/schema.py` for the schema, `scheduler.py` for what a step is.
 """
@@ -49,6 +50,7 @@ from minispec.http.streams import Flight, SlowReader, delivered, delivering, str
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update
 from minispec.warming import Warming
+from minispec.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from minispec.llm import LLM
@@ -96,6 +98,7 @@ class EngineThread(threading.Thread):
         self.config, self.build, self.deliver, self.died = config, build, deliver, died
         self.state, self.progress = "starting", "starting"
         self.error: BaseException | None = None
+        self.watchdog = Watchdog(0)
         self.lost = False  # whether this process can compute nothing any more
         self.llm: LLM | None = None  # read by the event loop once ready; its scheduler is this thread's alone
         self.warming: Warming | None = None
@@ -165,18 +168,23 @@ class EngineThread(threading.Thread):
         try:
             scheduler = self._load()
             warming = self.warming = Warming(self.llm, self._wake)
+            self.watchdog.start()
             while not self.stopped.is_set():
                 updates: list[Update] = []
+                waited: list[Command] = []
                 try:
                     if scheduler.has_work:
                         warming.turn(busy=True)
-                    elif not (self.inbox.empty() and warming.turn(busy=False)):
-                        scheduler.check()  # everything is delivered: now every page must be in its place
-                        updates += self.inbox.get()(scheduler)
-                    while not self.inbox.empty():
-                        updates += self.inbox.get()(scheduler)
-                    if scheduler.has_work:
-                        updates += scheduler.step()
+                    else:
+                        self.watchdog.rest()
+                        if not (self.inbox.empty() and warming.turn(busy=False)):
+                            scheduler.check()  # everything is delivered: now every page must be in its place
+                            waited.append(self.inbox.get())
+                    with self.watchdog:
+                        while waited or not self.inbox.empty():
+                            updates += (waited.pop() if waited else self.inbox.get())(scheduler)
+                        if scheduler.has_work:
+                            updates += scheduler.step()
                 except Exception as error:
                     logger.exception("a step failed; the requests that it has lost are answered with an error")
                     if updates:  # if the device itself failed, so does what follows
@@ -247,6 +255,7 @@ class Server:
         self.must_end = asyncio.Event()  # the process, since this server will never answer, or never again
         self.draining = self.stopping = False  # no new work is taken; everything ends
         self.bodies = Bodies()
+        self.watchdog = Watchdog(0)  # of a process that is the server's own; see `serve`
         # What takes long is done by threads, and what waits for them is bounded by the queue's bound. Requests with a
         # grammar have one of their own, so that grammars that take long keep only each other.
         self.tokenizing, self.compiling = ThreadPoolExecutor(2, "tokenizing"), ThreadPoolExecutor(1, "grammars")
@@ -256,6 +265,7 @@ class Server:
     async def start(self) -> None:
         """Listen, and begin to load; raises OSError if the address is taken."""
         self.engine = EngineThread(self.config, self.build, self._deliver, self._died)
+        self.engine.watchdog = self.watchdog
         access_logger.setLevel(self.config.log_level_http.upper())
         self.runner = web.AppRunner(
             self.application(), handler_cancellation=True, shutdown_timeout=STOP_TIMEOUT, access_log=access_logger,
@@ -338,6 +348,12 @@ class Server:
             logger.critical("the engine has failed, and /health says so: %s", message)
         else:
             self.must_end.set()
+
+    def hung(self) -> None:
+        """A step will not end: answer everyone, and end the process."""
+        self.engine.error = RuntimeError(f"a step has not ended in {2 * self.watchdog.seconds:g} seconds")
+        self.engine.state, self.engine.lost = "failed", True
+        self._died()
 
     def _fail_everything(self, error: RequestError) -> None:
         """End every flight and every question to the scheduler; the flights' handlers see to the engine's side."""
@@ -437,6 +453,9 @@ class Server:
     async def health(self, http: web.Request) -> web.Response:
         """200 once ready, with what is compiled by then, else 503 with a progress line."""
         state = "shutting_down" if self.draining else self.engine.state
+        if state == "ready" and self.watchdog.late:
+            line = f"a step has taken longer than {self.watchdog.seconds:g} seconds"
+            return json_answer({"status": "hung", "progress": line}, 503, {"Retry-After": "5"})
         if state == "ready":
             graphs = self.engine.warming.state if self.engine.warming is not None else "eager"
             return json_answer({"status": "ready", "graphs": graphs})
@@ -720,7 +739,8 @@ async def serve(config: Config, temporary: Path | None = None) -> int:
     except ValueError as error:  # a certificate that is none
         print(f"minispec: error: {error}", file=sys.stderr)
         return 1
-    signals = Signals()
+    signals, loop = Signals(), asyncio.get_running_loop()
+    server.watchdog = Watchdog(config.watchdog_timeout, lambda: loop.call_soon_threadsafe(server.hung))
     try:
         await server.start()
     except OSError as error:

@@ -99,7 +99,7 @@ def verify(tree: DraftTree, logits: Tensor, wishes: Wishes, lens: Tensor, rule: 
         drafted = tree.tokens.masked_fill(tree.parents != node[:, None], PADDING)
         token = pick(at, here, position) if thresholds is None else pick_lossy(at, here, position, drafted, *thresholds)
         path[:, a], emitted[:, a] = node, token
-        nan = nan | (at.amax(-1).isnan() & walking)
+        nan = nan | at.amax(-1).isnan()  # a walk that has stopped looks at the root again, which counts anyway
         count = count + walking
         if a + 1 == A:
             break

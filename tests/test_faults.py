@@ -24,7 +24,7 @@ from minispec.engine import Engine
 from minispec.kv import PagedKV
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import Request, Update
-from minispec.scheduler import Scheduler
+from minispec.scheduler import NAN, Scheduler
 from minispec.tree import DraftTree, ancestors
 from minispec.verify import Rule, verify, verify_greedy
 
@@ -62,16 +62,16 @@ class Fault:
 
 
 @contextmanager
-def nan_for(network: object, token: int) -> Iterator[None]:
-    """Give a token NaN for its embedding meanwhile."""
-    weight = network.embed_tokens.weight
-    kept = weight[token].clone()
+def nan_for(network: object, *tokens: int) -> Iterator[None]:
+    """Give tokens NaN for their embedding meanwhile."""
+    weight, index = network.embed_tokens.weight, list(tokens)
+    kept = weight[index].clone()
     with torch.inference_mode():
-        weight[token] = torch.nan
+        weight[index] = torch.nan
         try:
             yield
         finally:
-            weight[token] = kept
+            weight[index] = kept
 
 
 def sound(scheduler: Scheduler) -> bool:
@@ -225,6 +225,21 @@ def nan_of_the_drafter_alone(subject: Subject, read_all: Callable[[], None]) -> 
 
 def test_nan_of_the_drafter_alone_ends_nothing_and_spoils_nobody_s_drafts(greedy_reader: Callable[[], None]) -> None:
     nan_of_the_drafter_alone(SUBJECTS["standalone-tree"], greedy_reader)
+
+
+def test_nan_that_only_drafts_bring_costs_drafts_and_no_text() -> None:
+    subject, rng = SUBJECTS["oracle"], random.Random(2)
+    scheduler = subject.build(running=2)
+    requests = [request(f"r{i}", subject.text(30, rng)) for i in range(2)]
+    for r in requests:
+        scheduler.validate(r)
+    used = {token for r in requests for token in [*r.prompt_ids, *truth(subject.model(), r)]}
+    with nan_for(scheduler.engine.model, *set(range(61)) - used):  # the oracle plants them among true tokens
+        submit(scheduler, *requests)
+        finish(scheduler)
+    assert_exact(subject, *requests)
+    assert any(r.undrafted and r.retractions == 1 for r in requests), "no draft brought NaN"
+    assert sound(scheduler)
 
 
 @pytest.mark.parametrize("law", ["greedy", "sampled", "lossy"])
@@ -419,6 +434,11 @@ def chunks_under_way_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_landed_rows", lambda self, r: r.kv_len)
 
 
+def no_second_try(patch: pytest.MonkeyPatch) -> None:
+    """NaN that came with drafts ends a request."""
+    patch.setattr(Scheduler, "_send_back", lambda self, r, sound=True: self._end(r, NAN, sound=sound))
+
+
 def pages_of_who_left_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
     """What a step computed of a request that left meanwhile is not known when its pages come back."""
     land = Scheduler._land
@@ -447,7 +467,8 @@ DRAFTER = lambda read_all: nan_of_the_drafter_alone(SUBJECTS["standalone-tree"],
     ("mutation", "check"),
     [(no_flag, DECODING), (no_flag, PROMPT), (pages_shared_all_the_same, PROMPT), (pages_not_wiped, DECODING),
      (page_0_not_wiped, PADDED), (draft_pages_not_wiped, DECODING), (chunks_under_way_count, ABORTED),
-     (pages_of_who_left_are_not_looked_at, ABORTED), (draft_pages_handed_out_as_they_are, DRAFTER)],
+     (pages_of_who_left_are_not_looked_at, ABORTED), (draft_pages_handed_out_as_they_are, DRAFTER),
+     (no_second_try, lambda read_all: test_nan_that_only_drafts_bring_costs_drafts_and_no_text())],
 )  # fmt: skip
 def test_every_error_shows(
     mutation: Callable[[pytest.MonkeyPatch], None], check: Callable[..., None],

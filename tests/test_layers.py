@@ -24,7 +24,7 @@ SOURCES = {
 RANKS = {
     0: "request metrics tree kv radix model compiled graphs policy ring load.weights load.packed load.token_map "
     "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.machine load.__init__ train.__init__ "
-    "http.__init__ http.page",
+    "http.__init__ http.page watchdog",
     1: "http.fields http.reasoning config sampling attention eagle load.fp8 load.tokenizer load.default_model",
     2: "http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 "
     "train.prompts",

@@ -215,7 +215,7 @@ def test_nan_is_an_error_in_every_dialect_and_a_neighbour_s_text_is_exact(
     served: Running, path: str, how: dict[str, Any]
 ) -> None:
     scheduler = served.server.engine.llm.scheduler
-    neighbour = native(max_new_tokens=300, ignore_eos=True)
+    neighbour = native(max_new_tokens=150, ignore_eos=True)
     truth = served.ok("/generate", neighbour)["output_ids"]
     served.call("/flush_cache", {})
     weight = scheduler.engine.model.embed_tokens.weight

@@ -756,6 +756,7 @@ async def serve(config: Config, temporary: Path | None = None) -> int:
         wait.cancel()
     if not code:
         await server.drain(signals.second)
+        code = int(server.must_end.is_set())  # the engine was lost meanwhile
     await server.stop()
     # A compilation, or a long prompt in a tokenizer's thread, cannot be interrupted, and the loop's own end would wait.
     _remove(temporary)

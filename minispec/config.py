@@ -170,6 +170,16 @@ class Config:
     )  # fmt: skip
     disable_cuda_graph: bool = _flag(False, "Memory and scheduling", "capture no CUDA graphs: starts sooner")
 
+    tp_size: int = _flag(
+        1, "Several devices", "ranks that the model is spread over, a process and a device each: docs/scaling.md", low=1
+    )
+    nnodes: int = _flag(1, "Several devices", "machines that the ranks are on, as many on each", low=1)
+    node_rank: int = _flag(0, "Several devices", "which of the machines this is; number 0 serves", low=0)
+    dist_init_addr: str | None = _flag(
+        None, "Several devices", "HOST:PORT of machine 0, where the ranks meet; on one machine they need none"
+    )
+    dist_timeout: int = _flag(300, "Several devices", "seconds to wait until all ranks have met", low=1)
+
     speculative_algorithm: str | None = _flag(
         None, "Speculation", "NONE, NGRAM, EAGLE (alias NEXTN), EAGLE3 or STANDALONE, in any case, or module:Class of "
         "your own (docs/adding-a-drafter.md); default: EAGLE3 for the default model; for a named one NONE, or a MiMo "
@@ -275,6 +285,7 @@ class Config:
                 raise ValueError("--cors-origins must be * or origins like https://host:port, separated by commas, "
                                  f"got {origin!r}")  # fmt: skip
         self._check_tls()
+        self._check_ranks()
         if self.revision is not None and self.model_path is None:
             raise ValueError("--revision needs --model-path: the default model has one revision")
         template = self.chat_template
@@ -302,6 +313,23 @@ class Config:
                 raise ValueError(f"{flag_name(name)} must be a file, got {path!r}, which is none")
             if path is not None and getattr(self, other) is None:
                 raise ValueError(f"{flag_name(name)} needs {flag_name(other)} beside it")
+
+    def _check_ranks(self) -> None:
+        """Raise ValueError where ranks, machines and the place to meet do not fit together."""
+        if self.tp_size % self.nnodes:
+            raise ValueError(f"--tp-size must be a multiple of --nnodes, as every machine has as many ranks, got "
+                             f"{self.tp_size} and {self.nnodes}")  # fmt: skip
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"--node-rank must be in [0, {self.nnodes - 1}] with --nnodes {self.nnodes}, got "
+                             f"{self.node_rank}")  # fmt: skip
+        address = self.dist_init_addr
+        if address is None and self.nnodes > 1:
+            raise ValueError(f"--nnodes {self.nnodes} needs --dist-init-addr, HOST:PORT of machine 0, the same on all")
+        port = (address or "").rpartition(":")[2]
+        if address is not None and not (address.rpartition(":")[0] and port.isdecimal() and 0 < int(port) < 65536):
+            raise ValueError(f"--dist-init-addr must be HOST:PORT with a port in [1, 65535], got {address!r}")
+        if address is not None and self.tp_size == 1:
+            self._note("--dist-init-addr does nothing with --tp-size 1: there is nobody to meet")
 
     def _check_drafter(self) -> None:
         """Note the flags of other drafters than the one that runs; raise ValueError where a shape is half given."""
@@ -443,6 +471,11 @@ class Config:
         return OWN.fullmatch(self.algorithm) is not None
 
     @property
+    def reads_target(self) -> bool:
+        """Whether the drafter may use rows of the target's embedding and LM head."""
+        return self.algorithm in LEARNED or self.is_own_drafter
+
+    @property
     def draft_tokens(self) -> int:
         """Nodes of a tree drafted on the host, root included (N); 1 without speculation."""
         if self.algorithm == "NONE":
@@ -531,6 +564,7 @@ def _check_one(flag: str, meta: Mapping[str, Any], kind: str, value: Any) -> Non
 
 _ALIASES = {  # other spellings, SGLang's own and those of its documents' history
     "model_path": ("--model",),
+    "tp_size": ("--tp", "--tensor-parallel-size"),
     "mem_fraction_static": ("--mem-fraction", "--mem-frac"),
     "cuda_graph_max_bs": ("--cuda-graph-max",),
     "speculative_algorithm": ("--speculative-algo",),

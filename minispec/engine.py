@@ -212,6 +212,9 @@ class Engine:
     KV is not. Both change only inside a step.
     """
 
+    beside: Model | None = None  # what a drafter reads of the target's weights, where the target's own are elsewhere
+    alone = True  # whether the model is here as a whole; else a call of it must be one that all ranks make
+
     def __init__(
         self,
         model: Model,
@@ -479,6 +482,7 @@ class Engine:
         holds = needs in COMPILED and not (needs and self.amended)
         before, after = self.small.of(bucket.batch, bool(needs)) if holds else self.small.eager
         drafted = self._propose(bucket, lens, root, wishes) if nodes > 1 else bucket.tree
+        lens, root, drafted = self._begun(bucket, lens, root, drafted)
         step = before(self, bucket, lens, root, None if drafted is bucket.tree else drafted)
         trees = self._to_host(slots[:, None], step.tokens, step.parents) if constrained else None
         streams = self.model.run_blocks(step.embedding, Rope(step.cos, step.sin), bucket.attend, self.drafter.taps)
@@ -542,6 +546,7 @@ class Engine:
         verdict = self._verify(tree, step.above, allowed, wishes, lens)
         if nodes > 1 and self.acceptance.simulated is not None:
             verdict = simulate(tree, step.above, verdict, self.acceptance.simulated, slots, lens)
+        verdict = self._decided(verdict)
         if bucket.sight is not None:
             bucket.sight.look(tree, logits, verdict, wishes, lens)
         if nodes > 1:
@@ -595,6 +600,21 @@ class Engine:
             return verify_greedy(tree, above, logits, most)
         looks = self.kv.host_looks and not torch.compiler.is_compiling()
         return verify(tree, logits, wishes, lens, Rule(most, self.acceptance.thresholds, looks))
+
+    # Where a model is spread over several ranks, `parallel.py` has them agree at these three places within a step.
+
+    def _begun(
+        self, bucket: Bucket, lens: Tensor, root: Tensor, tree: DraftTree
+    ) -> tuple[Tensor, Tensor, DraftTree]:
+        """Return what a decode step begins with: lens and root [B] and the trees."""
+        return lens, root, tree
+
+    def _known_begun(self, bucket: PrefillBucket) -> None:
+        """Do nothing before a prefill step, whose inputs are in the bucket."""
+
+    def _decided(self, verdict: Verdict) -> Verdict:
+        """Return the verdict of a decode step."""
+        return verdict
 
     def _path(self, bucket: Bucket, lens: Tensor, verdict: Verdict, tokens: Tensor, features: Tensor | None) -> Path:
         """Return the accepted path as a chain of A rows from `lens` on, and describe it in the plan of paths."""
@@ -652,6 +672,7 @@ class Engine:
 
     def known(self, bucket: PrefillBucket, needs: Needs) -> None:
         """Run the prefill step over the known tokens that a bucket's inputs describe, and write its outputs."""
+        self._known_begun(bucket)
         row = torch.arange(bucket.width, device=self.device)
         live = row < bucket.sizes[:, None]
         bucket.plan.fill(bucket.slots, bucket.starts, self.causal.expand(bucket.blocks, -1, -1), live)

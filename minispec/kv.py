@@ -21,7 +21,7 @@ Read next: `attention.py`, which reads these rows, and `radix.py`, which shares 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -88,10 +88,13 @@ class PagedKV:
         self.mapped = [0] * slots  # what the host knows of the table: how many logical pages each slot has
         self.free: list[int] = []  # a stack, since the page freed last is likeliest to be in the processor's cache
         self.pools = [self.pool]  # `sibling` adds the drafter's
+        # Told of each change of the table before it is made, by method and arguments, for who repeats it elsewhere.
+        self.tell: Callable[[str, Sequence[int]], None] = lambda method, numbers: None
         self.reset()
 
     def reset(self) -> None:
         """Take all pages back from everyone and forget all tables."""
+        self.tell("reset", ())
         self.free[:] = range(self.pages - 1, 0, -1)
         self.mapped[:] = [0] * len(self.mapped)
         self.table.zero_()
@@ -122,7 +125,10 @@ class PagedKV:
         # values by a weight of 0. The target's rows are looked after by `wipe`, which is called where there was a NaN;
         # but in float16, whose range is small, a row may overflow without one. A drafter's rows nobody watches, as they
         # change no token; so that no text spoils the drafts of another, its pages are handed out empty.
-        self._zero(pages, self.pools if self.pool.dtype == torch.float16 else self.pools[1:])
+        if self.pool.dtype == torch.float16:
+            self.clear(pages)
+        else:
+            self._zero(pages, self.pools[1:])
         return pages
 
     def wipe(self, pages: Sequence[int]) -> None:
@@ -131,7 +137,13 @@ class PagedKV:
         Attention multiplies the values of rows that it masks by 0, and 0 * NaN is NaN: whoever had one of these pages
         next would have NaN as well.
         """
-        self._zero([0, *pages], self.pools)
+        self.clear([0, *pages])
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Write zeros to pages, target's and drafter's."""
+        if pages:
+            self.tell("clear", pages)
+        self._zero(pages, self.pools)
 
     def _zero(self, pages: Sequence[int], pools: Sequence[Tensor]) -> None:
         """Write zeros to pages of some pools."""
@@ -150,6 +162,7 @@ class PagedKV:
         """Make `pages` the logical pages first, first + 1, ... of `slot`."""
         if not pages:
             return
+        self.tell("map", (slot, first, *pages))
         physical = upload(pages, torch.int32, self.table.device)
         order = torch.arange(first, first + len(pages), dtype=torch.int32, device=self.table.device)
         self.table[slot, first : first + len(pages)] = physical
@@ -158,6 +171,7 @@ class PagedKV:
 
     def unmap(self, slot: int) -> None:
         """Forget all pages of `slot`; giving the pages themselves back is up to the caller."""
+        self.tell("unmap", (slot,))
         self.table[slot].zero_()
         self.logical[slot].fill_(-1)
         self.mapped[slot] = 0

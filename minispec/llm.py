@@ -39,8 +39,10 @@ from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.load.weights import eos_token_ids, load_weights, read_config, read_tensors, resolve_model
 from minispec.model import FINAL, Model, ModelConfig, published_tensors
+from minispec.parallel import Elsewhere, Follower, Leader, Ranks, gather
 from minispec.request import Request, RequestError, SamplingParams, meta_info
 from minispec.scheduler import Scheduler, SchedulerOptions, logger, startup_line
+from minispec.shards import Shard
 from minispec.standalone import StandaloneDrafter
 from minispec.verify import Acceptance
 
@@ -50,6 +52,8 @@ Prompt = str | Sequence[int]
 class LLM:
     """A loaded model behind a scheduler. Keyword options are the fields of `Config`, that is, the launch flags.
 
+    With tp_size above 1 it starts the other ranks, which end with this process; if one of them dies, so does this.
+
     compile_later: for the server on a CPU, run eagerly until `warming.py` has graphs made (`Engine.make_graph`). It is
     also an attribute, False where nothing is compiled or everything was at once.
     graph_trees: for bench.py on CUDA, PyTorch's own graphs of every compiled call in place of captured steps; no flag,
@@ -57,6 +61,8 @@ class LLM:
     batches: for bench.py, the batch buckets to compile, in place of the usual ones up to the most running requests.
     Raises ValueError or RuntimeError with one readable sentence where model, flags and machine do not fit together.
     """
+
+    beside: Model | None = None  # what a drafter reads of a target that is spread over ranks
 
     def __init__(
         self,
@@ -81,12 +87,13 @@ class LLM:
         if graph_trees:
             check_graph_trees(device, not config.disable_torch_compile)
         if device.type == "cpu":
-            _limit_threads()
+            _limit_threads(config.tp_size // config.nnodes)
         self.folder = choose_folder(config, tell)
         hf_config = read_config(self.folder)
         self.config = config = with_own_head(config, hf_config, self.folder, tell)
         self.stored_dtype = hf_config["torch_dtype"]
         self.model_config = ModelConfig.from_hf(hf_config)
+        self.ranks, self.shard = _gathered(config, self.model_config, device)
         context = _context_length(config, self.model_config)
         self.tokenizer = _load_tokenizer(config, self.folder, self.model_config.vocab_size)
         running = config.max_running_requests or (8 if device.type == "cpu" else 48)
@@ -115,6 +122,7 @@ class LLM:
         config = self.config
         compiled = not config.disable_torch_compile and _can_compile(device)
         self.compile_later &= compiled and device.type == "cpu" and not config.wait_until_compiled
+        self.compile_later &= self.ranks is None  # or every rank would need processes that compile beside it
         if compiled and device.type == "cpu":
             prepare()
         resolve = partial(resolve_sizes, config, device, limits)
@@ -126,7 +134,7 @@ class LLM:
             network, drafter = self._load(device, compiled, tell)
         budget.network, budget.drafter, budget.sizes = network, drafter, resolve(drafter)
         with budget.watch("making the KV pools"):
-            engine = _make_engine(config, budget, budget.pages(), compiled)
+            engine = self._make_engine(budget, compiled)
         self.memory = measure(engine)
         if self.compile_later:
             engine.permits.left = 0
@@ -134,6 +142,16 @@ class LLM:
             self._warm_up(engine, budget, compiled, tell)
             self.memory = measure(engine)
         tell(f"memory, measured: {self.memory}")
+        return engine
+
+    def _make_engine(self, budget: Budget, compiled: bool) -> Engine:
+        """Return the engine around target and drafter; where there are other ranks, they follow it from here on."""
+        if self.ranks is None:
+            return _make_engine(self.config, budget, budget.pages(), compiled)
+        self.ranks.same_sizes(budget.sizes)
+        engine = _make_engine(self.config, budget, self.ranks.least(budget.pages()), compiled, Leader)
+        engine.beside = self.beside
+        engine.lead(self.ranks)
         return engine
 
     def _warm_up(self, engine: Engine, budget: Budget, compiled: bool, tell: Callable[[str], None]) -> None:
@@ -172,8 +190,9 @@ class LLM:
         """
         config, dtype = replace(self.config, device=device.type), choose_dtype(self.config, device)
         with unsaid():
-            network = load_model(config, self.model_config, self.folder, dtype, torch.device("meta"))
-            drafter = Plain() if config.is_own_drafter else make_drafter(config, network, self.folder, self.tokenizer)
+            network = load_model(config, self.model_config, self.folder, dtype, torch.device("meta"), self.shard)
+            target = self._drafted_from(network)
+            drafter = Plain() if config.is_own_drafter else make_drafter(config, target, self.folder, self.tokenizer)
             if config.quantization == "int8":
                 replace_weights(network)
             _change_draft_and_pack(config, device, network, drafter)
@@ -187,14 +206,17 @@ class LLM:
         for flag, kind in quantizations(config).items():
             check_fp8(flag, dtype, device) if kind == "fp8" else check_int8(dtype)
         tell(f"loading {config.served_name} as {dtype_line(config, self.stored_dtype, dtype)} on {device.type}")
-        network = load_model(config, self.model_config, self.folder, dtype, device)
+        network = load_model(config, self.model_config, self.folder, dtype, device, self.shard)
         if config.thresholds is not None:
             logger.warning("--speculative-accept-threshold-single %g, -acc %g: sampled output is no longer exact, "
                            "greedy output is", *config.thresholds)  # fmt: skip
         if config.simulate_acc_len is not None:
             logger.warning("--simulate-acc-len %g: steps with trees emit so many tokens in the mean, whatever the "
                            "target picks; output is junk, for measuring speed", config.simulate_acc_len)  # fmt: skip
-        drafter = make_drafter(config, network, self.folder, self.tokenizer)
+        target = self._drafted_from(network)
+        drafter = make_drafter(config, target, self.folder, self.tokenizer)
+        if target is not network:
+            self.beside = _needed(target, drafter, device)
         if config.quantization == "int8":  # after a head has taken what it needs of the target's weights
             self._quantize(network, tell)
         _change_draft_and_pack(config, device, network, drafter)
@@ -202,10 +224,29 @@ class LLM:
             _compile_blocks(network, drafter, partial(compile_step, device=device, graph_trees=self.graph_trees))
         return network, drafter
 
+    def _drafted_from(self, network: Model) -> Model:
+        """Return what a drafter knows as the target: the network, or, where that is spread over ranks, its ends whole.
+
+        These are embedding, final norm and LM head, of which a head may need any row.
+        """
+        if self.ranks is None or not self.config.reads_target:
+            return network
+        weight, whole = network.norm.weight, self.model_config
+        target = Model.empty(replace(whole, layers=0), weight.dtype, weight.device)
+        target.config = whole
+        if self.config.load_format == "dummy":
+            _fill_at_random(target, self.config.random_seed or 0)
+        elif not weight.is_meta:
+            into = published_tensors(target)
+            wanted = lambda name: target.reads(name) and name in into  # noqa: E731
+            load_weights(into, read_weights(self.folder, self.config.load_format, wanted=wanted))
+        return target
+
     def _quantize(self, network: Model, tell: Callable[[str], None]) -> None:
         """Make the target's weights int8, and say what that costs in accuracy."""
         dtype = str(network.norm.weight.dtype).removeprefix("torch.")
-        cost = quantize(network, self.tokenizer.encode(TEXT)[: PROMPT_ROWS - 1])
+        ids = self.tokenizer.encode(TEXT)[: PROMPT_ROWS - 1]
+        cost = quantize(network, ids if self.ranks is None else self.ranks.same(ids))
         tell(f"int8 weights: on a text of {cost.tokens} tokens the KL divergence from {dtype} "
              f"weights is {cost.divergence:.4f} nats a token, and the first choice is the same at "
              f"{cost.agreement:.0%} of them")  # fmt: skip
@@ -406,9 +447,25 @@ def _context_length(config: Config, model: ModelConfig) -> int:
 
 
 def load_model(
-    config: Config, model_config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device
-) -> Model:
-    """Return the model with its weights, in fp8 where that is asked for; int8 comes later. On meta it has none."""
+    config: Config, model_config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device,
+    shard: Shard | None = None,
+) -> Model:  # fmt: skip
+    """Return the model with its weights, in fp8 where that is asked for; int8 comes later. On meta it has none.
+
+    shard: the part of the model that is wanted, whose layers are joined with those of the other ranks.
+    """
+    model = _load_alone(config, model_config if shard is None else shard.config, folder, (dtype, device), shard)
+    if shard is not None:
+        shard.join(model)
+    return model
+
+
+def _load_alone(
+    config: Config, model_config: ModelConfig, folder: Path, like: tuple[torch.dtype, torch.device],
+    shard: Shard | None,
+) -> Model:  # fmt: skip
+    """Return a model of these sizes with its weights, or this rank's part of them; `like`: dtype and device."""
+    dtype, device = like
     to_fp8, kind, outline = config.quantization == "fp8", config.load_format, device.type == "meta"
     if kind == "dummy":
         model = Model.empty(model_config, dtype, device)
@@ -422,8 +479,57 @@ def load_model(
     if outline:
         return model
     into = published_tensors(model)
-    load_weights(into, read_weights(folder, kind, wanted=model.reads, into=into))
+    tensors = read_weights(folder, kind, wanted=model.reads, into=into)
+    load_weights(into, tensors if shard is None else shard.slices(tensors))
     return model
+
+
+def _gathered(
+    config: Config, model_config: ModelConfig, device: torch.device
+) -> tuple[Ranks, Shard] | tuple[None, None]:
+    """Return the ranks of --tp-size, and this one's part of the model; both None where there is one rank."""
+    if config.tp_size == 1:
+        return None, None
+    Shard(model_config, 0, config.tp_size, "")  # raises ValueError before any process is started
+    ranks = gather(config, device)
+    return ranks, Shard(model_config, ranks.rank, ranks.size, ranks.group)
+
+
+def _needed(target: Model, drafter: Drafter, device: torch.device) -> Model:
+    """Return the ends of the target without those that a drafter's network has of its own, packed on a CPU."""
+    for part in ("embed_tokens", "lm_head"):
+        if getattr(drafter.network, part, None) is not None:
+            setattr(target, part, None)
+    if device.type == "cpu" and can_pack(target.norm.weight.dtype):
+        pack_linears(target)
+    return target
+
+
+@torch.inference_mode()
+def follow(config: Config, ranks: Ranks) -> None:
+    """Be another rank than 0: load its part of the model, and do what rank 0 calls until that ends.
+
+    What is done here is what `LLM` does on rank 0, in the same order wherever the ranks do something together.
+    """
+    device = choose_device(config)
+    dtype, folder = choose_dtype(config, device), choose_folder(config, logger.info)
+    model_config = ModelConfig.from_hf(read_config(folder))
+    compiled = not config.disable_torch_compile and _can_compile(device)
+    if compiled and device.type == "cpu":
+        prepare()
+    network = load_model(config, model_config, folder, dtype, device, Shard(model_config, ranks.rank, ranks.size,
+                                                                            ranks.group))  # fmt: skip
+    if config.quantization == "int8":
+        quantize(network, ranks.same(()))
+    sizes = ranks.same_sizes(None)
+    drafter = Elsewhere(sizes)
+    _change_draft_and_pack(config, device, network, drafter)
+    if compiled:
+        _compile_blocks(network, drafter, partial(compile_step, device=device))
+    budget = Budget(config, device, sizes, network, drafter)
+    engine = _make_engine(config, budget, ranks.least(budget.pages()), compiled, Follower)
+    engine.when_settled(lambda: torch.compiler.set_stance("fail_on_recompile"))
+    engine.follow(ranks)
 
 
 def _change_draft_and_pack(config: Config, device: torch.device, network: Model, drafter: Drafter) -> None:
@@ -477,12 +583,14 @@ def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:
     return tuple(batch for batch in sizes.batch_sizes if batch <= largest and batch in listed)
 
 
-def _make_engine(config: Config, parts: Parts, pages: int, compiled: bool) -> Engine:
+def _make_engine(
+    config: Config, parts: Parts, pages: int, compiled: bool, kind: type[Engine] = Engine
+) -> Any:
     """Return the engine around target and drafter, with so many pages."""
     network, drafter, sizes = parts.network, parts.drafter, parts.sizes
     kv = make_kv(config, network, drafter, sizes, pages)
     acceptance = Acceptance(config.thresholds, config.simulate_acc_len)
-    engine = Engine(network, kv, drafter, sizes, compiled=compiled, acceptance=acceptance)
+    engine = kind(network, kv, drafter, sizes, compiled=compiled, acceptance=acceptance)
     if compiled:
         if kv.pool.is_cuda:  # on a CPU it gains 1 to 3 % of a step, and costs seconds of compiling a shape: docs/log.md
             engine.compile_small(partial(compile_step, device=kv.pool.device), lambda batch, samples: True)
@@ -500,6 +608,8 @@ def _fill_at_random(model: Model, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             parameter.fill_(1.0)
+        elif name.endswith(("o_proj.bias", "down_proj.bias")):  # which all ranks have, so they must not differ there
+            parameter.zero_()
         else:
             parameter.normal_(0.0, 0.02, generator=generator)
 
@@ -518,13 +628,15 @@ def _can_compile(device: torch.device) -> bool:
         return False
 
 
-def _limit_threads() -> None:
+def _limit_threads(processes: int = 1) -> None:
     """Let torch use no more threads than the process has whole cores, unless OMP_NUM_THREADS says otherwise.
+
+    processes: ranks among which the cores are divided.
 
     torch counts the machine's cores and knows no quota. Threads beyond it make every parallel loop wait for those that
     are not scheduled.
     """
-    cores = core_count()
+    cores = max(core_count() // processes, 1)
     if "OMP_NUM_THREADS" not in os.environ and cores < torch.get_num_threads():
         logger.info("%d threads, as many as the process has cores; OMP_NUM_THREADS sets another number", cores)
         torch.set_num_threads(cores)

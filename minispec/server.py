@@ -780,9 +780,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     for note in config.notes:
         logger.warning("%s", note)
     temporary = own_compile_cache()
+    if config.tp_size > 1 and not _serves(config):
+        return
     code = asyncio.run(serve(config, temporary))
     _remove(temporary)
     sys.exit(code)
+
+
+def _serves(config: Config) -> bool:
+    """Return whether this is rank 0 of several; another rank that a user has started follows it, and then ends."""
+    from minispec.follower import serve_machine
+    from minispec.parallel import rank_of_this
+
+    try:
+        if rank_of_this(config) == 0:
+            return True
+    except ValueError as error:
+        sys.exit(f"minispec: error: {error}")
+    serve_machine(config)
+    return False
 
 
 if __name__ == "__main__":

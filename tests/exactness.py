@@ -167,6 +167,7 @@ def build(
     adaptive: bool = False,
     smaller: int | None = None,
     tokenizer: object = None,
+    engine: type[Engine] = Engine,
 ) -> Scheduler:
     """Put a scheduler together over the tiny model, as `LLM` does over a real one."""
     config, drafter = model.config, as_drafter(drafter, model.config.vocab_size, smaller)
@@ -176,9 +177,9 @@ def build(
         rows_per_slot=config.context_length + sizes.tree_rows, like=model.norm.weight,
     )  # fmt: skip
     kv.host_looks &= host_looks
-    engine = Engine(model, kv, drafter, sizes, compiled=compiled, acceptance=Acceptance(thresholds, simulated))
+    made = engine(model, kv, drafter, sizes, compiled=compiled, acceptance=Acceptance(thresholds, simulated))
     options = SchedulerOptions(radix=radix, overlap=overlap, adaptive=adaptive)
-    return Scheduler(engine, tokenizer or Letters(), frozenset(eos), options)
+    return Scheduler(made, tokenizer or Letters(), frozenset(eos), options)
 
 
 def request(name: str, prompt: Sequence[int], **params: object) -> Request:

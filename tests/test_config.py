@@ -70,6 +70,9 @@ SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_dra
 HEAD_FLAGS = ("speculative_draft_model_path", "speculative_draft_model_revision", "speculative_token_map", *SHAPE[:2])
 
 
+TOGETHER = ["--tp-size", "56", "--dist-init-addr", "here:1"]
+
+
 def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
     samples = {
         "load_format": "dummy", "dtype": "bfloat16", "device": "cpu", "sampling_defaults": "openai", "page_size": "16",
@@ -78,7 +81,7 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
         "speculative_accept_threshold_single": "0.5", "speculative_accept_threshold_acc": "0",
         "speculative_draft_load_format": "pt", "log_level_http": "info", "chat_template": "chatml",
         "cors_origins": "https://a.example", "tool_call_parser": "qwen25", "reasoning_parser": "qwen3",
-        "ssl_keyfile": __file__, "ssl_certfile": __file__,
+        "ssl_keyfile": __file__, "ssl_certfile": __file__, "dist_init_addr": "here:1",
         "speculative_draft_model_quantization": "unquant",
     }  # fmt: skip
     flags = [f for f in dataclasses.fields(Config) if f.metadata]
@@ -98,6 +101,7 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
                 argv += ["--ssl-certfile" if f.name == "ssl_keyfile" else "--ssl-keyfile", __file__]
             if f.name == "revision":
                 argv += ["--model", "somewhere"]
+            argv += {"nnodes": TOGETHER, "node_rank": ["--nnodes", "8", *TOGETHER]}.get(f.name, [])
             argv = ["--speculative-ngram-max-bfs-breadth=9", *argv] if f.name == "speculative_ngram_capacity" else argv
             assert getattr(Config.from_args(argv), f.name) != f.default, argv
 
@@ -132,7 +136,7 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--tp", "2"], "--tp 2: minispec runs on one device"),
+        (["--dp", "2"], "--dp 2: of parallelism there is --tp-size"),
         (["--speculative-algo", "EAGLE3", "--speculative-num-steps", "3"], "--speculative-eagle-topk"),
         (["--speculative-algo", "EAGLE", "--speculative-num-draft-tokens", "4"], "not given: --speculative-num-steps"),
         (["--speculative-algo", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2",
@@ -166,6 +170,10 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         (["--cuda-graph-bs", "1", "-2"], "--cuda-graph-bs must be at least 1, got -2"),
         (["--cuda-graph-bs", "1", "two"], "argument --cuda-graph-bs: invalid int value: 'two'"),
         (["--cuda-graph-bs"], "argument --cuda-graph-bs: expected at least one argument"),
+        (["--tp-size", "3", "--nnodes", "2"], "--tp-size must be a multiple of --nnodes"),
+        (["--tp", "2", "--nnodes", "2"], "--nnodes 2 needs --dist-init-addr, HOST:PORT of machine 0"),
+        (["--tp", "2", "--nnodes", "2", "--node-rank", "2"], "--node-rank must be in [0, 1] with --nnodes 2, got 2"),
+        (["--tp", "2", "--dist-init-addr", "here"], "--dist-init-addr must be HOST:PORT with a port in [1, 65535]"),
         (["--revision", "main"], "--revision needs --model-path"),
         (["--speculative-algorithm", "medusa"], "NONE, NGRAM, EAGLE, EAGLE3, NEXTN or STANDALONE, or module:Class of"),
         (["--speculative-algorithm", "my drafter:X"], "or module:Class of your own, got"),
@@ -181,8 +189,8 @@ def test_refusals_are_one_line_that_names_the_flag(
 
 
 @pytest.mark.parametrize(
-    "argv", [["--tp", "1"], ["--kv-cache-dtype=auto"], ["--enable_two_batch_overlap"], ["--trust-remote-code"],
-             ["--json-model-override-args", "{}"], ["--nnodes", "1"], ["--disaggregation-mode", "null"]],
+    "argv", [["--dp", "1"], ["--kv-cache-dtype=auto"], ["--enable_two_batch_overlap"], ["--trust-remote-code"],
+             ["--json-model-override-args", "{}"], ["--pp-size", "1"], ["--disaggregation-mode", "null"]],
 )  # fmt: skip
 def test_flags_that_ask_for_what_is_so_leave_one_note(argv: list[str]) -> None:
     notes = Config.from_args(argv).notes
@@ -319,7 +327,7 @@ def test_help_lists_every_flag_and_hides_the_foreign_ones(capsys: pytest.Capture
     with pytest.raises(SystemExit) as stop:
         Config.from_args(["--help"])
     text = capsys.readouterr().out
-    assert stop.value.code == 0 and "--tp" not in text
+    assert stop.value.code == 0 and "--dp" not in text
     assert [f.name for f in dataclasses.fields(Config) if f.metadata and flag_name(f.name) not in text] == []
 
 

@@ -25,15 +25,15 @@ RANKS = {
     0: "request metrics tree kv radix model compiled graphs policy ring load.weights load.packed load.token_map "
     "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.machine load.__init__ train.__init__ "
     "http.__init__ http.page watchdog",
-    1: "http.fields http.reasoning config sampling attention eagle load.fp8 load.tokenizer load.default_model",
+    1: "shards http.fields http.reasoning config sampling attention eagle load.fp8 load.tokenizer load.default_model",
     2: "http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 "
     "train.prompts",
     3: "http.message trace beam ngram load.heads http.traces",
     4: "standalone bucket lookup",
     5: "engine load.drafters",
-    6: "scheduler load.selftest load.memory",
+    6: "scheduler parallel load.selftest load.memory",
     7: "llm http.schema http.prometheus",
-    8: "warming explain train.corpus http.answers http.about http.streams http.draining",
+    8: "warming explain follower train.corpus http.answers http.about http.streams http.draining",
     9: "http.bodies train.rounds train.export",
     10: "server train.trainer train.small",
     11: "train.__main__",

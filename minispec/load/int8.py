@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from minispec.attention import QUERY_BLOCK, Causal
 from minispec.model import Model
+from minispec.shards import SplitEmbedding
 
 PROMPT_ROWS = QUERY_BLOCK  # tokens in a row from which on it is a chunk of a prompt; a tree has fewer
 LANES = 16  # the kernel reads so many inputs at once and does not look whether there are any left
@@ -132,7 +133,11 @@ def quantize(model: Model, ids: list[int]) -> Cost:
 def replace_weights(model: Model) -> None:
     """Replace the layers as `quantize` does, and measure nothing; on the meta device this gives their sizes."""
     _quantize_linears(model)
-    if model.config.tied:
+    if not model.config.tied:
+        return
+    if isinstance(model.embed_tokens, SplitEmbedding):
+        model.embed_tokens.rows = Int8Embedding(model.lm_head.linear)
+    else:
         model.embed_tokens = Int8Embedding(model.lm_head)
 
 

@@ -98,7 +98,7 @@ def measure(engine: Engine) -> Memory:
     seen: set[int] = set()
     known = {
         "target_weights": size_of(engine.model, seen),
-        "draft_weights": size_of(engine.drafter.network, seen),
+        "draft_weights": size_of((engine.drafter.network, engine.beside), seen),
         "draft_kv_pool": size_of(engine.kv.pools[1:], seen),
         "target_kv_pool": size_of(vars(engine.kv), seen),
         "sampling_tables": size_of(vars(engine.sampling), seen),

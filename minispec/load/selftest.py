@@ -65,7 +65,8 @@ def self_test(engine: Engine, drafter: Drafter, prompt: Sequence[int]) -> None:
         logger.info("%s", said)
         return
     head = drafter.network
-    best, now, then = _compare(engine.model, head, text) if isinstance(head, DraftHead) else (None, 0, 0)
+    compares = isinstance(head, DraftHead) and engine.alone
+    best, now, then = _compare(engine.model, head, text) if compares else (None, 0, 0)
     if best is not None:
         logger.warning("%s; its first choice is the target's at %.0f %% of the positions, and at %.0f %% if its "
                        "config.json had %s", said, 100 * now, 100 * then, best.asks)  # fmt: skip

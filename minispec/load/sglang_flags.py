@@ -34,22 +34,23 @@ LINES = {  # what is done instead -> flags; a whole clause, as it follows "--fla
         --speculative-use-rejection-sampling --speculative-use-block-verification""",
     "a head with more than one layer is refused when it is loaded": "--enable-multi-layer-eagle",
     "a step that raises answers its requests with an error, and one that hangs ends at --watchdog-timeout":
-        "--dist-timeout --crash-dump-folder",
+        "--crash-dump-folder",
     "times are in /metrics, and in no line for each request": """--enable-request-time-stats-logging --show-time-cost
         --collect-tokens-histogram""",
     "llguidance constrains output, whichever is named": "--grammar-backend",
     "KV pages and weights stay in the device's memory": """--enable-hierarchical-cache --hicache-ratio --hicache-size
         --cpu-offload-gb""",
-    "there is one process, on one device, with nothing to communicate with": """--dist-init-addr --nccl-port
-        --load-balance-method --disable-custom-all-reduce --gpu-id-step""",
+    "ranks meet at --dist-init-addr, take the devices in order, and add up by PyTorch's own collectives": """--nccl-port
+        --disable-custom-all-reduce --gpu-id-step""",
+    "there is one replica, which gets every request": "--load-balance-method",
     "the tokenizer is the model's fast one, in threads of the server": "--tokenizer-mode --tokenizer-worker-num",
     "models run in this package's own code": "--model-impl",
 }  # fmt: skip
 
 REFUSED = {  # why -> flags
-    "minispec runs on one device": """--tp-size=1 --tp=1 --tensor-parallel-size=1 --dp-size=1 --dp=1
-        --data-parallel-size=1 --pp-size=1 --pp=1 --pipeline-parallel-size=1 --ep-size=1 --ep=1 --expert-parallel-size=1
-        --nnodes=1 --node-rank=0 --base-gpu-id=0 --enable-dp-attention --enable-ep-moe --disaggregation-mode=null""",
+    "of parallelism there is --tp-size": """--dp-size=1 --dp=1 --data-parallel-size=1 --pp-size=1 --pp=1
+        --pipeline-parallel-size=1 --ep-size=1 --ep=1 --expert-parallel-size=1 --base-gpu-id=0 --enable-dp-attention
+        --enable-ep-moe --disaggregation-mode=null""",
     "of quantizations there are --quantization int8 and fp8":
         "--quantization-param-path --torchao-config --modelopt-quant",
     "keys and values have the activations' dtype": "--kv-cache-dtype=auto",

@@ -1,0 +1,393 @@
+"""Tensor parallelism: one model on several processes, its ranks, of which rank 0 serves and the others follow.
+
+Every rank has a `Shard` of the model and the pages of its own KV heads, under the same page table. Rank 0 is the
+ordinary process: scheduler, tokenizer, grammars, sampler and a whole drafter are there alone. The others know nothing
+of requests; each has an `Engine` of the same sizes and does what rank 0's engine does, in the same order.
+
+The one idea: what a rank does depends on integers that rank 0 sends, and on nothing else. Between steps these are the
+calls: an entry of the page table, or the step to run, written into a tensor of int64 and broadcast. Within a step they
+are what the forward pass reads, slots, lengths, roots and trees, and, after it, the verdict, which says which rows
+stay. So clocks, free memory, seeds and what a drafter knows cannot part the ranks: only rank 0 looks at them.
+
+    rank 0     call (B, N) | draft, send trees | embed, blocks, head | verify, send verdict | compact | drafter takes in
+    rank 1..   call (B, N) | receive trees     | embed, blocks, head | receive verdict      | compact
+
+What a step sends stays on the device, and the collectives are operators of its graph (`shards.py`), so that a captured
+step replays them. Calls go over gloo, on the host. Lengths and roots come with every step, so admitting and releasing a
+request tells the others nothing but its pages.
+
+What is computed from what all ranks contribute must be the same bits on all: the sum of two is, and so is NCCL's and
+gloo's sum of more; but its order may follow the tensor's size, so that with more than two ranks a batch may round
+differently than a request alone, as bfloat16 does anyway.
+
+An exception on rank 0 in the middle of a step leaves the others waiting within it. There is no way back, so it ends the
+process (`RanksParted`). A rank that dies ends all.
+
+Read next: `shards.py`, `engine.py`; `follower.py` for the process of the other ranks; docs/scaling.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minispec.bucket import Bucket, PrefillBucket
+from minispec.config import Config
+from minispec.drafter import Batch, Drafter, TreeSize
+from minispec.engine import Engine, Sizes
+from minispec.logprobs import Question
+from minispec.request import Logprobs
+from minispec.sampling import GREEDY, SCORES, Needs, Wishes
+from minispec.shards import from_first
+from minispec.tree import DraftTree
+from minispec.verify import Verdict
+
+logger = logging.getLogger("minispec")
+
+FOREVER = timedelta(days=365)  # the ranks wait for the next call as long as nobody asks for anything
+PATIENCE = 3.0  # seconds that rank 0 waits with an error of its own for the news that another rank has died
+CALLS = ("stop", "map", "unmap", "reset", "clear", "decode", "prefill", "capture", "settle")  # sent as their indices
+SHORT = 32  # integers of a call that go in one message; the rest of a longer one follows in a second
+
+
+class RanksParted(SystemExit):
+    """A step ended halfway on rank 0, so the ranks are no longer at the same place; there is nothing to go on with."""
+
+
+# ---- what ranks say to each other between steps ------------------------------------------------------------------
+
+
+class Ranks:
+    """The processes of one model as each of them sees them; `group` is the name of the process group."""
+
+    def __init__(self) -> None:
+        """For a process that has joined a group (`join`)."""
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.group = dist.group.WORLD.group_name
+
+    def call(self, name: str, numbers: Sequence[int] = ()) -> None:
+        """Send a call from rank 0 to all others."""
+        message = [CALLS.index(name), len(numbers), *numbers]
+        first = torch.tensor([*message, *[0] * SHORT][:SHORT])
+        dist.broadcast(first, 0)
+        if message[SHORT:]:
+            dist.broadcast(torch.tensor(message[SHORT:]), 0)
+
+    def next_call(self) -> tuple[str, list[int]]:
+        """Wait for the next call on another rank than 0; returns its name and numbers."""
+        first = torch.zeros(SHORT, dtype=torch.int64)
+        dist.broadcast(first, 0)
+        index, count, *numbers = first.tolist()
+        if count > len(numbers):
+            rest = torch.zeros(count - len(numbers), dtype=torch.int64)
+            dist.broadcast(rest, 0)
+            numbers += rest.tolist()
+        return CALLS[index], numbers[:count]
+
+    def same(self, numbers: Sequence[int]) -> list[int]:
+        """Return rank 0's integers on every rank; what the others give is not looked at."""
+        count = torch.tensor([len(numbers)])
+        dist.broadcast(count, 0)
+        found = torch.tensor(list(numbers)) if self.rank == 0 else torch.zeros(int(count), dtype=torch.int64)
+        dist.broadcast(found, 0)
+        return found.tolist()
+
+    def least(self, number: int) -> int:
+        """Return the smallest of what the ranks give."""
+        found = torch.tensor([number])
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+        return int(found)
+
+    def same_sizes(self, sizes: Sizes | None) -> Sizes:
+        """Return rank 0's sizes on every rank; the others give None."""
+        lists = ([], []) if sizes is None else (sizes.batch_sizes, sizes.prefill_sizes)
+        smaller = None if sizes is None else sizes.smaller
+        numbers = [] if sizes is None else [getattr(sizes, name) for name in _NUMBERS]
+        numbers = self.same([-1 if number is None else int(number) for number in (*numbers, *(smaller or ()))])
+        given = {name: None if n == -1 else n for name, n in zip(_NUMBERS, numbers, strict=False)}
+        size = [None if n == -1 else n for n in numbers[len(_NUMBERS) :]]
+        batches, prefills = (tuple(self.same(values)) for values in lists)
+        return Sizes(**given | {"looks_up": bool(given["looks_up"])}, batch_sizes=batches, prefill_sizes=prefills,
+                     smaller=TreeSize(*size) if size else None)  # fmt: skip
+
+
+_NUMBERS = [f.name for f in dataclasses.fields(Sizes) if f.name not in ("batch_sizes", "prefill_sizes", "smaller")]
+
+
+# ---- the engines -------------------------------------------------------------------------------------------------
+
+
+class SharedEngine(Engine):
+    """An engine over a shard: within a step it takes what rank 0 has."""
+
+    ranks: Ranks
+
+    def _begun(
+        self, bucket: Bucket, lens: Tensor, root: Tensor, tree: DraftTree
+    ) -> tuple[Tensor, Tensor, DraftTree]:
+        """Return rank 0's lens, root and trees; slots and reach are written where the engine has them."""
+        parts = (bucket.slots, lens, root, self.reach[bucket.slots], tree.tokens.flatten(), tree.parents.flatten())
+        sizes = [part.numel() for part in parts]
+        slots, lens, root, reach, *tree = from_first(torch.cat(parts), self.ranks.group).split(sizes)
+        bucket.slots.copy_(slots)
+        self.reach[slots] = reach
+        # Copies, since no two arguments of a compiled function may lie in one tensor.
+        tokens, parents = (part.view(bucket.batch, bucket.nodes).clone() for part in tree)
+        return lens.clone(), root.clone(), DraftTree(tokens, parents)
+
+    def _known_begun(self, bucket: PrefillBucket) -> None:
+        """Take over rank 0's inputs."""
+        bucket.inputs.copy_(from_first(bucket.inputs, self.ranks.group))
+
+    def _decided(self, verdict: Verdict) -> Verdict:
+        """Return rank 0's verdict."""
+        sizes = [part.numel() for part in verdict]
+        parts = from_first(torch.cat([part.flatten() for part in verdict]), self.ranks.group).split(sizes)
+        return Verdict(*(part.view(own.shape) for part, own in zip(parts, verdict, strict=True)))
+
+
+class Leader(SharedEngine):
+    """Rank 0's engine: before it runs a step or changes the page table, it sends the others the call."""
+
+    alone = False
+
+    def lead(self, ranks: Ranks) -> None:
+        """Let the other ranks follow from now on; they must be in `Follower.follow`."""
+        self.ranks = ranks
+        self.kv.tell = ranks.call
+
+    def _run(
+        self, step: Callable[[Any, Needs], None], bucket: Bucket | PrefillBucket, needs: Needs,
+        asked: Sequence[Question] = (),
+    ) -> bool:  # fmt: skip
+        """Run a step as `Engine._run` does, on all ranks. Raises RanksParted where it fails here."""
+        try:
+            if isinstance(bucket, PrefillBucket):
+                known = [row for question in asked for row in question.known]
+                self.ranks.call("prefill", (bucket.size, sum(question.picks for question in asked), *known))
+            else:
+                self.ranks.call("decode", (bucket.batch, bucket.nodes if bucket.rounds else -bucket.nodes))
+            return super()._run(step, bucket, needs, asked)
+        except Exception as error:
+            logger.debug("a step failed on rank 0", exc_info=True)
+            time.sleep(PATIENCE)  # if another rank has died, who watches it says so better and ends the process
+            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise RanksParted(f"a step failed on rank 0, and the other ranks of --tp-size {self.ranks.size} wait "
+                              f"within it: {said}") from error  # fmt: skip
+
+    def capture(self, batches: Sequence[int], progress: Callable[[str], None]) -> None:
+        """Capture steps as `Engine.capture` does, on all ranks."""
+        self.ranks.call("capture", batches)
+        super().capture(batches, progress)
+
+    def settle(self) -> None:
+        """Note on all ranks that no more graphs will be made."""
+        self.ranks.call("settle")
+        super().settle()
+
+
+class Elsewhere(Drafter):
+    """What stands for rank 0's drafter on the other ranks: the sizes of its trees."""
+
+    name, commits = "elsewhere", False
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.nodes, self.depth, self.scratch, self.smaller = sizes.nodes, sizes.depth, sizes.scratch, sizes.smaller
+        self.looks_up = sizes.looks_up
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """Return a tensor for the trees that rank 0 sends."""
+        return batch.tree
+
+
+class Follower(SharedEngine):
+    """Another rank's engine: it runs what rank 0 calls."""
+
+    def follow(self, ranks: Ranks) -> None:
+        """Do what rank 0 calls, in order, until it says stop."""
+        self.ranks = ranks
+        does: dict[str, Callable[[list[int]], None]] = {
+            "map": lambda n: self.kv.map(n[0], n[1], n[2:]),
+            "unmap": lambda n: self.kv.unmap(*n),
+            "reset": lambda n: self.kv.reset(),
+            "clear": lambda n: self.kv.clear(n),
+            "decode": lambda n: self._run(self.decode, self.buckets[n[0], n[1]], GREEDY),
+            "prefill": self._prefill,
+            "capture": lambda n: self.capture(n, logger.debug), "settle": lambda n: self.settle(),
+        }  # fmt: skip
+        while (call := ranks.next_call())[0] != "stop":
+            name, numbers = call
+            does[name](numbers)
+
+    def _prefill(self, numbers: Sequence[int]) -> None:
+        """Run a prefill step; where its scores ask the LM head for more rows, it is asked for the same rows here."""
+        size, picks, *known = numbers
+        nothing = Logprobs()
+        asked = [Question(0, nothing)] * picks
+        asked += [Question(0, nothing, False, range(row, row + 1)) for row in known]
+        self._run(self.known, self.prefill_buckets[size], GREEDY | {SCORES} if asked else GREEDY, asked)
+
+    def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor) -> Verdict:
+        """Return a verdict to be overwritten with rank 0's."""
+        batch, nodes = tree.tokens.shape
+        path = tree.tokens.new_zeros(batch, self._most(nodes))
+        return Verdict(path, torch.ones_like(lens), path, torch.zeros_like(lens))
+
+
+# ---- meeting -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands among the ranks, and where they meet: a new file of one machine, or HOST:PORT."""
+
+    rank: int
+    size: int
+    local: int  # its number on its machine, and that of its device
+    meeting: str
+
+
+def rank_of_this(config: Config, environ: Mapping[str, str] = os.environ) -> int:
+    """Return the rank of a process that a user has started; 0 serves. Raises ValueError where torchrun disagrees."""
+    if (given := _from_torchrun(environ)) is None:
+        return config.node_rank * (config.tp_size // config.nnodes)
+    if int(given["WORLD_SIZE"]) != config.tp_size:
+        raise ValueError(f"--tp-size {config.tp_size}: torchrun has started {given['WORLD_SIZE']} processes, and each "
+                         "is a rank; --nproc-per-node times --nnodes must be --tp-size")  # fmt: skip
+    return int(given["RANK"])
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> Mapping[str, str] | None:
+    """Return the environment of a process that torchrun has started, None for another."""
+    return environ if "TORCHELASTIC_RUN_ID" in environ else None
+
+
+def gather(config: Config, device: torch.device) -> Ranks:
+    """Start the other ranks of this machine, unless torchrun has, and meet all; returns them.
+
+    The processes started here end with this one, and if one of them dies first, `end_all` ends this one. Raises
+    ValueError or RuntimeError with one sentence where ranks cannot meet.
+    """
+    rank, timeout = rank_of_this(config), config.dist_timeout
+    if _from_torchrun(os.environ) is not None:
+        _take_device(device, int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(_backend(device), timeout=FOREVER)
+        return Ranks()
+    meeting = config.dist_init_addr or str(Path(tempfile.mkdtemp(prefix="minispec-ranks-")) / "meeting")
+    place = Place(rank, config.tp_size, 0, meeting)
+    store = open_store(place, timeout)
+    for local in range(1, config.tp_size // config.nnodes):
+        Child(config, Place(rank + local, config.tp_size, local, meeting))
+    return join(place, store, device, timeout)
+
+
+def open_store(place: Place, timeout_s: float) -> dist.Store:
+    """Return the store at which the ranks meet; rank 0 opens it where it is an address. Raises ValueError."""
+    host, _, port = place.meeting.rpartition(":")
+    if not host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here, and nobody else need reach them
+        return dist.FileStore(place.meeting, place.size)
+    try:
+        return dist.TCPStore(host, int(port), place.size, is_master=place.rank == 0, wait_for_workers=False,
+                             timeout=timedelta(seconds=timeout_s))  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        said = " ".join(str(error).split())
+        if place.rank == 0:
+            why = "the port is taken; choose another one, on all machines" if "EADDRINUSE" in said else said[:200]
+            raise ValueError(f"--dist-init-addr {place.meeting}: machine 0 cannot listen there: {why}") from None
+        raise ValueError(f"--dist-init-addr {place.meeting}: nobody answered in {timeout_s:g} s (--dist-timeout); "
+                         "start machine 0 first, and see that it is reachable from here") from None  # fmt: skip
+
+
+def join(place: Place, store: dist.Store, device: torch.device, timeout_s: float) -> Ranks:
+    """Meet the other ranks, and return them; raises RuntimeError where some do not come in time."""
+    _take_device(device, place.local)
+    store.add("present", 1)
+    until = time.monotonic() + timeout_s
+    while (present := store.add("present", 0)) < place.size:
+        if time.monotonic() > until:
+            raise RuntimeError(f"--tp-size {place.size}: only {present} ranks met within {timeout_s:g} s "
+                               "(--dist-timeout); start every machine, with the same --dist-init-addr")  # fmt: skip
+        time.sleep(0.05)
+    dist.init_process_group(_backend(device), store=store, rank=place.rank, world_size=place.size, timeout=FOREVER)
+    return Ranks()
+
+
+def _take_device(device: torch.device, local: int) -> None:
+    """Let "cuda" be this rank's own device in this thread; raises ValueError where there are too few."""
+    if device.type == "cuda":
+        if (count := torch.cuda.device_count()) <= local:
+            raise ValueError(f"--tp-size: rank {local} of this machine needs a GPU of its own, and there are {count}")
+        torch.cuda.set_device(local)
+
+
+def _backend(device: torch.device) -> str:
+    """Return who carries tensors: calls go over gloo, steps over NCCL where they are on CUDA."""
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+# ---- the processes of one machine --------------------------------------------------------------------------------
+
+
+def end_all(message: str) -> NoReturn:
+    """End this process, whatever its threads wait for, with one line; the ranks that it has started end with it."""
+    sys.stderr.write(f"minispec: error: {message}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+class Child:
+    """Another rank's process on this machine, seen from the one that started it."""
+
+    COMMAND = (sys.executable, "-m", "minispec.follower")
+
+    def __init__(self, config: Config, place: Place) -> None:
+        self.rank, self.last_words = place.rank, "it said nothing"
+        self.process = subprocess.Popen(
+            self.COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0,
+            env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
+        )  # fmt: skip
+        # Standard input stays open: when it ends, this process has ended, and the other one follows it.
+        self.process.stdin.write(described(config, place))
+        self.process.stdin.flush()
+        threading.Thread(target=self._watch, name=f"rank {self.rank}", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Pass on what the process says until it ends, which it should not."""
+        for raw in self.process.stdout:
+            if line := raw.decode(errors="replace").strip():
+                self.last_words = line
+                logger.info("rank %d: %s", self.rank, line)
+        code = self.process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        end_all(f"rank {self.rank} (process {self.process.pid}) {how}, and the others cannot go on without it; "
+                f"its last words: {self.last_words.removeprefix('minispec: error: ')}")  # fmt: skip
+
+
+def described(config: Config, place: Place) -> bytes:
+    """Return a line that tells a process which rank it is."""
+    given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init and f.name != "notes"}
+    return json.dumps({"config": given, "place": dataclasses.asdict(place)}).encode() + b"\n"
+
+
+def understood(line: bytes) -> tuple[Config, Place]:
+    """Return what `described` has written."""
+    told = json.loads(line)
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in told["config"].items()}
+    return Config(**given), Place(**told["place"])

@@ -1,0 +1,69 @@
+"""Rank 1 of the tests: a process that follows the engines which test_parallel.py leads, one after the other.
+
+A line on standard input describes each: where the model's weights are, its sizes, and what its pages are like. Its
+clock, its seeds and its memory are not those of rank 0, since nothing may depend on them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from minispec.engine import Sizes
+from minispec.kv import KVShape, PagedKV
+from minispec.load.weights import load_weights
+from minispec.model import Model, ModelConfig, published_tensors
+from minispec.parallel import Elsewhere, Follower, Ranks
+from minispec.shards import Shard
+
+
+def split(config: ModelConfig, ranks: Ranks, weights: dict[str, torch.Tensor]) -> Model:
+    """Return this rank's part of a model, from its published weights."""
+    shard = Shard(config, ranks.rank, ranks.size, ranks.group)
+    dtype = next(iter(weights.values())).dtype
+    model = Model.empty(shard.config, dtype, torch.device("cpu"))
+    load_weights(published_tensors(model), shard.slices(weights.items()))
+    shard.join(model)
+    return model
+
+
+def follower(told: dict, ranks: Ranks, sizes: Sizes) -> Follower:
+    """Return the engine that a line describes."""
+    model = split(ModelConfig(**told["config"]), ranks, load_file(told["weights"]))
+    shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim)
+    kv = PagedKV(shape, **told["pages"], like=model.norm.weight)
+    return Follower(model, kv, Elsewhere(sizes), sizes, compiled=told["compiled"])
+
+
+def perturb() -> None:
+    """Make clock, seeds and memory others than rank 0's."""
+    clock = time.perf_counter
+    time.perf_counter = lambda: clock() * 3 + 1000
+    time.monotonic = lambda: clock() * -2
+    random.seed(99)
+    torch.manual_seed(98)
+    globals()["ballast"] = torch.ones(2**24)
+
+
+def main() -> None:
+    """Follow until standard input ends."""
+    file, perturbed = sys.argv[1:]
+    if perturbed == "perturbed":
+        perturb()
+    dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=1, world_size=2)
+    ranks = Ranks()
+    for line in sys.stdin:
+        with torch.inference_mode():
+            follower(json.loads(line), ranks, ranks.same_sizes(None)).follow(ranks)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    main()

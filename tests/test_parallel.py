@@ -1,0 +1,236 @@
+"""Tensor parallelism on two processes: this one is rank 0, and `rank_one.py` is the other.
+
+(a) In float32 every drafter gives exactly the tokens of plain decoding on as many ranks, whatever batch, chunking,
+cache and memory; rank 1's clock, seeds and memory differ. (b) In float64 the tokens are those of one rank, exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conformance import SUBJECTS, WISHES, Subject
+from exactness import Oracle, build, mixed_requests, run, tiny_config, truth_of
+from rank_one import split
+from safetensors.torch import save_file
+
+import minispec.shards as shards
+from minispec.drafter import Plain
+from minispec.load.weights import ModelError
+from minispec.model import Model, published_tensors
+from minispec.parallel import Leader, Ranks
+from minispec.request import Logprobs, Request
+from minispec.scheduler import Scheduler
+from minispec.shards import Shard, share
+
+
+class Pair:
+    """Both ranks: the group that this process is in, and the process of rank 1."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.leading = folder, None
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        command = [sys.executable, str(Path(__file__).with_name("rank_one.py")), str(folder / "meet"), "perturbed"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "meet"), 2), rank=0, world_size=2)
+        self.ranks = Ranks()
+        self.parts: dict[int, tuple[Model, Model, Path]] = {}  # by id of the whole model, which is kept
+
+    def part(self, model: Model) -> tuple[Model, Path]:
+        """Return rank 0's part of a model, and where the whole is for rank 1."""
+        if id(model) not in self.parts:
+            weights = {name: tensor.clone().contiguous() for name, tensor in published_tensors(model).items()}
+            path = self.folder / f"{len(self.parts)}.safetensors"
+            save_file(weights, path)
+            with torch.inference_mode():
+                self.parts[id(model)] = (model, split(model.config, self.ranks, weights), path)
+        return self.parts[id(model)][1:]
+
+    def build(self, model: Model, drafter: object, **how: object) -> Scheduler:
+        """Put a scheduler together over both ranks; the one before is done with."""
+        if self.leading is not None:
+            self.ranks.call("stop")
+        part, weights = self.part(model)
+        scheduler = build(part, drafter, engine=Leader, **how)
+        kv = scheduler.kv
+        pages = {"pages": kv.pages, "page_size": kv.page_size, "slots": kv.table.shape[0],
+                 "rows_per_slot": kv.pages_per_slot * kv.page_size}  # fmt: skip
+        told = {"weights": str(weights), "config": dataclasses.asdict(model.config), "pages": pages,
+                "compiled": how.get("compiled", False)}  # fmt: skip
+        print(json.dumps(told), file=self.process.stdin, flush=True)
+        self.leading = scheduler.engine
+        self.ranks.same_sizes(scheduler.sizes)
+        self.leading.lead(self.ranks)
+        return scheduler
+
+    def close(self) -> None:
+        """End rank 1, and leave the group."""
+        if self.leading is not None:
+            self.ranks.call("stop")
+        self.process.stdin.close()
+        assert self.process.wait(20) == 0
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    made = Pair(tmp_path_factory.mktemp("ranks"))
+    yield made
+    made.close()
+
+
+def plain(pair: Pair, model: Model, requests: Sequence[Request]) -> list[list[int]]:
+    """Return what requests give one after the other by plain decoding on both ranks, in one chunk, without a cache."""
+    run(pair.build(model, Plain(), running=1, radix=False, chunk=256), requests)
+    return [r.output_ids for r in requests]
+
+
+def wanted(subject: Subject) -> list[Request]:
+    """Return the requests that all drafters serve: greedy ones and sampled ones, pairs with a common prefix."""
+    requests = mixed_requests(6, text=subject.text, max_new_tokens=30)
+    for r in requests[1::3]:
+        r.params = dataclasses.replace(r.params, **WISHES)
+    return requests
+
+
+DRAFTERS = ("none", "ngram", "oracle", "standalone-tree", "eagle-chain", "eagle3-tree", "mtp-tree")
+_truth: dict[int, list[list[int]]] = {}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_on_two_ranks_every_drafter_gives_the_tokens_of_plain_decoding(name: str, pair: Pair) -> None:
+    subject = SUBJECTS[name]
+    model = subject.model()
+    if id(model) not in _truth:
+        _truth[id(model)] = plain(pair, model, wanted(subject))
+    with torch.inference_mode():
+        drafter = subject.drafter(model)
+    # Chunks of no round number, a pool that is too small, steps that overlap where the drafter allows it.
+    scheduler = pair.build(model, drafter, chunk=50, pages=13, overlap=True)
+    requests = wanted(subject)
+    run(scheduler, requests)
+    assert [r.output_ids for r in requests] == _truth[id(model)]
+    assert scheduler.metrics.retractions > 0 and scheduler.metrics.accept_length > subject.accept_length
+    again = wanted(subject)[:2]
+    run(scheduler, again)
+    assert [r.output_ids for r in again] == _truth[id(model)][:2] and sum(r.cached_tokens for r in again) > 30
+
+
+# ---- (b) as on one rank ------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def double_model() -> Model:
+    """Return a tiny model in float64 that has every bias and norm there is, and whose LM head is its embedding."""
+    sizes = dataclasses.replace(tiny_config(), qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True, tied=True)
+    torch.manual_seed(3)
+    with torch.inference_mode():
+        model = Model.empty(sizes, torch.float64, torch.device("cpu"))
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0) if name.endswith("norm.weight") else parameter.normal_(0, 0.35)
+    return model
+
+
+def as_on_one_rank(pair: Pair) -> bool:
+    """Return whether a batch in float64, with the log-probabilities of prompts, is what one rank makes of it."""
+    wishes = dict(max_new_tokens=12, logprobs=Logprobs(top=2, start=0))
+    alone, split_up = mixed_requests(4, **wishes), mixed_requests(4, **wishes)
+    run(build(double_model(), Plain()), alone)
+    run(pair.build(double_model(), Oracle(truth_of(double_model()))), split_up)
+    for r, other in zip(alone, split_up, strict=True):
+        if r.output_ids != other.output_ids:
+            return False
+        scores = [[s.logprob for s in (*q.prompt_scores, *q.output_scores)] for q in (r, other)]
+        assert len(scores[0]) == len(r.prompt_ids) - 1 + 12 and scores[1] == pytest.approx(scores[0], abs=1e-4)
+    return True
+
+
+def test_in_float64_the_tokens_are_those_of_one_rank(pair: Pair) -> None:
+    assert as_on_one_rank(pair)
+
+
+def sum_dropped(patch: pytest.MonkeyPatch) -> None:
+    """Rank 0 goes on with its own part of each sum."""
+    inner = shards.summed
+    patch.setattr(shards, "summed", lambda x, group: (inner(x, group), x)[1])
+
+
+def keys_of_other_heads(patch: pytest.MonkeyPatch) -> None:
+    """Rank 0 slices k one head further than q and v."""
+    inner = Shard.slice
+
+    def slice_(self: Shard, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        further = self.whole.head_dim * (".k_proj" in name and self.rank == 0)
+        return inner(self, name, tensor.roll(-further, 0))
+
+    patch.setattr(Shard, "slice", slice_)
+
+
+def bias_added_by_each(patch: pytest.MonkeyPatch) -> None:
+    """The bias of o and down is part of each rank's product."""
+    patch.setattr(shards.Summed, "forward", lambda self, x: shards.summed(
+        self.linear(x) + self.bias, self.group))  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", [sum_dropped, keys_of_other_heads, bias_added_by_each])
+def test_a_wrong_sum_or_slice_is_noticed(
+    mutation: Callable[[pytest.MonkeyPatch], None], pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation(monkeypatch)
+    pair.parts.clear()
+    assert not as_on_one_rank(pair)
+    pair.parts.clear()
+
+
+# ---- who has what ------------------------------------------------------------------------------------------------
+
+
+def shards_of(size: int, **sizes: int) -> list[Shard]:
+    """Return the shards of a model of 9 heads over 3."""
+    return [Shard(dataclasses.replace(tiny_config(), **sizes), rank, size, "") for rank in range(size)]
+
+
+def test_kv_groups_are_whole_and_spread_evenly() -> None:
+    assert [(len(s.heads), len(s.kv_heads)) for s in shards_of(2)] == [(6, 2), (3, 1)]
+    assert [(s.heads, s.kv_heads) for s in shards_of(3)] == [
+        (range(3 * i, 3 * i + 3), range(i, i + 1)) for i in range(3)]  # fmt: skip
+    six = shards_of(6)  # each KV head on two ranks, which share its three query heads
+    assert [(s.heads, s.kv_heads) for s in six[:3]] == [
+        (range(0, 2), range(0, 1)), (range(2, 3), range(0, 1)), (range(3, 5), range(1, 2))]  # fmt: skip
+    for size in (2, 3, 6, 9):
+        for name, count in (("heads", 9), ("inner", 96)):
+            assert [i for s in shards_of(size) for i in getattr(s, name)] == list(range(count)), name
+    assert [len(s.inner) for s in shards_of(9)] == [11] * 6 + [10] * 3  # 96 has not 9 times 16
+    assert share(10, 3, 0) == range(0, 4) and share(96, 4, 0, 16) == range(0, 32)
+
+
+@pytest.mark.parametrize("size", [4, 5, 7, 12])
+def test_heads_that_do_not_divide_are_one_line_with_what_is_allowed(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"--tp-size {size}: .* 9 attention heads over 3 .*; allowed: 1, 2, 3, 6, 9"):
+        shards_of(size)
+
+
+def test_slices_put_together_are_the_whole() -> None:
+    model = double_model()
+    two, weights = [Shard(model.config, rank, 2, "") for rank in range(2)], published_tensors(model)
+    for name, tensor in weights.items():
+        first, second = (shard.slice(name, tensor) for shard in two)
+        dim = int(name.endswith(("o_proj.weight", "down_proj.weight")))
+        if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
+            assert torch.equal(first, tensor) and torch.equal(second, tensor)
+        else:
+            assert torch.equal(torch.cat((first, second), dim).narrow(dim, 0, tensor.shape[dim]), tensor), name
+    total = sum(t.nbytes for t in weights.values())
+    parts = [sum(shard.slice(name, t).nbytes for name, t in weights.items()) for shard in two]
+    assert all(0.4 < part / total < 0.6 for part in parts)  # 6 heads of 9, and half of all else
+    with pytest.raises(ModelError, match=r"wrong shapes: layers.0.self_attn.q_proj.weight \[71, 72\]"):
+        two[0].slice("layers.0.self_attn.q_proj.weight", torch.ones(71, 72))

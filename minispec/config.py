@@ -44,6 +44,7 @@ OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class, a drafter of 
 # Flags of every drafter that drafts.
 _SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative_adaptive",
            "speculative_accept_threshold_single", "speculative_accept_threshold_acc")  # fmt: skip
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # a variable that is set in processes started by torchrun
 _DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -469,6 +470,18 @@ class Config:
     def is_own_drafter(self) -> bool:
         """Whether the drafter is named as module:Class, and so is none of the built-in ones."""
         return OWN.fullmatch(self.algorithm) is not None
+
+    def first_rank(self, environ: Mapping[str, str] = os.environ) -> int:
+        """Return the rank of the process that a user, or torchrun, has started with these flags; 0 serves.
+
+        Raises ValueError where torchrun has started another number of processes.
+        """
+        if TORCHRUN not in environ:
+            return self.node_rank * (self.tp_size // self.nnodes)
+        if int(environ["WORLD_SIZE"]) != self.tp_size:
+            raise ValueError(f"--tp-size {self.tp_size}: torchrun has started {environ['WORLD_SIZE']} processes, and "
+                             "each is a rank; --nproc-per-node times --nnodes must be --tp-size")  # fmt: skip
+        return int(environ["RANK"])
 
     @property
     def reads_target(self) -> bool:

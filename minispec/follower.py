@@ -17,54 +17,46 @@ import sys
 import threading
 
 from minispec.config import Config
-from minispec.parallel import Ranks, end_all, gather, join, open_store, understood
 
 logger = logging.getLogger("minispec")
 
 
 def main() -> None:
     """Be the rank that standard input describes."""
-    config, place = understood(sys.stdin.buffer.readline())
+    line = sys.stdin.buffer.readline()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stdout)
-    try:
-        from minispec.llm import choose_device
+    from minispec.parallel import understood  # torch takes seconds to import, and the parent may end meanwhile
 
-        device = choose_device(config)
-        _follow(config, join(place, open_store(place, config.dist_timeout), device, config.dist_timeout))
-    except Exception as error:
-        logger.debug("the rank ends", exc_info=True)
-        end_all(_one_line(error))
+    _be(*understood(line))
 
 
 def _end_with_parent() -> None:
     """Kill this process, and the compilers that it runs, when standard input ends."""
-    sys.stdin.buffer.read()
+    while os.read(0, 4096):  # not by way of `sys.stdin`, whose lock the end of Python would wait for
+        pass
     os.killpg(0, signal.SIGKILL)
 
 
 def serve_machine(config: Config) -> None:
     """Be the first rank of a machine that does not serve, until machine 0 ends; the others here are started."""
-    try:
-        from minispec.llm import choose_device
+    _be(config, None)
 
-        _follow(config, gather(config, choose_device(config)))
+
+def _be(config: Config, place: object) -> None:
+    """Meet the others, at a `parallel.Place` if one is given, and follow rank 0; an error ends the process."""
+    from minispec.llm import choose_device, follow
+    from minispec.parallel import end_all, gather, join, open_store
+
+    try:
+        device, timeout = choose_device(config), config.dist_timeout
+        met = gather(config, device) if place is None else join(place, open_store(place, timeout), device, timeout)
+        follow(config, met)
     except Exception as error:
         logger.debug("the rank ends", exc_info=True)
-        end_all(_one_line(error))
-
-
-def _follow(config: Config, ranks: Ranks) -> None:
-    from minispec.llm import follow
-
-    follow(config, ranks)
-
-
-def _one_line(error: BaseException) -> str:
-    """Return an error as one line."""
-    text = " ".join(str(error).split())
-    says_all = text and isinstance(error, (ValueError, RuntimeError, OSError))
-    return text if says_all else f"{type(error).__name__}: {text}"
+        text = " ".join(str(error).split())
+        says_all = text and isinstance(error, (ValueError, RuntimeError, OSError))
+        end_all(text if says_all else f"{type(error).__name__}: {text}")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -48,7 +48,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minispec.bucket import Bucket, PrefillBucket
-from minispec.config import Config
+from minispec.config import TORCHRUN, Config
 from minispec.drafter import Batch, Drafter, TreeSize
 from minispec.engine import Engine, Sizes
 from minispec.logprobs import Question
@@ -263,29 +263,14 @@ class Place:
     meeting: str
 
 
-def rank_of_this(config: Config, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the rank of a process that a user has started; 0 serves. Raises ValueError where torchrun disagrees."""
-    if (given := _from_torchrun(environ)) is None:
-        return config.node_rank * (config.tp_size // config.nnodes)
-    if int(given["WORLD_SIZE"]) != config.tp_size:
-        raise ValueError(f"--tp-size {config.tp_size}: torchrun has started {given['WORLD_SIZE']} processes, and each "
-                         "is a rank; --nproc-per-node times --nnodes must be --tp-size")  # fmt: skip
-    return int(given["RANK"])
-
-
-def _from_torchrun(environ: Mapping[str, str]) -> Mapping[str, str] | None:
-    """Return the environment of a process that torchrun has started, None for another."""
-    return environ if "TORCHELASTIC_RUN_ID" in environ else None
-
-
 def gather(config: Config, device: torch.device) -> Ranks:
     """Start the other ranks of this machine, unless torchrun has, and meet all; returns them.
 
     The processes started here end with this one, and if one of them dies first, `end_all` ends this one. Raises
     ValueError or RuntimeError with one sentence where ranks cannot meet.
     """
-    rank, timeout = rank_of_this(config), config.dist_timeout
-    if _from_torchrun(os.environ) is not None:
+    rank, timeout = config.first_rank(), config.dist_timeout
+    if TORCHRUN in os.environ:
         _take_device(device, int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(_backend(device), timeout=FOREVER)
         return Ranks()
@@ -375,9 +360,9 @@ class Child:
                 self.last_words = line
                 logger.info("rank %d: %s", self.rank, line)
         code = self.process.wait()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-        end_all(f"rank {self.rank} (process {self.process.pid}) {how}, and the others cannot go on without it; "
-                f"its last words: {self.last_words.removeprefix('minispec: error: ')}")  # fmt: skip
+        how = f"was killed by signal {-code}" if code < 0 else self.last_words.removeprefix("minispec: error: ")
+        end_all(f"rank {self.rank} (process {self.process.pid}) has ended, and the others cannot go on without it; "
+                f"start the server again: {how}")  # fmt: skip
 
 
 def described(config: Config, place: Place) -> bytes:

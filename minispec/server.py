@@ -789,14 +789,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _serves(config: Config) -> bool:
     """Return whether this is rank 0 of several; another rank that a user has started follows it, and then ends."""
-    from minispec.follower import serve_machine
-    from minispec.parallel import rank_of_this
-
     try:
-        if rank_of_this(config) == 0:
+        if config.first_rank() == 0:
             return True
     except ValueError as error:
         sys.exit(f"minispec: error: {error}")
+    from minispec.follower import serve_machine  # here, since the server listens before torch is imported
+
     serve_machine(config)
     return False
 

@@ -10,8 +10,13 @@ import dataclasses
 import functools
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -23,8 +28,12 @@ from exactness import Oracle, build, mixed_requests, run, tiny_config, truth_of
 from rank_one import split
 from safetensors.torch import save_file
 
+import minispec.parallel as parallel
 import minispec.shards as shards
+from benchmarks import plan
+from minispec.config import Config
 from minispec.drafter import Plain
+from minispec.load.memory import size_of
 from minispec.load.weights import ModelError
 from minispec.model import Model, published_tensors
 from minispec.parallel import Leader, Ranks
@@ -234,3 +243,133 @@ def test_slices_put_together_are_the_whole() -> None:
     assert all(0.4 < part / total < 0.6 for part in parts)  # 6 heads of 9, and half of all else
     with pytest.raises(ModelError, match=r"wrong shapes: layers.0.self_attn.q_proj.weight \[71, 72\]"):
         two[0].slice("layers.0.self_attn.q_proj.weight", torch.ones(71, 72))
+
+
+# ---- what it costs -----------------------------------------------------------------------------------------------
+
+
+def test_the_plan_has_the_bytes_that_a_step_sends_and_a_rank_holds(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = double_model()
+    scheduler = pair.build(model, Oracle(truth_of(model)), running=2)
+    engine, counted = scheduler.engine, Counter()
+
+    def count(module: object, name: str) -> None:
+        inner = getattr(module, name)
+
+        def collective(x: torch.Tensor, *more: object) -> torch.Tensor:
+            counted[name, x.nbytes] += 1
+            return inner(x, *more)
+
+        monkeypatch.setattr(module, name, collective)
+
+    count(shards, "summed")
+    count(shards, "side_by_side")
+    count(parallel, "from_first")
+    with torch.inference_mode():
+        engine.collect(engine.launch([]))
+    nodes, dtype = scheduler.sizes.nodes, torch.float64
+    call, begun, embedding, sums, logits, verdict = plan.collectives(
+        model.config, 2, dtype, 1, nodes, scheduler.sizes.depth)  # fmt: skip
+    assert counted == {
+        ("from_first", begun.bytes): 1, ("from_first", verdict.bytes): 1, ("summed", sums.bytes): 1 + sums.times,
+        ("side_by_side", logits.bytes): 1}  # fmt: skip
+    assert embedding.bytes == sums.bytes and call.bytes == 8 * parallel.SHORT
+    part, (alone,) = pair.part(model)[0], plan.held(model.config, 1, dtype)
+    first, second = plan.held(model.config, 2, dtype)
+    assert first.weights == size_of(part) and first.row == scheduler.kv.pool.nbytes // scheduler.kv.pool.shape[2]
+    assert alone.weights < first.weights + second.weights < 1.1 * alone.weights  # norms are on both
+    assert first.weights < 0.6 * alone.weights and first.row == 2 * second.row == 2 * alone.row // 3
+
+
+def test_the_plan_is_printed_or_says_what_is_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = dataclasses.asdict(tiny_config())
+    stated = {"architectures": [sizes["architecture"]], "vocab_size": 61, "hidden_size": 72, "intermediate_size": 96,
+              "num_hidden_layers": 3, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    plan.main(["--model", str(tmp_path), "--tp", "3"])
+    assert "3 layers, 9 heads over 3, in bfloat16, on 3 ranks" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--tp-size 4: .* allowed: 1, 2, 3, 6, 9"):
+        plan.main(["--model", str(tmp_path), "--tp", "4"])
+
+
+# ---- what goes wrong ---------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_is_taken_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"--dist-init-addr {address}: machine 0 cannot listen there: the port is"):
+            parallel.open_store(parallel.Place(0, 2, 0, address), 1.0)
+
+
+def test_an_address_at_which_nobody_is_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(ValueError, match=f"--dist-init-addr {address}: nobody answered in 1 s .*start machine 0 first"):
+        parallel.open_store(parallel.Place(1, 2, 0, address), 1.0)
+
+
+def test_ranks_that_do_not_come_are_counted(tmp_path: Path) -> None:
+    place = parallel.Place(0, 3, 0, str(tmp_path / "meet"))
+    with pytest.raises(RuntimeError, match=r"--tp-size 3: only 1 ranks met within 0.2 s \(--dist-timeout\)"):
+        parallel.join(place, parallel.open_store(place, 1.0), torch.device("cpu"), 0.2)
+
+
+def test_torchrun_says_which_rank_a_process_is() -> None:
+    config = Config(model_path="x", tp_size=4, nnodes=2, node_rank=1, dist_init_addr="here:1")
+    assert config.first_rank({}) == 2
+    assert config.first_rank({"TORCHELASTIC_RUN_ID": "7", "WORLD_SIZE": "4", "RANK": "3"}) == 3
+    with pytest.raises(ValueError, match="--tp-size 4: torchrun has started 2 processes"):
+        config.first_rank({"TORCHELASTIC_RUN_ID": "7", "WORLD_SIZE": "2", "RANK": "1"})
+
+
+def test_a_follower_is_told_its_flags_and_ends_with_its_parent(tmp_path: Path) -> None:
+    config = Config(model_path="x", tp_size=2, cuda_graph_bs=(2, 1))
+    place = parallel.Place(1, 2, 1, str(tmp_path / "meeting"))
+    line = parallel.described(config, place)
+    assert parallel.understood(line) == (config, place)
+    process = subprocess.Popen(parallel.Child.COMMAND, stdin=subprocess.PIPE, process_group=0)
+    process.stdin.write(line)
+    process.stdin.close()  # as when the parent has ended
+    assert process.wait(30) == -signal.SIGKILL
+
+
+def test_a_rank_that_dies_ends_the_server_with_one_line_and_frees_its_port(tmp_path: Path) -> None:
+    stated = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 72, "intermediate_size": 96,
+              "num_hidden_layers": 3, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "minispec.server", "--model", str(tmp_path), "--load-format", "dummy", "--port",
+               str(port), "--tp-size", "2", "--device", "cpu", "--dtype", "float32", "--disable-torch-compile",
+               "--max-running-requests", "2", "--context-length", "2048"]  # fmt: skip
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    for line in server.stderr:
+        if "fired up" in line:
+            break
+    (child,) = map(int, children_of(server.pid))
+    body = json.dumps({"text": "so", "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}})
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/generate", body.encode(),
+                                   {"Content-Type": "application/json"})  # fmt: skip
+    stream = urllib.request.urlopen(asked, timeout=60)
+    assert stream.readline().startswith(b"data: ")
+    os.kill(child, signal.SIGKILL)
+    started = time.monotonic()
+    assert server.wait(10) == 1 and time.monotonic() - started < 10
+    last = [line for line in server.stderr.read().splitlines() if "error" in line]
+    assert last == [f"minispec: error: rank 1 (process {child}) has ended, and the others cannot go on without it; "
+                    "start the server again: was killed by signal 9"]  # fmt: skip
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def children_of(pid: int) -> list[str]:
+    """Return the processes that any thread of a process has started."""
+    return [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+
+
+@pytest.mark.cuda
+def test_on_two_gpus_the_script_finds_the_same_tokens() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    command = [sys.executable, "-m", "benchmarks.ranks", "--tp", "2", "--device", "cuda"]
+    assert subprocess.run(command, check=False).returncode == 0

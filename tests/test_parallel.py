@@ -24,13 +24,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from conformance import SUBJECTS, WISHES, Subject
-from exactness import Oracle, build, mixed_requests, run, tiny_config, truth_of
+from exactness import VOCAB, Oracle, build, mixed_requests, run, tiny_config, truth_of
 from rank_one import split
 from safetensors.torch import save_file
 
 import minispec.parallel as parallel
 import minispec.shards as shards
-from benchmarks import plan
+from benchmarks import plan, ranks
 from minispec.config import Config
 from minispec.drafter import Plain
 from minispec.load.memory import size_of
@@ -373,3 +373,34 @@ def test_on_two_gpus_the_script_finds_the_same_tokens() -> None:
         pytest.skip("needs two GPUs")
     command = [sys.executable, "-m", "benchmarks.ranks", "--tp", "2", "--device", "cuda"]
     assert subprocess.run(command, check=False).returncode == 0
+
+
+# ---- (c) the script that compares larger models ------------------------------------------------------------------
+
+
+def test_a_swap_at_a_wide_margin_or_of_many_tokens_is_told() -> None:
+    one, other = list(range(40)), [*range(39), 7]
+    found = ranks.compare([(one, one), (one, other)], [[], [4e-5]])
+    assert found == (80, 79, [4e-5]) and ranks.verdict(found, 1e-5, 0) == []
+    assert "margin of 4.00e-05" in ranks.verdict(found, 3e-6, 0)[0]
+    assert "logits differ by 1.10e-04" in ranks.verdict(found, 1.1e-4, 5e-5)[0]
+    assert ranks.verdict(found, 1.1e-4, 6e-5) == [] and ranks.verdict(found, float("nan"), 1.0)
+    early = ranks.compare([(one, one), (one, [0, *other[2:]])], [[], [1e-6]])
+    assert ranks.verdict(early, 1e-5, 0) == ["only 41 of 80 tokens were compared"]
+
+
+def test_in_float32_two_ranks_are_the_model_of_one(pair: Pair) -> None:
+    model = SUBJECTS["none"].model()
+    one = build(model, Plain(), chunk=256)
+    prompts = [r.prompt_ids for r in mixed_requests(3)]
+    answers = ranks.answer(one, prompts, 12)
+    texts = [r.prompt_ids + r.output_ids for r in answers]
+    logits = ranks.read_again(one, texts)
+    several = pair.build(model, Plain(), chunk=256)
+    others = [r.output_ids for r in ranks.answer(several, prompts, 12)]
+    margins = [ranks.margin(*three) for three in zip(answers, others, logits, strict=True)]
+    found = ranks.compare([(r.output_ids, other) for r, other in zip(answers, others, strict=True)], margins)
+    assert found.tokens == 144 and ranks.verdict(found, ranks.differ(logits, ranks.read_again(several, texts)), 0) == []
+    # And where they part, the margin is that of the pick: taken as if another token had come out.
+    changed = [[(r.output_ids[0] + 1) % VOCAB, *r.output_ids[1:]] for r in answers]
+    assert all(ranks.margin(r, other, row)[0] > 0 for r, other, row in zip(answers, changed, logits, strict=True))

@@ -3,11 +3,11 @@
     python -m benchmarks.ranks --tp 2 [--model ID_OR_FOLDER] [--tokens 48] [--device cpu] [--compile]
 
 Sums in another order round differently, so equality has to be told from luck. The answers of one rank are read again by
-both as prompts, and the largest difference of any logit is measured: at most 1e-4, or twice what float32 itself is off,
-which is what one rank differs by from the same model in float64. Then each answer of several ranks is compared with that
-of one, token by token, up to the first that differs. There the two candidates must have been so close that ten times the
-difference could have swapped them: by their scores after noise, penalties and filters, as `sampling.pick` has them. A
-swap at a wider margin fails, and so does a run that compares less than 95 % of all tokens.
+both as prompts, and the largest difference of any logit is measured. It may be 1e-4, or twice what float32 itself is
+off, which is what one rank differs by from the same model in float64. Then each answer of several ranks is compared
+with that of one, token by token, up to the first that differs. There the two candidates must have been so close that
+ten times the difference could have swapped them: by their scores after noise, penalties and filters, as
+`sampling.pick` has them. A swap at a wider margin fails, and so does a run that compares less than 95 % of all tokens.
 
 Read next: `minispec/shards.py`; tests/test_parallel.py has the same on tiny models, exactly.
 """
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     margins = [margin(*three) for three in zip(answers, others, logits, strict=True)]
     found = compare([(r.output_ids, other) for r, other in zip(answers, others, strict=True)], margins)
     rows = sum(map(len, logits))
-    print(f"logits of {rows} rows differ by at most {apart:.2e} between 1 and {args.tp} ranks; from float64 they differ "
+    print(f"logits of {rows} rows differ by at most {apart:.2e} between 1 and {args.tp} ranks, and from float64 "
           f"by {floor:.2e} and {differ(again, exact):.2e}; {found.compared} of {found.tokens} tokens were compared "
           f"({found.compared / found.tokens:.1%}); answers part at margins of "
           f"{[f'{m:.1e}' for m in found.swaps] or 'none'}")  # fmt: skip

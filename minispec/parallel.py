@@ -186,6 +186,7 @@ class Leader(SharedEngine):
             return super()._run(step, bucket, needs, asked)
         except Exception as error:
             logger.debug("a step failed on rank 0", exc_info=True)
+            self.kv.tell = lambda method, numbers: None  # nobody listens between steps any more
             time.sleep(PATIENCE)  # if another rank has died, who watches it says so better and ends the process
             said = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise RanksParted(f"a step failed on rank 0, and the other ranks of --tp-size {self.ranks.size} wait "

@@ -315,6 +315,23 @@ def test_ranks_that_do_not_come_are_counted(tmp_path: Path) -> None:
         parallel.join(place, parallel.open_store(place, 1.0), torch.device("cpu"), 0.2)
 
 
+def test_a_step_that_fails_on_rank_0_is_nothing_to_go_on_from(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = pair.build(SUBJECTS["none"].model(), Plain(), running=1)
+    monkeypatch.setattr(parallel, "PATIENCE", 0.0)
+
+    class Silent:
+        size = 2
+
+        def call(self, name: str, numbers: Sequence[int] = ()) -> None:
+            raise RuntimeError("the wire\nis cut")
+
+    scheduler.engine.ranks = Silent()
+    with pytest.raises(parallel.RanksParted, match="failed on rank 0, and the other ranks of --tp-size 2 .*: the wire is"):
+        scheduler.engine.launch([])
+    assert not issubclass(parallel.RanksParted, Exception)  # a server that goes on after an error does not after this
+    scheduler.fail_all(RuntimeError())  # says nothing to the others, which wait within a step
+
+
 def test_torchrun_says_which_rank_a_process_is() -> None:
     config = Config(model_path="x", tp_size=4, nnodes=2, node_rank=1, dist_init_addr="here:1")
     assert config.first_rank({}) == 2

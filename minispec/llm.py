@@ -127,7 +127,7 @@ class LLM:
             prepare()
         resolve = partial(resolve_sizes, config, device, limits)
         network, drafter = self._outline(device)
-        budget = Budget(config, device, resolve(drafter), network, drafter)
+        budget = Budget(config, device, resolve(drafter), network, drafter, self.beside)
         tell(f"memory, estimated: {budget.estimate}")
         budget.check()
         with budget.watch("loading the weights"):
@@ -193,6 +193,7 @@ class LLM:
             network = load_model(config, self.model_config, self.folder, dtype, torch.device("meta"), self.shard)
             target = self._drafted_from(network)
             drafter = Plain() if config.is_own_drafter else make_drafter(config, target, self.folder, self.tokenizer)
+            self.beside = None if target is network else _needed(target, drafter, device)
             if config.quantization == "int8":
                 replace_weights(network)
             _change_draft_and_pack(config, device, network, drafter)
@@ -215,8 +216,7 @@ class LLM:
                            "target picks; output is junk, for measuring speed", config.simulate_acc_len)  # fmt: skip
         target = self._drafted_from(network)
         drafter = make_drafter(config, target, self.folder, self.tokenizer)
-        if target is not network:
-            self.beside = _needed(target, drafter, device)
+        self.beside = None if target is network else _needed(target, drafter, device)
         if config.quantization == "int8":  # after a head has taken what it needs of the target's weights
             self._quantize(network, tell)
         _change_draft_and_pack(config, device, network, drafter)
@@ -490,6 +490,9 @@ def _gathered(
     """Return the ranks of --tp-size, and this one's part of the model; both None where there is one rank."""
     if config.tp_size == 1:
         return None, None
+    if config.first_rank() != 0:
+        raise ValueError("`LLM` is rank 0 of --tp-size; `python -m minispec.server` is another machine's rank, with "
+                         "--node-rank or by torchrun")  # fmt: skip
     Shard(model_config, 0, config.tp_size, "")  # raises ValueError before any process is started
     ranks = gather(config, device)
     return ranks, Shard(model_config, ranks.rank, ranks.size, ranks.group)

@@ -67,7 +67,9 @@ SHORT = 32  # integers of a call that go in one message; the rest of a longer on
 
 
 class RanksParted(SystemExit):
-    """A step ended halfway on rank 0, so the ranks are no longer at the same place; there is nothing to go on with."""
+    """Rank 0 cannot reach the others, or a step ended halfway on it: there is nothing to go on with, so all end."""
+
+    ends_server = True
 
 
 # ---- what ranks say to each other between steps ------------------------------------------------------------------
@@ -76,18 +78,34 @@ class RanksParted(SystemExit):
 class Ranks:
     """The processes of one model as each of them sees them; `group` is the name of the process group."""
 
+    parted = False  # whether a call or a step has failed on rank 0, so that the others do not listen any more
+
     def __init__(self) -> None:
         """For a process that has joined a group (`join`)."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.group = dist.group.WORLD.group_name
 
     def call(self, name: str, numbers: Sequence[int] = ()) -> None:
-        """Send a call from rank 0 to all others."""
+        """Send a call from rank 0 to all others; raises RanksParted where one is gone, and does nothing after that."""
+        if self.parted:
+            return
         message = [CALLS.index(name), len(numbers), *numbers]
         first = torch.tensor([*message, *[0] * SHORT][:SHORT])
-        dist.broadcast(first, 0)
-        if message[SHORT:]:
-            dist.broadcast(torch.tensor(message[SHORT:]), 0)
+        try:
+            dist.broadcast(first, 0)
+            if message[SHORT:]:
+                dist.broadcast(torch.tensor(message[SHORT:]), 0)
+        except RuntimeError as error:
+            raise self.part(error) from error
+
+    def part(self, error: Exception) -> RanksParted:
+        """Note that an error has parted the ranks, and return what is to be raised for it."""
+        logger.debug("the ranks have parted", exc_info=True)
+        self.parted = True
+        time.sleep(PATIENCE)  # if a rank has died on this machine, who watches it says so better and ends the process
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return RanksParted(f"a step or call failed on rank 0, and the others of --tp-size {self.size} cannot go on "
+                           f"without it; start the server again: {said}")  # fmt: skip
 
     def next_call(self) -> tuple[str, list[int]]:
         """Wait for the next call on another rank than 0; returns its name and numbers."""
@@ -159,7 +177,7 @@ class SharedEngine(Engine):
         """Return rank 0's verdict."""
         sizes = [part.numel() for part in verdict]
         parts = from_first(torch.cat([part.flatten() for part in verdict]), self.ranks.group).split(sizes)
-        return Verdict(*(part.view(own.shape) for part, own in zip(parts, verdict, strict=True)))
+        return Verdict(*(part.view(own.shape).to(own.dtype) for part, own in zip(parts, verdict, strict=True)))
 
 
 class Leader(SharedEngine):
@@ -184,13 +202,8 @@ class Leader(SharedEngine):
             else:
                 self.ranks.call("decode", (bucket.batch, bucket.nodes if bucket.rounds else -bucket.nodes))
             return super()._run(step, bucket, needs, asked)
-        except Exception as error:
-            logger.debug("a step failed on rank 0", exc_info=True)
-            self.kv.tell = lambda method, numbers: None  # nobody listens between steps any more
-            time.sleep(PATIENCE)  # if another rank has died, who watches it says so better and ends the process
-            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise RanksParted(f"a step failed on rank 0, and the other ranks of --tp-size {self.ranks.size} wait "
-                              f"within it: {said}") from error  # fmt: skip
+        except Exception as error:  # and the others wait within the step
+            raise self.ranks.part(error) from error
 
     def capture(self, batches: Sequence[int], progress: Callable[[str], None]) -> None:
         """Capture steps as `Engine.capture` does, on all ranks."""
@@ -248,7 +261,8 @@ class Follower(SharedEngine):
         """Return a verdict to be overwritten with rank 0's."""
         batch, nodes = tree.tokens.shape
         path = tree.tokens.new_zeros(batch, self._most(nodes))
-        return Verdict(path, torch.ones_like(lens), path, torch.zeros_like(lens))
+        none = torch.zeros_like(lens)
+        return Verdict(path, torch.ones_like(lens), path, none, none.bool())
 
 
 # ---- meeting -----------------------------------------------------------------------------------------------------

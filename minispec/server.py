@@ -197,7 +197,7 @@ class EngineThread(threading.Thread):
                     self._to_loop(self.deliver, updates)
         except (Exception, SystemExit) as error:  # SystemExit: out of a library; whoever waits must be told
             logger.debug("the engine thread ends", exc_info=True)
-            self.error, self.state = error, "failed"
+            self.error, self.state, self.lost = error, "failed", self.lost or getattr(error, "ends_server", False)
             self._to_loop(self.died)
         finally:
             if self.warming is not None:
@@ -779,10 +779,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # its errors quote raw request lines, which may hold keys
     for note in config.notes:
         logger.warning("%s", note)
-    temporary = own_compile_cache()
-    if config.tp_size > 1 and not _serves(config):
-        return
-    code = asyncio.run(serve(config, temporary))
+    temporary, code = own_compile_cache(), 0
+    if config.tp_size == 1 or _serves(config):
+        code = asyncio.run(serve(config, temporary))
     _remove(temporary)
     sys.exit(code)
 

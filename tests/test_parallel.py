@@ -241,6 +241,9 @@ def test_slices_put_together_are_the_whole() -> None:
     total = sum(t.nbytes for t in weights.values())
     parts = [sum(shard.slice(name, t).nbytes for name, t in weights.items()) for shard in two]
     assert all(0.4 < part / total < 0.6 for part in parts)  # 6 heads of 9, and half of all else
+    scale = torch.arange(72.0)[:, None]  # of output channels, as fp8 weights have them
+    assert torch.equal(two[1].slice("layers.0.self_attn.q_proj.weight_scale", scale), scale[48:])
+    assert torch.equal(two[1].slice("layers.0.self_attn.o_proj.weight_scale", scale), scale)
     with pytest.raises(ModelError, match=r"wrong shapes: layers.0.self_attn.q_proj.weight \[71, 72\]"):
         two[0].slice("layers.0.self_attn.q_proj.weight", torch.ones(71, 72))
 
@@ -319,18 +322,22 @@ def test_a_step_that_fails_on_rank_0_is_nothing_to_go_on_from(pair: Pair, monkey
     scheduler = pair.build(SUBJECTS["none"].model(), Plain(), running=1)
     monkeypatch.setattr(parallel, "PATIENCE", 0.0)
 
-    class Silent:
-        size = 2
+    def broken(*given: object) -> None:
+        raise RuntimeError("the wire\nis cut")
 
-        def call(self, name: str, numbers: Sequence[int] = ()) -> None:
-            raise RuntimeError("the wire\nis cut")
-
-    scheduler.engine.ranks = Silent()
-    said = "failed on rank 0, and the other ranks of --tp-size 2 wait within it: RuntimeError: the wire is cut"
-    with pytest.raises(parallel.RanksParted, match=said), torch.inference_mode():
-        scheduler.engine.launch([])
+    said = "failed on rank 0, and the others of --tp-size 2 cannot .*; start the server again: .*: the wire is cut"
+    try:
+        for name, where in (("broadcast", dist), ("_begun", scheduler.engine)):
+            monkeypatch.setattr(where, name, broken)
+            monkeypatch.setattr(pair.ranks, "parted", name == "_begun")  # or rank 1 would be told of a step to wait in
+            with pytest.raises(parallel.RanksParted, match=said), torch.inference_mode():
+                scheduler.engine.launch([])
+            assert pair.ranks.parted
+        scheduler.fail_all(RuntimeError())  # says nothing to the others, which do not listen
+    finally:
+        monkeypatch.undo()
+        pair.ranks.parted = False
     assert not issubclass(parallel.RanksParted, Exception)  # a server that goes on after an error does not after this
-    scheduler.fail_all(RuntimeError())  # says nothing to the others, which wait within a step
 
 
 def test_torchrun_says_which_rank_a_process_is() -> None:

@@ -48,7 +48,7 @@ def load_of(scheduler: Scheduler) -> dict[str, Any]:
 def fingerprint(config: Config, llm: LLM) -> str:
     """Return a digest of what decides which tokens a seed gives: versions, model and numbers, and no drafter."""
     names = """model_path revision tokenizer_path load_format quantization chat_template random_seed context_length
-        sampling_defaults""".split()
+        sampling_defaults tp_size""".split()
     weight = llm.scheduler.engine.model.norm.weight
     parts = [version(), importlib.metadata.version("torch"), weight.dtype, weight.device.type, config.thresholds,
              llm.model_config, *(getattr(config, name) for name in names)]  # fmt: skip

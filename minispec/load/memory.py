@@ -171,7 +171,12 @@ class Budget:
     network and drafter may be outlines on the meta device; `device` is the one to run on.
     """
 
-    def __init__(self, config: Config, device: torch.device, sizes: Sizes, network: Model, drafter: Drafter) -> None:
+    def __init__(
+        self, config: Config, device: torch.device, sizes: Sizes, network: Model, drafter: Drafter,
+        beside: Model | None = None,
+    ) -> None:  # fmt: skip
+        """`beside`: what a drafter reads of a target that is spread over ranks (`Engine.beside`)."""
+        self.beside = beside
         self.config, self.device, self.sizes, self.network, self.drafter = config, device, sizes, network, drafter
         self.free, self.total = free_bytes(device)  # at the start
         self.largest_graph = largest_graph(config, self.total) if device.type == "cuda" else 0
@@ -183,7 +188,7 @@ class Budget:
     def _estimate(self) -> Memory:
         """Return what the engine will take, computed on the meta device."""
         seen: set[int] = set()
-        weights, draft = size_of(self.network, seen), size_of(self.drafter.network, seen)
+        weights, draft = size_of(self.network, seen), size_of((self.drafter.network, self.beside), seen)
         pages = max(self._fitting(self.free - weights - draft), 0) + 1
         # From pools of one page and of two: the host's list of free pages would be as long as a pool is large.
         (own, kv), (own_of_two, kv_of_two) = (self._pool_sizes(count) for count in (1, 2))

@@ -71,7 +71,7 @@ def collectives(
         Collective("sum of embeddings", 1, stream),
         Collective("sums behind o and down", 2 * config.layers, stream),
         Collective("logits put side by side", 1, rows * vocabulary * dtype.itemsize),
-        Collective("the verdict", 1, (2 * batch * (depth + 1) + 2 * batch) * WORD),
+        Collective("the verdict", 1, (2 * batch * (depth + 1) + 3 * batch) * WORD),
     ]
 
 

@@ -54,7 +54,7 @@ METHODS: dict[str, dict[str, Any]] = {  # name -> launch flags; without a path a
     "none": {"speculative_algorithm": "NONE"},
     "ngram": {"speculative_algorithm": "NGRAM"},
     "eagle3": {"speculative_algorithm": "EAGLE3"},
-    "eagle3-with-lookup": {"speculative_algorithm": "EAGLE3", "speculative_lookup": True},
+    "eagle3-without-lookup": {"speculative_algorithm": "EAGLE3", "speculative_lookup": False},
     "eagle": {"speculative_algorithm": "EAGLE"},
     "eagle-full-vocabulary": {"speculative_algorithm": "EAGLE", "speculative_token_map": "none"},
     "mtp": {"speculative_algorithm": "NEXTN"},
@@ -307,7 +307,7 @@ def entrants(args: argparse.Namespace) -> list[Entrant]:
     ours, theirs = [], []
     for name in args.method:
         if name in THEIRS:
-            batches = [batch for batch in args.batch if batch == 1 or not name.endswith("lookup")]
+            batches = [batch for batch in args.batch if batch == 1 or name not in THEIRS[1:]]
             theirs.append(Entrant(name, batches, partial(load_transformers, args, name, batches)))
             continue
         flags = METHODS[name] if name in METHODS else {"speculative_algorithm": name}
@@ -422,7 +422,7 @@ def plan(args: argparse.Namespace, everyone: Sequence[Entrant], seconds: Sequenc
 def shipped(args: argparse.Namespace) -> list[str]:
     """Return the methods to run without --algorithm; with --full all that need no head or whose head ships."""
     if args.full:
-        names = [name for name in METHODS if "full" not in name and "with-lookup" not in name]
+        names = [name for name in METHODS if "full" not in name and "without-lookup" not in name]
         with_head = lambda name: Config(model_path=args.model, **METHODS[name]).draft_path is not None  # noqa: E731
         found = [name for name in names if name in HEADLESS or with_head(name)]
     else:

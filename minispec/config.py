@@ -216,7 +216,7 @@ class Config:
     )
     speculative_lookup: bool | None = _flag(
         None, "Speculation", "beside a draft head or model look up texts as NGRAM does, and verify for each request "
-        "the better bet; default: no; on CUDA steps then do not overlap",
+        "the better bet; default: on a CPU, unless numbers are given; on CUDA steps then do not overlap",
     )  # fmt: skip
     speculative_accept_threshold_single: float = _flag(
         1.0, "Speculation", "accept any draft of at least this probability; below 1 sampled output is not exact",
@@ -337,8 +337,9 @@ class Config:
         for f in _flags():
             if not f.name.startswith("speculative_") or getattr(self, f.name) in (f.default, "NONE"):
                 continue
-            owners = ("NGRAM", *(GROWN if self.looks_up else ())) if f.name.startswith("speculative_ngram_") else GROWN
-            owners = ("NGRAM", *GROWN) if f.name in _SHARED else owners
+            owners = ("NGRAM", *GROWN) if f.name in _SHARED else GROWN
+            if f.name.startswith("speculative_ngram_"):
+                owners = ("NGRAM", *GROWN) if self.looks_up(self.device != "cuda") else ("NGRAM",)
             if f.name == "speculative_token_map":
                 continue  # the drafter itself says whether it uses one
             if self.is_own_drafter and not f.name.startswith("speculative_ngram_"):
@@ -407,10 +408,12 @@ class Config:
             return not self.gives_numbers and self.simulate_acc_len is None
         return self.speculative_adaptive
 
-    @property
-    def looks_up(self) -> bool:
-        """Whether texts are looked up beside a drafter that grows its trees on the device."""
-        return bool(self.speculative_lookup) and self.algorithm in GROWN
+    def looks_up(self, on_cpu: bool) -> bool:
+        """Return whether texts are looked up beside a drafter that grows its trees on the device."""
+        wanted = self.speculative_lookup
+        if wanted is None:  # on CUDA it would cost the overlap of steps
+            wanted = on_cpu and self.adaptive and not self.gives_numbers
+        return wanted and self.algorithm in GROWN
 
     def lookup_nodes(self, nodes: int) -> int:
         """Return N, the nodes of the larger trees with lookups, beside a drafter whose trees have `nodes`."""

@@ -7,8 +7,8 @@ step's inputs, and the step takes them in place of the head's where there are an
 the head need not draft at all. Either way the accepted path is committed to the head, so it is never behind.
 
 Looking up must cost next to nothing while it finds nothing. So of a request's own text a dictionary tells where its
-newest three tokens occurred last, which is a step of a microsecond; and the trie that all texts share (`ngram.py`)
-is filled at its leisure, within a hundredth of the time.
+newest three or two tokens occurred last, which is a step of a microsecond; and the trie that all texts share
+(`ngram.py`) is filled at its leisure, within a hundredth of the time.
 
 What a lookup would have given is known without verifying it, once the text has gone on (`Prospects`). So nothing is
 spent on learning how often lookups hold.
@@ -38,24 +38,25 @@ from minispec.tree import PADDING, DraftTree
 
 SHARE = 0.01  # of the time between two steps, what lookups may take of it, indexing included
 LONGEST_STEP = 0.1  # seconds; what lies between two steps beyond that was no step
-KEY = 3  # tokens that must agree for a place in a text to be looked at
+KEYS = (3, 2)  # tokens that must agree for a place in a text to be looked at: better three, but two may do
 
 
 class Echo:
-    """One text, and for any three tokens of it the place behind their last occurrence."""
+    """One text, and for any two or three tokens of it the place behind their last occurrence."""
 
     def __init__(self) -> None:
         self.text: list[int] = []
         self._behind: dict[tuple[int, ...], int] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take in the next tokens. The newest three have nothing behind them yet and are not entered."""
-        first = max(len(self.text), KEY)
+        """Take in the next tokens. The newest ones have nothing behind them yet and are not entered."""
+        known = len(self.text)
         self.text += tokens
-        if len(self.text) <= first:
-            return
-        keys = zip(*(self.text[first - KEY + i : len(self.text) - KEY + i] for i in range(KEY)), strict=True)
-        self._behind.update(zip(keys, range(first, len(self.text)), strict=True))
+        for key in KEYS:
+            first = max(known, key)
+            if first < len(self.text):
+                keys = zip(*(self.text[first - key + i : len(self.text) - key + i] for i in range(key)), strict=True)
+                self._behind.update(zip(keys, range(first, len(self.text)), strict=True))
 
     def draft(self, after: Sequence[int], nodes: int, longest: int) -> Draft:
         """Return the chain of at most `nodes` nodes that followed the last tokens of `after`; a root if nothing did.
@@ -63,10 +64,11 @@ class Echo:
         longest: the most tokens that a match counts. Where a chain would leave the text, the text is periodic as far as
         one can see, and the chain goes on as if it were.
         """
-        at = self._behind.get(tuple(after[-KEY:]))
-        if at is None or nodes < 2:
+        places = ((self._behind.get(tuple(after[-key:])), key) for key in KEYS)
+        at, match = next(((at, key) for at, key in places if at is not None), (0, 0))
+        if not at or nodes < 2:
             return NOTHING
-        match, most = KEY, min(longest, at, len(after))
+        most = min(longest, at, len(after))
         while match < most and self.text[at - match - 1] == after[-match - 1]:
             match += 1
         tokens = self.text[at : at + nodes - 1]

@@ -214,11 +214,13 @@ def test_an_echo_is_what_followed_the_last_occurrence() -> None:
         echo.extend(text[:cut])
         echo.extend(text[cut:])
         found = echo.draft(echo.text, 6, longest=5)
-        at = next((i for i in range(len(text) - 1, 2, -1) if text[i - 3 : i] == text[-3:]), None)
-        if at is None or len(text) < 3:
+        places = ((i, key) for key in (3, 2) for i in range(len(text) - 1, key - 1, -1))
+        ends = ((i, key) for i, key in places if text[i - key : i] == text[-key:])
+        at, key = next(ends, (0, 0))
+        if not at:
             assert found == NOTHING
             continue
-        match = max(m for m in range(3, 6) if m <= at and text[at - m : at] == text[-m:])
+        match = max(m for m in range(key, 6) if m <= at and text[at - m : at] == text[-m:])
         periodic = text[at:] * 6
         assert found == Draft([text[-1], *periodic[:5]], [-1, 0, 1, 2, 3, 4], match)
 
@@ -281,9 +283,10 @@ def test_the_policy_takes_the_better_bet_and_spares_the_head_where_all_are_looku
 def test_texts_are_looked_up_where_that_is_asked_for_beside_what_drafts_on_the_device() -> None:
     numbers = dict(speculative_num_steps=2, speculative_eagle_topk=4, speculative_num_draft_tokens=6)
     asked = Config(speculative_lookup=True)
-    assert asked.looks_up and not Config().looks_up and not Config(speculative_lookup=False).looks_up
-    assert not Config(speculative_algorithm="NGRAM", speculative_lookup=True).looks_up
+    assert asked.looks_up(True) and asked.looks_up(False) and not Config(speculative_lookup=False).looks_up(True)
+    assert Config().looks_up(True) and not Config().looks_up(False) and not Config(**numbers).looks_up(True)
+    assert not Config(speculative_algorithm="NGRAM", speculative_lookup=True).looks_up(True)
     assert Config(**numbers).lookup_nodes(6) == 6 and asked.lookup_nodes(6) == 12
     assert Config(quantization="int8").lookup_nodes(4) == 4
     assert not Config(speculative_ngram_capacity=1000, speculative_lookup=True).notes, "they act beside a head"
-    assert Config(speculative_ngram_capacity=1000).notes
+    assert Config(speculative_ngram_capacity=1000, speculative_lookup=False).notes

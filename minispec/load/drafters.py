@@ -160,7 +160,7 @@ def _ngram(config: Config, nodes: int) -> NgramDrafter:
 
 def _with_lookups(config: Config, model: Model, drafter: BeamDrafter) -> Drafter:
     """Return a drafter with texts looked up beside it, where that is wanted."""
-    if not config.looks_up:
+    if not config.looks_up(_on_cpu(config, model)):
         return drafter
     nodes = config.lookup_nodes(config.tree_shape(model.config.architecture, _on_cpu(config, model))[2])
     return Lookups(drafter, _ngram(config, nodes), model.config.vocab_size)
@@ -197,7 +197,7 @@ def _tree_shape(config: Config, model: Model) -> dict[str, Any]:
                        "--speculative-eagle-topk %d %s", config.speculative_num_draft_tokens, nodes, steps, topk,
                        why)  # fmt: skip
     shape = {"steps": steps, "topk": topk, "nodes": nodes, "smaller": config.smaller_tree((steps, topk, nodes))}
-    wider = min(config.lookup_nodes(nodes), candidate_count(steps, topk) + 1) if config.looks_up else nodes
+    wider = min(config.lookup_nodes(nodes), candidate_count(steps, topk) + 1) if config.looks_up(on_cpu) else nodes
     return shape | ({"nodes": wider, "smaller": (steps, nodes)} if wider > nodes else {})
 
 

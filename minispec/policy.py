@@ -128,8 +128,9 @@ class Times:
         if nodes in here:
             used = self._used[kind]
             multiples = self._multiples.get((kind, nodes, used))
-            return statistics.median(here[used]) * statistics.median(multiples) if multiples else (
-                statistics.median(here[nodes]))
+            if multiples is None:
+                return statistics.median(here[nodes])
+            return statistics.median(here[used]) * statistics.median(multiples)
         near = [other for other, of in self._samples.items() if nodes in of and other.batch == kind.batch]
         if not near:
             return min((statistics.median(times) for times in here.values()), default=1.0)

@@ -25,8 +25,8 @@ import torch
 from minispec.load.default_model import DefaultModelError, ensure_default_model
 
 TALLY = "tally"  # the property in which a test reports what became of a drafter's trees
-LONGEST = ("test_served.py", "test_engine.py", "test_served_methods.py", "test_cuda_path.py", "test_exactness.py",
-           "test_overlap.py", "test_small.py", "test_launch_commands.py")  # fmt: skip
+LONGEST = ("test_served.py", "test_engine.py", "test_reliability.py", "test_served_methods.py", "test_cuda_path.py",
+           "test_exactness.py", "test_overlap.py", "test_small.py", "test_launch_commands.py")  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -39,6 +39,7 @@ FLAGS = ["--disable-torch-compile", "--dtype", "float32", "--context-length", "1
          "--speculative-algorithm", "NGRAM"]  # fmt: skip
 WORDS = "Once upon a time there was some good people who lived by a river near the sea".split()
 MAX_GROWTH = 64 * 2**20  # bytes of memory from the first third of the time to the end
+PATIENCE = 600.0  # seconds; an answer that takes longer is lost, however slow the machine
 ABORTED = "aborted-"  # begins the ids of requests that are aborted
 
 
@@ -86,7 +87,7 @@ class Soak:
 
     async def __aenter__(self) -> Soak:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        self.session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(120))
+        self.session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(PATIENCE))
         return self
 
     async def __aexit__(self, *why: Any) -> None:
@@ -212,7 +213,11 @@ class Soak:
 
         async def work() -> None:
             while time.monotonic() < end:
-                await self.draw.choices(list(kinds), list(kinds.values()))[0]()
+                kind = self.draw.choices(list(kinds), list(kinds.values()))[0]
+                try:
+                    await kind()
+                except TimeoutError:
+                    self.wrong.append(f"{kind.__name__} had no answer in {PATIENCE:g} s: {await self.stats()}")
 
         self.over = False
         watching = asyncio.ensure_future(self.watch())

@@ -812,30 +812,28 @@ class Engine:
             for needs in CAPTURED:
                 self.graphs[bucket, needs] = recorder.record(lambda: step(bucket, needs))  # noqa: B023  called at once
 
-    def time_steps(self, repeats: int = 3) -> None:
-        """Time every decode bucket, captured or not as it will run, on slots with pages of their own.
+    def time_steps(self, batch: int, repeats: int = 3) -> None:
+        """Time the decode buckets of a batch size, captured or not as they will run, on slots with pages of their own.
 
-        Padding would not do: all its rows lie in one page, which stays in the caches.
+        Padding would not do: all its rows lie in one page, which stays in the caches. Nothing may run meanwhile.
         """
-        kv, choice = self.kv, len(self.sizes.tree_sizes) > 1
-        for batch in self.sizes.batch_sizes if choice else ():
-            rows = min(TIMED_CONTEXT, self.sizes.context_length // 2)
-            pages = min(kv.pages_for(rows + self.sizes.tree_rows), len(kv.free) // batch)
-            rows = min(rows, pages * kv.page_size - self.sizes.tree_rows)
-            if rows < 1:
-                return
-            slots, taken = range(1, batch + 1), kv.allocate(pages * batch)
-            for index, slot in enumerate(slots):
-                kv.map(slot, 0, taken[index * pages : (index + 1) * pages])
-            # In turn, and the least of several: the machine's mood at start must not decide about trees.
-            sizes = self.sizes.sizes_of(batch)
-            times = [[self._step_seconds(slots, nodes, rows) for nodes in sizes] for _ in range(repeats)]
-            self.step_seconds |= {(batch, n): min(t) for n, t in zip(sizes, zip(*times, strict=True), strict=True)}
-            self.timed_rows = rows
-            for slot in slots:
-                kv.unmap(slot)
-                self.lens[slot : slot + 1].zero_()
-            kv.give_back(taken[::-1])
+        kv, sizes = self.kv, self.sizes.sizes_of(batch)
+        rows = min(TIMED_CONTEXT, self.sizes.context_length // 2)
+        pages = min(kv.pages_for(rows + self.sizes.tree_rows), len(kv.free) // batch)
+        rows = min(rows, pages * kv.page_size - self.sizes.tree_rows)
+        if rows < 1 or len(sizes) == 1:
+            return
+        slots, taken = range(1, batch + 1), kv.allocate(pages * batch)
+        for index, slot in enumerate(slots):
+            kv.map(slot, 0, taken[index * pages : (index + 1) * pages])
+        # In turn, and the least of several: the machine's mood at start must not decide about trees.
+        times = [[self._step_seconds(slots, nodes, rows) for nodes in sizes] for _ in range(repeats)]
+        self.step_seconds |= {(batch, n): min(t) for n, t in zip(sizes, zip(*times, strict=True), strict=True)}
+        self.timed_rows = rows
+        for slot in slots:
+            kv.unmap(slot)
+            self.lens[slot : slot + 1].zero_()
+        kv.give_back(taken[::-1])
 
     def _step_seconds(self, slots: Sequence[int], nodes: int, rows: int) -> float:
         """Return the time of one decode step for slots that have so many rows; nobody is told what it emits."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -168,18 +168,23 @@ class LLM:
             if captured and compiled:  # run eagerly, attention's reach is a number that Python knows and a graph keeps
                 engine.capture(captured, tell)
         engine.settle()
-        self._try_out(engine)
+        for _ in self._try_out(engine):
+            pass
 
     @torch.inference_mode()
-    def try_out(self) -> None:
-        """Time steps and test the head, in a server whose graphs were made while it served, and that is idle."""
-        self._try_out(self.scheduler.engine)
+    def try_out(self) -> Iterator[None]:
+        """Time steps and test the head, in a server whose graphs were made while it served, and that is idle.
+
+        It pauses whenever a request may be served in between.
+        """
+        yield from self._try_out(self.scheduler.engine)
         self.scheduler.restart_times()
 
-    def _try_out(self, engine: Engine) -> None:
+    def _try_out(self, engine: Engine) -> Iterator[None]:
         drafter, config = engine.drafter, self.config
-        if config.adaptive:
-            engine.time_steps()
+        for batch in engine.sizes.batch_sizes if config.adaptive else ():
+            engine.time_steps(batch)
+            yield
         if drafter.network is not None and config.load_format != "dummy" and config.simulate_acc_len is None:
             self_test(engine, drafter, self.tokenizer.encode(PROMPT))
 

@@ -118,7 +118,7 @@ class Warming:
         self.untold = deque(step.name for step in self.todo)  # what no process was told yet
         self.children: list[Child] = []
         self.failed = ""  # why steps go on eagerly for good
-        self._untried = llm.compile_later  # whether steps are to be timed, and the head to be tested
+        self._trial = llm.try_out() if llm.compile_later else iter(())  # times steps and tests the head, in parts
         self._missed = False  # whether the cache lacked what the process had compiled
         self._rest_until = 0.0
         self._threads = 0  # that torch used before the processes were started
@@ -236,11 +236,7 @@ class Warming:
 
     def _try_out(self, busy: bool) -> bool:
         """Time steps and test the head once, while nobody waits; that needs slots and pages, and counts nowhere."""
-        if busy or not self._untried:
-            return False
-        self._untried = False
-        self.llm.try_out()
-        return True
+        return not busy and next(self._trial, self) is not self
 
     def stop(self) -> None:
         """End the processes, if there are any."""

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,7 +189,7 @@ def warming(monkeypatch: pytest.MonkeyPatch, command: str) -> tuple[Warming, Sch
 
     monkeypatch.setattr(scheduler.engine, "make_graph", make_graph)
     monkeypatch.setattr(Child, "COMMAND", [sys.executable, "-c", command])
-    llm = SimpleNamespace(scheduler=scheduler, compile_later=True, config=Config(), try_out=lambda: None)
+    llm = SimpleNamespace(scheduler=scheduler, compile_later=True, config=Config(), try_out=lambda: iter(()))
     monkeypatch.setattr(Warming, "_compiler_is_known", lambda self: True)
     monkeypatch.setattr("minispec.compiled.cache_is_empty", lambda: False)
     return Warming(llm, lambda: None), scheduler
@@ -209,6 +209,28 @@ def test_if_the_process_fails_what_is_missing_stays_eager_and_is_served(monkeypa
     asked = request("r", PROMPT)
     run(scheduler, [asked])
     assert asked.output_ids == reference(MODEL, asked)
+
+
+def test_trying_out_goes_in_parts_between_which_requests_are_served(monkeypatch) -> None:
+    beside, scheduler = warming(monkeypatch, "")
+    engine, free = scheduler.engine, len(scheduler.kv.free)
+
+    @torch.inference_mode()
+    def parts() -> Iterator[None]:
+        """Time a batch size at a time, as `LLM.try_out` does."""
+        for batch in engine.sizes.batch_sizes:
+            engine.time_steps(batch)
+            yield
+
+    beside._trial, engine.settled = parts(), True
+    assert not beside.turn(busy=True) and not engine.step_seconds, "somebody waits"
+    for batch in engine.sizes.batch_sizes:
+        assert beside.turn(busy=False) and max(engine.step_seconds)[0] == batch and len(scheduler.kv.free) == free
+        asked = request(f"{batch}", PROMPT)
+        run(scheduler, [asked])
+        assert asked.output_ids == reference(MODEL, asked)
+        scheduler.flush_cache()
+    assert not beside.turn(busy=False)
 
 
 def test_what_the_process_compiled_and_the_cache_lacks_is_compiled_while_nobody_waits(monkeypatch) -> None:

@@ -105,13 +105,12 @@ class Plan:
         self.full_blocks = device.type != "cuda" or blocks > 1
         self.listed = True  # whether anybody reads the lists
 
-    @property
-    def name(self) -> str:
-        """What tells its shape from others."""
+    def name(self, any_batch: bool) -> str:
+        """Return what tells its shape from others; `any_batch`: from those of other batches it need not be told."""
         if self.blocks > 1:
             return f"prefill of {self.batch * self.blocks * self.width} rows"
         window = "" if self.window == self.width else f" in a window of {self.window}"
-        return f"batch {self.batch}, {self.width} nodes each{window}"
+        return f"{'several' if any_batch else f'batch {self.batch}'}, {self.width} nodes each{window}"
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -156,7 +155,7 @@ class PagedFlex:
 
     def __init__(self, kv: PagedKV, plan: Plan, layers: int) -> None:
         self._layers = [FlexLayer(*kv.layer(index), kv.logical, plan) for index in range(layers)]
-        self.graph = plan.name.replace(f"batch {plan.batch}", "several") if self._layers[0].any_size else plan.name
+        self.graph = plan.name(any_batch=bool(self._layers[0].any_size))
 
     def layer(self, index: int) -> FlexLayer:
         """Return the attention of one layer."""
@@ -386,12 +385,13 @@ class GatherLayer:
     def __init__(self, kv: PagedKV, index: int, gather: PagedGather) -> None:
         self.keys, self.values = kv.layer(index)
         self.gather, self.plan, self.eager = gather, gather.plan, gather.eager
-        self.any_size, self.any_length = (gather.plan.rows,), True  # see `compiled.py`
+        self.rows = gather.plan.rows
+        self.any_size, self.any_length = (self.rows,), True  # see `compiled.py`
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [B, Hkv, T, D] into their rows, then attend with q [B, Hq, T, D] -> [B, Hq, T, D]."""
-        _write(self.keys, *self.any_size, k)
-        _write(self.values, *self.any_size, v)
+        _write(self.keys, self.rows, k)
+        _write(self.values, self.rows, v)
         batch, heads, length, dim = q.shape
         if self.gather.folds:
             q = q.reshape(batch, k.shape[1], -1, dim)
@@ -437,9 +437,9 @@ def compiled_attention(kv: PagedKV, plan: Plan, layers: int) -> PagedFlex | Page
 
 
 def gathered_attention(kv: PagedKV, plan: Plan, layers: int) -> PagedGather:
-    """Return gathering for any number of rows: of one layer, whose one graph of any size is worth more than its time.
+    """Return gathering, whatever the number of rows: for a head of one layer, all of whose sizes one graph then serves.
 
-    A graph of FlexAttention is made for each size and takes twelve seconds of a core.
+    A graph of FlexAttention serves one number of nodes, and takes twelve seconds of a core to compile.
     """
     plan.listed = False
     return PagedGather(kv, plan, layers)
@@ -455,7 +455,9 @@ class Permits:
 
     def attention(self, kind: CompiledKind) -> AttendKind:
         """Return the attention that asks here before its graph is made, and has this kind from then on."""
-        return lambda kv, plan, layers: Deferred(kind(kv, plan, layers), PagedGather(kv, plan, layers, True), self)
+        return lambda kv, plan, layers: Deferred(
+            kind(kv, plan, layers), PagedGather(kv, plan, layers, eager=True), self
+        )
 
     def ask(self, who: Deferred) -> bool:
         """Return whether the graph may be made now."""

@@ -299,7 +299,7 @@ class Engine:
     def shapes(self) -> list[str]:
         """Return a name for every graph that is compiled, the drafter's included: after warm-up there are no others.
 
-        They stand in the order of `steps`. On a CPU a graph serves several of them where keys are gathered.
+        They stand in the order of `steps`. On a CPU a graph may serve several of them.
         """
         names: list[str] = []
         for step in self.steps:

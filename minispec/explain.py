@@ -39,6 +39,7 @@ class Clock:
         """Return the function with a clock around it; on CUDA it waits for the device before and after."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            """Do the part's work, and add its seconds."""
             wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
             wait()
             started = time.perf_counter()

@@ -595,6 +595,7 @@ class Server:
         encode = llm.tokenizer.encode_chat if messages else partial(llm.tokenizer.encode, add_special_tokens=special)
 
         def work() -> dict[str, Any]:
+            """Tokenize, in a thread."""
             for text in texts:
                 schema.check_size(text, context)
             rows = [encode(text) for text in texts]

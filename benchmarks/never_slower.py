@@ -62,6 +62,7 @@ class Result(NamedTuple):
     shapes: dict[str, float]  # shares of decode steps by nodes, as served
     best: float | None = None  # as served, over the best fixed shape
     best_shape: int | None = None
+    speeds: dict[str, list[float]] | None = None  # of every stretch, in the order in which they were timed
 
     @property
     def void(self) -> bool:
@@ -159,6 +160,7 @@ class Field:
             cell, medians["served"] / medians["plain"], medians["control"] / medians["plain"], medians["plain"],
             {name: statistics.mean(share.get(name, 0.0) for share in shares) for name in names},
             None if best is None else medians["served"] / (fixed | {1: medians["plain"]})[best], best,
+            {str(name): [round(speed, 2) for speed in of] for name, of in speeds.items()},
         )  # fmt: skip
 
     def load(self) -> Iterator[str]:

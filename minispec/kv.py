@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from minispec.load import huge_pages
+
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return host values on a device; from pinned memory on CUDA, so that the host does not wait for running steps."""
@@ -80,7 +82,7 @@ class PagedKV:
         self.pages_per_slot = -(-rows_per_slot // page_size)
         # With `empty`, a row that nobody has written could hold a NaN, and attention would spread it although the row
         # is masked, since 0 * NaN is NaN.
-        self.pool = torch.zeros(
+        self.pool = huge_pages.zeros(
             2 * shape.layers, shape.kv_heads, pages * page_size, shape.head_dim, dtype=like.dtype, device=device
         )
         self.table = torch.zeros(slots, self.pages_per_slot, dtype=torch.int32, device=device)
@@ -104,7 +106,7 @@ class PagedKV:
         """Return pages for a drafter's layers: memory of their own under the same table, free list and row numbers."""
         other = copy.copy(self)
         rows, like = self.pool.shape[2], {"dtype": self.pool.dtype, "device": self.pool.device}
-        other.pool = torch.zeros(2 * shape.layers, shape.kv_heads, rows, shape.head_dim, **like)
+        other.pool = huge_pages.zeros(2 * shape.layers, shape.kv_heads, rows, shape.head_dim, **like)
         self.pools.append(other.pool)
         return other
 

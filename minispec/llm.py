@@ -31,6 +31,7 @@ from minispec.http.logprobs import native_lists
 from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter
 from minispec.load.fp8 import check_fp8, read_weights, stored_in_fp8, use_fp8
+from minispec.load.huge_pages import use_huge_pages
 from minispec.load.int8 import PROMPT_ROWS, TEXT, check_int8, quantize, replace_weights
 from minispec.load.machine import core_count
 from minispec.load.memory import Budget, free_bytes, largest_graph, make_kv, measure, unsaid
@@ -225,6 +226,7 @@ class LLM:
         if config.quantization == "int8":  # after a head has taken what it needs of the target's weights
             self._quantize(network, tell)
         _change_draft_and_pack(config, device, network, drafter)
+        _move_to_huge_pages(device)
         if compiled:
             _compile_blocks(network, drafter, partial(compile_step, device=device, graph_trees=self.graph_trees))
         return network, drafter
@@ -532,6 +534,7 @@ def follow(config: Config, ranks: Ranks) -> None:
     sizes = ranks.same_sizes(None)
     drafter = Elsewhere(sizes)
     _change_draft_and_pack(config, device, network, drafter)
+    _move_to_huge_pages(device)
     if compiled:
         _compile_blocks(network, drafter, partial(compile_step, device=device))
     budget = Budget(config, device, sizes, network, drafter)
@@ -548,6 +551,12 @@ def _change_draft_and_pack(config: Config, device: torch.device, network: Model,
         pack_linears(network)
         if drafter.network is not None:
             pack_linears(drafter.network)
+
+
+def _move_to_huge_pages(device: torch.device) -> None:
+    """On a CPU, have weights lie in huge pages; to be called when they are loaded, and before pages of KV are there."""
+    if device.type == "cpu":
+        logger.debug("%d MiB were moved to huge pages", use_huge_pages() >> 20)
 
 
 def _compile_blocks(network: Model, drafter: Drafter, compiler: Compiler) -> None:

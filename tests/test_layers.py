@@ -22,6 +22,7 @@ SOURCES = {
 
 # A module may import from strictly lower ranks, never from its own. `load/` and `train/` span ranks.
 RANKS = {
+    -1: "load.huge_pages",
     0: "request metrics tree kv radix model compiled graphs policy ring load.weights load.packed load.token_map "
     "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.machine load.__init__ train.__init__ "
     "http.__init__ http.page watchdog",

@@ -1,0 +1,111 @@
+"""Weights on a CPU in huge pages: a decode step reads all of them, and looks up an address for each page.
+
+With pages of 4 KiB a quarter of a gigabyte is 66,000 addresses a step, each of which costs several reads of memory, on
+a virtual machine more. With pages of 2 MiB the products of a step take 0.85 of the time (`docs/log.md`). Most systems
+give such pages only to who asks for them, and PyTorch's allocator and oneDNN do not ask.
+
+The one idea: memory that is filled already may be moved. Since Linux 6.1 a process can ask for that (`MADV_COLLAPSE`),
+so it is asked once, when weights are loaded, for all memory that is nearly full, and nothing else has to know. Memory
+for keys and values is asked for before it is filled, which older systems know too. Where the system's setting is
+"never" everything stays as it is.
+
+Read next: `packed.py`, whose weights lie there, and `kv.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HUGE = 2 << 20  # bytes of a page on x86-64 and, where a small one has 4 KiB, on Arm
+FULL = 0.9  # of a mapping must be in use, since what is moved is filled up with memory that was not in use
+MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of <linux/mman.h>
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+MAPPINGS = Path("/proc/self/smaps")
+
+
+def use_huge_pages() -> int:
+    """Move what memory this process has filled into huge pages, where the system allows it; returns the bytes moved.
+
+    It takes some two seconds a gigabyte. Other threads may go on reading and writing.
+    """
+    if not _allowed():
+        return 0
+    before = _in_huge_pages(_text(MAPPINGS))
+    for start, end in full_mappings(_text(MAPPINGS)):
+        _madvise(start, end, MADV_HUGEPAGE)  # so that what is split later, by a fork say, is put together again
+        _madvise(start, end, MADV_COLLAPSE)
+    return _in_huge_pages(_text(MAPPINGS)) - before
+
+
+def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return `torch.zeros` of this shape; on a CPU in huge pages, as far as it fills them."""
+    tensor = torch.empty(*shape, dtype=dtype, device=device)
+    if device.type == "cpu" and _allowed():
+        begin = tensor.data_ptr()
+        start, end = _whole(begin, begin + tensor.nbytes)
+        if start < end:
+            _madvise(start, end, MADV_HUGEPAGE)
+    return tensor.zero_()
+
+
+def _allowed() -> bool:
+    """Return whether the system has huge pages for who asks."""
+    return sys.platform.startswith("linux") and "[never]" not in _text(SETTING)
+
+
+def _whole(begin: int, finish: int) -> tuple[int, int]:
+    """Return the first and last address of the huge pages that lie wholly between two addresses."""
+    return -(-begin // HUGE) * HUGE, finish // HUGE * HUGE
+
+
+def _madvise(start: int, end: int, advice: int) -> None:
+    """Tell the kernel; where it refuses, memory stays in small pages, which hold the same."""
+    call = ctypes.CDLL(None).madvise
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    call(start, end - start, advice)
+
+
+def full_mappings(smaps: str) -> Iterator[tuple[int, int]]:
+    """Yield the first and last address, whole huge pages, of memory of the process's own that is nearly full.
+
+    `smaps` is the text of /proc/self/smaps. Stacks and reserves, which are nearly empty, and files are left out.
+    """
+    for mapping in _mappings(smaps):
+        begin, finish = (int(mapping[name], 16) for name in ("begin", "finish"))
+        start, end = _whole(begin, finish)
+        if mapping["name"] in ("", "[heap]") and start < end:
+            if _kilobytes("Rss", mapping["rest"]) * 1024 >= FULL * (finish - begin):
+                yield start, end
+
+
+def _mappings(smaps: str) -> Iterator[re.Match[str]]:
+    """Yield mappings that the process may read and write, with nothing behind them: begin, finish, name and rest."""
+    head = r"^(?P<begin>[0-9a-f]+)-(?P<finish>[0-9a-f]+) rw-p [0-9a-f]+ 00:00 0 *(?P<name>\S*)\n"
+    yield from re.finditer(head + r"(?P<rest>(?:[A-Z]\w+:.*\n?)*)", smaps, re.MULTILINE)
+
+
+def _in_huge_pages(smaps: str) -> int:
+    """Return the bytes of the process's own memory that lie in huge pages."""
+    return sum(_kilobytes("AnonHugePages", mapping["rest"]) for mapping in _mappings(smaps)) * 1024
+
+
+def _kilobytes(name: str, lines: str) -> int:
+    """Return a number of a mapping."""
+    found = re.search(rf"^{name}: +(\d+) kB", lines, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def _text(path: Path) -> str:
+    """Return a file's text, empty where it cannot be read."""
+    try:
+        return path.read_text("ascii", "replace")
+    except OSError:
+        return ""

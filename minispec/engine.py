@@ -493,7 +493,7 @@ class Engine:
             tokens, allowed = self._constrain(seen.logits, trees)
             path = self._decide(bucket, lens, step._replace(tokens=tokens), seen._replace(allowed=allowed), wishes)
         if path is not None:
-            self.drafter.commit(Committed(slots, *path, self.path_plans[tuple(path.tokens.shape)], prefill=False))
+            self._take_in(Committed(slots, *path, self.path_plans[tuple(path.tokens.shape)], prefill=False))
 
     def _propose(self, bucket: Bucket, lens: Tensor, root: Tensor, wishes: Wishes | None) -> DraftTree:
         """Ask the drafter for the trees [B, N] of this step, unless all are the host's."""
@@ -685,14 +685,14 @@ class Engine:
         logits = self.model.logits(hidden[0].index_select(0, bucket.ends))
         allowed = logits if ends is None else self._constrain(logits, ends)[1]
         sampled = needs - {SCORES}
-        token = pick(allowed, self.sampling.wishes(slots, sampled), lens) if sampled else largest(allowed)
+        token = self._pick(allowed, slots, lens, sampled)
         if bucket.questions is not None:
             rows = (hidden[0], bucket.following)
             bucket.scores = score_known(bucket.questions, (logits, token), rows, self.model.logits)
         if self.drafter.commits:
             # The pick follows the last row of a last chunk. Added, not assigned: padding repeats row 0.
             after = bucket.following.index_add(0, bucket.ends, picked * (token - bucket.following[bucket.ends]))
-            self.drafter.commit(
+            self._take_in(
                 Committed(slots, tokens, after[None], positions, features, bucket.ends, bucket.plan, prefill=True)
             )
         self.sampling.commit(slots, token[:, None], picked, "counts" in needs)
@@ -700,6 +700,14 @@ class Engine:
         self.root[slots] = token
         self._clear_padding()
         bucket.outputs.copy_(torch.stack((token, picked, allowed.amax(-1).isnan()), dim=1))
+
+    def _pick(self, logits: Tensor, slots: Tensor, lens: Tensor, needs: Needs) -> Tensor:
+        """Return the tokens [B] that the target picks after rows with these logits [B, V]."""
+        return pick(logits, self.sampling.wishes(slots, needs), lens) if needs else largest(logits)
+
+    def _take_in(self, committed: Committed) -> None:
+        """Let the drafter on the device take in what a step has committed."""
+        self.drafter.commit(committed)
 
     # ---- the end of a step ---------------------------------------------------------------------------------------
 

@@ -20,8 +20,10 @@ What is computed from what all ranks contribute must be the same bits on all: th
 gloo's sum of more; but its order may follow the tensor's size, so that with more than two ranks a batch may round
 differently than a request alone, as bfloat16 does anyway.
 
-An exception on rank 0 in the middle of a step leaves the others waiting within it. There is no way back, so it ends the
-process (`RanksParted`). A rank that dies ends all.
+What rank 0 does alone within a step, drafting, picking, verifying, may raise as it may in one process: the step goes on
+with something in its place, which nobody is told, and the error is raised at its end (`Leader._own_part`). An exception
+in the model's own pass leaves the others waiting within it. There is no way back, so it ends the process
+(`RanksParted`). A rank that dies ends all.
 
 Read next: `shards.py`, `engine.py`; `follower.py` for the process of the other ranks; docs/scaling.md.
 """
@@ -29,18 +31,18 @@ Read next: `shards.py`, `engine.py`; `follower.py` for the process of the other 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -49,7 +51,7 @@ from torch import Tensor
 
 from minispec.bucket import Bucket, PrefillBucket
 from minispec.config import TORCHRUN, Config
-from minispec.drafter import Batch, Drafter, TreeSize
+from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.engine import Engine, Sizes
 from minispec.logprobs import Question
 from minispec.request import Logprobs
@@ -173,6 +175,13 @@ class SharedEngine(Engine):
         """Take over rank 0's inputs."""
         bucket.inputs.copy_(from_first(bucket.inputs, self.ranks.group))
 
+    def _no_verdict(self, tree: DraftTree, lens: Tensor) -> Verdict:
+        """Return a verdict of the right shape that keeps the roots and means nothing."""
+        batch, nodes = tree.tokens.shape
+        path = tree.tokens.new_zeros(batch, self._most(nodes))
+        none = torch.zeros_like(lens)
+        return Verdict(path, torch.ones_like(lens), path, none, none.bool())
+
     def _decided(self, verdict: Verdict) -> Verdict:
         """Return rank 0's verdict."""
         sizes = [part.numel() for part in verdict]
@@ -184,6 +193,8 @@ class Leader(SharedEngine):
     """Rank 0's engine: before it runs a step or changes the page table, it sends the others the call."""
 
     alone = False
+    _leads = False  # whether a step is under way, in which the others wait for what is done here
+    _lost: Exception | None = None  # what its own part of that step has raised
 
     def lead(self, ranks: Ranks) -> None:
         """Let the other ranks follow from now on; they must be in `Follower.follow`."""
@@ -194,16 +205,59 @@ class Leader(SharedEngine):
         self, step: Callable[[Any, Needs], None], bucket: Bucket | PrefillBucket, needs: Needs,
         asked: Sequence[Question] = (),
     ) -> bool:  # fmt: skip
-        """Run a step as `Engine._run` does, on all ranks. Raises RanksParted where it fails here."""
+        """Run a step as `Engine._run` does, on all ranks.
+
+        What fails of rank 0's own part is raised when the others have done the step too; RanksParted for all else.
+        """
+        self._leads, self._lost = True, None
         try:
             if isinstance(bucket, PrefillBucket):
                 known = [row for question in asked for row in question.known]
                 self.ranks.call("prefill", (bucket.size, sum(question.picks for question in asked), *known))
             else:
                 self.ranks.call("decode", (bucket.batch, bucket.nodes if bucket.rounds else -bucket.nodes))
-            return super()._run(step, bucket, needs, asked)
+            captured = super()._run(step, bucket, needs, asked)
         except Exception as error:  # and the others wait within the step
             raise self.ranks.part(error) from error
+        finally:
+            self._leads = False
+        if self._lost is not None:
+            raise self._lost
+        return captured
+
+    def _own_part(self, do: Callable[[], Any], instead: Callable[[], Any]) -> Any:
+        """Do what rank 0 alone does within a step; where that raises, return what lets the step go on for all."""
+        if torch.compiler.is_compiling() or not self._leads:
+            return do()
+        try:
+            return do()
+        except Exception as error:
+            self._lost = self._lost or error
+            return instead()
+
+    def _propose(self, bucket: Bucket, lens: Tensor, root: Tensor, wishes: Wishes | None) -> DraftTree:
+        """Ask the drafter, as `Engine._propose` does."""
+        nothing = lambda: DraftTree(*(part.clone() for part in bucket.tree))  # noqa: E731
+        return self._own_part(lambda: super(Leader, self)._propose(bucket, lens, root, wishes), nothing)
+
+    def _constrain(self, logits: Tensor, trees: Callable[[], list[list[list[int]]]]) -> tuple[Tensor, Tensor]:
+        """Ask the grammars, as `Engine._constrain` does."""
+        anything = lambda: (torch.zeros_like(logits[..., 0], dtype=torch.int64), logits)  # noqa: E731
+        return self._own_part(lambda: super(Leader, self)._constrain(logits, trees), anything)
+
+    def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor) -> Verdict:
+        """Verify, as `Engine._verify` does."""
+        verdict = lambda: super(Leader, self)._verify(tree, above, logits, wishes, lens)  # noqa: E731
+        return self._own_part(verdict, lambda: self._no_verdict(tree, lens))
+
+    def _pick(self, logits: Tensor, slots: Tensor, lens: Tensor, needs: Needs) -> Tensor:
+        """Pick, as `Engine._pick` does."""
+        picked = lambda: super(Leader, self)._pick(logits, slots, lens, needs)  # noqa: E731
+        return self._own_part(picked, lambda: torch.zeros_like(lens))
+
+    def _take_in(self, committed: Committed) -> None:
+        """Tell the drafter, as `Engine._take_in` does."""
+        self._own_part(lambda: super(Leader, self)._take_in(committed), lambda: None)
 
     def capture(self, batches: Sequence[int], progress: Callable[[str], None]) -> None:
         """Capture steps as `Engine.capture` does, on all ranks."""
@@ -259,10 +313,7 @@ class Follower(SharedEngine):
 
     def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor) -> Verdict:
         """Return a verdict to be overwritten with rank 0's."""
-        batch, nodes = tree.tokens.shape
-        path = tree.tokens.new_zeros(batch, self._most(nodes))
-        none = torch.zeros_like(lens)
-        return Verdict(path, torch.ones_like(lens), path, none, none.bool())
+        return self._no_verdict(tree, lens)
 
 
 # ---- meeting -----------------------------------------------------------------------------------------------------
@@ -270,7 +321,7 @@ class Follower(SharedEngine):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands among the ranks, and where they meet: a new file of one machine, or HOST:PORT."""
+    """Where a process stands among the ranks, and where they meet: a file that all can open, or HOST:PORT."""
 
     rank: int
     size: int
@@ -285,15 +336,21 @@ def gather(config: Config, device: torch.device) -> Ranks:
     ValueError or RuntimeError with one sentence where ranks cannot meet.
     """
     rank, timeout = config.first_rank(), config.dist_timeout
+    if dist.is_initialized():
+        raise ValueError(f"--tp-size {config.tp_size}: this process is a rank of another model, and can be that of one")
     if TORCHRUN in os.environ:
         _take_device(device, int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(_backend(device), timeout=FOREVER)
         return Ranks()
-    meeting = config.dist_init_addr or str(Path(tempfile.mkdtemp(prefix="minispec-ranks-")) / "meeting")
-    place = Place(rank, config.tp_size, 0, meeting)
+    here = config.tp_size // config.nnodes
+    _count_devices(device, here)
+    # On one machine a file in memory, which every process here opens by its number: nothing is left of it, however they
+    # end, and it may be read as long as they live, since NCCL looks up there later what it has not met yet.
+    files = () if config.dist_init_addr else (os.memfd_create("minispec-ranks"),)
+    place = Place(rank, config.tp_size, 0, config.dist_init_addr or f"/proc/self/fd/{files[0]}")
     store = open_store(place, timeout)
-    for local in range(1, config.tp_size // config.nnodes):
-        Child(config, Place(rank + local, config.tp_size, local, meeting))
+    for local in range(1, here):
+        Child(config, replace(place, rank=rank + local, local=local), files)
     return join(place, store, device, timeout)
 
 
@@ -303,16 +360,44 @@ def open_store(place: Place, timeout_s: float) -> dist.Store:
     if not host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here, and nobody else need reach them
         return dist.FileStore(place.meeting, place.size)
+    until = time.monotonic() + timeout_s
+    # Looked at first, since PyTorch says what is wrong with an address in twenty lines of its own.
+    _try_to_listen(host, int(port), timeout_s) if place.rank == 0 else _wait_for(host, int(port), timeout_s)
     try:
+        left = timedelta(seconds=max(until - time.monotonic(), 1.0))
         return dist.TCPStore(host, int(port), place.size, is_master=place.rank == 0, wait_for_workers=False,
-                             timeout=timedelta(seconds=timeout_s))  # fmt: skip
+                             timeout=left)  # fmt: skip
     except (RuntimeError, ValueError) as error:
         said = " ".join(str(error).split())
-        if place.rank == 0:
-            why = "the port is taken; choose another one, on all machines" if "EADDRINUSE" in said else said[:200]
-            raise ValueError(f"--dist-init-addr {place.meeting}: machine 0 cannot listen there: {why}") from None
-        raise ValueError(f"--dist-init-addr {place.meeting}: nobody answered in {timeout_s:g} s (--dist-timeout); "
-                         "start machine 0 first, and see that it is reachable from here") from None  # fmt: skip
+        raise ValueError(f"--dist-init-addr {place.meeting}: the ranks cannot meet there: {said[:200]}") from None
+
+
+def _try_to_listen(host: str, port: int, timeout_s: float) -> None:
+    """Raise ValueError unless who connects to this address gets here; on machine 0."""
+    try:
+        with socket.create_server(("", port)) as here:
+            here.settimeout(timeout_s)
+            with socket.create_connection((host, port), timeout_s) as there, here.accept()[0]:
+                there.close()
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        why = ("machine 0 cannot listen there: the port is taken; choose another one, on all machines" if taken else
+               f"machine 0 cannot be reached there; give an address of its own: {error}")  # fmt: skip
+        raise ValueError(f"--dist-init-addr {host}:{port}: {why}") from None
+
+
+def _wait_for(host: str, port: int, timeout_s: float) -> None:
+    """Wait until somebody answers at an address; raises ValueError where nobody does in time."""
+    until = time.monotonic() + timeout_s
+    while (left := until - time.monotonic()) > 0:
+        try:
+            socket.create_connection((host, port), left).close()
+            return
+        except OSError as error:
+            said = str(error)
+            time.sleep(min(0.1, left))
+    raise ValueError(f"--dist-init-addr {host}:{port}: nobody answered in {timeout_s:g} s (--dist-timeout); start "
+                     f"machine 0 first, and see that it is reachable from here: {said}")  # fmt: skip
 
 
 def join(place: Place, store: dist.Store, device: torch.device, timeout_s: float) -> Ranks:
@@ -330,11 +415,17 @@ def join(place: Place, store: dist.Store, device: torch.device, timeout_s: float
 
 
 def _take_device(device: torch.device, local: int) -> None:
-    """Let "cuda" be this rank's own device in this thread; raises ValueError where there are too few."""
+    """Let "cuda" be this rank's own device in this thread."""
     if device.type == "cuda":
-        if (count := torch.cuda.device_count()) <= local:
-            raise ValueError(f"--tp-size: rank {local} of this machine needs a GPU of its own, and there are {count}")
+        _count_devices(device, local + 1)
         torch.cuda.set_device(local)
+
+
+def _count_devices(device: torch.device, ranks: int) -> None:
+    """Raise ValueError where this machine has fewer GPUs than ranks, each of which needs its own."""
+    if device.type == "cuda" and (count := torch.cuda.device_count()) < ranks:
+        raise ValueError(f"--tp-size: {ranks} ranks on this machine need a GPU each, and it has {count}; give fewer, "
+                         "or more machines (--nnodes)")  # fmt: skip
 
 
 def _backend(device: torch.device) -> str:
@@ -357,11 +448,12 @@ class Child:
 
     COMMAND = (sys.executable, "-m", "minispec.follower")
 
-    def __init__(self, config: Config, place: Place) -> None:
+    def __init__(self, config: Config, place: Place, files: Sequence[int] = ()) -> None:
+        """Start it; it has these open files too, under the same numbers."""
         self.rank, self.last_words = place.rank, "it said nothing"
         self.process = subprocess.Popen(
             self.COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0,
-            env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
+            pass_fds=files, env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
         )  # fmt: skip
         # Standard input stays open: when it ends, this process has ended, and the other one follows it.
         self.process.stdin.write(described(config, place))

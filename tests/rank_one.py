@@ -1,7 +1,9 @@
 """Rank 1 of the tests: a process that follows the engines which test_parallel.py leads, one after the other.
 
 A line on standard input describes each: where the model's weights are, its sizes, and what its pages are like. Its
-clock, its seeds and its memory are not those of rank 0, since nothing may depend on them.
+clock, its seeds and its memory are not those of rank 0, since nothing may depend on them. While there is a file named
+LOOK beside the one in which the ranks met, it looks for NaN in its pages before it reads them, and if there is any, it
+writes a file named FOUND.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from minispec.attention import PagedGather
 from minispec.engine import Sizes
 from minispec.kv import KVShape, PagedKV
 from minispec.load.weights import load_weights
 from minispec.model import Model, ModelConfig, published_tensors
 from minispec.parallel import Elsewhere, Follower, Ranks
 from minispec.shards import Shard
+
+LOOK, FOUND = "look", "found"
 
 
 def split(config: ModelConfig, ranks: Ranks, weights: dict[str, torch.Tensor]) -> Model:
@@ -52,11 +57,24 @@ def perturb() -> None:
     globals()["ballast"] = torch.ones(2**24)
 
 
+def look(folder: Path) -> None:
+    """From now on look for NaN in the pages where that is asked for."""
+    inner = PagedGather._rows_and_mask
+
+    def looking(self: PagedGather, blocks: slice, reach: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if (folder / LOOK).exists() and bool(self.plan.kv.pool.isnan().any()):
+            (folder / FOUND).touch()
+        return inner(self, blocks, reach)
+
+    PagedGather._rows_and_mask = looking
+
+
 def main() -> None:
     """Follow until standard input ends."""
     file, perturbed = sys.argv[1:]
     if perturbed == "perturbed":
         perturb()
+    look(Path(file).parent)
     dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=1, world_size=2)
     ranks = Ranks()
     for line in sys.stdin:

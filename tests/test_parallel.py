@@ -1,7 +1,8 @@
 """Tensor parallelism on two processes: this one is rank 0, and `rank_one.py` is the other.
 
 (a) In float32 every drafter gives exactly the tokens of plain decoding on as many ranks, whatever batch, chunking,
-cache and memory; rank 1's clock, seeds and memory differ. (b) In float64 the tokens are those of one rank, exactly.
+cache and memory; rank 1's clock, seeds and memory differ. (b) In float64 the tokens are those of one rank, exactly,
+whatever requests ask for and whoever fails. Servers of several ranks are in test_parallel_served.py.
 """
 
 from __future__ import annotations
@@ -10,33 +11,41 @@ import dataclasses
 import functools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conformance import SUBJECTS, WISHES, Subject
-from exactness import VOCAB, Oracle, build, mixed_requests, run, tiny_config, truth_of
-from rank_one import split
+from conformance import SUBJECTS, WISHES, Subject, random_head
+from exactness import VOCAB, Oracle, build, mixed_requests, request, run, tiny_config, truth_of
+from rank_one import FOUND, LOOK, split
 from safetensors.torch import save_file
+from test_faults import fail_in, finish, nan_in_a_prompt, nan_while_decoding, raise_once, submit
+from test_grammar import HOW as GRAMMATICAL
+from test_grammar import TERSE
+from test_lookup import PAIRS, adversary, repeating
 
+import minispec.engine as engine_module
+import minispec.grammar as grammar
 import minispec.parallel as parallel
 import minispec.shards as shards
 from benchmarks import plan, ranks
+from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.drafter import Plain
+from minispec.eagle import Eagle3Head
 from minispec.load.memory import size_of
 from minispec.load.weights import ModelError
 from minispec.model import Model, published_tensors
-from minispec.parallel import Leader, Ranks
+from minispec.parallel import Leader, Ranks, SharedEngine
 from minispec.request import Logprobs, Request
 from minispec.scheduler import Scheduler
 from minispec.shards import Shard, share
@@ -90,6 +99,19 @@ class Pair:
         dist.destroy_process_group()
 
 
+@dataclasses.dataclass(frozen=True)
+class OnTwo(Subject):
+    """A subject whose schedulers are over both ranks; what it is compared with stays on one."""
+
+    pair: Pair | None = None
+
+    def build(self, **how: object) -> Scheduler:
+        """Put a scheduler together over a fresh drafter."""
+        with torch.inference_mode():
+            drafter = self.drafter(self.model())
+        return self.pair.build(self.model(), drafter, **how)
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     made = Pair(tmp_path_factory.mktemp("ranks"))
@@ -112,7 +134,7 @@ def wanted(subject: Subject) -> list[Request]:
 
 
 DRAFTERS = ("none", "ngram", "oracle", "standalone-tree", "eagle-chain", "eagle3-tree", "mtp-tree")
-_truth: dict[int, list[list[int]]] = {}
+_truth: dict[object, list[list[int]]] = {}  # by what was asked of which model
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -132,6 +154,26 @@ def test_on_two_ranks_every_drafter_gives_the_tokens_of_plain_decoding(name: str
     again = wanted(subject)[:2]
     run(scheduler, again)
     assert [r.output_ids for r in again] == _truth[id(model)][:2] and sum(r.cached_tokens for r in again) > 30
+
+
+SWITCHING = Subject(lambda model: BeamDrafter(random_head(Eagle3Head, model, taps=(1, 2)), steps=2, topk=3, nodes=10,
+                                              smaller=(2, 5)))  # fmt: skip
+
+
+@pytest.mark.parametrize("subject", [SWITCHING, PAIRS["standalone"]], ids=["a head", "a model beside lookups"])
+def test_on_two_ranks_no_shape_and_no_bet_changes_a_token(subject: Subject, pair: Pair) -> None:
+    model, truth = subject.model(), "texts that repeat"  # the subjects have one model
+    if truth not in _truth:
+        _truth[truth] = plain(pair, model, repeating(subject))
+    with torch.inference_mode():
+        drafter = subject.drafter(model)
+    scheduler, requests = pair.build(model, drafter, pages=15, overlap=True), repeating(subject)
+    made = adversary(scheduler)  # plain steps, smaller and larger trees, lookups alone and beside drafts
+    run(scheduler, requests)
+    assert [r.output_ids for r in requests] == _truth[truth]
+    assert scheduler.metrics.retractions > 0 and scheduler.metrics.accept_length > 1.2 * (subject is not SWITCHING)
+    assert {choice.shape for choice in made} == set(scheduler.sizes.sizes_of(1))
+    assert any(len(set(choice.lookups)) == 2 for choice in made) == (subject is not SWITCHING)
 
 
 # ---- (b) as on one rank ------------------------------------------------------------------------------------------
@@ -190,7 +232,13 @@ def bias_added_by_each(patch: pytest.MonkeyPatch) -> None:
         self.linear(x) + self.bias, self.group))  # fmt: skip
 
 
-@pytest.mark.parametrize("mutation", [sum_dropped, keys_of_other_heads, bias_added_by_each])
+def another_verdict(patch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is told that the roots alone are kept, in their places."""
+    patch.setattr(Leader, "_decided", lambda self, verdict: (SharedEngine._decided(self, verdict._replace(
+        path=torch.zeros_like(verdict.path))), verdict)[1])  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", [sum_dropped, keys_of_other_heads, bias_added_by_each, another_verdict])
 def test_a_wrong_sum_or_slice_is_noticed(
     mutation: Callable[[pytest.MonkeyPatch], None], pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +246,89 @@ def test_a_wrong_sum_or_slice_is_noticed(
     pair.parts.clear()
     assert not as_on_one_rank(pair)
     pair.parts.clear()
+
+
+def of_every_kind() -> list[Request]:
+    """Return requests with grammars, penalties, biases, filters and questions for log-probabilities, in one batch."""
+    told = Logprobs(top=3, start=0)
+    wishes = [
+        dict(grammar=TERSE["a car"], max_new_tokens=80),
+        dict(grammar=TERSE["a list of colours"], **WISHES, logprobs=told),
+        dict(repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=0.3, logprobs=told),
+        dict(logit_bias={1: 4.0, 7: -3.0}, temperature=1.0, logprobs=told), dict(min_new_tokens=9, temperature=1.0),
+        dict(top_k=3, temperature=1.0), dict(allowed_token_ids=list(range(5, 40)), logprobs=told), dict(),
+    ]  # fmt: skip
+    return [request(f"kind{i}", [i + 1, 9, 30, i, 9], **{"sampling_seed": i, **wish}) for i, wish in enumerate(wishes)]
+
+
+def test_in_float64_requests_of_every_kind_are_those_of_one_rank(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "DRAFT_SECONDS", 60.0)  # a busy machine must not decide which drafts are looked at
+    alone, split_up = of_every_kind(), of_every_kind()
+    run(build(double_model(), Plain(), **GRAMMATICAL), alone)
+    scheduler = pair.build(double_model(), Oracle(truth_of(double_model())), pages=30, **GRAMMATICAL)
+    run(scheduler, split_up)
+    for r, other in zip(alone, split_up, strict=True):
+        assert other.output_ids == r.output_ids and other.finish == r.finish, r.rid
+        scores = [[s.logprob for s in (*q.prompt_scores, *q.output_scores)] for q in (r, other)]
+        assert scores[1] == pytest.approx(scores[0], abs=1e-4)
+    assert [len(r.prompt_scores) for r in split_up] == [4 * (r.params.logprobs is not None) for r in split_up]
+    assert all(r.finish.kind == "stop" for r in split_up[:2]) and scheduler.metrics.accept_length > 1.1
+
+
+# ---- who fails ---------------------------------------------------------------------------------------------------
+
+
+def nan_on_two_ranks(pair: Pair) -> None:
+    """NaN comes out of rank 0's own embedding, in decoding and in a prompt, and reaches rank 1 in the first sum."""
+    subject = OnTwo(lambda model: Oracle(truth_of(model)), model=double_model, pair=pair)
+    asked, found = pair.folder / LOOK, pair.folder / FOUND
+    for check in (nan_while_decoding, functools.partial(nan_in_a_prompt, overlap=False, abort=False)):
+        try:
+            check(subject, asked.touch)  # after the fault; others are served then
+            assert not found.exists(), "there was NaN in rank 1's pages"
+        finally:
+            asked.unlink()
+            found.unlink(missing_ok=True)
+
+
+def test_nan_ends_one_request_and_leaves_nothing_behind_on_any_rank(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nan_on_two_ranks(pair)
+    call = Ranks.call
+    monkeypatch.setattr(Ranks, "call", lambda self, name, numbers=(): (
+        None if name == "clear" else call(self, name, numbers)))  # fmt: skip
+    with pytest.raises(AssertionError, match="in rank 1's pages"):
+        nan_on_two_ranks(pair)
+
+
+def test_what_fails_of_rank_0_s_own_part_costs_the_requests_of_the_step_alone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = SWITCHING.model()
+    wanted = lambda: [SWITCHING.text(9, random.Random(5)), SWITCHING.text(12, random.Random(6))]  # noqa: E731
+    truth = plain(pair, model, [request(f"r{i}", ids, max_new_tokens=12) for i, ids in enumerate(wanted())])
+    with torch.inference_mode():
+        drafter = SWITCHING.drafter(model)
+    scheduler = pair.build(model, drafter, running=1, **GRAMMATICAL)
+    scheduler.policy.forced = max
+    constraints, grammatical = scheduler.engine.constraints, {"grammar": TERSE["a list of colours"]}
+    for what, name, wish in (
+        (drafter, "propose", {}), (drafter, "commit", {}), (engine_module, "verify_greedy", {}),
+        (engine_module, "largest", {}), (constraints, "fill", grammatical),
+    ):  # fmt: skip
+        lost, waiting = (request(f"{name}{i}", ids, max_new_tokens=12, **(wish if i == 0 else {}))
+                         for i, ids in enumerate(wanted()))  # fmt: skip
+        submit(scheduler, lost, waiting)
+        if name != "largest":
+            finish(scheduler, lambda: lost.prompt_done)  # noqa: B023  called at once
+        raise_once(what, name, monkeypatch)
+        updates = fail_in(scheduler)
+        assert [u.request for u in updates if u.finish] == [lost] and lost.finish.status == 500
+        again = request("again", lost.prompt_ids, max_new_tokens=12)
+        submit(scheduler, again)
+        finish(scheduler)
+        assert [again.output_ids, waiting.output_ids] == truth, name
 
 
 # ---- who has what ------------------------------------------------------------------------------------------------
@@ -312,6 +443,37 @@ def test_an_address_at_which_nobody_is_is_one_line() -> None:
         parallel.open_store(parallel.Place(1, 2, 0, address), 1.0)
 
 
+def test_an_address_that_is_not_machine_0_s_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for host in ("203.0.113.9", "no.such.host.invalid"):  # an address of nobody, kept for documentation
+        said = f"--dist-init-addr {host}:{port}: machine 0 cannot be reached there; give an address of its own: "
+        with pytest.raises(ValueError, match=said):
+            parallel.open_store(parallel.Place(0, 2, 0, f"{host}:{port}"), 0.5)
+
+
+def test_ranks_meet_at_an_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        places = [parallel.Place(rank, 2, 0, f"localhost:{free.getsockname()[1]}") for rank in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(parallel.open_store, places[1], 10.0)  # before anybody listens there
+        first = parallel.open_store(places[0], 10.0)
+        first.set("word", "met")
+        assert later.result().get("word") == b"met"
+
+
+def test_more_ranks_than_gpus_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(ValueError, match="--tp-size: 4 ranks on this machine need a GPU each, and it has 2; give"):
+        parallel.gather(Config(model_path="x", tp_size=4), torch.device("cuda"))
+
+
+def test_a_process_is_a_rank_of_one_model(pair: Pair) -> None:
+    with pytest.raises(ValueError, match="--tp-size 2: this process is a rank of another model"):
+        parallel.gather(Config(model_path="x", tp_size=2), torch.device("cpu"))
+
+
 def test_ranks_that_do_not_come_are_counted(tmp_path: Path) -> None:
     place = parallel.Place(0, 3, 0, str(tmp_path / "meet"))
     with pytest.raises(RuntimeError, match=r"--tp-size 3: only 1 ranks met within 0.2 s \(--dist-timeout\)"):
@@ -359,39 +521,6 @@ def test_a_follower_is_told_its_flags_and_ends_with_its_parent(tmp_path: Path) -
     assert process.wait(30) == -signal.SIGKILL
 
 
-def test_a_rank_that_dies_ends_the_server_with_one_line_and_frees_its_port(tmp_path: Path) -> None:
-    stated = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 72, "intermediate_size": 96,
-              "num_hidden_layers": 3, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(stated))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "minispec.server", "--model", str(tmp_path), "--load-format", "dummy", "--port",
-               str(port), "--tp-size", "2", "--device", "cpu", "--dtype", "float32", "--disable-torch-compile",
-               "--max-running-requests", "2", "--context-length", "2048"]  # fmt: skip
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    for line in server.stderr:
-        if "fired up" in line:
-            break
-    (child,) = map(int, children_of(server.pid))
-    body = json.dumps({"text": "so", "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}})
-    asked = urllib.request.Request(f"http://127.0.0.1:{port}/generate", body.encode(),
-                                   {"Content-Type": "application/json"})  # fmt: skip
-    stream = urllib.request.urlopen(asked, timeout=60)
-    assert stream.readline().startswith(b"data: ")
-    os.kill(child, signal.SIGKILL)
-    started = time.monotonic()
-    assert server.wait(10) == 1 and time.monotonic() - started < 10
-    last = [line for line in server.stderr.read().splitlines() if "error" in line]
-    assert last == [f"minispec: error: rank 1 (process {child}) has ended, and the others cannot go on without it; "
-                    "start the server again: was killed by signal 9"]  # fmt: skip
-    socket.create_server(("127.0.0.1", port)).close()
-
-
-def children_of(pid: int) -> list[str]:
-    """Return the processes that any thread of a process has started."""
-    return [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-
-
 @pytest.mark.cuda
 def test_on_two_gpus_the_script_finds_the_same_tokens() -> None:
     if torch.cuda.device_count() < 2:
@@ -404,14 +533,26 @@ def test_on_two_gpus_the_script_finds_the_same_tokens() -> None:
 
 
 def test_a_swap_at_a_wide_margin_or_of_many_tokens_is_told() -> None:
+    def off(shifted: float, absolute: float = 1e-5, relative: float = 1e-6) -> ranks.Difference:
+        return ranks.Difference(absolute, shifted, relative, 0)
+
     one, other = list(range(40)), [*range(39), 7]
-    found = ranks.compare([(one, one), (one, other)], [[], [4e-5]])
-    assert found == (80, 79, [4e-5]) and ranks.verdict(found, 1e-5, 0) == []
-    assert "margin of 4.00e-05" in ranks.verdict(found, 3e-6, 0)[0]
-    assert "logits differ by 1.10e-04" in ranks.verdict(found, 1.1e-4, 5e-5)[0]
-    assert ranks.verdict(found, 1.1e-4, 6e-5) == [] and ranks.verdict(found, float("nan"), 1.0)
+    found, none = ranks.compare([(one, one), (one, other)], [[], [4e-5]]), off(0.0)
+    assert found == (80, 79, [4e-5]) and ranks.verdict(found, off(1e-5), none) == []
+    assert "margin of 4.00e-05" in ranks.verdict(found, off(3e-6, 3e-6), none)[0]
+    assert "of a row differ by 1.10e-04" in ranks.verdict(found, off(1.1e-4), off(5e-5))[0]
+    assert "by 1.10e-05 of the largest" in ranks.verdict(found, off(1e-5, relative=1.1e-5), none)[0]
+    assert ranks.verdict(found, off(1.1e-4), off(6e-5)) == [] and ranks.verdict(found, off(float("nan")), off(1.0))
     early = ranks.compare([(one, one), (one, [0, *other[2:]])], [[], [1e-6]])
-    assert ranks.verdict(early, 1e-5, 0) == ["only 41 of 80 tokens were compared"]
+    assert ranks.verdict(early, off(1e-5), none) == ["only 41 of 80 tokens were compared"]
+
+
+def test_what_a_row_has_in_common_is_told_from_what_reorders_it() -> None:
+    row = torch.tensor([[8.0, -2.0, 0.0, 2.0], [1.0, 1.0, -4.0, 1.0]])
+    assert ranks.differ([row + 0.25], [row]) == (0.25, 0.0, 0.0625, 8)
+    other = row + torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    assert ranks.differ([row, other], [row, row]) == (1.0, 0.75, 0.125, 1)
+    assert torch.tensor(ranks.differ([row * torch.nan], [row])[:3]).isnan().all()
 
 
 def test_in_float32_two_ranks_are_the_model_of_one(pair: Pair) -> None:
@@ -425,7 +566,8 @@ def test_in_float32_two_ranks_are_the_model_of_one(pair: Pair) -> None:
     others = [r.output_ids for r in ranks.answer(several, prompts, 12)]
     margins = [ranks.margin(*three) for three in zip(answers, others, logits, strict=True)]
     found = ranks.compare([(r.output_ids, other) for r, other in zip(answers, others, strict=True)], margins)
-    assert found.tokens == 144 and ranks.verdict(found, ranks.differ(logits, ranks.read_again(several, texts)), 0) == []
+    apart, none = ranks.differ(ranks.read_again(several, texts), logits), ranks.Difference(0.0, 0.0, 0.0, 0)
+    assert found.tokens == 144 and apart.absolute < 1e-4 and ranks.verdict(found, apart, none) == []
     # And where they part, the margin is that of the pick: taken as if another token had come out.
     changed = [[(r.output_ids[0] + 1) % VOCAB, *r.output_ids[1:]] for r in answers]
     assert all(ranks.margin(r, other, row)[0] > 0 for r, other, row in zip(answers, changed, logits, strict=True))

@@ -238,26 +238,26 @@ class Leader(SharedEngine):
     def _propose(self, bucket: Bucket, lens: Tensor, root: Tensor, wishes: Wishes | None) -> DraftTree:
         """Ask the drafter, as `Engine._propose` does."""
         nothing = lambda: DraftTree(*(part.clone() for part in bucket.tree))  # noqa: E731
-        return self._own_part(lambda: super(Leader, self)._propose(bucket, lens, root, wishes), nothing)
+        return self._own_part(lambda: SharedEngine._propose(self, bucket, lens, root, wishes), nothing)
 
     def _constrain(self, logits: Tensor, trees: Callable[[], list[list[list[int]]]]) -> tuple[Tensor, Tensor]:
         """Ask the grammars, as `Engine._constrain` does."""
         anything = lambda: (torch.zeros_like(logits[..., 0], dtype=torch.int64), logits)  # noqa: E731
-        return self._own_part(lambda: super(Leader, self)._constrain(logits, trees), anything)
+        return self._own_part(lambda: SharedEngine._constrain(self, logits, trees), anything)
 
     def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor) -> Verdict:
         """Verify, as `Engine._verify` does."""
-        verdict = lambda: super(Leader, self)._verify(tree, above, logits, wishes, lens)  # noqa: E731
+        verdict = lambda: SharedEngine._verify(self, tree, above, logits, wishes, lens)  # noqa: E731
         return self._own_part(verdict, lambda: self._no_verdict(tree, lens))
 
     def _pick(self, logits: Tensor, slots: Tensor, lens: Tensor, needs: Needs) -> Tensor:
         """Pick, as `Engine._pick` does."""
-        picked = lambda: super(Leader, self)._pick(logits, slots, lens, needs)  # noqa: E731
+        picked = lambda: SharedEngine._pick(self, logits, slots, lens, needs)  # noqa: E731
         return self._own_part(picked, lambda: torch.zeros_like(lens))
 
     def _take_in(self, committed: Committed) -> None:
         """Tell the drafter, as `Engine._take_in` does."""
-        self._own_part(lambda: super(Leader, self)._take_in(committed), lambda: None)
+        self._own_part(lambda: SharedEngine._take_in(self, committed), lambda: None)
 
     def capture(self, batches: Sequence[int], progress: Callable[[str], None]) -> None:
         """Capture steps as `Engine.capture` does, on all ranks."""
@@ -360,13 +360,11 @@ def open_store(place: Place, timeout_s: float) -> dist.Store:
     if not host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here, and nobody else need reach them
         return dist.FileStore(place.meeting, place.size)
-    until = time.monotonic() + timeout_s
     # Looked at first, since PyTorch says what is wrong with an address in twenty lines of its own.
     _try_to_listen(host, int(port), timeout_s) if place.rank == 0 else _wait_for(host, int(port), timeout_s)
     try:
-        left = timedelta(seconds=max(until - time.monotonic(), 1.0))
         return dist.TCPStore(host, int(port), place.size, is_master=place.rank == 0, wait_for_workers=False,
-                             timeout=left)  # fmt: skip
+                             timeout=timedelta(seconds=timeout_s))  # fmt: skip
     except (RuntimeError, ValueError) as error:
         said = " ".join(str(error).split())
         raise ValueError(f"--dist-init-addr {place.meeting}: the ranks cannot meet there: {said[:200]}") from None
@@ -375,7 +373,9 @@ def open_store(place: Place, timeout_s: float) -> dist.Store:
 def _try_to_listen(host: str, port: int, timeout_s: float) -> None:
     """Raise ValueError unless who connects to this address gets here; on machine 0."""
     try:
-        with socket.create_server(("", port)) as here:
+        both = socket.has_dualstack_ipv6()
+        with socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET,
+                                  dualstack_ipv6=both) as here:  # fmt: skip
             here.settimeout(timeout_s)
             with socket.create_connection((host, port), timeout_s) as there, here.accept()[0]:
                 there.close()

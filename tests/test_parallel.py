@@ -303,7 +303,7 @@ def test_nan_ends_one_request_and_leaves_nothing_behind_on_any_rank(
         nan_on_two_ranks(pair)
 
 
-def test_what_fails_of_rank_0_s_own_part_costs_the_requests_of_the_step_alone(
+def test_what_fails_of_rank_0_s_own_part_costs_those_that_have_a_slot(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = SWITCHING.model()

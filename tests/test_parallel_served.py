@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import openai
@@ -122,15 +122,15 @@ def test_a_rank_that_dies_ends_the_server_with_one_line_and_frees_its_port(tmp_p
 
 
 def test_a_start_that_fails_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    flags, there = without_weights(tmp_path), f"127.0.0.1:{unused_port()}"
-    several = ("--nnodes", "2", "--dist-init-addr", there, "--dist-timeout", "1", "--port", "0", *flags)
-    with started(tmp_path, tmp_path / "first", *several) as machine_0:
-        code, log = machine_0.wait(60), machine_0.stderr.read()
-    assert code == 1 and errors(log) == ["minispec: error: --tp-size 2: only 1 ranks met within 1 s (--dist-timeout); "
-                                         "start every machine, with the same --dist-init-addr"]  # fmt: skip
-    with started(tmp_path, tmp_path / "second", *several, "--node-rank", "1") as machine_1:
-        code, log = machine_1.wait(60), machine_1.stderr.read()
-    assert code == 1 and errors(log) == [f"minispec: error: --dist-init-addr {there}: nobody answered in 1 s "
-                                         "(--dist-timeout); start machine 0 first, and see that it is reachable from "
-                                         "here: [Errno 111] Connection refused"]  # fmt: skip
-    assert not any((tmp_path / "first").iterdir()) and not any((tmp_path / "second").iterdir())
+    flags, addresses = without_weights(tmp_path), [f"127.0.0.1:{unused_port()}" for _ in range(2)]
+    with ExitStack() as stack:
+        starts = [stack.enter_context(started(
+            tmp_path, tmp_path / f"temporary{rank}", "--nnodes", "2", "--node-rank", str(rank), "--dist-timeout", "1",
+            "--dist-init-addr", there, "--port", "0", *flags)) for rank, there in enumerate(addresses)]  # fmt: skip
+        found = [(server.wait(60), errors(server.stderr.read())) for server in starts]
+    assert found[0] == (1, ["minispec: error: --tp-size 2: only 1 ranks met within 1 s (--dist-timeout); start every "
+                            "machine, with the same --dist-init-addr"])  # fmt: skip
+    assert found[1] == (1, [f"minispec: error: --dist-init-addr {addresses[1]}: nobody answered in 1 s (--dist-timeout)"
+                            "; start machine 0 first, and see that it is reachable from here: [Errno 111] Connection "
+                            "refused"])  # fmt: skip
+    assert not any(any((tmp_path / f"temporary{rank}").iterdir()) for rank in range(2))

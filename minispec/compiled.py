@@ -19,6 +19,7 @@ Read next: `model.py`, `beam.py` and `engine.py`, whose functions are compiled h
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import subprocess
@@ -175,16 +176,21 @@ def prepare() -> None:
     newest = [cpp_builder.get_cpp_compiler(), "-mavx512bf16", "-mamx-bf16", "-E", "-x", "c++", os.devnull]
     if config.cpp.vec_isa_ok is None and subprocess.run(newest, capture_output=True, check=False).returncode == 0:
         config.cpp.vec_isa_ok = True
+    compiler_known()
 
 
-def ask_compiler() -> None:
-    """Find out which vector instructions compiler and processor have, for which the first graph would wait.
+@functools.cache
+def compiler_known() -> threading.Thread:
+    """Return the thread that asks which vector instructions compiler and processor have; the first call starts it.
 
-    It is other processes that work, so a thread can do this. With an empty cache they compile for ten seconds.
+    The first graph would wait for that. It is other processes that work, beside the loading of a model. With an empty
+    cache they compile for ten seconds.
     """
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
-    valid_vec_isa_list()
+    thread = threading.Thread(target=valid_vec_isa_list, name="compiler", daemon=True)
+    thread.start()
+    return thread
 
 
 def cache_is_empty() -> bool:

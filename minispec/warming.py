@@ -122,7 +122,7 @@ class Warming:
         self._missed = False  # whether the cache lacked what the process had compiled
         self._rest_until = 0.0
         self._threads = 0  # that torch used before the processes were started
-        self._asking: threading.Thread | None = None  # what the compiler can do
+        self._waits = False  # for what the compiler can do
 
     @property
     def state(self) -> str:
@@ -174,13 +174,14 @@ class Warming:
         return next((step for step in self.todo if not self.children or step.name in made), None)
 
     def _compiler_is_known(self) -> bool:
-        """Return whether it is known what the compiler can do; if not, have a thread ask, which then calls `wake`."""
-        from minispec.compiled import ask_compiler
+        """Return whether it is known what the compiler can do; if not, `wake` is called as soon as it is."""
+        from minispec.compiled import compiler_known
 
-        if self._asking is None:
-            self._asking = threading.Thread(target=lambda: (ask_compiler(), self._wake()), name="compiler", daemon=True)
-            self._asking.start()
-        return not self._asking.is_alive()
+        asking = compiler_known()
+        if asking.is_alive() and not self._waits:
+            self._waits = True
+            threading.Thread(target=lambda: (asking.join(), self._wake()), name="wake", daemon=True).start()
+        return not asking.is_alive()
 
     def _make(self, started: float) -> None:
         """Make a graph of the next step, from the cache unless what a process had compiled was not there."""

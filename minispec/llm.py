@@ -96,7 +96,7 @@ class LLM:
         self.model_config = ModelConfig.from_hf(hf_config)
         self.ranks, self.shard = _gathered(config, self.model_config, device)
         context = _context_length(config, self.model_config)
-        self.tokenizer = _load_tokenizer(config, self.folder, self.model_config.vocab_size)
+        self.tokenizer = choose_tokenizer(config, self.folder, self.model_config.vocab_size)
         running = config.max_running_requests or (8 if device.type == "cpu" else 48)
         chunk = config.chunked_prefill_size or (512 if device.type == "cpu" else 2048)
         chunk = context if chunk == -1 else min(chunk, context)
@@ -428,7 +428,7 @@ def choose_folder(config: Config, tell: Callable[[str], None]) -> Path:
     return resolve_model(config.model_path, config.revision, cache=config.download_dir)
 
 
-def _load_tokenizer(config: Config, folder: Path, vocab_size: int) -> Tokenizer:
+def choose_tokenizer(config: Config, folder: Path, vocab_size: int) -> Tokenizer:
     """Return the tokenizer: the one named, else the model's own; dummy weights may do without either."""
     where = folder if config.tokenizer_path is None else resolve_model(config.tokenizer_path, cache=config.download_dir)
     try:

@@ -46,12 +46,6 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
-    def copy(self) -> Histogram:
-        """Return it as it is now, for another thread."""
-        other = Histogram(self.bounds)
-        other.counts, other.total = list(self.counts), self.total
-        return other
-
 
 @dataclass
 class Metrics:

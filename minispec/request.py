@@ -36,6 +36,14 @@ def short(value: Any) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
 
 
+def one_line(error: BaseException | None) -> str:
+    """Return an error as one readable line."""
+    text = " ".join(str(error).split())
+    ours = type(error).__module__.partition(".")[0] in ("builtins", "minispec")
+    plain = ours and isinstance(error, (ValueError, RuntimeError, OSError))
+    return text if text and plain else f"{type(error).__name__}: {text}"
+
+
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
     """Return `value` as a float within [low, high] ((low, high] if open_low), or raise naming the field."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -234,12 +242,13 @@ def choice_seed(seed: int | None, choice: int) -> int | None:
 
 @dataclass(frozen=True)
 class Finish:
-    """Why a request ended. `matched` is the stop id or stop string; message and status belong to aborts."""
+    """Why a request ended. `matched` is the stop id or stop string; message, status and code belong to aborts."""
 
     kind: Literal["stop", "length", "abort"]
     matched: int | str | None = None
     message: str = ""
     status: int = 400
+    code: str = "aborted"
 
 
 @dataclass
@@ -268,6 +277,7 @@ class Request:
     seed: int = 0  # params.sampling_seed, or drawn at submission; kept through retraction
     max_new_tokens: int = 0  # params.max_new_tokens clamped to context and pool
     output_ids: list[int] = field(default_factory=list)
+    released: int = 0  # characters of its text that were handed out
     # At each token, where asked for; they only ever grow, so whoever has seen n ids may read n entries on any thread.
     output_scores: list[Scored] = field(default_factory=list)
     prompt_scores: list[Scored] = field(default_factory=list)  # from `start` + 1 on: nothing precedes the first token

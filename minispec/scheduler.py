@@ -39,14 +39,14 @@ from minispec.bucket import Chunk
 from minispec.config import Config
 from minispec.drafter import NOTHING, Draft
 from minispec.engine import Engine, Pending
-from minispec.grammar import Grammars
+from minispec.intake import Intake, Limits
 from minispec.load.tokenizer import Tokenizer
 from minispec.lookup import Prospects
 from minispec.metrics import Load, Metrics
 from minispec.output import Output
 from minispec.policy import PLAIN, Choice, Kind, Policy, Row
 from minispec.radix import Node, PrefixCache
-from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Scored, Update
+from minispec.request import ABORT_WANTED, Finish, Request, Scored, Update
 from minispec.sampling import TRACED
 
 logger = logging.getLogger("minispec")
@@ -116,7 +116,9 @@ class Scheduler:
         self.engine, self.kv, self.tokenizer, self.eos_ids = engine, engine.kv, tokenizer, eos_ids
         self.cache = PrefixCache(self.kv.page_size, engine.drafter.lookahead, enabled=options.radix)
         self.sizes = engine.sizes
-        self.grammars = Grammars(tokenizer, engine.model.config.vocab_size, eos_ids)
+        pool_rows = (self.kv.pages - 1) * self.kv.page_size
+        self.intake = Intake(Limits(engine.model.config.vocab_size, self.sizes.context_length, pool_rows,
+                                    self.sizes.tree_rows, tuple(sorted(eos_ids))), tokenizer)  # fmt: skip
         self.overlap = options.overlap and not engine.drafter.reads_text  # else its next drafts need this step's tokens
         self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval)
         self.waiting: deque[Request] = deque()
@@ -151,54 +153,14 @@ class Scheduler:
     @property
     def max_prompt_tokens(self) -> int:
         """The longest prompt that leaves room for one output token, in context and pool."""
-        pool_rows = (self.kv.pages - 1) * self.kv.page_size
-        return min(self.sizes.context_length - 1, pool_rows - self.sizes.tree_rows)
+        return self.intake.limits.longest_prompt
 
     def validate(self, request: Request) -> None:
         """Check a request against model, context and pool, and set its max_new_tokens; raises RequestError (400).
 
-        Reads constants only, so any thread may call it. Compiles a request's grammar, which takes time.
+        Any thread may call it. Compiles a request's grammar, which takes time.
         """
-        vocab_size, context = self.engine.model.config.vocab_size, self.sizes.context_length
-        ids, wanted = request.prompt_ids, request.params.max_new_tokens
-        if not ids:
-            raise RequestError("the prompt is empty: at least one token is needed", "prompt")
-        for token in ids:
-            if not 0 <= token < vocab_size:
-                raise RequestError(f"token id must be in [0, {vocab_size - 1}], got {token}", "input_ids")
-        request.params.check_vocabulary(vocab_size)
-        self._check_scores_and_allowed(request)
-        if len(ids) > self.max_prompt_tokens:
-            raise RequestError(
-                f"The input ({len(ids)} tokens) is longer than the longest possible ({self.max_prompt_tokens} tokens: "
-                f"the context is {context}, the KV pool holds {(self.kv.pages - 1) * self.kv.page_size}, and a step "
-                f"needs {self.sizes.tree_rows})",
-                "prompt",
-                code="context_length_exceeded",
-            )
-        if wanted is not None and len(ids) + wanted > context:
-            raise RequestError(
-                f"max_new_tokens is {wanted}, and with {len(ids)} prompt tokens exceeds the context of {context} "
-                f"tokens; at most {context - len(ids)} are possible",
-                "max_tokens",
-                code="context_length_exceeded",
-            )
-        # What a request left alone can reach; it then ends with `length`.
-        room = min(context, self.max_prompt_tokens + 1) - len(ids)
-        request.max_new_tokens = room if wanted is None else min(wanted, room)
-        if request.params.grammar is not None:
-            request.compiled = self.grammars.compile(request.params.grammar)
-
-    def _check_scores_and_allowed(self, request: Request) -> None:
-        """Raise RequestError where scores begin behind the prompt, or where nothing may be picked at first."""
-        params, count = request.params, len(request.prompt_ids)
-        if params.logprobs is not None and (params.logprobs.start or 0) >= count:
-            raise RequestError(f"logprob_start_len must be in [-1, {count - 1}] for {count} prompt tokens, got "
-                               f"{params.logprobs.start}", "logprob_start_len")  # fmt: skip
-        allowed = params.allowed_token_ids
-        if allowed is not None and params.min_new_tokens and params.stop_ids(self.eos_ids) >= set(allowed):
-            raise RequestError(f"allowed_token_ids has only ids that end the text, and min_new_tokens is "
-                               f"{params.min_new_tokens}: no token could be picked", "allowed_token_ids")  # fmt: skip
+        self.intake.validate(request)
 
     def submit(self, request: Request) -> None:
         """Queue a validated request; draws its seed if it has none.
@@ -226,7 +188,7 @@ class Scheduler:
         """Queue the other choices, in front, since they arrived with the first one; its scores are theirs too."""
         choices = self.parked.pop(leader, [])
         for request in choices:
-            request.prompt_scores += leader.prompt_scores
+            request.prompt_scores += leader.prompt_scores[len(request.prompt_scores) :]
         self.waiting.extendleft(reversed(choices))
 
     def abort(self, rid_prefix: str) -> list[Update]:

@@ -2,10 +2,8 @@
 
     python -m minispec.server [--model PATH] [--port 30000] ...
 
-Two threads and two one-way roads between them. The event loop parses, counts and streams; the engine thread owns the
-`LLM`, is the only one that touches the scheduler, and repeats `updates = scheduler.step()`. Commands (submit, abort,
-flush, stats, stop) go there through one inbox; updates come back with exactly one `call_soon_threadsafe` per step,
-whatever the number of requests, because a compiled CPU kernel holds the interpreter lock until it returns.
+Two threads: the event loop parses, counts and streams; the engine thread (`engine_thread.py`) owns the `LLM`, is the
+only one that touches the scheduler, and steps. What the loop needs to know of the model stands on a `Desk`.
 
 What a client may rely on: the server listens at once and says 503 with a progress line until it is ready, on a CPU
 before it has compiled anything (`warming.py`); every failure is OpenAI's error object, in a stream as an event; whoever
@@ -23,16 +21,13 @@ import dataclasses
 import json
 import logging
 import os
-import queue
 import shutil
 import sys
-import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,203 +35,27 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from minispec.config import Config
+from minispec.desk import Desk
+from minispec.engine_thread import Build, EngineThread, build_llm, build_sealed_llm
 from minispec.http import about, fields, openapi, page, prometheus, schema
-from minispec.http.answers import AccessLog, Origins, access_logger, errors, json_answer, one_line, set_request_id
+from minispec.http.answers import AccessLog, Origins, access_logger, errors, json_answer, set_request_id
 from minispec.http.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
 from minispec.http.door import Door
 from minispec.http.draining import Signals, drained, shutting_down
 from minispec.http.message import Formats
 from minispec.http.streams import Flight, SlowReader, delivered, delivering, stream
+from minispec.load.machine import own_compile_cache
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
-from minispec.request import Finish, Request, RequestError, SamplingParams, Update
-from minispec.warming import Warming
+from minispec.request import Request, RequestError, Update, one_line
 from minispec.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from minispec.llm import LLM
-    from minispec.scheduler import Scheduler
+    from minispec.intake import Intake
 
 logger = logging.getLogger("minispec")
 
 HEALTH_TIMEOUT = 20.0  # seconds /health_generate waits for a token
 STOP_TIMEOUT = 1.0  # seconds each for connections and engine thread to end
-
-Command = Callable[["Scheduler"], Sequence[Update]]
-Build = Callable[[Config, Callable[[str], None]], "LLM"]
-
-
-def build_llm(config: Config, progress: Callable[[str], None]) -> LLM:
-    """Load the model; importing torch is part of loading, so that --help and the first /health need not wait for it.
-
-    On a CPU what is to be compiled is left to `Warming`, unless --wait-until-compiled is given.
-    """
-    from minispec.llm import LLM
-
-    return LLM(config=config, progress=progress, compile_later=True)
-
-
-def build_sealed_llm(config: Config, progress: Callable[[str], None]) -> LLM:
-    """Load the model and forbid recompilation in this process, which is therefore to be the server's own.
-
-    It is forbidden as soon as everything is compiled. A recompilation would end in FlexAttention's eager fallback, a
-    hundred times slower and silent.
-    """
-    import torch
-
-    llm = build_llm(config, progress)
-    llm.scheduler.engine.when_settled(lambda: torch.compiler.set_stance("fail_on_recompile"))
-    return llm
-
-
-class EngineThread(threading.Thread):
-    """The thread that owns the LLM. `state` goes from starting to ready, and from either to failed."""
-
-    def __init__(
-        self, config: Config, build: Build, deliver: Callable[[list[Update]], None], died: Callable[[], None]
-    ) -> None:
-        super().__init__(name="engine", daemon=True)
-        self.config, self.build, self.deliver, self.died = config, build, deliver, died
-        self.state, self.progress = "starting", "starting"
-        self.error: BaseException | None = None
-        self.watchdog = Watchdog(0)
-        self.lost = False  # whether this process can compute nothing any more
-        self.llm: LLM | None = None  # read by the event loop once ready; its scheduler is this thread's alone
-        self.warming: Warming | None = None
-        self.defaults: dict[str, Any] = {}  # sampling values for what a /v1 request leaves out
-        self.loaded, self.stopped = threading.Event(), threading.Event()
-        self.questions: set[Future[Any]] = set()
-        self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self.loop = asyncio.get_running_loop()
-
-    # ---- called from the event loop ----------------------------------------------------------------------------------
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Queue validated requests."""
-
-        def command(scheduler: Scheduler) -> list[Update]:
-            updates = []
-            for request in requests:
-                try:
-                    scheduler.submit(request)
-                except Exception as error:  # it never got into the scheduler, so nobody else would answer it
-                    logger.exception("submit failed")
-                    updates.append(Update(request, [], "", Finish("abort", message=one_line(error), status=500)))
-            return updates
-
-        self.inbox.put(command)
-
-    def abort(self, requests: Sequence[Request]) -> None:
-        """End those of the requests that have not finished; their rids are unique and none is a prefix of another."""
-        self.inbox.put(lambda scheduler: [u for r in requests if not r.finish for u in scheduler.abort(r.rid)])
-
-    def ask(self, question: Callable[[Scheduler], Any]) -> asyncio.Future[Any]:
-        """Return a future of `question(scheduler)`, which runs between two steps."""
-        answer: Future[Any] = Future()
-
-        def command(scheduler: Scheduler) -> list[Update]:
-            if answer.set_running_or_notify_cancel():
-                try:
-                    answer.set_result(question(scheduler))
-                except Exception as error:
-                    answer.set_exception(error)
-            return []
-
-        self.questions.add(answer)
-        answer.add_done_callback(self.questions.discard)
-        self.inbox.put(command)
-        return asyncio.wrap_future(answer)
-
-    def stop(self) -> None:
-        """Ask the thread to end after the step it is in."""
-        self.stopped.set()
-        self._wake()
-
-    def _wake(self) -> None:
-        """Let the thread look around, if it waits for a command."""
-        self.inbox.put(lambda scheduler: [])
-
-    def refuse_questions(self, error: RequestError) -> None:
-        """Answer what is asked and will not be answered, because the thread has ended or is about to."""
-        for question in list(self.questions):
-            if question.set_running_or_notify_cancel():
-                question.set_exception(error)
-
-    # ---- the thread --------------------------------------------------------------------------------------------------
-
-    def run(self) -> None:
-        """Load; then do what the inbox asks and one step, again and again, until stopped."""
-        try:
-            scheduler = self._load()
-            warming = self.warming = Warming(self.llm, self._wake)
-            self.watchdog.start()
-            while not self.stopped.is_set():
-                updates: list[Update] = []
-                waited: list[Command] = []
-                try:
-                    if scheduler.has_work:
-                        warming.turn(busy=True)
-                    else:
-                        self.watchdog.rest()
-                        if not (self.inbox.empty() and warming.turn(busy=False)):
-                            scheduler.check()  # everything is delivered: now every page must be in its place
-                            waited.append(self.inbox.get())
-                    with self.watchdog:
-                        while waited or not self.inbox.empty():
-                            updates += (waited.pop() if waited else self.inbox.get())(scheduler)
-                        if scheduler.has_work:
-                            updates += scheduler.step()
-                except Exception as error:
-                    logger.exception("a step failed; the requests that it has lost are answered with an error")
-                    if updates:  # if the device itself failed, so does what follows
-                        self._to_loop(self.deliver, updates)
-                    self.lost = scheduler.engine.is_lost(error)
-                    if self.lost:
-                        raise
-                    updates = scheduler.fail(error)
-                if updates:
-                    self._to_loop(self.deliver, updates)
-        except (Exception, SystemExit) as error:  # SystemExit: out of a library; whoever waits must be told
-            logger.debug("the engine thread ends", exc_info=True)
-            self.error, self.state, self.lost = error, "failed", self.lost or getattr(error, "ends_server", False)
-            self._to_loop(self.died)
-        finally:
-            if self.warming is not None:
-                self.warming.stop()
-
-    def _load(self) -> Scheduler:
-        """Build the LLM, answer a first request, and report ready."""
-        self.llm = self.build(self.config, self._tell)
-        if self.config.sampling_defaults == "model":
-            self.defaults = _read_defaults(self.llm.folder)
-        if not self.config.skip_server_warmup:
-            self._warm_up(self.llm)
-        self.state = "ready"
-        self.loaded.set()
-        logger.info("The server is fired up and ready to roll!")
-        return self.llm.scheduler
-
-    def _tell(self, line: str) -> None:
-        self.progress = line
-        logger.info("%s", line)
-
-    def _to_loop(self, call: Callable[..., None], *args: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody is listening any more
-            self.loop.call_soon_threadsafe(call, *args)
-
-    def _warm_up(self, llm: LLM) -> None:
-        """Answer one request of our own, so that ready means: a request was answered; leaves no trace in the totals."""
-        self._tell("answering a first request")
-        request = Request("warm-up", llm.tokenizer.encode("The capital city of France is"),
-                          SamplingParams(max_new_tokens=8, temperature=0.0))  # fmt: skip
-        try:
-            llm.scheduler.validate(request)
-        except RequestError as error:  # a context or pool of a few tokens: served, with requests as small
-            logger.warning("no start-up request: %s", error)
-            return
-        llm.scheduler.submit(request)
-        while llm.scheduler.has_work:
-            llm.scheduler.step()
-        llm.scheduler.flush_cache()
 
 
 class Server:
@@ -365,11 +184,11 @@ class Server:
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """OpenAI's chat completions."""
-        return await self._answer(http, lambda body: schema.parse_chat(body, self.engine.defaults))
+        return await self._answer(http, lambda body: schema.parse_chat(body, self._ready().defaults))
 
     async def completion(self, http: web.Request) -> web.StreamResponse:
         """OpenAI's completions."""
-        return await self._answer(http, lambda body: schema.parse_completion(body, self.engine.defaults))
+        return await self._answer(http, lambda body: schema.parse_completion(body, self._ready().defaults))
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """SGLang's native generate."""
@@ -377,20 +196,20 @@ class Server:
 
     async def _answer(self, http: web.Request, parse: Callable[[dict[str, Any]], schema.Job]) -> web.StreamResponse:
         """Answer a request for text, streaming or whole."""
-        llm = self._open()
+        desk = self._open()
         job = await self.bodies.read(http, parse)
         self._check_model(job.model)
         try:
-            return await self._fly(http, Flight(job), llm)
+            return await self._fly(http, Flight(job), desk)
         except SlowReader as slow:
             return await slow.leave(http)
 
-    async def _fly(self, http: web.Request, flight: Flight, llm: LLM) -> web.StreamResponse:
+    async def _fly(self, http: web.Request, flight: Flight, desk: Desk) -> web.StreamResponse:
         """Answer a job, if the queue has room for it."""
         job = flight.job
         with self._counted(len(job.prompts)), self._flying(flight):
             threads = self.compiling if any(params.grammar for params in job.params) else self.tokenizing
-            prepare = partial(_prepare, job, llm, self._served)
+            prepare = partial(_prepare, job, desk.intake, self._served)
             reply = await asyncio.get_running_loop().run_in_executor(threads, prepare)
             flight.requests = reply.requests
             if not flight.items.empty():
@@ -407,7 +226,7 @@ class Server:
     @contextmanager
     def _counted(self, count: int) -> Iterator[None]:
         """Count prompts against the bound of the queue, at the instant it is checked; 503 where it is full."""
-        limit = self._open().scheduler.sizes.max_running + self.config.max_queued_requests
+        limit = self._open().facts.max_running + self.config.max_queued_requests
         if count > limit:
             raise RequestError(f"{count} prompts and choices in one request; --max-queued-requests allows {limit}",
                                "prompt")  # fmt: skip
@@ -457,18 +276,17 @@ class Server:
             line = f"a step has taken longer than {self.watchdog.seconds:g} seconds"
             return json_answer({"status": "hung", "progress": line}, 503, {"Retry-After": "5"})
         if state == "ready":
-            graphs = self.engine.warming.state if self.engine.warming is not None else "eager"
-            return json_answer({"status": "ready", "graphs": graphs})
+            return json_answer({"status": "ready", "graphs": self.engine.graphs})
         line = one_line(self.engine.error) if state == "failed" else self.engine.progress
         return json_answer({"status": state, "progress": line}, 503, {"Retry-After": "5"})
 
     async def health_generate(self, http: web.Request) -> web.Response:
         """200 as soon as the engine has generated a token, 503 if that takes longer than 20 seconds."""
-        llm = self._open()
-        body = {"input_ids": llm.tokenizer.encode("a"), "rid": f"health-{uuid.uuid4().hex}"}
+        intake = self._open().intake
+        body = {"input_ids": intake.tokenizer.encode("a"), "rid": f"health-{uuid.uuid4().hex}"}
         flight = Flight(schema.parse_generate({**body, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}))
         with self._flying(flight):
-            flight.requests = _prepare(flight.job, llm, self._served).requests
+            flight.requests = _prepare(flight.job, intake, self._served).requests
             self.produced.clear()
             self._submit(flight)
             # Any token will do: behind a long queue our own may take longer, and the server is well.
@@ -494,8 +312,7 @@ class Server:
 
     async def model_info(self, http: web.Request) -> web.Response:
         """SGLang's description of the model."""
-        llm = self._ready()
-        info = json.loads((llm.folder / "config.json").read_text("utf-8"))
+        info = json.loads((self._ready().folder / "config.json").read_text("utf-8"))
         return json_answer({
             "model_path": self.config.model_path or self.config.served_name,
             "tokenizer_path": self.config.tokenizer_path or self.config.model_path or self.config.served_name,
@@ -506,13 +323,16 @@ class Server:
 
     async def server_info(self, http: web.Request) -> web.Response:
         """The launch flags, the sizes, and in internal_states[0] the scheduler's current numbers."""
-        llm = self._ready()
-        stats = {**await self.engine.ask(lambda scheduler: scheduler.stats()), **about.memory_stats(llm)}
+        desk = self._ready()
+        answers = await self.engine.each("stats")
+        stats = next(filter(None, answers), {})
         secret = ("api_key", "admin_api_key", "notes")
         flags = {k: v for k, v in dataclasses.asdict(self.config).items() if k not in secret}
-        flags["speculative_algorithm"] = llm.config.algorithm
+        flags["speculative_algorithm"] = desk.facts.algorithm
         flags = {name: value for name, value in flags.items() if name not in stats}  # as resolved, not as asked for
-        return json_answer({**stats, **flags, "version": about.version(), "internal_states": [{**flags, **stats}]})
+        states = [{**flags, **answer, "dp_rank": rank} for rank, answer in enumerate(answers) if answer]
+        info = {**stats, **flags, "version": about.version(), "internal_states": states}
+        return json_answer(info)
 
     async def loads(self, http: web.Request) -> web.Response:
         """How busy the scheduler is: SGLang's numbers for its one rank; `include` may leave out those of drafting."""
@@ -521,14 +341,15 @@ class Server:
         if unknown := include - {"core", "memory", "spec", "lora", "disagg", "queues", "all"}:
             raise RequestError(f"include must be sections such as core, spec and all, got {min(unknown)[:100]!r}",
                                "include")  # fmt: skip
-        load = await self.engine.ask(about.load_of)
-        if not include & {"spec", "all"}:
+        found = enumerate(await self.engine.each("load"))
+        loads = [{**load, "dp_rank": rank} for rank, load in found if load]
+        for load in loads if not include & {"spec", "all"} else ():
             load.pop("speculative", None)
-        return json_answer({"timestamp": time.time(), "version": about.version(), "loads": [load]})
+        return json_answer({"timestamp": time.time(), "version": about.version(), "loads": loads})
 
     async def tokenizer_info(self, http: web.Request) -> web.Response:
         """The special tokens and the chat template, for clients that count or tokenize themselves."""
-        return json_answer(self._ready().tokenizer.info)
+        return json_answer(self._ready().intake.tokenizer.info)
 
     async def openapi(self, http: web.Request) -> web.Response:
         """The description of this API."""
@@ -539,14 +360,13 @@ class Server:
         if not self.config.enable_metrics:
             raise RequestError(f"there is no /metrics without --enable-metrics and {prometheus.EXTRA}", None, 404)
         self._ready()
-        now = await self.engine.ask(prometheus.snapshot)
-        body, kind = prometheus.exposition(now, self.seen, self.config.served_name)
+        body, kind = prometheus.exposition(await self.engine.each("counters"), self.seen, self.config.served_name)
         return web.Response(body=body, headers={"Content-Type": kind})
 
     async def flush_cache(self, http: web.Request) -> web.Response:
         """Empty prefix cache, drafter and totals; 400 while requests are running or waiting."""
         self._ready()
-        if not await self.engine.ask(lambda scheduler: scheduler.flush_cache()):
+        if not all(await self.engine.each("flush")):
             raise RequestError("the cache was not flushed: requests are running or waiting", code="busy")
         return web.Response(text="Cache flushed.\n")
 
@@ -559,7 +379,7 @@ class Server:
             config = dataclasses.replace(self.config, **given)
         except ValueError as error:
             raise RequestError(str(error), "server_args") from None
-        await self.engine.ask(lambda scheduler: scheduler.reconfigure(config.thresholds, config.adaptive))
+        await self.engine.each("reconfigure", config.thresholds, config.adaptive)
         self.config = config
         self.__dict__.pop("_served", None)  # the fingerprint depends on it
         return json_answer([True])
@@ -586,13 +406,13 @@ class Server:
 
     async def tokenize(self, http: web.Request) -> web.Response:
         """Text to token ids."""
-        llm, asked = self._open(), await self.bodies.read(http, partial(fields.read, fields.Tokenize))
+        intake, asked = self._open().intake, await self.bodies.read(http, partial(fields.read, fields.Tokenize))
         self._check_model(asked.model)
         messages = schema.conversation(asked)
         batched, special = isinstance(asked.prompt, list), asked.add_special_tokens is not False
         texts = asked.prompt if batched else [asked.prompt if messages is None else messages]
-        context = llm.scheduler.sizes.context_length
-        encode = llm.tokenizer.encode_chat if messages else partial(llm.tokenizer.encode, add_special_tokens=special)
+        context, tokenizer = intake.limits.context_length, intake.tokenizer
+        encode = tokenizer.encode_chat if messages else partial(tokenizer.encode, add_special_tokens=special)
 
         def work() -> dict[str, Any]:
             """Tokenize, in a thread."""
@@ -607,14 +427,14 @@ class Server:
 
     async def detokenize(self, http: web.Request) -> web.Response:
         """Token ids to text."""
-        llm, asked = self._open(), await self.bodies.read(http, partial(fields.read, fields.Detokenize))
+        intake, asked = self._open().intake, await self.bodies.read(http, partial(fields.read, fields.Detokenize))
         self._check_model(asked.model)
         batched = bool(asked.tokens) and isinstance(asked.tokens[0], list)
         rows, skip = asked.tokens if batched else [asked.tokens], asked.skip_special_tokens is not False
 
         def work() -> dict[str, Any]:
-            schema.check_ids(rows, llm.model_config.vocab_size)
-            texts = [llm.tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
+            schema.check_ids(rows, intake.limits.vocab_size)
+            texts = [intake.tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
             return {"text": texts if batched else texts[0]}
 
         return await self._worked_out(work)
@@ -627,17 +447,17 @@ class Server:
             body = await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: schema.dump(work()))
         return web.Response(body=body, content_type="application/json")
 
-    def _ready(self) -> LLM:
-        """Return the LLM; RequestError 503 while loading, in the end, or after the engine has failed."""
+    def _ready(self) -> Desk:
+        """Return what is known of the model; RequestError 503 while loading, in the end, or after a failure."""
         if self.stopping:
             raise shutting_down()
-        if self.engine.state != "ready" or self.engine.llm is None:
+        if self.engine.state == "failed" or self.engine.desk is None:
             line = one_line(self.engine.error) if self.engine.state == "failed" else self.engine.progress
             raise RequestError(f"the server is not ready ({self.engine.state}): {line}", None, 503, "not_ready")
-        return self.engine.llm
+        return self.engine.desk
 
-    def _open(self) -> LLM:
-        """Return the LLM for new work; RequestError 503 as above, and from the first signal on."""
+    def _open(self) -> Desk:
+        """Return the same for new work; RequestError 503 as above, and from the first signal on."""
         if self.draining:
             raise shutting_down()
         return self._ready()
@@ -645,18 +465,19 @@ class Server:
     @cached_property
     def _served(self) -> schema.Served:
         """What answers tell of the server; known once it is ready."""
-        config, llm = self.config, self._ready()
-        shown = calls_of(llm.tokenizer.tool_template or "")
+        config, desk = self.config, self._ready()
+        facts, tokenizer = desk.facts, desk.intake.tokenizer
+        shown = calls_of(tokenizer.tool_template or "")
         formats = Formats(CALLS.get(config.tool_call_parser or "", shown), THOUGHTS.get(config.reasoning_parser or ""))
-        return schema.Served(config.served_name, about.fingerprint(config, llm), llm.scheduler.sizes.nodes,
-                             config.stream_interval, config.enable_cache_report, formats, llm.tokenizer)  # fmt: skip
+        return schema.Served(config.served_name, about.fingerprint(config, facts.numbers), facts.nodes,
+                             config.stream_interval, config.enable_cache_report, formats, tokenizer)  # fmt: skip
 
     def _check_model(self, name: str | None) -> None:
         """Raise RequestError where, with --strict-model-name, a request names another model."""
         schema.check_model(name, self._names if self.config.strict_model_name else None)
 
     def _card(self) -> dict[str, Any]:
-        context = self._ready().scheduler.sizes.context_length
+        context = self._ready().intake.limits.context_length
         return schema.model_card(self.config.served_name, self.created, context)
 
     @web.middleware
@@ -674,30 +495,16 @@ class Server:
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _prepare(job: schema.Job, llm: LLM, served: schema.Served) -> schema.Reply:
+def _prepare(job: schema.Job, intake: Intake, served: schema.Served) -> schema.Reply:
     """Return the reply to a job, with its requests, tokenized and checked; slow, and safe on any thread."""
-    scheduler = llm.scheduler
-    sizes = scheduler.sizes.context_length, scheduler.max_prompt_tokens
-    requests = schema.tokenize(job, llm.tokenizer, *sizes, served.formats)
+    sizes = intake.limits.context_length, intake.limits.longest_prompt
+    requests = schema.tokenize(job, intake.tokenizer, *sizes, served.formats)
     try:
         for request in requests:
-            scheduler.validate(request)
+            intake.validate(request)
     except RequestError as error:
         raise schema.in_clients_words(error, job.names) from None
     return schema.Reply(job, requests, served)
-
-
-def _read_defaults(folder: Path) -> dict[str, Any]:
-    """Return the sampling values of generation_config.json; none if there is no such file or it makes no sense."""
-    try:
-        found = schema.sampling_defaults(json.loads((folder / "generation_config.json").read_text("utf-8")))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:  # RequestError is a ValueError
-        logger.warning("generation_config.json is not used: %s", error)
-        return {}
-    logger.info("sampling defaults of the model: %s", found or "none")
-    return found
 
 
 def _log_request(flight: Flight) -> None:
@@ -706,27 +513,6 @@ def _log_request(flight: Flight) -> None:
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
-
-
-def own_compile_cache() -> Path | None:
-    """Point torch.compile's cache, which holds executable code, to a folder that only this user can write.
-
-    PyTorch's default is a guessable folder in the shared temporary directory. Returns the folder if it is to be removed
-    in the end.
-    """
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        return None
-    temporary = None
-    try:
-        base = os.environ.get("XDG_CACHE_HOME", "")
-        folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "minispec" / "inductor"
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)  # raises PermissionError where the folder is someone else's
-    except (OSError, RuntimeError):  # no home, or not ours: compiled code is then not kept
-        folder = temporary = Path(tempfile.mkdtemp(prefix="minispec-inductor-"))
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    logger.info("compiled code is kept in %s (TORCHINDUCTOR_CACHE_DIR)", folder)
-    return temporary
 
 
 async def serve(config: Config, temporary: Path | None = None) -> int:

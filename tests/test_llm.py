@@ -278,7 +278,7 @@ def test_the_self_test_runs_where_weights_are_real(tmp_path, monkeypatch) -> Non
     LLM(model, **options)
     assert tested == []
     monkeypatch.setattr("minispec.llm.load_model", lambda *_: test_heads.make_target())
-    monkeypatch.setattr("minispec.llm._load_tokenizer", lambda config, folder, size: byte_tokenizer(size))
+    monkeypatch.setattr("minispec.llm.choose_tokenizer", lambda config, folder, size: byte_tokenizer(size))
     LLM(model, **{**options, "load_format": "auto"})
     assert len(tested) == 1 and len(tested[0]) > 20
 

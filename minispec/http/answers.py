@@ -56,14 +56,6 @@ async def set_request_id(http: web.Request, response: web.StreamResponse) -> Non
     response.headers["x-request-id"] = given if re.fullmatch(r"[\w.:-]{1,128}", given) else uuid.uuid4().hex
 
 
-def one_line(error: BaseException | None) -> str:
-    """Return an error as one readable line."""
-    text = " ".join(str(error).split())
-    ours = type(error).__module__.partition(".")[0] in ("builtins", "minispec")
-    plain = ours and isinstance(error, (ValueError, RuntimeError, OSError))
-    return text if text and plain else f"{type(error).__name__}: {text}"
-
-
 @web.middleware
 async def errors(http: web.Request, handler: Any) -> web.StreamResponse:
     """Turn every failure into OpenAI's error object."""

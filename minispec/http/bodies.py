@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 from aiohttp import ClientPayloadError, http_exceptions, web
 
 from minispec.http import schema
-from minispec.http.answers import one_line
-from minispec.request import RequestError
+from minispec.request import RequestError, one_line
 
 MAX_BODY = 16 * 2**20  # bytes of one HTTP body, after decompression
 MAX_BODIES = 32 * MAX_BODY  # of all bodies that are being read or parsed

@@ -1,9 +1,10 @@
 """What /metrics answers: the counters of the scheduler and of HTTP, under SGLang's names, in Prometheus' text form.
 
 The one idea: nobody counts for Prometheus. The engine thread adds to the plain lists of `metrics.py`, the event loop to
-those of `Seen`, and a scrape makes families of samples out of a copy. So a server that is not scraped pays nothing, and
-one that is pays between two steps. Names that SGLang has too mean what they mean there; what it has no name for begins
-with `minispec:`. Counters start anew with /flush_cache, which Prometheus takes as it takes a restart.
+those of `Seen`, and a scrape makes families of samples of them. So a server that is not scraped pays nothing, and one
+that is pays between two steps. Samples are plain values, so those of a replica come from its process. Names that SGLang
+has too mean what they mean there; what it has no name for begins with `minispec:`. Counters start anew with
+/flush_cache, which Prometheus takes as it takes a restart.
 
 prometheus-client, the extra `minispec[metrics]`, is imported at the first scrape.
 
@@ -16,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from minispec.metrics import WAIT_BOUNDS, Histogram
 from minispec.request import RequestError, Update
@@ -59,31 +60,22 @@ class Seen:
         self.answered[endpoint, str(status), method] += 1
 
 
-class Snapshot(NamedTuple):
-    """The scheduler's numbers at one moment."""
-
-    stats: dict[str, Any]
-    metrics: Metrics
-    steps: dict[int, Histogram]  # nodes of the trees -> times
-    queue: Histogram
-    used_tokens: int
-    usage: float
+Labels = dict[str, str]
+Timings = tuple[tuple[float, ...], list[int], float]  # a histogram's bounds, counts and sum
+Sample = tuple[Labels, float | Timings]
+Family = tuple[str, str, str, list[Sample]]  # kind, name, text
 
 
-def snapshot(scheduler: Scheduler) -> Snapshot:
-    """Return the numbers of now; runs on the engine thread, between two steps, and copies what a step changes."""
-    m, kv = scheduler.metrics, scheduler.kv
-    used = kv.pages - 1 - len(kv.free) - len(scheduler.cache.idle)
-    copy = type(m)(m.nodes, m.log_interval)
-    for name, value in vars(m).items():
-        setattr(copy, name, value.copy() if isinstance(value, Counter) else value)
-    steps = {nodes: histogram.copy() for nodes, histogram in m.step_times.items()}
-    return Snapshot(scheduler.stats(), copy, steps, m.queue_times.copy(), used * kv.page_size,
-                    used / max(kv.pages - 1, 1))  # fmt: skip
+def counters(scheduler: Scheduler) -> list[Family]:
+    """Return the scheduler's families of now, as plain values; runs on the engine thread, between two steps."""
+    return [*_gauges(scheduler), *_counters(scheduler.metrics), *_times(scheduler.metrics)]
 
 
-def exposition(now: Snapshot, seen: Seen, model: str) -> tuple[bytes, str]:
-    """Return the body of /metrics and its content type; RequestError 404 where the extra is not installed."""
+def exposition(replicas: Sequence[Sequence[Family] | None], seen: Seen, model: str) -> tuple[bytes, str]:
+    """Return the body of /metrics and its content type; RequestError 404 where the extra is not installed.
+
+    replicas: the `counters` of each, None for one that does not answer. Of several, each has its number as dp_rank.
+    """
     try:
         from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
     except ImportError:
@@ -94,57 +86,55 @@ def exposition(now: Snapshot, seen: Seen, model: str) -> tuple[bytes, str]:
 
         def collect(self) -> Iterator[Any]:
             """Yield all families."""
-            yield from _families(now, seen, model)
+            yield from _families(replicas, seen, model)
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Collected())
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
-Labels = dict[str, str]
-Sample = tuple[Labels, Any]
-
-
-def _families(now: Snapshot, seen: Seen, model: str) -> Iterator[Any]:
-    """Yield prometheus-client's families; one without samples is left out."""
+def _families(replicas: Sequence[Sequence[Family] | None], seen: Seen, model: str) -> list[Any]:
+    """Return prometheus-client's families; one without samples is left out."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
     kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
     common = {"model_name": model, "engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
-    for kind, name, text, samples in (*_gauges(now), *_counters(now), *_histograms(now, seen), *_http(seen)):
-        family = None
-        for labels, value in samples:
-            every = {**common, **labels}
-            family = family or kinds[kind](name, text, labels=list(every))
-            if isinstance(value, Histogram):
-                family.add_metric(list(every.values()), _buckets(value), value.total)
-            else:
-                family.add_metric(list(every.values()), value)
-        if family is not None:
-            yield family
+    parts: list[tuple[Labels, Iterable[Family]]] = [({}, [*_waits(seen), *_http(seen)])]
+    for rank, own in enumerate(replicas):
+        parts.append(({"dp_rank": str(rank)} if len(replicas) > 1 else {}, own or ()))
+    made: dict[str, Any] = {}
+    for place, families in parts:
+        for kind, name, text, samples in families:
+            for labels, value in samples:
+                every = {**common, **place, **labels}
+                if name not in made:
+                    made[name] = kinds[kind](name, text, labels=list(every))
+                if isinstance(value, (tuple, list)):
+                    made[name].add_metric(list(every.values()), _buckets(*value[:2]), value[2])
+                else:
+                    made[name].add_metric(list(every.values()), value)
+    return list(made.values())
 
 
-def _buckets(histogram: Histogram) -> list[tuple[str, int]]:
+def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, int]]:
     """Return cumulative counts by upper bound."""
-    return list(zip([*map(repr, histogram.bounds), "+Inf"], accumulate(histogram.counts), strict=True))
+    return list(zip([*map(repr, bounds), "+Inf"], accumulate(counts), strict=True))
 
 
-Family = tuple[str, str, str, Iterable[Sample]]
-
-
-def _one(kind: str, name: str, text: str, value: float) -> Family:
+def _one(kind: str, name: str, text: str, value: float | Timings) -> Family:
     return kind, name, text, [({}, value)]
 
 
-def _gauges(now: Snapshot) -> Iterator[Family]:
-    stats, m = now.stats, now.metrics
+def _gauges(scheduler: Scheduler) -> Iterator[Family]:
+    stats, m, kv = scheduler.stats(), scheduler.metrics, scheduler.kv
+    used = kv.pages - 1 - len(kv.free) - len(scheduler.cache.idle)
     total = m.prompt_tokens + m.cached_tokens
     values = {
         "num_running_reqs": ("Requests with a slot.", stats["num_running_reqs"]),
         "num_queue_reqs": ("Requests that wait for a slot.", stats["num_queue_reqs"]),
-        "num_used_tokens": ("Rows of KV that requests hold.", now.used_tokens),
+        "num_used_tokens": ("Rows of KV that requests hold.", used * kv.page_size),
         "max_total_num_tokens": ("Rows of the KV pool.", stats["max_total_num_tokens"]),
-        "token_usage": ("Share of the KV pool that requests hold.", now.usage),
+        "token_usage": ("Share of the KV pool that requests hold.", used / max(kv.pages - 1, 1)),
         "gen_throughput": ("Tokens per second, over the last logged window.", stats["last_gen_throughput"]),
         "cache_hit_rate": ("Share of prompt tokens that the prefix cache had.", m.cached_tokens / max(total, 1)),
     }
@@ -159,8 +149,7 @@ def _gauges(now: Snapshot) -> Iterator[Family]:
     yield from (_one("gauge", "sglang:" + name, text, value) for name, (text, value) in values.items())
 
 
-def _counters(now: Snapshot) -> Iterator[Family]:
-    m = now.metrics
+def _counters(m: Metrics) -> Iterator[Family]:
     drafts = sum(m.kept.values())
     values = {
         "sglang:prompt_tokens_total": ("Tokens of prompts, cached ones included.", m.prompt_tokens + m.cached_tokens),
@@ -191,18 +180,27 @@ def _counters(now: Snapshot) -> Iterator[Family]:
             for depth in range(1, max(m.kept, default=2))])  # fmt: skip
 
 
-def _histograms(now: Snapshot, seen: Seen) -> Iterator[Family]:
-    """Yield the waits of requests and the times of steps."""
+def _waits(seen: Seen) -> Iterator[Family]:
+    """Yield the waits of requests, as clients have them."""
     waits = {
         "time_to_first_token_seconds": ("From a request's arrival to its first token.", seen.first),
         "inter_token_latency_seconds": ("From token to token; those of one step share its time.", seen.between),
         "e2e_request_latency_seconds": ("From a request's arrival to its end.", seen.whole),
-        "queue_time_seconds": ("From a request's arrival to its slot.", now.queue),
     }
     for name, (text, histogram) in waits.items():
-        yield "histogram", "sglang:" + name, text, [({}, histogram)]
+        yield _one("histogram", "sglang:" + name, text, _timings(histogram))
+
+
+def _times(m: Metrics) -> Iterator[Family]:
+    """Yield the times in queue and steps."""
+    yield _one("histogram", "sglang:queue_time_seconds", "From a request's arrival to its slot.",
+               _timings(m.queue_times))  # fmt: skip
     yield ("histogram", "minispec:decode_step_seconds", "Launching a decode step and waiting for it, by tree size.",
-           [({"nodes": str(nodes)}, histogram) for nodes, histogram in sorted(now.steps.items())])  # fmt: skip
+           [({"nodes": str(nodes)}, _timings(times)) for nodes, times in sorted(m.step_times.items())])  # fmt: skip
+
+
+def _timings(histogram: Histogram) -> Timings:
+    return tuple(histogram.bounds), list(histogram.counts), histogram.total
 
 
 def _http(seen: Seen) -> Iterator[Family]:

@@ -1,4 +1,4 @@
-"""What this machine grants the process: memory and cores, within the limits of its control groups.
+"""What this machine grants the process: memory and cores, within the limits of its control groups; a folder of its own.
 
 A container or a batch job usually gets a part of its machine, but /proc/meminfo and the number of cores describe the
 whole machine. The limits stand in the files of the process's control groups and of all groups above them, and the
@@ -10,9 +10,13 @@ Read next: `llm.py`, which sizes the KV pool and the thread pool by these.
 
 from __future__ import annotations
 
+import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+logger = logging.getLogger("minispec")
 
 SLASH = Path("/")
 
@@ -39,6 +43,27 @@ def core_count(root: Path = SLASH) -> int:
         if quota.strip() not in ("", "max", "-1"):  # without a quota version 2 says max, and version 1 says -1
             cores = min(cores, int(quota) // int(period))
     return max(cores, 1)
+
+
+def own_compile_cache() -> Path | None:
+    """Point torch.compile's cache, which holds executable code, to a folder that only this user can write.
+
+    PyTorch's default is a guessable folder in the shared temporary directory. Returns the folder if it is to be removed
+    in the end.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return None
+    temporary = None
+    try:
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "minispec" / "inductor"
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)  # raises PermissionError where the folder is someone else's
+    except (OSError, RuntimeError):  # no home, or not ours: compiled code is then not kept
+        folder = temporary = Path(tempfile.mkdtemp(prefix="minispec-inductor-"))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    logger.info("compiled code is kept in %s (TORCHINDUCTOR_CACHE_DIR)", folder)
+    return temporary
 
 
 def _machine_memory(root: Path) -> tuple[int, int]:

@@ -180,6 +180,14 @@ class Config:
         None, "Several devices", "HOST:PORT of machine 0, where the ranks meet; on one machine they need none"
     )
     dist_timeout: int = _flag(300, "Several devices", "seconds to wait until all ranks have met", low=1)
+    dp_size: int = _flag(
+        1, "Several devices", "replicas of the model, with --tp-size ranks each, behind one address; above 1 it needs "
+        "the extra minispec[cluster]: docs/scaling.md", low=1,
+    )  # fmt: skip
+    ray_address: str | None = _flag(
+        None, "Several devices", "HOST:PORT of a Ray cluster, or auto for the one that this machine is part of, to "
+        "place replicas on; default: on this machine alone",
+    )  # fmt: skip
 
     speculative_algorithm: str | None = _flag(
         None, "Speculation", "NONE, NGRAM, EAGLE (alias NEXTN), EAGLE3 or STANDALONE, in any case, or module:Class of "
@@ -331,6 +339,21 @@ class Config:
             raise ValueError(f"--dist-init-addr must be HOST:PORT with a port in [1, 65535], got {address!r}")
         if address is not None and self.tp_size == 1:
             self._note("--dist-init-addr does nothing with --tp-size 1: there is nobody to meet")
+        self._check_replicas()
+
+    def _check_replicas(self) -> None:
+        """Raise ValueError where replicas cannot be placed as asked for."""
+        if self.dp_size > 1 and self.nnodes > 1:
+            raise ValueError(f"--dp-size {self.dp_size} is not for --nnodes {self.nnodes}: the ranks of a replica are on "
+                             "one machine; for replicas on several give --ray-address and no --nnodes")  # fmt: skip
+        address = self.ray_address
+        if address is None:
+            return
+        host, _, port = address.rpartition(":")
+        if address != "auto" and not (host and "/" not in host and port.isdecimal() and 0 < int(port) < 65536):
+            raise ValueError(f"--ray-address must be HOST:PORT with a port in [1, 65535], or auto, got {address!r}")
+        if self.dp_size == 1:
+            self._note("--ray-address does nothing with --dp-size 1: there are no replicas to place")
 
     def _check_drafter(self) -> None:
         """Note the flags of other drafters than the one that runs; raise ValueError where a shape is half given."""
@@ -581,6 +604,7 @@ def _check_one(flag: str, meta: Mapping[str, Any], kind: str, value: Any) -> Non
 _ALIASES = {  # other spellings, SGLang's own and those of its documents' history
     "model_path": ("--model",),
     "tp_size": ("--tp", "--tensor-parallel-size"),
+    "dp_size": ("--dp", "--data-parallel-size"),
     "mem_fraction_static": ("--mem-fraction", "--mem-frac"),
     "cuda_graph_max_bs": ("--cuda-graph-max",),
     "speculative_algorithm": ("--speculative-algo",),

@@ -4,7 +4,7 @@ Two one-way roads lead to it and back. Commands (submit, abort, questions, stop)
 two steps; updates come back with exactly one `call_soon_threadsafe` per step, whatever the number of requests, because
 a compiled CPU kernel holds the interpreter lock until it returns.
 
-Read next: `server.py`, whose event loop is at the other end.
+Read next: `server.py`, whose event loop is at the other end; `replica.py`, where another process has such a thread.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ class EngineThread(threading.Thread):
         return self.ask(lambda scheduler: QUESTIONS[question](self.llm, *given))
 
     async def each(self, question: str, *given: Any) -> list[Any]:
-        """Return the answers of all engines; here is one."""
+        """Return the answers of all engines, of which there may be several elsewhere (`replicas.py`), and here is one.
+        """
         return [await self.answer(question, *given)]
 
     @property

@@ -3,7 +3,7 @@
 It needs the tokenizer and a few numbers, and no weights, so a process whose model is elsewhere checks requests as the
 scheduler does. Everything here is constant: any thread may ask, and none waits for a step.
 
-Read next: `scheduler.py`, which makes one of its own sizes.
+Read next: `scheduler.py`, which makes one of its own sizes; `replicas.py`, which makes one of what a replica tells.
 """
 
 from __future__ import annotations

@@ -20,15 +20,17 @@ from minispec.request import Finish, Request
 
 
 class Output:
-    """The growing output of one request: its text, how much of it was released, and the stop rules."""
+    """The growing output of one request: its text, what of it is held back, and the stop rules."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> None:
         self.request, self.params = request, request.params
         self.stop_ids = self.params.stop_ids(eos_ids)
         self.detokenizer = Detokenizer(tokenizer, self.params)
         self.text = ""
-        self.released = 0  # characters of `text` handed out
         self.longest_stop = max(map(len, self.params.stop), default=0)
+        given, request.output_ids = request.output_ids, []
+        for token in given:  # it has begun elsewhere, and goes on as it would have there
+            self.append(token)
 
     def append(self, token: int) -> Finish | None:
         """Add one emitted token to the request's ids and text; returns why the request is finished, or None."""
@@ -66,13 +68,14 @@ class Output:
     def release(self, finished: bool) -> str:
         """Return the text that became certain since the last call; if the request is finished, all that is left."""
         end = len(self.text) if finished else len(self.text) - self._held_back()
-        new = self.text[self.released : end]
-        self.released = max(end, self.released)
+        released = self.request.released
+        new = self.text[released:end]
+        self.request.released = max(end, released)
         return new
 
     def _held_back(self) -> int:
         """Return how many characters at the end may be the start of a stop string."""
-        tail = self.text[max(self.released, len(self.text) - self.longest_stop + 1) :]
+        tail = self.text[max(self.request.released, len(self.text) - self.longest_stop + 1) :]
         for size in range(len(tail), 0, -1):
             if any(stop.startswith(tail[-size:]) for stop in self.params.stop):
                 return size

@@ -46,6 +46,7 @@ from minispec.http.message import Formats
 from minispec.http.streams import Flight, SlowReader, delivered, delivering, stream
 from minispec.load.machine import own_compile_cache
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
+from minispec.replicas import Replicas
 from minispec.request import Request, RequestError, Update, one_line
 from minispec.watchdog import Watchdog
 
@@ -83,8 +84,11 @@ class Server:
 
     async def start(self) -> None:
         """Listen, and begin to load; raises OSError if the address is taken."""
-        self.engine = EngineThread(self.config, self.build, self._deliver, self._died)
-        self.engine.watchdog = self.watchdog
+        if self.config.dp_size > 1:
+            self.engine = Replicas(self.config, self._deliver, self._died)
+        else:
+            self.engine = EngineThread(self.config, self.build, self._deliver, self._died)
+            self.engine.watchdog = self.watchdog
         access_logger.setLevel(self.config.log_level_http.upper())
         self.runner = web.AppRunner(
             self.application(), handler_cancellation=True, shutdown_timeout=STOP_TIMEOUT, access_log=access_logger,
@@ -143,6 +147,7 @@ class Server:
         for add in (get, post):
             add("/flush_cache", self.flush_cache)
         post("/abort_request", self.abort_request)
+        post("/replicas/{number:[0-9]{1,6}}/restart", self.restart)
         for prefix in ("", "/v1"):
             post(prefix + "/tokenize", self.tokenize)
             post(prefix + "/detokenize", self.detokenize)
@@ -226,7 +231,7 @@ class Server:
     @contextmanager
     def _counted(self, count: int) -> Iterator[None]:
         """Count prompts against the bound of the queue, at the instant it is checked; 503 where it is full."""
-        limit = self._open().facts.max_running + self.config.max_queued_requests
+        limit = self._open().facts.max_running * self.config.dp_size + self.config.max_queued_requests
         if count > limit:
             raise RequestError(f"{count} prompts and choices in one request; --max-queued-requests allows {limit}",
                                "prompt")  # fmt: skip
@@ -332,6 +337,8 @@ class Server:
         flags = {name: value for name, value in flags.items() if name not in stats}  # as resolved, not as asked for
         states = [{**flags, **answer, "dp_rank": rank} for rank, answer in enumerate(answers) if answer]
         info = {**stats, **flags, "version": about.version(), "internal_states": states}
+        if isinstance(self.engine, Replicas):
+            info["replicas"] = self.engine.listed(answers)
         return json_answer(info)
 
     async def loads(self, http: web.Request) -> web.Response:
@@ -369,6 +376,14 @@ class Server:
         if not all(await self.engine.each("flush")):
             raise RequestError("the cache was not flushed: requests are running or waiting", code="busy")
         return web.Response(text="Cache flushed.\n")
+
+    async def restart(self, http: web.Request) -> web.Response:
+        """Start a replica again, when it has done what it has; answers when it is ready."""
+        self._ready()
+        if not isinstance(self.engine, Replicas):
+            raise RequestError("there are no replicas without --dp-size", None, 404)
+        await self.engine.restart(int(http.match_info["number"]))
+        return json_answer({"status": "ready"})
 
     async def set_internal_state(self, http: web.Request) -> web.Response:
         """Change flags between two steps, and count accepted drafts anew, as SGLang does."""

@@ -81,7 +81,7 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
         "speculative_accept_threshold_single": "0.5", "speculative_accept_threshold_acc": "0",
         "speculative_draft_load_format": "pt", "log_level_http": "info", "chat_template": "chatml",
         "cors_origins": "https://a.example", "tool_call_parser": "qwen25", "reasoning_parser": "qwen3",
-        "ssl_keyfile": __file__, "ssl_certfile": __file__, "dist_init_addr": "here:1",
+        "ssl_keyfile": __file__, "ssl_certfile": __file__, "dist_init_addr": "here:1", "ray_address": "here:1",
         "speculative_draft_model_quantization": "unquant",
     }  # fmt: skip
     flags = [f for f in dataclasses.fields(Config) if f.metadata]
@@ -136,7 +136,7 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--dp", "2"], "--dp 2: of parallelism there is --tp-size"),
+        (["--pp", "2"], "--pp 2: of parallelism there are --tp-size and --dp-size"),
         (["--speculative-algo", "EAGLE3", "--speculative-num-steps", "3"], "--speculative-eagle-topk"),
         (["--speculative-algo", "EAGLE", "--speculative-num-draft-tokens", "4"], "not given: --speculative-num-steps"),
         (["--speculative-algo", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2",
@@ -174,6 +174,9 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         (["--tp", "2", "--nnodes", "2"], "--nnodes 2 needs --dist-init-addr, HOST:PORT of machine 0"),
         (["--tp", "2", "--nnodes", "2", "--node-rank", "2"], "--node-rank must be in [0, 1] with --nnodes 2, got 2"),
         (["--tp", "2", "--dist-init-addr", "here"], "--dist-init-addr must be HOST:PORT with a port in [1, 65535]"),
+        (["--dp", "2", "--tp", "2", "--nnodes", "2", "--dist-init-addr", "here:1"],
+         "--dp-size 2 is not for --nnodes 2"),
+        (["--dp", "2", "--ray-address", "ray://here:1"], "--ray-address must be HOST:PORT with a port in [1, 65535]"),
         (["--revision", "main"], "--revision needs --model-path"),
         (["--speculative-algorithm", "medusa"], "NONE, NGRAM, EAGLE, EAGLE3, NEXTN or STANDALONE, or module:Class of"),
         (["--speculative-algorithm", "my drafter:X"], "or module:Class of your own, got"),
@@ -189,7 +192,7 @@ def test_refusals_are_one_line_that_names_the_flag(
 
 
 @pytest.mark.parametrize(
-    "argv", [["--dp", "1"], ["--kv-cache-dtype=auto"], ["--enable_two_batch_overlap"], ["--trust-remote-code"],
+    "argv", [["--ep", "1"], ["--kv-cache-dtype=auto"], ["--enable_two_batch_overlap"], ["--trust-remote-code"],
              ["--json-model-override-args", "{}"], ["--pp-size", "1"], ["--disaggregation-mode", "null"]],
 )  # fmt: skip
 def test_flags_that_ask_for_what_is_so_leave_one_note(argv: list[str]) -> None:
@@ -327,7 +330,7 @@ def test_help_lists_every_flag_and_hides_the_foreign_ones(capsys: pytest.Capture
     with pytest.raises(SystemExit) as stop:
         Config.from_args(["--help"])
     text = capsys.readouterr().out
-    assert stop.value.code == 0 and "--dp" not in text
+    assert stop.value.code == 0 and "--pp" not in text
     assert [f.name for f in dataclasses.fields(Config) if f.metadata and flag_name(f.name) not in text] == []
 
 

@@ -25,21 +25,23 @@ RANKS = {
     -1: "load.huge_pages",
     0: "request metrics tree kv radix model compiled graphs policy ring load.weights load.packed load.token_map "
     "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.machine load.__init__ train.__init__ "
-    "http.__init__ http.page watchdog",
+    "http.__init__ http.page watchdog routing",
     1: "shards http.fields http.reasoning config sampling attention eagle load.fp8 load.tokenizer load.default_model",
     2: "http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 "
     "train.prompts",
     3: "intake http.message trace beam ngram load.heads http.traces",
-    4: "standalone bucket lookup",
+    4: "standalone bucket lookup crossing",
     5: "engine load.drafters",
     6: "scheduler parallel load.selftest load.memory",
     7: "llm http.schema http.prometheus",
     8: "warming explain follower train.corpus http.answers http.about http.streams http.draining",
     9: "desk http.bodies train.rounds train.export",
     10: "engine_thread train.trainer train.small",
-    11: "train.__main__",
-    12: "server",
-    13: "__init__",  # the package's face: hands out LLM and SamplingParams
+    11: "replica train.__main__",
+    12: "cluster",
+    13: "replicas",
+    14: "server",
+    15: "__init__",  # the package's face: hands out LLM and SamplingParams
 }
 RANK = {module: rank for rank, modules in RANKS.items() for module in modules.split()}
 ALGORITHMS = {"NONE", "NGRAM", "EAGLE", "EAGLE3", "NEXTN", "MTP", "STANDALONE"}

@@ -170,7 +170,7 @@ def test_text_that_cannot_become_a_stop_string_is_not_held(tokenizer: Tokenizer)
     for end, token in enumerate(ids, start=1):
         output.append(token)
         output.release(False)
-        assert output.released == len(tokenizer.decode(ids[:end]))
+        assert output.request.released == len(tokenizer.decode(ids[:end]))
 
 
 def test_held_text_comes_with_eos(tokenizer: Tokenizer) -> None:

@@ -18,7 +18,8 @@ from aiohttp import web
 from minispec.config import Config
 from minispec.request import RequestError
 
-ADMIN = ("/flush_cache", "/set_internal_state")  # need the admin key where there is one; /abort_request too, in part
+# These need the admin key where there is one; /abort_request too, in part.
+ADMIN = ("/flush_cache", "/set_internal_state", "/replicas/{number}/restart")
 
 
 class Door:

@@ -54,6 +54,7 @@ ROUTES = [
             {"server_args": {"speculative_accept_threshold_single": 1.0}}) for method in ("post", "put")),
     *(Route(method, "/flush_cache", "empty the prefix cache; 400 while requests run", None, None, (TEXT,))
       for method in ("get", "post")),
+    Route("post", "/replicas/{number}/restart", "start a replica again, when it has done what it has; 404 without one"),
     Route("get", "/health", "200 once ready; needs no key"),
     Route("get", "/health_generate", "200 once a token was generated; needs no key"),
     Route("get", "/", "a page to talk to the model and watch speculation; needs no key", None, None, (HTML,)),
@@ -115,6 +116,8 @@ def _operation(route: Route) -> dict[str, Any]:
     }
     if "{id}" in route.path:
         operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if "{number}" in route.path:
+        operation["parameters"] = [{"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}]
     if route.path == "/v1/loads":
         names = {"type": "string", "description": "core, spec or all, separated by commas"}
         operation["parameters"] = [{"name": "include", "in": "query", "schema": names}]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from minispec.http import fields, logprobs
 from minispec.http.fields import read
 from minispec.http.logprobs import Report
-from minispec.http.message import PLAIN, Formats, Message, Wish
+from minispec.http.message import PLAIN, Formats, Message, OneCall, Wish
 from minispec.http.tools import constraint
 from minispec.http.traces import Telling
 from minispec.load.chat_templates import WITH_TOOLS
@@ -335,13 +335,7 @@ def _prepare_answer(request: Request, job: Job, tokenizer: Tokenizer, formats: F
     if any(tokenizer.token_id(mark) in tokenizer.backend.special_ids for mark in marks):
         request.params = replace(request.params, skip_special_tokens=False)  # they must be seen to be found
     if wish.tools and not wish.parallel:
-        watched = Message(wish, formats, request.thinking)
-
-        def ends(text: str) -> bool:
-            watched.feed(text)
-            return watched.called
-
-        request.ends = ends
+        request.ends = OneCall(wish, formats, request.thinking)
 
 
 def check_size(prompt: Prompt, context_length: int, param: str | None = None) -> None:
@@ -653,7 +647,7 @@ class Reply:
         finish = update.finish
         if finish is not None and finish.kind == "abort":
             if finish.status != ABORT_WANTED or self.job.kind != "generate":
-                raise RequestError(finish.message or "the request was aborted", None, finish.status, "aborted")
+                raise RequestError(finish.message or "the request was aborted", None, finish.status, finish.code)
         self.texts[i] += update.text
         self.ids[i] += update.ids
         self.finishes[i] = finish

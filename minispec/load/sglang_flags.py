@@ -42,15 +42,15 @@ LINES = {  # what is done instead -> flags; a whole clause, as it follows "--fla
         --cpu-offload-gb""",
     "ranks meet at --dist-init-addr, take the devices in order, and add up by PyTorch's own collectives": """--nccl-port
         --disable-custom-all-reduce --gpu-id-step""",
-    "there is one replica, which gets every request": "--load-balance-method",
+    "a replica is chosen by the prefixes that it holds and by how many requests it has": "--load-balance-method",
     "the tokenizer is the model's fast one, in threads of the server": "--tokenizer-mode --tokenizer-worker-num",
     "models run in this package's own code": "--model-impl",
 }  # fmt: skip
 
 REFUSED = {  # why -> flags
-    "of parallelism there is --tp-size": """--dp-size=1 --dp=1 --data-parallel-size=1 --pp-size=1 --pp=1
-        --pipeline-parallel-size=1 --ep-size=1 --ep=1 --expert-parallel-size=1 --base-gpu-id=0 --enable-dp-attention
-        --enable-ep-moe --disaggregation-mode=null""",
+    "of parallelism there are --tp-size and --dp-size": """--pp-size=1 --pp=1 --pipeline-parallel-size=1 --ep-size=1
+        --ep=1 --expert-parallel-size=1 --base-gpu-id=0 --enable-dp-attention --enable-ep-moe
+        --disaggregation-mode=null""",
     "of quantizations there are --quantization int8 and fp8":
         "--quantization-param-path --torchao-config --modelopt-quant",
     "keys and values have the activations' dtype": "--kv-cache-dtype=auto",

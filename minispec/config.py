@@ -344,7 +344,7 @@ class Config:
     def _check_replicas(self) -> None:
         """Raise ValueError where replicas cannot be placed as asked for."""
         if self.dp_size > 1 and self.nnodes > 1:
-            raise ValueError(f"--dp-size {self.dp_size} is not for --nnodes {self.nnodes}: the ranks of a replica are on "
+            raise ValueError(f"--dp-size {self.dp_size} is not for --nnodes {self.nnodes}: ranks of a replica are on "
                              "one machine; for replicas on several give --ray-address and no --nnodes")  # fmt: skip
         address = self.ray_address
         if address is None:

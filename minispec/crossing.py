@@ -35,7 +35,7 @@ def packed(request: Request) -> Values:
     return {
         **{name: getattr(request, name) for name in PLAIN},
         "params": {name: _plain(getattr(params, name)) for name in PARAMS} | {"sampling_seed": request.seed},
-        "logprobs": None if logprobs is None else (logprobs.top, logprobs.ids, logprobs.start),
+        "logprobs": None if logprobs is None else {"top": logprobs.top, "ids": logprobs.ids, "start": logprobs.start},
         "grammar": None if grammar is None else (grammar.kind, grammar.text, grammar.origin),
         "ends": None if request.ends is None else request.ends.packed(),
         "prediction": list(request.prediction),
@@ -51,7 +51,7 @@ def unpacked(values: Values, known: dict[str, Request]) -> Request:
     logprobs, grammar, trace = values["logprobs"], values["grammar"], values["trace"]
     params = SamplingParams(
         **values["params"],
-        logprobs=None if logprobs is None else Logprobs(*logprobs),
+        logprobs=None if logprobs is None else Logprobs(**logprobs),
         grammar=None if grammar is None else Grammar(*grammar),
     )
     request = Request(values["rid"], values["prompt_ids"], params)

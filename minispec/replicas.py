@@ -162,7 +162,6 @@ class Replicas:
             except ray_error as error:
                 logger.debug("replica %d", place.number, exc_info=error)
             except Exception as error:
-                logger.exception("replica %d cannot be followed", place.number)
                 return self._fail(error)
             finally:
                 if glance is not None:
@@ -238,7 +237,10 @@ class Replicas:
                            place.known["pid"], "ended" if place.planned else "died", len(lost))  # fmt: skip
         place.planned = False
         ended = [request for request in lost if request in self.unwanted or self.deaths[request] >= LIVES]
-        self.waiting = [request for request in lost if request not in ended] + self.waiting
+        again = [request for request in lost if request not in ended]
+        for request in again:
+            request.retractions += bool(request.output_ids)  # what it has is computed once more, and counted once
+        self.waiting = again + self.waiting
         self._end([(request, ABORTED if request in self.unwanted else LOST) for request in ended])
         self._send()
 
@@ -311,7 +313,22 @@ class Replicas:
                 place.requests[request.rid] = request
                 batches.setdefault(place, []).append(request)
         for place, batch in batches.items():
-            place.actor.submit.remote([packed(request) for request in batch])
+            taking = place.actor.submit.remote([packed(request) for request in batch])
+            sending = asyncio.ensure_future(self._sent(place, batch, taking))
+            self._tasks.add(sending)
+            sending.add_done_callback(self._tasks.discard)
+
+    async def _sent(self, place: Place, batch: Sequence[Request], taking: Any) -> None:
+        """See that a replica takes requests; of one that has died the stream tells."""
+        try:
+            await taking
+        except self._cluster.ray.exceptions.RayTaskError as error:
+            logger.error("replica %d cannot take requests: %s", place.number, error)
+            refused = [request for request in batch if place.requests.pop(request.rid, None) is not None]
+            finish = Finish("abort", message="a replica could not take the request", status=500)
+            self._end([(request, finish) for request in refused])
+        except self._cluster.error:
+            pass
 
     def _choose(self, request: Request) -> Place | None:
         """Return who gets a request; None if it has to wait."""

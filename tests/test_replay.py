@@ -1,0 +1,327 @@
+"""What becomes of requests whose replica dies, at every token, without Ray: replicas are objects of this process.
+
+`Local` stands for the cluster: it makes actors whose calls are coroutines of this event loop, around the real `Replica`
+with its engine thread, and kills one by answering nothing from it any more. So a death can come behind any update, and
+what goes wrong on purpose shows. test_replicas.py has processes and sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_server import options, tiny  # noqa: F401  the fixture
+
+import minispec.replicas as replicas_module
+from minispec.config import Config
+from minispec.llm import LLM
+from minispec.replica import Replica, given_flags
+from minispec.replicas import Place, Replicas
+from minispec.request import Grammar, Logprobs, Request, SamplingParams
+from minispec.routing import Routing
+
+ONCE = [4027, 1980]  # " Once upon", after which the scripted text follows
+
+
+class Unavailable(Exception):
+    """What Ray raises for an actor that has died."""
+
+
+class Died(Exception):
+    """What Ray raises for one that will not come back, and for a call that raised."""
+
+
+class Actor:
+    """A replica in this process, as Ray hands out actors."""
+
+    def __init__(self, make: Callable[[], Replica]) -> None:
+        self._make, self._replica, self._dead = make, make(), asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        call = lambda *given: asyncio.ensure_future(self._call(name, *given))  # noqa: E731
+        return SimpleNamespace(remote=call, options=lambda **how: SimpleNamespace(remote=self._stream))
+
+    async def _call(self, name: str, *given: Any) -> Any:
+        return await getattr(self._replica, name)(*given)
+
+    async def _stream(self, incarnation: str) -> Any:
+        dead, updates = self._dead, self._replica.updates(incarnation)
+        while True:
+            batch, death = asyncio.ensure_future(anext(updates)), asyncio.ensure_future(dead.wait())
+            await asyncio.wait([batch, death], return_when=asyncio.FIRST_COMPLETED)
+            if dead.is_set():
+                batch.cancel()
+                raise Unavailable
+            death.cancel()
+            future = asyncio.get_running_loop().create_future()
+            future.set_result(batch.result())
+            yield future
+
+    def kill(self) -> None:
+        """Start again, knowing nothing."""
+        if self._replica.engine is not None:
+            self._replica.engine.stop()
+        self._dead.set()
+        self._replica, self._dead = self._make(), asyncio.Event()
+
+
+class Local:
+    """What stands for `cluster.Cluster`."""
+
+    error = (Unavailable, Died)
+    ray = SimpleNamespace(
+        exceptions=SimpleNamespace(ActorUnavailableError=Unavailable, ActorDiedError=Died, RayTaskError=Died),
+        kill=lambda actor, no_restart: actor.kill(),
+    )
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def actor(self) -> Actor:
+        """Return a new replica."""
+        return Actor(lambda: Replica(given_flags(self.config), 1))
+
+    def leave(self) -> None:
+        """Nothing to leave."""
+
+
+@pytest.fixture(scope="module")
+def config(tiny: Path) -> Iterator[Config]:  # noqa: F811
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr(replicas_module, "Cluster", Local)
+        patch.setattr(replicas_module, "PAUSE", 0.005)
+        yield Config(**options(tiny, skip_server_warmup=True, dp_size=2, max_running_requests=8))
+
+
+@pytest.fixture(scope="module")
+def llm(config: Config) -> LLM:
+    return LLM(config=Config(**{**given_flags(config), "speculative_algorithm": "NONE"}))
+
+
+def wishes() -> dict[str, Request]:
+    """Return a request of each kind of state that has to be rebuilt."""
+    given = {
+        "held back": {"stop": (" there was 中 文 语",)}, "held back in vain": {"stop": (" time 😀 there was good",)},
+        "split character": {}, "sampled": {"temperature": 1.0, "sampling_seed": 3},
+        "no seed": {"temperature": 1.0},
+        "penalties": {"temperature": 0.8, "sampling_seed": 4, "frequency_penalty": 1.0, "repetition_penalty": 1.3,
+                      "min_new_tokens": 20, "stop_token_ids": tuple(range(10, 20000))},
+        "grammar": {"grammar": Grammar("regex", "([a-z]{2,5}, ){4}[0-9]{3}")},
+        "logprobs": {"logprobs": Logprobs(top=2, start=0), "temperature": 0.5, "sampling_seed": 5},
+    }  # fmt: skip
+    made = {}
+    for name, params in given.items():
+        wish = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True, **params})
+        made[name] = Request(name + "/1", ONCE * 12, wish)
+    leader = Request("leader/1", [*ONCE * 12, 5], SamplingParams(temperature=1.0, max_new_tokens=16, sampling_seed=6))
+    made["leader"] = leader
+    made["choice"] = Request("choice/1", leader.prompt_ids,
+                             SamplingParams(temperature=1.0, max_new_tokens=16, sampling_seed=7), leader=leader)
+    return made
+
+
+class Door:
+    """Replicas in an event loop, and what they have delivered."""
+
+    def __init__(self, config: Config) -> None:
+        self.texts: dict[Request, str] = {}
+        self.ends: dict[Request, Any] = {}
+        self.news = asyncio.Event()
+        self.replicas = Replicas(config, self.deliver, lambda: None)
+        self.after: Callable[[], None] = lambda: None
+
+    def deliver(self, updates: Sequence[Any]) -> None:
+        for update in updates:
+            assert update.request not in self.ends, "something came behind the end"
+            self.texts[update.request] = self.texts.get(update.request, "") + update.text
+            if update.finish is not None:
+                self.ends[update.request] = update.finish
+        self.news.set()
+        self.after()
+
+    def kill(self, place: Place) -> None:
+        place.actor.kill()
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def start(self) -> None:
+        self.replicas.start()
+        await self.until(lambda: [p.state for p in self.replicas.places] == ["ready"] * 2 or self.replicas.error)
+        assert self.replicas.error is None, self.replicas.error
+
+    async def serve(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.replicas.desk.intake.validate(request)
+        self.replicas.submit(requests)
+        await self.until(lambda: set(requests) <= set(self.ends))
+
+    def stop(self) -> None:
+        self.replicas.stop()
+        for place in self.replicas.places:
+            place.actor.kill()
+
+
+def outcome(request: Request, text: str) -> tuple[Any, ...]:
+    """Return what must not depend on where a request was computed."""
+    scores = [round(scored.logprob, 3) for scored in (*request.prompt_scores, *request.output_scores)]
+    return text, request.output_ids, request.finish.kind, request.finish.matched, scores
+
+
+def truth_of(llm: LLM, requests: dict[str, Request]) -> dict[str, Any]:
+    """Return the outcomes that requests with these seeds have alone."""
+    found = {}
+    for name, request in requests.items():
+        params = {**vars(request.params), "sampling_seed": request.seed}
+        alone = Request(name, request.prompt_ids, SamplingParams(**params))
+        found[name] = outcome(alone, llm.serve([alone])[alone])
+    return found
+
+
+async def killed_at(config: Config, token: int, kills: int = 1) -> tuple[dict[str, Request], dict[str, Any], int]:
+    """Serve all kinds with a death of the busier replica as soon as some request has so many tokens."""
+    door, requests, deaths = Door(config), wishes(), []
+
+    def after() -> None:
+        for place in door.replicas.places:
+            most = max((len(r.output_ids) for r in place.requests.values()), default=0)
+            if len(deaths) < kills and most >= token * (len(deaths) + 1) and place.state == "ready":
+                deaths.append(len(place.requests))
+                door.kill(place)
+
+    await door.start()
+    door.after = after
+    try:
+        await door.serve(list(requests.values()))
+        await door.until(lambda: not any(place.requests for place in door.replicas.places))
+    finally:
+        door.stop()
+    assert len(deaths) == kills and not door.replicas.deaths and not door.replicas.unwanted
+    return requests, {name: outcome(request, door.texts[request]) for name, request in requests.items()}, sum(deaths)
+
+
+@pytest.mark.parametrize("token", [1, 3, 5, 7, 9, 12])
+def test_a_death_behind_any_token_changes_nothing(config: Config, llm: LLM, token: int) -> None:
+    requests, found, moved = asyncio.run(killed_at(config, token, kills=2 if token == 5 else 1))
+    assert moved > 3
+    truth = truth_of(llm, requests)
+    for name in requests:
+        assert found[name] == truth[name], name
+
+
+def twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that was delivered is sent once more."""
+    original = replicas_module.packed
+    monkeypatch.setattr(replicas_module, "packed", lambda request: original(request) | {"released": 0})
+
+
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed that the door has drawn does not cross."""
+    original = replicas_module.packed
+
+    def packed(request: Request) -> dict[str, Any]:
+        values = original(request)
+        values["params"]["sampling_seed"] = request.params.sampling_seed
+        return values
+
+    monkeypatch.setattr(replicas_module, "packed", packed)
+
+
+def from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delivered tokens do not cross."""
+    original = replicas_module.packed
+    monkeypatch.setattr(replicas_module, "packed", lambda r: original(r) | {"output_ids": [], "scores": []})
+
+
+@pytest.mark.parametrize("mutation", [twice, forgetful, from_the_start], ids=lambda m: m.__name__)
+def test_what_is_not_rebuilt_shows(config: Config, llm: LLM, monkeypatch: pytest.MonkeyPatch, mutation: Any) -> None:
+    mutation(monkeypatch)
+    requests, found, _ = asyncio.run(killed_at(config, 5))
+    truth = truth_of(llm, requests)
+    assert any(found[name] != truth[name] for name in requests)
+
+
+def test_updates_of_an_older_incarnation_are_dropped(config: Config) -> None:
+    async def play() -> None:
+        door = Door(config)
+        await door.start()
+        request = Request("r/1", ONCE, SamplingParams(max_new_tokens=4, temperature=0.0))
+        await door.serve([request])
+        late = Request("late/1", ONCE, SamplingParams(max_new_tokens=4, temperature=0.0))
+        place = door.replicas.places[0]
+        place.requests[late.rid] = late
+        update = {"rid": late.rid, "ids": [5], "text": "old", "finish": None, "counts": [0, 0, 0, 0, [], False, 0, 0]}
+        door.replicas._take(place, "of a process that is gone", [update])
+        assert late not in door.texts and not late.output_ids
+        door.replicas._take(place, place.incarnation, [update])
+        assert door.texts[late] == "old"
+        door.stop()
+
+    asyncio.run(play())
+
+
+def test_a_request_that_kills_fails_alone_and_takes_three_replicas_with_it(config: Config, llm: LLM) -> None:
+    async def play() -> None:
+        door, requests, killed = Door(config), wishes(), []
+        poison = Request("poison/1", ONCE * 12, SamplingParams(max_new_tokens=24, temperature=0.0))
+
+        def after() -> None:
+            for place in door.replicas.places:
+                if poison.rid in place.requests and len(poison.output_ids) > 3 and place.state == "ready":
+                    if place.incarnation not in killed:
+                        killed.append(place.incarnation)
+                        door.kill(place)
+
+        await door.start()
+        door.after = after
+        await door.serve([poison, *requests.values()])
+        door.stop()
+        assert len(killed) == 3 and poison.finish.status == 500 and poison.finish.code == "replica_lost"
+        truth = truth_of(llm, requests)
+        assert {name: outcome(r, door.texts[r]) for name, r in requests.items()} == truth
+
+    asyncio.run(play())
+
+
+# ---- who gets a request ------------------------------------------------------------------------------------------
+
+
+def test_the_longest_prefix_wins_until_its_replica_is_too_busy() -> None:
+    routing = Routing(4, 100)
+    text = routing.prefixes(range(20))
+    assert len(text) == 5 and text[:3] == routing.prefixes(range(14))
+    routing.sent(1, text[:2])
+    routing.sent(2, text[:4])
+    assert routing.choose(text, {0: 0, 1: 0, 2: 3}) == 2
+    assert routing.choose(text, {0: 0, 1: 0, 2: 4}) == 2
+    assert routing.choose(text, {0: 0, 1: 0, 2: 5}) == 0, "then the least loaded one, whatever it holds"
+    assert routing.choose(text, {0: 6, 1: 6, 2: 9}) == 2 and routing.choose(text, {0: 6, 1: 6, 2: 10}) == 0
+    assert routing.choose(text, {0: 1, 1: 0}) == 1, "one that is not there is not chosen"
+    assert routing.choose(routing.prefixes(range(20), "salt"), {0: 1, 1: 0, 2: 3}) == 1
+    routing.forget(2)
+    assert routing.choose(text, {0: 0, 1: 3, 2: 0}) == 1
+
+
+def test_what_is_remembered_of_a_replica_is_bounded_and_the_beginning_is_forgotten_last() -> None:
+    routing = Routing(4, 6)
+    first, second = routing.prefixes(range(20)), routing.prefixes(range(100, 112))
+    routing.sent(0, first)
+    routing.sent(0, second)
+    assert routing._shared(0, first) == 3 and routing._shared(0, second) == 3 and len(routing._held[0]) == 6
+
+
+def test_one_system_prompt_spreads() -> None:
+    routing, loads = Routing(4, 1000), {0: 0, 1: 0, 2: 0}
+    for client in range(60):
+        text = routing.prefixes([*range(40), 1000 + client])
+        chosen = routing.choose(text, loads)
+        routing.sent(chosen, text)
+        loads[chosen] += 1
+    assert min(loads.values()) >= 12, loads

@@ -50,7 +50,9 @@ class Cluster:
         if config.ray_address is None:
             cores = [core_count()]
             self.threads = max(_threads(config, cores), 1)
-            self._folder = tempfile.mkdtemp(prefix="minispec-ray-")
+            # The paths of its sockets are 60 characters longer, and 107 is the most.
+            short = None if len(tempfile.gettempdir()) < 30 else "/tmp"
+            self._folder = tempfile.mkdtemp(prefix="minispec-ray-", dir=short)
             ray.init(num_cpus=config.dp_size * config.tp_size * self.threads, include_dashboard=False,
                      object_store_memory=OBJECT_STORE, _temp_dir=self._folder, configure_logging=False)  # fmt: skip
         else:

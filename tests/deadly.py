@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from minispec.drafter import Draft, HostDrafter
 
 POISON, PACED, CRAWLING = 8018, 6351, 26772  # " poison", " slowly" and " crawl" in the default model's vocabulary
-STEP, CHUNK = 0.02, 0.1  # seconds that a step takes beside a text that is paced, and a chunk of one that crawls
+STEP, CHUNK = 0.02, 0.15  # seconds that a step takes beside a text that is paced, and a chunk of one that crawls
 
 
 class Deadly(HostDrafter):

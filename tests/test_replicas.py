@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -130,7 +131,7 @@ NATIVES = {
     "penalties": native([*PREFIX, *ONCE], frequency_penalty=0.5, temperature=0.7, sampling_seed=11, min_new_tokens=40,
                         stop_token_ids=list(range(3, 3000)), ignore_eos=False)
                  | {"return_logprob": True},
-    "in prefill": native([*PREFIX, CRAWLING, *range(400, 700), *ONCE], 20),
+    "in prefill": native([*PREFIX, CRAWLING, *range(300, 900), *ONCE], 20),
 }  # fmt: skip
 
 
@@ -147,11 +148,11 @@ def test_a_replica_killed_in_prefill_in_decode_and_with_text_held_back_changes_n
     killer = Killer(both, held, monkeypatch)
     with ThreadPoolExecutor(8) as pool:
         futures = {name: pool.submit(stream, both, body) for name, body in NATIVES.items()}
-        truth = {name: stream(alone, body) for name, body in NATIVES.items()}
         found = {name: future.result() for name, future in futures.items()}
+    truth = {name: stream(alone, body) for name, body in NATIVES.items()}
     assert killer.killed.is_set() and len(killer.hit) == len(NATIVES)
-    states = {(bool(v["output_ids"]), v["released"]) for v in killer.hit}
-    assert (False, 0) in states and len(states) >= 3
+    states = {(len(v["output_ids"]), v["released"]) for v in killer.hit}
+    assert (0, 0) in states and len(states) >= 3, states
     text = alone.ok("/detokenize", {"tokens": next(v["output_ids"] for v in killer.hit if v["params"]["stop"])})["text"]
     assert any(0 < v["released"] < len(text) for v in killer.hit if v["params"]["stop"]), "something was held back"
     for name in NATIVES:
@@ -195,14 +196,14 @@ def test_a_replica_killed_in_a_character_in_json_and_with_several_choices_change
         wait_for(lambda: sum(len(place.requests) for place in engine.places) == 5)
         for place in engine.places[1:]:
             place.state = "ready"
-        truth = {name: spoken(alone, **wish) for name, wish in wishes.items()}
         found = {name: future.result() for name, future in futures.items()}
-        assert killer.killed.is_set() and len(killer.hit) == 5
-        assert any(v["output_ids"][-1] == 40303 for v in killer.hit)
-        assert found == truth and sorted(truth["choices"]) == [0, 1] and truth["choices"][0] != truth["choices"][1]
-        assert outcome(halved.result()[-1]) == outcome(stream(alone, halves)[-1])
-        seeded = {**free["sampling_params"], "sampling_seed": seeds[tuple(free["input_ids"])]}
-        assert outcome(frees.result()[-1]) == outcome(stream(alone, {**free, "sampling_params": seeded})[-1])
+    assert killer.killed.is_set() and len(killer.hit) == 5
+    assert any(v["output_ids"] and v["output_ids"][-1] == 40303 for v in killer.hit)
+    truth = {name: spoken(alone, **wish) for name, wish in wishes.items()}
+    assert found == truth and sorted(truth["choices"]) == [0, 1] and truth["choices"][0] != truth["choices"][1]
+    assert outcome(halved.result()[-1]) == outcome(stream(alone, halves)[-1])
+    seeded = {**free["sampling_params"], "sampling_seed": seeds[tuple(free["input_ids"])]}
+    assert outcome(frees.result()[-1]) == outcome(stream(alone, {**free, "sampling_params": seeded})[-1])
 
 
 def test_a_request_that_kills_its_replica_fails_alone(both: Running, alone: Running) -> None:
@@ -351,10 +352,11 @@ def session(leader: int) -> list[str]:
     return [args for pid, _, args in rows if pid in own and pid != str(leader)]
 
 
-def test_ctrl_c_lets_what_runs_finish_and_leaves_no_process_and_no_file(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_ctrl_c_lets_what_runs_finish_and_leaves_no_process_and_no_file(tiny: Path) -> None:  # noqa: F811
     flags = ["--model", str(tiny), "--device", "cpu", "--dtype", "float32", "--disable-torch-compile", "--dp-size", "2",
              "--speculative-algorithm", "NONE", "--skip-server-warmup"]  # fmt: skip
-    process = command(*flags, TMPDIR=str(tmp_path), PYTHONPATH=str(TESTS.parent))
+    temporary = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    process = command(*flags, TMPDIR=str(temporary), PYTHONPATH=str(TESTS.parent))
     try:
         log = []
         for line in process.stderr:
@@ -369,4 +371,5 @@ def test_ctrl_c_lets_what_runs_finish_and_leaves_no_process_and_no_file(tiny: Pa
     finally:
         process.kill()
     left = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True, check=True).stdout
-    assert str(tmp_path) not in left and not list(tmp_path.iterdir())
+    assert str(temporary) not in left and not list(temporary.iterdir())
+    temporary.rmdir()

@@ -37,10 +37,13 @@ from minispec.watchdog import Watchdog
 logger = logging.getLogger("minispec")
 
 
+AT_THE_DOOR = ("dp_size", "ray_address", "api_key", "admin_api_key", "ssl_keyfile", "ssl_certfile", "chat_template",
+               "notes")  # fmt: skip
+
+
 def given_flags(config: Config) -> Values:
-    """Return the flags of a replica of a server with this config, in plain values."""
-    given = {f.name: getattr(config, f.name) for f in fields(config) if f.init}
-    return given | {"dp_size": 1, "ray_address": None, "notes": ()}
+    """Return the flags of a replica of a server with this config, in plain values; keys stay at the door."""
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.init and f.name not in AT_THE_DOOR}
 
 
 class Replica:
@@ -71,8 +74,11 @@ class Replica:
             "graphs": engine.graphs, "facts": tuple(facts_of(engine.llm)) if ready else None,
         }  # fmt: skip
 
-    async def submit(self, packed: Sequence[Values]) -> None:
-        """Take requests that the door has checked; those of one prompt come together."""
+    async def submit(self, incarnation: str, packed: Sequence[Values]) -> None:
+        """Take requests that the door has checked, if they are for this incarnation; those of one prompt come together.
+        """
+        if incarnation != self.incarnation:
+            return  # the one they were for has died, and the door sends them again
         known: dict[str, Request] = {}
         for values in packed:
             known[values["rid"]] = unpacked(values, known)

@@ -24,6 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 from minispec.cluster import Cluster
@@ -68,6 +69,7 @@ class Replicas:
         self.error: BaseException | None = None
         self.lost, self.loaded = True, threading.Event()  # a failure here is always the end
         self.desk: Desk | None = None
+        self.routing: Routing | None = None  # known with the desk
         self.places: list[Place] = []
         self.waiting: list[Request] = []
         self.deaths: Counter[Request] = Counter()
@@ -93,6 +95,7 @@ class Replicas:
                 return
             self.places = [Place(number, self._cluster.actor()) for number in range(self.config.dp_size)]
             self._tasks |= {asyncio.ensure_future(self._keep(place)) for place in self.places}
+            await asyncio.to_thread(import_module, "minispec.llm")  # which the desk needs, while replicas load
         except Exception as error:
             self._fail(error)
 
@@ -130,7 +133,7 @@ class Replicas:
         """Starting until a replica was ready; then ready while one is, else recovering; failed in the end."""
         if self.error is not None:
             return "failed"
-        if any(place.state in ("ready", "draining") for place in self.places):
+        if any(place.state == "ready" for place in self.places):
             return "ready"
         return "starting" if self.desk is None else "recovering"
 
@@ -139,7 +142,7 @@ class Replicas:
         """How far the replicas are."""
         told = [f"replica {place.number}: {place.known.get('progress', 'being placed')}" for place in self.places
                 if place.state == "starting"]  # fmt: skip
-        return "; ".join(told) or "starting Ray"
+        return "; ".join(told) or ("being drained" if self.places else "starting Ray")
 
     @property
     def graphs(self) -> str:
@@ -313,7 +316,7 @@ class Replicas:
                 place.requests[request.rid] = request
                 batches.setdefault(place, []).append(request)
         for place, batch in batches.items():
-            taking = place.actor.submit.remote([packed(request) for request in batch])
+            taking = place.actor.submit.remote(place.incarnation, [packed(request) for request in batch])
             sending = asyncio.ensure_future(self._sent(place, batch, taking))
             self._tasks.add(sending)
             sending.add_done_callback(self._tasks.discard)
@@ -323,7 +326,7 @@ class Replicas:
         try:
             await taking
         except self._cluster.ray.exceptions.RayTaskError as error:
-            logger.error("replica %d cannot take requests: %s", place.number, error)
+            logger.error("replica %d cannot take requests: %s", place.number, str(error).strip().splitlines()[-1])
             refused = [request for request in batch if place.requests.pop(request.rid, None) is not None]
             finish = Finish("abort", message="a replica could not take the request", status=500)
             self._end([(request, finish) for request in refused])

@@ -24,6 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -220,9 +221,10 @@ class Replicas:
 
     async def _glance(self, place: Place) -> None:
         """Ask a replica now and then how it is, for /health."""
-        while True:
-            await asyncio.sleep(GLANCE)
-            place.known |= {"graphs": (await place.actor.begin.remote())["graphs"]}
+        with suppress(self._cluster.error):
+            while True:
+                await asyncio.sleep(GLANCE)
+                place.known |= {"graphs": (await place.actor.begin.remote())["graphs"]}
 
     def _gone(self, place: Place) -> None:
         """Take back the requests of a replica that has died, and send them elsewhere."""

@@ -28,11 +28,15 @@ from minispec.routing import Routing
 ONCE = [4027, 1980]  # " Once upon", after which the scripted text follows
 
 
-class Unavailable(Exception):
+class Error(Exception):
+    """What Ray's errors have in common."""
+
+
+class Unavailable(Error):
     """What Ray raises for an actor that has died."""
 
 
-class Died(Exception):
+class Died(Error):
     """What Ray raises for one that will not come back, and for a call that raised."""
 
 
@@ -73,7 +77,7 @@ class Actor:
 class Local:
     """What stands for `cluster.Cluster`."""
 
-    error = (Unavailable, Died)
+    error = Error
     ray = SimpleNamespace(
         exceptions=SimpleNamespace(ActorUnavailableError=Unavailable, ActorDiedError=Died, RayTaskError=Died),
         kill=lambda actor, no_restart: actor.kill(),

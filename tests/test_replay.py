@@ -104,8 +104,14 @@ def config(tiny: Path) -> Iterator[Config]:  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def llm(config: Config) -> LLM:
-    return LLM(config=Config(**{**given_flags(config), "speculative_algorithm": "NONE"}))
+def plain(config: Config) -> Config:
+    """The same without drafts, which starts sooner."""
+    return dataclasses.replace(config, speculative_algorithm="NONE")
+
+
+@pytest.fixture(scope="module")
+def llm(plain: Config) -> LLM:
+    return LLM(config=Config(**given_flags(plain)))
 
 
 def wishes() -> dict[str, Request]:
@@ -263,14 +269,14 @@ def from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mutation", [twice, forgetful, from_the_start], ids=lambda m: m.__name__)
-def test_what_is_not_rebuilt_shows(config: Config, llm: LLM, monkeypatch: pytest.MonkeyPatch, mutation: Any) -> None:
+def test_what_is_not_rebuilt_shows(plain: Config, llm: LLM, monkeypatch: pytest.MonkeyPatch, mutation: Any) -> None:
     mutation(monkeypatch)
-    requests, found, _ = played(config, lambda door: killed_at(door, 5))
+    requests, found, _ = played(plain, lambda door: killed_at(door, 5))
     truth = truth_of(llm, requests)
     assert any(found[name] != truth[name] for name in requests)
 
 
-def test_updates_of_an_older_incarnation_are_dropped(config: Config) -> None:
+def test_updates_of_an_older_incarnation_are_dropped(plain: Config) -> None:
     async def play(door: Door) -> None:
         request = Request("r/1", ONCE, SamplingParams(max_new_tokens=4, temperature=0.0))
         await door.serve([request])
@@ -283,10 +289,10 @@ def test_updates_of_an_older_incarnation_are_dropped(config: Config) -> None:
         door.replicas._take(place, place.incarnation, [update])
         assert door.texts[late] == "old"
 
-    played(config, play)
+    played(plain, play)
 
 
-def test_a_request_that_kills_fails_alone_and_takes_three_replicas_with_it(config: Config, llm: LLM) -> None:
+def test_a_request_that_kills_fails_alone_and_takes_three_replicas_with_it(plain: Config, llm: LLM) -> None:
     async def play(door: Door) -> None:
         requests, killed = wishes(), []
         poison = Request("poison/1", ONCE * 12, SamplingParams(max_new_tokens=24, temperature=0.0))
@@ -304,10 +310,10 @@ def test_a_request_that_kills_fails_alone_and_takes_three_replicas_with_it(confi
         truth = truth_of(llm, requests)
         assert {name: outcome(r, door.texts[r]) for name, r in requests.items()} == truth
 
-    played(config, play)
+    played(plain, play)
 
 
-def test_a_restart_of_each_in_turn_loses_nothing_and_nobody_is_blamed(config: Config, llm: LLM) -> None:
+def test_a_restart_of_each_in_turn_loses_nothing_and_nobody_is_blamed(plain: Config, llm: LLM) -> None:
     async def play(door: Door) -> dict[str, Request]:
         requests, before = wishes(), [place.incarnation for place in door.replicas.places]
         serving = asyncio.ensure_future(door.serve(list(requests.values())))
@@ -315,7 +321,7 @@ def test_a_restart_of_each_in_turn_loses_nothing_and_nobody_is_blamed(config: Co
             await door.until(lambda: len(door.texts) > 2)
             with pytest.MonkeyPatch.context() as patch:
                 # For the first everything is replayed that has not finished at once, the second is drained.
-                patch.setattr(door.replicas, "config", dataclasses.replace(config, shutdown_timeout=30.0 * number))
+                patch.setattr(door.replicas, "config", dataclasses.replace(plain, shutdown_timeout=30.0 * number))
                 await door.replicas.restart(number)
             assert door.replicas.state == "ready" and not door.replicas.deaths
         await serving
@@ -323,7 +329,7 @@ def test_a_restart_of_each_in_turn_loses_nothing_and_nobody_is_blamed(config: Co
         assert {name: outcome(r, door.texts[r]) for name, r in requests.items()} == truth_of(llm, requests)
         return requests
 
-    requests = played(config, play)
+    requests = played(plain, play)
     assert any(request.retractions for request in requests.values())
 
 

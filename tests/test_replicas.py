@@ -47,7 +47,11 @@ def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
         patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent)]))  # where replicas find `deadly`
         running = Running(Config(**options(tiny, speculative_algorithm="deadly:Deadly", dp_size=2, **FLAGS)))
         yield ready(running)
+        children = session(os.getpid())
+        assert any("raylet" in args for args in children)
         running.stop()
+        left = [args for args in session(os.getpid()) if "ray" in args]
+        assert not left, left
 
 
 @pytest.fixture()
@@ -358,6 +362,7 @@ def session(leader: int) -> list[str]:
     return [args for pid, _, args in rows if pid in own and pid != str(leader)]
 
 
+@SLOW
 def test_ctrl_c_lets_what_runs_finish_and_leaves_no_process_and_no_file(tiny: Path) -> None:  # noqa: F811
     flags = ["--model", str(tiny), "--device", "cpu", "--dtype", "float32", "--disable-torch-compile", "--dp-size", "2",
              "--speculative-algorithm", "NONE", "--skip-server-warmup"]  # fmt: skip

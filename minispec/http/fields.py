@@ -142,8 +142,9 @@ REFUSED = {  # why -> fields
         return_indexer_topk return_cached_tokens_details return_spec_tokens_details return_prompt_token_ids
         return_prompt_text return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext return_bytes
         return_token_strs watermark moderation verbosity""",
-    "there is one process": """data_parallel_rank routed_dp_rank disagg_prefill_dp_rank bootstrap_host bootstrap_port
-        bootstrap_room bootstrap_pair_key decode_tp_size kv_transfer_params token_indices_to_pool""",
+    "the server chooses the replica, and there are no others to transfer to": """
+        data_parallel_rank routed_dp_rank disagg_prefill_dp_rank bootstrap_host bootstrap_port bootstrap_room
+        bootstrap_pair_key decode_tp_size kv_transfer_params token_indices_to_pool""",
 }  # fmt: skip
 
 # Values that ask for what is done anyway, besides null, false and what is empty.

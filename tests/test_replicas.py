@@ -50,7 +50,7 @@ def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
         children = session(os.getpid())
         assert any("raylet" in args for args in children)
         running.stop()
-        left = [args for args in session(os.getpid()) if "ray" in args]
+        left = [args for args in session(os.getpid()) if "ray" in args and "<defunct>" not in args]
         assert not left, left
 
 

@@ -350,7 +350,8 @@ def test_every_path_is_described_and_takes_its_example(served: Running) -> None:
         for method, operation in methods.items():
             where = path.replace("{id}", "org/tiny")
             if "requestBody" not in operation:
-                assert served.call(where, None, method.upper())[0] == 200, path
+                told = served.call(where.replace("{number}", "0"), None, method.upper())[0]
+                assert told == (404 if path.startswith("/replicas") else 200), path  # this server has no replicas
                 continue
             content = operation["requestBody"]["content"]["application/json"]
             example, name = content["example"], content["schema"]["$ref"].rpartition("/")[2]

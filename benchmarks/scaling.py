@@ -25,6 +25,8 @@ import json
 import os
 import sys
 import tempfile
+import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -111,6 +113,16 @@ def look(contestant: Contestant, clients: int, prompts: Sequence[str], new_token
     return [Notes(contestant.name, rank, **json.loads(path.read_text())) for rank, path in enumerate(found)]
 
 
+def wait_for_replicas(url: str) -> None:
+    """Wait until all replicas of a server are ready, where it has any; it is ready itself as soon as one is."""
+    while True:
+        with urllib.request.urlopen(f"{url}/server_info") as answer:
+            replicas = json.load(answer).get("replicas", ())
+        if all(replica["state"] == "ready" for replica in replicas):
+            return
+        time.sleep(1)
+
+
 @contextmanager
 def started(names: Sequence[str], flags: Sequence[str]) -> Iterator[list[Contestant]]:
     """Start the servers, one after the other; stop them at the end."""
@@ -121,6 +133,7 @@ def started(names: Sequence[str], flags: Sequence[str]) -> Iterator[list[Contest
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="minispec-scaling-"))
             module = ("benchmarks.watched", folder, "server")
             url = stack.enter_context(parity.serve(*CONTESTANTS[name], *flags, timeout_s=READY_S, module=module))
+            wait_for_replicas(url)
             ask(url, "Name three rivers.", 8)
             found.append(Contestant(name, url, Path(folder)))
         yield found

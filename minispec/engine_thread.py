@@ -69,6 +69,7 @@ class EngineThread(threading.Thread):
         self.state, self.progress = "starting", "starting"
         self.error: BaseException | None = None
         self.watchdog = Watchdog(0)
+        self.ready_line = "The server is fired up and ready to roll!"  # in the log; scripts wait for SGLang's words
         self.lost = False  # whether this process can compute nothing any more
         self.llm: LLM | None = None  # read by the event loop once ready; its scheduler is this thread's alone
         self.warming: Warming | None = None
@@ -195,7 +196,7 @@ class EngineThread(threading.Thread):
         self.desk = desk_of(self.llm, self.config)
         self.state = "ready"
         self.loaded.set()
-        logger.info("The server is fired up and ready to roll!")
+        logger.info("%s", self.ready_line)
         return self.llm.scheduler
 
     def _tell(self, line: str) -> None:

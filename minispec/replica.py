@@ -66,6 +66,7 @@ class Replica:
         if self.engine is None:
             self.engine = EngineThread(self.config, build_sealed_llm, self._deliver, self._died)
             self.engine.watchdog = Watchdog(self.config.watchdog_timeout, lambda: os._exit(1))
+            self.engine.ready_line = "a replica has loaded"  # the server is ready when the door knows of it
             self.engine.start()
         engine, ready = self.engine, self.engine.state == "ready"
         return {

@@ -379,6 +379,8 @@ def test_ctrl_c_lets_what_runs_finish_and_leaves_no_process_and_no_file(tiny: Pa
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of the group
         _, rest = process.communicate(timeout=30)
         assert process.returncode == 0, rest
+        said = [line for line in (*log, *rest.splitlines()) if "ready to roll" in line]
+        assert len(said) == 1 and "Replica" not in said[0]  # scripts wait for the line, so replicas do not say it
     finally:
         process.kill()
     left = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True, check=True).stdout

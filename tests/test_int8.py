@@ -184,6 +184,7 @@ def test_int8_weights_are_what_is_served() -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_compiled_steps_are_exact() -> None:
+    torch._dynamo.reset()  # the blocks of other tests are the same function
     model = copy.deepcopy(int8_of(sharp_model))
     model.compile_blocks(partial(compile_step, device=CPU))
     scheduler = build(model, Oracle(truth_of(int8_of(sharp_model)), nodes=4), compiled=True, running=1, chunk=100)

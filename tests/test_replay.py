@@ -19,6 +19,7 @@ from test_server import options, tiny  # noqa: F401  the fixture
 
 import minispec.replicas as replicas_module
 from minispec.config import Config
+from minispec.engine_thread import build_llm
 from minispec.llm import LLM
 from minispec.replica import Replica, given_flags
 from minispec.replicas import Place, Replicas
@@ -92,6 +93,14 @@ class Local:
 
     def leave(self) -> None:
         """Nothing to leave."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unsealed() -> Iterator[None]:
+    """Replicas here share a process with all other tests, in which compiling must stay allowed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minispec.replica.build_sealed_llm", build_llm)
+        yield
 
 
 @pytest.fixture(scope="module")

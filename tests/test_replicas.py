@@ -46,9 +46,9 @@ def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent)]))  # where replicas find `deadly`
         running = Running(Config(**options(tiny, speculative_algorithm="deadly:Deadly", dp_size=2, **FLAGS)))
-        yield ready(running)
-        children = session(os.getpid())
-        assert any("raylet" in args for args in children)
+        ready(running)
+        assert any("raylet" in args for args in session(os.getpid()))  # as it will be looked for
+        yield running
         running.stop()
         left = [args for args in session(os.getpid()) if "ray" in args and "<defunct>" not in args]
         assert not left, left

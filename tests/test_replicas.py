@@ -354,7 +354,7 @@ def test_without_ray_and_without_a_cluster_there_is_one_line_that_says_what_to_d
 
 def session(leader: int) -> list[str]:
     """Return the command lines of the processes that descend from one, whatever group they are in."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["ps", "-wweo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()]
     own = {str(leader)}
     for _ in rows:
@@ -383,6 +383,6 @@ def test_ctrl_c_lets_what_runs_finish_and_leaves_no_process_and_no_file(tiny: Pa
         assert len(said) == 1 and "Replica" not in said[0]  # scripts wait for the line, so replicas do not say it
     finally:
         process.kill()
-    left = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True, check=True).stdout
+    left = subprocess.run(["ps", "-wweo", "args="], capture_output=True, text=True, check=True).stdout
     assert str(temporary) not in left and not list(temporary.iterdir())
     temporary.rmdir()

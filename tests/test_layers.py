@@ -22,9 +22,10 @@ SOURCES = {
 
 # A module may import from strictly lower ranks, never from its own. `load/` and `train/` span ranks.
 RANKS = {
+    -2: "load.machine",
     -1: "load.huge_pages",
     0: "request metrics tree kv radix model compiled graphs policy ring load.weights load.packed load.token_map "
-    "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.machine load.__init__ train.__init__ "
+    "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.__init__ train.__init__ "
     "http.__init__ http.page watchdog routing",
     1: "shards http.fields http.reasoning config sampling attention eagle load.fp8 load.tokenizer load.default_model",
     2: "http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 "

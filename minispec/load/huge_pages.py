@@ -1,8 +1,8 @@
 """Weights on a CPU in huge pages: a decode step reads all of them, and looks up an address for each page.
 
 With pages of 4 KiB a quarter of a gigabyte is 66,000 addresses a step, each of which costs several reads of memory, on
-a virtual machine more. With pages of 2 MiB the products of a step take 0.85 of the time (`docs/log.md`). Most systems
-give such pages only to who asks for them, and PyTorch's allocator and oneDNN do not ask.
+a virtual machine more. With pages of 2 MiB the products of a step take four fifths of the time (`docs/log.md`). Most
+systems give such pages only to who asks for them, and PyTorch's allocator and oneDNN do not ask.
 
 The one idea: memory that is filled already may be moved. Since Linux 6.1 a process can ask for that (`MADV_COLLAPSE`),
 so it is asked once, when weights are loaded, for all memory that is nearly full, and nothing else has to know. Memory
@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minispec.load.machine import text_of
+
 HUGE = 2 << 20  # bytes of a page on x86-64 and, where a small one has 4 KiB, on Arm
 FULL = 0.9  # of a mapping must be in use, since what is moved is filled up with memory that was not in use
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of <linux/mman.h>
@@ -38,11 +40,11 @@ def use_huge_pages() -> int:
     """
     if not _allowed():
         return 0
-    before = _in_huge_pages(_text(MAPPINGS))
-    for start, end in full_mappings(_text(MAPPINGS)):
+    smaps = text_of(MAPPINGS)
+    for start, end in full_mappings(smaps):
         _madvise(start, end, MADV_HUGEPAGE)  # so that what is split later, by a fork say, is put together again
         _madvise(start, end, MADV_COLLAPSE)
-    return _in_huge_pages(_text(MAPPINGS)) - before
+    return _in_huge_pages(text_of(MAPPINGS)) - _in_huge_pages(smaps)
 
 
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -58,7 +60,7 @@ def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _allowed() -> bool:
     """Return whether the system has huge pages for who asks."""
-    return sys.platform.startswith("linux") and "[never]" not in _text(SETTING)
+    return sys.platform.startswith("linux") and "[never]" not in text_of(SETTING)
 
 
 def _whole(begin: int, finish: int) -> tuple[int, int]:
@@ -101,11 +103,3 @@ def _kilobytes(name: str, lines: str) -> int:
     """Return a number of a mapping."""
     found = re.search(rf"^{name}: +(\d+) kB", lines, re.MULTILINE)
     return int(found[1]) if found else 0
-
-
-def _text(path: Path) -> str:
-    """Return a file's text, empty where it cannot be read."""
-    try:
-        return path.read_text("ascii", "replace")
-    except OSError:
-        return ""

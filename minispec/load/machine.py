@@ -37,9 +37,9 @@ def core_count(root: Path = SLASH) -> int:
     """Return how many whole cores the process may keep busy, at least 1: its affinity mask, within the CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _groups(root, "cpu"):
-        quota, _, period = _text(group / "cpu.max").partition(" ")
-        quota = quota or _text(group / "cpu.cfs_quota_us")
-        period = period or _text(group / "cpu.cfs_period_us")
+        quota, _, period = text_of(group / "cpu.max").partition(" ")
+        quota = quota or text_of(group / "cpu.cfs_quota_us")
+        period = period or text_of(group / "cpu.cfs_period_us")
         if quota.strip() not in ("", "max", "-1"):  # without a quota version 2 says max, and version 1 says -1
             cores = min(cores, int(quota) // int(period))
     return max(cores, 1)
@@ -68,7 +68,7 @@ def own_compile_cache() -> Path | None:
 
 def _machine_memory(root: Path) -> tuple[int, int]:
     """Return the machine's own (free, total) bytes."""
-    lines = [line.split() for line in _text(root / "proc/meminfo").splitlines()]
+    lines = [line.split() for line in text_of(root / "proc/meminfo").splitlines()]
     known = {words[0]: int(words[1]) * 1024 for words in lines}
     if "MemAvailable:" in known:  # unlike sysconf's number, this one includes memory that the kernel can reclaim
         return known["MemAvailable:"], known["MemTotal:"]
@@ -82,7 +82,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
     Within a container the path may be the host's, while the mounted tree has only the end of that path or nothing of
     it. So all folders from the path up to the mount point are tried.
     """
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0":
             mounts = ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
@@ -98,7 +98,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 def _file_pages(group: Path) -> int:
     """Return the bytes of cached files, which count as the group's memory but which the kernel drops when needed."""
-    words = [line.split() for line in _text(group / "memory.stat").splitlines()]
+    words = [line.split() for line in text_of(group / "memory.stat").splitlines()]
     known = {name: int(value) for name, value in words}
     whole = "total_" if "total_inactive_file" in known else ""  # version 1 counts the groups below only in these
     return known.get(whole + "inactive_file", 0) + known.get(whole + "active_file", 0)
@@ -107,12 +107,12 @@ def _file_pages(group: Path) -> int:
 def _number(path: Path) -> int | None:
     """Return the number in a file; None if there is no file or no number in it, as when the limit is the word max."""
     try:
-        return int(_text(path))
+        return int(text_of(path))
     except ValueError:
         return None
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """Return a file's text, empty where it cannot be read."""
     try:
         return path.read_text("ascii", "replace")

@@ -51,6 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "dist", "no") == "load":
         config.option.dist = "loadscope"
         config.option.loadscopereorder = False  # the order below, not the number of tests, says what begins first
+        # A worker that dies ends the run with the name of its test: one started in its place would wait for ever for
+        # whole files, which pytest-xdist has given out already.
+        config.option.maxworkerrestart = "0"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -68,11 +68,11 @@ class Replica:
             self.engine.watchdog = Watchdog(self.config.watchdog_timeout, lambda: os._exit(1))
             self.engine.ready_line = "a replica has loaded"  # the server is ready when the door knows of it
             self.engine.start()
-        engine, ready = self.engine, self.engine.state == "ready"
+        engine, state = self.engine, self.engine.state  # read once, as it may become "ready" while this looks around
         return {
-            "incarnation": self.incarnation, "pid": os.getpid(), "host": socket.gethostname(), "state": engine.state,
-            "progress": one_line(engine.error) if engine.state == "failed" else engine.progress,
-            "graphs": engine.graphs, "facts": tuple(facts_of(engine.llm)) if ready else None,
+            "incarnation": self.incarnation, "pid": os.getpid(), "host": socket.gethostname(), "state": state,
+            "progress": one_line(engine.error) if state == "failed" else engine.progress,
+            "graphs": engine.graphs, "facts": tuple(facts_of(engine.llm)) if state == "ready" else None,
         }  # fmt: skip
 
     async def submit(self, incarnation: str, packed: Sequence[Values]) -> None:

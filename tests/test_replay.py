@@ -285,6 +285,22 @@ def test_what_is_not_rebuilt_shows(plain: Config, llm: LLM, monkeypatch: pytest.
     assert any(found[name] != truth[name] for name in requests)
 
 
+def test_a_replica_that_becomes_ready_while_it_is_asked_does_not_say_so_without_its_facts(plain: Config) -> None:
+    class Loading:
+        """An engine that is ready from the second look on."""
+
+        error, progress, graphs, states = None, "loading", "eager", iter(["starting", "ready", "ready"])
+        state = property(lambda self: next(self.states))
+
+    async def told() -> dict[str, Any]:
+        replica = Replica(given_flags(plain), 1)
+        replica.engine = Loading()
+        return await replica.begin()
+
+    known = asyncio.run(told())
+    assert known["state"] == "starting" and known["facts"] is None
+
+
 def test_updates_of_an_older_incarnation_are_dropped(plain: Config) -> None:
     async def play(door: Door) -> None:
         request = Request("r/1", ONCE, SamplingParams(max_new_tokens=4, temperature=0.0))

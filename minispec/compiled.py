@@ -11,8 +11,10 @@ itself refuses inputs of other sizes and strides.
 
 One argument, the key, stands for all that stays: `attend` for a layer and its plan, since there is one object of it for
 each pair, or a step's bucket. The notes on it end with it. A key may say that it is `eager`: then the function runs as
-it is, and nothing is compiled. And it may name tensors of its own that are as long as the arguments are, `any_size`:
-then one graph serves all keys of its kind, whatever their sizes, so that compiling takes a fraction of the time.
+it is, and nothing is compiled. And it may name tensors of its own with the dimensions that may have any length,
+`any_size`: then one graph serves all keys of its kind, whatever their sizes, so that compiling takes a fraction of the
+time. Those that it has from time to time replaced by others, of other sizes even, are `moving`, a tuple which is a new
+one then: the graph goes on with the new ones.
 
 Read next: `model.py`, `beam.py` and `engine.py`, whose functions are compiled here.
 """
@@ -127,6 +129,7 @@ class Ran(NamedTuple):
     graph: Callable[..., Sequence[Tensor]]
     inputs: Sequence[Tensor | int]
     outputs: Sequence[Tensor]
+    sizes: Sequence[tuple[int, int, int]]  # of inputs that are numbers: the input, a tensor among them, its dimension
 
 
 class _Noted(threading.local):
@@ -166,6 +169,8 @@ def prepare() -> None:
 
     What is told is part of the key that it looks graphs up by, so all who share its cache call this.
     """
+    # Every function is traced once, so what the operations of one trace tell the next is not worth keeping.
+    torch._dynamo.config.fake_tensor_cache_enabled = False
     os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that compile for CUDA alone
     from torch._inductor import compile_fx, config, cpp_builder, cpu_vec_isa  # noqa: F401
 
@@ -208,6 +213,7 @@ def _lacking(*args: Any, **options: Any) -> NoReturn:
 
 def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor | int]) -> Callable[..., Sequence[Tensor]]:
     """A backend for torch.compile: its own, with a note of every call. Dynamo keeps it, so it must keep no tensor."""
+    sizes = _sizes(graph)  # before compiling, which takes the graph apart
     if _noted.cached_only:
         from torch._inductor.compile_fx import compile_fx  # here, since importing it takes a second
 
@@ -217,10 +223,25 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor | int]) -> Callab
 
     def run(*flat: Tensor | int) -> Sequence[Tensor]:
         outputs = compiled(*flat)
-        _noted.ran = Ran(compiled, flat, outputs)
+        _noted.ran = Ran(compiled, flat, outputs, sizes)
         return outputs
 
     return run
+
+
+def _sizes(graph: torch.fx.GraphModule) -> list[tuple[int, int, int]]:
+    """Return for each input of a graph that is a number which input's size it is: (input, tensor, dimension)."""
+    examples = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+    numbers = [(place, value.node.expr) for place, value in enumerate(examples) if isinstance(value, torch.SymInt)]
+    dimensions = [  # Dynamo may have found two numbers to be the same one: then both are the first tensor's
+        (place, dimension, size.node.expr)
+        for place, value in enumerate(examples) if isinstance(value, Tensor)
+        for dimension, size in enumerate(value.shape) if isinstance(size, torch.SymInt)
+    ]  # fmt: skip
+    return [
+        (number, *next((place, dimension) for place, dimension, size in dimensions if size == symbol))
+        for number, symbol in numbers
+    ]
 
 
 class DirectStep:
@@ -240,13 +261,13 @@ class DirectStep:
         calls, given = self.calls.setdefault(key, {}), _given(args)
         call = calls.get(given)
         if call is not None:
-            return call(owner, args)
+            return call(owner, args, getattr(key, "moving", ()))
         _noted.ran = None
         with any_size(args, key):
             out = self.traced(owner, *args)
         ran, _noted.ran = _noted.ran, None
         if ran is not None:  # None where torch.compile is told to run eagerly
-            calls[given] = DirectCall(owner, args, ran, out)
+            calls[given] = DirectCall(owner, args, ran, out, getattr(key, "moving", ()))
         return out
 
 
@@ -254,8 +275,8 @@ class DirectStep:
 def any_size(args: Sequence[Any], key: Any) -> Iterator[None]:
     """Within this, a graph that is traced for such a key takes other batch sizes and lengths as well.
 
-    Of the key's tensors that is dimension 0. Of the arguments it is 0 too, and if the key has `any_length` also 1, as
-    in x [B, T, d], or 2, as in the rotary factors [B, 1, T, D]. A size of one stays a constant of the graph.
+    Of the key's tensors it says which dimensions those are. Of the arguments it is 0, and if the key has `any_length`
+    also 1, as in x [B, T, d], or 2, as in the rotary factors [B, 1, T, D]. A size of one stays a constant of the graph.
     """
     if not getattr(key, "any_size", ()):
         yield
@@ -264,8 +285,8 @@ def any_size(args: Sequence[Any], key: Any) -> Iterator[None]:
     for tensor in [member for member in members if isinstance(member, Tensor)]:
         lengths = [2 if tensor.dim() == 4 else 1] if key.any_length else []
         torch._dynamo.maybe_mark_dynamic(tensor, [0, *lengths])
-    for tensor in key.any_size:
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    for tensor, dimensions in key.any_size:
+        torch._dynamo.maybe_mark_dynamic(tensor, dimensions)
     from torch.fx.experimental import _config  # here, since importing it takes a while
 
     with _config.patch(use_duck_shape=False):  # two sizes that happen to be equal now need not be so later
@@ -283,8 +304,14 @@ def _given(args: Sequence[Any]) -> tuple:
 class DirectCall:
     """The compiled graph of a function for one key, with all its inputs but the arguments."""
 
-    def __init__(self, owner: Any, args: Sequence[Any], ran: Ran, out: Any) -> None:
-        self.owner, self.graph, self.inputs = owner, ran.graph, list(ran.inputs)
+    def __init__(
+        self, owner: Any, args: Sequence[Any], ran: Ran, out: Any, moving: tuple[Tensor, ...] = ()
+    ) -> None:
+        self.owner, self.graph, self.inputs, self.moving = owner, ran.graph, list(ran.inputs), moving
+        # Where the moving tensors lie among the inputs, in their order, and the numbers that are sizes of theirs.
+        self.moves = [[place for place, given in enumerate(ran.inputs) if given is tensor] for tensor in moving]
+        assert all(self.moves), "a moving tensor reaches the graph as another one, which would stay while it moves"
+        self.sizes = [size for size in ran.sizes if any(size[1] in places for places in self.moves)]
         self.order, self.shape = _places(ran.outputs, out)
         members = [member for arg in args if isinstance(arg, tuple) for member in arg]
         assert all(member is None or isinstance(member, Tensor) for member in members), "a tuple holds tensors only"
@@ -311,9 +338,11 @@ class DirectCall:
             "an argument reaches the graph as another tensor, which would stay while the argument changes"
         )
 
-    def __call__(self, owner: Any, args: Sequence[Any]) -> Any:
+    def __call__(self, owner: Any, args: Sequence[Any], moving: tuple[Tensor, ...] = ()) -> Any:
         """Run the graph on these arguments."""
         assert owner is self.owner, "this key belongs to another module"
+        if moving is not self.moving:
+            self._move(moving)
         inputs = self.inputs.copy()
         for place, index, member in self.places:
             value = args[index]
@@ -322,6 +351,15 @@ class DirectCall:
         if self.shape is None:
             return outputs[0]
         return tree_unflatten([None if place is None else outputs[place] for place in self.order], self.shape)
+
+    def _move(self, moving: tuple[Tensor, ...]) -> None:
+        """From now on have these in place of the moving tensors, which may have other sizes."""
+        for places, tensor in zip(self.moves, moving, strict=True):
+            for place in places:
+                self.inputs[place] = tensor
+        for number, place, dimension in self.sizes:
+            self.inputs[number] = self.inputs[place].shape[dimension]
+        self.moving = moving
 
 
 def _places(outputs: Sequence[Tensor], out: Any) -> tuple[list[int | None], TreeSpec | None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -19,7 +19,19 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from minispec.attention import QUERY_BLOCK, AttendKind, Causal, PagedFlex, PagedGather, Plan, compiled_attention
+from minispec.attention import (
+    QUERY_BLOCK,
+    AttendKind,
+    Causal,
+    FlexLayer,
+    GatherLayer,
+    PagedFlex,
+    PagedGather,
+    Plan,
+    PromptLayer,
+    compiled_attention,
+)
+from minispec.compiled import any_size
 from minispec.kv import KVShape, PagedKV
 
 GROUPS = (1, 3, 4, 7, 8)  # query heads per KV head
@@ -278,10 +290,11 @@ def test_flex_masks_match_the_reference_in_every_ratio(group: int) -> None:
 
 
 def poison_what_nobody_sees(world: World, blocks: list[Block]) -> None:
-    """Map only the pages that the blocks need, and put infinity in all rows that no node of any block sees."""
+    """Map only the pages that the blocks need, and put infinity in all rows that no live node of any block sees."""
     seen = torch.zeros(world.kv.pool.shape[2], dtype=torch.bool)
     for slot, pages in world.pages.items():
-        rows = max((block.start + len(block.sees) for block in blocks if block.slot == slot), default=0)
+        own = [block for block in blocks if block.slot == slot]
+        rows = max((block.start + at + 1 for block in own for at, live in enumerate(block.live) if live), default=0)
         seen[[pages[row // world.page] * world.page + row % world.page for row in range(rows)]] = True
         world.kv.unmap(slot)
         world.kv.map(slot, 0, pages[: -(-rows // world.page)])
@@ -330,7 +343,12 @@ def one_graph() -> Iterator[Call]:
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(eager, fullgraph=True, dynamic=False)
-    yield compiled
+
+    def call(layer: FlexLayer | GatherLayer | PromptLayer, *given: Tensor) -> Tensor:
+        with any_size(given, layer) if layer.any_length else nullcontext():
+            return compiled(layer, *given)
+
+    yield call
     assert counters["stats"]["unique_graphs"] == 1, dict(counters["stats"])
 
 
@@ -375,7 +393,7 @@ def test_compiled_gather_matches_the_reference(dtype: torch.dtype) -> None:
 
 def test_each_kind_has_its_place_in_compiled_code() -> None:
     world = World(3)
-    shapes = {(32, 1, 1): PagedFlex, (2, 1, 6): PagedFlex, (8, 1, 6): PagedGather, (1, 2, QUERY_BLOCK): PagedGather}
+    shapes = {(32, 1, 1): PagedFlex, (1, 1, 2): PagedGather, (8, 1, 6): PagedGather, (1, 2, QUERY_BLOCK): PagedGather}
     for shape, kind in shapes.items():
         assert isinstance(compiled_attention(world.kv, Plan(world.kv, *shape), LAYERS), kind)
 

@@ -87,7 +87,8 @@ def test_every_shape_has_the_bits_of_torch_compile_and_eager_is_near() -> None:
 def keys_of(engine: Engine) -> list[Tensor]:
     """Return the tensors through which the target's layers reach their keys."""
     attends = [bucket.attend for bucket in (*engine.prefill_buckets.values(), *engine.buckets.values())]
-    return [attend.layer(index).keys for attend in attends for index in range(engine.model.config.layers)]
+    with torch.inference_mode():  # as steps have it, since layer 0 writes what a step reads
+        return [attend.layer(index).keys for attend in attends for index in range(engine.model.config.layers)]
 
 
 def test_engines_do_not_mix_and_their_memory_goes_with_them() -> None:
@@ -116,8 +117,9 @@ def test_other_shapes_and_modules_are_refused() -> None:
     scheduler = engine_of(Oracle(truth_of(MODEL), nodes=6))
     engine = scheduler.engine
     run(scheduler, [request("r", PROMPT, max_new_tokens=9)])
-    model, attend = engine.model, engine.buckets[1, 6].attend.layer(0)
+    model = engine.model
     with torch.inference_mode():
+        attend = engine.buckets[1, 6].attend.layer(0)
         for nodes, layer, message in ((5, 0, "expected size 6==5|expected size 5==6"), (6, 1, "another module")):
             x, rope = torch.zeros(1, nodes, 72), model.rope(torch.zeros(1, nodes, dtype=torch.int64))
             with pytest.raises(AssertionError, match=message):

@@ -354,8 +354,8 @@ def pages_read_on_fake_cuda(mapped: int, window: int) -> int:
 
 @needs_fake_cuda
 def test_gather_reads_the_longest_request_s_pages_on_cuda(pretender: ProcessPoolExecutor) -> None:
-    assert pretender.submit(pages_read_on_fake_cuda, 5, 8).result() == (5 * 16, 16)
-    assert pretender.submit(pages_read_on_fake_cuda, 2, 100).result() == (7 * 16, 7 * 16), "padding sees itself"
+    assert pretender.submit(pages_read_on_fake_cuda, 20, 8).result() == (20 * 16, 64)
+    assert pretender.submit(pages_read_on_fake_cuda, 2, 100).result() == (128, 128), "padding sees itself"
 
 
 def test_trees_end_at_127_nodes_on_cuda() -> None:

@@ -139,9 +139,11 @@ class Sizes:
         """Return the shapes that steps of this batch size may have: 1, nodes of trees, and, negative, nodes of lookups.
 
         In a step of lookups every request takes the host's tree, so the drafter need not draft. Larger batches have one
-        size. Beside lookups it is the smaller, which suits the drafter; the larger is for what lookups find.
+        size. Where trees are the host's, it is the smaller: the larger is for what a lookup finds, which few of many
+        requests have at once, while all of them pay for it.
         """
-        one = self.smaller.nodes if self.looks_up and self.smaller else self.nodes
+        host = self.looks_up or self.steps is None
+        one = self.smaller.nodes if host and self.smaller else self.nodes
         trees = tuple(n for n in self.tree_sizes if n in (1, one) or batch <= self.both_up_to)
         return (*trees, *(-n for n in trees if n > 1)) if self.looks_up else trees
 

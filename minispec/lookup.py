@@ -1,14 +1,15 @@
-"""A second opinion: beside a drafter with a network, texts are looked up, and row by row the better bet is verified.
+"""Texts looked up at next to no cost: as NGRAM, and as a second opinion beside a drafter with a network.
 
 A head guesses at every text and is right for a token or two. Where a text repeats itself, or another text that was
-seen, the words before say nearly for certain what follows, and for many tokens. The one idea: both propose, and for
-each request the tree with the most expected tokens is taken, as `policy.py` says. The trees of the host lie in the
-step's inputs, and the step takes them in place of the head's where there are any; if every request takes the host's,
-the head need not draft at all. Either way the accepted path is committed to the head, so it is never behind.
+seen, the words before say nearly for certain what follows, and for many tokens. The one idea: both propose, and row by
+row the better bet is verified, the tree with the most expected tokens, as `policy.py` says. The trees of the host lie
+in the step's inputs, and the step takes them in place of the head's where there are any; if every request takes the
+host's, the head need not draft at all. Either way the accepted path is committed to the head, so it is never behind.
 
 Looking up must cost next to nothing while it finds nothing. So of a request's own text a dictionary tells where its
 newest three or two tokens occurred last, which is a step of a microsecond; and the trie that all texts share
-(`ngram.py`) is filled at its leisure, within a hundredth of the time.
+(`ngram.py`) is filled at its leisure, within a hundredth of the time. NGRAM alone does the same on a CPU (`Texts`),
+unless flags give numbers: then it drafts whatever that costs, and knows every text as soon as it is there.
 
 What a lookup would have given is known without verifying it, once the text has gone on (`Prospects`). So nothing is
 spent on learning how often lookups hold.

@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from conformance import FEW, WISHES, Subject, assert_exact, truth
-from exactness import VOCAB, build, check, request, run
+from exactness import VOCAB, build, check, request, run, tiny_model
 from test_beam import MODEL, assert_slow_trees, drafter
 from trained import sentence, trained_head, trained_model
 
 from minispec.beam import BeamDrafter
 from minispec.config import Config
-from minispec.drafter import NOTHING, Batch, Draft
-from minispec.engine import Engine
+from minispec.drafter import NOTHING, Batch, Draft, HostTrees
+from minispec.engine import Engine, Sizes
+from minispec.load.drafters import make_drafter
 from minispec.lookup import SHARE, Echo, Lookups, Prospects, Texts
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.policy import Choice, Kind, Policy, Row
@@ -236,6 +238,17 @@ def test_the_longest_match_drafts_and_what_is_expected_counts() -> None:
     both.release(1)
     both.commit(1, [5, 6, 1, 2, 3])
     assert both.propose([1])[0].tokens[:2] != [3, 30], "what was expected of one request is not of the next"
+
+
+def test_ngram_keeps_to_its_share_of_the_time_unless_its_trees_are_given() -> None:
+    def made(**flags: object) -> HostTrees:
+        return make_drafter(Config(speculative_algorithm="NGRAM", **flags), tiny_model(), Path("m"), None)
+
+    assert isinstance(made().inner, Texts)
+    assert isinstance(made(speculative_num_draft_tokens=8).inner, NgramDrafter)
+    assert isinstance(made(speculative_adaptive=False).inner, NgramDrafter)
+    sizes = Sizes.resolve(made(), context_length=64, max_running=8, chunk_size=128, both_up_to=2)
+    assert [sizes.sizes_of(batch) for batch in (1, 2, 4, 8)] == [(1, 6, 12), (1, 6, 12), (1, 6), (1, 6)]
 
 
 def test_what_a_lookup_would_have_given_is_known_when_the_text_has_gone_on() -> None:

@@ -20,6 +20,7 @@ from minispec.beam import BeamDrafter
 from minispec.drafter import Drafter, HostDrafter
 from minispec.eagle import Eagle3Head
 from minispec.engine import Engine
+from minispec.lookup import Texts
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.policy import PLAIN, PROBES, Kind, Matches, Policy, Row, Times
 from minispec.ring import ROWS, Ring
@@ -201,7 +202,7 @@ with torch.inference_mode():
     HEAD = random_head(Eagle3Head, MODEL, taps=(1, 2), token_map=HALF)
 
 DRAFTERS: dict[str, tuple[Callable[[], Drafter | HostDrafter], dict[str, object]]] = {
-    "ngram": (lambda: NgramDrafter(NgramOptions(nodes=8)), {"smaller": 4}),
+    "ngram": (lambda: Texts(NgramDrafter(NgramOptions(nodes=8))), {"smaller": 4}),
     "oracle": (lambda: Oracle(truth_of(MODEL)), {"smaller": 4}),
     "eagle3": (eagle3, {}),
     "standalone": (lambda: StandaloneDrafter(DraftModel(MODEL, VOCAB), steps=3, topk=3, nodes=8, smaller=(1, 3)), {}),

@@ -23,7 +23,7 @@ from minispec.load.int8 import PROMPT_ROWS
 from minispec.load.token_map import read_token_map
 from minispec.load.tokenizer import Tokenizer
 from minispec.load.weights import ModelError, resolve_file, resolve_model
-from minispec.lookup import Lookups
+from minispec.lookup import Lookups, Texts
 from minispec.model import Model
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.standalone import StandaloneDrafter, load_draft
@@ -43,7 +43,7 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
         return as_drafter(drafter, model.config.vocab_size, config.smaller_nodes(drafter.nodes))
     table: dict[str, Callable[[Config, Model, Path, Tokenizer], Drafter | HostDrafter]] = {
         "NONE": lambda *_: Plain(),
-        "NGRAM": lambda config, *_: _ngram(config, config.draft_tokens),
+        "NGRAM": lambda config, model, *_: _texts(config, model),
         "EAGLE": _learned,
         "EAGLE3": _learned,
         "STANDALONE": _standalone,
@@ -156,6 +156,12 @@ def _ngram(config: Config, nodes: int) -> NgramDrafter:
             nodes=nodes,
         )
     )
+
+
+def _texts(config: Config, model: Model) -> HostDrafter:
+    """Build the drafter over texts alone: on a CPU within a share of the time, unless trees are to be as given."""
+    drafter = _ngram(config, config.draft_tokens)
+    return Texts(drafter) if config.adaptive and not config.gives_numbers and _on_cpu(config, model) else drafter
 
 
 def _with_lookups(config: Config, model: Model, drafter: BeamDrafter) -> Drafter:

@@ -43,7 +43,7 @@ from minispec.http.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
 from minispec.http.door import Door
 from minispec.http.draining import Signals, drained, shutting_down
 from minispec.http.message import Formats
-from minispec.http.streams import Flight, SlowReader, delivered, delivering, stream
+from minispec.http.streams import Exchange, SlowReader, delivered, delivering, stream
 from minispec.load.machine import own_compile_cache
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.replicas import Replicas
@@ -68,8 +68,8 @@ class Server:
         self._names = (config.served_name, config.model_path)
         self.created = int(time.time())
         self.port = config.port
-        self.flights: set[Flight] = set()
-        self.routes: dict[Request, Flight] = {}
+        self.exchanges: set[Exchange] = set()
+        self.routes: dict[Request, Exchange] = {}
         self.admitted = 0  # prompts in flight, counted from before they are tokenized
         self.produced = asyncio.Event()  # set whenever a step has given tokens
         self.must_end = asyncio.Event()  # the process, since this server will never answer, or never again
@@ -105,7 +105,7 @@ class Server:
     async def drain(self, at_once: asyncio.Event) -> bool:
         """Take no new work, and let what was taken finish; False where --shutdown-timeout or `at_once` comes first."""
         self.draining = True
-        return await drained(self.flights, self.config.shutdown_timeout, at_once)
+        return await drained(self.exchanges, self.config.shutdown_timeout, at_once)
 
     async def stop(self) -> bool:
         """End: an error to everyone in flight, connections closed, engine stopped; False if the engine still runs."""
@@ -154,15 +154,15 @@ class Server:
         return app
 
     def _deliver(self, updates: list[Update]) -> None:
-        """Hand the updates of a step to the flights they belong to."""
+        """Hand the updates of a step to the exchanges they belong to."""
         if any(update.ids for update in updates):
             self.produced.set()
         if self.config.enable_metrics:
             self.seen.updates(updates)
         for update in updates:
-            flight = self.routes.get(update.request)
-            if flight is not None:
-                flight.add(update)
+            exchange = self.routes.get(update.request)
+            if exchange is not None:
+                exchange.add(update)
 
     def _died(self) -> None:
         """The engine thread is gone: answer everyone, and if it never was ready, or is lost, end the process."""
@@ -180,9 +180,9 @@ class Server:
         self._died()
 
     def _fail_everything(self, error: RequestError) -> None:
-        """End every flight and every question to the scheduler; the flights' handlers see to the engine's side."""
-        for flight in self.flights:
-            flight.end(error)
+        """End every exchange and every question to the scheduler; the exchanges' handlers see to the engine's side."""
+        for exchange in self.exchanges:
+            exchange.end(error)
         self.engine.refuse_questions(error)
 
     # ---- text --------------------------------------------------------------------------------------------------------
@@ -205,27 +205,27 @@ class Server:
         job = await self.bodies.read(http, parse)
         self._check_model(job.model)
         try:
-            return await self._fly(http, Flight(job), desk)
+            return await self._answer_job(http, Exchange(job), desk)
         except SlowReader as slow:
             return await slow.leave(http)
 
-    async def _fly(self, http: web.Request, flight: Flight, desk: Desk) -> web.StreamResponse:
+    async def _answer_job(self, http: web.Request, exchange: Exchange, desk: Desk) -> web.StreamResponse:
         """Answer a job, if the queue has room for it."""
-        job = flight.job
-        with self._counted(len(job.prompts)), self._flying(flight):
+        job = exchange.job
+        with self._counted(len(job.prompts)), self._kept(exchange):
             threads = self.compiling if any(params.grammar for params in job.params) else self.tokenizing
             prepare = partial(_prepare, job, desk.intake, self._served)
             reply = await asyncio.get_running_loop().run_in_executor(threads, prepare)
-            flight.requests = reply.requests
-            if not flight.items.empty():
-                await flight.next()  # ended while its prompt was tokenized: raises
-            self._submit(flight)
+            exchange.requests = reply.requests
+            if not exchange.items.empty():
+                await exchange.next()  # ended while its prompt was tokenized: raises
+            self._submit(exchange)
             if self.config.log_requests:
-                _log_request(flight)
+                _log_request(exchange)
             if job.stream:
-                return await stream(http, flight, reply)
+                return await stream(http, exchange, reply)
             while not reply.done:
-                reply.take(await flight.next())
+                reply.take(await exchange.next())
             return await delivered(http, json_answer(reply.result()))
 
     @contextmanager
@@ -244,33 +244,34 @@ class Server:
             self.admitted -= count
 
     @contextmanager
-    def _flying(self, flight: Flight) -> Iterator[None]:
-        """Keep a flight reachable; in the end, however it comes, abort what has not finished."""
-        self.flights.add(flight)
+    def _kept(self, exchange: Exchange) -> Iterator[None]:
+        """Keep an exchange reachable; in the end, however it comes, abort what has not finished."""
+        self.exchanges.add(exchange)
         limit = self.config.request_timeout
-        late = partial(flight.end, RequestError(f"the request took more than {limit} seconds", None, 504, "timeout"))
+        late = partial(exchange.end, RequestError(f"the request took more than {limit} seconds", None, 504, "timeout"))
         timer = None if limit is None else asyncio.get_running_loop().call_later(limit, late)
         try:
             yield
         finally:
             if timer is not None:
                 timer.cancel()
-            self.flights.discard(flight)
-            submitted = [r for r in flight.requests if self.routes.pop(r, None) is not None]
+            self.exchanges.discard(exchange)
+            submitted = [r for r in exchange.requests if self.routes.pop(r, None) is not None]
             if any(r.finish is None for r in submitted):
                 self.engine.abort(submitted)
 
-    def _submit(self, flight: Flight) -> None:
-        """Hand a flight's requests to the engine, unless it has stopped or failed while they were tokenized."""
+    def _submit(self, exchange: Exchange) -> None:
+        """Hand an exchange's requests to the engine, unless it has stopped or failed while they were tokenized."""
         self._ready()
-        self.routes.update(dict.fromkeys(flight.requests, flight))
-        self.engine.submit(flight.requests)
-        self._end_aborted(flight)
+        self.routes.update(dict.fromkeys(exchange.requests, exchange))
+        self.engine.submit(exchange.requests)
+        self._end_aborted(exchange)
 
-    def _end_aborted(self, flight: Flight) -> None:
-        """Have the engine end those of a flight's submitted requests that were aborted; their last updates follow."""
-        if flight.aborted:
-            self.engine.abort([r for i, r in enumerate(flight.requests) if i in flight.aborted and r in self.routes])
+    def _end_aborted(self, exchange: Exchange) -> None:
+        """Have the engine end those of an exchange's submitted requests that were aborted; last updates follow."""
+        aborted = [request for index, request in enumerate(exchange.requests) if index in exchange.aborted]
+        if aborted:
+            self.engine.abort([request for request in aborted if request in self.routes])
 
     # ---- the other endpoints -----------------------------------------------------------------------------------------
 
@@ -289,13 +290,13 @@ class Server:
         """200 as soon as the engine has generated a token, 503 if that takes longer than 20 seconds."""
         intake = self._open().intake
         body = {"input_ids": intake.tokenizer.encode("a"), "rid": f"health-{uuid.uuid4().hex}"}
-        flight = Flight(schema.parse_generate({**body, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}))
-        with self._flying(flight):
-            flight.requests = _prepare(flight.job, intake, self._served).requests
+        exchange = Exchange(schema.parse_generate({**body, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}))
+        with self._kept(exchange):
+            exchange.requests = _prepare(exchange.job, intake, self._served).requests
             self.produced.clear()
-            self._submit(flight)
+            self._submit(exchange)
             # Any token will do: behind a long queue our own may take longer, and the server is well.
-            waits = [asyncio.ensure_future(self.produced.wait()), asyncio.ensure_future(flight.next())]
+            waits = [asyncio.ensure_future(self.produced.wait()), asyncio.ensure_future(exchange.next())]
             try:
                 done, _ = await asyncio.wait(waits, timeout=HEALTH_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -411,12 +412,12 @@ class Server:
         may_all = self.door.is_admin(http)
         if asked.abort_all and not may_all:
             raise self.door.forbidden("abort_all")
-        for flight in self.flights:
-            named = flight.job.rids
+        for exchange in self.exchanges:
+            named = exchange.job.rids
             if not may_all and begin not in (*named, named[0].removesuffix("-0")):
                 continue
-            flight.aborted |= {i for i, own in enumerate(named) if own.startswith(begin)}
-            self._end_aborted(flight)
+            exchange.aborted |= {i for i, own in enumerate(named) if own.startswith(begin)}
+            self._end_aborted(exchange)
         return web.Response()
 
     async def tokenize(self, http: web.Request) -> web.Response:
@@ -522,8 +523,8 @@ def _prepare(job: schema.Job, intake: Intake, served: schema.Served) -> schema.R
     return schema.Reply(job, requests, served)
 
 
-def _log_request(flight: Flight) -> None:
-    for request in flight.requests:
+def _log_request(exchange: Exchange) -> None:
+    for request in exchange.requests:
         logger.info("request %s: %d prompt tokens, %s", request.rid, len(request.prompt_ids), request.params)
 
 

@@ -194,14 +194,14 @@ def test_what_changes_the_server_for_others_needs_the_admin_key(locked: Running)
     everybody = {"abort_all": True}
     assert [ask(locked, "/abort_request", key, everybody)[0] for key in ("user-key", "admin-key")] == [403, 200]
     for key, rid, ended in (("user-key", "mi", False), ("user-key", "mine", True), ("admin-key", "mi", True)):
-        flight = type("Flight", (), {"job": type("Job", (), {"rids": ["mine-0", "mine-1"]}), "aborted": set(),
-                                    "requests": []})()  # fmt: skip
-        locked.server.flights.add(flight)
+        exchange = type("Exchange", (), {"job": type("Job", (), {"rids": ["mine-0", "mine-1"]}), "aborted": set(),
+                                     "requests": []})()  # fmt: skip
+        locked.server.exchanges.add(exchange)
         try:
             assert ask(locked, "/abort_request", key, {"rid": rid})[0] == 200
         finally:
-            locked.server.flights.discard(flight)
-        assert bool(flight.aborted) is ended, (key, rid)
+            locked.server.exchanges.discard(exchange)
+        assert bool(exchange.aborted) is ended, (key, rid)
 
 
 def test_no_log_line_has_a_key_or_a_prompt_even_at_debug(locked: Running, caplog: pytest.LogCaptureFixture) -> None:

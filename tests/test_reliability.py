@@ -81,7 +81,7 @@ def test_clients_cut_at_random_moments_leave_nothing_running_and_no_memory_taken
                 stats = await clients.idle()
                 assert stats["kv_pages_total"] == pages
                 assert served.server.admitted == 0 == served.server.bodies.held
-                assert not served.server.flights and not served.server.routes
+                assert not served.server.exchanges and not served.server.routes
                 memory.append(rss() / 2**20)
 
     monkeypatch.setattr(served.server, "config", Config(**options(tiny, **{**QUEUE, "max_queued_requests": 512})))
@@ -200,12 +200,12 @@ def test_a_reader_who_stops_reading_is_cut_off_and_finds_the_reason(
     slow_steps(served, monkeypatch)
     wish = {**native(**LONG, speculative=False), "stream": True, "trace": True}  # some 900 KB
     waiting: list[int] = []
-    real = streams.Flight.add
-    monkeypatch.setattr(streams.Flight, "add", lambda self, up: real(self, up) or waiting.append(self.items.qsize()))
+    real = streams.Exchange.add
+    monkeypatch.setattr(streams.Exchange, "add", lambda self, up: real(self, up) or waiting.append(self.items.qsize()))
     with stalled(served, wish) as sock:
         served.wait(lambda s: s["num_running_reqs"] == 1)
-        flight = next(iter(served.server.flights))
-        wait_until(lambda: flight.items.qsize() >= 2)  # nothing is taken any more
+        exchange = next(iter(served.server.exchanges))
+        wait_until(lambda: exchange.items.qsize() >= 2)  # nothing is taken any more
         served.idle()  # the engine has ended it, or is done with it
         rest = b"".join(iter(lambda: sock.recv(65536), b""))
     lines = [line for line in rest.split(b"\n") if line.startswith(b"data: ")]
@@ -214,7 +214,7 @@ def test_a_reader_who_stops_reading_is_cut_off_and_finds_the_reason(
     with stalled(served, wish) as sock:  # and who never comes back is gone
         monkeypatch.setattr(streams, "GRACE", 0.1)
         served.wait(lambda s: s["num_running_reqs"] == 1)
-        wait_until(lambda: not served.server.flights)
+        wait_until(lambda: not served.server.exchanges)
     assert served.server.admitted == 0
 
 

@@ -366,8 +366,9 @@ def test_every_path_is_described_and_takes_its_example(served: Running) -> None:
 
 
 def test_loads_tokenizer_info_and_fingerprint(served: Running) -> None:
-    for _ in range(2):
-        served.ok("/v1/completions", {"prompt": "word " * 60, "max_tokens": 20, "temperature": 0})
+    once, params = [4027, 1980], {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}  # " Once upon"
+    said = served.ok("/generate", {"input_ids": once, "sampling_params": params})["output_ids"]
+    served.ok("/generate", {"input_ids": [*once, *said, *once], "sampling_params": params})  # repeats its own text
     load = served.ok("/v1/loads")["loads"][0]
     assert load["num_running_reqs"] == load["num_used_tokens"] == 0 and 0 < load["cache_hit_rate"] < 1
     assert load["max_total_num_tokens"] == 8192 and load["speculative"]["accept_length"] > 1
@@ -601,7 +602,7 @@ def test_whoever_hangs_up_is_aborted_in_decode_and_queue(served: Running) -> Non
     for sock in (stream, *whole):
         sock.close()
     served.idle()
-    assert served.server.admitted == 0 and not served.server.flights and not served.server.routes
+    assert served.server.admitted == 0 and not served.server.exchanges and not served.server.routes
 
 
 def test_whoever_hangs_up_is_aborted_in_prefill(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:

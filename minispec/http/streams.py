@@ -5,7 +5,7 @@ by one, and what comes on top as a part of the last of them, so that a reader wh
 and larger events, and memory grows with the text alone. Who stays more than `LAG` seconds behind is cut off: the stream
 ends with an error event that says so, which lies in the socket should the reader come back within `GRACE` seconds.
 
-Read next: `server.py`, which has the flights; `schema.py` for what events say.
+Read next: `server.py`, which has the exchanges; `schema.py` for what events say.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Waiting:
         return Update(self.request, self.ids, "".join(self.pieces), self.finish)
 
 
-class Flight:
+class Exchange:
     """One HTTP request being answered: its job and the road on which its updates arrive."""
 
     def __init__(self, job: schema.Job) -> None:
@@ -69,11 +69,11 @@ class Flight:
             self.items.put_nowait(self.newest[update.request])
 
     def end(self, error: RequestError) -> None:
-        """Let the flight end with an error, behind what waits already."""
+        """Let the exchange end with an error, behind what waits already."""
         self.items.put_nowait(error)
 
     async def next(self) -> Update:
-        """Return the next update; raises the RequestError that ends the flight, or 408 for a reader too far behind."""
+        """Return the next update; raises the RequestError that ends it all, or 408 for a reader too far behind."""
         item = await self.items.get()
         if isinstance(item, RequestError):
             raise item
@@ -85,7 +85,7 @@ class Flight:
 
 
 class SlowReader(Exception):
-    """A stream whose reader does not read: raised out of what keeps its flight, so that the engine ends it at once."""
+    """A stream whose reader does not read: raised out of what keeps the exchange, so the engine ends it at once."""
 
     def __init__(self, response: web.StreamResponse, closing: bytes) -> None:
         super().__init__("a stream is not read")
@@ -110,8 +110,8 @@ def _too_slow() -> RequestError:
                         "slow_reader")  # fmt: skip
 
 
-async def stream(http: web.Request, flight: Flight, reply: schema.Reply) -> web.StreamResponse:
-    """Send a flight's events, the first of them at once, since the request is checked and in the queue; or SlowReader.
+async def stream(http: web.Request, exchange: Exchange, reply: schema.Reply) -> web.StreamResponse:
+    """Send an exchange's events, the first at once, since the request is checked and in the queue; or SlowReader.
 
     What fails from here on becomes an error event, never a quiet end. While nothing comes, comments tell client and
     proxies that the connection lives.
@@ -121,7 +121,7 @@ async def stream(http: web.Request, flight: Flight, reply: schema.Reply) -> web.
     try:
         await response.prepare(http)
         try:
-            await _send_events(response, flight, reply)
+            await _send_events(response, exchange, reply)
             closing = b"".join(map(schema.sse, reply.closing()))
         except ConnectionResetError:
             raise
@@ -140,7 +140,7 @@ async def stream(http: web.Request, flight: Flight, reply: schema.Reply) -> web.
     return response
 
 
-async def _send_events(response: web.StreamResponse, flight: Flight, reply: schema.Reply) -> None:
+async def _send_events(response: web.StreamResponse, exchange: Exchange, reply: schema.Reply) -> None:
     """Write events until the reply is complete."""
     events = reply.opening()
     while True:
@@ -148,15 +148,15 @@ async def _send_events(response: web.StreamResponse, flight: Flight, reply: sche
             await _within(LAG, response.write(b"".join(map(schema.sse, events))))
         if reply.done:
             return
-        events = reply.take(await _next(flight, response))
+        events = reply.take(await _next(exchange, response))
 
 
-async def _next(flight: Flight, response: web.StreamResponse) -> Update:
-    """Return a flight's next update, and send comments until it comes."""
+async def _next(exchange: Exchange, response: web.StreamResponse) -> Update:
+    """Return an exchange's next update, and send comments until it comes."""
     while True:
         try:
             async with asyncio.timeout(KEEP_ALIVE):
-                return await flight.next()
+                return await exchange.next()
         except TimeoutError:
             await _within(LAG, response.write(b": keep-alive\n\n"))
 

@@ -4,8 +4,8 @@
 batch, context, temperature. In a cell three contestants take turns on one engine: the engine as it serves, plain steps
 forced, and plain steps forced once more, which is the control. Four times they go in the order given and back, on the
 same questions each time, on other questions the next time, after a warm-up of 2,000 tokens. The figure is decode
-tokens/s, prefill left out; a ratio is one of medians. The prefix cache stays, so that long prompts are computed once;
-the drafter's memory of texts is emptied before every stretch.
+tokens/s, prefill left out, while all requests of the batch run; a ratio is one of medians. The prefix cache stays, so
+that long prompts are computed once; the drafter's memory of texts is emptied before every stretch.
 
 A control further than 0.04 from 1 voids its run, and the cell is measured again. A cell falls short below 0.98 less the
 control's deviation; it is measured once more, and that counts. At batch 1 and context 256 every shape that the engine
@@ -39,6 +39,8 @@ BATCHES, CONTEXTS, TEMPERATURES = (1, 8), (256, 3500), (0.0, 1.0)
 HEADED = ("eagle3", "eagle", "mtp", "ngram")  # of whose ratios at batch 1, context 256, the geometric mean is wanted
 LEAST, VOID = 0.98, 0.04
 WARM_UP = 2000  # tokens
+SHORT = min(CONTEXTS)
+LONGEST = 4  # times as many tokens as in the mean one request may have
 
 Force = Callable[[Sequence[int]], int] | None
 
@@ -104,45 +106,60 @@ class Field:
         return [self.llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in prompts]
 
     def prompts(self, number: int, batch: int, context: int) -> list[list[int]]:
-        """Return `batch` prompts of about `context` tokens, a question with others in front; by number others."""
-        found = []
-        for index in range(number * batch, (number + 1) * batch):
-            ids = list(self.texts[index % len(self.texts)])
-            others = itertools.count(index + 1)
-            while len(ids) < context - self.args.new_tokens // 2:
-                ids = self.texts[next(others) % len(self.texts)] + ids
-            found.append(ids[-(context - self.args.new_tokens // 2) :])
-        return found
+        """Return `batch` prompts of about `context` tokens; by number others in their last 256 tokens.
+
+        What stands before these belongs to a row of the batch and is the same for all numbers, so that the prefix cache
+        has it, while every row reads pages of its own.
+        """
+        front, back = max(0, context - SHORT), min(context, SHORT) - self.args.new_tokens // 2
+        return [self._text(row, front) + self._text(number * batch + row, back) for row in range(batch)]
+
+    def _text(self, index: int, length: int) -> list[int]:
+        """Return the last `length` tokens of a question with others in front."""
+        ids: list[int] = []
+        for other in itertools.count(index):
+            if len(ids) >= length:
+                return ids[len(ids) - length :]
+            ids = self.texts[other % len(self.texts)] + ids
 
     def stretch(self, prompts: Sequence[list[int]], temperature: float, force: Force) -> tuple[float, dict[str, float]]:
-        """Return decode tokens/s and shares of shapes of one batch, served to its end."""
-        scheduler = self.llm.scheduler
+        """Return decode tokens/s and shares of shapes of one batch, all of whose requests run until the end.
+
+        The end is when they have so many new tokens in the mean: were each served to an end of its own, steps with
+        drafts would have fewer and fewer requests, and plain ones, in which all get on alike, would not.
+        """
+        scheduler, wanted = self.llm.scheduler, len(prompts) * self.args.new_tokens
         scheduler.engine.drafter.clear()
-        scheduler.metrics = Metrics(scheduler.sizes.nodes, 10**9)
+        metrics = scheduler.metrics = Metrics(scheduler.sizes.nodes, 10**9)
         scheduler.policy.forced = force
-        params = [
-            SamplingParams(temperature=temperature, max_new_tokens=self.args.new_tokens, sampling_seed=seed,
-                           ignore_eos=True)
-            for seed, _ in enumerate(prompts)
-        ]  # fmt: skip
-        self.llm.generate(list(prompts), params)
+        for seed, ids in enumerate(prompts):
+            params = SamplingParams(temperature=temperature, max_new_tokens=LONGEST * self.args.new_tokens,
+                                    sampling_seed=seed, ignore_eos=True)  # fmt: skip
+            request = self.llm.request(ids, params)
+            scheduler.validate(request)
+            scheduler.submit(request)
+        while scheduler.has_work and metrics.verified_tokens < wanted:
+            scheduler.step()
         scheduler.policy.forced = None
-        m = scheduler.metrics
-        return m.verified_tokens / (m.step_seconds + m.host_seconds), m.shape_shares
+        speed = metrics.verified_tokens / (metrics.step_seconds + metrics.host_seconds)
+        scheduler.abort("")
+        while scheduler.has_work:
+            scheduler.step()
+        scheduler.check()
+        return speed, metrics.shape_shares
+
+    def warm_up(self, cell: Cell) -> None:
+        """Serve so many tokens of a cell that the policy knows it, of other questions than those that are timed."""
+        for number in range(1000, 1000 + -(-self.args.warm_up // (cell.batch * self.args.new_tokens))):
+            self.stretch(self.prompts(number, cell.batch, cell.context), cell.temperature, None)
 
     def measure(self, cell: Cell, rounds: int) -> Result:
         """Measure a cell once."""
         plain: Force = lambda shapes: 1  # noqa: E731
         who: dict[str | int, Force] = {"served": None, "plain": plain, "control": plain}
-        if cell.batch == 1 and cell.context == min(CONTEXTS):
+        if cell.batch == 1 and cell.context == SHORT:
             for nodes in self.llm.scheduler.sizes.tree_sizes[1:]:
                 who[nodes] = lambda shapes, nodes=nodes: nodes
-        warm = 0
-        for number in itertools.count(1000):  # other questions than those of the rounds
-            self.stretch(self.prompts(number, cell.batch, cell.context), cell.temperature, None)
-            warm += cell.batch * self.args.new_tokens
-            if warm >= self.args.warm_up:
-                break
         speeds: dict[str | int, list[float]] = {name: [] for name in who}
         shares: list[dict[str, float]] = []
         for number in range(rounds):
@@ -173,7 +190,7 @@ class Field:
 def cells(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the cells asked for, all of a method one after the other."""
     for method, batch, context, heat in itertools.product(args.method, args.batch, args.context, args.temperature):
-        if method in WHOLE_GRID or args.everything or (context, heat) == (min(CONTEXTS), 0.0):
+        if method in WHOLE_GRID or args.everything or (context, heat) == (SHORT, 0.0):
             yield Cell(method, batch, context, heat)
 
 
@@ -186,7 +203,7 @@ def main() -> None:
     parser.add_argument("--context", nargs="+", type=int, default=list(CONTEXTS))
     parser.add_argument("--temperature", nargs="+", type=float, default=list(TEMPERATURES))
     parser.add_argument("--everything", action="store_true", help="the whole grid for every method")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of a reply")
+    parser.add_argument("--new-tokens", type=int, default=64, help="of a request, in the mean")
     parser.add_argument("--rounds", type=int, default=4, help="times that all contestants go there and back")
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="tokens before a cell")
     parser.add_argument("--load", action="store_true", help="one, eight and one requests at once, in place of the grid")
@@ -204,7 +221,7 @@ def main() -> None:
             continue
         for cell in of:
             results.append(settled(field, cell, args))
-    alone = [r.ratio for r in results if r.cell[1:] == (1, min(CONTEXTS), 0.0) and r.cell.method in HEADED]
+    alone = [r.ratio for r in results if r.cell[1:] == (1, SHORT, 0.0) and r.cell.method in HEADED]
     if alone:
         print(f"geometric mean at batch 1, context 256, T = 0: {math.prod(alone) ** (1 / len(alone)):.3f}")
     short = [r for r in results if r.short or r.void]
@@ -214,6 +231,7 @@ def main() -> None:
 def settled(field: Field, cell: Cell, args: argparse.Namespace) -> Result:
     """Measure a cell, again where the control voids the run or, once, where it falls short; prints each time."""
     repeated, voids = False, 0
+    field.warm_up(cell)
     while True:
         began = time.perf_counter()
         result = field.measure(cell, args.rounds)

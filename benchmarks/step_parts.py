@@ -6,7 +6,8 @@ prompt and at its far end. No profiler runs meanwhile, since it would cost more 
 timed by itself instead, in turn with whole steps. Differences are taken within a turn; medians over the turns in ms:
 
   whole      from the launch of a step to its tokens on the host, drafting included; scheduler and HTTP are not in it
-  products   every linear layer of the step called once more, one after the other, with inputs of the step's shapes
+  products   every linear layer of the step called once more, one after the other, with inputs of the step's shapes;
+             those of one row, which compiled blocks make themselves, compiled as well, a block's at once
   attention  what compiled blocks take longer than the same blocks compiled with attention left out (the query is
              handed on in its place); it includes writing keys and values
   compiled   the rest of the compiled blocks, the target's and the head's: norms, rotary, activations, and the calls
@@ -24,6 +25,7 @@ Read next: `minispec/engine.py`, whose steps these are.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import time
@@ -123,6 +125,23 @@ def copy(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.untyped_storage().nbytes() < 1 << 24 else tensor
 
 
+def in_one_row(module: nn.Module, x: Tensor) -> bool:
+    """Say whether compiled code makes this product by a loop of its own."""
+    return getattr(module, "kept", None) is not None and x.shape[:-1].numel() == 1
+
+
+class SomeLayers(nn.Module):
+    """Linear layers of one block."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def products(self, xs: tuple[Tensor, ...], attend: NoAttention) -> tuple[Tensor, ...]:
+        """Return what each layer makes of its input; to be compiled, for which `attend` stands for the block."""
+        return tuple(layer(x) for layer, x in zip(self.layers, xs, strict=True))
+
+
 class NoAttention:
     """In place of one layer's attention: hands the query on."""
 
@@ -195,11 +214,22 @@ class Parts:
     def products(self, listed: Sequence[Product]) -> Callable[[], None]:
         """Return a function that calls the linear layers of a step."""
         modules = {(part, name): module for part, name, module in linears(self.engine)}
-        calls = [(modules[p.part, p.module].forward, torch.randn(p.shape).to(p.dtype)) for p in listed]
+        calls = [(modules[p.part, p.module], torch.randn(p.shape).to(p.dtype)) for p in listed]
+        alone = [(module.forward, x) for module, x in calls if not in_one_row(module, x)]
+        of_block, inputs = compile_step(SomeLayers.products, self.engine.device), []
+        together = itertools.groupby(
+            ((p, call) for p, call in zip(listed, calls, strict=True) if in_one_row(*call)),
+            key=lambda pair: (pair[0].part, pair[0].module.rpartition(".")[0]),
+        )
+        for _, pairs in together:
+            layers, xs = zip(*(call for _, call in pairs), strict=True)
+            inputs.append((SomeLayers(layers), xs, NoAttention()))
 
         def again() -> None:
-            for forward, x in calls:
+            for forward, x in alone:
                 forward(x)
+            for given in inputs:
+                of_block(*given)
 
         return again
 

@@ -33,9 +33,9 @@ from minispec.load.drafters import make_drafter
 from minispec.load.fp8 import check_fp8, read_weights, stored_in_fp8, use_fp8
 from minispec.load.huge_pages import use_huge_pages
 from minispec.load.int8 import PROMPT_ROWS, TEXT, check_int8, quantize, replace_weights
-from minispec.load.machine import core_count
+from minispec.load.machine import core_count, host_memory
 from minispec.load.memory import Budget, free_bytes, largest_graph, make_kv, measure, unsaid
-from minispec.load.packed import can_pack, pack_linears
+from minispec.load.packed import can_pack, pack_linears, room_for_both
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.load.weights import eos_token_ids, load_weights, read_config, read_tensors, resolve_model
@@ -202,7 +202,7 @@ class LLM:
             self.beside = None if target is network else _needed(target, drafter, device)
             if config.quantization == "int8":
                 replace_weights(network)
-            _change_draft_and_pack(config, device, network, drafter)
+            _change_draft_and_pack(config, device, network, drafter, self.model_config.layers)
         return network, drafter
 
     def _load(
@@ -225,7 +225,7 @@ class LLM:
         self.beside = None if target is network else _needed(target, drafter, device)
         if config.quantization == "int8":  # after a head has taken what it needs of the target's weights
             self._quantize(network, tell)
-        _change_draft_and_pack(config, device, network, drafter)
+        _change_draft_and_pack(config, device, network, drafter, self.model_config.layers)
         _move_to_huge_pages(device)
         if compiled:
             _compile_blocks(network, drafter, partial(compile_step, device=device, graph_trees=self.graph_trees))
@@ -341,7 +341,7 @@ class Rehearsal(LLM):
             drafter.kv_shape = drafter.kv_shape._replace(layers=1)
         if config.quantization == "int8":
             replace_weights(network)
-        _change_draft_and_pack(config, device, network, drafter)
+        _change_draft_and_pack(config, device, network, drafter, self.model_config.layers)
         _compile_blocks(network, drafter, partial(compile_step, device=device))
         parts = Parts(network, drafter, resolve_sizes(config, device, limits, drafter))
         engine = _make_engine(config, parts, self.pages, compiled=True)
@@ -533,7 +533,7 @@ def follow(config: Config, ranks: Ranks) -> None:
         quantize(network, ranks.same(()))
     sizes = ranks.same_sizes(None)
     drafter = Elsewhere(sizes)
-    _change_draft_and_pack(config, device, network, drafter)
+    _change_draft_and_pack(config, device, network, drafter, model_config.layers)
     _move_to_huge_pages(device)
     if compiled:
         _compile_blocks(network, drafter, partial(compile_step, device=device))
@@ -543,14 +543,21 @@ def follow(config: Config, ranks: Ranks) -> None:
     engine.follow(ranks)
 
 
-def _change_draft_and_pack(config: Config, device: torch.device, network: Model, drafter: Drafter) -> None:
-    """Make the draft's weights fp8 where that is asked for; on a CPU reorder what is left of linear layers."""
+def _change_draft_and_pack(
+    config: Config, device: torch.device, network: Model, drafter: Drafter, layers: int
+) -> None:
+    """Make the draft's weights fp8 where that is asked for; on a CPU reorder what is left of linear layers.
+
+    layers: those of the target that is served, of which an engine that only compiles has one.
+    """
     if config.draft_quantization == "fp8" and drafter.network is not None:
         use_fp8(drafter.network)
     if device.type == "cpu" and can_pack(network.norm.weight.dtype):
-        pack_linears(network)
+        block_bytes = layers * sum(parameter.nbytes for parameter in network.layers[0].parameters())
+        keep = room_for_both(block_bytes, host_memory()[1])
+        pack_linears(network, keep)
         if drafter.network is not None:
-            pack_linears(drafter.network)
+            pack_linears(drafter.network, keep)
 
 
 def _move_to_huge_pages(device: torch.device) -> None:

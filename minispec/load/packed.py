@@ -7,6 +7,11 @@ weight reordered by oneDNN, eight rows cost about what one row costs, so verifyi
 A reordered weight has an opaque layout that Inductor cannot take as a graph input. The operator below therefore takes
 a handle, which is an ordinary tensor, and looks up the weight by it: one compiled graph still serves all layers.
 
+For one row, which is a plain step of one request, oneDNN spends a fifth of the time on preparing its calls, and nothing
+is gained by its layout, since every weight is read once. There compiled code multiplies by the weight as it came from
+the file, a loop of Inductor's own that runs together with the norms and activations around it. So layers of blocks
+keep that weight too, where memory allows (`room_for_both`).
+
 Read next: `model.py`, whose nn.Linear modules are replaced here.
 """
 
@@ -47,14 +52,18 @@ torch.library.register_fake("minispec::packed_linear", _packed_linear_shape)
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight is held in oneDNN's own layout; inference on a CPU only."""
+    """A linear layer whose weight is held in oneDNN's own layout; inference on a CPU only.
 
-    def __init__(self, linear: nn.Linear) -> None:
+    keep: hold it as it came from the file as well, for products of one row in compiled code.
+    """
+
+    def __init__(self, linear: nn.Linear, keep: bool = False) -> None:
         super().__init__()
         self.key = next(_handles)
         self.features = linear.out_features
         _weights[self.key] = _reordered(linear.weight.detach().contiguous())
         self.register_buffer("handle", torch.tensor(self.key), persistent=False)
+        self.register_buffer("kept", linear.weight.detach() if keep else None, persistent=False)
         self.bias = linear.bias
 
     @property
@@ -69,7 +78,17 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, plus the bias, [..., out]."""
+        if self.kept is not None and torch.compiler.is_compiling() and x.shape[:-1].numel() == 1:
+            return _one_row(x, self.kept, self.bias)
         return torch.ops.minispec.packed_linear(x, self.handle, self.features, self.bias)
+
+
+def _one_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x [..., in], which is one row, times weight [out, in], plus the bias, [..., out]; to be compiled."""
+    # Inductor would compute what is before it, a norm say, once more for each of the outputs; as_strided has it stored.
+    row = x.as_strided((1, x.shape[-1]), (x.shape[-1], 1))
+    out = (weight.float() * row.float()).sum(-1)
+    return (out if bias is None else out + bias).to(x.dtype).view(*x.shape[:-1], -1)
 
 
 def _reordered(weight: Tensor) -> Tensor:
@@ -85,10 +104,18 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack_linears(module: nn.Module) -> None:
-    """Replace every nn.Linear below `module` by a PackedLinear; an embedding tied to one keeps its weight."""
+def room_for_both(block_bytes: int, total: int) -> bool:
+    """Return whether weights of blocks are kept in both layouts on a machine with so many bytes of memory in all."""
+    return block_bytes <= total // 8
+
+
+def pack_linears(module: nn.Module, keep: bool = False) -> None:
+    """Replace every nn.Linear below `module` by a PackedLinear; an embedding tied to one keeps its weight.
+
+    keep: see PackedLinear; an LM head, which runs outside of compiled blocks, is left out of that.
+    """
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
-            setattr(module, name, PackedLinear(child))
+            setattr(module, name, PackedLinear(child, keep and name != "lm_head"))
         else:
-            pack_linears(child)
+            pack_linears(child, keep)

@@ -394,6 +394,26 @@ def _gathered(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, mask: Tenso
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=gqa)
 
 
+def _one_query(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    """Do for q [B, H, 1, D] what `_gathered` does, in loops that Inductor makes for a CPU; H need not be folded.
+
+    rows [B, S] int64, mask [B, 1, 1, S]. For a single query no matrix product is worth being called. Heads that share a
+    KV head are sums of their own in one loop, so that each key and each value is read once.
+    """
+    (batch, heads, _, dim), kv_heads = q.shape, keys.shape[1]
+    group = heads // kv_heads
+    queries = (q.float() * dim**-0.5).view(batch, kv_heads, group, 1, dim).permute(2, 1, 0, 3, 4)
+    near = keys[0][:, rows].float()  # [Hkv, B, S, D], never stored
+    scores = torch.stack([(queries[i] * near).sum(-1) for i in range(group)])  # [G, Hkv, B, S]
+    weights = (scores + mask[:, 0, 0].float()).softmax(-1)
+    # Values are copied together first, which as_strided sees to. Where Inductor looks up their places within the sum,
+    # it takes one number each of 32 rows at a time, which is five times slower than 32 numbers of one row.
+    near = values.index_select(2, rows.view(-1)).view(kv_heads, batch, -1, dim)
+    near = near.as_strided(near.shape, near.stride()).float()
+    out = torch.stack([(weights[i, ..., None] * near).sum(2) for i in range(group)], 2)  # [Hkv, B, G, D]
+    return out.transpose(0, 1).reshape(q.shape).to(q.dtype)
+
+
 class GatherLayer:
     """One layer of PagedGather in decode steps. No number in it depends on the plan's size or on a reach.
 
@@ -420,6 +440,8 @@ class GatherLayer:
         _write(self.keys, self.rows, k)
         _write(self.values, self.rows, v)
         (batch, heads, length, dim), kv_heads, mask = q.shape, k.shape[1], self.mask
+        if length == 1 and torch.compiler.is_compiling() and not q.is_cuda:
+            return _one_query(q, self.keys, self.values, self.read, mask)
         if self.folds:
             q, mask = q.reshape(batch, kv_heads, -1, dim), mask.repeat(1, 1, heads // kv_heads, 1)
         return _gathered(q, self.keys, self.values, self.read, mask).reshape(batch, heads, length, dim)
@@ -469,13 +491,11 @@ CompiledKind = Callable[[PagedKV, Plan, int], "PagedFlex | PagedGather"]
 
 
 def compiled_attention(kv: PagedKV, plan: Plan, layers: int) -> PagedFlex | PagedGather:
-    """Return the kind of attention that is faster in compiled code: FlexAttention, or on a CPU gathering for trees.
+    """Return the kind of attention that is faster in compiled code: FlexAttention, but on a CPU gathering.
 
-    There FlexAttention asks its mask for every pair of query and key, which pays for a single query alone. docs/log.md
-    has the times of both.
+    There FlexAttention asks its mask for every pair of query and key. docs/log.md has the times of both.
     """
-    flex = plan.starts.is_cuda or plan.width == 1
-    return PagedFlex(kv, plan, layers) if flex else gathered_attention(kv, plan, layers)
+    return PagedFlex(kv, plan, layers) if plan.starts.is_cuda else gathered_attention(kv, plan, layers)
 
 
 def gathered_attention(kv: PagedKV, plan: Plan, layers: int) -> PagedGather:

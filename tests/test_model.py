@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import lookup_backend
 from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
@@ -34,7 +35,7 @@ from minispec.attention import Causal
 from minispec.config import Config
 from minispec.llm import _context_length
 from minispec.load import packed
-from minispec.load.packed import PackedLinear, can_pack, pack_linears
+from minispec.load.packed import PackedLinear, can_pack, pack_linears, room_for_both
 from minispec.load.tokenizer import load_tokenizer
 from minispec.load.weights import ModelError, load_weights, read_config, read_tensors
 from minispec.model import FINAL, Model, ModelConfig, RMSNorm, published_tensors, rope_frequencies
@@ -433,6 +434,43 @@ def test_packed_linear_is_a_linear_layer(dtype: torch.dtype, bound: float, bias:
         got = layer(x)
         assert got.shape == (*rows, 100) and got.dtype == dtype
         assert (got.float() - want).abs().max() < bound * want.abs().max()
+
+
+@needs_packing
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
+def test_one_row_is_multiplied_by_the_weight_as_it_was_in_compiled_code(dtype: torch.dtype, bias: bool) -> None:
+    """What is before it is rounded as everywhere, and a row that lies strided is read by its strides."""
+    torch.manual_seed(0)
+    linear, norm = nn.Linear(72, 100, bias=bias).to(dtype), RMSNorm(72, 1e-5).to(dtype)
+    layer = PackedLinear(linear, keep=True)
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return lookup_backend("inductor")(graph, inputs)
+
+    both, alone = lambda x: layer(norm(x)), lambda x: layer(x)
+    with torch.inference_mode():
+        for function, x in ((both, torch.randn(1, 1, 72)), (alone, torch.randn(1, 144)[:, ::2]),
+                            (both, torch.randn(1, 2, 72))):  # fmt: skip
+            x = x.to(dtype)
+            got = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(x)
+            want = function(x)
+            assert got.shape == want.shape and got.dtype == dtype
+            assert (got - want).abs().max() <= (1e-5 if dtype == torch.float32 else 2**-7) * want.abs().max()
+    asked = ["packed_linear" in str(graph.graph) for graph in graphs]
+    assert asked == [False, False, True], "one row, one strided row, two rows"
+
+
+@needs_packing
+def test_blocks_keep_their_weights_where_a_machine_has_room_and_the_lm_head_does_not(folders: dict[str, Path]) -> None:
+    model = load(folders["smollm2"])
+    block_bytes = sum(parameter.nbytes for parameter in model.layers.parameters())
+    assert room_for_both(block_bytes, 8 * block_bytes) and not room_for_both(block_bytes, 8 * block_bytes - 8)
+    weight = model.layers[1].down_proj.weight.clone()
+    pack_linears(model, keep=True)
+    assert torch.equal(model.layers[1].down_proj.kept, weight) and model.lm_head.kept is None
 
 
 @needs_packing

@@ -86,7 +86,7 @@ class PackedLinear(nn.Module):
 def _one_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x [..., in], which is one row, times weight [out, in], plus the bias, [..., out]; to be compiled."""
     # Inductor would compute what is before it, a norm say, once more for each of the outputs; as_strided has it stored.
-    row = x.as_strided((1, x.shape[-1]), (x.shape[-1], 1))
+    row = x.contiguous().as_strided((1, x.shape[-1]), (x.shape[-1], 1))
     out = (weight.float() * row.float()).sum(-1)
     return (out if bias is None else out + bias).to(x.dtype).view(*x.shape[:-1], -1)
 

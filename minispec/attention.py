@@ -8,9 +8,9 @@ the ancestors in a draft tree, the lower triangle in a chunk of prompt. So one m
     row:   0 ......... starts | 0 1 2 3  <- nodes, at rows starts + 0..W-1
     node 2 sees all of this ->  x . x .  <- visible[r, 2]
 
-  PagedFlex    FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled
-  PagedGather  copies a request's rows together and calls scaled_dot_product_attention; eagerly, and compiled on a CPU
-               wherever a request has more than one query
+  PagedFlex    FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled, on CUDA
+  PagedGather  copies a request's rows together and calls scaled_dot_product_attention; eagerly, and compiled on a CPU,
+               where a single query has loops of its own instead
   Causal       no cache at all: training, and the independent reference of the tests
 
 `Deferred` is two of them for one plan: gathering eagerly until the plan's graph is made, then what is compiled.
@@ -105,18 +105,13 @@ class Plan:
         self.full_blocks = device.type != "cuda" or blocks > 1
         self.listed = True  # whether anybody reads the lists
 
-    def name(self, any_batch: bool) -> str:
-        """Return what tells its shape from others; `any_batch`: from those of other batches it need not be told."""
+    @property
+    def name(self) -> str:
+        """What tells its shape from others."""
         if self.blocks > 1:
             return f"prefill of {self.batch * self.blocks * self.width} rows"
         window = "" if self.window == self.width else f" in a window of {self.window}"
-        return f"{'several' if any_batch else f'batch {self.batch}'}, {self.width} nodes each{window}"
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What FlexAttention reads of it, all of whose first dimension goes with the batch."""
-        lists = (self.kv_count, self.kv_index, self.full_count, self.full_index)
-        return (self.slots, self.starts, self.visible, self.rows, *lists)
+        return f"batch {self.batch}, {self.width} nodes each{window}"
 
     def fill(self, slots: Tensor, starts: Tensor, visible: Tensor, live: Tensor, offset: int | Tensor = 0) -> None:
         """Describe the next step: slots, starts [r] int64, visible [r, W, M] bool, live [r, W] bool (others: padding).
@@ -155,7 +150,7 @@ class PagedFlex:
 
     def __init__(self, kv: PagedKV, plan: Plan, layers: int) -> None:
         self._layers = [FlexLayer(*kv.layer(index), kv.logical, plan) for index in range(layers)]
-        self.graph = plan.name(any_batch=bool(self._layers[0].any_size))
+        self.graph = plan.name
 
     def layer(self, index: int) -> FlexLayer:
         """Return the attention of one layer."""
@@ -167,9 +162,6 @@ class FlexLayer:
 
     def __init__(self, keys: Tensor, values: Tensor, logical: Tensor, plan: Plan) -> None:
         self.keys, self.values, self.logical, self.plan = keys, values, logical, plan
-        several = plan.batch > 1 and not keys.is_cuda  # see `compiled.py`; kernels for CUDA are tuned for their sizes
-        self.any_size = tuple((tensor, (0,)) for tensor in plan.tensors) if several else ()
-        self.any_length = False
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [B, Hkv, T, D] into their rows, then attend with q [B, Hq, T, D] -> [B, Hq, T, D]."""
@@ -261,7 +253,7 @@ class Strip(NamedTuple):
 
 
 class PagedGather:
-    """The same pool, plan and visibility without FlexAttention: rows copied together, then SDPA.
+    """The same pool, plan and visibility without FlexAttention: rows copied together, then SDPA, or `_one_query`.
 
     What each query reads and sees is worked out once a step, and all layers share it. Of a decode step it is a `Strip`
     that lies where it is, so that compiled code has it for an input, with as many rows as the longest request has,
@@ -421,7 +413,6 @@ class GatherLayer:
     longest request has grown by REACH_STEP.
     """
 
-    any_length = True
     read: Tensor
     mask: Tensor
 
@@ -449,8 +440,6 @@ class GatherLayer:
 
 class PromptLayer:
     """One layer of PagedGather in prefill steps; compiled it serves any size, too."""
-
-    any_length = True
 
     def __init__(self, kv: PagedKV, index: int, gather: PagedGather) -> None:
         self.keys, self.values = kv.layer(index)

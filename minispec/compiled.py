@@ -275,16 +275,15 @@ class DirectStep:
 def any_size(args: Sequence[Any], key: Any) -> Iterator[None]:
     """Within this, a graph that is traced for such a key takes other batch sizes and lengths as well.
 
-    Of the key's tensors it says which dimensions those are. Of the arguments it is 0, and if the key has `any_length`
-    also 1, as in x [B, T, d], or 2, as in the rotary factors [B, 1, T, D]. A size of one stays a constant of the graph.
+    Of the key's tensors it says which dimensions those are. Of the arguments they are 0 and 1, as in x [B, T, d], or 2,
+    as in the rotary factors [B, 1, T, D]. A size of one stays a constant of the graph.
     """
     if not getattr(key, "any_size", ()):
         yield
         return
     members = [member for arg in args for member in (arg if isinstance(arg, tuple) else (arg,))]
     for tensor in [member for member in members if isinstance(member, Tensor)]:
-        lengths = [2 if tensor.dim() == 4 else 1] if key.any_length else []
-        torch._dynamo.maybe_mark_dynamic(tensor, [0, *lengths])
+        torch._dynamo.maybe_mark_dynamic(tensor, [0, 2 if tensor.dim() == 4 else 1])
     for tensor, dimensions in key.any_size:
         torch._dynamo.maybe_mark_dynamic(tensor, dimensions)
     from torch.fx.experimental import _config  # here, since importing it takes a while

@@ -48,8 +48,8 @@ def build_llm(config: Config, progress: Callable[[str], None]) -> LLM:
 def build_sealed_llm(config: Config, progress: Callable[[str], None]) -> LLM:
     """Load the model and forbid recompilation in this process, which is therefore to be the server's own.
 
-    It is forbidden as soon as everything is compiled. A recompilation would end in FlexAttention's eager fallback, a
-    hundred times slower and silent.
+    It is forbidden as soon as everything is compiled. A recompilation would hold up every request for seconds, and one
+    of FlexAttention could end in its eager fallback, a hundred times slower and silent.
     """
     import torch
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from exactness import CPU, Oracle, build, reference, request, tiny_model, truth_of
 
-from minispec.attention import PagedFlex
 from minispec.beam import BeamDrafter
 from minispec.compiled import compile_step
 from minispec.eagle import Eagle3Head, HeadConfig
@@ -44,7 +43,6 @@ def test_nothing_recompiles_over_200_steps_of_changing_requests(name, known, mon
         drafter = eagle3() if name == "eagle3" else Oracle(truth_of(MODEL), nodes=6)
     model, compiled = known
     scheduler = build(model, drafter, compiled=True, running=2, pages=14, chunk=100, smaller=3)
-    assert isinstance(scheduler.engine.buckets[2, 1].attend.compiled, PagedFlex)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     with torch.inference_mode():
         scheduler.engine.warm_up(lambda line: None)

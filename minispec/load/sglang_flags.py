@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 LINES = {  # what is done instead -> flags; a whole clause, as it follows "--flag: " in the log
-    "attention is FlexAttention, compiled, whatever kernels are asked for": """--attention-backend
-        --prefill-attention-backend --decode-attention-backend --mm-attention-backend --speculative-attention-mode
-        --speculative-draft-attention-backend""",
+    "attention is FlexAttention on CUDA and gathering on a CPU, compiled, whatever kernels are asked for": """
+        --attention-backend --prefill-attention-backend --decode-attention-backend --mm-attention-backend
+        --speculative-attention-mode --speculative-draft-attention-backend""",
     "one seeded sampler draws for every request": "--sampling-backend",
     "there are no mixture-of-experts models here, so there are no kernels for them to choose": """--moe-runner-backend
         --moe-a2a-backend --speculative-moe-runner-backend --speculative-moe-a2a-backend""",

@@ -277,7 +277,7 @@ class PagedGather:
             self._layers: Sequence[GatherLayer | PromptLayer] = [PromptLayer(kv, at, self) for at in range(layers)]
             return
         several, folded = "several sequences" if plan.batch > 1 else "one sequence", ", folded" if self.folds else ""
-        self.graph = f"{several} of {'any length' if plan.width > 1 else 'one row'}{folded}"
+        self.graph = f"{several} of any length{folded}" if plan.width > 1 else f"{several} of one row"
         self._layers = [GatherLayer(*kv.layer(index), self) for index in range(layers)]
         # What the layers read lies at the front of these, which are made with the first step.
         self._rows: Tensor | None = None

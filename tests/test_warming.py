@@ -108,9 +108,9 @@ def test_steps_and_shapes_stand_in_one_order_one_request_first() -> None:
     ]  # fmt: skip
     assert scheduler.engine.shapes() == [
         "target, one sequence of any length, folded", "draft, one sequence of any length, folded",
-        "target, batch 1, 1 nodes each", "target, prompts of any length", "draft, prompts of any length",
+        "target, one sequence of one row", "target, prompts of any length", "draft, prompts of any length",
         "target, several sequences of any length, folded", "draft, several sequences of any length, folded",
-        "target, several, 1 nodes each",
+        "target, several sequences of one row",
     ]  # fmt: skip
 
 

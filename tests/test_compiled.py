@@ -1,7 +1,8 @@
 """Compiled graphs called directly: the bits of torch.compile, into the real pages, for as long as the engine lives.
 
 The tokens of the direct path are tested in test_engine.py and test_standalone.py, which let nothing through Dynamo
-after warm-up. Here every call of a block and of a draft head is made three ways, each on pages as they were before.
+after warm-up. Here every call of a block and of a draft head is made three ways, as `benchmarks/bits.py` does with the
+default model.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -19,47 +19,14 @@ from exactness import CPU, Oracle, build, request, run, tiny_model, truth_of
 from test_engine import MODEL, eagle3
 from torch import Tensor, nn
 
-from minispec.attention import FlexLayer
-from minispec.compiled import DirectStep, compile_step
+from benchmarks.bits import ThreeWays
+from minispec.attention import GatherLayer
+from minispec.compiled import compile_step
 from minispec.engine import Engine
 from minispec.scheduler import Scheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 PROMPT = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9]
-
-
-class ThreeWays:
-    """A step that is run directly, through Dynamo and eagerly, on the same keys and values; counts shapes."""
-
-    def __init__(self, step: DirectStep, attend_at: int) -> None:
-        self.step, self.attend_at = step, attend_at
-        self.reference = torch.compile(step.function, fullgraph=True, dynamic=False)
-        self.seen: Counter[tuple[int, ...]] = Counter()
-
-    def __call__(self, module: nn.Module, *args: Any) -> Tensor:
-        """Return what the direct call does, after comparing; its rows are wiped out before each way."""
-        attend: FlexLayer = args[self.attend_at]
-        direct = bool(self.step.calls.get(attend))
-        ways = [partial(way, module, *args) for way in (self.step.function, self.reference, self.step)]
-        results = []
-        for way in ways:
-            for pool in (attend.keys, attend.values):
-                pool[:, :, attend.plan.rows] = 77.0
-            results.append((way(), attend.keys.clone(), attend.values.clone()))
-        eager, reference, got = results
-        assert all(torch.equal(a, b) for a, b in zip(got, reference, strict=True)), "torch.compile's bits"
-        for a, b in zip(self._defined(attend, *got), self._defined(attend, *eager), strict=True):
-            assert (a - b).abs().max() <= 1e-5 * b.abs().max()
-        if direct:
-            self.seen[tuple(got[0].shape[:2])] += 1
-        return got[0]
-
-    @staticmethod
-    def _defined(attend: FlexLayer, out: Tensor, *pools: Tensor) -> tuple[Tensor, ...]:
-        """Return what is not of padding, whose nodes share rows of the trash page: any of them may be written last."""
-        page_size = attend.plan.kv.page_size
-        live = attend.plan.rows >= page_size
-        return out.flatten(0, 1)[live], *(pool[:, :, page_size:] for pool in pools)
 
 
 def engine_of(drafter: Any, **options: Any) -> Scheduler:
@@ -80,8 +47,9 @@ def test_every_shape_has_the_bits_of_torch_compile_and_eager_is_near() -> None:
     scheduler.policy.forced = random.Random(1).choice
     for number in range(2):  # one after the other, so that batches of two need not be compiled
         run(scheduler, [request(f"{number}", [*PROMPT, number], max_new_tokens=14)])
-    assert set(target.seen) == {(1, 128), (1, 6), (1, 3), (1, 1)}, "a prompt, both trees and a plain step"
-    assert set(head.seen) == {(1, 128), (1, drafter.depth + 1), (1, 3), (1, 2)}, "a prompt, both paths, a frontier"
+    seen = [{(shape.batch, shape.blocks * shape.width) for shape in ways.seen} for ways in (target, head)]
+    assert seen[0] == {(1, 128), (1, 6), (1, 3), (1, 1)}, "a prompt, both trees and a plain step"
+    assert seen[1] == {(1, 128), (1, drafter.depth + 1), (1, 3), (1, 2)}, "a prompt, both paths, a frontier"
 
 
 def keys_of(engine: Engine) -> list[Tensor]:
@@ -127,7 +95,7 @@ def test_other_shapes_and_modules_are_refused() -> None:
 
 
 def test_an_argument_that_reaches_the_graph_as_another_tensor_is_noticed() -> None:
-    def step(module: nn.Module, x: Tensor, attend: FlexLayer) -> Tensor:
+    def step(module: nn.Module, x: Tensor, attend: GatherLayer) -> Tensor:
         return x + attend.keys
 
     class Attend:

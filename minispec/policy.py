@@ -6,8 +6,10 @@ they happen. `Times` has what real steps took, `Acceptance` and `Matches` what r
 most expected tokens a second over the whole batch is taken.
 
 A shape that is not taken teaches nothing. So now and then another one is tried, a probe, as long as all probes together
-have cost less than a hundredth of the time. A change must gain 3 %, so that noise does not move the engine to and fro;
-only the way back to plain steps is free, since plain decoding is what speculation must not fall below.
+have cost less than a hundredth of the time. A change must gain 3 %, so that noise does not move the engine to and fro,
+and one from plain steps to trees 8 %, since of many promises the largest is seldom kept; the way back is free, as plain
+decoding is what speculation must not fall below. After plain steps a drafter with a network must first take in what
+they left, and trees have to pay for that too (`Returns`).
 
 A row's tree comes from the step, from the host, or from whichever of the two promises more (`lookup.py`). In the last
 case a shape can also be negative: trees of so many nodes that are all the host's, for which the step drafts nothing.
@@ -26,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 PLAIN = 1  # nodes of a plain step
-GAIN = 1.03  # what a change must gain
+GAIN, LEAVING_PLAIN = 1.03, 1.08  # what a change must gain, and one from plain steps to trees
 PROBES = 0.01  # the share of decode time that probes may cost
 HORIZON = 0.999  # how much of the accounts of probes is left after a step
 STALE = 100  # steps of a kind after which another shape's numbers are worth a probe
@@ -34,6 +36,7 @@ SAMPLES = 15  # step times that a median is taken of, the newest ones
 AROUND = 9  # newest steps whose most frequent shape is the one in use, and whose times others are compared with
 OWN_AFTER = 8  # tree steps of a request after which its own record counts
 SHORT = 2  # tokens of a text that agree with an older one by chance
+FIRST_RUN = 8.0  # steps with trees in a row, before any such run has ended
 FIRST_CHANCE = 0.6  # that a draft is accepted, before any was
 ALL_KEEP, OWN_KEEP = 0.99, 0.97  # how much an observation counts after the next one, for the engine, for a request
 
@@ -200,6 +203,40 @@ class Matches:
         self._hope[nodes, match] = hope + self.drift * (self.guess(nodes, match) - hope)
 
 
+class Returns:
+    """What it costs to draft again after plain steps: the time in which the drafter takes in what they have left.
+
+    It is paid once for a whole run of steps with trees, so a step bears a share of it: one over the mean length of such
+    runs lately. Where a text is looked up now and then, most runs are a step long.
+    """
+
+    rate = 0.1  # weight of the newest run
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLES))  # by batch
+        self._steps: dict[int, float] = defaultdict(lambda: FIRST_RUN)  # of a run in the mean, by batch
+        self._run, self._behind = 0, False  # steps of the run under way; whether the newest step was a plain one
+
+    def add(self, batch: int, choice: Choice, seconds: float) -> None:
+        """Take in a step, and how long the drafter took before it. Probes are no part of a run, and end none."""
+        if choice.shape != PLAIN and self._behind:
+            self._seconds[batch].append(seconds)
+        self._behind = choice.shape == PLAIN
+        if choice.probe:
+            return
+        if choice.shape != PLAIN:
+            self._run += 1
+        elif self._run:
+            self._steps[batch] += self.rate * (self._run - self._steps[batch])
+            self._run = 0
+
+    def of(self, batch: int, shape: int) -> float:
+        """Return the seconds that the next step has to bear if it has this shape."""
+        if shape == PLAIN or not self._behind or not self._seconds[batch]:
+            return 0.0
+        return statistics.median(self._seconds[batch]) / self._steps[batch]
+
+
 class Policy:
     """Chooses the shape of every step, and learns from every step."""
 
@@ -210,6 +247,7 @@ class Policy:
         """
         self.trees, self.adaptive = dict(trees), adaptive
         self.times, self.matches, self.everyone = Times(), Matches(), Acceptance(ALL_KEEP)
+        self.returns = Returns()
         self.lookups = Matches(SHORT)  # beside the step's own trees; every one is learned from, so hope is not needed
         self.forced: Callable[[Sequence[int]], int] | None = None
         self.forced_lookup: Callable[[], bool] | None = None  # and whether a row takes the tree that was looked up
@@ -285,7 +323,8 @@ class Policy:
         speeds = self._speeds(kind, shapes, rows)
         stay = self._shape if self._shape in speeds else PLAIN
         best = max(shapes, key=speeds.__getitem__)
-        if best != stay and speeds[best] > speeds[stay] * (1.0 if best == PLAIN else GAIN):
+        gain = 1.0 if best == PLAIN else LEAVING_PLAIN if stay == PLAIN else GAIN
+        if best != stay and speeds[best] > speeds[stay] * gain:
             stay = best
         self._shape, self._pace = stay, 1.0 / speeds[stay]
         if stay == PLAIN:
@@ -303,7 +342,8 @@ class Policy:
     def _seconds(self, kind: Kind, shape: int) -> float:
         """Return the time of a step; one for which nothing is drafted takes no more than the same with drafting."""
         seconds = self.times.of(kind, shape)
-        return min(seconds, self.times.of(kind, -shape)) if shape < 0 else seconds
+        seconds = min(seconds, self.times.of(kind, -shape)) if shape < 0 else seconds
+        return seconds + self.returns.of(kind.batch, shape)
 
     def _probe(
         self, kind: Kind, shapes: Sequence[int], rows: Sequence[Row], speeds: Mapping[int, float]
@@ -333,6 +373,7 @@ class Policy:
         self.times.add(kind, choice.shape, seconds)
         if self.forced is not None:
             return  # what was not chosen earns no probes
+        self.returns.add(kind.batch, choice, catching_up)
         self.spent = HORIZON * self.spent + seconds + catching_up
         self.probing *= HORIZON
         if choice.probe or self._after_probe:  # the return from a probe is its cost too

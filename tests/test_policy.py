@@ -22,7 +22,7 @@ from minispec.eagle import Eagle3Head
 from minispec.engine import Engine
 from minispec.lookup import Texts
 from minispec.ngram import NgramDrafter, NgramOptions
-from minispec.policy import PLAIN, PROBES, Kind, Matches, Policy, Row, Times
+from minispec.policy import PLAIN, PROBES, Choice, Kind, Matches, Policy, Row, Times
 from minispec.ring import ROWS, Ring
 from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter
@@ -116,6 +116,37 @@ def test_plain_texts_that_become_easy_are_noticed() -> None:
     world.chance = 0.9
     world.steps(4000, rows=rows)
     assert world.steps(200, rows=rows).count(1) < 20
+
+
+def test_a_single_tree_pays_for_what_the_drafter_must_take_in_and_a_run_shares_it() -> None:
+    policy, kind, row = Policy(TREES, adaptive=True), Kind.of(1, False, 200), Row(World(FLAT, 0.0), lookup=5)
+    for nodes, took in ((1, 10.0), (6, 17.0)):
+        policy.times.add(kind, nodes, took)
+    for _ in range(100):
+        policy.learn_lookup(5, {6: 2})
+
+    def play(shape: int, catching_up: float = 0.0) -> None:
+        took = 10.0 if shape == PLAIN else 17.0
+        policy.landed(kind, Choice(shape), took, emitted=1 if shape == PLAIN else 2, catching_up=catching_up)
+
+    def chosen() -> int:
+        policy._shape = PLAIN
+        return policy.choose(kind, (1, 6, -6), [row]).shape
+
+    play(PLAIN)
+    assert chosen() == -6, "2 / 17 beats 1 / 10, as far as is known"
+    for _ in range(40):
+        play(-6, catching_up=3.0)
+        play(PLAIN)
+    assert chosen() == PLAIN, "2 / 20 does not"
+    for _ in range(8):
+        play(-6, catching_up=3.0)
+        for _ in range(20):
+            play(-6)
+        play(PLAIN)
+    assert chosen() == -6, "a run of twenty bears it"
+    play(-6, catching_up=1e9)
+    assert chosen() == -6, "within a run nothing is to be paid"
 
 
 def test_load_of_one_eight_and_one_brings_drafts_back() -> None:

@@ -24,7 +24,6 @@ Read next: `engine.py`, which fills a plan and runs the model on it.
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -34,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from minispec.compiled import FEW_ROWS, Permits, Turn
 from minispec.kv import PagedKV
 
 QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
@@ -81,12 +81,16 @@ class Plan:
     last one that a block reads. For FlexAttention, kv_count [batch, 1, blocks] and
     kv_index [batch, 1, blocks, PAGES] int32 list the pages a block reads under the mask, full_count and full_index
     those it sees whole. `visible` speaks of the M rows from `starts` on: the nodes themselves (M = W, the default), or
-    a window that holds nodes of earlier calls too (a drafter growing its tree level by level).
+    a window that holds nodes of earlier calls too (a drafter growing its tree level by level). prompts: whether the
+    blocks are chunks of prompts, of any number of requests.
     """
 
-    def __init__(self, kv: PagedKV, batch: int, blocks: int, width: int, window: int | None = None) -> None:
+    def __init__(
+        self, kv: PagedKV, batch: int, blocks: int, width: int, window: int | None = None, *, prompts: bool = False
+    ) -> None:
         assert width <= QUERY_BLOCK and (blocks == 1 or QUERY_BLOCK % width == 0), "nodes must fit in query blocks"
         self.kv, self.batch, self.blocks, self.width, self.window = kv, batch, blocks, width, window or width
+        self.prompts = prompts
         self.query_block = QUERY_BLOCK if blocks == 1 else width  # rows of a block in FlexAttention's eyes
         device, r = kv.pool.device, batch * blocks
         self.slots = torch.zeros(r, dtype=torch.int64, device=device)
@@ -108,7 +112,7 @@ class Plan:
     @property
     def name(self) -> str:
         """What tells its shape from others."""
-        if self.blocks > 1:
+        if self.prompts:
             return f"prefill of {self.batch * self.blocks * self.width} rows"
         window = "" if self.window == self.width else f" in a window of {self.window}"
         return f"batch {self.batch}, {self.width} nodes each{window}"
@@ -253,7 +257,7 @@ class Strip(NamedTuple):
 
 
 class PagedGather:
-    """The same pool, plan and visibility without FlexAttention: rows copied together, then SDPA, or `_one_query`.
+    """The same pool, plan and visibility without FlexAttention: rows copied together, then SDPA, or `_few_queries`.
 
     What each query reads and sees is worked out once a step, and all layers share it. Of a decode step it is a `Strip`
     that lies where it is, so that compiled code has it for an input, with as many rows as the longest request has,
@@ -265,19 +269,24 @@ class PagedGather:
         """eager: blocks that are compiled are to run as they are with this attention."""
         self.kv, self.plan, self.eager = kv, plan, eager
         # Do the queries that share a KV head become rows of one head, so that each key is read once?
-        self.folds = plan.blocks == 1 and plan.width <= FOLD_UP_TO
+        self.folds = not plan.prompts and plan.width <= FOLD_UP_TO
         # Are a request's blocks of a prefill step attended together? Whose they are, the host learns by a look.
-        self.merges = plan.blocks > 1 and kv.host_looks
+        self.merges = plan.prompts and kv.host_looks
         self.strips: list[Strip] = []
-        if plan.blocks > 1:
+        if plan.prompts:
             key = next(_keys)
             _gathers[key] = self
             self.handle = torch.tensor(key)
             self.graph = "prompts of any length"
             self._layers: Sequence[GatherLayer | PromptLayer] = [PromptLayer(kv, at, self) for at in range(layers)]
             return
-        several, folded = "several sequences" if plan.batch > 1 else "one sequence", ", folded" if self.folds else ""
-        self.graph = f"{several} of any length{folded}" if plan.width > 1 else f"{several} of one row"
+        # Is it one request's tree of few nodes? That has a graph of its own on a CPU, of loops in place of products.
+        self.few = plan.batch == 1 and plan.width <= FEW_ROWS
+        several = "several sequences" if plan.batch > 1 else "one sequence"
+        count = "one row" if plan.width == 1 else f"{plan.width} rows"
+        folded = ", folded" if self.folds else ""
+        short = self.few or plan.width == 1
+        self.graph = f"{several} of {count}" if short else f"{several} of any length{folded}"
         self._layers = [GatherLayer(*kv.layer(index), self) for index in range(layers)]
         # What the layers read lies at the front of these, which are made with the first step.
         self._rows: Tensor | None = None
@@ -287,7 +296,7 @@ class PagedGather:
         """Return the attention of one layer; asked for layer 0, it works out what the step reads and sees."""
         if index == 0:
             self.strips = self._strips()
-            if self.plan.blocks == 1:
+            if not self.plan.prompts:
                 self._place(self.strips[0])
         return self._layers[index]
 
@@ -336,7 +345,7 @@ class PagedGather:
         plan, width = self.plan, self.plan.width
         rows, mask = self._rows_and_mask(blocks, reach)
         mask = torch.zeros(mask.shape, dtype=self.kv.pool.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-        queries = slice(0, width) if plan.blocks == 1 else slice(blocks.start * width, blocks.stop * width)
+        queries = slice(0, width) if not plan.prompts else slice(blocks.start * width, blocks.stop * width)
         return Strip(queries, rows, mask[:, None])
 
     def _rows_and_mask(self, blocks: slice, reach: int) -> tuple[Tensor, Tensor]:
@@ -386,23 +395,28 @@ def _gathered(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, mask: Tenso
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=gqa)
 
 
-def _one_query(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
-    """Do for q [B, H, 1, D] what `_gathered` does, in loops that Inductor makes for a CPU; H need not be folded.
+def _few_queries(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    """Do for q [B, H, W, D] what `_gathered` does, in loops that Inductor makes for a CPU; H need not be folded.
 
-    rows [B, S] int64, mask [B, 1, 1, S]. For a single query no matrix product is worth being called. Heads that share a
-    KV head are sums of their own in one loop, so that each key and each value is read once.
+    rows [B, S] int64, mask [B, 1, W, S]. For a few queries no matrix product is worth being called. Heads that share a
+    KV head are sums of their own in one loop, so that each key and each value is read once a node.
     """
-    (batch, heads, _, dim), kv_heads = q.shape, keys.shape[1]
+    (batch, heads, width, dim), kv_heads = q.shape, keys.shape[1]
     group = heads // kv_heads
-    queries = (q.float() * dim**-0.5).view(batch, kv_heads, group, 1, dim).permute(2, 1, 0, 3, 4)
-    near = keys[0][:, rows].float()  # [Hkv, B, S, D], never stored
-    scores = torch.stack([(queries[i] * near).sum(-1) for i in range(group)])  # [G, Hkv, B, S]
-    weights = (scores + mask[:, 0, 0].float()).softmax(-1)
-    # Values are copied together first, which as_strided sees to. Where Inductor looks up their places within the sum,
-    # it takes one number each of 32 rows at a time, which is five times slower than 32 numbers of one row.
-    near = values.index_select(2, rows.view(-1)).view(kv_heads, batch, -1, dim)
+    # Stored, which as_strided sees to: Inductor would turn each query by its position again for each of the keys.
+    queries = q.reshape(batch, kv_heads, group, width, dim)
+    queries = queries.as_strided(queries.shape, queries.stride()).float() * dim**-0.5
+    queries = queries.permute(2, 1, 0, 3, 4)[..., None, :]  # [G, Hkv, B, W, 1, D]
+    near = keys[0][:, rows].float()[:, :, None]  # [Hkv, B, 1, S, D], never stored
+    scores = torch.stack([(query * near).sum(-1) for query in queries.unbind()])  # [G, Hkv, B, W, S]
+    scores = scores + mask[:, 0].float()
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()  # divided by their sum at the end, once for all values
+    # Values are copied together first. Where Inductor looks up their places within the sum, it takes one number each of
+    # 32 rows at a time, which is five times slower than 32 numbers of one row.
+    near = values.index_select(2, rows.view(-1)).view(kv_heads, batch, 1, -1, dim)
     near = near.as_strided(near.shape, near.stride()).float()
-    out = torch.stack([(weights[i, ..., None] * near).sum(2) for i in range(group)], 2)  # [Hkv, B, G, D]
+    out = torch.stack([(weight[..., None] * near).sum(3) for weight in weights.unbind()], 2)  # [Hkv, B, G, W, D]
+    out = out / weights.sum(-1).permute(1, 2, 0, 3)[..., None]
     return out.transpose(0, 1).reshape(q.shape).to(q.dtype)
 
 
@@ -418,12 +432,14 @@ class GatherLayer:
 
     def __init__(self, keys: Tensor, values: Tensor, gather: PagedGather) -> None:
         self.keys, self.values, self.plan, self.eager = keys, values, gather.plan, gather.eager
-        self.rows, self.folds = gather.plan.rows, gather.folds
+        self.rows, self.folds, self.few = gather.plan.rows, gather.folds, gather.few
         self.moving: tuple[Tensor, ...] = ()  # read and mask; see `compiled.py`
 
     @property
     def any_size(self) -> tuple[tuple[Tensor, tuple[int, ...]], ...]:
         """See `compiled.py`."""
+        if self.few:
+            return (self.read, (1,)), (self.mask, (3,))
         return (self.rows, (0,)), (self.read, (0, 1)), (self.mask, (0, 2, 3))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -431,8 +447,8 @@ class GatherLayer:
         _write(self.keys, self.rows, k)
         _write(self.values, self.rows, v)
         (batch, heads, length, dim), kv_heads, mask = q.shape, k.shape[1], self.mask
-        if length == 1 and torch.compiler.is_compiling() and not q.is_cuda:
-            return _one_query(q, self.keys, self.values, self.read, mask)
+        if (length == 1 or self.few) and torch.compiler.is_compiling() and not q.is_cuda:
+            return _few_queries(q, self.keys, self.values, self.read, mask)
         if self.folds:
             q, mask = q.reshape(batch, kv_heads, -1, dim), mask.repeat(1, 1, heads // kv_heads, 1)
         return _gathered(q, self.keys, self.values, self.read, mask).reshape(batch, heads, length, dim)
@@ -496,35 +512,12 @@ def gathered_attention(kv: PagedKV, plan: Plan, layers: int) -> PagedGather:
     return PagedGather(kv, plan, layers)
 
 
-class Permits:
-    """How many graphs may still be made: any number, at their first use, or one at a time between a server's steps."""
-
-    def __init__(self) -> None:
-        self.left: float = math.inf
-        self.granted: list[Deferred] = []
-        self.refused = 0  # how often a step ran eagerly for want of a permit
-
-    def attention(self, kind: CompiledKind) -> AttendKind:
-        """Return the attention that asks here before its graph is made, and has this kind from then on."""
-        return lambda kv, plan, layers: Deferred(
-            kind(kv, plan, layers), PagedGather(kv, plan, layers, eager=True), self
-        )
-
-    def ask(self, who: Deferred) -> bool:
-        """Return whether the graph may be made now."""
-        if self.left < 1:
-            self.refused += 1
-            return False
-        self.left -= 1
-        self.granted.append(who)
-        return True
-
-    def take_back(self) -> None:
-        """Let the newest go on eagerly, since its graph could not be made."""
-        self.granted.pop().ready = False
+def deferred_attention(kind: CompiledKind, permits: Permits) -> AttendKind:
+    """Return the attention that asks for a permit before its graph is made, and has this kind from then on."""
+    return lambda kv, plan, layers: Deferred(kind(kv, plan, layers), PagedGather(kv, plan, layers, eager=True), permits)
 
 
-class Deferred:
+class Deferred(Turn):
     """The attention of one plan on a CPU: eager until there is a permit to make its graph, from then on compiled.
 
     A graph is of one plan and one function, of the target's block or the drafter's network. So this object of both
@@ -533,12 +526,12 @@ class Deferred:
 
     def __init__(self, compiled: PagedFlex | PagedGather, eager: PagedGather, permits: Permits) -> None:
         self.compiled, self.eager, self.graph = compiled, eager, compiled.graph
-        self.permits, self.ready = permits, False
+        self.permits = permits
 
     def layer(self, index: int) -> FlexLayer | GatherLayer | PromptLayer:
         """Return the attention of one layer; asked for layer 0, it decides for the pass that begins."""
-        if index == 0 and not self.ready:
-            self.ready = self.permits.ask(self)
+        if index == 0:
+            self.permits.ask(self)
         return (self.compiled if self.ready else self.eager).layer(index)
 
 

@@ -12,9 +12,10 @@ itself refuses inputs of other sizes and strides.
 One argument, the key, stands for all that stays: `attend` for a layer and its plan, since there is one object of it for
 each pair, or a step's bucket. The notes on it end with it. A key may say that it is `eager`: then the function runs as
 it is, and nothing is compiled. And it may name tensors of its own with the dimensions that may have any length,
-`any_size`: then one graph serves all keys of its kind, whatever their sizes, so that compiling takes a fraction of the
-time. Those that it has from time to time replaced by others, of other sizes even, are `moving`, a tuple which is a new
-one then: the graph goes on with the new ones.
+`any_size`: then one graph serves all keys of its kind, whatever these sizes and those of the arguments, so that
+compiling takes a fraction of the time. (Where a step has `few` rows, the arguments' sizes stay what they are.) Tensors
+that it has from time to time replaced by others, of other sizes even, are `moving`, a tuple which is a new one then:
+the graph goes on with the new ones. A key that is an `original` but for a few values shares the notes on that one.
 
 Read next: `model.py`, `beam.py` and `engine.py`, whose functions are compiled here.
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 import subprocess
 import threading
@@ -35,10 +37,12 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 from torch._dynamo import lookup_backend
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 Step = Callable[..., Any]  # function(owner, *args) of tensors, alone or in named tuples; returns the like
 Compiler = Callable[[Step], Step]
+FEW_ROWS = 4  # of a step, up to which a CPU's linear layers are loops in compiled code; see `load/packed.py`
 KEYS = ("attend", "bucket", "beam")  # the names that the key may have among a function's arguments
 
 
@@ -48,6 +52,11 @@ def check_graph_trees(device: torch.device, compiles: bool = True) -> None:
         raise ValueError(f"graph trees need CUDA graphs, so the device must be cuda; got {device.type}")
     if not compiles:
         raise ValueError("graph trees are made of compiled blocks, so --disable-torch-compile must not be given")
+
+
+def is_few(rows: int) -> bool:
+    """Return whether a graph is of so few rows, and of no other number."""
+    return statically_known_true(rows <= FEW_ROWS)
 
 
 def compile_step(function: Step, device: torch.device, graph_trees: bool = False) -> Step:
@@ -104,23 +113,69 @@ def _tensors_of(key: Any) -> Iterator[Tensor]:
             yield from (inner for inner in vars(value).values() if isinstance(inner, Tensor))
 
 
-Choice = Callable[[int, bool], bool]  # of a batch's size, and whether any of its requests samples
+class Turn:
+    """What runs eagerly until it is its turn to be compiled."""
+
+    ready = False
+
+
+class Permits:
+    """How many graphs may still be made: any number, at their first use, or one at a time between a server's steps."""
+
+    def __init__(self) -> None:
+        self.left: float = math.inf
+        self.granted: list[Turn] = []
+        self.refused = 0  # how often something ran eagerly for want of a permit
+
+    def ask(self, who: Turn) -> bool:
+        """Return whether this is compiled, or may be now."""
+        if who.ready:
+            return True
+        if self.left < 1:
+            self.refused += 1
+            return False
+        self.left -= 1
+        self.granted.append(who)
+        who.ready = True
+        return True
+
+    def take_back(self) -> None:
+        """Let the newest go on eagerly, since its graph could not be made."""
+        self.granted.pop().ready = False
+
+
+def _original(key: Any) -> Any:
+    """Return the key whose tensors this one has: itself, or the one it says it is a copy of."""
+    return getattr(key, "original", key)
+
+
+Choice = Callable[[int, int, bool], bool]  # of a batch's size, nodes of trees, and whether any of the requests samples
 
 
 class Small:
-    """Small functions around compiled blocks, which are compiled themselves where that pays for its time."""
+    """Small functions around compiled blocks, which are compiled themselves where that pays for its time.
+
+    The key of each, a bucket or a beam, has the batch's size and the nodes of trees that the choice is made by.
+    """
 
     def __init__(self, *functions: Step) -> None:
         self.eager = self.compiled = functions
-        self.choice: Choice = lambda batch, samples: False
+        self.choice: Choice = lambda batch, nodes, samples: False
+        self._turns: weakref.WeakKeyDictionary[Any, dict[bool, list[Turn]]] = weakref.WeakKeyDictionary()
 
-    def compile(self, compiler: Compiler, choice: Choice) -> None:
-        """From now on use what `compiler` makes of the functions where `choice` says so."""
-        self.compiled, self.choice = tuple(map(compiler, self.eager)), choice
+    def compile(self, compiler: Compiler, choice: Choice, permits: Permits) -> None:
+        """From now on use what `compiler` makes of the functions where `choice` says so, as soon as it is permitted."""
+        self.compiled, self.choice, self._permits = tuple(map(compiler, self.eager)), choice, permits
 
-    def of(self, batch: int, samples: bool) -> Sequence[Step]:
-        """Return the functions for a batch of this size."""
-        return self.compiled if self.choice(batch, samples) else self.eager
+    def of(self, key: Any, samples: bool) -> Sequence[Step]:
+        """Return the functions for a key, each of them compiled or not."""
+        if not self.choice(key.batch, key.nodes, samples):
+            return self.eager
+        turns = self._turns.setdefault(_original(key), {})
+        if samples not in turns:
+            turns[samples] = [Turn() for _ in self.eager]
+        both = zip(turns[samples], self.compiled, self.eager, strict=True)
+        return [compiled if self._permits.ask(turn) else eager for turn, compiled, eager in both]
 
 
 class Ran(NamedTuple):
@@ -258,7 +313,7 @@ class DirectStep:
         key = args[self._key]
         if getattr(key, "eager", False):
             return self.function(owner, *args)
-        calls, given = self.calls.setdefault(key, {}), _given(args)
+        calls, given = self.calls.setdefault(_original(key), {}), _given(args)
         call = calls.get(given)
         if call is not None:
             return call(owner, args, getattr(key, "moving", ()))
@@ -276,12 +331,14 @@ def any_size(args: Sequence[Any], key: Any) -> Iterator[None]:
     """Within this, a graph that is traced for such a key takes other batch sizes and lengths as well.
 
     Of the key's tensors it says which dimensions those are. Of the arguments they are 0 and 1, as in x [B, T, d], or 2,
-    as in the rotary factors [B, 1, T, D]. A size of one stays a constant of the graph.
+    as in the rotary factors [B, 1, T, D]; none where there are few rows. A size of one stays a constant of the graph.
     """
     if not getattr(key, "any_size", ()):
         yield
         return
     members = [member for arg in args for member in (arg if isinstance(arg, tuple) else (arg,))]
+    if getattr(key, "few", False):
+        members = []
     for tensor in [member for member in members if isinstance(member, Tensor)]:
         torch._dynamo.maybe_mark_dynamic(tensor, [0, 2 if tensor.dim() == 4 else 1])
     for tensor, dimensions in key.any_size:

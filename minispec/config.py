@@ -33,7 +33,7 @@ LEARNED = ("EAGLE", "EAGLE3")  # drafters with a trained head; NEXTN is another 
 GROWN = (*LEARNED, "STANDALONE")  # drafters that grow their trees on the device, with a draft model path
 HEADS = Path(__file__).parent / "heads"  # what ships for the default model; NEXTN is its MTP layer
 SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "standalone"}
-CPU_SHAPE = (2, 4, 6)  # steps/topk/nodes: the fastest for them on two CPU cores, where each round costs (README)
+CPU_SHAPE = (2, 3, 4)  # steps/topk/nodes: the fastest for them on two CPU cores, where each round costs (README)
 LOOKUP_NODES = 12  # of the larger trees where texts are looked up too: what a lookup finds may hold for long
 INT8_SHAPE = (1, 3, 4)  # in place of larger trees with int8 weights, whose kernel works on four rows at a time
 # steps/topk/nodes -> steps and nodes of the smaller tree beside it, which a step may have instead

@@ -271,7 +271,7 @@ def test_gather_matches_the_reference_for_trees(group: int, dtype: torch.dtype) 
 def test_gather_matches_the_reference_for_packed_chunks(group: int, merges: bool) -> None:
     """A request's blocks are attended together on a CPU, and each by itself on CUDA."""
     world = World(group, rows=400, seed=group)
-    plan = Plan(world.kv, 1, 4, QUERY_BLOCK)
+    plan = Plan(world.kv, 1, 4, QUERY_BLOCK, prompts=True)
     for _ in range(2):
         attend = PagedGather(world.kv, plan, LAYERS)
         assert attend.merges
@@ -308,7 +308,7 @@ def test_gather_lets_nothing_through_from_rows_that_no_query_sees() -> None:
         plan, blocks = Plan(world.kv, 3, 1, nodes), tree_scene(world, nodes, 3)
         poison_what_nobody_sees(world, blocks)
         check(world, plan, PagedGather(world.kv, plan, LAYERS), eager, blocks)
-    plan, blocks = Plan(world.kv, 1, 4, QUERY_BLOCK), prefill_scene(world, 4)
+    plan, blocks = Plan(world.kv, 1, 4, QUERY_BLOCK, prompts=True), prefill_scene(world, 4)
     poison_what_nobody_sees(world, blocks)
     check(world, plan, PagedGather(world.kv, plan, LAYERS), eager, blocks)
 
@@ -388,19 +388,31 @@ def test_compiled_gather_matches_the_reference(dtype: torch.dtype) -> None:
     for nodes in (2, 8, 64) if dtype == torch.float32 else (8,):
         scene = lambda nodes=nodes: tree_scene(world, nodes, 4)  # noqa: E731
         check_compiled(world, Plan(world.kv, 4, 1, nodes), scene, 3, PagedGather)
-    check_compiled(world, Plan(world.kv, 1, 3, QUERY_BLOCK), lambda: prefill_scene(world, 3), 4, PagedGather)
+    plan = Plan(world.kv, 1, 3, QUERY_BLOCK, prompts=True)
+    check_compiled(world, plan, lambda: prefill_scene(world, 3), 4, PagedGather)
 
 
 @pytest.mark.parametrize(
-    ("group", "batch", "dtype"), [(3, 1, torch.bfloat16), (7, 4, torch.float16), (1, 3, torch.float32)], ids=str
+    ("group", "batch", "nodes", "dtype"),
+    [
+        (3, 1, 1, torch.bfloat16),
+        (7, 4, 1, torch.float16),
+        (1, 3, 1, torch.float32),
+        (3, 1, 4, torch.bfloat16),
+        (7, 1, 3, torch.float16),
+        (1, 1, 2, torch.float32),
+    ],
+    ids=str,
 )
-def test_compiled_gather_of_one_query_matches_the_reference(group: int, batch: int, dtype: torch.dtype) -> None:
-    """Plain steps on a CPU, which have loops of their own; no row that the query may not see lets anything through."""
+def test_compiled_gather_of_few_queries_matches_the_reference(
+    group: int, batch: int, nodes: int, dtype: torch.dtype
+) -> None:
+    """Steps on a CPU that have loops of their own; no row that a query may not see lets anything through."""
     world = World(group, rows=400, dtype=dtype)
-    plan = Plan(world.kv, batch, 1, 1)
+    plan = Plan(world.kv, batch, 1, nodes)
 
     def scene() -> list[Block]:
-        blocks = tree_scene(world, 1, batch, padded=batch > 1)
+        blocks = tree_scene(world, nodes, batch, padded=batch > 1)
         if dtype == torch.float16:
             poison_what_nobody_sees(world, blocks)
         return blocks
@@ -430,7 +442,7 @@ def test_compiled_flex_matches_the_reference_for_trees_on_cuda(group: int, nodes
 @pytest.mark.parametrize("group", GROUPS)
 def test_compiled_flex_matches_the_reference_for_chunks_on_cuda(group: int, page: int, dtype: torch.dtype) -> None:
     world = World(group, page=page, rows=640, dim=64, dtype=dtype, device="cuda")
-    plan = Plan(world.kv, 1, 4, QUERY_BLOCK)
+    plan = Plan(world.kv, 1, 4, QUERY_BLOCK, prompts=True)
     check_compiled(world, plan, lambda: prefill_scene(world, 4), repeats=2)
 
 

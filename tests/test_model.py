@@ -438,8 +438,8 @@ def test_packed_linear_is_a_linear_layer(dtype: torch.dtype, bound: float, bias:
 
 @needs_packing
 @pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
-def test_one_row_is_multiplied_by_the_weight_as_it_was_in_compiled_code(dtype: torch.dtype, bias: bool) -> None:
-    """What is before it is rounded as everywhere, and a row that lies strided is read by its strides."""
+def test_few_rows_are_multiplied_by_the_weight_as_it_was_in_compiled_code(dtype: torch.dtype, bias: bool) -> None:
+    """Each row has the bits that it has alone, and strided rows are read by their strides."""
     torch.manual_seed(0)
     linear, norm = nn.Linear(72, 100, bias=bias).to(dtype), RMSNorm(72, 1e-5).to(dtype)
     layer = PackedLinear(linear, keep=True)
@@ -450,17 +450,25 @@ def test_one_row_is_multiplied_by_the_weight_as_it_was_in_compiled_code(dtype: t
         graphs.append(graph)
         return lookup_backend("inductor")(graph, inputs)
 
+    def run(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        got = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(x)
+        want = function(x)
+        assert got.shape == want.shape and got.dtype == dtype
+        assert (got - want).abs().max() <= (1e-5 if dtype == torch.float32 else 2**-7) * want.abs().max()
+        return got
+
     both, alone = lambda x: layer(norm(x)), lambda x: layer(x)
     with torch.inference_mode():
-        for function, x in ((both, torch.randn(1, 1, 72)), (alone, torch.randn(1, 144)[:, ::2]),
-                            (both, torch.randn(1, 2, 72))):  # fmt: skip
-            x = x.to(dtype)
-            got = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(x)
-            want = function(x)
-            assert got.shape == want.shape and got.dtype == dtype
-            assert (got - want).abs().max() <= (1e-5 if dtype == torch.float32 else 2**-7) * want.abs().max()
+        four = torch.randn(1, 4, 72).to(dtype)
+        together = run(both, four)
+        assert all(torch.equal(together[:, i], run(both, four[:, i : i + 1])[:, 0]) for i in range(4))
+        run(alone, torch.randn(1, 144)[:, ::2].to(dtype))
+        run(both, torch.randn(1, 5, 72).to(dtype))
+        of_any_size = torch.randn(1, 3, 72).to(dtype)
+        torch._dynamo.maybe_mark_dynamic(of_any_size, [1])
+        run(both, of_any_size)
     asked = ["packed_linear" in str(graph.graph) for graph in graphs]
-    assert asked == [False, False, True], "one row, one strided row, two rows"
+    assert asked == [False, False, False, True, True], "four rows, one, a strided one, five, three of any number"
 
 
 @needs_packing

@@ -22,6 +22,8 @@ import itertools
 import torch
 from torch import Tensor, nn
 
+from minispec.compiled import is_few
+
 # Reordered weights by handle; an entry lives as long as its module (`PackedLinear.__del__`).
 _weights: dict[int, Tensor] = {}
 _handles = itertools.count()
@@ -78,16 +80,19 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, plus the bias, [..., out]."""
-        if self.kept is not None and torch.compiler.is_compiling() and x.shape[:-1].numel() == 1:
-            return _one_row(x, self.kept, self.bias)
+        if self.kept is not None and torch.compiler.is_compiling() and is_few(x.shape[:-1].numel()):
+            return _few_rows(x, self.kept, self.bias)
         return torch.ops.minispec.packed_linear(x, self.handle, self.features, self.bias)
 
 
-def _one_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x [..., in], which is one row, times weight [out, in], plus the bias, [..., out]; to be compiled."""
-    # Inductor would compute what is before it, a norm say, once more for each of the outputs; as_strided has it stored.
-    row = x.contiguous().as_strided((1, x.shape[-1]), (x.shape[-1], 1))
-    out = (weight.float() * row.float()).sum(-1)
+def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x [..., in], which is a few rows, times weight [out, in], plus the bias, [..., out]; to be compiled."""
+    count, width = x.shape[:-1].numel(), x.shape[-1]
+    # as_strided has the rows stored, in float32. Inductor would compute what is before them, a norm say, once more for
+    # each of the outputs, and turn each number of them into float32 once more for each of the weights.
+    rows, weight = x.contiguous().float().as_strided((count, width), (width, 1)), weight.float()
+    # Sums of their own, which share one loop: each weight is read once, and a row has the bits that it has alone.
+    out = torch.stack([(weight * rows[i]).sum(-1) for i in range(count)])
     return (out if bias is None else out + bias).to(x.dtype).view(*x.shape[:-1], -1)
 
 

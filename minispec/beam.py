@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from minispec.attention import AttendKind, Plan, gathered_attention
-from minispec.compiled import Choice, Compiler, Small
+from minispec.compiled import Choice, Compiler, Permits, Small
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.kv import KVShape, PagedKV
 from minispec.model import Attend, LayerAttend, Rope
@@ -238,9 +238,9 @@ class BeamDrafter(Drafter):
         """From now on run the network as `compiler` compiles it."""
         self.run_network = compiler(type(self.network).forward)
 
-    def compile_small(self, compiler: Compiler, choice: Choice) -> None:
+    def compile_small(self, compiler: Compiler, choice: Choice, permits: Permits) -> None:
         """From now on run what surrounds the network as `compiler` compiles it, where `choice` says so."""
-        self.small.compile(compiler, choice)
+        self.small.compile(compiler, choice, permits)
 
     def attends(self, plan: Plan, prefill: bool) -> list[Attend]:
         """Return the attention of prompts, or of accepted paths and of frontiers."""
@@ -253,7 +253,7 @@ class BeamDrafter(Drafter):
         """Grow one tree per request of the batch; writes scratch rows beyond the committed ones in its own pages."""
         beam, watched = self._beams[tuple(batch.tree.tokens.shape)], batch.scores is not None
         batch = batch._replace(tree=None)  # the host's, who draws none for this
-        open_, round_, close = self.small.eager if watched else self.small.of(beam.batch, batch.temperature is not None)
+        open_, round_, close = self.small.eager if watched else self.small.of(beam, batch.temperature is not None)
         found, frontier, inputs = open_(self, beam, batch)
         candidates, states = [*found], None
         for number in self._rounds[1 : beam.steps]:

@@ -52,6 +52,7 @@ class Bucket:
     """
 
     rounds = True
+    original: Bucket
 
     def __init__(self, kv: PagedKV, batch: int, nodes: int, most: int, attend: tuple[AttendKind, int]) -> None:
         """`attend`: the kind of attention and the number of the target's layers; `most` is A."""
@@ -84,6 +85,7 @@ class Bucket:
     def of_the_host(self) -> Self:
         """Return the step on the same tensors in which every request takes the tree of the host."""
         twin = copy.copy(self)
+        twin.original = self  # whose compiled functions are this one's too
         twin.rounds, twin.name = False, f"{self.name}, all the host's"
         return twin
 
@@ -104,7 +106,7 @@ class PrefillBucket:
         self.slots, self.starts, self.sizes = parts[2:5]  # [n] each, by block; a size is its number of live rows
         # [n] each, by chunk: slot, committed rows after it, 1 where a token is picked after it, its last row in [T].
         self.chunk_slots, self.lens, self.picked, self.ends = parts[5:]
-        self.plan = Plan(kv, 1, blocks, width)
+        self.plan = Plan(kv, 1, blocks, width, prompts=True)
         kind, layers = attend
         self.attend = kind(kv, self.plan, layers)
         # The token after each chunk, how many count, which is 0 or 1, and whether there was a NaN among its logits.

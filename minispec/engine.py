@@ -29,9 +29,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minispec.attention import QUERY_BLOCK, PagedGather, Permits, Plan, compiled_attention, prefill_block
+from minispec.attention import (
+    QUERY_BLOCK,
+    PagedGather,
+    Plan,
+    compiled_attention,
+    deferred_attention,
+    prefill_block,
+)
 from minispec.bucket import Bucket, Chunk, PrefillBucket
-from minispec.compiled import Choice, Compiler, Small, cached_only
+from minispec.compiled import Choice, Compiler, Permits, Small, cached_only
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, TreeSize
 from minispec.grammar import Constraints, mask
 from minispec.graphs import Recorder
@@ -112,11 +119,12 @@ class Sizes:
     @classmethod
     def resolve(
         cls, drafter: Drafter, *, context_length: int, max_running: int, chunk_size: int, batches: Sequence[int] = (),
-        both_up_to: int | None = None,
+        prefills: Sequence[int] = (128, 512), both_up_to: int | None = None,
     ) -> Sizes:  # fmt: skip
         """Return the sizes of an engine with this drafter.
 
         batches: the buckets that are wished for, in place of the powers of two up to the largest of them.
+        prefills: token counts of prefill steps beside the largest, which holds a whole chunk.
         both_up_to: the largest batch that has buckets for trees of both sizes, None for all.
         """
         powers = {1 << i for i in range(max_running.bit_length()) if 1 << i > max(batches, default=0)}
@@ -125,7 +133,7 @@ class Sizes:
         return cls(
             context_length, max_running, chunk_size, drafter.nodes, drafter.depth, drafter.scratch, drafter.steps,
             drafter.topk, batch_sizes=tuple(sorted(powers | {max_running})),
-            prefill_sizes=tuple(sorted({min(size, largest) for size in (128, 512, largest)})),
+            prefill_sizes=tuple(sorted({min(size, largest) for size in (*prefills, largest)})),
             smaller=drafter.smaller, both_up_to=max_running if both_up_to is None else both_up_to,
             looks_up=drafter.looks_up,
         )  # fmt: skip
@@ -184,9 +192,9 @@ class TreeInputs(NamedTuple):
     tokens: Tensor  # [B, N] int64, padding beyond the context's end too
     parents: Tensor  # [B, N] int64
     above: Tensor  # [B, N, N] bool, `tree.ancestors`
-    embedding: Tensor  # [B, N, d]
-    cos: Tensor  # of the rotary factors
-    sin: Tensor
+    embedding: Tensor | None  # [B, N, d]; not read after the blocks, and these neither:
+    cos: Tensor | None  # of the rotary factors
+    sin: Tensor | None
 
 
 class Seen(NamedTuple):
@@ -233,8 +241,8 @@ class Engine:
         self.compiled, self.permits = compiled, Permits()
         self.attend_kind = draft_attend = PagedGather if not compiled else compiled_attention
         if compiled and device.type == "cpu":
-            self.attend_kind = self.permits.attention(compiled_attention)
-            draft_attend = self.permits.attention(drafter.compiled_attention)
+            self.attend_kind = deferred_attention(compiled_attention, self.permits)
+            draft_attend = deferred_attention(drafter.compiled_attention, self.permits)
         self.settled = False  # whether all graphs are made that will be, so that steps keep their times
         self._when_settled: list[Callable[[], None]] = []
         self.lens = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -275,8 +283,8 @@ class Engine:
 
         The two functions here are `_before_blocks` and `_after_blocks`; the drafter has its own.
         """
-        self.small.compile(compiler, choice)
-        self.drafter.compile_small(compiler, choice)
+        self.small.compile(compiler, choice, self.permits)
+        self.drafter.compile_small(compiler, choice, self.permits)
 
     def set_thresholds(self, thresholds: tuple[float, float] | None) -> None:
         """Accept sampled drafts by these (single, acc) from the next step on, None: exactly.
@@ -292,11 +300,12 @@ class Engine:
     @property
     def steps(self) -> list[Bucket | PrefillBucket]:
         """Every kind of step there is, in the order in which they are worth compiling: one request alone first."""
-        short, *long = (self.prefill_buckets[size] for size in self.sizes.prefill_sizes)
+        prefills = [self.prefill_buckets[size] for size in self.sizes.prefill_sizes]
+        short = [step for step in prefills if step.attend.graph == prefills[0].attend.graph]  # on a CPU all have one
         keys = [key for key in self.buckets if key[1] > 0]  # steps without rounds have the graphs of those with them
         decodes: list[Bucket] = [self.buckets[key] for key in sorted(keys, key=lambda key: (key[0], -key[1]))]
         first = sum(batch == self.sizes.batch_sizes[0] for batch, _ in keys)
-        return [*decodes[:first], short, *decodes[first:], *long]
+        return [*decodes[:first], *short, *decodes[first:], *prefills[len(short) :]]
 
     def shapes(self) -> list[str]:
         """Return a name for every graph that is compiled, the drafter's included: after warm-up there are no others.
@@ -315,8 +324,8 @@ class Engine:
             names += [
                 f"around the {owner}, batch {step.batch}, {step.nodes} nodes a tree, {kind}"
                 for kind, samples in (("greedy", False), ("sampled", True))
-                if self.small.choice(step.batch, samples)
-                for owner in ("target", "drafter")
+                if self.small.choice(step.batch, step.nodes, samples)
+                for owner in (("target", "drafter") if step.nodes > 1 and self.drafter.steps else ("target",))
             ]
         return [*dict.fromkeys(names)]
 
@@ -482,12 +491,13 @@ class Engine:
         bucket.sight = Sight(bucket.batch, nodes, self.device) if TRACED in needs else None
         wishes = self.sampling.wishes(slots, needs) if needs - {SCORES, TRACED} else None
         holds = needs in COMPILED and not (needs and self.amended)
-        before, after = self.small.of(bucket.batch, bool(needs)) if holds else self.small.eager
+        before, after = self.small.of(bucket, bool(needs)) if holds else self.small.eager
         drafted = self._propose(bucket, lens, root, wishes) if nodes > 1 else bucket.tree
         lens, root, drafted = self._begun(bucket, lens, root, drafted)
         step = before(self, bucket, lens, root, None if drafted is bucket.tree else drafted)
         trees = self._to_host(slots[:, None], step.tokens, step.parents) if constrained else None
         streams = self.model.run_blocks(step.embedding, Rope(step.cos, step.sin), bucket.attend, self.drafter.taps)
+        step = step._replace(embedding=None, cos=None, sin=None)  # the first of the streams may be the embedding itself
         if trees is None:
             path = after(self, bucket, lens, step, streams, wishes)
         else:
@@ -767,7 +777,7 @@ class Engine:
             self._run(self.known, step, GREEDY)
             return
         step.upload([], ())
-        for needs in COMPILED if self.small.choice(step.batch, True) else (GREEDY,):
+        for needs in COMPILED if self.small.choice(step.batch, step.nodes, True) else (GREEDY,):
             self._run(self.decode, step, needs)
 
     @torch.inference_mode()

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from minispec.compiled import Compiler, check_graph_trees, compile_step, prepare
+from minispec.compiled import FEW_ROWS, Choice, Compiler, check_graph_trees, compile_step, prepare
 from minispec.config import Config, flag_name
 from minispec.drafter import Drafter, Plain
 from minispec.engine import Engine, Sizes, coarse_batches
@@ -39,7 +39,7 @@ from minispec.load.packed import can_pack, pack_linears, room_for_both
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.load.weights import eos_token_ids, load_weights, read_config, read_tensors, resolve_model
-from minispec.model import FINAL, Model, ModelConfig, published_tensors
+from minispec.model import Model, ModelConfig, published_tensors
 from minispec.parallel import Elsewhere, Follower, Leader, Ranks, gather
 from minispec.request import Request, RequestError, SamplingParams, meta_info
 from minispec.scheduler import Scheduler, SchedulerOptions, logger, startup_line
@@ -202,7 +202,7 @@ class LLM:
             self.beside = None if target is network else _needed(target, drafter, device)
             if config.quantization == "int8":
                 replace_weights(network)
-            _change_draft_and_pack(config, device, network, drafter, self.model_config.layers)
+            _change_draft_and_pack(config, device, network, drafter)
         return network, drafter
 
     def _load(
@@ -225,7 +225,7 @@ class LLM:
         self.beside = None if target is network else _needed(target, drafter, device)
         if config.quantization == "int8":  # after a head has taken what it needs of the target's weights
             self._quantize(network, tell)
-        _change_draft_and_pack(config, device, network, drafter, self.model_config.layers)
+        _change_draft_and_pack(config, device, network, drafter)
         _move_to_huge_pages(device)
         if compiled:
             _compile_blocks(network, drafter, partial(compile_step, device=device, graph_trees=self.graph_trees))
@@ -317,9 +317,10 @@ class Parts(NamedTuple):
 
 
 class Rehearsal(LLM):
-    """An LLM on a CPU whose graphs are another's: the same sizes and pages over one layer, of weights without meaning.
+    """An LLM on a CPU whose graphs are another's: the same sizes and pages, and all layers are one without meaning.
 
-    Graphs know nothing of depth and weights, so what is compiled here is what the other finds in Inductor's cache.
+    Graphs know nothing of weights, so what is compiled here is what the other finds in Inductor's cache. Memory of
+    pages that nobody writes to is never taken.
     """
 
     def __init__(self, config: Config, pages: int) -> None:
@@ -331,17 +332,13 @@ class Rehearsal(LLM):
         config, dtype = self.config, choose_dtype(self.config, device)
         prepare()
         with unsaid():
-            # All layers are one, so that a drafter finds those it reads from; then the others are dropped.
             network = Model.empty(self.model_config, dtype, device, change=_share_layer)
             drafter = make_drafter(config, network, self.folder, self.tokenizer)
-        _drop_layers(network)
-        drafter.taps = tuple(tap if tap == FINAL else 0 for tap in drafter.taps)
         if isinstance(drafter, StandaloneDrafter):
-            _drop_layers(drafter.network.model)
-            drafter.kv_shape = drafter.kv_shape._replace(layers=1)
+            _share_layer(drafter.network.model)
         if config.quantization == "int8":
             replace_weights(network)
-        _change_draft_and_pack(config, device, network, drafter, self.model_config.layers)
+        _change_draft_and_pack(config, device, network, drafter)
         _compile_blocks(network, drafter, partial(compile_step, device=device))
         parts = Parts(network, drafter, resolve_sizes(config, device, limits, drafter))
         engine = _make_engine(config, parts, self.pages, compiled=True)
@@ -350,12 +347,8 @@ class Rehearsal(LLM):
 
 
 def _share_layer(model: Model) -> None:
+    """Let a model have its first layer in place of each."""
     model.layers = nn.ModuleList([model.layers[0]] * len(model.layers))
-
-
-def _drop_layers(model: Model) -> None:
-    """Leave a model its first layer."""
-    model.layers, model.config = model.layers[:1], replace(model.config, layers=1)
 
 
 # ---- the steps of putting it together ----------------------------------------------------------------------------
@@ -533,7 +526,7 @@ def follow(config: Config, ranks: Ranks) -> None:
         quantize(network, ranks.same(()))
     sizes = ranks.same_sizes(None)
     drafter = Elsewhere(sizes)
-    _change_draft_and_pack(config, device, network, drafter, model_config.layers)
+    _change_draft_and_pack(config, device, network, drafter)
     _move_to_huge_pages(device)
     if compiled:
         _compile_blocks(network, drafter, partial(compile_step, device=device))
@@ -543,17 +536,13 @@ def follow(config: Config, ranks: Ranks) -> None:
     engine.follow(ranks)
 
 
-def _change_draft_and_pack(
-    config: Config, device: torch.device, network: Model, drafter: Drafter, layers: int
-) -> None:
-    """Make the draft's weights fp8 where that is asked for; on a CPU reorder what is left of linear layers.
-
-    layers: those of the target that is served, of which an engine that only compiles has one.
-    """
+def _change_draft_and_pack(config: Config, device: torch.device, network: Model, drafter: Drafter) -> None:
+    """Make the draft's weights fp8 where that is asked for; on a CPU reorder what is left of linear layers."""
     if config.draft_quantization == "fp8" and drafter.network is not None:
         use_fp8(drafter.network)
     if device.type == "cpu" and can_pack(network.norm.weight.dtype):
-        block_bytes = layers * sum(parameter.nbytes for parameter in network.layers[0].parameters())
+        # Not of all parameters: in an engine that only compiles, layers share theirs.
+        block_bytes = len(network.layers) * sum(parameter.nbytes for parameter in network.layers[0].parameters())
         keep = room_for_both(block_bytes, host_memory()[1])
         pack_linears(network, keep)
         if drafter.network is not None:
@@ -577,14 +566,14 @@ def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], 
 
     On CUDA the batch buckets are those of --cuda-graph-bs, or by default as few as cost no time; `limits` may name
     others. On a CPU the smaller trees are for batches of one and two, since they pay for their graphs' compiling there
-    alone.
+    alone; and there are more prefill buckets, since they share their graph, and padding costs time.
     """
     batches: Sequence[int] = ()
+    defaults: dict[str, Any] = {} if device.type == "cuda" else {"both_up_to": 2, "prefills": (64, 128, 256, 512)}
     if device.type == "cuda":
         largest = largest_graph(config, free_bytes(device)[1])
         batches = config.cuda_graph_bs or coarse_batches(limits["max_running"], drafter.nodes, largest)
-    both_up_to = 2 if device.type == "cpu" else None
-    return Sizes.resolve(drafter, **{"batches": batches, "both_up_to": both_up_to, **limits})
+    return Sizes.resolve(drafter, **{"batches": batches, **defaults, **limits})
 
 
 def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:
@@ -616,8 +605,10 @@ def _make_engine(
     acceptance = Acceptance(config.thresholds, config.simulate_acc_len)
     engine = kind(network, kv, drafter, sizes, compiled=compiled, acceptance=acceptance)
     if compiled:
-        if kv.pool.is_cuda:  # on a CPU it gains 1 to 3 % of a step, and costs seconds of compiling a shape: docs/log.md
-            engine.compile_small(partial(compile_step, device=kv.pool.device), lambda batch, samples: True)
+        # On a CPU it costs seconds of compiling a shape, and gains 7 % where blocks are fast: docs/log.md.
+        few: Choice = lambda batch, nodes, samples: batch == 1 and nodes <= FEW_ROWS and not samples  # noqa: E731
+        every: Choice = lambda batch, nodes, samples: True  # noqa: E731
+        engine.compile_small(partial(compile_step, device=kv.pool.device), every if kv.pool.is_cuda else few)
         # Every shape is a graph of the same function, and several LLMs may share a process. Not for the warm-up alone:
         # whoever registers a pytree node later (transformers does) invalidates all graphs.
         # Blocks whose layers are not of the same types, as in a checkpoint that is fp8 in part, have a graph each.

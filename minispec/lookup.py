@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 from minispec.attention import Plan
 from minispec.beam import BeamDrafter
-from minispec.compiled import Choice, Compiler
+from minispec.compiled import Choice, Compiler, Permits
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, HostDrafter, HostTrees, TreeSize
 from minispec.kv import PagedKV
 from minispec.model import Attend
@@ -204,9 +204,9 @@ class Lookups(Drafter):
         """Hand on."""
         self.head.compile(compiler)
 
-    def compile_small(self, compiler: Compiler, choice: Choice) -> None:
+    def compile_small(self, compiler: Compiler, choice: Choice, permits: Permits) -> None:
         """Hand on."""
-        self.head.compile_small(compiler, choice)
+        self.head.compile_small(compiler, choice, permits)
 
     def attends(self, plan: Plan, prefill: bool) -> list[Attend]:
         """Return those of the network; a lookup needs none."""

@@ -49,13 +49,13 @@ def forced(drafter: Drafter, **how: object) -> Scheduler:
     """Return a scheduler whose small functions are compiled for greedy batches of one."""
     scheduler = build(MODEL, drafter, host_looks=False, pages=PAGES, **how)
     compiler = partial(compile_step, device=CPU)
-    scheduler.engine.compile_small(compiler, lambda batch, samples: batch == 1 and not samples)
+    scheduler.engine.compile_small(compiler, lambda batch, nodes, samples: batch == 1 and not samples)
     return scheduler
 
 
 def test_greedy_and_sampled_batches_have_a_graph_each() -> None:
     scheduler = build(MODEL, Plain(), host_looks=False, running=1, pages=PAGES)
-    scheduler.engine.compile_small(partial(compile_step, device=CPU), lambda batch, samples: True)
+    scheduler.engine.compile_small(partial(compile_step, device=CPU), lambda batch, nodes, samples: True)
     for temperature in (0.0, 1.0, 0.0, 1.0):
         requests = [request("r", [3, 14, 15, 9, 2, 6], max_new_tokens=8, temperature=temperature, sampling_seed=3)]
         run(scheduler, requests)

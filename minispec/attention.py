@@ -33,8 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from minispec.compiled import FEW_ROWS, Permits, Turn
+from minispec.compiled import Permits, Turn
 from minispec.kv import PagedKV
+from minispec.load.packed import FEW_ROWS
 
 QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
 

@@ -37,12 +37,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 from torch._dynamo import lookup_backend
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 Step = Callable[..., Any]  # function(owner, *args) of tensors, alone or in named tuples; returns the like
 Compiler = Callable[[Step], Step]
-FEW_ROWS = 4  # of a step, up to which a CPU's linear layers are loops in compiled code; see `load/packed.py`
 KEYS = ("attend", "bucket", "beam")  # the names that the key may have among a function's arguments
 
 
@@ -52,11 +50,6 @@ def check_graph_trees(device: torch.device, compiles: bool = True) -> None:
         raise ValueError(f"graph trees need CUDA graphs, so the device must be cuda; got {device.type}")
     if not compiles:
         raise ValueError("graph trees are made of compiled blocks, so --disable-torch-compile must not be given")
-
-
-def is_few(rows: int) -> bool:
-    """Return whether a graph is of so few rows, and of no other number."""
-    return statically_known_true(rows <= FEW_ROWS)
 
 
 def compile_step(function: Step, device: torch.device, graph_trees: bool = False) -> Step:

@@ -37,7 +37,7 @@ CPU_SHAPE = (2, 3, 4)  # steps/topk/nodes: the fastest for them on two CPU cores
 LOOKUP_NODES = 12  # of the larger trees where texts are looked up too: what a lookup finds may hold for long
 INT8_SHAPE = (1, 3, 4)  # in place of larger trees with int8 weights, whose kernel works on four rows at a time
 # steps/topk/nodes -> steps and nodes of the smaller tree beside it, which a step may have instead
-SMALLER = {CPU_SHAPE: (1, 5), (5, 4, 8): (2, 5), (3, 1, 4): (1, 2)}
+SMALLER = {(5, 4, 8): (2, 5), (3, 1, 4): (1, 2)}
 BEST = ("EAGLE3", "NGRAM")  # the default model's default, the first whose files are here
 MAX_NODES = 128  # of a draft tree: the nodes of one request are one query block of FlexAttention
 OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class, a drafter of the operator's own

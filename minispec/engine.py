@@ -119,12 +119,11 @@ class Sizes:
     @classmethod
     def resolve(
         cls, drafter: Drafter, *, context_length: int, max_running: int, chunk_size: int, batches: Sequence[int] = (),
-        prefills: Sequence[int] = (128, 512), both_up_to: int | None = None,
+        both_up_to: int | None = None,
     ) -> Sizes:  # fmt: skip
         """Return the sizes of an engine with this drafter.
 
         batches: the buckets that are wished for, in place of the powers of two up to the largest of them.
-        prefills: token counts of prefill steps beside the largest, which holds a whole chunk.
         both_up_to: the largest batch that has buckets for trees of both sizes, None for all.
         """
         powers = {1 << i for i in range(max_running.bit_length()) if 1 << i > max(batches, default=0)}
@@ -133,7 +132,7 @@ class Sizes:
         return cls(
             context_length, max_running, chunk_size, drafter.nodes, drafter.depth, drafter.scratch, drafter.steps,
             drafter.topk, batch_sizes=tuple(sorted(powers | {max_running})),
-            prefill_sizes=tuple(sorted({min(size, largest) for size in (*prefills, largest)})),
+            prefill_sizes=tuple(sorted({min(size, largest) for size in (128, 512, largest)})),
             smaller=drafter.smaller, both_up_to=max_running if both_up_to is None else both_up_to,
             looks_up=drafter.looks_up,
         )  # fmt: skip

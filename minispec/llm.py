@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from minispec.compiled import FEW_ROWS, Choice, Compiler, check_graph_trees, compile_step, prepare
+from minispec.compiled import Choice, Compiler, check_graph_trees, compile_step, prepare
 from minispec.config import Config, flag_name
 from minispec.drafter import Drafter, Plain
 from minispec.engine import Engine, Sizes, coarse_batches
@@ -35,7 +35,7 @@ from minispec.load.huge_pages import use_huge_pages
 from minispec.load.int8 import PROMPT_ROWS, TEXT, check_int8, quantize, replace_weights
 from minispec.load.machine import core_count, host_memory
 from minispec.load.memory import Budget, free_bytes, largest_graph, make_kv, measure, unsaid
-from minispec.load.packed import can_pack, pack_linears, room_for_both
+from minispec.load.packed import FEW_ROWS, can_pack, pack_linears, room_for_both
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.load.weights import eos_token_ids, load_weights, read_config, read_tensors, resolve_model
@@ -48,6 +48,7 @@ from minispec.standalone import StandaloneDrafter
 from minispec.verify import Acceptance
 
 Prompt = str | Sequence[int]
+CPU_PREFILLS = (64, 128, 256, 512)  # token counts of prefill steps on a CPU, where all share a graph
 
 
 class LLM:
@@ -569,11 +570,15 @@ def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], 
     alone; and there are more prefill buckets, since they share their graph, and padding costs time.
     """
     batches: Sequence[int] = ()
-    defaults: dict[str, Any] = {} if device.type == "cuda" else {"both_up_to": 2, "prefills": (64, 128, 256, 512)}
     if device.type == "cuda":
         largest = largest_graph(config, free_bytes(device)[1])
         batches = config.cuda_graph_bs or coarse_batches(limits["max_running"], drafter.nodes, largest)
-    return Sizes.resolve(drafter, **{"batches": batches, **defaults, **limits})
+    both_up_to = 2 if device.type == "cpu" else None
+    sizes = Sizes.resolve(drafter, **{"batches": batches, "both_up_to": both_up_to, **limits})
+    if device.type == "cuda":
+        return sizes
+    more = {size for size in CPU_PREFILLS if size < sizes.prefill_sizes[-1]}
+    return replace(sizes, prefill_sizes=tuple(sorted({*sizes.prefill_sizes, *more})))
 
 
 def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:

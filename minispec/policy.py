@@ -6,10 +6,9 @@ they happen. `Times` has what real steps took, `Acceptance` and `Matches` what r
 most expected tokens a second over the whole batch is taken.
 
 A shape that is not taken teaches nothing. So now and then another one is tried, a probe, as long as all probes together
-have cost less than a hundredth of the time. A change must gain 3 %, so that noise does not move the engine to and fro,
-and one from plain steps to trees 8 %, since of many promises the largest is seldom kept; the way back is free, as plain
-decoding is what speculation must not fall below. After plain steps a drafter with a network must first take in what
-they left, and trees have to pay for that too (`Returns`).
+have cost less than a hundredth of the time. A change must gain 3 %, so that noise does not move the engine to and fro;
+only the way back to plain steps is free, since plain decoding is what speculation must not fall below. After plain
+steps a drafter with a network must first take in what they left, and trees have to pay for that too (`Returns`).
 
 A row's tree comes from the step, from the host, or from whichever of the two promises more (`lookup.py`). In the last
 case a shape can also be negative: trees of so many nodes that are all the host's, for which the step drafts nothing.
@@ -28,13 +27,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 PLAIN = 1  # nodes of a plain step
-GAIN, LEAVING_PLAIN = 1.03, 1.08  # what a change must gain, and one from plain steps to trees
+GAIN = 1.03  # what a change must gain
 PROBES = 0.01  # the share of decode time that probes may cost
 HORIZON = 0.999  # how much of the accounts of probes is left after a step
 STALE = 100  # steps of a kind after which another shape's numbers are worth a probe
 SAMPLES = 15  # step times that a median is taken of, the newest ones
 AROUND = 9  # newest steps whose most frequent shape is the one in use, and whose times others are compared with
 OWN_AFTER = 8  # tree steps of a request after which its own record counts
+OWN_PRIOR = 16  # observations that the engine's record counts as beside it: requests differ less than few steps do
 SHORT = 2  # tokens of a text that agree with an older one by chance
 FIRST_RUN = 8.0  # steps with trees in a row, before any such run has ended
 FIRST_CHANCE = 0.6  # that a draft is accepted, before any was
@@ -277,7 +277,7 @@ class Policy:
         own, total, reached = self._own.get(row.request), 1.0, 1.0
         for level, chance in enumerate(self._all_chances(nodes), start=1):
             if own is not None and own.steps >= OWN_AFTER:
-                chance = own.chance(0, level, chance, OWN_AFTER)
+                chance = own.chance(0, level, chance, OWN_PRIOR)
             reached *= chance
             total += reached
         return total
@@ -323,8 +323,7 @@ class Policy:
         speeds = self._speeds(kind, shapes, rows)
         stay = self._shape if self._shape in speeds else PLAIN
         best = max(shapes, key=speeds.__getitem__)
-        gain = 1.0 if best == PLAIN else LEAVING_PLAIN if stay == PLAIN else GAIN
-        if best != stay and speeds[best] > speeds[stay] * gain:
+        if best != stay and speeds[best] > speeds[stay] * (1.0 if best == PLAIN else GAIN):
             stay = best
         self._shape, self._pace = stay, 1.0 / speeds[stay]
         if stay == PLAIN:

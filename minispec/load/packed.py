@@ -21,8 +21,9 @@ import itertools
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from minispec.compiled import is_few
+FEW_ROWS = 4  # of a product, up to which loops are faster than oneDNN
 
 # Reordered weights by handle; an entry lives as long as its module (`PackedLinear.__del__`).
 _weights: dict[int, Tensor] = {}
@@ -80,9 +81,14 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, plus the bias, [..., out]."""
-        if self.kept is not None and torch.compiler.is_compiling() and is_few(x.shape[:-1].numel()):
+        if self.kept is not None and torch.compiler.is_compiling() and _is_few(x.shape[:-1].numel()):
             return _few_rows(x, self.kept, self.bias)
         return torch.ops.minispec.packed_linear(x, self.handle, self.features, self.bias)
+
+
+def _is_few(rows: int) -> bool:
+    """Return whether a graph is of so few rows, and of no other number."""
+    return statically_known_true(rows <= FEW_ROWS)
 
 
 def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

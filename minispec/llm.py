@@ -31,7 +31,7 @@ from minispec.http.logprobs import native_lists
 from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter
 from minispec.load.fp8 import check_fp8, read_weights, stored_in_fp8, use_fp8
-from minispec.load.huge_pages import use_huge_pages
+from minispec.load.huge_pages import sparse, use_huge_pages
 from minispec.load.int8 import PROMPT_ROWS, TEXT, check_int8, quantize, replace_weights
 from minispec.load.machine import core_count, host_memory
 from minispec.load.memory import Budget, free_bytes, largest_graph, make_kv, measure, unsaid
@@ -320,8 +320,8 @@ class Parts(NamedTuple):
 class Rehearsal(LLM):
     """An LLM on a CPU whose graphs are another's: the same sizes and pages, and all layers are one without meaning.
 
-    Graphs know nothing of weights, so what is compiled here is what the other finds in Inductor's cache. Memory of
-    pages that nobody writes to is never taken.
+    Graphs know nothing of weights, so what is compiled here is what the other finds in Inductor's cache. Steps on
+    padding write to page 0 alone, and of the other pages no memory is taken.
     """
 
     def __init__(self, config: Config, pages: int) -> None:
@@ -342,7 +342,8 @@ class Rehearsal(LLM):
         _change_draft_and_pack(config, device, network, drafter)
         _compile_blocks(network, drafter, partial(compile_step, device=device))
         parts = Parts(network, drafter, resolve_sizes(config, device, limits, drafter))
-        engine = _make_engine(config, parts, self.pages, compiled=True)
+        with sparse():
+            engine = _make_engine(config, parts, self.pages, compiled=True)
         engine.permits.left = 0
         return engine
 

@@ -59,6 +59,29 @@ def test_nothing_is_asked_where_the_system_says_never(monkeypatch: pytest.Monkey
     assert len(asked) == 1
 
 
+def test_sparse_pools_take_memory_where_they_are_written() -> None:
+    """An engine that only compiles has pools as large as the serving one's; a server's children would else fill memory.
+
+    In a process of its own, whose allocator has nothing to hand out again.
+    """
+    code = """
+        import torch
+        from pathlib import Path
+        from minispec.load.huge_pages import sparse, zeros
+        def taken():
+            return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        device, before = torch.device("cpu"), taken()
+        with sparse():
+            pool = zeros(64, 2**20, dtype=torch.uint8, device=device)
+        pool[:, :64] = 1
+        print(taken() - before < 2 * 2**20)
+        full = zeros(64, 2**20, dtype=torch.uint8, device=device)
+        print(taken() - before > 60 * 2**20, bool(full.any()))
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["True", "True", "False"]
+
+
 def test_memory_moves_and_keeps_what_is_in_it() -> None:
     if not huge_pages._allowed() or _release() < (6, 1):
         pytest.skip("this system has no huge pages for who asks")

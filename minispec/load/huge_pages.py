@@ -18,6 +18,7 @@ import ctypes
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from minispec.load.machine import text_of
 
 HUGE = 2 << 20  # bytes of a page on x86-64 and, where a small one has 4 KiB, on Arm
 FULL = 0.9  # of a mapping must be in use, since what is moved is filled up with memory that was not in use
-MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of <linux/mman.h>
+MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_COLLAPSE = 14, 15, 25  # of <linux/mman.h>
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MAPPINGS = Path("/proc/self/smaps")
@@ -47,6 +48,23 @@ def use_huge_pages() -> int:
     return _in_huge_pages(text_of(MAPPINGS)) - _in_huge_pages(smaps)
 
 
+_sparse = False  # whether `zeros` leaves memory unwritten
+
+
+@contextmanager
+def sparse() -> Iterator[None]:
+    """Within this, `zeros` returns memory that is not taken until somebody writes to it, and holds anything.
+
+    For an engine that only compiles: its pools are as large as those of the engine that serves.
+    """
+    global _sparse
+    _sparse = True
+    try:
+        yield
+    finally:
+        _sparse = False
+
+
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return `torch.zeros` of this shape; on a CPU in huge pages, as far as it fills them."""
     tensor = torch.empty(*shape, dtype=dtype, device=device)
@@ -54,8 +72,9 @@ def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         begin = tensor.data_ptr()
         start, end = _whole(begin, begin + tensor.nbytes)
         if start < end:
-            _madvise(start, end, MADV_HUGEPAGE)
-    return tensor.zero_()
+            # A page that is huge would be taken as a whole for one row of it.
+            _madvise(start, end, MADV_NOHUGEPAGE if _sparse else MADV_HUGEPAGE)
+    return tensor if _sparse else tensor.zero_()
 
 
 def _allowed() -> bool:

@@ -9,8 +9,9 @@ a handle, which is an ordinary tensor, and looks up the weight by it: one compil
 
 For one row, which is a plain step of one request, oneDNN spends a fifth of the time on preparing its calls, and nothing
 is gained by its layout, since every weight is read once. There compiled code multiplies by the weight as it came from
-the file, a loop of Inductor's own that runs together with the norms and activations around it. So layers of blocks
-keep that weight too, where memory allows (`room_for_both`).
+the file, a loop of Inductor's own that runs together with the norms and activations around it; and for up to four rows,
+a small tree, which take little longer. From six rows on such loops are bound by their arithmetic, in float32. So layers
+of blocks keep that weight too, where memory allows (`room_for_both`).
 
 Read next: `model.py`, whose nn.Linear modules are replaced here.
 """
@@ -57,7 +58,7 @@ torch.library.register_fake("minispec::packed_linear", _packed_linear_shape)
 class PackedLinear(nn.Module):
     """A linear layer whose weight is held in oneDNN's own layout; inference on a CPU only.
 
-    keep: hold it as it came from the file as well, for products of one row in compiled code.
+    keep: hold it as it came from the file as well, for products of few rows in compiled code.
     """
 
     def __init__(self, linear: nn.Linear, keep: bool = False) -> None:

@@ -4,11 +4,11 @@ On a CPU compiling takes minutes, and meanwhile the engine can serve eagerly, at
 the server's own process would stop it for ten seconds at a time, since a compiler in Python holds the interpreter.
 
 The one idea: what is compiled belongs to Inductor's cache on disk, so another process may compile it. That process
-builds the same engine, all of whose layers are one without meaning (`llm.Rehearsal`), is told one kind of step after the
-other (`Engine.steps`), and prints a line when it has compiled it. The engine thread then makes the step's graphs by the
-same function, between two steps of its own: each costs half a second, since the cache has what takes long. Where the
-cache is not empty it tries at first without any process, so that a warm start needs none. There are two processes, as a
-compiler uses one core.
+builds the same engine, all of whose layers are one without meaning (`llm.Rehearsal`), is told one kind of step after
+the other (`Engine.steps`), and prints a line when it has compiled it. The engine thread then makes the step's graphs by
+the same function, between two steps of its own: each costs half a second, since the cache has what takes long. Where
+the cache is not empty it tries at first without any process, so that a warm start needs none. There are two processes,
+as a compiler uses one core.
 
 The server has the processor before them (NICENESS), and they end with it, however that ends: when its standard input,
 a pipe from the server, closes, a process kills itself and the compilers that it started.

@@ -289,7 +289,8 @@ class BeamDrafter(Drafter):
         if states is not None:
             number = self._rounds[beam.steps - 1]
             logits = self._couple(self.network.logits(states), batch, number)
-            found += branch(number, frontier, logits, states, self._to_target)[0]
+            # Not `+=`: Dynamo of torch 2.11 adds no named tuple to a tuple.
+            found = (*found, *branch(number, frontier, logits, states, self._to_target)[0])
         fields = len(Candidates._fields)
         candidates = Candidates(*(torch.cat(found[field::fields], dim=1) for field in range(fields)))
         if batch.scores is not None:

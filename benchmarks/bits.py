@@ -2,8 +2,8 @@
 
 `python -m benchmarks.bits` serves one and two requests of the default model in float32 with its EAGLE-3 head, in every
 shape that an engine for two has. Every call of a block and of the head is made three ways, each on keys and values as
-they were before: eagerly, by torch.compile with a graph for that very shape, and directly, as it is served, by a graph
-that may serve any size. The last two must agree in every bit, of the output and of what is written to the pages, and
+they were before: eagerly, through torch.compile, which checks its guards and gathers what a graph reads anew, and
+directly, as it is served. The last two must agree in every bit, of the output and of what is written to the pages, and
 eager is to be within 1e-5 of the largest number. It prints a line for each shape with the largest distance from eager,
 and ends with status 1 where bits differ, eager is farther away, or a shape of the target was never called.
 
@@ -69,7 +69,7 @@ class ThreeWays:
         for way in ways:
             for pool in (attend.keys, attend.values):
                 pool[:, :, attend.plan.rows] = 77.0
-            with any_size(args, attend):  # what is of one size alone and of few rows has other products
+            with any_size(args, attend):  # the same graphs for both: those of few rows have other products
                 out = way()
             results.append((*_defined(attend, out, attend.keys, attend.values), out))
         (*eager, _), (*reference, _), (*got, out) = results

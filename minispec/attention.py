@@ -10,7 +10,7 @@ the ancestors in a draft tree, the lower triangle in a chunk of prompt. So one m
 
   PagedFlex    FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled, on CUDA
   PagedGather  copies a request's rows together and calls scaled_dot_product_attention; eagerly, and compiled on a CPU,
-               where a single query has loops of its own instead
+               where a few queries have loops of their own instead
   Causal       no cache at all: training, and the independent reference of the tests
 
 `Deferred` is two of them for one plan: gathering eagerly until the plan's graph is made, then what is compiled.

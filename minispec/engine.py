@@ -29,14 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minispec.attention import (
-    QUERY_BLOCK,
-    PagedGather,
-    Plan,
-    compiled_attention,
-    deferred_attention,
-    prefill_block,
-)
+from minispec.attention import QUERY_BLOCK, PagedGather, Plan, compiled_attention, deferred_attention, prefill_block
 from minispec.bucket import Bucket, Chunk, PrefillBucket
 from minispec.compiled import Choice, Compiler, Permits, Small, cached_only
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, TreeSize

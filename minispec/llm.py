@@ -13,8 +13,10 @@ Read next: `scheduler.py`; for the HTTP face, `server.py`.
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from minispec.compiled import Choice, Compiler, check_graph_trees, compile_step, prepare
+from minispec.compiled import Choice, Compiler, cache_is_empty, check_graph_trees, compile_step, prepare
 from minispec.config import Config, flag_name
 from minispec.drafter import Drafter, Plain
 from minispec.engine import Engine, Sizes, coarse_batches
@@ -65,6 +67,7 @@ class LLM:
     """
 
     beside: Model | None = None  # what a drafter reads of a target that is spread over ranks
+    _mover: _Mover | None = None  # whoever moves weights to huge pages after the last graph is made
 
     def __init__(
         self,
@@ -117,6 +120,7 @@ class LLM:
             ),
         )
         engine.when_settled(self.scheduler.restart_times)  # what a step took beside a compiler says nothing
+        engine.when_settled(self.move_weights)
         logger.info("%s", startup_line(config, self.scheduler))
 
     def _start(self, device: torch.device, limits: dict[str, Any], tell: Callable[[str], None]) -> Engine:
@@ -179,8 +183,16 @@ class LLM:
 
         It pauses whenever a request may be served in between.
         """
+        while self._mover is not None and self._mover.is_alive():
+            self._mover.join(0.02)  # seconds, which a request has to wait at most
+            yield
         yield from self._try_out(self.scheduler.engine)
         self.scheduler.restart_times()
+
+    def move_weights(self) -> None:
+        """Have a thread move the weights to huge pages, if that was put off when they were loaded."""
+        if self._mover is not None and self._mover.ident is None:
+            self._mover.start()
 
     def _try_out(self, engine: Engine) -> Iterator[None]:
         drafter, config = engine.drafter, self.config
@@ -227,7 +239,10 @@ class LLM:
         if config.quantization == "int8":  # after a head has taken what it needs of the target's weights
             self._quantize(network, tell)
         _change_draft_and_pack(config, device, network, drafter)
-        _move_to_huge_pages(device)
+        # Where graphs wait in the cache, taking them comes first, and the weights are moved afterwards.
+        self._mover = _Mover() if self.compile_later and not cache_is_empty() else None
+        if self._mover is None:
+            _move_to_huge_pages(device)
         if compiled:
             _compile_blocks(network, drafter, partial(compile_step, device=device, graph_trees=self.graph_trees))
         return network, drafter
@@ -552,9 +567,22 @@ def _change_draft_and_pack(config: Config, device: torch.device, network: Model,
 
 
 def _move_to_huge_pages(device: torch.device) -> None:
-    """On a CPU, have weights lie in huge pages; to be called when they are loaded, and before pages of KV are there."""
+    """On a CPU, have weights lie in huge pages; to be called when they are loaded."""
     if device.type == "cpu":
         logger.debug("%d MiB were moved to huge pages", use_huge_pages() >> 20)
+
+
+class _Mover(threading.Thread):
+    """Moves weights to huge pages while the engine serves, whenever the processor is idle."""
+
+    def __init__(self) -> None:
+        super().__init__(name="huge pages", daemon=True)
+
+    def run(self) -> None:
+        """Move them."""
+        with suppress(AttributeError, OSError):  # where there is no such thing it takes its share
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone
+        _move_to_huge_pages(torch.device("cpu"))
 
 
 def _compile_blocks(network: Model, drafter: Drafter, compiler: Compiler) -> None:

@@ -214,6 +214,7 @@ class Warming:
         """Have what is left compiled by processes."""
         import torch
 
+        self.llm.move_weights()  # for these minutes, so that it need not wait for the last graph
         self._threads = torch.get_num_threads()
         recipe = Recipe(self.llm.config, self.engine.kv.pages, self._threads)
         self.children = [Child(recipe, self._wake) for _ in range(PROCESSES)]

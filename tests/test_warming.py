@@ -9,6 +9,8 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +25,7 @@ from exactness import CPU, VOCAB, Oracle, build, reference, request, run, tiny_m
 from test_engine import MODEL, eagle3
 from test_llm import config_of
 
+import minispec.llm as llm_module
 from minispec import LLM
 from minispec.attention import Deferred
 from minispec.bucket import Bucket
@@ -194,7 +197,8 @@ def warming(monkeypatch: pytest.MonkeyPatch, command: str) -> tuple[Warming, Sch
 
     monkeypatch.setattr(scheduler.engine, "make_graph", make_graph)
     monkeypatch.setattr(Child, "COMMAND", [sys.executable, "-c", command])
-    llm = SimpleNamespace(scheduler=scheduler, compile_later=True, config=Config(), try_out=lambda: iter(()))
+    llm = SimpleNamespace(scheduler=scheduler, compile_later=True, config=Config(), try_out=lambda: iter(()),
+                          move_weights=lambda: None)  # fmt: skip
     monkeypatch.setattr(Warming, "_compiler_is_known", lambda self: True)
     monkeypatch.setattr("minispec.compiled.cache_is_empty", lambda: False)
     return Warming(llm, lambda: None), scheduler
@@ -272,6 +276,49 @@ def test_what_the_process_compiled_and_the_cache_lacks_is_compiled_while_nobody_
     while not engine.settled:
         beside.turn(busy=False)
     assert set(made) == set(engine.steps) and beside.state == "compiled"
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_weights_move_to_huge_pages_at_once_or_after_the_graphs_of_the_cache(empty, tmp_path, monkeypatch) -> None:
+    moved: list[str] = []
+
+    def move() -> int:
+        """Take a while."""
+        time.sleep(0.2)
+        moved.append(threading.current_thread().name)
+        return 0
+
+    monkeypatch.setattr(llm_module, "use_huge_pages", move)
+    monkeypatch.setattr(llm_module, "cache_is_empty", lambda: empty)
+    target = config_of(tiny_model(), tmp_path / "target")
+    llm = LLM(config=Config(model_path=str(target), load_format="dummy", dtype="float32", device="cpu",
+                            max_running_requests=1, max_total_tokens=512), compile_later=True)  # fmt: skip
+    here = threading.current_thread().name
+    assert moved == ([here] if empty else [])
+    llm.scheduler.engine.settle()
+    waits = llm.try_out()
+    next(waits)
+    assert moved == [here] if empty else not moved, "a request may come while they are moved"
+    for _ in waits:
+        pass
+    llm.move_weights()  # once is enough
+    assert moved == [here if empty else "huge pages"]
+
+
+def test_what_importing_made_is_not_looked_through_for_garbage() -> None:
+    code = """
+        import gc, sys
+        from minispec.config import Config
+        from minispec.engine_thread import build_llm
+        before = gc.get_freeze_count()
+        try:
+            build_llm(Config(model_path="nowhere"), print)
+        except Exception as error:
+            print(type(error).__name__)
+        print(gc.get_freeze_count() - before > 100_000, gc.isenabled(), "torch" in sys.modules)
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "True True True"
 
 
 def test_a_busy_engine_gives_its_requests_as_long_as_the_graph_before_took(monkeypatch) -> None:

@@ -5,8 +5,8 @@ a virtual machine more. With pages of 2 MiB the products of a step take four fif
 systems give such pages only to who asks for them, and PyTorch's allocator and oneDNN do not ask.
 
 The one idea: memory that is filled already may be moved. Since Linux 6.1 a process can ask for that (`MADV_COLLAPSE`),
-so it is asked once, when weights are loaded, for all memory that is nearly full, and nothing else has to know. Memory
-for keys and values is asked for before it is filled, which older systems know too. Where the system's setting is
+so it is asked once, when weights are loaded or later, for all memory that is nearly full, and nothing else has to know.
+Memory for keys and values is asked for before it is filled, which older systems know too. Where the system's setting is
 "never" everything stays as it is.
 
 Read next: `packed.py`, whose weights lie there, and `kv.py`.

@@ -10,8 +10,8 @@ itself, `decode` or `known`, a function of tensors that stay where they are; and
 The one idea: a step has static shapes. The batch is padded to a bucket (slot 0 is padding), the tree to N nodes (-1 is
 padding), prompt chunks to whole query blocks, so that each (B, T) has its compiled graph and nothing recompiles when
 lengths, trees or requests change. There are two or three tree sizes, 1 and one or two others, and who launches a step
-says which it has (`policy.py`). A plain step keeps in a ring what a drafter on the device would have taken in from it,
-and before the next step with trees the drafter catches up.
+says which it has (`policy.py`). A step in which a drafter on the device has no part, a plain one or one whose trees are
+all the host's, keeps in a ring what the drafter would have taken in from it, and before it drafts again it catches up.
 
 Speculative decoding by trees: SpecInfer, arXiv 2305.09781. Read next: `verify.py`, then `scheduler.py`, which decides
 who is in a step.
@@ -74,7 +74,8 @@ class Pending:
     ready: torch.cuda.Event | None  # set when they are filled; None: they are
     nodes: int = 1  # tree size of a decode step
     launched: float = 0.0  # when its own work began, in seconds of `perf_counter`
-    catching_up: float = 0.0  # seconds before that in which the drafter took in what plain steps had left
+    catching_up: float = 0.0  # seconds before that in which the drafter took in what the ring had
+    keeps: bool = False  # whether it leaves to the ring as many rows as it emits
     chunks: Sequence[Chunk] = ()
     captured: bool = False  # whether a CUDA graph ran it
     scores: Scores | None = None  # of those who asked, on their way too
@@ -172,7 +173,7 @@ def coarse_batches(most: int, nodes: int, captured: int) -> tuple[int, ...]:
 
 
 def make_ring(model: Model, drafter: Drafter, slots: int) -> Ring | None:
-    """Return where plain steps keep what a drafter on the device takes in later; None where nobody takes anything."""
+    """Return where steps keep what a drafter on the device takes in later; None where nobody takes anything."""
     if not drafter.commits:
         return None
     return Ring(slots, len(drafter.taps) * model.config.hidden_size, model.norm.weight)
@@ -411,9 +412,11 @@ class Engine:
         asking = enumerate(slots) if SCORES in needs else ()
         asked = [Question(row, self.logprobs[slot]) for row, slot in asking if slot in self.logprobs]
         began = time.perf_counter()
+        keeps = self._keeps(bucket)
         if self.ring is not None:
-            # Plain steps cannot go on either when a slot's ring is full; then all are emptied in one pass.
-            if bucket.nodes > 1 or any(self.ring.waiting[slot] == ROWS for slot in slots):
+            # Nor can a step go on keeping rows when a slot's ring may be too full; then all are emptied in one pass.
+            most = self._most(bucket.nodes)
+            if not keeps or any(self.ring.waiting[slot] + most > ROWS for slot in slots):
                 self.catch_up(slots)
             if bucket.nodes == 1:
                 self.changes += 1
@@ -423,11 +426,18 @@ class Engine:
         captured = self._run(self.decode, bucket, needs, asked)
         seen = bucket.sight.rows.to_host() if TRACED in needs else None
         return self._pending(list(slots), bucket.outputs, scores=bucket.scores, nodes=bucket.nodes, captured=captured,
-                             launched=started + catching_up, catching_up=catching_up, seen=seen)  # fmt: skip
+                             keeps=keeps and bucket.nodes > 1, launched=started + catching_up, catching_up=catching_up,
+                             seen=seen)  # fmt: skip
+
+    def _keeps(self, bucket: Bucket) -> bool:
+        """Return whether a step leaves what the drafter is to take in to the ring, since the drafter has no part in it.
+        """
+        drafts = bucket.nodes > 1 and bucket.rounds
+        return self.ring is not None and not drafts and self._most(bucket.nodes) <= ROWS
 
     @torch.inference_mode()
     def catch_up(self, slots: Iterable[int]) -> None:
-        """Let the drafter take in what plain steps left of these slots, a query block each, as chunks of prompts."""
+        """Let the drafter take in what the ring has of these slots, a query block each, as chunks of prompts."""
         waiting = [] if self.ring is None else self.ring.waiting
         behind = [slot for slot in slots if waiting and waiting[slot]]
         while behind:
@@ -496,7 +506,9 @@ class Engine:
             seen = self._score(streams)
             tokens, allowed = self._constrain(seen.logits, trees)
             path = self._decide(bucket, lens, step._replace(tokens=tokens), seen._replace(allowed=allowed), wishes)
-        if path is not None:
+        if path is not None and self._keeps(bucket):
+            self.ring.keep(slots, path.positions, path.tokens, path.features)
+        elif path is not None:
             self._take_in(Committed(slots, *path, self.path_plans[tuple(path.tokens.shape)], prefill=False))
 
     def _propose(self, bucket: Bucket, lens: Tensor, root: Tensor, wishes: Wishes | None) -> DraftTree:
@@ -556,7 +568,7 @@ class Engine:
         if nodes > 1:
             self.kv.compact(slots, lens, verdict.path, verdict.count)
         elif self.ring is not None:
-            self.ring.keep(slots, lens, step.tokens[:, 0], None if features is None else features[:, 0])
+            self.ring.keep(slots, lens[:, None], step.tokens, features)
         self.sampling.commit(slots, verdict.emitted, verdict.count, wishes is not None and wishes.counts is not None)
         self.lens[slots] = lens + verdict.count
         self.root[slots] = verdict.bonus
@@ -741,6 +753,9 @@ class Engine:
         rows = pending.outputs[: len(pending.slots)].tolist()
         found = [[] if row[-1] else row[: row[-2]] for row in rows]
         pending.nan = [slot for slot, row in zip(pending.slots, rows, strict=True) if row[-1]]
+        if pending.keeps:
+            for slot, tokens in zip(pending.slots, found, strict=True):
+                self.ring.waiting[slot] += len(tokens)
         started = time.perf_counter()
         for chunk in pending.chunks:
             self.drafter.observe(chunk.slot, chunk.tokens, again=chunk.again)

@@ -5,10 +5,11 @@ batch, with the length of the texts, with what the texts are, with the machine. 
 they happen. `Times` has what real steps took, `Acceptance` and `Matches` what real trees gave, and the shape with the
 most expected tokens a second over the whole batch is taken.
 
-A shape that is not taken teaches nothing. So now and then another one is tried, a probe, as long as all probes together
-have cost less than a hundredth of the time. A change must gain 3 %, so that noise does not move the engine to and fro;
-only the way back to plain steps is free, since plain decoding is what speculation must not fall below. After plain
-steps a drafter with a network must first take in what they left, and trees have to pay for that too (`Returns`).
+What a tree of the host would have given is known once the text has gone on. Any other shape that is not taken teaches
+nothing. So now and then another one is tried, a probe, as long as all probes together have cost less than a hundredth
+of the time. A change must gain 3 %, so that noise does not move the engine to and fro; only the way back to plain steps
+is free, since plain decoding is what speculation must not fall below. After steps in which it has no part a drafter
+with a network must first take in what they left, and its trees have to pay for that too (`Returns`).
 
 A row's tree comes from the step, from the host, or from whichever of the two promises more (`lookup.py`). In the last
 case a shape can also be negative: trees of so many nodes that are all the host's, for which the step drafts nothing.
@@ -169,45 +170,34 @@ class Acceptance:
 class Matches:
     """What trees of the host gave, by size and by how much of the text they followed from.
 
-    A length of match has a running mean over what such trees emitted, beginning with an optimistic guess. Beside it
-    stands what to hope for: it drifts back to that guess while such trees are refused, since texts change.
+    A length of match has a running mean over what such trees emitted or would have, beginning with a guess.
     """
 
     rate = 0.1  # weight of the newest observation
-    drift = 0.01  # how fast hope returns
 
-    def __init__(self, chance: int = 0) -> None:
-        """`chance`: the longest match of which nothing is to be hoped for before it was seen to hold."""
-        self.chance = chance
+    def __init__(self) -> None:
         self._mean: dict[tuple[int, int], float] = {}
-        self._hope: dict[tuple[int, int], float] = {}
 
     def guess(self, nodes: int, match: int) -> float:
         """Return the emission assumed of a tree before anything is known."""
-        return min(1.0 + 0.5 * max(match - self.chance, 0), float(nodes))
+        return min(1.0 + 0.5 * max(match - SHORT, 0), float(nodes))
 
-    def expected(self, nodes: int, match: int, hope: bool = False) -> float:
-        """Return what such a tree emits, or what it may be hoped to emit."""
-        known = self._hope if hope else self._mean
-        return known.get((nodes, match), self.guess(nodes, match)) if match else 1.0
+    def expected(self, nodes: int, match: int) -> float:
+        """Return what such a tree emits."""
+        return self._mean.get((nodes, match), self.guess(nodes, match)) if match else 1.0
 
     def learn(self, nodes: int, match: int, emitted: int) -> None:
         """Take in what a tree emitted."""
         if match:
             mean = self.expected(nodes, match)
-            self._mean[nodes, match] = self._hope[nodes, match] = mean + self.rate * (emitted - mean)
-
-    def refuse(self, nodes: int, match: int) -> None:
-        """Let hope drift: such a tree was offered and not taken."""
-        hope = self.expected(nodes, match, hope=True)
-        self._hope[nodes, match] = hope + self.drift * (self.guess(nodes, match) - hope)
+            self._mean[nodes, match] = mean + self.rate * (emitted - mean)
 
 
 class Returns:
-    """What it costs to draft again after plain steps: the time in which the drafter takes in what they have left.
+    """What it costs to draft again after steps without: the time in which the drafter takes in what they have left.
 
-    It is paid once for a whole run of steps with trees, so a step bears a share of it: one over the mean length of such
-    runs lately. Where a text is looked up now and then, most runs are a step long.
+    It is paid once for a whole run of steps that draft, so a step bears a share of it: one over the mean length of such
+    runs lately. Steps whose trees are all the host's do not draft.
     """
 
     rate = 0.1  # weight of the newest run
@@ -219,12 +209,13 @@ class Returns:
 
     def add(self, batch: int, choice: Choice, seconds: float) -> None:
         """Take in a step, and how long the drafter took before it. Probes are no part of a run, and end none."""
-        if choice.shape != PLAIN and self._behind:
+        drafts = choice.shape > PLAIN
+        if drafts and self._behind:
             self._seconds[batch].append(seconds)
-        self._behind = choice.shape == PLAIN
+        self._behind = not drafts
         if choice.probe:
             return
-        if choice.shape != PLAIN:
+        if drafts:
             self._run += 1
         elif self._run:
             self._steps[batch] += self.rate * (self._run - self._steps[batch])
@@ -232,7 +223,7 @@ class Returns:
 
     def of(self, batch: int, shape: int) -> float:
         """Return the seconds that the next step has to bear if it has this shape."""
-        if shape == PLAIN or not self._behind or not self._seconds[batch]:
+        if shape <= PLAIN or not self._behind or not self._seconds[batch]:
             return 0.0
         return statistics.median(self._seconds[batch]) / self._steps[batch]
 
@@ -248,7 +239,6 @@ class Policy:
         self.trees, self.adaptive = dict(trees), adaptive
         self.times, self.matches, self.everyone = Times(), Matches(), Acceptance(ALL_KEEP)
         self.returns = Returns()
-        self.lookups = Matches(SHORT)  # beside the step's own trees; every one is learned from, so hope is not needed
         self.forced: Callable[[Sequence[int]], int] | None = None
         self.forced_lookup: Callable[[], bool] | None = None  # and whether a row takes the tree that was looked up
         self.spent = self.probing = 0.0  # aged seconds of decode steps, and of them what probes cost
@@ -259,17 +249,14 @@ class Policy:
         self._pace = 0.0  # expected seconds of a token with the shape in use
         self._chances: dict[int, list[float]] = {}  # of the engine, by nodes, until it learns
 
-    def expected(self, row: Row, shape: int, hope: bool = False) -> float:
-        """Return the tokens that a step of this shape is expected to emit for a row, at least 1.
-
-        hope: as `Matches` has it.
-        """
+    def expected(self, row: Row, shape: int) -> float:
+        """Return the tokens that a step of this shape is expected to emit for a row, at least 1."""
         if shape == PLAIN or not row.drafts:
             return 1.0
         nodes = abs(shape)
         if row.match is not None:
-            return self.matches.expected(nodes, row.match, hope)
-        found = self.lookups.expected(nodes, row.lookup)
+            return self.matches.expected(nodes, row.match)
+        found = self.matches.expected(nodes, row.lookup)
         return found if shape < 0 else max(found, self._drafted(row, nodes))
 
     def _drafted(self, row: Row, nodes: int) -> float:
@@ -313,7 +300,7 @@ class Policy:
             return choice
         takes: Callable[[Row], bool] = lambda row: (  # noqa: E731
             self.forced_lookup() if self.forced_lookup is not None
-            else self.lookups.expected(choice.nodes, row.lookup) > self._drafted(row, choice.nodes)
+            else self.matches.expected(choice.nodes, row.lookup) > self._drafted(row, choice.nodes)
         )  # fmt: skip
         found = tuple([bool(row.lookup) and row.drafts and (choice.shape < 0 or takes(row)) for row in rows])
         return choice._replace(shape=-choice.nodes if all(found) else choice.shape, lookups=found)
@@ -326,17 +313,12 @@ class Policy:
         if best != stay and speeds[best] > speeds[stay] * (1.0 if best == PLAIN else GAIN):
             stay = best
         self._shape, self._pace = stay, 1.0 / speeds[stay]
-        if stay == PLAIN:
-            for row in rows:
-                if row.match:
-                    for nodes in shapes[1:]:
-                        self.matches.refuse(nodes, row.match)
-        probe = self._probe(kind, shapes, rows, speeds)
+        probe = self._probe(kind, shapes, len(rows))
         return Choice(stay) if probe is None else Choice(probe, True)
 
-    def _speeds(self, kind: Kind, shapes: Sequence[int], rows: Sequence[Row], hope: bool = False) -> dict[int, float]:
+    def _speeds(self, kind: Kind, shapes: Sequence[int], rows: Sequence[Row]) -> dict[int, float]:
         """Return the expected tokens a second of each shape."""
-        return {n: sum(self.expected(row, n, hope) for row in rows) / self._seconds(kind, n) for n in shapes}
+        return {n: sum(self.expected(row, n) for row in rows) / self._seconds(kind, n) for n in shapes}
 
     def _seconds(self, kind: Kind, shape: int) -> float:
         """Return the time of a step; one for which nothing is drafted takes no more than the same with drafting."""
@@ -344,22 +326,16 @@ class Policy:
         seconds = min(seconds, self.times.of(kind, -shape)) if shape < 0 else seconds
         return seconds + self.returns.of(kind.batch, shape)
 
-    def _probe(
-        self, kind: Kind, shapes: Sequence[int], rows: Sequence[Row], speeds: Mapping[int, float]
-    ) -> int | None:
+    def _probe(self, kind: Kind, shapes: Sequence[int], rows: int) -> int | None:
         """Return another shape to try, None where nothing is to be learned or probes have cost enough.
 
-        What one will cost is estimated as if it emitted what plain steps do.
+        What one will cost is estimated as if it emitted what plain steps do, one token for each of the rows.
         """
-        stay = self._shape
-        others = [nodes for nodes in shapes if nodes != stay and nodes > 0 and self.times.stale(kind, nodes)]
-        if rows[0].match is not None:  # proposals of the host: only what may be hoped to be faster
-            hopes = self._speeds(kind, shapes, rows, hope=True)
-            others = [nodes for nodes in shapes[1:] if nodes != stay and hopes[nodes] > GAIN * speeds[stay]]
+        others = [nodes for nodes in shapes if nodes != self._shape and nodes > 0 and self.times.stale(kind, nodes)]
         if not others:
             return None
         probe = others[self._probed % len(others)]
-        cost = self.times.of(kind, probe) - len(rows) * self._pace
+        cost = self.times.of(kind, probe) - rows * self._pace
         return probe if self.probing + max(cost, 0.0) <= PROBES * self.spent else None
 
     def landed(
@@ -382,23 +358,17 @@ class Policy:
             self._probed += 1
         self._after_probe = choice.probe
 
-    def learn_lookup(self, match: int, emitted: Mapping[int, int]) -> None:
-        """Take in what a tree that was looked up emitted or would have, by the nodes that it is cut to."""
+    def learn_of_host(self, match: int, emitted: Mapping[int, int]) -> None:
+        """Take in what a tree of the host emitted or would have, by the nodes that it is cut to."""
         for nodes, count in emitted.items():
-            self.lookups.learn(nodes, match, count)
+            self.matches.learn(nodes, match, count)
 
-    def learn(self, row: Row, emitted: Mapping[int, int]) -> None:
-        """Take in what a row emitted, by nodes of the tree: of the one verified, and of others if that is known."""
+    def learn(self, row: Row, nodes: int, emitted: int) -> None:
+        """Take in how many tokens a tree of this size, which the step has drafted, has emitted for a row."""
         if not row.drafts:
             return
-        for nodes, count in emitted.items():
-            if nodes == PLAIN:
-                continue
-            if row.match is not None:
-                self.matches.learn(nodes, row.match, count)
-                continue
-            self._chances.clear()
-            self.everyone.learn(nodes, self.trees[nodes], count - 1)
-            if (own := self._own.get(row.request)) is None:
-                own = self._own[row.request] = Acceptance(OWN_KEEP)
-            own.learn(nodes, self.trees[nodes], count - 1)
+        self._chances.clear()
+        self.everyone.learn(nodes, self.trees[nodes], emitted - 1)
+        if (own := self._own.get(row.request)) is None:
+            own = self._own[row.request] = Acceptance(OWN_KEEP)
+        own.learn(nodes, self.trees[nodes], emitted - 1)

@@ -1,12 +1,14 @@
-"""What plain steps keep for a drafter that works on the device: the newest tokens of each slot, and the taps on them.
+"""What steps keep for a drafter that works on the device and has no part in them: newest tokens, and the taps on them.
 
-A drafter with a network computes its rows from the target's features, and a plain step tells it nothing, since that
-would cost most of what a plain step saves. The one idea: the step leaves tokens and features here, by row modulo 64,
-and the drafter takes them in later, all at once, as it takes in the chunk of a prompt. So a return to trees costs one
-pass over at most 64 rows a slot, and no row of a drafter is ever missing in a page that others may read.
+A drafter with a network computes its rows from the target's features. A plain step tells it nothing, since that would
+cost most of what a plain step saves, nor does a step whose trees are all the host's. The one idea: the step leaves
+tokens and features here, by row modulo 64, and the drafter takes them in later, all at once, as it takes in the chunk
+of a prompt. So a return to its trees costs one pass over at most 64 rows a slot, and no row of a drafter is ever
+missing in a page that others may read.
 
-The host counts the rows that wait, since a plain step adds exactly one. Where they begin follows on the device from the
-slot's length, so steps may be under way meanwhile.
+The host counts the rows that wait: a plain step adds exactly one, so steps may be under way meanwhile; one with trees
+adds what it has emitted, which the host must know before the next one. Where they begin follows on the device from the
+slot's length.
 
 Read next: `engine.py`, whose `catch_up` empties the ring.
 """
@@ -32,8 +34,11 @@ class Ring:
         self.waiting = [0] * slots
 
     def keep(self, slots: Tensor, rows: Tensor, tokens: Tensor, features: Tensor | None) -> None:
-        """Keep the token [B] and the features [B, F] of row rows [B] of each slot; runs inside a step."""
-        place = rows % ROWS
+        """Keep the tokens [B, A] and the features [B, A, F] of rows [B, A] of slots [B]; runs inside a step.
+
+        Rows that do not count may be among them, behind the others, if those that wait and A together are at most 64.
+        """
+        slots, place = slots[:, None], rows % ROWS
         self.tokens[slots, place] = tokens
         if self.features is not None:
             self.features[slots, place] = features

@@ -419,14 +419,10 @@ class Scheduler:
             self.policy.landed(plan.kind, plan.choice, seconds, emitted=tokens, catching_up=pending.catching_up)
         for request, tokens in emitted.items():
             row, draft = plan.rows[request]
-            if row.match is None and draft is not None:
-                self._teach_lookup(request, draft, tokens)
-            if pending.nodes == 1 or request in plan.lookups:
-                continue
-            worth = {pending.nodes: len(tokens)}
-            if row.match is not None:  # what a smaller tree of the host would have given is known as well
-                worth |= {n: draft.cut(n).emits(tokens) for n in self.policy.trees if n < pending.nodes}
-            self.policy.learn(row, worth)
+            if draft is not None:
+                self._teach_of_host(request, draft, tokens)
+            if row.match is None and pending.nodes > 1 and request not in plan.lookups:
+                self.policy.learn(row, pending.nodes, len(tokens))
 
     def _hear(self, flight: Flight) -> None:
         """Take in the scores that a step brought to the requests that asked and still hold their seats."""
@@ -437,12 +433,12 @@ class Scheduler:
                     known, self._fresh[request] = told[row]
                     request.prompt_scores += known
 
-    def _teach_lookup(self, request: Request, draft: Draft, tokens: Sequence[int]) -> None:
-        """Tell the policy what a tree that was looked up gives, verified or not: this one, or an older one."""
+    def _teach_of_host(self, request: Request, draft: Draft, tokens: Sequence[int]) -> None:
+        """Tell the policy what a tree of the host gives, verified or not: this one, or an older one."""
         decided = self.prospects.follow(request, draft, tokens)
         if decided is not None:
             draft, tokens = decided
-            self.policy.learn_lookup(draft.match, {n: draft.cut(n).emits(tokens) for n in self.policy.trees})
+            self.policy.learn_of_host(draft.match, {n: draft.cut(n).emits(tokens) for n in self.policy.trees})
 
     def _admit(self) -> None:
         """Give slots and pages to waiting requests, in order, while both last."""

@@ -23,6 +23,7 @@ from minispec.lookup import SHARE, Echo, Lookups, Prospects, Texts
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.policy import Choice, Kind, Policy, Row
 from minispec.request import Request
+from minispec.ring import ROWS, Ring
 from minispec.scheduler import Planned, Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter
 
@@ -92,7 +93,9 @@ def test_no_bet_changes_a_token(name) -> None:
 # ---- the head is never behind, and each row has its own tree ------------------------------------------------------
 
 
-def served(monkeypatch: pytest.MonkeyPatch, bets: Callable[[], bool], lookup_steps: int) -> list[tuple]:
+def served(
+    monkeypatch: pytest.MonkeyPatch, bets: Callable[[], bool], lookup_steps: int, new_tokens: int = 70
+) -> list[tuple]:
     """Serve sampled requests of few ids; every step after so many of lookups alone has the head's rounds.
 
     Checks every row's tree, and returns texts with the trees that the head grew after them. Asserts that steps of
@@ -146,7 +149,7 @@ def served(monkeypatch: pytest.MonkeyPatch, bets: Callable[[], bool], lookup_ste
         teach(flight, tokens, seconds)
 
     scheduler._teach = taught
-    requests = [request(f"r{i}", [3, 8, 21, 34, i] * 3, sampling_seed=i, max_new_tokens=70, **FEW)
+    requests = [request(f"r{i}", [3, 8, 21, 34, i] * 3, sampling_seed=i, max_new_tokens=new_tokens, **FEW)
                 for i in range(4)]
     run(scheduler, requests)
     assert all(r.output_ids == truth(MODEL, r) for r in requests)
@@ -156,7 +159,21 @@ def served(monkeypatch: pytest.MonkeyPatch, bets: Callable[[], bool], lookup_ste
 
 
 def test_after_steps_of_lookups_the_head_drafts_as_the_slow_reference(monkeypatch) -> None:
-    assert_slow_trees(served(monkeypatch, lambda: False, 3), 2, 2, 5, every=3)
+    assert_slow_trees(served(monkeypatch, lambda: False, 3), 2, 2, 5)
+
+
+def test_lookups_that_emit_more_than_the_ring_holds_are_taken_in_before_it_is_too_full(monkeypatch) -> None:
+    taken, catch_up = [], Engine.catch_up
+
+    def noted(self, slots):
+        waiting = list(self.ring.waiting)
+        catch_up(self, slots)
+        taken.append(sum(waiting) - sum(self.ring.waiting))
+
+    monkeypatch.setattr(Engine, "catch_up", noted)
+    compare = served(monkeypatch, lambda: False, 25, new_tokens=240)
+    assert max(taken) > ROWS - N
+    assert_slow_trees(compare, 2, 2, 5, every=3)
 
 
 def test_each_row_of_a_step_has_the_tree_that_it_bets_on(monkeypatch) -> None:
@@ -165,16 +182,32 @@ def test_each_row_of_a_step_has_the_tree_that_it_bets_on(monkeypatch) -> None:
 
 
 def forgotten_path(patch: pytest.MonkeyPatch) -> None:
-    """The head hears nothing of the path that a step of lookups accepted."""
-    launch, commit = Engine.launch, Lookups.commit
+    """The ring has nothing of the path that a step of lookups accepted."""
+    keep = Ring.keep
+    patch.setattr(Ring, "keep", lambda self, slots, rows, *kept: None if rows.shape[1] > 1 else
+                  keep(self, slots, rows, *kept))
 
-    def noted(self, slots, shape=None, drafts=None):
-        self.drafter.mute = shape < 0
-        return launch(self, slots, shape, drafts)
 
-    patch.setattr(Engine, "launch", noted)
-    patch.setattr(Lookups, "commit", lambda self, new: None if self.mute and not new.prefill else commit(self, new))
-    patch.setattr(Lookups, "mute", False, raising=False)
+def features_of_the_next_row(patch: pytest.MonkeyPatch) -> None:
+    """The ring has each row's features one place too early."""
+    keep = Ring.keep
+    patch.setattr(Ring, "keep", lambda self, slots, rows, tokens, features: keep(
+        self, slots, rows, tokens, features.roll(-1, 1)))
+
+
+def rows_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """A step of lookups counts as one row that waits, as a plain step does."""
+    collect = Engine.collect
+
+    def counted(self, pending):
+        waiting, keeps = list(self.ring.waiting), pending.keeps
+        found = collect(self, pending)
+        if keeps:
+            for slot in pending.slots:
+                self.ring.waiting[slot] = waiting[slot] + 1
+        return found
+
+    patch.setattr(Engine, "collect", counted)
 
 
 def other_row_s_mask(patch: pytest.MonkeyPatch) -> None:
@@ -195,14 +228,17 @@ def shallow_paths(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Lookups, "__init__", shallow)
 
 
-@pytest.mark.parametrize("mutation", [forgotten_path, other_row_s_mask, shallow_paths], ids=lambda m: m.__name__)
+MUTATIONS = [forgotten_path, features_of_the_next_row, rows_not_counted, other_row_s_mask, shallow_paths]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 def test_a_mistake_is_seen(mutation, monkeypatch) -> None:
     mutation(monkeypatch)
     rng = random.Random(3)
     mixed = mutation is other_row_s_mask
     with pytest.raises(AssertionError):
         compare = served(monkeypatch, lambda: mixed and rng.random() < 0.5, 0 if mixed else 3)
-        assert_slow_trees(compare, 2, 2, 5, every=3)
+        assert_slow_trees(compare, 2, 2, 5)
 
 
 # ---- what is found, and what it costs -----------------------------------------------------------------------------
@@ -248,7 +284,7 @@ def test_ngram_keeps_to_its_share_of_the_time_unless_its_trees_are_given() -> No
     assert isinstance(made(speculative_num_draft_tokens=8).inner, NgramDrafter)
     assert isinstance(made(speculative_adaptive=False).inner, NgramDrafter)
     sizes = Sizes.resolve(made(), context_length=64, max_running=8, chunk_size=128, both_up_to=2)
-    assert [sizes.sizes_of(batch) for batch in (1, 2, 4, 8)] == [(1, 6, 12), (1, 6, 12), (1, 6), (1, 6)]
+    assert [sizes.sizes_of(batch) for batch in (1, 2, 4, 8)] == [(1, 4, 12), (1, 4, 12), (1, 4), (1, 4)]
 
 
 def test_what_a_lookup_would_have_given_is_known_when_the_text_has_gone_on() -> None:
@@ -288,7 +324,7 @@ def test_the_policy_takes_the_better_bet_and_spares_the_head_where_all_are_looku
     both = [Row(one, lookup=12), Row(two, lookup=11)]
     assert policy.choose(kind, shapes, both) == Choice(-10, lookups=(True, True))
     for _ in range(50):
-        policy.learn_lookup(12, {5: 1, 10: 1})
+        policy.learn_of_host(12, {5: 1, 10: 1})
     assert policy.choose(kind, shapes, [Row(one, lookup=12), Row(two, lookup=12)]).lookups == (False, False)
     assert policy.choose(kind, shapes, [Row(one, lookup=11, drafts=False), Row(two)]).lookups == (False, False)
 

@@ -56,7 +56,8 @@ class World:
             emitted = [self._emits(choice.nodes) for _ in rows]
             self.policy.landed(kind, choice, seconds, emitted=sum(emitted))
             for row, count_ in zip(rows, emitted, strict=True):
-                self.policy.learn(row, {choice.nodes: count_})
+                if choice.nodes > PLAIN:
+                    self.policy.learn(row, choice.nodes, count_)
             self.clock += seconds
             self.probes += seconds if choice.probe else 0.0
             self.tokens += sum(emitted)
@@ -119,11 +120,11 @@ def test_plain_texts_that_become_easy_are_noticed() -> None:
 
 
 def test_a_single_tree_pays_for_what_the_drafter_must_take_in_and_a_run_shares_it() -> None:
-    policy, kind, row = Policy(TREES, adaptive=True), Kind.of(1, False, 200), Row(World(FLAT, 0.0), lookup=5)
+    policy, kind, row = Policy(TREES, adaptive=True), Kind.of(1, False, 200), Row(World(FLAT, 0.0))
     for nodes, took in ((1, 10.0), (6, 17.0)):
         policy.times.add(kind, nodes, took)
-    for _ in range(100):
-        policy.learn_lookup(5, {6: 2})
+    for _ in range(1000):
+        policy.learn(row, 6, 2)
 
     def play(shape: int, catching_up: float = 0.0) -> None:
         took = 10.0 if shape == PLAIN else 17.0
@@ -131,22 +132,25 @@ def test_a_single_tree_pays_for_what_the_drafter_must_take_in_and_a_run_shares_i
 
     def chosen() -> int:
         policy._shape = PLAIN
-        return policy.choose(kind, (1, 6, -6), [row]).shape
+        policy.choose(kind, (1, 6), [row])  # which may be a probe
+        return policy._shape
 
     play(PLAIN)
-    assert chosen() == -6, "2 / 17 beats 1 / 10, as far as is known"
-    for _ in range(40):
-        play(-6, catching_up=3.0)
-        play(PLAIN)
-    assert chosen() == PLAIN, "2 / 20 does not"
-    for _ in range(8):
-        play(-6, catching_up=3.0)
-        for _ in range(20):
-            play(-6)
-        play(PLAIN)
-    assert chosen() == -6, "a run of twenty bears it"
-    play(-6, catching_up=1e9)
-    assert chosen() == -6, "within a run nothing is to be paid"
+    assert chosen() == 6, "2 / 17 beats 1 / 10, as far as is known"
+    for shape in (PLAIN, -6):  # of neither the drafter hears anything
+        for _ in range(40):
+            play(6, catching_up=3.0)
+            play(shape)
+        assert chosen() == PLAIN, "2 / 20 does not"
+        assert policy.returns.of(1, -6) == 0 == policy.returns.of(1, PLAIN)
+        for _ in range(8):
+            play(6, catching_up=3.0)
+            for _ in range(20):
+                play(6)
+            play(shape)
+        assert chosen() == 6, "a run of twenty bears it"
+    play(6, catching_up=1e9)
+    assert chosen() == 6, "within a run nothing is to be paid"
 
 
 def test_load_of_one_eight_and_one_brings_drafts_back() -> None:
@@ -159,11 +163,11 @@ def test_load_of_one_eight_and_one_brings_drafts_back() -> None:
 def test_a_request_s_own_record_counts_after_eight_trees() -> None:
     policy, good, bad = Policy(TREES, True), World(FLAT, 0), World(FLAT, 0)
     for _ in range(7):
-        policy.learn(Row(good), {6: 3})
-        policy.learn(Row(bad), {6: 1})
+        policy.learn(Row(good), 6, 3)
+        policy.learn(Row(bad), 6, 1)
     assert policy.expected(Row(good), 6) == policy.expected(Row(bad), 6) > 1
-    policy.learn(Row(good), {6: 3})
-    policy.learn(Row(bad), {6: 1})
+    policy.learn(Row(good), 6, 3)
+    policy.learn(Row(bad), 6, 1)
     assert policy.expected(Row(good), 6) > 2 > 1.7 > policy.expected(Row(bad), 6)
     assert policy.expected(Row(good), 5) < policy.expected(Row(good), 6), "a deeper tree emits more"
     assert policy.expected(Row(good, drafts=False), 6) == 1.0
@@ -175,7 +179,7 @@ def test_a_request_that_wants_no_drafts_is_plain_alone_and_does_not_count_beside
     assert policy.choose(kind, SHAPES, [not_]).nodes == PLAIN
     assert policy.choose(kind, SHAPES, [not_, wants]).nodes == 6
     assert policy.choose(kind, SHAPES, [Row(wants.request, match=0)]).nodes == PLAIN, "no tree to verify"
-    policy.learn(not_, {6: 3})
+    policy.learn(not_, 6, 3)
     assert policy.everyone.steps == 0
 
 
@@ -209,16 +213,13 @@ def test_a_slow_minute_is_not_taken_for_a_slow_shape() -> None:
     assert times.of(kind, 1) < 62.0
 
 
-def test_matches_learn_and_hope_returns_to_what_is_refused() -> None:
+def test_matches_learn_from_a_guess_that_expects_nothing_of_chance() -> None:
     matches = Matches()
-    assert matches.expected(12, 4) == 3.0 and matches.expected(2, 4) == 2.0 and matches.expected(12, 0) == 1.0
+    assert matches.expected(12, 6) == 3.0 and matches.expected(2, 6) == 2.0
+    assert matches.expected(12, 0) == matches.expected(12, 2) == 1.0
     for _ in range(60):
-        matches.learn(12, 4, 1)
-    low = matches.expected(12, 4)
-    assert low < 1.1 and matches.expected(12, 3) == 2.5
-    for _ in range(200):
-        matches.refuse(12, 4)
-    assert matches.expected(12, 4) == low and matches.expected(12, 4, hope=True) > 2.5
+        matches.learn(12, 6, 1)
+    assert matches.expected(12, 6) < 1.1 and matches.expected(12, 5) == 2.5 and matches.expected(4, 6) == 3.0
 
 
 # ---- another shape at every step -------------------------------------------------------------------------------------

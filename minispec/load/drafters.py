@@ -40,7 +40,7 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
     if config.is_own_drafter:
         drafter = _own(config, model, folder, tokenizer)
         _check_size(config, drafter, model)
-        return as_drafter(drafter, model.config.vocab_size, config.smaller_nodes(drafter.nodes))
+        return as_drafter(drafter, model.config.vocab_size, config.smaller_nodes(drafter.nodes, _on_cpu(config, model)))
     table: dict[str, Callable[[Config, Model, Path, Tokenizer], Drafter | HostDrafter]] = {
         "NONE": lambda *_: Plain(),
         "NGRAM": lambda config, model, *_: _texts(config, model),
@@ -53,7 +53,7 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
                        "head", config.algorithm)  # fmt: skip
     drafter = table[config.algorithm](config, model, folder, tokenizer)
     _check_size(config, drafter, model)
-    return as_drafter(drafter, model.config.vocab_size, config.smaller_nodes(drafter.nodes))
+    return as_drafter(drafter, model.config.vocab_size, config.smaller_nodes(drafter.nodes, _on_cpu(config, model)))
 
 
 def _check_size(config: Config, drafter: Drafter | HostDrafter, model: Model) -> None:

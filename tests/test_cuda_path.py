@@ -364,7 +364,7 @@ def test_trees_end_at_127_nodes_on_cuda() -> None:
     def nodes(count: int, device: torch.device) -> int:
         """Return the nodes of an n-gram drafter for a target on a device."""
         config = Config(model_path="tiny", speculative_algorithm="NGRAM", speculative_num_draft_tokens=count)
-        weight = SimpleNamespace(weight=SimpleNamespace(device=device))
+        weight = SimpleNamespace(weight=SimpleNamespace(device=device, is_meta=False))
         target = SimpleNamespace(embed_tokens=weight, config=SimpleNamespace(vocab_size=exactness.VOCAB))
         return make_drafter(config, target, Path("tiny"), None).nodes
 

@@ -7,7 +7,7 @@ timed by itself instead, in turn with whole steps. Differences are taken within 
 
   whole      from the launch of a step to its tokens on the host, drafting included; scheduler and HTTP are not in it
   products   every linear layer of the step called once more, one after the other, with inputs of the step's shapes;
-             those of one row, which compiled blocks make themselves, compiled as well, a block's at once
+             those that compiled blocks make themselves, in loops, compiled as well, a block's at once
   attention  what compiled blocks take longer than the same blocks compiled with attention left out (the query is
              handed on in its place); it includes writing keys and values
   compiled   the rest of the compiled blocks, the target's and the head's: norms, rotary, activations, and the calls
@@ -43,6 +43,8 @@ from minispec import LLM, SamplingParams
 from minispec.bucket import Chunk
 from minispec.compiled import compile_step
 from minispec.engine import Engine
+from minispec.load.int8 import PROMPT_ROWS
+from minispec.load.packed import FEW_ROWS
 from minispec.model import Block
 from minispec.request import Request
 
@@ -125,9 +127,11 @@ def copy(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.untyped_storage().nbytes() < 1 << 24 else tensor
 
 
-def in_one_row(module: nn.Module, x: Tensor) -> bool:
-    """Say whether compiled code makes this product by a loop of its own."""
-    return getattr(module, "kept", None) is not None and x.shape[:-1].numel() == 1
+def in_loops(module: nn.Module, x: Tensor) -> bool:
+    """Say whether compiled code makes this product by loops of its own."""
+    if getattr(module, "loops", False):  # int8 weights
+        return x.shape[-2] < PROMPT_ROWS
+    return getattr(module, "kept", None) is not None and x.shape[:-1].numel() <= FEW_ROWS
 
 
 class SomeLayers(nn.Module):
@@ -215,10 +219,10 @@ class Parts:
         """Return a function that calls the linear layers of a step."""
         modules = {(part, name): module for part, name, module in linears(self.engine)}
         calls = [(modules[p.part, p.module], torch.randn(p.shape).to(p.dtype)) for p in listed]
-        alone = [(module.forward, x) for module, x in calls if not in_one_row(module, x)]
+        alone = [(module.forward, x) for module, x in calls if not in_loops(module, x)]
         of_block, inputs = compile_step(SomeLayers.products, self.engine.device), []
         together = itertools.groupby(
-            ((p, call) for p, call in zip(listed, calls, strict=True) if in_one_row(*call)),
+            ((p, call) for p, call in zip(listed, calls, strict=True) if in_loops(*call)),
             key=lambda pair: (pair[0].part, pair[0].module.rpartition(".")[0]),
         )
         for _, pairs in together:

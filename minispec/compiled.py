@@ -329,16 +329,16 @@ def any_size(args: Sequence[Any], key: Any) -> Iterator[None]:
     if not getattr(key, "any_size", ()):
         yield
         return
-    members = [member for arg in args for member in (arg if isinstance(arg, tuple) else (arg,))]
-    if getattr(key, "few", False):
-        members = []
-    for tensor in [member for member in members if isinstance(member, Tensor)]:
-        torch._dynamo.maybe_mark_dynamic(tensor, [0, 2 if tensor.dim() == 4 else 1])
-    for tensor, dimensions in key.any_size:
-        torch._dynamo.maybe_mark_dynamic(tensor, dimensions)
+    marked = list(key.any_size)
+    if not getattr(key, "few", False):
+        members = [member for arg in args for member in (arg if isinstance(arg, tuple) else (arg,))]
+        marked += [(member, (0, 2 if member.dim() == 4 else 1)) for member in members if isinstance(member, Tensor)]
+    for tensor, dimensions in marked:
+        torch._dynamo.maybe_mark_dynamic(tensor, [at for at in dimensions if tensor.shape[at] != 1])
     from torch.fx.experimental import _config  # here, since importing it takes a while
 
-    with _config.patch(use_duck_shape=False):  # two sizes that happen to be equal now need not be so later
+    # Two sizes that happen to be equal now need not be so later, and a computed one that is one now need not stay so.
+    with _config.patch(use_duck_shape=False, backed_size_oblivious=True):
         yield
 
 

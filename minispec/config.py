@@ -35,7 +35,7 @@ HEADS = Path(__file__).parent / "heads"  # what ships for the default model; NEX
 SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "standalone"}
 CPU_SHAPE = (2, 3, 4)  # steps/topk/nodes: the fastest for them on two CPU cores, where each round costs (README)
 LOOKUP_NODES = 12  # of the larger trees where texts are looked up too: what a lookup finds may hold for long
-INT8_SHAPE = (1, 3, 4)  # in place of larger trees with int8 weights, whose kernel works on four rows at a time
+INT8_SHAPE = (1, 3, 4)  # in place of larger trees with int8 weights, whose products take four rows at a time
 # steps/topk/nodes -> steps and nodes of the smaller tree beside it, which a step may have instead
 SMALLER = {(5, 4, 8): (2, 5), (3, 1, 4): (1, 2)}
 BEST = ("EAGLE3", "NGRAM")  # the default model's default, the first whose files are here

@@ -28,7 +28,7 @@ from minispec.llm import LLM, choose_device
 from minispec.load import int8
 from minispec.load.drafters import make_drafter
 from minispec.load.int8 import PROMPT_ROWS, Int8Embedding, Int8Linear, check_int8, quantize, quantized
-from minispec.model import Model
+from minispec.model import Model, RMSNorm
 from minispec.request import SamplingParams
 
 IDS = list(range(40))
@@ -66,6 +66,76 @@ def test_a_row_has_the_bits_that_it_has_alone(shape: tuple[int, int], dtype: tor
     assert torch.equal(linear(x.view(16, 4, -1)), alone.view(16, 4, -1)), "trees of a batch"
     assert torch.equal(linear(x[0]), alone[0])
     assert torch.equal(linear(x.view(32, 2, -1)[:, 1]), alone[1::2]), "rows that do not lie together"
+
+
+class Layer(nn.Module):
+    """An int8 layer within what is around it in a block: a norm or an activation before it, an activation behind."""
+
+    def __init__(self, linear: Int8Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear, self.norm = linear, RMSNorm(linear.size, 1e-5).to(dtype)
+
+    def forward(self, x: Tensor, attend: Key) -> tuple[Tensor, Tensor]:
+        """Return two results of x [B, T, in], or of gate and up [B, T, 2 in]."""
+        out = self.linear(self.norm(x) if x.shape[-1] == self.linear.size else gated(x))
+        return out + 1, gated(out)
+
+
+def gated(x: Tensor) -> Tensor:
+    """Return [..., n] of gate and up [..., 2 n]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class Key:
+    """In place of attention: few rows have a graph of their own, others one for each number or one for all."""
+
+    def __init__(self, few: bool = False, any_size: bool = True) -> None:
+        self.few, self.any_size = few, ((torch.zeros(3), (0,)),) if any_size else ()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(576, 960), (1536, 576), (72, 62)], ids=str)
+@torch._dynamo.config.patch(recompile_limit=32)
+def test_a_row_has_the_bits_that_it_has_alone_in_compiled_code(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    given = Layer(Int8Linear(layer(*shape, dtype, bias=shape[1] == 62)), dtype)
+    compiled, width = compile_step(Layer.forward, CPU), shape[0] if shape[0] < 1000 else 2 * shape[0]
+    x = torch.randn(64, width).to(dtype)
+
+    def run(key: Key, batch: int, length: int) -> list[Tensor]:
+        with torch.inference_mode():
+            return [out.flatten(0, 1) for out in compiled(given, x[: batch * length].view(batch, length, -1), key)]
+
+    one, alone = Key(few=True), []
+    with torch.inference_mode():
+        for row in x.split(1):
+            alone.append(compiled(given, row[None].clone(), one))
+    want = [torch.cat(rows, dim=1)[0] for rows in zip(*alone, strict=True)]
+    shapes = [(Key(few=True), 1, rows) for rows in (2, 3, 4)] + [(Key(any_size=False), 1, rows) for rows in (5, 12)]
+    shapes += [(Key(), 1, rows) for rows in range(5, 65)] + [(Key(), batch, 1) for batch in range(2, 65)]
+    shapes += [(Key(), batch, 4) for batch in range(2, 17)]
+    for key, batch, length in shapes:
+        for got, rows in zip(run(key, batch, length), want, strict=True):
+            assert torch.equal(got, rows[: batch * length]), f"{batch} x {length} rows"
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 4 + 2 + 3, "few rows, two numbers, and any of one request, of requests and of their trees"
+    near = given(x[None], one)
+    for got, rows in zip(near, want, strict=True):  # eagerly it is the kernel
+        assert (got[0] - rows).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * rows.abs().max()
+
+
+def test_the_lm_head_has_the_kernel_s_bits_in_compiled_code_too() -> None:
+    """It runs within compiled code in some steps and outside of it in others."""
+    with torch.inference_mode():
+        model = tiny_model().to(torch.bfloat16)
+        quantize(model, IDS)
+        assert {name for name, m in model.named_modules() if isinstance(m, Int8Linear) and not m.loops} == {"lm_head"}
+        head = torch.compile(model.logits, fullgraph=True, dynamic=False)
+        for rows in (1, 4):
+            hidden = torch.randn(1, rows, model.config.hidden_size).bfloat16()
+            assert torch.equal(head(hidden), model.logits(hidden))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 8e-3), (torch.float32, 1e-5)])

@@ -4,10 +4,13 @@ A plain step reads every weight once, so its time is mostly the weights' bytes. 
 the scale of its output channel. A tied embedding reads its rows from the LM head's matrix.
 
 The one idea: a quantized model must be the same numbers at every row count, or a tree step would verify another model
-than plain steps decode. So decoding uses one kernel whatever the number of rows, PyTorch's `_weight_int8pack_mm`. It
-computes each row by itself, with the bits that the row has alone, and is fastest at one to four rows.
+than plain steps decode. So a row has the bits that it has alone, whatever the number of rows. In compiled blocks the
+products of decoding are loops of Inductor's own (`packed.sums_of_rows`), which run together with what is around them:
+up to four rows share one loop over the weights, and more rows are groups of four. Eagerly, and for the LM head always,
+they are PyTorch's kernel `_weight_int8pack_mm`, which computes each row by itself too. Loops and kernel add up in
+another order, so they differ by rounding.
 
-A chunk of a prompt has hundreds of rows, for which that kernel would be slow. There a layer's weight is turned into the
+A chunk of a prompt has hundreds of rows, for which both would be slow. There a layer's weight is turned into the
 activations' dtype, in which its integers are exact, and the scale is applied to the product. That differs by rounding
 only. One layer's weight exists at a time.
 
@@ -23,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.attention import QUERY_BLOCK, Causal
+from minispec.load.packed import sums_of_rows
 from minispec.model import Model
 from minispec.shards import SplitEmbedding
 
@@ -60,11 +64,13 @@ class Int8Linear(nn.Module):
     """A linear layer with weights of 8 bits; inference on a CPU only.
 
     weight [out, in] int8, its rows filled up with zeros to a multiple of LANES; scale [out] in the activations' dtype.
+    loops: whether compiled code has loops in place of the kernel; an LM head, which runs outside of compiled blocks in
+    many steps, must have one of them in all.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, loops: bool = True) -> None:
         super().__init__()
-        self.size = linear.in_features
+        self.size, self.loops = linear.in_features, loops
         weight, scale = quantized(linear.weight.detach())
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
@@ -77,6 +83,8 @@ class Int8Linear(nn.Module):
         if x.dim() > 1 and x.shape[-2] >= PROMPT_ROWS:
             # Scaled in fp32: scaled in bfloat16, Inductor would take it for a product to run in the decoding kernel.
             out = (F.linear(x, self.weight.to(x.dtype)).float() * self.scale.float()).to(x.dtype)
+        elif self.loops and torch.compiler.is_compiling():
+            out = (sums_of_rows(x, self.weight) * self.scale.float()).to(x.dtype).view(*x.shape[:-1], -1)
         else:
             rows = x.reshape(-1, x.shape[-1]).contiguous()
             out = torch._weight_int8pack_mm(rows, self.weight, self.scale).view(*x.shape[:-1], -1)
@@ -141,14 +149,14 @@ def replace_weights(model: Model) -> None:
         model.embed_tokens = Int8Embedding(model.lm_head)
 
 
-def _quantize_linears(module: nn.Module) -> None:
-    """Replace every nn.Linear below `module`."""
+def _quantize_linears(module: nn.Module, loops: bool = True) -> None:
+    """Replace every nn.Linear below `module`; see Int8Linear for `loops`."""
     for name in [name for name, _ in module.named_children()]:  # a list of the layers would keep their weights
-        child = getattr(module, name)
+        child, within = getattr(module, name), loops and name != "lm_head"
         if isinstance(child, nn.Linear):
-            setattr(module, name, Int8Linear(child))
+            setattr(module, name, Int8Linear(child, within))
         else:
-            _quantize_linears(child)
+            _quantize_linears(child, within)
 
 
 def _logits(model: Model, ids: list[int]) -> Tensor:

@@ -11,7 +11,8 @@ For one row, which is a plain step of one request, oneDNN spends a fifth of the 
 is gained by its layout, since every weight is read once. There compiled code multiplies by the weight as it came from
 the file, a loop of Inductor's own that runs together with the norms and activations around it; and for up to four rows,
 a small tree, which take little longer. From six rows on such loops are bound by their arithmetic, in float32. So layers
-of blocks keep that weight too, where memory allows (`room_for_both`).
+of blocks keep that weight too, where memory allows (`room_for_both`). Weights of 8 bits have such loops at any number
+of rows (`int8.py`).
 
 Read next: `model.py`, whose nn.Linear modules are replaced here.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 import itertools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -82,25 +84,36 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, plus the bias, [..., out]."""
-        if self.kept is not None and torch.compiler.is_compiling() and _is_few(x.shape[:-1].numel()):
-            return _few_rows(x, self.kept, self.bias)
+        if self.kept is not None and torch.compiler.is_compiling() and is_few(x.shape[:-1].numel()):
+            out = sums_of_rows(x, self.kept)
+            return (out if self.bias is None else out + self.bias).to(x.dtype).view(*x.shape[:-1], -1)
         return torch.ops.minispec.packed_linear(x, self.handle, self.features, self.bias)
 
 
-def _is_few(rows: int) -> bool:
+def is_few(rows: int) -> bool:
     """Return whether a graph is of so few rows, and of no other number."""
     return statically_known_true(rows <= FEW_ROWS)
 
 
-def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x [..., in], which is a few rows, times weight [out, in], plus the bias, [..., out]; to be compiled."""
-    count, width = x.shape[:-1].numel(), x.shape[-1]
-    # as_strided has the rows stored, in float32. Inductor would compute what is before them, a norm say, once more for
-    # each of the outputs, and turn each number of them into float32 once more for each of the weights.
-    rows, weight = x.contiguous().float().as_strided((count, width), (width, 1)), weight.float()
-    # Sums of their own, which share one loop: each weight is read once, and a row has the bits that it has alone.
-    out = torch.stack([(weight * rows[i]).sum(-1) for i in range(count)])
-    return (out if bias is None else out + bias).to(x.dtype).view(*x.shape[:-1], -1)
+def sums_of_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x [..., in] times weight [out, in] of any dtype, [rows, out] fp32, in loops; to be compiled.
+
+    A row has the same bits at every number of rows: it is one of up to four sums that share a loop, in which each
+    weight is read once. More rows are groups of four, the last one filled up.
+    """
+    count, (features, width) = x.shape[:-1].numel(), weight.shape
+    each, rows = FEW_ROWS, x.contiguous().float().view(count, width)
+    if is_few(count):
+        each = count
+    else:
+        rows = F.pad(rows, (0, 0, 0, -count % each))
+    # as_strided has rows and sums stored, in float32. Inductor would compute what is before them, a norm say, once more
+    # for each of the outputs, and turn each number of them into float32 once more for each of the weights. And unlike
+    # broadcasting and slicing it does not ask how many groups there are, so one graph serves any number.
+    size = (-(-count // each), features, width)
+    weight = weight.as_strided(size, (0, width, 1)).float()
+    sums = [(weight * rows.as_strided(size, (each * width, 0, 1), i * width)).sum(-1) for i in range(each)]
+    return torch.stack(sums, 1).as_strided((count, features), (features, 1))
 
 
 def _reordered(weight: Tensor) -> Tensor:

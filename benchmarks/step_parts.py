@@ -43,7 +43,7 @@ from minispec import LLM, SamplingParams
 from minispec.bucket import Chunk
 from minispec.compiled import compile_step
 from minispec.engine import Engine
-from minispec.load.int8 import PROMPT_ROWS
+from minispec.load.int8 import Int8Linear
 from minispec.load.packed import FEW_ROWS
 from minispec.model import Block
 from minispec.request import Request
@@ -129,8 +129,8 @@ def copy(tensor: Tensor) -> Tensor:
 
 def in_loops(module: nn.Module, x: Tensor) -> bool:
     """Say whether compiled code makes this product by loops of its own."""
-    if getattr(module, "loops", False):  # int8 weights
-        return x.shape[-2] < PROMPT_ROWS
+    if type(module) is Int8Linear:  # an LM head is compiled by itself
+        return x.shape[-2] < module.prompt_rows
     return getattr(module, "kept", None) is not None and x.shape[:-1].numel() <= FEW_ROWS
 
 

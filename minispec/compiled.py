@@ -41,7 +41,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 Step = Callable[..., Any]  # function(owner, *args) of tensors, alone or in named tuples; returns the like
 Compiler = Callable[[Step], Step]
-KEYS = ("attend", "bucket", "beam")  # the names that the key may have among a function's arguments
+KEYS = ("attend", "bucket", "beam", "rows")  # the names that the key may have among a function's arguments
 
 
 def check_graph_trees(device: torch.device, compiles: bool = True) -> None:

@@ -34,7 +34,7 @@ from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter
 from minispec.load.fp8 import check_fp8, read_weights, stored_in_fp8, use_fp8
 from minispec.load.huge_pages import sparse, use_huge_pages
-from minispec.load.int8 import PROMPT_ROWS, TEXT, check_int8, quantize, replace_weights
+from minispec.load.int8 import TEXT, check_int8, compile_head, prompt_rows, quantize, replace_weights
 from minispec.load.machine import core_count, host_memory
 from minispec.load.memory import Budget, free_bytes, largest_graph, make_kv, measure, unsaid
 from minispec.load.packed import FEW_ROWS, can_pack, pack_linears, room_for_both
@@ -214,7 +214,7 @@ class LLM:
             drafter = Plain() if config.is_own_drafter else make_drafter(config, target, self.folder, self.tokenizer)
             self.beside = None if target is network else _needed(target, drafter, device)
             if config.quantization == "int8":
-                replace_weights(network)
+                replace_weights(network, prompt_rows(drafter.nodes))
             _change_draft_and_pack(config, device, network, drafter)
         return network, drafter
 
@@ -237,7 +237,7 @@ class LLM:
         drafter = make_drafter(config, target, self.folder, self.tokenizer)
         self.beside = None if target is network else _needed(target, drafter, device)
         if config.quantization == "int8":  # after a head has taken what it needs of the target's weights
-            self._quantize(network, tell)
+            self._quantize(network, drafter, tell)
         _change_draft_and_pack(config, device, network, drafter)
         # Where graphs wait in the cache, taking them comes first, and the weights are moved afterwards.
         self._mover = _Mover() if self.compile_later and not cache_is_empty() else None
@@ -265,11 +265,12 @@ class LLM:
             load_weights(into, read_weights(self.folder, self.config.load_format, wanted=wanted))
         return target
 
-    def _quantize(self, network: Model, tell: Callable[[str], None]) -> None:
+    def _quantize(self, network: Model, drafter: Drafter, tell: Callable[[str], None]) -> None:
         """Make the target's weights int8, and say what that costs in accuracy."""
         dtype = str(network.norm.weight.dtype).removeprefix("torch.")
-        ids = self.tokenizer.encode(TEXT)[: PROMPT_ROWS - 1]
-        cost = quantize(network, ids if self.ranks is None else self.ranks.same(ids))
+        given = [prompt_rows(drafter.nodes), *self.tokenizer.encode(TEXT)]
+        rows, *ids = given if self.ranks is None else self.ranks.same(given)
+        cost = quantize(network, ids, rows)
         tell(f"int8 weights: on a text of {cost.tokens} tokens the KL divergence from {dtype} "
              f"weights is {cost.divergence:.4f} nats a token, and the first choice is the same at "
              f"{cost.agreement:.0%} of them")  # fmt: skip
@@ -353,7 +354,7 @@ class Rehearsal(LLM):
         if isinstance(drafter, StandaloneDrafter):
             _share_layer(drafter.network.model)
         if config.quantization == "int8":
-            replace_weights(network)
+            replace_weights(network, prompt_rows(drafter.nodes))
         _change_draft_and_pack(config, device, network, drafter)
         _compile_blocks(network, drafter, partial(compile_step, device=device))
         parts = Parts(network, drafter, resolve_sizes(config, device, limits, drafter))
@@ -540,7 +541,8 @@ def follow(config: Config, ranks: Ranks) -> None:
     network = load_model(config, model_config, folder, dtype, device, Shard(model_config, ranks.rank, ranks.size,
                                                                             ranks.group))  # fmt: skip
     if config.quantization == "int8":
-        quantize(network, ranks.same(()))
+        rows, *ids = ranks.same(())
+        quantize(network, ids, rows)
     sizes = ranks.same_sizes(None)
     drafter = Elsewhere(sizes)
     _change_draft_and_pack(config, device, network, drafter)
@@ -642,7 +644,9 @@ def _make_engine(
         # On a CPU it costs seconds of compiling a shape, and gains 7 % where blocks are fast: docs/log.md.
         few: Choice = lambda batch, nodes, samples: batch == 1 and nodes <= FEW_ROWS and not samples  # noqa: E731
         every: Choice = lambda batch, nodes, samples: True  # noqa: E731
-        engine.compile_small(partial(compile_step, device=kv.pool.device), every if kv.pool.is_cuda else few)
+        compiler = partial(compile_step, device=kv.pool.device)
+        engine.compile_small(compiler, every if kv.pool.is_cuda else few)
+        compile_head(network, compiler, engine.permits)
         # Every shape is a graph of the same function, and several LLMs may share a process. Not for the warm-up alone:
         # whoever registers a pytree node later (transformers does) invalidates all graphs.
         # Blocks whose layers are not of the same types, as in a checkpoint that is fp8 in part, have a graph each.

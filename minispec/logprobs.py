@@ -24,7 +24,7 @@ from torch import Tensor
 from minispec.kv import upload
 from minispec.request import Logprobs, Scored
 
-ROWS = 128  # rows whose logits are looked at together; see also `int8.PROMPT_ROWS`
+ROWS = 128  # rows whose logits are looked at together
 UNLIKELY = -9999.0  # told in place of minus infinity and NaN, which JSON lacks; OpenAI's number
 
 

@@ -21,13 +21,22 @@ from torch import Tensor, nn
 from trained import trained_model
 
 import minispec.llm as llm_module
-from minispec.compiled import compile_step
+from minispec.compiled import Permits, compile_step
 from minispec.config import Config
 from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.llm import LLM, choose_device
 from minispec.load import int8
 from minispec.load.drafters import make_drafter
-from minispec.load.int8 import PROMPT_ROWS, Int8Embedding, Int8Linear, check_int8, quantize, quantized
+from minispec.load.int8 import (
+    Int8Embedding,
+    Int8Head,
+    Int8Linear,
+    check_int8,
+    compile_head,
+    prompt_rows,
+    quantize,
+    quantized,
+)
 from minispec.model import Model, RMSNorm
 from minispec.request import SamplingParams
 
@@ -126,24 +135,46 @@ def test_a_row_has_the_bits_that_it_has_alone_in_compiled_code(shape: tuple[int,
         assert (got[0] - rows).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * rows.abs().max()
 
 
-def test_the_lm_head_has_the_kernel_s_bits_in_compiled_code_too() -> None:
-    """It runs within compiled code in some steps and outside of it in others."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_has_the_same_logits_alone_and_among_others_in_compiled_code_and_eagerly(dtype: torch.dtype) -> None:
+    torch._dynamo.utils.counters.clear()
+    permits = Permits()
+    permits.left = 0
     with torch.inference_mode():
-        model = tiny_model().to(torch.bfloat16)
+        model = tiny_model().to(dtype)
         quantize(model, IDS)
-        assert {name for name, m in model.named_modules() if isinstance(m, Int8Linear) and not m.loops} == {"lm_head"}
-        head = torch.compile(model.logits, fullgraph=True, dynamic=False)
+        assert [name for name, module in model.named_modules() if isinstance(module, Int8Head)] == ["lm_head"]
+        x = torch.randn(64, 1, model.config.hidden_size).to(dtype)
+        kernel = model.logits(model.norm(x))
+        compile_head(model, partial(compile_step, device=CPU), permits)
+        assert torch.equal(kernel, model.logits(model.norm(x))) and permits.refused == 1
+
+        permits.left = 2
+        model.logits(model.norm(x[:5]))  # the graph of several rows comes first, as in a warm-up
+        alone = torch.cat([model.logits(model.norm(row)) for row in x.split(1)])
+        assert (alone - kernel).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * alone.abs().max()
+        for rows in range(2, 65):
+            assert torch.equal(model.logits(model.norm(x[:rows])), alone[:rows])
+            assert torch.equal(model.logits(model.norm(x[:rows, 0])), alone[:rows, 0])
+        assert torch.equal(model.logits(model.norm(x.view(16, 4, -1))).view_as(alone), alone)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert graphs == 2 and permits.left == 0, "of one row, and of any other number"
+
+        def around(x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = model.norm(x)
+            return hidden, model.logits(hidden) * 1
+
         for rows in (1, 4):
-            hidden = torch.randn(1, rows, model.config.hidden_size).bfloat16()
-            assert torch.equal(head(hidden), model.logits(hidden))
+            hidden, logits = torch.compile(around, fullgraph=True, dynamic=False)(x[:rows].transpose(0, 1))
+            assert torch.equal(logits, model.logits(hidden))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 8e-3), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("rows", [3, PROMPT_ROWS])
+@pytest.mark.parametrize("rows", [3, 64])
 def test_products_are_those_of_the_dequantized_weight(rows: int, dtype: torch.dtype, bound: float) -> None:
     for size, features in SHAPES[1:2] + SHAPES[-1:]:
         given = layer(size, features, dtype, bias=True)
-        linear, x = Int8Linear(given), torch.randn(2, rows, size).to(dtype)
+        linear, x = Int8Linear(given, prompt_rows(63)), torch.randn(2, rows, size).to(dtype)
         want = F.linear(x.double(), weight_of(linear), given.bias.double())
         got = linear(x)
         assert got.dtype == dtype and (got - want).abs().max() < bound * want.abs().max()

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from minispec.attention import most_nodes
+from minispec.attention import QUERY_BLOCK, most_nodes
 from minispec.beam import BeamDrafter, candidate_count
 from minispec.config import LEARNED, MAX_NODES, Config
 from minispec.drafter import Drafter, HostDrafter, Plain, as_drafter
 from minispec.load.heads import load_head
-from minispec.load.int8 import PROMPT_ROWS
 from minispec.load.token_map import read_token_map
 from minispec.load.tokenizer import Tokenizer
 from minispec.load.weights import ModelError, resolve_file, resolve_model
@@ -61,8 +60,8 @@ def _check_size(config: Config, drafter: Drafter | HostDrafter, model: Model) ->
     flag = f"--speculative-algorithm {config.algorithm}" if config.is_own_drafter else "--speculative-num-draft-tokens"
     device = model.embed_tokens.weight.device
     most, where = most_nodes(device), f"on {device.type}"
-    if config.quantization == "int8" and most >= PROMPT_ROWS:
-        most, where = PROMPT_ROWS - 1, f"with --quantization {config.quantization}"
+    if config.quantization == "int8" and most >= QUERY_BLOCK:
+        most, where = QUERY_BLOCK - 1, f"with --quantization {config.quantization}"
     if drafter.nodes > most:
         raise ValueError(f"{flag}: the draft tree has {drafter.nodes} nodes, but {where} it may have at most {most}")
     length, longest = config.simulate_acc_len, drafter.depth + 1

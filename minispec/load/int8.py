@@ -6,11 +6,12 @@ the scale of its output channel. A tied embedding reads its rows from the LM hea
 The one idea: a quantized model must be the same numbers at every row count, or a tree step would verify another model
 than plain steps decode. So a row has the bits that it has alone, whatever the number of rows. In compiled blocks the
 products of decoding are loops of Inductor's own (`packed.sums_of_rows`), which run together with what is around them:
-up to four rows share one loop over the weights, and more rows are groups of four. Eagerly, and for the LM head always,
-they are PyTorch's kernel `_weight_int8pack_mm`, which computes each row by itself too. Loops and kernel add up in
-another order, so they differ by rounding.
+up to four rows share one loop over the weights, and more rows are groups of four. The LM head's are compiled by
+themselves, since it is called from compiled and from eager code. Where nothing is compiled, products are PyTorch's
+kernel `_weight_int8pack_mm`, which computes each row by itself too. Loops and kernel add up in another order, so they
+differ by rounding.
 
-A chunk of a prompt has hundreds of rows, for which both would be slow. There a layer's weight is turned into the
+A chunk of a prompt has many rows, for which both would be slow. There a layer's weight is turned into the
 activations' dtype, in which its integers are exact, and the scale is applied to the product. That differs by rounding
 only. One layer's weight exists at a time.
 
@@ -19,18 +20,20 @@ Read next: `packed.py`, for weights that keep their bits.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minispec.attention import QUERY_BLOCK, Causal
+from minispec.attention import QUERY_BLOCK, Causal, prefill_block
+from minispec.compiled import Compiler, Permits, Turn
 from minispec.load.packed import sums_of_rows
 from minispec.model import Model
 from minispec.shards import SplitEmbedding
 
-PROMPT_ROWS = QUERY_BLOCK  # tokens in a row from which on it is a chunk of a prompt; a tree has fewer
 LANES = 16  # the kernel reads so many inputs at once and does not look whether there are any left
 PIECE = 2**20  # weights quantized at once, so that loading needs little memory beside the model
 TEXT = (  # what the cost in accuracy is measured on
@@ -50,6 +53,15 @@ class Cost(NamedTuple):
     tokens: int
 
 
+def prompt_rows(nodes: int) -> int:
+    """Return how many tokens in a row are a chunk of a prompt, where trees have so many nodes, which must be fewer.
+
+    They are a query block of prefill, or two for larger trees; then prompts of a single block take longer.
+    """
+    least = prefill_block(torch.device("cpu"))
+    return least if nodes < least else QUERY_BLOCK
+
+
 def check_int8(dtype: torch.dtype) -> None:
     """Raise ValueError unless this build of PyTorch multiplies activations of `dtype` by int8 weights on a CPU."""
     try:
@@ -64,31 +76,100 @@ class Int8Linear(nn.Module):
     """A linear layer with weights of 8 bits; inference on a CPU only.
 
     weight [out, in] int8, its rows filled up with zeros to a multiple of LANES; scale [out] in the activations' dtype.
-    loops: whether compiled code has loops in place of the kernel; an LM head, which runs outside of compiled blocks in
-    many steps, must have one of them in all.
+    prompt_rows: tokens in a row from which on it is a chunk of a prompt; see the function of that name.
     """
 
-    def __init__(self, linear: nn.Linear, loops: bool = True) -> None:
+    def __init__(self, linear: nn.Linear, prompt_rows: int = QUERY_BLOCK) -> None:
         super().__init__()
-        self.size, self.loops = linear.in_features, loops
+        self.size, self.prompt_rows = linear.in_features, prompt_rows
         weight, scale = quantized(linear.weight.detach())
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x [..., T, in] times the weight, plus the bias, [..., T, out]; for T < PROMPT_ROWS row by row."""
+        """Return x [..., T, in] times the weight, plus the bias, [..., T, out]; row by row unless it is a prompt's."""
         if self.size % LANES:
             x = F.pad(x, (0, -self.size % LANES))
-        if x.dim() > 1 and x.shape[-2] >= PROMPT_ROWS:
+        if x.dim() > 1 and x.shape[-2] >= self.prompt_rows:
             # Scaled in fp32: scaled in bfloat16, Inductor would take it for a product to run in the decoding kernel.
             out = (F.linear(x, self.weight.to(x.dtype)).float() * self.scale.float()).to(x.dtype)
-        elif self.loops and torch.compiler.is_compiling():
-            out = (sums_of_rows(x, self.weight) * self.scale.float()).to(x.dtype).view(*x.shape[:-1], -1)
         else:
-            rows = x.reshape(-1, x.shape[-1]).contiguous()
-            out = torch._weight_int8pack_mm(rows, self.weight, self.scale).view(*x.shape[:-1], -1)
+            out = self.by_rows(x)
         return out if self.bias is None else out + self.bias
+
+    def by_rows(self, x: Tensor) -> Tensor:
+        """Return x [..., in] times the weight, [..., out]; each row has the bits that it has alone."""
+        return self.in_loops(x) if torch.compiler.is_compiling() else self.in_kernel(x)
+
+    def in_loops(self, x: Tensor) -> Tensor:
+        """Do it in loops, to be compiled."""
+        return (sums_of_rows(x, self.weight) * self.scale.float()).to(x.dtype).view(*x.shape[:-1], -1)
+
+    def in_kernel(self, x: Tensor) -> Tensor:
+        """Do it in PyTorch's kernel."""
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return torch._weight_int8pack_mm(rows, self.weight, self.scale).view(*x.shape[:-1], -1)
+
+
+class Rows(Turn):
+    """The key of one of an LM head's two graphs, of one row or of any other number, and the newest rows x [T, in]."""
+
+    def __init__(self, alone: bool) -> None:
+        self.alone = alone
+
+    def take(self, x: Tensor) -> Rows:
+        """Return this with new rows."""
+        self.x, self.moving = x, (x,)
+        self.any_size = () if self.alone else ((x, (0,)),)
+        return self
+
+
+class Int8Head(Int8Linear):
+    """An LM head: the same loops, wherever it is called from.
+
+    In some steps what calls it is compiled, in others not, and either way a row must have the same bits. So it is
+    compiled by itself, and what is compiled around it takes it for one operation.
+    """
+
+    def __init__(self, linear: nn.Linear, prompt_rows: int = QUERY_BLOCK) -> None:
+        super().__init__(linear, prompt_rows)
+        _heads[id(self)] = self
+        self.register_buffer("handle", torch.tensor(id(self), device="cpu"), persistent=False)
+        self.alone, self.several = Rows(alone=True), Rows(alone=False)
+        self.run: Callable[[Int8Head, Rows], Tensor] | None = None
+
+    def compile(self, compiler: Compiler, permits: Permits) -> None:
+        """From now on run the loops as `compiler` compiles them, as soon as it is permitted."""
+        self.run, self.permits = compiler(_head_in_loops), permits
+
+    def by_rows(self, x: Tensor) -> Tensor:
+        """Return x [..., in] times the weight, [..., out]; each row has the bits that it has alone."""
+        return torch.ops.minispec.int8_head(x.contiguous(), self.handle, len(self.weight))
+
+    def now(self, x: Tensor) -> Tensor:
+        """Do it in the loops if they are compiled, or may be."""
+        rows = x.view(-1, x.shape[-1])
+        graph = self.alone if len(rows) == 1 else self.several
+        if self.run is None or not self.permits.ask(graph):
+            return self.in_kernel(x)
+        return self.run(self, graph.take(rows)).view(*x.shape[:-1], -1)
+
+
+def _head_in_loops(head: Int8Head, rows: Rows) -> Tensor:
+    """Return an LM head's products of the rows, [T, out]."""
+    # That this is asked gives one row a graph of its own: the other would take it for the first of four.
+    return head.in_loops(rows.x[:1] if rows.alone else rows.x)
+
+
+_heads: weakref.WeakValueDictionary[int, Int8Head] = weakref.WeakValueDictionary()  # by id
+
+_library = torch.library.Library("minispec", "FRAGMENT")
+_library.define("int8_head(Tensor x, Tensor handle, int features) -> Tensor")
+_library.impl("int8_head", lambda x, handle, features: _heads[handle.item()].now(x), "CPU")
+torch.library.register_fake(
+    "minispec::int8_head", lambda x, handle, features: x.new_empty(*x.shape[:-1], features)
+)
 
 
 class Int8Embedding(nn.Module):
@@ -121,15 +202,14 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     return integers, scale
 
 
-def quantize(model: Model, ids: list[int]) -> Cost:
+def quantize(model: Model, ids: list[int], prompt_rows: int = QUERY_BLOCK) -> Cost:
     """Replace the model's linear layers, and an embedding tied to one, by int8 ones; return what it cost on `ids`.
 
     Each layer gives its old weight up before the next one is quantized, so memory exceeds the model's by no more than a
     layer. Whoever needs an old weight, as a draft head may, takes it before.
     """
-    assert 0 < len(ids) < PROMPT_ROWS, "what is measured is the kernel of decoding"
     before = _logits(model, ids)
-    replace_weights(model)
+    replace_weights(model, prompt_rows)
     after, divergence, same = _logits(model, ids), 0.0, 0
     for old, new in zip(before, after, strict=True):  # by rows, since in fp32 all of them are as large as a layer
         chances, others = (logits.float().log_softmax(-1) for logits in (old, new))
@@ -138,9 +218,9 @@ def quantize(model: Model, ids: list[int]) -> Cost:
     return Cost(divergence / len(ids), same / len(ids), len(ids))
 
 
-def replace_weights(model: Model) -> None:
+def replace_weights(model: Model, prompt_rows: int = QUERY_BLOCK) -> None:
     """Replace the layers as `quantize` does, and measure nothing; on the meta device this gives their sizes."""
-    _quantize_linears(model)
+    _quantize_linears(model, prompt_rows)
     if not model.config.tied:
         return
     if isinstance(model.embed_tokens, SplitEmbedding):
@@ -149,14 +229,21 @@ def replace_weights(model: Model) -> None:
         model.embed_tokens = Int8Embedding(model.lm_head)
 
 
-def _quantize_linears(module: nn.Module, loops: bool = True) -> None:
-    """Replace every nn.Linear below `module`; see Int8Linear for `loops`."""
+def compile_head(model: Model, compiler: Compiler, permits: Permits) -> None:
+    """From now on run an int8 LM head as `compiler` compiles it; another one stays as it is."""
+    for module in model.modules():
+        if isinstance(module, Int8Head):
+            module.compile(compiler, permits)
+
+
+def _quantize_linears(module: nn.Module, prompt_rows: int, kind: type[Int8Linear] = Int8Linear) -> None:
+    """Replace every nn.Linear below `module`."""
     for name in [name for name, _ in module.named_children()]:  # a list of the layers would keep their weights
-        child, within = getattr(module, name), loops and name != "lm_head"
+        child, within = getattr(module, name), Int8Head if name == "lm_head" else kind
         if isinstance(child, nn.Linear):
-            setattr(module, name, Int8Linear(child, within))
+            setattr(module, name, within(child, prompt_rows))
         else:
-            _quantize_linears(child, within)
+            _quantize_linears(child, prompt_rows, within)
 
 
 def _logits(model: Model, ids: list[int]) -> Tensor:

@@ -50,19 +50,19 @@ class Draft:
         """Return the tree of the first `nodes` nodes, which is one since parents come first."""
         return Draft(self.tokens[:nodes], self.parents[:nodes], self.match_length)
 
-    def holds(self, tokens: Sequence[int]) -> int:
-        """Return how many of these tokens, the first ones, lie on a path below the root."""
-        nodes = {child: node for node, child in enumerate(zip(self.parents, self.tokens, strict=True))}
-        at = 0
+    def holds(self, tokens: Sequence[int], nodes: int | None = None) -> int:
+        """Return how many of these tokens, the first ones, lie on a path below the root; of the first `nodes` nodes."""
+        end, at = len(self.tokens[:nodes]), 0
         for count, token in enumerate(tokens):
-            at = nodes.get((at, token), 0)
+            children = (n for n in range(at + 1, end) if self.tokens[n] == token and self.parents[n] == at)
+            at = next(children, 0)
             if not at:
                 return count
         return len(tokens)
 
-    def emits(self, tokens: Sequence[int]) -> int:
-        """Return how many tokens this tree emits where the target picks `tokens` one after the other."""
-        return min(self.holds(tokens) + 1, len(tokens))
+    def emits(self, tokens: Sequence[int], nodes: int | None = None) -> int:
+        """Return how many tokens this tree, cut to `nodes`, emits where the target picks `tokens` in turn."""
+        return min(self.holds(tokens, nodes) + 1, len(tokens))
 
 
 NOTHING = Draft([PADDING], [-1])  # a root alone, whose token the step knows

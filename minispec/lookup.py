@@ -54,10 +54,8 @@ class Echo:
         known = len(self.text)
         self.text += tokens
         for key in KEYS:
-            first = max(known, key)
-            if first < len(self.text):
-                keys = zip(*(self.text[first - key + i : len(self.text) - key + i] for i in range(key)), strict=True)
-                self._behind.update(zip(keys, range(first, len(self.text)), strict=True))
+            for at in range(max(known, key), len(self.text)):
+                self._behind[tuple(self.text[at - key : at])] = at
 
     def draft(self, after: Sequence[int], nodes: int, longest: int) -> Draft:
         """Return the chain of at most `nodes` nodes that followed the last tokens of `after`; a root if nothing did.

@@ -283,10 +283,18 @@ class Trie:
     # ---- matching and selection
 
     def locate(self, tokens: Sequence[int]) -> list[int]:
-        """Return what `extend` would have returned after `tokens`, without changing anything; 0 where no node is."""
-        path: list[int] = []
-        for token in tokens:
-            path = [self.find(ROOT, token)] + [node and self.find(node, token) for node in path]
+        """Return what `extend` would have returned after `tokens`, without changing anything; 0 where no node is.
+
+        With a stretch its own ends are in the trie, so behind the first that is not found there is no longer one.
+        """
+        path = [0] * len(tokens)
+        for length in range(1, len(tokens) + 1):
+            node = ROOT
+            for token in tokens[-length:]:
+                node = self.find(node, token)
+                if not node:
+                    return path
+            path[length - 1] = node
         return path
 
     def draft(self, path: Sequence[int], root: int) -> Draft:

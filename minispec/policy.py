@@ -90,33 +90,36 @@ class Times:
         self._newest: dict[Kind, deque[int]] = defaultdict(lambda: deque(maxlen=AROUND))  # shapes of the newest steps
         self._used: dict[Kind, int] = {}  # the shape of most of them
         self._multiples: dict[tuple[Kind, int, int], deque[float]] = defaultdict(lambda: deque(maxlen=AROUND))
-        self._since: dict[tuple[Kind, int], int] = {}  # steps of the kind since this shape was last measured
+        self._steps: dict[Kind, int] = defaultdict(int)  # steps of the kind
+        self._last: dict[tuple[Kind, int], int] = {}  # the one of them in which this shape was last measured
+        self._medians: dict[tuple[object, ...], float] = {}  # of samples and multiples, until there is a newer one
 
     def add(self, kind: Kind, nodes: int, seconds: float) -> None:
         """Take in the time of a step."""
-        of, used = self._samples[kind], self._used.get(kind, nodes)
+        of, used = self._samples[kind], self._used.setdefault(kind, nodes)
+        newest = self._newest[kind]
+        newest.append(nodes)
         if used != nodes:
             multiple = seconds / statistics.median(list(of[used])[-AROUND:])
             self._multiples[kind, nodes, used].append(multiple)
             self._multiples[kind, used, nodes].append(1 / multiple)
-        self._newest[kind].append(nodes)
-        self._used[kind] = statistics.mode(self._newest[kind])
+            self._medians.pop((kind, nodes, used), None)
+            self._medians.pop((kind, used, nodes), None)
+            self._used[kind] = statistics.mode(newest)
         of.setdefault(nodes, deque(maxlen=SAMPLES)).append(seconds)
-        for other in of:
-            self._since[kind, other] = self._since.get((kind, other), 0) + 1
-        self._since[kind, nodes] = 0
+        self._medians.pop((kind, nodes), None)
+        self._steps[kind] += 1
+        self._last[kind, nodes] = self._steps[kind]
 
     def clear(self) -> None:
         """Forget all times."""
-        self._samples.clear()
-        self._newest.clear()
-        self._used.clear()
-        self._multiples.clear()
-        self._since.clear()
+        for known in vars(self).values():
+            known.clear()
 
     def stale(self, kind: Kind, nodes: int) -> bool:
         """Return whether this shape was not measured in many steps of the kind."""
-        return self._since.get((kind, nodes), STALE) >= STALE
+        last = self._last.get((kind, nodes))
+        return last is None or self._steps[kind] - last >= STALE
 
     def known(self, kind: Kind, nodes: int) -> bool:
         """Return whether such a step was measured."""
@@ -131,17 +134,23 @@ class Times:
         here = self._samples.get(kind, {})
         if nodes in here:
             used = self._used[kind]
-            multiples = self._multiples.get((kind, nodes, used))
-            if multiples is None:
-                return statistics.median(here[nodes])
-            return statistics.median(here[used]) * statistics.median(multiples)
+            if (kind, nodes, used) not in self._multiples:
+                return self._median((kind, nodes), here[nodes])
+            multiple = self._median((kind, nodes, used), self._multiples[kind, nodes, used])
+            return multiple * self._median((kind, used), here[used])
         near = [other for other, of in self._samples.items() if nodes in of and other.batch == kind.batch]
         if not near:
-            return min((statistics.median(times) for times in here.values()), default=1.0)
+            return min((self._median((kind, shape), times) for shape, times in here.items()), default=1.0)
         other = min(near, key=lambda k: (abs(k.octave - kind.octave), k.sampled != kind.sampled))
         both = [m for m in here if m in self._samples[other]]
         scale = self.of(kind, both[0]) / self.of(other, both[0]) if both else 1.0
         return scale * self.of(other, nodes)
+
+    def _median(self, key: tuple[object, ...], values: Sequence[float]) -> float:
+        """Return the median of what lies at a key."""
+        if key not in self._medians:
+            self._medians[key] = statistics.median(values)
+        return self._medians[key]
 
 
 class Acceptance:
@@ -204,6 +213,7 @@ class Returns:
 
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLES))  # by batch
+        self._median: dict[int, float] = {}  # of them
         self._steps: dict[int, float] = defaultdict(lambda: FIRST_RUN)  # of a run in the mean, by batch
         self._run, self._behind = 0, False  # steps of the run under way; whether the newest step was a plain one
 
@@ -212,6 +222,7 @@ class Returns:
         drafts = choice.shape > PLAIN
         if drafts and self._behind:
             self._seconds[batch].append(seconds)
+            self._median[batch] = statistics.median(self._seconds[batch])
         self._behind = not drafts
         if choice.probe:
             return
@@ -223,9 +234,9 @@ class Returns:
 
     def of(self, batch: int, shape: int) -> float:
         """Return the seconds that the next step has to bear if it has this shape."""
-        if shape <= PLAIN or not self._behind or not self._seconds[batch]:
+        if shape <= PLAIN or not self._behind or batch not in self._median:
             return 0.0
-        return statistics.median(self._seconds[batch]) / self._steps[batch]
+        return self._median[batch] / self._steps[batch]
 
 
 class Policy:

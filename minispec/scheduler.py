@@ -438,7 +438,7 @@ class Scheduler:
         decided = self.prospects.follow(request, draft, tokens)
         if decided is not None:
             draft, tokens = decided
-            self.policy.learn_of_host(draft.match, {n: draft.cut(n).emits(tokens) for n in self.policy.trees})
+            self.policy.learn_of_host(draft.match, {n: draft.emits(tokens, n) for n in self.policy.trees})
 
     def _admit(self) -> None:
         """Give slots and pages to waiting requests, in order, while both last."""

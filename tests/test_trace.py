@@ -178,31 +178,38 @@ def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
     running.stop()
 
 
+def assert_pieces_come_from_steps(told: dict[str, Any], steps: list[dict[str, Any]], answer: dict[str, Any]) -> None:
+    """Compare what is told of each token of an answer with the steps that are told of it."""
+    origins, ends, counts = told["origins"], told["ends"], answer["meta_info"]
+    assert len(origins) == len(ends) == 90 and ends == sorted(ends) and ends[-1] == len(answer["text"])
+    assert max(origins) > 0
+    by_start = {step["at"]: step for step in steps}
+    assert len(by_start) == len(steps) == counts["spec_verify_ct"]
+    final = by_start[max(by_start)]  # of a step cut at a draft meta_info counts the last token as the target's
+    cut = len(final["accepted"]) > len(final["emitted"])
+    assert sum(origin > 0 for origin in origins) == counts["spec_accept_token_num"] + cut
+    at = 1
+    while at < 90:  # each step begins where the one before it ended
+        step = by_start[at]
+        depth = len(step["accepted"]) - 1
+        assert origins[at : at + len(step["emitted"])] == [*range(1, depth + 1), 0][: len(step["emitted"])]
+        assert all(map(math.isfinite, [*step["logprobs"], *step["margins"]]))
+        assert len(step["texts"]) == len(step["tokens"])
+        at += len(step["emitted"])
+
+
 def test_a_stream_tells_where_each_piece_of_the_text_came_from(served: Running) -> None:
     plain = served.ok("/generate", native(max_new_tokens=90))
     received, _ = served.stream("/generate", {**native(max_new_tokens=90), "trace": True})
     *events, done = received
     last, steps = events[-1], [step for event in events for step in event["trace"]["steps"]]
     assert done == "[DONE]" and last["output_ids"] == plain["output_ids"] and last["text"] == plain["text"]
-    assert "trace" not in plain
-    origins, ends = last["trace"]["origins"], last["trace"]["ends"]
-    assert len(origins) == len(ends) == 90 and ends == sorted(ends) and ends[-1] == len(last["text"])
-    assert "😀" in last["text"] and max(origins) > 2
-    told = {step["at"]: step for step in steps}
-    assert len(told) == len(steps) == last["meta_info"]["spec_verify_ct"]
-    final = told[max(told)]  # of a step cut at a draft meta_info counts the last token as the target's
-    cut = len(final["accepted"]) > len(final["emitted"])
-    assert sum(origin > 0 for origin in origins) == last["meta_info"]["spec_accept_token_num"] + cut
-    at = 1
-    while at < 90:  # each step begins where the one before it ended
-        step = told[at]
-        depth = len(step["accepted"]) - 1
-        assert origins[at : at + len(step["emitted"])] == [*range(1, depth + 1), 0][: len(step["emitted"])]
-        assert all(map(math.isfinite, [*step["logprobs"], *step["margins"]]))
-        assert len(step["texts"]) == len(step["tokens"])
-        at += len(step["emitted"])
+    assert "trace" not in plain and "😀" in last["text"]
+    assert_pieces_come_from_steps(last["trace"], steps, last)
+    # Which trees the steps had is the policy's choice by measured times, so the steps of two runs may differ.
     whole = served.ok("/generate", {**native(max_new_tokens=90), "trace": True})
-    assert whole["trace"]["origins"] == origins and len(whole["trace"]["steps"]) == len(steps)
+    assert whole["output_ids"] == plain["output_ids"] and whole["trace"]["ends"] == last["trace"]["ends"]
+    assert_pieces_come_from_steps(whole["trace"], whole["trace"]["steps"], whole)
 
 
 def test_a_conversation_is_tokenized_as_a_chat_is(served: Running) -> None:

@@ -421,7 +421,7 @@ class Scheduler:
             row, draft = plan.rows[request]
             if draft is not None:
                 self._teach_of_host(request, draft, tokens)
-            if row.match is None and pending.nodes > 1 and request not in plan.lookups:
+            if row.match is None and plan.choice.shape > PLAIN and request not in plan.lookups:
                 self.policy.learn(row, pending.nodes, len(tokens))
 
     def _hear(self, flight: Flight) -> None:

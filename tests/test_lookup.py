@@ -90,6 +90,29 @@ def test_no_bet_changes_a_token(name) -> None:
         assert scheduler.metrics.lookup_rows > 10
 
 
+def test_a_step_in_which_the_head_drafts_nothing_says_nothing_of_its_trees() -> None:
+    subject, drafted, found = PAIRS["head"], [], [0, 0]
+    scheduler = subject.build()
+    made = adversary(scheduler)
+    learn, choose = scheduler.policy.learn, scheduler._choose
+
+    def learned(row: Row, nodes: int, emitted: int) -> None:
+        drafted.append(made[-1].shape)  # a CPU has no step in flight, so this is the step that is taken in
+        learn(row, nodes, emitted)
+
+    def chosen(requests: Sequence[Request]) -> tuple:
+        plan, drafts = choose(requests)
+        if plan.choice.shape < 0:
+            found[0] += len(plan.lookups)
+            found[1] += len(requests) - len(plan.lookups)
+        return plan, drafts
+
+    scheduler.policy.learn, scheduler._choose = learned, chosen
+    run(scheduler, repeating(subject))
+    assert min(found) > 3, "of the requests in steps without rounds some had a tree looked up, and some had none"
+    assert len(drafted) > 10 and min(drafted) > 1, "a row without a tree counted as one whose drafts were all refused"
+
+
 # ---- the head is never behind, and each row has its own tree ------------------------------------------------------
 
 

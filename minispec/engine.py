@@ -437,27 +437,28 @@ class Engine:
 
     @torch.inference_mode()
     def catch_up(self, slots: Iterable[int]) -> None:
-        """Let the drafter take in what the ring has of these slots, a query block each, as chunks of prompts."""
+        """Let the drafter take in what the ring has of these slots, as chunks of prompts."""
         waiting = [] if self.ring is None else self.ring.waiting
         behind = [slot for slot in slots if waiting and waiting[slot]]
+        most = max(1, self.prefill_blocks // self.blocks(ROWS))  # slots of one pass
         while behind:
             self.changes += 1
-            part, behind = behind[: self.prefill_blocks], behind[self.prefill_blocks :]
-            bucket = self._prefill_bucket(len(part))
-            # The tokens are in the ring, and so is where each chunk begins: behind it the slot's rows end.
-            bucket.upload([Chunk(slot, [0] * waiting[slot], 0, last=False) for slot in part])
+            part, behind = behind[:most], behind[most:]
+            bucket = self._prefill_bucket(sum(self.blocks(waiting[slot]) for slot in part))
+            # The tokens are in the ring. Where a chunk begins is told from where the slot's rows end.
+            bucket.upload([Chunk(slot, [0] * waiting[slot], -waiting[slot], last=False) for slot in part])
             self.drafter.commit(self._left(bucket))
             for slot in part:
                 waiting[slot] = 0
 
     def _left(self, bucket: PrefillBucket) -> Committed:
-        """Return what the ring holds of the slots in a bucket, a query block each, as a prefill step would tell it."""
-        row, sizes = torch.arange(bucket.width, device=self.device), bucket.sizes[:, None]
-        starts = self.lens[bucket.slots] - bucket.sizes
-        bucket.plan.fill(bucket.slots, starts, self.causal.expand(bucket.blocks, -1, -1), row < sizes)
+        """Return what the ring holds of the slots in a bucket as a prefill step would tell it."""
+        row, ends = torch.arange(bucket.width, device=self.device), self.lens[bucket.slots]
+        starts = ends + bucket.starts
+        bucket.plan.fill(bucket.slots, starts, self.causal.expand(bucket.blocks, -1, -1), row < bucket.sizes[:, None])
         positions = starts[:, None] + row
         tokens, following, features = self.ring.read(bucket.slots, positions)
-        following = torch.where(row == sizes - 1, self.root[bucket.slots][:, None], following)
+        following = torch.where(positions == ends[:, None] - 1, self.root[bucket.slots][:, None], following)
         flat = (part.reshape(1, bucket.size) for part in (tokens, following, positions))
         features = None if features is None else features.view(1, bucket.size, -1)
         return Committed(bucket.chunk_slots, *flat, features, bucket.ends, bucket.plan, prefill=True)

@@ -50,7 +50,8 @@ from minispec.standalone import StandaloneDrafter
 from minispec.verify import Acceptance
 
 Prompt = str | Sequence[int]
-CPU_PREFILLS = (64, 128, 192, 256, 384, 512)  # token counts of prefill steps on a CPU, where all share a graph
+# Token counts of prefill steps on a CPU, where all share a graph.
+CPU_PREFILLS = (64, 96, 128, 160, 192, 256, 320, 384, 512)
 
 
 class LLM:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROWS = 64  # of a slot; no more than a query block of any device has
+ROWS = 64  # of a slot; no more than the smallest prefill step of any device has
 
 
 class Ring:

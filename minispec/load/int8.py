@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minispec.attention import QUERY_BLOCK, Causal, prefill_block
+from minispec.attention import QUERY_BLOCK, Causal
 from minispec.compiled import Compiler, Permits, Turn
 from minispec.load.packed import sums_of_rows
 from minispec.model import Model
@@ -56,9 +56,9 @@ class Cost(NamedTuple):
 def prompt_rows(nodes: int) -> int:
     """Return how many tokens in a row are a chunk of a prompt, where trees have so many nodes, which must be fewer.
 
-    They are a query block of prefill, or two for larger trees; then prompts of a single block take longer.
+    They are those of the smallest prefill step, or twice as many for larger trees; then shorter prompts take longer.
     """
-    least = prefill_block(torch.device("cpu"))
+    least = QUERY_BLOCK // 2
     return least if nodes < least else QUERY_BLOCK
 
 

@@ -36,6 +36,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from minispec.compiled import Permits, Turn
 from minispec.kv import PagedKV
 from minispec.load.packed import FEW_ROWS
+from minispec.products import TILE, WORTH, Products, Tile, products_pay
 
 QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
 
@@ -256,6 +257,7 @@ class Strip(NamedTuple):
     queries: slice  # which of the T queries
     rows: Tensor  # [g, S] int64, the rows of the pool that each of g blocks of queries reads
     mask: Tensor  # [g, 1, queries of a block, S] in the pool's dtype, added to the scores: 0 or -inf
+    tiles: Sequence[Tile] = ()  # of the queries of one request, where `products.py` attends
 
 
 class PagedGather:
@@ -274,6 +276,9 @@ class PagedGather:
         self.folds = not plan.prompts and plan.width <= FOLD_UP_TO
         # Are a request's blocks of a prefill step attended together? Whose they are, the host learns by a look.
         self.merges = plan.prompts and kv.host_looks
+        self.products: Products | None = None  # for the requests of a prefill step that are long enough
+        if self.merges and products_pay(kv.pool.dtype, kv.pool.device):
+            self.products = _products.setdefault(kv, Products())
         self.strips: list[Strip] = []
         if plan.prompts:
             key = next(_keys)
@@ -323,14 +328,24 @@ class PagedGather:
         plan = self.plan
         if not self.merges:
             return [self._strip(slice(0, plan.batch * plan.blocks), self._reach())]
-        slots, ends = plan.slots.tolist(), plan.ends.tolist()
+        slots, starts, ends = plan.slots.tolist(), plan.starts.tolist(), plan.ends.tolist()
         strips, first = [], 0
         for slot, same in itertools.groupby(slots):
             last = first + len(list(same))
             if slot:  # blocks of padding are left out
-                strips.append(self._strip(slice(first, last), max(ends[first:last])))
+                tiles = self._tiles(starts[first:last], ends[first:last]) if self.products else ()
+                strips.append(self._strip(slice(first, last), max(ends[first:last]))._replace(tiles=tiles))
             first = last
         return strips
+
+    def _tiles(self, starts: Sequence[int], ends: Sequence[int]) -> list[Tile]:
+        """Return the tiles of one request's blocks, which start and end at these rows."""
+        width, tiles = self.plan.width, []
+        for first in range(0, len(starts), TILE // width):
+            some = slice(first, first + TILE // width)
+            queries = slice(first * width, first * width + len(starts[some]) * width)
+            tiles.append(Tile(queries, min(starts[some]), max(ends[some])))
+        return tiles
 
     def _reach(self) -> int:
         """Return how many rows to read of every slot."""
@@ -378,6 +393,13 @@ class PagedGather:
         batch, heads, length, dim = q.shape
         out = q.new_zeros(batch, length, heads, dim).transpose(1, 2)
         for strip in self.strips:
+            if strip.tiles and heads * strip.mask.numel() >= WORTH:
+                near = [pool[0].index_select(1, strip.rows[0]) for pool in (keys, values)]
+                part = q[0, :, strip.queries].contiguous()
+                for tile in strip.tiles:
+                    done = self.products.attend(part, *near, strip.mask[0, 0], tile)
+                    out[0, :, strip.queries][:, tile.queries] = done
+                continue
             count = len(strip.rows)
             part = q[:, :, strip.queries].reshape(heads, count, -1, dim).transpose(0, 1)
             part = _gathered(part, keys, values, strip.rows, strip.mask).transpose(0, 1)
@@ -478,6 +500,7 @@ class PromptLayer:
 _library.define("attend_rows(Tensor q, Tensor keys, Tensor values, Tensor handle) -> Tensor")
 _keys = itertools.count()
 _gathers: weakref.WeakValueDictionary[int, PagedGather] = weakref.WeakValueDictionary()  # by the number in `handle`
+_products: weakref.WeakKeyDictionary[PagedKV, Products] = weakref.WeakKeyDictionary()
 
 
 def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, handle: Tensor) -> Tensor:

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from minispec import attention as attention_module
+from minispec import products as products_module
 from minispec.attention import (
     QUERY_BLOCK,
     AttendKind,
@@ -33,6 +36,7 @@ from minispec.attention import (
 )
 from minispec.compiled import any_size
 from minispec.kv import KVShape, PagedKV
+from minispec.products import TILE, Products, Tile
 
 GROUPS = (1, 3, 4, 7, 8)  # query heads per KV head
 TREES = (1, 2, 3, 8, 17, 33, 64)
@@ -129,12 +133,12 @@ def ancestry(parents: list[int], node: int) -> list[int]:
     return path
 
 
-def chunk_blocks(slot: int, start: int, size: int) -> list[Block]:
+def chunk_blocks(slot: int, start: int, size: int, width: int = QUERY_BLOCK) -> list[Block]:
     """Return the query blocks of a chunk of prompt, the last one padded."""
     blocks = []
-    for first in range(0, size, QUERY_BLOCK):
-        live = [first + i < size for i in range(QUERY_BLOCK)]
-        blocks.append(Block(slot, start + first, [list(range(i + 1)) for i in range(QUERY_BLOCK)], live))
+    for first in range(0, size, width):
+        live = [first + i < size for i in range(width)]
+        blocks.append(Block(slot, start + first, [list(range(i + 1)) for i in range(width)], live))
     return blocks
 
 
@@ -240,17 +244,17 @@ def tree_scene(world: World, nodes: int, batch: int, padded: bool = True) -> lis
     return [*(random_tree(world, nodes, s, lengths[s]) for s in slots), *[padding_tree(nodes)] * padded]
 
 
-def prefill_scene(world: World, blocks: int) -> list[Block]:
+def prefill_scene(world: World, blocks: int, width: int = QUERY_BLOCK) -> list[Block]:
     """Deal new pages and lengths, and return packed chunks: some start late, all end inside a page or a block."""
     lengths = {slot: world.random.choice((0, 5, world.page, 3 * world.page - 1)) for slot in range(1, world.slots + 1)}
     world.deal(lengths)
     out: list[Block] = []
     for slot in world.random.sample(range(1, world.slots + 1), world.slots):
-        room = (blocks - len(out)) * QUERY_BLOCK
+        room = (blocks - len(out)) * width
         most = min(room, world.rows_per_slot - lengths[slot])
         if most > 0 and len(out) < blocks - (world.random.random() < 0.5):
-            out += chunk_blocks(slot, lengths[slot], world.random.randint(1, most))
-    return out + [padding_block(QUERY_BLOCK)] * (blocks - len(out))
+            out += chunk_blocks(slot, lengths[slot], world.random.randint(1, most), width)
+    return out + [padding_block(width)] * (blocks - len(out))
 
 
 # ---- every shape, without compiling ------------------------------------------------------------------------------
@@ -277,6 +281,43 @@ def test_gather_matches_the_reference_for_packed_chunks(group: int, merges: bool
         assert attend.merges
         attend.merges = merges
         check(world, plan, attend, eager, prefill_scene(world, 4))
+
+
+@pytest.mark.parametrize("at_once", ["all heads", "a head"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_products_match_the_reference_for_packed_chunks(
+    group: int, at_once: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the processor, which decides in an engine, and however short the prompts."""
+    monkeypatch.setattr(attention_module, "WORTH", 0)
+    if at_once == "a head":
+        monkeypatch.setattr(products_module, "SCORES", 0)
+    world = World(group, rows=400, dtype=torch.bfloat16, seed=group)
+    plan = Plan(world.kv, 1, 16, 32, prompts=True)
+    attend = PagedGather(world.kv, plan, LAYERS)
+    attend.products, tiles = Products(), []
+    true_attend = Products.attend
+    monkeypatch.setattr(Products, "attend", lambda *args: tiles.append(args[-1]) or true_attend(*args))
+    for _ in range(2):
+        check(world, plan, attend, eager, prefill_scene(world, 16, width=32))
+    sizes = {tile.queries.stop - tile.queries.start for tile in tiles}
+    assert len(sizes) > 1 and max(sizes) <= TILE and any(tile.seen for tile in tiles), "a tile of each kind"
+
+
+def test_scores_of_products_are_as_precise_as_those_of_one_attention_call() -> None:
+    """Rounded once to bfloat16, scores of some tens are wrong by tenths, and weights by a tenth of themselves."""
+    generator = torch.Generator().manual_seed(0)
+    q, keys, values = (4.0 * torch.randn(heads, 200, 64, generator=generator) for heads in (6, 2, 2))
+    q, keys, values = (part.to(torch.bfloat16) for part in (q, keys, values))
+    mask = torch.zeros(200, 200, dtype=torch.bfloat16).masked_fill_(~torch.ones(200, 200).tril().bool(), -torch.inf)
+    given = (q[None], keys[None], values[None])
+    exact = F.scaled_dot_product_attention(*(x.double() for x in given), attn_mask=mask.double(), enable_gqa=True)[0]
+    usual = F.scaled_dot_product_attention(*given, attn_mask=mask, enable_gqa=True)[0]
+    products = Products()
+    tiles = [Tile(slice(0, 128), 0, 128), Tile(slice(128, 200), 128, 200)]
+    out = torch.cat([products.attend(q, keys, values, mask, tile) for tile in tiles], dim=1)
+    error, allowed = ((each.double() - exact).abs().mean() for each in (out, usual))
+    assert error < 1.3 * allowed, f"mean error {error:.1e}, where one call has {allowed:.1e}"
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

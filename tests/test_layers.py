@@ -26,7 +26,7 @@ RANKS = {
     -1: "load.huge_pages",
     0: "request metrics tree kv radix model compiled graphs policy ring load.weights load.packed load.token_map "
     "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.__init__ train.__init__ "
-    "http.__init__ http.page watchdog routing",
+    "http.__init__ http.page watchdog routing products",
     1: "shards http.fields http.reasoning config sampling attention eagle load.fp8 load.tokenizer load.default_model",
     2: "http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 "
     "train.prompts",

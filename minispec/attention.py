@@ -36,7 +36,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from minispec.compiled import Permits, Turn
 from minispec.kv import PagedKV
 from minispec.load.packed import FEW_ROWS
-from minispec.products import TILE, WORTH, Products, Tile, products_pay
+from minispec.products import TILE, WORTH, Products, Tile, attend_at_once, products_pay
 
 QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
 
@@ -261,7 +261,7 @@ class Strip(NamedTuple):
 
 
 class PagedGather:
-    """The same pool, plan and visibility without FlexAttention: rows copied together, then SDPA, or `_few_queries`.
+    """The same pool, plan and visibility without FlexAttention: rows copied together, then SDPA or what is faster.
 
     What each query reads and sees is worked out once a step, and all layers share it. Of a decode step it is a `Strip`
     that lies where it is, so that compiled code has it for an input, with as many rows as the longest request has,
@@ -272,12 +272,13 @@ class PagedGather:
     def __init__(self, kv: PagedKV, plan: Plan, layers: int, eager: bool = False) -> None:
         """eager: blocks that are compiled are to run as they are with this attention."""
         self.kv, self.plan, self.eager = kv, plan, eager
+        self.multiplies = products_pay(kv.pool.dtype, kv.pool.device)
         # Do the queries that share a KV head become rows of one head, so that each key is read once?
-        self.folds = not plan.prompts and plan.width <= FOLD_UP_TO
+        self.folds = not plan.prompts and (plan.width <= FOLD_UP_TO or self.multiplies)
         # Are a request's blocks of a prefill step attended together? Whose they are, the host learns by a look.
         self.merges = plan.prompts and kv.host_looks
         self.products: Products | None = None  # for the requests of a prefill step that are long enough
-        if self.merges and products_pay(kv.pool.dtype, kv.pool.device):
+        if self.merges and self.multiplies:
             self.products = _products.setdefault(kv, Products())
         self.strips: list[Strip] = []
         if plan.prompts:
@@ -407,14 +408,18 @@ class PagedGather:
         return out
 
 
-def _gathered(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+def _gathered(
+    q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, mask: Tensor, multiplies: bool = False
+) -> Tensor:
     """Attend with q [g, H, W, D] to a strip's rows of the pool [1, Hkv, PAGES * P, D] -> [g, H, W, D].
 
-    H is Hkv where queries are folded, else Hq.
+    H is Hkv where queries are folded, which they must be where `products.py` multiplies, else Hq.
     """
     (count, reach), kv_heads, index = rows.shape, keys.shape[1], rows.view(-1)
     keys, values = keys.index_select(2, index), values.index_select(2, index)
     keys, values = (both.view(kv_heads, count, reach, -1).transpose(0, 1) for both in (keys, values))
+    if multiplies:
+        return attend_at_once(q, keys, values, mask)
     gqa = q.shape[1] != kv_heads
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=gqa)
 
@@ -456,7 +461,7 @@ class GatherLayer:
 
     def __init__(self, keys: Tensor, values: Tensor, gather: PagedGather) -> None:
         self.keys, self.values, self.plan, self.eager = keys, values, gather.plan, gather.eager
-        self.rows, self.folds, self.few = gather.plan.rows, gather.folds, gather.few
+        self.rows, self.folds, self.few, self.multiplies = gather.plan.rows, gather.folds, gather.few, gather.multiplies
         self.moving: tuple[Tensor, ...] = ()  # read and mask; see `compiled.py`
 
     @property
@@ -471,11 +476,13 @@ class GatherLayer:
         _write(self.keys, self.rows, k)
         _write(self.values, self.rows, v)
         (batch, heads, length, dim), kv_heads, mask = q.shape, k.shape[1], self.mask
-        if (length == 1 or self.few) and torch.compiler.is_compiling() and not q.is_cuda:
+        in_graph = torch.compiler.is_compiling() and not q.is_cuda
+        if (length == 1 or self.few) and in_graph:
             return _few_queries(q, self.keys, self.values, self.read, mask)
         if self.folds:
             q, mask = q.reshape(batch, kv_heads, -1, dim), mask.repeat(1, 1, heads // kv_heads, 1)
-        return _gathered(q, self.keys, self.values, self.read, mask).reshape(batch, heads, length, dim)
+        out = _gathered(q, self.keys, self.values, self.read, mask, in_graph and self.multiplies)
+        return out.reshape(batch, heads, length, dim)
 
 
 class PromptLayer:

@@ -642,8 +642,10 @@ def _make_engine(
     acceptance = Acceptance(config.thresholds, config.simulate_acc_len)
     engine = kind(network, kv, drafter, sizes, compiled=compiled, acceptance=acceptance)
     if compiled:
-        # On a CPU it costs seconds of compiling a shape, and gains 7 % where blocks are fast: docs/log.md.
-        few: Choice = lambda batch, nodes, samples: batch == 1 and nodes <= FEW_ROWS and not samples  # noqa: E731
+        # On a CPU it costs seconds of compiling a shape, and gains 5 to 7 % where blocks are fast: docs/log.md. Larger
+        # trees that a drafter grows on the device would have its own functions compiled as well.
+        most = sizes.nodes if sizes.steps is None else FEW_ROWS
+        few: Choice = lambda batch, nodes, samples: batch == 1 and nodes <= most and not samples  # noqa: E731
         every: Choice = lambda batch, nodes, samples: True  # noqa: E731
         compiler = partial(compile_step, device=kv.pool.device)
         engine.compile_small(compiler, every if kv.pool.is_cuda else few)

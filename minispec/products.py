@@ -1,8 +1,9 @@
-"""Attention of prompts in bfloat16 as matrix products, on processors where PyTorch's own is slow.
+"""Attention in bfloat16 as matrix products, on processors where PyTorch's own is slow.
 
 Without AMX, `scaled_dot_product_attention` multiplies bfloat16 at a fifth of the speed that oneDNN has with AVX-512's
-instruction for pairs of bfloat16. So scores and sums of values are products of oneDNN's here, and what lies between
-them is done by plain operations, on tiles of queries that fit in a cache.
+instruction for pairs of bfloat16. So scores and sums of values are products of oneDNN's here. Between them, a prompt
+has plain operations on tiles of queries that fit in a cache (`Products`), and a tree has a loop of Inductor's own
+(`attend_at_once`).
 
 The one idea is how scores keep their precision. oneDNN adds up in float32 and hands the sum back in bfloat16, whose
 eight bits are too few for a score: an error of a hundredth would be one of a percent in a weight. But it can subtract
@@ -13,7 +14,7 @@ two numbers together have sixteen bits.
 
 The first product then costs twice, and the whole still takes half of the time: docs/log.md has the figures.
 
-Read next: `attention.py`, whose prefill steps call this.
+Read next: `attention.py`, which calls this.
 """
 
 from __future__ import annotations
@@ -46,8 +47,19 @@ def products_pay(dtype: torch.dtype, device: torch.device) -> bool:
     return bool(able.get("avx512_bf16")) and not able.get("amx_bf16")
 
 
+def attend_at_once(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Attend with q [B, H, W, D] to keys and values [B, H, S, D] with mask [B, 1, W, S]; to be compiled."""
+    shape, scale = q.shape, q.shape[-1] ** -0.5
+    q, keys, values = (part.reshape(shape[0] * shape[1], -1, shape[3]) for part in (q, keys, values))
+    near = torch.bmm(q, keys.mT)
+    rest = torch.baddbmm(near, q, keys.mT, beta=-1)
+    scores = (near.float() + rest.float()) * scale
+    weights = torch.softmax(scores.view(*shape[:3], -1) + mask.float(), -1).to(q.dtype)
+    return torch.bmm(weights.flatten(0, 1), values).view(shape)
+
+
 class Products:
-    """The memory that tiles are computed in, one after the other; for one thread.
+    """The memory that tiles of prompts are computed in, one after the other; for one thread.
 
     Memory that is asked for anew each time would come page by page from the operating system, which takes longer than
     the products.

@@ -36,7 +36,7 @@ from minispec.attention import (
 )
 from minispec.compiled import any_size
 from minispec.kv import KVShape, PagedKV
-from minispec.products import TILE, Products, Tile
+from minispec.products import TILE, Products, Tile, attend_at_once
 
 GROUPS = (1, 3, 4, 7, 8)  # query heads per KV head
 TREES = (1, 2, 3, 8, 17, 33, 64)
@@ -315,9 +315,11 @@ def test_scores_of_products_are_as_precise_as_those_of_one_attention_call() -> N
     usual = F.scaled_dot_product_attention(*given, attn_mask=mask, enable_gqa=True)[0]
     products = Products()
     tiles = [Tile(slice(0, 128), 0, 128), Tile(slice(128, 200), 128, 200)]
-    out = torch.cat([products.attend(q, keys, values, mask, tile) for tile in tiles], dim=1)
-    error, allowed = ((each.double() - exact).abs().mean() for each in (out, usual))
-    assert error < 1.3 * allowed, f"mean error {error:.1e}, where one call has {allowed:.1e}"
+    of_prompts = torch.cat([products.attend(q, keys, values, mask, tile) for tile in tiles], dim=1)
+    every = (part.repeat_interleave(3, dim=0)[None] for part in (keys, values))
+    of_trees = attend_at_once(q[None], *every, mask[None, None])[0]
+    *errors, allowed = ((each.double() - exact).abs().mean() for each in (of_prompts, of_trees, usual))
+    assert max(errors) < 1.3 * allowed, f"mean errors {errors}, where one call has {allowed:.1e}"
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -422,11 +424,19 @@ def test_compiled_flex_matches_the_reference_for_trees(
     check_compiled(world, plan, lambda: tree_scene(world, nodes, 4), repeats=6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_gather_matches_the_reference(dtype: torch.dtype) -> None:
-    """What a CPU serves trees and chunks with; the operator must see every step's own lengths."""
+@pytest.mark.parametrize(
+    ("dtype", "multiplies"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)], ids=str
+)
+def test_compiled_gather_matches_the_reference(
+    dtype: torch.dtype, multiplies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a CPU serves trees and chunks with; the operator must see every step's own lengths.
+
+    multiplies: as on a processor where products pay, whatever this one is.
+    """
+    monkeypatch.setattr(attention_module, "products_pay", lambda dtype, device: multiplies)
     world = World(3, rows=400, dtype=dtype)
-    for nodes in (2, 8, 64) if dtype == torch.float32 else (8,):
+    for nodes in (2, 8, 64) if dtype == torch.float32 else (8, 40) if multiplies else (8,):
         scene = lambda nodes=nodes: tree_scene(world, nodes, 4)  # noqa: E731
         check_compiled(world, Plan(world.kv, 4, 1, nodes), scene, 3, PagedGather)
     plan = Plan(world.kv, 1, 3, QUERY_BLOCK, prompts=True)

@@ -51,7 +51,7 @@ from minispec.verify import Acceptance
 
 Prompt = str | Sequence[int]
 # Token counts of prefill steps on a CPU, where all share a graph.
-CPU_PREFILLS = (64, 96, 128, 160, 192, 256, 320, 384, 512)
+CPU_PREFILLS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512)
 
 
 class LLM:
@@ -609,7 +609,9 @@ def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], 
     sizes = Sizes.resolve(drafter, **{"batches": batches, "both_up_to": both_up_to, **limits})
     if device.type == "cuda":
         return sizes
-    more = {size for size in CPU_PREFILLS if size < sizes.prefill_sizes[-1]}
+    # With int8 weights, fewer tokens in a row than these are taken for a tree.
+    least = prompt_rows(drafter.nodes) if config.quantization == "int8" else 1
+    more = {size for size in CPU_PREFILLS if least <= size < sizes.prefill_sizes[-1]}
     return replace(sizes, prefill_sizes=tuple(sorted({*sizes.prefill_sizes, *more})))
 
 

@@ -25,9 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TILE = 128  # most queries of a tile
+TILE = 192  # most queries of a tile
 SCORES = 1 << 20  # most scores of a tile that has all heads; a larger one has a KV head at a time
-WORTH = 1 << 18  # scores of a prompt from which on products are faster
+WORTH = 1 << 17  # scores of a prompt from which on products are faster
 
 
 class Tile(NamedTuple):

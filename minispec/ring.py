@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROWS = 64  # of a slot; no more than the smallest prefill step of any device has
+ROWS = 64  # of a slot; no more than the largest prefill step has, which is 128 at least
 
 
 class Ring:

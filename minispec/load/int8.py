@@ -56,7 +56,7 @@ class Cost(NamedTuple):
 def prompt_rows(nodes: int) -> int:
     """Return how many tokens in a row are a chunk of a prompt, where trees have so many nodes, which must be fewer.
 
-    They are those of the smallest prefill step, or twice as many for larger trees; then shorter prompts take longer.
+    Prefill steps have at least as many. For larger trees they are twice as many, and short prompts take longer.
     """
     least = QUERY_BLOCK // 2
     return least if nodes < least else QUERY_BLOCK

@@ -17,12 +17,14 @@ from exactness import VOCAB, Oracle, build, mixed_requests, reference, request, 
 from test_beam import assert_slow_trees, record
 
 from minispec.beam import BeamDrafter
-from minispec.drafter import Drafter, HostDrafter
+from minispec.bucket import PrefillBucket
+from minispec.drafter import Committed, Drafter, HostDrafter
 from minispec.eagle import Eagle3Head
 from minispec.engine import Engine
 from minispec.lookup import Texts
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.policy import PLAIN, PROBES, Choice, Kind, Matches, Policy, Row, Times
+from minispec.request import Request
 from minispec.ring import ROWS, Ring
 from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter
@@ -312,6 +314,32 @@ def assert_trees() -> None:
 
 def test_trees_after_a_return_are_the_slow_reference_s() -> None:
     assert_trees()
+
+
+def test_what_waits_in_the_ring_is_told_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of slots with more rows than a query block, where one wrong row among many changes no tree."""
+    told: list[tuple[int, int, int, int]] = []  # slot, position, its token, the token after it
+    served: dict[int, Request] = {}
+    left = Engine._left
+
+    def noted(self: Engine, bucket: PrefillBucket) -> Committed:
+        new = left(self, bucket)
+        served.update({one.slot: one for one in scheduler.running})
+        live = (torch.arange(bucket.width) < bucket.sizes[:, None]).flatten()
+        of_row = bucket.slots.repeat_interleave(bucket.width)
+        rows = torch.stack((of_row, new.positions[0], new.tokens[0], new.following[0]), dim=1)
+        told.extend(map(tuple, rows[live].tolist()))
+        return new
+
+    monkeypatch.setattr(Engine, "_left", noted)
+    scheduler = forced("eagle3", running=2)
+    shapes = iter([6, *[1] * 45, 6, 6, *[1] * 20, 6])
+    scheduler.policy.forced = lambda given: next(shapes, 6)
+    both = [request("a", range(20), max_new_tokens=90), request("b", [7, 8], max_new_tokens=90)]
+    run(scheduler, both)
+    assert len(told) >= 2 * (45 + 20)
+    for slot, position, token, after in told:
+        assert served[slot].ids[position : position + 2] == [token, after], f"row {position} of slot {slot}"
 
 
 def a_row_off_by_one(patch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ the ancestors in a draft tree, the lower triangle in a chunk of prompt. So one m
 
   PagedFlex    FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled, on CUDA
   PagedGather  copies a request's rows together and calls scaled_dot_product_attention; eagerly, and compiled on a CPU,
-               where a few queries have loops of their own instead
+               where a few queries have loops of their own instead, and many the products of `products.py`
   Causal       no cache at all: training, and the independent reference of the tests
 
 `Deferred` is two of them for one plan: gathering eagerly until the plan's graph is made, then what is compiled.
@@ -36,7 +36,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from minispec.compiled import Permits, Turn
 from minispec.kv import PagedKV
 from minispec.load.packed import FEW_ROWS
-from minispec.products import TILE, WORTH, Products, Tile, attend_at_once, products_pay
+from minispec.products import AREA, TILE, WORTH, Products, Tile, attend_at_once, products_pay
 
 QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
 
@@ -342,9 +342,10 @@ class PagedGather:
     def _tiles(self, starts: Sequence[int], ends: Sequence[int]) -> list[Tile]:
         """Return the tiles of one request's blocks, which start and end at these rows."""
         width, tiles = self.plan.width, []
-        for first in range(0, len(starts), TILE // width):
-            some = slice(first, first + TILE // width)
-            queries = slice(first * width, first * width + len(starts[some]) * width)
+        count = max(1, min(TILE, AREA // max(ends)) // width)
+        for first in range(0, len(starts), count):
+            some = slice(first, first + count)
+            queries = slice(first * width, (first + len(starts[some])) * width)
             tiles.append(Tile(queries, min(starts[some]), max(ends[some])))
         return tiles
 

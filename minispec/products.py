@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 TILE = 192  # most queries of a tile
+AREA = TILE * 8192  # most queries times rows that they read, but for a single query block: it bounds the memory
 SCORES = 1 << 20  # most scores of a tile that has all heads; a larger one has a KV head at a time
 WORTH = 1 << 17  # scores of a prompt from which on products are faster
 

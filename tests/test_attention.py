@@ -283,15 +283,17 @@ def test_gather_matches_the_reference_for_packed_chunks(group: int, merges: bool
         check(world, plan, attend, eager, prefill_scene(world, 4))
 
 
-@pytest.mark.parametrize("at_once", ["all heads", "a head"])
+@pytest.mark.parametrize("at_once", ["all heads", "a head", "a head and block"])
 @pytest.mark.parametrize("group", GROUPS)
 def test_products_match_the_reference_for_packed_chunks(
     group: int, at_once: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the processor, which decides in an engine, and however short the prompts."""
     monkeypatch.setattr(attention_module, "WORTH", 0)
-    if at_once == "a head":
+    if at_once != "all heads":
         monkeypatch.setattr(products_module, "SCORES", 0)
+    if at_once == "a head and block":  # as for a context of a hundred thousand tokens
+        monkeypatch.setattr(attention_module, "AREA", 0)
     world = World(group, rows=400, dtype=torch.bfloat16, seed=group)
     plan = Plan(world.kv, 1, 16, 32, prompts=True)
     attend = PagedGather(world.kv, plan, LAYERS)
@@ -301,7 +303,10 @@ def test_products_match_the_reference_for_packed_chunks(
     for _ in range(2):
         check(world, plan, attend, eager, prefill_scene(world, 16, width=32))
     sizes = {tile.queries.stop - tile.queries.start for tile in tiles}
-    assert len(sizes) > 1 and max(sizes) <= TILE and any(tile.seen for tile in tiles), "a tile of each kind"
+    if at_once == "a head and block":
+        assert sizes == {32}
+    else:
+        assert len(sizes) > 1 and max(sizes) <= TILE and any(tile.seen for tile in tiles), "a tile of each kind"
 
 
 def test_scores_of_products_are_as_precise_as_those_of_one_attention_call() -> None:

@@ -508,7 +508,7 @@ class PromptLayer:
 _library.define("attend_rows(Tensor q, Tensor keys, Tensor values, Tensor handle) -> Tensor")
 _keys = itertools.count()
 _gathers: weakref.WeakValueDictionary[int, PagedGather] = weakref.WeakValueDictionary()  # by the number in `handle`
-_products: weakref.WeakKeyDictionary[PagedKV, Products] = weakref.WeakKeyDictionary()
+_products: weakref.WeakKeyDictionary[PagedKV, Products] = weakref.WeakKeyDictionary()  # one for all plans
 
 
 def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, handle: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ two numbers together have sixteen bits.
 
     near = round(q k)      rest = round(q k - near)      score = near + rest
 
-The first product then costs twice, and the whole still takes half of the time: docs/log.md has the figures.
+The first product then costs twice, and long prompts still take half to two thirds of the time: docs/log.md has the
+figures.
 
 Read next: `attention.py`, which calls this.
 """

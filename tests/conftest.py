@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, NoReturn
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Two workers whose OpenMP pools wait for each other are slower than one. Before torch is imported; servers that the
@@ -24,6 +26,14 @@ import torch
 
 from minispec.load.default_model import DefaultModelError, ensure_default_model
 
+
+def slow_unless(cases: Iterable[Any], quick: Callable[..., bool]) -> list[Any]:
+    """Return the cases of a parametrization; those for which `quick` is False are marked slow."""
+    several = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*values, marks=() if quick(*values) else pytest.mark.slow) for values in several]
+
+
+NO_MODEL = "the default model cannot be had"
 TALLY = "tally"  # the property in which a test reports what became of a drafter's trees
 LONGEST = ("test_served.py", "test_engine.py", "test_reliability.py", "test_served_methods.py", "test_cuda_path.py",
            "test_exactness.py", "test_overlap.py", "test_small.py", "test_launch_commands.py")  # fmt: skip
@@ -35,7 +45,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """With --drafter, say how many of its trees were proposed, verified and accepted: the less, the less was tested."""
+    """Say how many tests lacked the default model; with --drafter, what became of its trees.
+
+    The fewer trees were proposed, verified and accepted, the less was tested.
+    """
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if NO_MODEL in str(report.longrepr)]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} tests were skipped, since {NO_MODEL}.")
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
     counts = [value for report in reports for name, value in report.user_properties if name == TALLY]
     if counts and config.getoption("--drafter"):
@@ -67,10 +83,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def default_model_is_lacking(error: DefaultModelError) -> NoReturn:
+    """Fail a test that needs the default model where MINISPEC_CI is set, and skip it elsewhere."""
+    if os.environ.get("MINISPEC_CI"):
+        pytest.fail(f"MINISPEC_CI is set, and the default model cannot be had: {error}", pytrace=False)
+    pytest.skip(f"{NO_MODEL}: {error}")
+
+
 @pytest.fixture(scope="session")
 def demo_folder() -> Path:
-    """The converted default model, made once per machine; skips where neither cache nor network has it."""
+    """The converted default model, made once per machine; where it cannot be had, see `default_model_is_lacking`."""
     try:
         return ensure_default_model(lambda line: None)
     except DefaultModelError as error:
-        pytest.skip(str(error))
+        default_model_is_lacking(error)

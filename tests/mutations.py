@@ -19,6 +19,7 @@ from minispec.kv import PagedKV
 from minispec.request import Request
 from minispec.scheduler import Scheduler
 
+pytestmark = pytest.mark.slow
 MODEL = tiny_model()
 
 

@@ -412,6 +412,7 @@ def check_compiled(
                 check(world, plan, attend, call, scene())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "nodes", "page", "rows", "dtype"),
     [
@@ -429,6 +430,7 @@ def test_compiled_flex_matches_the_reference_for_trees(
     check_compiled(world, plan, lambda: tree_scene(world, nodes, 4), repeats=6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "multiplies"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)], ids=str
 )
@@ -448,6 +450,7 @@ def test_compiled_gather_matches_the_reference(
     check_compiled(world, plan, lambda: prefill_scene(world, 3), 4, PagedGather)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "batch", "nodes", "dtype"),
     [
@@ -544,6 +547,7 @@ def short_of_a_row(fill: Callable, plan: Plan, slots: Tensor, starts: Tensor, vi
     plan.starts.sub_(1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("kind", [PagedGather, PagedFlex])
 @pytest.mark.parametrize("mutation", [causal_mask, wrong_slot, stale_pages, short_of_a_row])

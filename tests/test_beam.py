@@ -309,6 +309,7 @@ MUTATIONS = [stale_rows, token_i_instead_of_the_next, position_off_by_one, featu
              siblings_see_each_other]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 def test_a_wrong_draft_is_noticed(mutation, monkeypatch) -> None:
     mutation(monkeypatch)
@@ -427,6 +428,7 @@ def test_every_draft_of_a_head_that_equals_the_target_is_accepted_at_any_tempera
         assert coupled > 2.5 and coupled > likeliest + 0.3
 
 
+@pytest.mark.slow
 def test_noise_of_the_wrong_position_is_noticed(monkeypatch) -> None:
     original = BeamDrafter._couple
     monkeypatch.setattr(BeamDrafter, "_couple", lambda self, logits, batch, depth: original(
@@ -436,6 +438,7 @@ def test_noise_of_the_wrong_position_is_noticed(monkeypatch) -> None:
         coupled_case("toy", (3, 1, 4), True)
 
 
+@pytest.mark.slow
 def test_noise_of_draft_ids_instead_of_target_ids_is_noticed(monkeypatch) -> None:
     monkeypatch.setattr(beam_module, "gumbel", lambda seed, position, ids: gumbel(
         seed, position, ids if isinstance(ids, int) else len(ids)))  # fmt: skip

@@ -232,6 +232,7 @@ class Slow(HostDrafter):
 """
 
 
+@pytest.mark.slow
 def test_interrupted_while_it_compiles_it_prints_what_it_has(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     command = arguments(tiny, "--algorithm", "none", "slow:Slow", "--disable-torch-compile", "--rounds", "1", "--json",

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conformance import SUBJECTS, assert_exact
+from conftest import slow_unless
 from exactness import run
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -136,7 +137,11 @@ CASES = [(name, wishes) for name in NAMES for wishes in ({}, TEMPERATURE) if not
 CASES += [(name, FILTERS) for name in ("none", "standalone-tree", "trained-tree")]
 
 
-@pytest.mark.parametrize(("name", "wishes"), CASES, ids=lambda value: value if isinstance(value, str) else len(value))
+QUICK = ("none", "ngram", "eagle3-tree", "standalone-tree")  # the other heads are grown by the same drafter
+
+
+@pytest.mark.parametrize(("name", "wishes"), slow_unless(CASES, lambda name, wishes: name in QUICK),
+                         ids=lambda value: value if isinstance(value, str) else len(value))  # fmt: skip
 def test_a_replayed_step_is_the_step(name: str, wishes: dict) -> None:
     replays = replayed(name, **wishes)
     assert replays.compared > 8
@@ -229,6 +234,7 @@ FAULTS = [("trained-tree", {}, a_number_from_the_host), ("eagle3-tree", {}, a_ta
           ("none", {"temperature": 0.9}, a_number_that_python_counts), ("none", {}, a_tensor_that_moves)]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "wishes", "fault"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_what_a_graph_would_get_wrong_is_seen(
     name: str, wishes: dict, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

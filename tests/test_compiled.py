@@ -36,6 +36,7 @@ def engine_of(drafter: Any, **options: Any) -> Scheduler:
     return build(model, drafter, compiled=True, **{"running": 2, "pages": 14, "chunk": 100, **options})
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=32)  # the shapes of test_engine.py may be there already
 def test_every_shape_has_the_bits_of_torch_compile_and_eager_is_near() -> None:
     with torch.inference_mode():

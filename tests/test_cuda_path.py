@@ -11,6 +11,7 @@ Pretending changes PyTorch for good, so it is done in a process of its own, whic
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +25,7 @@ import exactness
 import lowering
 import pytest
 import torch
+from conftest import slow_unless
 from exactness import CPU, run
 from lowering import Cell
 from test_attention import LAYERS, World, check, eager, tree_scene
@@ -119,8 +121,10 @@ def some_requests(name: str, law: str) -> list[Request]:
     return conformance.SUBJECTS[name].requests(max_new_tokens=3, **LAWS[law][0])[:2]
 
 
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize(
+    ("name", "law"),
+    slow_unless(itertools.product(SUBJECTS, LAWS), lambda name, law: law == "greedy" or name == "eagle3-tree"),
+)
 def test_no_step_looks_at_a_value(name: str, law: str) -> None:
     # The looks that are free on a CPU, at how far requests reach and who still walks down a tree, are switched off.
     scheduler = conformance.SUBJECTS[name].build(running=2, thresholds=LAWS[law][1], host_looks=False)
@@ -192,12 +196,15 @@ needs_fake_cuda = pytest.mark.skipif(bool(why := lowering.no_fake_cuda()), reaso
 @needs_fake_cuda
 @pytest.mark.parametrize(
     ("name", "law"),
-    [
-        *((name, "greedy") for name in SUBJECTS),
-        *((name, "sampled") for name in ("none", "eagle3-tree", "standalone-tree")),
-        ("eagle3-tree", "lossy"),
-        ("none", "scored"),
-    ],
+    slow_unless(
+        [
+            *((name, "greedy") for name in SUBJECTS),
+            *((name, "sampled") for name in ("none", "eagle3-tree", "standalone-tree")),
+            ("eagle3-tree", "lossy"),
+            ("none", "scored"),
+        ],
+        lambda name, law: name in ("none", "eagle3-tree"),
+    ),
 )
 def test_no_step_waits_on_cuda(name: str, law: str, pretender: ProcessPoolExecutor) -> None:
     assert pretender.submit(serve_on_fake_cuda, name, law).result() > 1
@@ -383,7 +390,8 @@ CELLS = (
 
 
 @needs_triton
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell[: 3 + cell.prefill])))
+@pytest.mark.parametrize("cell", slow_unless([(cell,) for cell in CELLS], lambda cell: cell == CELLS[0]),
+                         ids=lambda cell: "-".join(map(str, cell[: 3 + cell.prefill])))  # fmt: skip
 def test_block_compiles_for_an_h200(cell: Cell, pretender: ProcessPoolExecutor) -> None:
     built, faults = pretender.submit(lowering.check, cell).result()
     assert not faults
@@ -405,6 +413,7 @@ def fp8_block() -> tuple[list[str], int]:
     return lowering.faults_of_source(cell, source), source.count("extern_kernels._scaled_mm(")
 
 
+@pytest.mark.slow
 @needs_triton
 def test_a_block_with_fp8_layers_is_one_graph_for_an_h200(pretender: ProcessPoolExecutor) -> None:
     assert pretender.submit(fp8_block).result() == ([], 4)
@@ -469,6 +478,7 @@ def faults_with(fault: Callable[[ExitStack], None], cell: Cell, compiled: bool) 
         return lowering.check(cell, compiled)[1]
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(
     ("fault", "said"),

@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from conftest import default_model_is_lacking
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -47,7 +48,7 @@ def gguf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         return default_model.fetch_gguf(tmp_path_factory.mktemp("gguf"), progress=lambda message: None)
     except default_model.DefaultModelError as error:
-        pytest.skip(str(error))
+        default_model_is_lacking(error)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,7 @@ def folder(gguf_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_logits_equal_those_of_transformers_own_gguf_loading(folder: Path, reference: LlamaForCausalLM) -> None:
     ids = AutoTokenizer.from_pretrained(folder)("\n".join(TEXTS), return_tensors="pt").input_ids
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)

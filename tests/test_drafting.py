@@ -99,6 +99,7 @@ MUTATIONS = {  # and the acceptance that each leaves at most
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 def test_every_error_shows(mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     mutation(monkeypatch)

@@ -37,6 +37,7 @@ def known() -> tuple[Model, set[str]]:
     return model, set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["oracle", "eagle3"])
 def test_nothing_recompiles_over_200_steps_of_changing_requests(name, known, monkeypatch) -> None:
     with torch.inference_mode():

@@ -463,6 +463,7 @@ ABORTED = lambda read_all: nan_in_a_prompt(SUBJECTS["none"], read_all, overlap=T
 DRAFTER = lambda read_all: nan_of_the_drafter_alone(SUBJECTS["standalone-tree"], read_all)  # noqa: E731
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutation", "check"),
     [(no_flag, DECODING), (no_flag, PROMPT), (pages_shared_all_the_same, PROMPT), (pages_not_wiped, DECODING),

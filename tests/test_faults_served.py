@@ -92,6 +92,7 @@ def wish(first: int, count: int = 30) -> dict[str, Any]:
                                                                "ignore_eos": True}}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_is_told_by_health_and_at_twice_the_timeout_the_process_ends(children: list[Child]) -> None:
     child = children[0]
     child.ready()

@@ -54,6 +54,7 @@ def small_model(folder: Path, like: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_leaves_its_figures(
     stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest

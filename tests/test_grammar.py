@@ -404,6 +404,7 @@ def row_of_another(patch: pytest.MonkeyPatch) -> None:
 mask_as_it_is = mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", [one_node_off, forgotten_rollback, row_of_another], ids=lambda m: m.__name__)
 @pytest.mark.parametrize("check", [masks_check, oracle_check], ids=["masks", "output"])
 def test_the_checks_notice(mutation, check, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conformance import CHECKS, SUBJECTS, Subject, sharp_model
+from conformance import (
+    CHECKS,
+    SUBJECTS,
+    Subject,
+    greedy_alone_and_in_a_batch_of_eight,
+    seeded_samples,
+    sharp_model,
+)
+from conftest import slow_unless
 from exactness import CPU, Oracle, build, mixed_requests, reference, run, tiny_config, tiny_model, truth_of
 from torch import Tensor, nn
 from trained import trained_model
@@ -103,6 +111,7 @@ class Key:
         self.few, self.any_size = few, ((torch.zeros(3), (0,)),) if any_size else ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(576, 960), (1536, 576), (72, 62)], ids=str)
 @torch._dynamo.config.patch(recompile_limit=32)
@@ -135,6 +144,7 @@ def test_a_row_has_the_bits_that_it_has_alone_in_compiled_code(shape: tuple[int,
         assert (got[0] - rows).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * rows.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_row_has_the_same_logits_alone_and_among_others_in_compiled_code_and_eagerly(dtype: torch.dtype) -> None:
     torch._dynamo.utils.counters.clear()
@@ -262,14 +272,17 @@ def as_int8(subject: Subject) -> Subject:
     return replace(subject, model=partial(int8_of, subject.model), built=[])
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", slow_unless(CHECKS, lambda check: check is seeded_samples),
+                         ids=lambda check: check.__name__)  # fmt: skip
 def test_tokens_stay_the_same(check: Callable[[Subject], None]) -> None:
     check(as_int8(SUBJECTS["trained-tree"]))
 
 
-@pytest.mark.parametrize("check", [c for c in CHECKS if "greedy" in c.__name__ or "seeded" in c.__name__],
+@pytest.mark.parametrize("check", slow_unless([greedy_alone_and_in_a_batch_of_eight, seeded_samples],
+                         lambda check: check is greedy_alone_and_in_a_batch_of_eight),
                          ids=lambda check: check.__name__)  # fmt: skip
-@pytest.mark.parametrize("name", ["none", "ngram", "standalone-tree", "mtp-tree"])
+@pytest.mark.parametrize("name", slow_unless(["none", "ngram", "standalone-tree", "mtp-tree"],
+                         lambda name: name == "ngram"))  # fmt: skip
 def test_tokens_stay_the_same_whoever_drafts(name: str, check: Callable[[Subject], None]) -> None:
     check(as_int8(SUBJECTS[name]))
 
@@ -283,6 +296,7 @@ def test_int8_weights_are_what_is_served() -> None:
     assert any(r.output_ids != reference(sharp_model(), r) for r in requests)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_compiled_steps_are_exact() -> None:
     torch._dynamo.reset()  # the blocks of other tests are the same function
@@ -335,6 +349,7 @@ def test_other_devices_and_builds_are_refused_in_one_line(monkeypatch: pytest.Mo
         check_int8(torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_an_engine_says_what_int8_costs(demo_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="minispec"):
         llm = LLM(quantization="int8", disable_torch_compile=True, max_running_requests=1)

@@ -204,6 +204,7 @@ def a_neighbour_s_scores(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(logprobs_module.Scores, "read", exchanged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutation", [scores_of_adjusted_logits, scores_off_the_path, a_prompt_s_scores_twice, a_neighbour_s_scores],
     ids=lambda m: m.__name__,

@@ -254,6 +254,7 @@ def shallow_paths(patch: pytest.MonkeyPatch) -> None:
 MUTATIONS = [forgotten_path, features_of_the_next_row, rows_not_counted, other_row_s_mask, shallow_paths]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 def test_a_mistake_is_seen(mutation, monkeypatch) -> None:
     mutation(monkeypatch)

@@ -23,6 +23,7 @@ from conformance import (
     seeded_samples,
     truth,
 )
+from conftest import slow_unless
 from exactness import request, run
 
 from minispec.engine import Engine
@@ -52,11 +53,15 @@ def overlapped(name: str) -> Overlapped:
 # a step in flight left: after a retraction, with others arriving, and with noise.
 OTHER_HEADS = ("eagle-tree", "mtp-tree")
 OF_ALL = (retraction, arrival_one_by_one, seeded_samples)
+QUICK = ("none", "trained-tree")  # overlap is the host's logic, the same for every drafter on the device
 
 
 @pytest.mark.parametrize(
     ("name", "check"),
-    [(name, check) for name in NAMES for check in CHECKS if check in OF_ALL or name not in OTHER_HEADS],
+    slow_unless(
+        [(name, check) for name in NAMES for check in CHECKS if check in OF_ALL or name not in OTHER_HEADS],
+        lambda name, check: name in QUICK,
+    ),
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_tokens_stay_the_same(name: str, check: Callable[[Subject], None]) -> None:
@@ -83,7 +88,7 @@ def ends(requests: Sequence[Request]) -> list[tuple]:
     return [(r.rid, r.finish, r.output_ids, len(r.prompt_ids), r.verify_steps, r.accepted_drafts) for r in requests]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_unless(NAMES, lambda name: name in QUICK))
 def test_stops_at_every_offset(name: str) -> None:
     subject = overlapped(name)
     prompt = subject.text(20, random.Random(4))
@@ -113,7 +118,7 @@ def validated(subject: Subject, one: Request) -> Request:
     return one
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_unless(NAMES, lambda name: name in QUICK))
 def test_aborts_in_flight_leave_the_others_alone(name: str) -> None:
     subject, rng = overlapped(name), random.Random(5)
     scheduler = subject.build(running=4, pages=60)
@@ -138,7 +143,7 @@ def test_aborts_in_flight_leave_the_others_alone(name: str) -> None:
         assert r.output_ids == truth(subject.model(), r)[: len(r.output_ids)]
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", slow_unless(NAMES[1:], lambda name: name in QUICK))
 @pytest.mark.parametrize("wishes", [{}, WISHES], ids=["greedy", "seeded"])
 def test_switches_between_trees_and_plain_steps_in_flight(name: str, wishes: dict) -> None:
     rng, subject = random.Random(6), overlapped(name)
@@ -182,6 +187,7 @@ def an_old_step_s_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "_pending", shared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", [rows_without_seats, pages_for_one_step_only, an_old_step_s_tokens],
                          ids=lambda m: m.__name__)  # fmt: skip
 def test_every_error_shows(mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:

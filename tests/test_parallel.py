@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conformance import SUBJECTS, WISHES, Subject, random_head
+from conftest import slow_unless
 from exactness import VOCAB, Oracle, build, mixed_requests, request, run, tiny_config, truth_of
 from rank_one import FOUND, LOOK, split
 from safetensors.torch import save_file
@@ -138,7 +139,7 @@ DRAFTERS = ("none", "ngram", "oracle", "standalone-tree", "eagle-chain", "eagle3
 _truth: dict[object, list[list[int]]] = {}  # by what was asked of which model
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", slow_unless(DRAFTERS, lambda name: name in ("ngram", "eagle3-tree")))
 def test_on_two_ranks_every_drafter_gives_the_tokens_of_plain_decoding(name: str, pair: Pair) -> None:
     subject = SUBJECTS[name]
     model = subject.model()
@@ -239,6 +240,7 @@ def another_verdict(patch: pytest.MonkeyPatch) -> None:
         path=torch.zeros_like(verdict.path))), verdict)[1])  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", [sum_dropped, keys_of_other_heads, bias_added_by_each, another_verdict])
 def test_a_wrong_sum_or_slice_is_noticed(
     mutation: Callable[[pytest.MonkeyPatch], None], pair: Pair, monkeypatch: pytest.MonkeyPatch
@@ -262,6 +264,7 @@ def of_every_kind() -> list[Request]:
     return [request(f"kind{i}", [i + 1, 9, 30, i, 9], **{"sampling_seed": i, **wish}) for i, wish in enumerate(wishes)]
 
 
+@pytest.mark.slow
 def test_in_float64_requests_of_every_kind_are_those_of_one_rank(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "DRAFT_SECONDS", 60.0)  # a busy machine must not decide which drafts are looked at
     alone, split_up = of_every_kind(), of_every_kind()

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import openai
+import pytest
 from test_server import tiny  # noqa: F401  the fixture
 
 ROOT = Path(__file__).parent.parent
@@ -102,6 +103,7 @@ def test_openai_streams_from_two_ranks_and_a_drained_server_leaves_nothing(tiny:
         socket.create_server(("127.0.0.1", port)).close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_server_with_one_line_and_frees_its_port(tmp_path: Path) -> None:
     flags, temporary, port = without_weights(tmp_path), tmp_path / "temporary", unused_port()
     with started(tmp_path, temporary, "--port", str(port), *flags) as server:
@@ -121,6 +123,7 @@ def test_a_rank_that_dies_ends_the_server_with_one_line_and_frees_its_port(tmp_p
         socket.create_server(("127.0.0.1", port)).close()
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     flags, addresses = without_weights(tmp_path), [f"127.0.0.1:{unused_port()}" for _ in range(2)]
     with ExitStack() as stack:

@@ -395,6 +395,7 @@ MUTATIONS = [a_row_off_by_one, a_position_off_by_one, taps_of_the_step_before, a
              pages_without_draft_rows]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 def test_every_error_shows(mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     mutation(monkeypatch)

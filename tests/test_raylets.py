@@ -1,7 +1,7 @@
 """Replicas on two machines, as far as one can show it: two raylets, each with room for one replica, and one is killed.
 
 It starts a cluster of Ray's own making, so it runs in a process of its own, with `python tests/test_raylets.py`, which
-the test calls where MINISPEC_SLOW is set; it takes a minute.
+the test calls; it takes a minute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.skipif("MINISPEC_SLOW" not in os.environ, reason="takes a minute; MINISPEC_SLOW=1 runs it")
+@pytest.mark.slow
 def test_a_machine_that_dies_changes_no_text_and_its_replica_comes_back_with_another() -> None:
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     done = subprocess.run([sys.executable, __file__], env={**os.environ, "PYTHONPATH": path}, capture_output=True,

@@ -71,6 +71,7 @@ def test_256_clients_on_a_queue_of_16_get_their_own_text_or_a_refusal_before_any
     print("health:", spread(clients.seconds["health"]))
 
 
+@pytest.mark.slow
 def test_clients_cut_at_random_moments_leave_nothing_running_and_no_memory_taken(
     tiny: Path, served: Running, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:
@@ -103,6 +104,7 @@ def test_clients_cut_at_random_moments_leave_nothing_running_and_no_memory_taken
     assert served.ok("/generate", native())["output_ids"]
 
 
+@pytest.mark.slow
 def test_a_short_soak_of_everything_at_once(served: Running) -> None:
     async def run() -> Soak:
         async with Soak(url(served), wishes(12, 40), seed=2) as clients:

@@ -244,6 +244,7 @@ def played(config: Config, play: Callable[[Door], Any]) -> Any:
     return asyncio.run(all_of_it())
 
 
+@pytest.mark.slow
 def test_a_death_behind_any_token_changes_nothing(config: Config, llm: LLM) -> None:
     async def play(door: Door) -> list[Any]:
         return [await killed_at(door, *tokens) for tokens in ((1,), (4,), (5, 10), (12,))]
@@ -277,6 +278,7 @@ def from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas_module, "packed", lambda r: original(r) | {"output_ids": [], "scores": []})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", [twice, forgetful, from_the_start], ids=lambda m: m.__name__)
 def test_what_is_not_rebuilt_shows(plain: Config, llm: LLM, monkeypatch: pytest.MonkeyPatch, mutation: Any) -> None:
     mutation(monkeypatch)
@@ -317,6 +319,7 @@ def test_updates_of_an_older_incarnation_are_dropped(plain: Config) -> None:
     played(plain, play)
 
 
+@pytest.mark.slow
 def test_a_request_that_kills_fails_alone_and_takes_three_replicas_with_it(plain: Config, llm: LLM) -> None:
     async def play(door: Door) -> None:
         requests, killed = wishes(), []
@@ -338,6 +341,7 @@ def test_a_request_that_kills_fails_alone_and_takes_three_replicas_with_it(plain
     played(plain, play)
 
 
+@pytest.mark.slow
 def test_a_restart_of_each_in_turn_loses_nothing_and_nobody_is_blamed(plain: Config, llm: LLM) -> None:
     async def play(door: Door) -> dict[str, Request]:
         requests, before = wishes(), [place.incarnation for place in door.replicas.places]

@@ -28,6 +28,7 @@ import minispec.replicas
 from minispec.config import Config
 from minispec.replicas import Place
 
+pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parent
 FLAGS = {"max_running_requests": 8, "chunked_prefill_size": 32, "max_queued_requests": 64, "log_level": "warning"}
 ONCE = [4027, 1980]  # " Once upon", after which the scripted text follows
@@ -61,8 +62,6 @@ def both(served: Running) -> Running:
     wait_for(lambda: not any(place.requests for place in served.server.engine.places))
     return served
 
-
-SLOW = pytest.mark.skipif("MINISPEC_SLOW" not in os.environ, reason="starts replicas anew; MINISPEC_SLOW=1 runs it")
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
@@ -214,7 +213,6 @@ def test_a_replica_killed_in_a_character_in_json_and_with_several_choices_change
     assert outcome(frees.result()[-1]) == outcome(stream(alone, {**free, "sampling_params": seeded})[-1])
 
 
-@SLOW
 def test_a_request_that_kills_its_replica_fails_alone(both: Running, alone: Running) -> None:
     poison = native([*PREFIX, POISON, *ONCE], 60)
     bodies = [native([*PREFIX, 600 + i, *ONCE], 80, temperature=0.5, sampling_seed=i) for i in range(3)]
@@ -227,7 +225,6 @@ def test_a_request_that_kills_its_replica_fails_alone(both: Running, alone: Runn
     assert [outcome(answer[-1]) for answer in found] == [outcome(answer) for answer in truth]
 
 
-@SLOW
 def test_a_rolling_restart_under_load_loses_nothing(both: Running, alone: Running) -> None:
     over, before = threading.Event(), [place.known["pid"] for place in both.server.engine.places]
 
@@ -362,7 +359,6 @@ def session(leader: int) -> list[str]:
     return [args for pid, _, args in rows if pid in own and pid != str(leader)]
 
 
-@SLOW
 def test_ctrl_c_lets_what_runs_finish_and_leaves_no_process_and_no_file(tiny: Path) -> None:  # noqa: F811
     flags = ["--model", str(tiny), "--device", "cpu", "--dtype", "float32", "--disable-torch-compile", "--dp-size", "2",
              "--speculative-algorithm", "NONE", "--skip-server-warmup"]  # fmt: skip

@@ -541,6 +541,7 @@ def test_rows_hold_only_what_some_request_wants() -> None:
     assert all(getattr(full, name) is not None for name in optional)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_compiled_pick_is_the_eager_pick() -> None:
     torch.manual_seed(6)

@@ -52,6 +52,7 @@ def assert_exact(url: str, questions: parity.Questions, expect_retraction: bool 
     assert done >= 5
 
 
+@pytest.mark.slow
 def test_compiled_server_gives_transformers_tokens(compiled, questions) -> None:
     assert_exact(compiled, questions)
     stats = parity.stats(compiled)

@@ -53,6 +53,7 @@ def forced(drafter: Drafter, **how: object) -> Scheduler:
     return scheduler
 
 
+@pytest.mark.slow
 def test_greedy_and_sampled_batches_have_a_graph_each() -> None:
     scheduler = build(MODEL, Plain(), host_looks=False, running=1, pages=PAGES)
     scheduler.engine.compile_small(partial(compile_step, device=CPU), lambda batch, nodes, samples: True)
@@ -106,6 +107,7 @@ def operations(engine: Engine, nodes: int) -> tuple[Counter[str], int]:
 STEPS = [(lambda: eagle3(3, 3, 8), 2, 8, 60, 5), (Plain, 1, 1, 25, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "running", "nodes", "most", "kinds"), STEPS, ids=["eagle3-3/3/8", "plain"])
 def test_a_step_is_a_handful_of_launches(
     drafter: Callable[[], Drafter], running: int, nodes: int, most: int, kinds: int
@@ -127,6 +129,7 @@ def test_a_step_is_a_handful_of_launches(
     assert largest < layer / 2, "nothing of the size of a layer's keys and values is allocated"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 3, 8), (1, 1, 2)], ids=lambda shape: "/".join(map(str, shape)))
 def test_tokens_and_trees_are_those_of_the_eager_functions(shape: tuple[int, int, int]) -> None:
     with torch.inference_mode():

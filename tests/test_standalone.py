@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import slow_unless
 from exactness import CPU, VOCAB, any_ids, build, mixed_requests, next_logits, reference, request, run, tiny_model
 from safetensors.torch import load_file, save_file
 from test_beam import moved_inputs, paths, record, siblings_see_each_other
@@ -233,7 +234,8 @@ def small(r: Request) -> Request:
 TRUTH: dict[tuple[str, str], list[int]] = {}
 
 
-@pytest.mark.parametrize(("name", "shape"), [("near", (3, 1, 4)), ("near", (3, 3, 8)), ("far", (2, 2, 7))], ids=str)
+@pytest.mark.parametrize(("name", "shape"), slow_unless([("near", (3, 1, 4)), ("near", (3, 3, 8)), ("far", (2, 2, 7))],
+                         lambda name, shape: name == "far"), ids=str)  # fmt: skip
 @pytest.mark.parametrize("wishes", [dict(), dict(temperature=0.8, top_p=0.9, repetition_penalty=1.2)], ids=str)
 def test_tokens_are_those_of_plain_decoding(name, shape, wishes) -> None:
     for how in (dict(), dict(running=1), dict(chunk=32), dict(pages=15)):
@@ -243,6 +245,7 @@ def test_tokens_are_those_of_plain_decoding(name, shape, wishes) -> None:
             assert r.output_ids == TRUTH.setdefault((r.rid, str(wishes)), reference(MODEL, r))
 
 
+@pytest.mark.slow
 def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -329,6 +332,7 @@ MUTATIONS = [positions_off_by_one, drafts_in_the_root_s_row, stale_rows, first_t
              path_one_token_late, siblings_see_each_other]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", [None, *MUTATIONS], ids=lambda m: m.__name__ if m else "none")
 def test_a_wrong_draft_is_noticed(mutation, monkeypatch) -> None:
     if mutation is None:
@@ -409,7 +413,11 @@ def test_a_draft_may_state_its_tokenizer_s_digest_in_place_of_a_copy(tmp_path) -
     assert outputs(drafting(target, draft)) == outputs(LLM(target, **OPTIONS))
 
 
-@pytest.mark.parametrize("vocab", [(320, 300), (320, 320), (290, 290), (300, 290), (256, 256)], ids=str)
+SIZES = [(320, 300), (320, 320), (290, 290), (300, 290), (256, 256)]  # of the target's vocabulary and of the draft's
+
+
+@pytest.mark.parametrize(("vocab",), slow_unless([(sizes,) for sizes in SIZES],
+                         lambda sizes: sizes in ((320, 300), (290, 290))), ids=str)  # fmt: skip
 def test_vocabularies_of_other_sizes_fit_and_padding_is_never_proposed(vocab, tmp_path) -> None:
     # The draft's rows and the ids its tokenizer knows; the target has 300 and 300.
     rows, tokens = vocab

@@ -385,6 +385,7 @@ def test_a_lossy_walk_keeps_greedy_rows_exact_penalised_ones_too() -> None:
         assert accepted > 10
 
 
+@pytest.mark.slow
 def test_the_law_is_that_of_pick() -> None:
     n, logits = 15_000, torch.tensor([[1.0, 0.4, 0.1, -0.7, -1.9]])
     state = SamplingState(2, 5, "cpu")
@@ -396,6 +397,7 @@ def test_the_law_is_that_of_pick() -> None:
         assert (seen - expected).abs().max() < 0.015 and float(expected.sum()) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_the_compiled_lossy_walk_has_no_host_decision_and_the_same_verdict() -> None:
     torch.manual_seed(6)
     tree = forest(random.Random(2), 4, 8, VOCAB)

@@ -21,6 +21,7 @@ import pytest
 import test_heads
 import test_standalone
 import torch
+from conftest import slow_unless
 from exactness import CPU, VOCAB, Oracle, build, reference, request, run, tiny_model, truth_of
 from test_engine import MODEL, eagle3
 from test_llm import config_of
@@ -65,7 +66,8 @@ def attentions(engine: Engine) -> list[Deferred]:
     return [*(step.attend for step in engine.steps), *drafts]
 
 
-@pytest.mark.parametrize("make", [lambda: Chains(truth_of(MODEL), nodes=6), eagle3], ids=["chain", "tree"])
+@pytest.mark.parametrize("make", slow_unless([lambda: Chains(truth_of(MODEL), nodes=6), eagle3],
+                         lambda make: make is eagle3), ids=["chain", "tree"])  # fmt: skip
 def test_a_takeover_before_any_step_of_a_reply_leaves_its_tokens(make: Callable[[], Any]) -> None:
     with torch.inference_mode():
         scheduler = deferred(make())
@@ -150,6 +152,7 @@ def target_and_draft(at: Path) -> tuple[Path, Path]:
 DRAFTERS = {"EAGLE3": target_and_head, "STANDALONE": target_and_draft}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", DRAFTERS)
 def test_the_rehearsal_has_the_graphs_of_the_engine(algorithm: str, tmp_path: Path, monkeypatch) -> None:
     graphs: list[tuple[str, list[str]]] = []

@@ -51,7 +51,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if NO_MODEL in str(report.longrepr)]
     if skipped:
-        terminalreporter.write_line(f"{len(skipped)} tests were skipped, since {NO_MODEL}.")
+        terminalreporter.write_line(f"Tests skipped since {NO_MODEL}: {len(skipped)}.")
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
     counts = [value for report in reports for name, value in report.user_properties if name == TALLY]
     if counts and config.getoption("--drafter"):

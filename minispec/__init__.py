@@ -1,7 +1,7 @@
 """minispec: a torch.compile-first speculative-decoding engine, one file per concern.
 
-`LLM` is the interface for use in Python, `python -m minispec.server` starts the server. Read next: `model.py`, then
-`attention.py`, `verify.py`, `engine.py` and `scheduler.py`.
+`LLM` is the interface for use in Python, `python -m minispec.server` starts the server. Read next: `tree.py`, then
+`verify.py`, `model.py`, `kv.py`, `attention.py`, `drafter.py`, `engine.py`, `scheduler.py`, and `server.py` last.
 """
 
 from __future__ import annotations

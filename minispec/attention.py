@@ -18,7 +18,7 @@ the ancestors in a draft tree, the lower triangle in a chunk of prompt. So one m
 `Plan` owns every tensor that describes a step, allocated once per bucket and refilled in place: compiled graphs and
 captured ones hold on to these addresses. Block lists are written directly; `create_block_mask` costs milliseconds.
 
-Read next: `engine.py`, which fills a plan and runs the model on it.
+Read next: `drafter.py`, which proposes the trees; `engine.py`, which fills a plan and runs the model on it.
 """
 
 from __future__ import annotations

@@ -238,15 +238,20 @@ class Config:
         None, "Speculation", "for measuring speed, with dummy weights say: a step with a tree emits so many tokens in "
         "the mean, whatever the target picks, at most a token more than trees are deep; the output is junk", low=1.0,
     )  # fmt: skip
-    speculative_ngram_min_match_window_size: int = _flag(1, "Speculation", "shortest suffix looked up", low=1)
-    speculative_ngram_max_match_window_size: int = _flag(12, "Speculation", "longest suffix looked up", low=1)
-    speculative_ngram_min_bfs_breadth: int = _flag(1, "Speculation", "breadth after the longest match", low=1)
-    speculative_ngram_max_bfs_breadth: int = _flag(10, "Speculation", "breadth after the shortest match", low=1)
-    speculative_ngram_match_type: str = _flag(
-        "BFS", "Speculation", "continuations by recency (BFS) or by frequency (PROB)", choices=("BFS", "PROB")
+    speculative_ngram_min_match_window_size: int = _flag(
+        1, "Speculation", "shortest suffix looked up, of a request's own text, where none has fewer than two "
+        "tokens, and in the trie", low=1,
+    )  # fmt: skip
+    speculative_ngram_max_match_window_size: int = _flag(
+        12, "Speculation", "longest suffix looked up, of a request's own text and in the trie", low=1
     )
-    speculative_ngram_branch_length: int = _flag(18, "Speculation", "length of the paths indexed", low=2)
-    speculative_ngram_capacity: int = _flag(10_000_000, "Speculation", "most nodes of the trie", low=1)
+    speculative_ngram_min_bfs_breadth: int = _flag(1, "Speculation", "trie: breadth after the longest match", low=1)
+    speculative_ngram_max_bfs_breadth: int = _flag(10, "Speculation", "trie: breadth after the shortest match", low=1)
+    speculative_ngram_match_type: str = _flag(
+        "BFS", "Speculation", "trie: continuations by recency (BFS) or by frequency (PROB)", choices=("BFS", "PROB")
+    )
+    speculative_ngram_branch_length: int = _flag(18, "Speculation", "trie: length of the paths indexed", low=2)
+    speculative_ngram_capacity: int = _flag(10_000_000, "Speculation", "trie: most nodes", low=1)
 
     log_level: str = _flag("info", "Logging", "how much is logged", choices=_LEVELS)
     log_level_http: str = _flag(
@@ -723,6 +728,10 @@ def flags_page() -> str:
         _table(("given", "taken as", "why"), [(f"`{given}`", f"`{taken}`", why) for given, taken, why in instead]),
         "A chain (`--speculative-eagle-topk 1`) needs no `--speculative-num-draft-tokens`: it has one node more than "
         "steps. A flag of another drafter than the one that runs does nothing, and a line says so.",
+        "NGRAM on a CPU and lookups beside a head read two sources, a dictionary of each request's own text and the "
+        "trie of all texts. The two match window sizes bound both, except that the dictionary knows no suffix of one "
+        "token; what begins with \"trie:\" is of the trie alone. NGRAM on CUDA reads the trie alone, and so it does "
+        "on a CPU with `--no-speculative-adaptive` or a number of draft tokens.",
         "## Flags with a line at start, whatever their value",
         _table(("flag", "what is done instead"), [(f"`{flag}`", reason) for flag, reason in lines]),
         "## Flags that are refused",

@@ -13,8 +13,8 @@ lengths, trees or requests change. There are two or three tree sizes, 1 and one 
 says which it has (`policy.py`). A step in which a drafter on the device has no part, a plain one or one whose trees are
 all the host's, keeps in a ring what the drafter would have taken in from it, and before it drafts again it catches up.
 
-Speculative decoding by trees: SpecInfer, arXiv 2305.09781. Read next: `verify.py`, then `scheduler.py`, which decides
-who is in a step.
+Speculative decoding by trees: SpecInfer, arXiv 2305.09781. Read next: `scheduler.py`, which decides who is in
+a step.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Engine:
     """Model, KV pages, drafter and sampling state of the running slots, and the step over them.
 
     lens [R] int64: committed rows of each slot, whose KV is written. root [R] int64: the newest committed token, whose
-    KV is not. Both change only inside a step.
+    KV is not. A step moves both on; `assign` and `release` set lens.
     """
 
     beside: Model | None = None  # what a drafter reads of the target's weights, where the target's own are elsewhere

@@ -57,11 +57,11 @@ class Echo:
             for at in range(max(known, key), len(self.text)):
                 self._behind[tuple(self.text[at - key : at])] = at
 
-    def draft(self, after: Sequence[int], nodes: int, longest: int) -> Draft:
+    def draft(self, after: Sequence[int], nodes: int, longest: int, shortest: int = 1) -> Draft:
         """Return the chain of at most `nodes` nodes that followed the last tokens of `after`; a root if nothing did.
 
-        longest: the most tokens that a match counts. Where a chain would leave the text, the text is periodic as far as
-        one can see, and the chain goes on as if it were.
+        longest: the most tokens that a match counts; shortest: the fewest that it may have. Where a chain
+        would leave the text, the text is periodic as far as one can see, and the chain goes on as if it were.
         """
         places = ((self._behind.get(tuple(after[-key:])), key) for key in KEYS)
         at, match = next(((at, key) for at, key in places if at is not None), (0, 0))
@@ -70,6 +70,8 @@ class Echo:
         most = min(longest, at, len(after))
         while match < most and self.text[at - match - 1] == after[-match - 1]:
             match += 1
+        if match < shortest:
+            return NOTHING
         tokens = self.text[at : at + nodes - 1]
         if after is self.text:
             period = len(tokens)
@@ -109,10 +111,10 @@ class Texts(HostDrafter):
     def _echo(self, slot: int) -> Draft:
         """Return the better of what the slot's own text and what is expected of it say."""
         own, options = self._own[slot], self.shared.options
-        draft = own.draft(own.text, self.nodes, options.max_match)
+        draft = own.draft(own.text, self.nodes, options.max_match, options.min_match)
         if slot not in self._expected:
             return draft
-        special = self._expected[slot].draft(own.text, self.nodes, options.max_match)
+        special = self._expected[slot].draft(own.text, self.nodes, options.max_match, options.min_match)
         return special if special.match >= draft.match else draft
 
     def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:

@@ -4,8 +4,9 @@ Counting is lists and additions, a few microseconds a step; what is made of them
 asks, off the engine's thread (`http/prometheus.py`).
 
 Definitions, as in SGLang's log: a decode forward over B requests counts B verify steps; accept len is the tokens
-emitted per verify step, the target's own included (1.00 is plain decoding); accept rate is accept len over the size of
-a tree, the root included. Tokens that a step emitted beyond a stop are not counted.
+emitted per verify step, the target's own included (1.00 is plain decoding); accept rate is the share of the drafts
+that were verified, the nodes of each step's own trees without the roots, that was accepted. Tokens that a step emitted
+beyond a stop are not counted.
 
 Read next: `scheduler.py`, which counts.
 """
@@ -58,6 +59,7 @@ class Metrics:
     generated_tokens: int = 0
     verify_steps: int = 0
     verified_tokens: int = 0  # tokens emitted by verify steps
+    verified_drafts: int = 0  # nodes of their trees, without the roots
     tree_steps: int = 0  # decode forwards with a tree of more than its root
     plain_steps: int = 0
     shapes: Counter[int] = field(default_factory=Counter)  # decode forwards by nodes of a tree
@@ -68,6 +70,7 @@ class Metrics:
     retractions: int = 0
     last_throughput: float = 0.0
     last_accept_length: float = 0.0  # of the last window, as the log has it
+    last_accept_rate: float = 0.0
     step_seconds: float = 0.0  # spent in decode steps on launching and waiting
     host_seconds: float = 0.0  # spent in decode steps on stop rules, text and ending requests
     prefill_steps: int = 0
@@ -76,7 +79,7 @@ class Metrics:
     kept: Counter[int] = field(default_factory=Counter)  # tokens that a request got of a step with trees -> how often
     step_times: dict[int, Histogram] = field(default_factory=dict)  # nodes of a step's trees -> seconds of the steps
     queue_times: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))  # from arrival to a slot
-    _window: list[int] = field(default_factory=lambda: [0, 0, 0])  # steps, verify steps, tokens
+    _window: list[int] = field(default_factory=lambda: [0, 0, 0, 0])  # steps, verify steps, tokens, drafts
     _window_start: float = field(default_factory=time.monotonic)
     _last_prefill: float = field(default_factory=time.monotonic)
 
@@ -85,9 +88,14 @@ class Metrics:
         """Tokens per verify step since start; 0 before the first."""
         return self.verified_tokens / self.verify_steps if self.verify_steps else 0.0
 
+    @property
+    def accept_rate(self) -> float:
+        """Accepted over verified drafts since start; 0 before the first."""
+        return (self.verified_tokens - self.verify_steps) / self.verified_drafts if self.verified_drafts else 0.0
+
     def forget_acceptance(self) -> None:
         """Count steps and what they emitted from 0 again, since from here on drafts are accepted otherwise."""
-        self.verify_steps = self.verified_tokens = self.lookup_rows = self.lookup_tokens = 0
+        self.verify_steps = self.verified_tokens = self.verified_drafts = self.lookup_rows = self.lookup_tokens = 0
 
     @property
     def shape_shares(self) -> dict[str, float]:
@@ -130,18 +138,19 @@ class Metrics:
 
         seconds: its launch and the wait for it.
         """
-        kept = sum(emitted)
+        kept, drafts = sum(emitted), (nodes - 1) * len(emitted)
         self.captured_steps += captured
         if nodes not in self.step_times:
             self.step_times[nodes] = Histogram(STEP_BOUNDS)
         self.step_times[nodes].add(seconds)
         self.verify_steps += len(emitted)
         self.verified_tokens += kept
+        self.verified_drafts += drafts
         self.generated_tokens += kept
         self.shapes[nodes] += 1
         if nodes > 1:
             self.tree_steps += 1
-            self.draft_tokens += (nodes - 1) * len(emitted)
+            self.draft_tokens += drafts
             self.kept.update(emitted)
         else:
             self.plain_steps += 1
@@ -149,19 +158,21 @@ class Metrics:
         window[0] += 1
         window[1] += len(emitted)
         window[2] += kept
+        window[3] += drafts
         if window[0] < self.log_interval:
             return
         now = time.monotonic()
         self.last_throughput = window[2] / max(now - self._window_start, 1e-9)
         length = self.last_accept_length = window[2] / max(window[1], 1)
-        accept = f"accept len: {length:.2f}, accept rate: {length / self.nodes:.2f}, "
+        self.last_accept_rate = (window[2] - window[1]) / max(window[3], 1)
+        accept = f"accept len: {length:.2f}, accept rate: {self.last_accept_rate:.2f}, "
         logger.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, %scuda graph: %s, "
             "gen throughput (token/s): %.2f, #queue-req: %d",
             load.running, tokens, load.usage, accept if self.nodes > 1 else "", captured, self.last_throughput,
             load.queued,
         )  # fmt: skip
-        self._window, self._window_start = [0, 0, 0], now
+        self._window, self._window_start = [0, 0, 0, 0], now
 
 
 def loops(tokens: Sequence[int], window: int = 48, period: int = 16) -> bool:

@@ -10,7 +10,7 @@ trees, trains heads and is the reference in tests. A drafter may read the residu
 names these layers by `taps`.
 
 Papers: LLaMA (arXiv 2302.13971), rotary embeddings (arXiv 2104.09864), grouped-query attention (arXiv 2305.13245).
-Read next: `attention.py`, then `engine.py`.
+Read next: `kv.py`, then `attention.py`.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ class ModelConfig:
         architecture = next((name for name in names if name in _ARCHITECTURES), None)
         if architecture is None:
             raise ValueError(f"architectures {names} not supported; supported: {', '.join(_ARCHITECTURES)}")
+        needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        if missing := [key for key in needed if config.get(key) is None]:
+            raise ValueError(f"config.json lacks {', '.join(missing)}, which every {architecture} has")
         if (act := config.get("hidden_act", "silu")) != "silu":
             raise ValueError(f"hidden_act {act!r} not supported; supported: silu")
         if (part := config.get("partial_rotary_factor", 1.0)) not in (None, 1.0):

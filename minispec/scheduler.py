@@ -15,13 +15,13 @@ the step took and emitted is told to it when the step is collected.
 Pages: before a decode step every running request must hold rows for one whole tree. When the pool is short the prefix
 cache gives up what nobody holds, and then the newest request is retracted: its pages are let go, it waits at the front
 of the queue, and its tokens so far are prefilled again. Seed and output stay, so the text is the same. `validate`
-refuses what could never fit alone, so the oldest request always goes on.
+refuses prompts that could never fit alone and shortens the output of the rest, so the oldest request always goes on.
 
 Continuous batching: Orca (OSDI 2022); retraction is vLLM's recomputation (arXiv 2309.06180).
 Invariant owned here: when idle, free + cached pages are all pages; who drives the scheduler calls `check` then.
 
 Read next: `engine.py` for what a step is, `policy.py` for the choice of its shape, `output.py` for the stop rules,
-`radix.py` for shared prefixes.
+`radix.py` for shared prefixes, `server.py` for the HTTP in front.
 """
 
 from __future__ import annotations

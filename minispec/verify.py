@@ -11,7 +11,7 @@ with every drafter: this is drafter-invariant decoding (arXiv 2408.07978).
 `pick_lossy` is the exception, for users who set an accept threshold below 1: it accepts more and is not exact. And
 `simulate` accepts a given number whatever was picked, for the speed of a step without weights that mean anything.
 
-Read next: `sampling.py` for the pick, `engine.py` for what is done with a verdict.
+Read next: `model.py`, which makes the logits; `sampling.py` for the pick, `engine.py` for what is done with a verdict.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -252,6 +253,53 @@ def test_a_long_function_is_seen() -> None:
 
 def test_allowed_imports_pass() -> None:
     assert not list(imports_point_strictly_down("engine", "from minispec.kv import PagedKV\nimport torch"))
+
+
+def unlisted_files(page: str) -> list[str]:
+    """Return the package's Python files that the README's list of files lacks, each under the folder it is in."""
+    block = re.search(r"^```\nminispec/\n(.*?)^bench\.py", page, re.DOTALL | re.MULTILINE)[1]
+    listed, folder = set(), ""
+    for line in block.splitlines():
+        if heading := re.match(r"  (\w+/)  ", line):
+            folder = heading[1]
+        depth = len(line) - len(line.lstrip())
+        names = re.match(r"\s*((?:\w+\.\w+ ?)+)(?: |$)", line)
+        listed |= {(folder if depth == 4 else "") + name for name in names[1].split()} if names else set()
+    found = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if not path.stem.startswith("__")}
+    return sorted(found - listed)
+
+
+def test_the_readme_lists_every_file_of_the_package() -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert not unlisted_files(page)
+    assert unlisted_files(page.replace("  kv.py ", "  vk.py ")) == ["kv.py"]
+    assert unlisted_files(page.replace("about.py ", "")) == ["http/about.py"]
+
+
+def test_heads_of_modules_follow_the_readme_s_path() -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    path = re.findall(r"`(\w+)\.py`", re.search(r"A reader's path: (.*?) last\.", page)[1])
+    named = re.search(r"Read next: (.*?)last\.", SOURCES["__init__"], re.DOTALL)[1]
+    assert len(path) > 7 and re.findall(r"`(\w+)\.py`", named) == path
+    for module, following in zip(path, path[1:], strict=False):
+        said = (ast.get_docstring(ast.parse(SOURCES[module])) or "").partition("Read next:")[2]
+        assert f"`{following}.py`" in said, f"{module} does not lead to {following}"
+
+
+def test_what_is_imported_is_declared() -> None:
+    declared = set(re.findall(r"[\"\[, ]([\w-]+)(?:>=|\"|\[)", (ROOT / "pyproject.toml").read_text("utf-8")))
+    names = {name.split(".")[0] for source in SOURCES.values() for _, name in imported(source)}
+    outside = {name.replace("_", "-") for name in names - sys.stdlib_module_names - {"minispec", "__future__"}}
+    outside.discard("pydantic-core")  # a part of pydantic
+    assert len(outside) > 8 and not {name for name in outside if not declared & {name, name.replace("-", "_")}}
+
+
+def test_pages_of_heads_and_docs_run_modules_that_exist() -> None:
+    pages = [*ROOT.glob("docs/*.md"), *PACKAGE.glob("heads/*/README.md"), ROOT / "README.md"]
+    named = {name for page in pages if page.stem != "log"
+             for name in re.findall(r"`(?:python -m )?(minispec(?:\.\w+)+)`", page.read_text(encoding="utf-8"))}
+    places = {name: ROOT / name.replace(".", "/") for name in named}
+    assert named and not [n for n, place in places.items() if not place.is_dir() and not Path(f"{place}.py").is_file()]
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "README.md"])

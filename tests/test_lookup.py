@@ -18,7 +18,7 @@ from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.drafter import NOTHING, Batch, Draft, HostTrees
 from minispec.engine import Engine, Sizes
-from minispec.load.drafters import make_drafter
+from minispec.load.drafters import _texts, make_drafter
 from minispec.lookup import SHARE, Echo, Lookups, Prospects, Texts
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.policy import Choice, Kind, Policy, Row
@@ -363,3 +363,16 @@ def test_texts_are_looked_up_where_that_is_asked_for_beside_what_drafts_on_the_d
     assert Config(quantization="int8").lookup_nodes(4) == 4
     assert not Config(speculative_ngram_capacity=1000, speculative_lookup=True).notes, "they act beside a head"
     assert Config(speculative_ngram_capacity=1000, speculative_lookup=False).notes
+
+
+@pytest.mark.parametrize(("least", "found"), [(1, 2), (2, 2), (3, 0), (5, 0)])
+def test_min_match_bounds_what_a_request_s_own_text_gives(least: int, found: int) -> None:
+    config = Config(speculative_algorithm="NGRAM", speculative_ngram_min_match_window_size=least, device="cpu")
+    drafter = _texts(config, tiny_model())
+    assert isinstance(drafter, Texts)
+    drafter.commit(1, [1, 2, 3, 4, 9, 2, 3])
+    assert drafter._echo(1).match == found
+    drafter.predict(1, [7, 2, 3, 8])
+    assert drafter._echo(1).match == found, "what is expected is bounded too"
+    drafter.commit(2, [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5])
+    assert drafter._echo(2).match == 5 >= least

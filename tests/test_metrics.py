@@ -46,6 +46,11 @@ def scrape(served: Running) -> dict[str, dict[tuple[tuple[str, str], ...], float
     return samples
 
 
+def load_rate(served: Running) -> float:
+    """Return the accept rate that /v1/loads tells."""
+    return served.ok("/v1/loads")["loads"][0]["speculative"]["accept_rate"]
+
+
 def test_a_scrape_counts_what_requests_got_of_trees_and_plain_steps(served: Running) -> None:
     served.ok("/flush_cache")
     before = scrape(served)
@@ -72,6 +77,7 @@ def test_a_scrape_counts_what_requests_got_of_trees_and_plain_steps(served: Runn
         name = f"sglang:{name}_seconds_count"
         assert after[name][()] - before[name][()] == count, name
     assert after["sglang:queue_time_seconds_count"][()] == 1
+    assert load_rate(served) == answer["spec_accept_token_num"] / answer["spec_draft_token_num"]
     asked = (("endpoint", "/generate"), ("method", "POST"), ("status_code", "200"))
     assert after["sglang:http_responses_total"][asked] - before["sglang:http_responses_total"].get(asked, 0) == 1
     names = """num_running_reqs num_queue_reqs num_used_tokens max_total_num_tokens token_usage gen_throughput
@@ -119,6 +125,18 @@ def test_a_histogram_puts_a_value_at_or_below_its_bound() -> None:
         histogram.add(value)
     histogram.add(9.0, times=3)
     assert histogram.counts == [2, 2, 4] and histogram.total == 34.5
+
+
+def test_accept_rate_divides_by_the_drafts_that_ran_whatever_the_largest_tree(caplog: pytest.LogCaptureFixture) -> None:
+    metrics, load = Metrics(12, log_interval=3), Load(0.5, 2, 0)
+    with caplog.at_level(logging.INFO, "minispec"):
+        for emitted, nodes in (([1, 1], 1), ([3, 1], 5), ([2, 1], 2)):
+            metrics.decode(load, emitted=emitted, nodes=nodes, tokens=90, captured=False)
+    assert metrics.accept_rate == metrics.last_accept_rate == 3 / 10 and metrics.accept_length == 9 / 6
+    assert "accept len: 1.50, accept rate: 0.30" in caplog.text
+    metrics.forget_acceptance()
+    metrics.decode(load, emitted=[2], nodes=3, tokens=90, captured=False)
+    assert metrics.accept_rate == 1 / 2 and metrics.draft_tokens == 12
 
 
 def test_counting_costs_the_engine_thread_microseconds_a_step() -> None:

@@ -411,6 +411,16 @@ def test_idle_sliding_window_is_no_obstacle(changes: dict[str, Any]) -> None:
     assert _context_length(Config(model_path="m"), ModelConfig.from_hf(minimal(**changes))) == 512
 
 
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_attention_heads"])
+def test_a_config_without_a_number_that_every_model_has_is_one_sentence(key: str) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8,
+              "num_hidden_layers": 1, "num_attention_heads": 1}  # fmt: skip
+    assert ModelConfig.from_hf(config).vocab_size == 9
+    del config[key]
+    with pytest.raises(ValueError, match=f"^config.json lacks {key}, which every LlamaForCausalLM has$"):
+        ModelConfig.from_hf(config)
+
+
 def test_context_beyond_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match="--context-length 513.*512"):
         _context_length(Config(model_path="m", context_length=513), ModelConfig.from_hf(minimal()))

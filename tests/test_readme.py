@@ -25,7 +25,7 @@ from minispec.tree import ancestors, depth
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXTRAS = re.search(r"\[project.optional-dependencies\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.DOTALL)[1]
-PROGRAMS = ("python ", "pip ", "pytest ", "curl ")
+PROGRAMS = ("python ", "pip ", "pytest ", "curl ", "torchrun ")
 
 
 def commands(page: str) -> list[list[str]]:
@@ -35,6 +35,7 @@ def commands(page: str) -> list[list[str]]:
     lines = [line for block in blocks for line in block.splitlines()]
     lines += re.findall(r"^    (\S.*)$", rest, re.MULTILINE) + re.findall(r"`([^`\n]+)`", rest)
     parts = [part for line in lines for part in line.split(" && ")]
+    parts = [re.sub(r"^(?:[A-Z_]+=\S* )*(?:/\S+/bin/)?", "", part) for part in parts]  # variables, and where it lies
     return [shlex.split(part, comments=True) for part in parts if part.startswith(PROGRAMS)]
 
 
@@ -46,9 +47,18 @@ def flags_in_prose(page: str) -> set[str]:
 def check(words: list[str]) -> None:
     """Raise where a command would not be understood: SystemExit or AssertionError."""
     program, *rest = words
+    if program == "torchrun":
+        rest = rest[rest.index("-m") :]
+    if "--server-flags" in rest:
+        Config.from_args(rest[rest.index("--server-flags") + 1 :])
+        rest = rest[: rest.index("--server-flags") + 1]
+    if "--" in rest:
+        rest = rest[: rest.index("--")]
     if program == "pip":
-        extras = [extra for word in rest for extra in re.findall(r"^\.\[(\w+)\]$", word)]
-        assert rest[0] in ("install", "download") and all(f"{extra} = " in EXTRAS for extra in extras)
+        extras = [extra for word in rest for extra in re.findall(r"^(?:\.|minispec)\[([\w,]+)\]$", word)]
+        assert rest[0] in ("install", "download") and all(
+            f"{e} = " in EXTRAS for part in extras for e in part.split(",")
+        )
     elif program == "curl":
         url, body = next(w for w in rest if w.startswith("http")), json.loads(rest[rest.index("-d") + 1])
         assert url == f"http://127.0.0.1:{Config().port}/v1/chat/completions"
@@ -71,10 +81,11 @@ def check(words: list[str]) -> None:
         assert not missing, f"{name} has no flag {missing}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/measured.md", "docs/adding-a-drafter.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/measured.md", "docs/adding-a-drafter.md", "docs/serving.md",
+                                  "docs/scaling.md", "docs/reliability.md"])  # fmt: skip
 def test_every_command_of_a_page_is_understood(page: str) -> None:
     found = commands((ROOT / page).read_text(encoding="utf-8"))
-    assert len(found) > 4
+    assert found
     for words in found:
         try:
             check(words)

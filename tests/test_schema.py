@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from openai.types import completion_create_params as openai_completion
 from openai.types.chat import completion_create_params as openai_chat
 from pydantic import ValidationError
 
+from minispec.config import Config
 from minispec.http import fields, openapi, schema
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update, meta_info
+from minispec.server import Server
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -158,6 +161,15 @@ def test_the_page_has_the_tables_of_the_models() -> None:
     assert openapi.tables() in page, "python -m minispec.http.openapi prints them"
     for name in ("`temperature`", "`tools`", "`user`", "`truncate_prompt_tokens`"):
         assert name in openapi.tables()
+
+
+def test_the_page_names_every_route_that_answers() -> None:
+    routes = {route.resource.canonical for route in Server(Config()).application().router.routes()}
+    page = Path(__file__).resolve().parent.parent.joinpath("docs/serving.md").read_text("utf-8")
+    plain = {re.sub(r"\{(\w)\w*\}", r"{\1}", path).replace("{n}", "{i}") for path in routes}
+    told = page.partition("## Endpoints")[2].partition("\n## ")[0].replace("{id}", "{i}")
+    plain -= {"/v1/tokenize", "/v1/detokenize"}  # the page says "and under /v1"
+    assert len(plain) > 18 and not [path for path in plain if f"`{path}`" not in told]
 
 
 def test_the_description_is_openapi_3_1_in_structure() -> None:

@@ -44,9 +44,9 @@ def load_of(scheduler: Scheduler) -> dict[str, Any]:
         "max_running_requests": scheduler.sizes.max_running, "token_usage": used / max(kv.pages - 1, 1),
         "gen_throughput": stats["last_gen_throughput"], "cache_hit_rate": cached / max(computed + cached, 1),
     }  # fmt: skip
-    if (nodes := scheduler.sizes.nodes) > 1:
-        length = stats["avg_spec_accept_length"]
-        load["speculative"] = {"accept_length": length, "accept_rate": length / nodes}
+    if scheduler.sizes.nodes > 1:
+        rate = scheduler.metrics.accept_rate
+        load["speculative"] = {"accept_length": stats["avg_spec_accept_length"], "accept_rate": rate}
     return load
 
 

@@ -142,7 +142,7 @@ def _gauges(scheduler: Scheduler) -> Iterator[Family]:
         values |= {
             "spec_accept_length": ("Tokens per verify step, the target's own included, over the last logged window.",
                                    m.last_accept_length),
-            "spec_accept_rate": ("Accept length over the size of a tree.", m.last_accept_length / m.nodes),
+            "spec_accept_rate": ("Accepted over verified drafts, over the last logged window.", m.last_accept_rate),
             "spec_num_draft_tokens": ("Nodes of a tree, root included.", m.nodes),
             "spec_num_steps": ("Rounds of drafting; 0 for a drafter without.", stats["speculative_num_steps"] or 0),
         }  # fmt: skip

@@ -93,8 +93,9 @@ VARIABLES = {  # -> what holds here, whether the variable is set or not
     "SGLANG_NGRAM_FORCE_GREEDY_VERIFY": "sampled requests are verified exactly with every drafter",
     "SGLANG_SIMULATE_ACC_LEN": "--simulate-acc-len simulates acceptance",
     "SGLANG_SIMULATE_ACC_METHOD": "--simulate-acc-len draws the floor or the ceiling of its number",
-    "SGLANG_RETURN_ORIGINAL_LOGPROB": "logprobs are not in this version",
-    "SGLANG_RECORD_STEP_TIME": "step times are not recorded; `python -m benchmarks.shapes` measures them",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB":
+        "log-probabilities are the model's own, before temperature, penalties and filters",
+    "SGLANG_RECORD_STEP_TIME": "times of decode steps are in /metrics, by tree size",
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN":
         "a context beyond the target's is refused; beyond the draft's the draft runs on, and a line says so",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "/health generates nothing, /health_generate one token",

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from minispec.config import Config, flag_name, flags_page
 from minispec.load.sglang_flags import INSTEAD, LINES, REFUSED, SPEC_V2, VARIABLES, foreign_flags
@@ -373,3 +374,14 @@ def test_tree_shapes_are_the_seed_systems_and_possible(given, architecture, shap
     assert Config(model_path="x", speculative_algorithm="NEXTN", **wishes).tree_shape(architecture) == shape
     alone = Config(model_path="x", speculative_algorithm="STANDALONE", **wishes).tree_shape(architecture)
     assert alone == (shape if given else (3, 1, 4))
+
+
+def test_what_architecture_md_says_of_prefill_steps_is_so() -> None:
+    from minispec.attention import prefill_block
+    from minispec.llm import CPU_PREFILLS
+
+    page = (Path(__file__).resolve().parent.parent / "docs/architecture.md").read_text(encoding="utf-8")
+    said = r"\(128 tokens on CUDA, (\d+) on a CPU\), of which a step holds one of (\w+) numbers"
+    width, count = re.search(said, page).groups()
+    assert int(width) == prefill_block(torch.device("cpu")) and prefill_block(torch.device("cuda")) == 128
+    assert {10: "ten"}[len(CPU_PREFILLS)] == count and CPU_PREFILLS[-1] == 512

@@ -20,7 +20,6 @@ from minispec.load.chat_templates import NAMED
 from minispec.load.tokenizer import (
     GPT4_SPLIT,
     LLAMA3_SPECIAL,
-    SINGLE_DIGIT_SPLIT,
     Detokenizer,
     Tokenizer,
     _HuggingFace,
@@ -138,6 +137,7 @@ RANKS = {bytes([byte]): byte for byte in range(256)} | {
     token.encode(): 256 + i
     for i, token in enumerate([" t", "he", " the", "12", "123", "ll", "Hello", " w", "or", "中", "中文"])
 }
+SINGLE_DIGIT_SPLIT = GPT4_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 MERGED = "Hello the world 12345 中文 I'll"
 
 
@@ -215,38 +215,6 @@ def test_sentencepiece_model_is_not_taken_for_a_rank_file(tmp_path: Path) -> Non
 def test_broken_rank_file_names_the_line(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_text(_rank_text() + "!!! 999\n")
     with pytest.raises(ValueError, match=f"line {len(RANKS) + 1}"):
-        load_tokenizer(tmp_path)
-
-
-def _grok(**change: Any) -> str:
-    special = {"<|pad|>": 300, "<|separator|>": 301, "<|eos|>": 302}
-    content = {
-        "regular_tokens": [{"bytes": list(token), "token": rank} for token, rank in RANKS.items()],
-        "special_tokens": [{"bytes": list(token.encode()), "token": i} for token, i in special.items()],
-        "word_split": "V1",
-        "vocab_size": 303,
-    }
-    return json.dumps(content | change)
-
-
-def test_grok_reads_its_json_and_knows_its_dialogue(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.tok.json").write_text(_grok())
-    tokenizer = load_tokenizer(tmp_path)
-    _check_against(tokenizer, SINGLE_DIGIT_SPLIT, {"<|pad|>": 300, "<|separator|>": 301, "<|eos|>": 302})
-    assert tokenizer.eos_ids == {302}
-    messages = [{"role": "system", "content": " s "}, USER, {"role": "assistant", "content": " 4 "}, USER]
-    assert tokenizer.render_chat(messages) == (
-        "System: s<|separator|>\n\nHuman: What is 2+2?<|separator|>\n\nAssistant:  4 <|separator|>\n\n"
-        "Human: What is 2+2?<|separator|>\n\nAssistant:"
-    )
-    (tmp_path / "tokenizer.tok.json").write_text(_grok(pat_str=GPT4_SPLIT, vocab_size=400))
-    tokenizer = load_tokenizer(tmp_path)
-    assert len(tokenizer.encode("123")) == 1 and tokenizer.vocab_size == 400
-
-
-def test_unknown_grok_split_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.tok.json").write_text(_grok(word_split="V2"))
-    with pytest.raises(ValueError, match="word_split must be 'V1'"):
         load_tokenizer(tmp_path)
 
 

@@ -1,8 +1,8 @@
 """Text to ids and back: two kinds of tokenizer behind one interface, chat templates, and incremental decoding.
 
-`Tokenizer` is that interface. Behind it is either a fast Hugging Face tokenizer, or `tiktoken` with one of the formats
-in which models publish bare rank tables (Llama 3's `original/`, Grok). Chat templates are programs by the model's
-author: they are rendered here, in a sandbox, in the same way for both kinds.
+`Tokenizer` is that interface. Behind it is either a fast Hugging Face tokenizer, or `tiktoken` with a bare rank
+table, as in Llama 3's `original/`. Chat templates are programs by the model's author: they are rendered here, in a
+sandbox, in the same way for both kinds.
 
 One token may be half of a character, and one step of the engine may emit several tokens, so the newest text is often
 uncertain. `Detokenizer` therefore returns text only when no later token can change it. All pieces that it returned,
@@ -42,7 +42,6 @@ GPT4_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
 )  # Llama 3 as well
-SINGLE_DIGIT_SPLIT = GPT4_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # Grok
 
 LLAMA3_SPECIAL = (
     *("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"),
@@ -51,12 +50,6 @@ LLAMA3_SPECIAL = (
     *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
 )
 LLAMA3_EOS = ("<|end_of_text|>", "<|eot_id|>")  # these end a text and a turn, if no config says what does
-GROK_FILE = "tokenizer.tok.json"
-GROK_TEMPLATE = (
-    "{% for message in messages %}{{ {'user': 'Human: ', 'assistant': 'Assistant: ', 'system': 'System: '}"
-    "[message.role] + (message.content if message.role == 'assistant' else message.content.strip()) "
-    "+ '<|separator|>\n\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
-)
 TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 RESERVED_NAMES = frozenset(
     "messages tokenize add_generation_prompt continue_final_message chat_template return_dict".split()
@@ -208,8 +201,6 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
 
 def _load(folder: Path, config: Mapping[str, Any], template: str | Mapping[str, str] | None) -> Tokenizer:
     """Return the folder's tokenizer, by the files it has."""
-    if (grok := folder / GROK_FILE).is_file():
-        return _load_grok(grok, GROK_TEMPLATE if template is None else template)
     if not (folder / "tokenizer.json").is_file() and (ranks := _rank_file(folder)) is not None:
         return _load_tiktoken(ranks, config, template)
     return _load_huggingface(folder, template)
@@ -383,22 +374,6 @@ def _load_tiktoken(path: Path, config: Mapping[str, Any], template: str | Mappin
     bos_id = special.get(named.get("bos_token", ""))
     backend = _Tiktoken(str(path), config.get("pat_str") or GPT4_SPLIT, ranks, special, bos_id)
     return Tokenizer(backend, frozenset(eos), template, named)
-
-
-def _load_grok(path: Path, template: str | Mapping[str, str]) -> Tokenizer:
-    """Load Grok's own JSON: tokens as lists of bytes with their ids, and the split by name or as a pattern."""
-    given = read_json(path)
-    try:
-        ranks = {bytes(entry["bytes"]): int(entry["token"]) for entry in given["regular_tokens"]}
-        special = {bytes(entry["bytes"]).decode(): int(entry["token"]) for entry in given["special_tokens"]}
-        if given["word_split"] != "V1":
-            raise ValueError(f"word_split must be 'V1', got {given['word_split']!r}")
-        eos_id = special["<|eos|>"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no Grok tokenizer: {error!r}") from error
-    backend = _Tiktoken(str(path), given.get("pat_str") or SINGLE_DIGIT_SPLIT, ranks, special, None)
-    backend.vocab_size = max(backend.vocab_size, int(given.get("vocab_size") or 0))  # may include ids without a token
-    return Tokenizer(backend, frozenset({eos_id}), template, {"eos_token": "<|eos|>"})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -216,7 +216,6 @@ class Engine:
     """
 
     beside: Model | None = None  # what a drafter reads of the target's weights, where the target's own are elsewhere
-    alone = True  # whether the model is here as a whole; else a call of it must be one that all ranks make
 
     def __init__(
         self,

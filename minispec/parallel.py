@@ -192,7 +192,6 @@ class SharedEngine(Engine):
 class Leader(SharedEngine):
     """Rank 0's engine: before it runs a step or changes the page table, it sends the others the call."""
 
-    alone = False
     _leads = False  # whether a step is under way, in which the others wait for what is done here
     _lost: Exception | None = None  # what its own part of that step has raised
 

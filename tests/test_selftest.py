@@ -1,4 +1,4 @@
-"""The self-test names the wrong key of heads that are right in one reading only, and written to disk with another.
+"""The self-test warns of heads that are right in one reading only, and written to disk with another.
 
 Such a head needs no training. With its attention and MLP set to zero it is one matrix between the target's streams and
 an LM head, and the text is so short that such a matrix can predict all of it.
@@ -19,9 +19,8 @@ from torch import Tensor
 
 from minispec.attention import Causal
 from minispec.beam import BeamDrafter
-from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.load.heads import load_head
-from minispec.load.selftest import STEPS, agreement, readings, self_test
+from minispec.load.selftest import STEPS, self_test
 from minispec.scheduler import Scheduler
 
 WIDTH, HEADS, KV_HEADS, SIZE, INNER, LAYERS = 72, 9, 3, 8, 96, 3
@@ -124,58 +123,39 @@ RIGHT, KEY = [1, 2], "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named", "mended"),
+    ("wrong", "mended"),
     [
-        ({KEY: [0, 1]}, f'"{KEY}": [1, 2]', {KEY: RIGHT}),
-        ({"eagle_config": {KEY: [-1, 0]}}, f'"{KEY}": [1, 2]', {KEY: RIGHT}),
-        ({KEY: RIGHT, "norm_before_residual": False}, '"norm_before_residual": true', {"norm_before_residual": True}),
+        ({KEY: [0, 1]}, {KEY: RIGHT}),
+        ({"eagle_config": {KEY: [-1, 0]}}, {KEY: RIGHT}),
+        ({KEY: RIGHT, "norm_before_residual": False}, {"norm_before_residual": True}),
     ],
     ids=str,
 )
-def test_a_wrong_key_of_an_eagle3_head_is_named(wrong, named, mended, tmp_path, caplog) -> None:
+def test_an_eagle3_head_that_is_read_wrongly_is_warned_of_and_one_read_rightly_is_not(
+    wrong, mended, tmp_path, caplog
+) -> None:
     torch.manual_seed(2)
     config, tensors = eagle3(SIGNS, norm_before_residual=True)
     line = said(write(tmp_path, {**config, **wrong}, tensors), caplog)
-    assert named in line and "accept length 1.0" in line
+    assert KEY in line and "norm_before_residual" in line and "accept length 1.0" in line
     config = {name: value for name, value in {**config, **wrong, **mended}.items() if name != "eagle_config"}
     line = said(write(tmp_path, config, tensors), caplog)
     assert float(line.split("accept length ")[1].split()[0]) > 1.5 and KEY not in line
 
 
-def test_features_on_the_other_side_of_the_final_norm_are_named(tmp_path, caplog) -> None:
+def test_features_on_the_wrong_side_of_the_final_norm_are_warned_of(tmp_path, caplog) -> None:
     torch.manual_seed(3)
     config, tensors = eagle2()
-    assert f'"{KEY}": [{LAYERS}]' in said(write(tmp_path, config, tensors), caplog)
+    assert KEY in said(write(tmp_path, config, tensors), caplog)
     line = said(write(tmp_path, {**config, KEY: [LAYERS]}, tensors), caplog)
-    assert float(line.split("accept length ")[1].split()[0]) > 1.5
+    assert float(line.split("accept length ")[1].split()[0]) > 1.5 and KEY not in line
 
 
-def test_a_head_that_no_reading_helps_is_said_to_be_of_no_use(tmp_path, caplog) -> None:
+def test_a_head_that_was_not_made_for_the_target_is_warned_of(tmp_path, caplog) -> None:
     torch.manual_seed(4)
     config, tensors = eagle3(SIGNS, norm_before_residual=True, **{KEY: RIGHT})
     tensors["lm_head.weight"] = torch.randn(VOCAB, WIDTH)
-    line = said(write(tmp_path, config, tensors), caplog)
-    assert "--speculative-draft-model-path" in line and "no neighbouring reading" in line
-
-
-def test_only_readings_that_a_config_can_ask_for_are_tried_and_all_switches_are_left_as_they_were(tmp_path) -> None:
-    plain = Eagle3Head.empty(HeadConfig("eagle3", MODEL.config, (1, 2), own_lm_head=True), MODEL)
-    assert [r.taps for r in readings(plain, LAYERS)] == [(0, 1), (1, 2)], "layer 3 is not there"
-    config = HeadConfig("eagle3", MODEL.config, (1,), own_lm_head=True, fc_norm=True, norm_output=True)
-    newer = Eagle3Head.empty(config, MODEL)
-    found = list(readings(newer, LAYERS))
-    assert [r.taps for r in found] == [(0,), (2,), (1,), (1,)] and '"norm_output": false' in found[-1].asks
-    with torch.inference_mode():
-        torch.manual_seed(6)
-        for name, parameter in newer.named_parameters():
-            parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.3)
-        newer.norm.weight.normal_()
-        ids = torch.tensor([text()])
-        streams = {i: torch.randn(1, ids.shape[1], WIDTH) for i in range(LAYERS)}
-        picks = torch.randint(0, 3, ids.shape)
-        for reading in found[-2:]:
-            agreement(newer, reading, streams, ids, picks)
-    assert newer.norm_output and not newer.layer.norm_before_residual
+    assert "--speculative-draft-model-path" in said(write(tmp_path, config, tensors), caplog)
 
 
 def test_without_room_nothing_is_tested(tmp_path, caplog) -> None:

@@ -14,7 +14,7 @@ and only the rest from the config.
 A head that is read wrongly drafts nonsense, but since no output changes, nobody notices. So every tensor must have its
 place and its shape, and a key must be there if publishers disagree on what it means to leave it out.
 
-Read next: `eagle.py` and `mtp.py` for the heads, `selftest.py` for what is measured when a head is hardly accepted.
+Read next: `eagle.py` and `mtp.py` for the heads, `selftest.py` for whether a head is accepted.
 """
 
 from __future__ import annotations

@@ -314,9 +314,6 @@ def entrants(args: argparse.Namespace) -> list[Entrant]:
         if name not in HEADLESS:
             flags = {**trees, "speculative_draft_model_path": args.draft_model_path, **flags}
         ours.append(Entrant(name, args.batch, partial(load_ours, args, name, flags)))
-        if args.graph_trees:
-            row, more = f"{name}, graph trees", {**flags, "graph_trees": True}
-            ours.append(Entrant(row, args.batch, partial(load_ours, args, row, more)))
     return ours + theirs
 
 
@@ -444,11 +441,6 @@ def parser() -> argparse.ArgumentParser:
         help=f"of {', '.join((*METHODS, *THEIRS))}, or module:Class; default: none, the default drafter, ngram and "
         "transformers",
     )  # fmt: skip
-    parser.add_argument(
-        "--graph-trees", action="store_true",
-        help='on CUDA, a second row for each method: torch.compile(mode="max-autotune") with the CUDA graphs that '
-        "PyTorch makes of every compiled call, in place of our captured steps",
-    )  # fmt: skip
     parser.add_argument("--draft-model-path", help="the head or draft model of all methods that take one")
     parser.add_argument("--num-steps", type=int, help="rounds of drafting; with the next two, as the launch flags")
     parser.add_argument("--eagle-topk", type=int, help="branches of a round")
@@ -476,14 +468,6 @@ def parse() -> argparse.Namespace:
         commands.error(f"--algorithm {unknown[0]}: must be of {', '.join((*METHODS, *THEIRS))}, or module:Class")
     if args.plot and (said := objection(args.plot)):
         commands.exit(2, f"bench.py: error: --plot {said}\n")
-    if args.graph_trees:
-        from minispec.compiled import check_graph_trees
-        from minispec.llm import choose_device
-
-        try:
-            check_graph_trees(choose_device(Config(device=args.device)), not args.disable_torch_compile)
-        except ValueError as error:
-            commands.error(f"--graph-trees: {error}")
     return args
 
 

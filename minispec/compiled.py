@@ -44,23 +44,11 @@ Compiler = Callable[[Step], Step]
 KEYS = ("attend", "bucket", "beam", "rows")  # the names that the key may have among a function's arguments
 
 
-def check_graph_trees(device: torch.device, compiles: bool = True) -> None:
-    """Raise ValueError where PyTorch's graph trees cannot be had: on a CPU, or where nothing is compiled."""
-    if device.type != "cuda":
-        raise ValueError(f"graph trees need CUDA graphs, so the device must be cuda; got {device.type}")
-    if not compiles:
-        raise ValueError("graph trees are made of compiled blocks, so --disable-torch-compile must not be given")
-
-
-def compile_step(function: Step, device: torch.device, graph_trees: bool = False) -> Step:
+def compile_step(function: Step, device: torch.device) -> Step:
     """Return `function` compiled for inference on `device`, a graph for every shape, but for keys of `any_size`.
 
     On a CPU, the owner and every tensor that is not an argument must stay the same objects as long as the key lives.
-    graph_trees: on CUDA, let torch.compile capture every call in CUDA graphs of its own; see `GraphTrees`.
     """
-    if graph_trees:
-        check_graph_trees(device)
-        return GraphTrees(function)
     if device.type == "cuda":  # autotuned kernels; on a CPU autotuning finds nothing to choose from
         return torch.compile(function, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
     return DirectStep(function)
@@ -70,40 +58,6 @@ def _key_of(function: Step) -> int:
     """Return where the key lies among the arguments of a function behind its owner."""
     names = list(inspect.signature(function).parameters)
     return next(names.index(key) for key in KEYS if key in names) - 1
-
-
-class GraphTrees:
-    """A function compiled for CUDA whose every call PyTorch captures and replays, to compare with captured steps.
-
-    PyTorch chains the graphs of the calls of one step. What a call returns lies in memory of its graph, which a later
-    step overwrites. So `torch.compiler.cudagraph_mark_step_begin` must be called before each step, and whatever
-    outlives the step must be copied, which the steps of `engine.py` do anyway. The graphs belong to the thread that
-    made them.
-    """
-
-    def __init__(self, function: Step) -> None:
-        self.compiled = torch.compile(function, fullgraph=True, dynamic=False, mode="max-autotune")
-        self._key = _key_of(function)
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def __call__(self, owner: Any, *args: Any) -> Any:
-        """Return function(owner, *args), the outputs in memory that the next step may overwrite."""
-        if (key := args[self._key]) not in self._known:
-            # Pages and plans stay where they are. Unless told so, PyTorch would copy them at each call, and where the
-            # function writes into them, as into pages, it would make no graph at all.
-            for tensor in _tensors_of(key):
-                torch._dynamo.mark_static_address(tensor, guard=False)
-            self._known.add(key)
-        return self.compiled(owner, *args)
-
-
-def _tensors_of(key: Any) -> Iterator[Tensor]:
-    """Yield the tensors that are attributes of an object, or of an attribute of it: a layer's pages and its plan."""
-    for value in vars(key).values():
-        if isinstance(value, Tensor):
-            yield value
-        elif hasattr(value, "__dict__"):
-            yield from (inner for inner in vars(value).values() if isinstance(inner, Tensor))
 
 
 class Turn:

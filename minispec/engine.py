@@ -252,7 +252,6 @@ class Engine:
         self.graphs: dict[tuple[Bucket | PrefillBucket, Needs], torch.cuda.CUDAGraph] = {}  # `capture` fills it
         self.amended = False  # whether thresholds were changed since the start
         self.changes = 0  # how often anything began to change what belongs to slots: after an exception, whether it did
-        self.begin_step: Callable[[], None] = lambda: None  # for whoever must be told that what steps made is done with
         attend = (self.attend_kind, model.config.layers)
         self.buckets = {  # by batch and shape, as `Sizes.sizes_of` has it
             (batch, nodes): Bucket(kv, batch, nodes, self._most(nodes), attend)
@@ -471,7 +470,6 @@ class Engine:
         Members of `Wishes` that nobody wants have neutral values, so a step that serves more needs serves fewer too.
         asked: which scores the step is to leave in its bucket.
         """
-        self.begin_step()
         bucket.questions, bucket.scores = Questions(asked, self.device) if asked else None, None
         self.changes += 1
         for covering in CAPTURED:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from minispec.compiled import Choice, Compiler, cache_is_empty, check_graph_trees, compile_step, prepare
+from minispec.compiled import Choice, Compiler, cache_is_empty, compile_step, prepare
 from minispec.config import Config, flag_name
 from minispec.drafter import Drafter, Plain
 from minispec.engine import Engine, Sizes, coarse_batches
@@ -61,8 +61,6 @@ class LLM:
 
     compile_later: for the server on a CPU, run eagerly until `warming.py` has graphs made (`Engine.make_graph`). It is
     also an attribute, False where nothing is compiled or everything was at once.
-    graph_trees: for bench.py on CUDA, PyTorch's own graphs of every compiled call in place of captured steps; no flag,
-    since it is there to be compared with and not to serve (`compiled.GraphTrees`).
     batches: for bench.py, the batch buckets to compile, in place of the usual ones up to the most running requests.
     Raises ValueError or RuntimeError with one readable sentence where model, flags and machine do not fit together.
     """
@@ -76,7 +74,6 @@ class LLM:
         *,
         config: Config | None = None,
         progress: Callable[[str], None] | None = None,
-        graph_trees: bool = False,
         batches: Sequence[int] = (),
         compile_later: bool = False,
         **options: Any,
@@ -87,11 +84,9 @@ class LLM:
                 logger.warning("%s", note)
         elif model is not None or options:
             raise ValueError("give either config or model and options, not both")
-        self.graph_trees, self.compile_later = graph_trees, compile_later
+        self.compile_later = compile_later
         tell = progress or (lambda line: logger.info("%s", line))
         device = choose_device(config)
-        if graph_trees:
-            check_graph_trees(device, not config.disable_torch_compile)
         if device.type == "cpu":
             _limit_threads(config.tp_size // config.nnodes)
         self.folder = choose_folder(config, tell)
@@ -164,14 +159,10 @@ class LLM:
     def _warm_up(self, engine: Engine, budget: Budget, compiled: bool, tell: Callable[[str], None]) -> None:
         """Make all graphs, time steps, and see whether the head is accepted."""
         config = self.config
-        if self.graph_trees:
-            engine.begin_step = torch.compiler.cudagraph_mark_step_begin
         with budget.watch("warming up"):
             engine.warm_up(tell)
-            if self.graph_trees:  # which runs a shape once before it records it
-                engine.warm_up(tell)
         with budget.watch("capturing CUDA graphs"):
-            captured = () if self.graph_trees else captured_batches(config, engine.sizes)
+            captured = captured_batches(config, engine.sizes)
             if captured and compiled:  # run eagerly, attention's reach is a number that Python knows and a graph keeps
                 engine.capture(captured, tell)
         engine.settle()
@@ -245,7 +236,7 @@ class LLM:
         if self._mover is None:
             _move_to_huge_pages(device)
         if compiled:
-            _compile_blocks(network, drafter, partial(compile_step, device=device, graph_trees=self.graph_trees))
+            _compile_blocks(network, drafter, partial(compile_step, device=device))
         return network, drafter
 
     def _drafted_from(self, network: Model) -> Model:

@@ -43,7 +43,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.plot import objection
+from benchmarks.plot import Row, objection
 from minispec.config import Config
 
 if TYPE_CHECKING:
@@ -85,33 +85,6 @@ class Task(NamedTuple):
     prompts: str  # the set's name
     temperature: float
     name: str
-
-
-@dataclass
-class Row:
-    """A line of the table and an object of --json: one contestant, batch, set of prompts and temperature.
-
-    A new figure is a field here, its value in `Results.row`, and its column in `COLUMNS`.
-    """
-
-    name: str
-    batch: int
-    prompts: str
-    temperature: float
-    tokens_per_s: float
-    decode_tokens_per_s: float | None
-    accept_length: float | None
-    accept_length_without_loops: float | None
-    accepted_by_depth: list[float]
-    speedup: float | None
-    tokens: int
-    same_as_none: float | None
-    drafter_ms_per_step: float | None
-    host_ms_per_step: float | None
-    forwards_per_s: float | None
-    shapes: dict[str, float] | None  # shares of decode steps by the nodes of their trees
-    lookup_shares: tuple[float, float] | None  # of verify steps, and of their tokens
-    step_ms: dict[str, float] | None = None  # mean of a decode step by the nodes of its trees; drawn, not in the table
 
 
 @dataclass

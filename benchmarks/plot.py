@@ -16,13 +16,38 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from bench import Row
+from typing import Any
 
 FORMATS = (".png", ".svg", ".pdf")
+
+
+@dataclass
+class Row:
+    """A line of bench.py's table and an object of its --json: one contestant, batch, set of prompts and temperature.
+
+    A new figure is a field here, its value in `Results.row` of bench.py, and its column in `COLUMNS` there.
+    """
+
+    name: str
+    batch: int
+    prompts: str
+    temperature: float
+    tokens_per_s: float
+    decode_tokens_per_s: float | None
+    accept_length: float | None
+    accept_length_without_loops: float | None
+    accepted_by_depth: list[float]
+    speedup: float | None
+    tokens: int
+    same_as_none: float | None
+    drafter_ms_per_step: float | None
+    host_ms_per_step: float | None
+    forwards_per_s: float | None
+    shapes: dict[str, float] | None  # shares of decode steps by the nodes of their trees
+    lookup_shares: tuple[float, float] | None  # of verify steps, and of their tokens
+    step_ms: dict[str, float] | None = None  # mean of a decode step by the nodes of its trees; drawn, not in the table
 
 
 def objection(path: Path) -> str | None:
@@ -99,8 +124,6 @@ def times(ax: Any, rows: Sequence[Row], colours: dict[str, str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw what `bench.py --json` wrote."""
-    from bench import Row
-
     commands = argparse.ArgumentParser(prog="python -m benchmarks.plot", description="Draw what bench.py --json wrote.")
     commands.add_argument("rows", type=Path, help="the file that bench.py --json wrote")
     commands.add_argument("picture", type=Path, help=f"the file to write, {', '.join(FORMATS)}")

@@ -15,6 +15,7 @@ What is counted:
     cut it. "By depth" is the share of drafts accepted at each depth, of those steps that reached it.
   - "Lookups, tokens" is the share of verify steps whose tree was looked up in texts beside a head that drafts, and the
     share of the tokens that those steps gave.
+  - A head or draft model has two rows: alone, and with texts looked up beside it, as it is served on a CPU.
   - A reply loops if its last 48 tokens have a period of 16 or less. Such replies are easy to draft, so the accept
     length is given with and without them.
   - Speed-up is against `none` at the same batch and prompts. GB/s is the weights read per second, which bounds decoding
@@ -28,6 +29,8 @@ Torch is imported after the first line is out. Read next: `benchmarks/throughput
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import os
 import platform
@@ -54,7 +57,6 @@ METHODS: dict[str, dict[str, Any]] = {  # name -> launch flags; without a path a
     "none": {"speculative_algorithm": "NONE"},
     "ngram": {"speculative_algorithm": "NGRAM"},
     "eagle3": {"speculative_algorithm": "EAGLE3"},
-    "eagle3-without-lookup": {"speculative_algorithm": "EAGLE3", "speculative_lookup": False},
     "eagle": {"speculative_algorithm": "EAGLE"},
     "eagle-full-vocabulary": {"speculative_algorithm": "EAGLE", "speculative_token_map": "none"},
     "mtp": {"speculative_algorithm": "NEXTN"},
@@ -62,11 +64,14 @@ METHODS: dict[str, dict[str, Any]] = {  # name -> launch flags; without a path a
     "standalone": {"speculative_algorithm": "STANDALONE"},
 }
 HEADLESS = ("none", "ngram")  # methods without a head or a tree to shape
+LOOKUPS = {"alone": False, "+ lookup": True}  # the rows of a method with a head: whether it looks texts up too
 THEIRS = ("transformers", "transformers-prompt-lookup")
 # For the plan's estimate: tokens/s on two CPU cores at batch 1, prefill included, and seconds until ready.
-RATES = {"none": 36.0, "standalone": 28.0, "transformers": 19.0, "transformers-prompt-lookup": 26.0}
+RATES = {"none": 36.0, "STANDALONE alone": 28.0, "STANDALONE + lookup": 28.0, "transformers": 19.0,
+         "transformers-prompt-lookup": 26.0}  # fmt: skip
 RATE, IMPORTS, READY, COMPILING = 42.0, 12.0, 8.0, 30.0  # of others; of python; of one contestant and batch, warm, cold
 NEW_TOKENS = 32
+SWEEP = {"num_steps": (0, 1, 2, 3), "eagle_topk": (0, 1, 2, 4), "num_draft_tokens": (0, 2, 3, 4, 6)}  # usual lists
 
 
 class Entrant(NamedTuple):
@@ -271,7 +276,7 @@ def read_prompts(path: Path, limit: int | None) -> dict[str, list[str]]:
 
 
 def entrants(args: argparse.Namespace) -> list[Entrant]:
-    """Return everybody who was asked for, minispec's first."""
+    """Return everybody who was asked for, minispec's first; a head takes part twice, alone and with lookups."""
     trees = {
         "speculative_num_steps": args.num_steps,
         "speculative_eagle_topk": args.eagle_topk,
@@ -286,7 +291,11 @@ def entrants(args: argparse.Namespace) -> list[Entrant]:
         flags = METHODS[name] if name in METHODS else {"speculative_algorithm": name}
         if name not in HEADLESS:
             flags = {**trees, "speculative_draft_model_path": args.draft_model_path, **flags}
-        ours.append(Entrant(name, args.batch, partial(load_ours, args, name, flags)))
+        rows = {name: flags}
+        if name in METHODS and name not in HEADLESS:
+            title = flags["speculative_algorithm"] + (", full vocabulary" if "full" in name else "")
+            rows = {f"{title} {kind}": {**flags, "speculative_lookup": wanted} for kind, wanted in LOOKUPS.items()}
+        ours += [Entrant(row, args.batch, partial(load_ours, args, row, chosen)) for row, chosen in rows.items()]
     return ours + theirs
 
 
@@ -386,13 +395,72 @@ def plan(args: argparse.Namespace, everyone: Sequence[Entrant], seconds: Sequenc
     )
 
 
+# ---- the sweep ---------------------------------------------------------------------------------------------------
+
+
+def cells(args: argparse.Namespace) -> list[tuple[int, int, int, int]]:
+    """Return (batch, steps, branches, draft tokens) of all possible trees of --sweep, and 0, 0, 0 for plain decoding.
+
+    A chain has steps + 1 tokens, and a tree at most steps * branches + 1.
+    """
+    found = []
+    for cell in itertools.product(args.batch, args.num_steps, args.eagle_topk, args.num_draft_tokens):
+        steps, topk, nodes = shape = cell[1:]
+        fits = nodes == steps + 1 if topk == 1 else nodes <= steps * topk + 1
+        if not any(shape) or (all(shape) and nodes > 1 and fits):
+            found.append(cell)
+    return found
+
+
+def measure_cell(args: argparse.Namespace, cell: tuple[int, int, int, int]) -> dict[str, int | float]:
+    """Return the line of one cell: its tree alone, at every step, without lookups."""
+    from benchmarks.throughput import WARM_UP, accept_length, encode
+
+    batch, steps, topk, nodes = cell
+    tree = {"speculative_num_steps": steps, "speculative_eagle_topk": topk, "speculative_num_draft_tokens": nodes,
+            "speculative_draft_model_path": args.draft_model_path, "speculative_lookup": False}  # fmt: skip
+    flags = {**METHODS[args.method[0]], **tree} if steps else METHODS["none"]
+    narrow = argparse.Namespace(**{**vars(args), "batch": [batch]})
+    one = load_ours(narrow, "sweep", flags, lambda line: print(line, file=sys.stderr))
+    sets = [text for prompts in read_prompts(args.dataset, args.limit).values() for text in prompts]
+    chats = encode(sets * -(-batch // len(sets)), one.llm.tokenizer)
+    one.run(encode(WARM_UP, one.llm.tokenizer), batch, 8, 0.0)
+    runs = [one.run(chats, batch, args.new_tokens, args.temperature[0]) for _ in range(args.rounds)]
+    seconds = statistics.median(run.step_ms[max(run.step_ms, key=int)] for run in runs) / 1e3
+    length = accept_length(runs[0].accepted) or 1.0
+    return {
+        "batch_size": batch, "steps": steps, "topk": topk, "num_draft_tokens": nodes, "acc_length": round(length, 3),
+        "step_time": round(seconds, 5), "speed": round(length / seconds, 3),
+        "completion_tokens": runs[0].tokens / len(chats),
+    }  # fmt: skip
+
+
+def sweep(args: argparse.Namespace) -> None:
+    """Measure all cells that the file of --sweep does not have yet, and add a line of JSON for each.
+
+    The fields are those of SGLang's bench_speculative.py: step_time in seconds is the mean of a decode step here (there
+    it is the 20th percentile), speed is acc_length / step_time, completion_tokens the mean of a reply.
+    """
+    args.sweep.touch()
+    lines = [json.loads(line) for line in args.sweep.read_text().splitlines()]
+    done = {tuple(line[name] for name in ("batch_size", "steps", "topk", "num_draft_tokens")) for line in lines}
+    todo = [cell for cell in cells(args) if cell not in done]
+    print(f"{len(todo)} cells to measure; {len(done)} in {args.sweep} already", file=sys.stderr)
+    for cell in todo:
+        line = json.dumps(measure_cell(args, cell))
+        print(line, flush=True)
+        with args.sweep.open("a") as file:
+            file.write(line + "\n")
+        gc.collect()  # an LLM is in cycles, and the next one needs its memory
+
+
 # ---- the command -------------------------------------------------------------------------------------------------
 
 
 def shipped(args: argparse.Namespace) -> list[str]:
     """Return the methods to run without --algorithm; with --full all that need no head or whose head ships."""
     if args.full:
-        names = [name for name in METHODS if "full" not in name and "without-lookup" not in name]
+        names = [name for name in METHODS if "full" not in name]
         with_head = lambda name: Config(model_path=args.model, **METHODS[name]).draft_path is not None  # noqa: E731
         found = [name for name in names if name in HEADLESS or with_head(name)]
     else:
@@ -415,9 +483,16 @@ def parser() -> argparse.ArgumentParser:
         "transformers",
     )  # fmt: skip
     parser.add_argument("--draft-model-path", help="the head or draft model of all methods that take one")
-    parser.add_argument("--num-steps", type=int, help="rounds of drafting; with the next two, as the launch flags")
-    parser.add_argument("--eagle-topk", type=int, help="branches of a round")
-    parser.add_argument("--num-draft-tokens", type=int, help="nodes of a tree, root included")
+    parser.add_argument(
+        "--num-steps", type=int, nargs="+", help="rounds of drafting; with the next two, as the launch flags"
+    )
+    parser.add_argument("--eagle-topk", type=int, nargs="+", help="branches of a round")
+    parser.add_argument("--num-draft-tokens", type=int, nargs="+", help="nodes of a tree, root included")
+    parser.add_argument(
+        "--sweep", type=Path, metavar="FILE.jsonl",
+        help="instead measure every tree that the lists of the three flags above allow, at each --batch, and add a "
+        "line of JSON for each; what the file has already is not measured again",
+    )  # fmt: skip
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0], help="one table row each; 0 is greedy")
     parser.add_argument("--batch", nargs="+", type=int, help="default: 1, with --full 1 and 8")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help=f"of a reply, default {NEW_TOKENS}")
@@ -435,13 +510,27 @@ def parse() -> argparse.Namespace:
     commands = parser()
     args = commands.parse_args()
     args.batch = args.batch or ([1, 8] if args.full else [1])
-    args.method = args.method or shipped(args)
+    drafter = Config(model_path=args.model).algorithm.lower()
+    args.method = args.method or ([drafter] if args.sweep else shipped(args))
     unknown = [name for name in args.method if name not in METHODS and name not in THEIRS and ":" not in name]
     if unknown:
         commands.error(f"--algorithm {unknown[0]}: must be of {', '.join((*METHODS, *THEIRS))}, or module:Class")
+    check_trees(commands, args)
     if args.plot and (said := objection(args.plot)):
         commands.exit(2, f"bench.py: error: --plot {said}\n")
     return args
+
+
+def check_trees(commands: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Fill in the lists of --sweep; without it make one number of each. Ends the program where either cannot be."""
+    for name, usual in SWEEP.items():
+        given, flag = getattr(args, name), "--" + name.replace("_", "-")
+        if not args.sweep and given and len(given) > 1:
+            commands.error(f"{flag} {' '.join(map(str, given))}: must be one number, but for --sweep")
+        setattr(args, name, (given or usual) if args.sweep else given and given[0])
+    heads = [name for name in METHODS if name not in HEADLESS]
+    if args.sweep and (len(args.method) != 1 or args.method[0] not in heads):
+        commands.error(f"--algorithm {' '.join(args.method)}: with --sweep must be one of {', '.join(heads)}")
 
 
 class Bench:
@@ -480,7 +569,7 @@ class Bench:
         length = f", accept length {row.accept_length:.2f}" if row.accept_length and row.name != "none" else ""
         heat = f", temperature {task.temperature:g}" if task.temperature else ""
         where = f"round {task.round + 1}, batch {task.batch}, {task.prompts}{heat}"
-        return f"{where}: {task.name:<12} {speed}{ratio}{length}"
+        return f"{where}: {task.name:<19} {speed}{ratio}{length}"
 
     def _read(self) -> dict[str, list[list[int]]]:
         """Return all sets of prompts as ids, and note the machine."""
@@ -547,7 +636,11 @@ class Bench:
 
 def main() -> None:
     """Run the benchmark."""
-    bench = Bench(parse())
+    args = parse()
+    if args.sweep:
+        sweep(args)
+        return
+    bench = Bench(args)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, bench.interrupted)
     print(plan(bench.args, list(bench.entrants.values()), bench.seconds), flush=True)

@@ -206,6 +206,65 @@ def test_without_arguments_and_with_full(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [task.batch for task in lookups] == [1, 1], "transformers looks up for one request at a time"
 
 
+def test_a_head_has_a_row_alone_and_one_with_lookups(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    more = ("--algorithm", "none", "standalone", "--draft-model-path", str(tiny), "--rounds", "1", "--limit", "1")
+    monkeypatch.setattr("sys.argv", arguments(tiny, *more, "--disable-torch-compile"))
+    run = bench.Bench(bench.parse())
+    run.run()
+    rows = [row for row in run.results.rows() if row.name != "none"]
+    assert {row.name for row in rows} == {"STANDALONE alone", "STANDALONE + lookup"}
+    assert all(row.speedup and row.accept_length for row in rows)
+    assert all((row.lookup_shares is None) == row.name.endswith(" alone") for row in rows)
+    table = capsys.readouterr().out
+    assert "STANDALONE alone " in table and "STANDALONE + lookup " in table
+
+
+FIELDS = ["batch_size", "steps", "topk", "num_draft_tokens", "acc_length", "step_time", "speed", "completion_tokens"]
+
+
+def test_a_sweep_measures_each_possible_tree_once_and_goes_on_where_it_was_cut_off(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "cells.jsonl"
+    more = ("--algorithm", "standalone", "--draft-model-path", str(tiny), "--disable-torch-compile", "--limit", "1",
+            "--sweep", str(out), "--batch", "1", "2", "--num-steps", "0", "2", "--eagle-topk", "0", "1", "2",
+            "--num-draft-tokens", "0", "3", "4", "9", "--rounds", "1")  # fmt: skip
+    monkeypatch.setattr("sys.argv", arguments(tiny, *more))
+    bench.main()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [list(line) for line in lines] == [FIELDS] * 8
+    shapes = [(0, 0, 0), (2, 1, 3), (2, 2, 3), (2, 2, 4)]  # a chain of 3 has no 4 nodes, and no tree here has 9
+    assert [tuple(line.values())[:4] for line in lines] == [(batch, *shape) for batch in (1, 2) for shape in shapes]
+    for line in lines:
+        exact = {(0, 0): 1.0, (2, 1): 3.0}.get((line["steps"], line["topk"]))  # the target drafts for itself
+        assert line["acc_length"] == exact or (exact is None and 2 <= line["acc_length"] <= 3)
+        assert line["speed"] == pytest.approx(line["acc_length"] / line["step_time"], rel=0.05)
+        assert line["completion_tokens"] == 6
+    whole = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(whole[:-1]))
+    bench.main()
+    assert [tuple(json.loads(line).values())[:4] for line in capsys.readouterr().out.splitlines()] == [(2, 2, 2, 4)]
+    assert len(out.read_text().splitlines()) == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--num-steps", "1", "2"], "--num-steps 1 2: must be one number, but for --sweep"),
+        (["--sweep", "x.jsonl", "--algorithm", "ngram"], "--algorithm ngram: with --sweep must be one of eagle3"),
+    ],
+)
+def test_lists_of_trees_are_for_a_sweep_and_a_sweep_is_of_one_head(
+    given: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench.py", *given])
+    with pytest.raises(SystemExit):
+        bench.parse()
+    assert said in capsys.readouterr().err
+
+
 def wait_for(words: str, lines: list[str], process: subprocess.Popen, seconds: float = 120) -> None:
     """Wait until a line has these words."""
     end = time.monotonic() + seconds

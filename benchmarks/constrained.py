@@ -1,28 +1,20 @@
-"""Constrained output with a real model: is every answer valid, and what does a step cost more?
+"""Constrained output with a real model: is every answer valid?
 
-    python -m benchmarks.constrained valid [--algorithm EAGLE3]      ten answers to each of ten schemas
-    python -m benchmarks.constrained cost [--algorithm EAGLE3]       time of a step with a grammar and without
-
-`valid` reads every answer with `json` and checks it with the tests' own validator, which shares no code with the
-library that makes the masks. `cost` compares steps of the same shape: the grammar there allows all text, so that the
-same tokens come out as without one, up to rounding, and a third request follows a schema. Rounds alternate, and medians
-are told.
+`python -m benchmarks.constrained [--algorithm EAGLE3]` asks for ten answers to each of ten schemas. It reads every
+answer with `json` and checks it with the tests' own validator, which shares no code with the library that makes the
+masks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from minispec import LLM, SamplingParams
-from minispec.request import Grammar, Request
+from minispec.request import Grammar
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from json_schema import is_valid  # noqa: E402
@@ -87,76 +79,16 @@ def check_valid(llm: LLM) -> int:
     return wrong
 
 
-def step_seconds(llm: LLM, batch: int, grammar: Grammar | None) -> tuple[list[float], list[int]]:
-    """Return the seconds of the decode steps of `batch` equal requests, and the tokens of one."""
-    prompt = llm.tokenizer.encode_chat([{"role": "user", "content": "Write a story about a bear as JSON."}])
-    wish = SamplingParams(max_new_tokens=24, min_new_tokens=0, temperature=0, ignore_eos=True, grammar=grammar)
-    requests = [Request(f"r{i}", prompt, wish) for i in range(batch)]
-    scheduler, seconds = llm.scheduler, []
-    for request in requests:
-        scheduler.validate(request)
-        scheduler.submit(request)
-    while scheduler.has_work:
-        steps, started = scheduler.metrics.plain_steps + scheduler.metrics.tree_steps, time.perf_counter()
-        scheduler.step()
-        if scheduler.metrics.plain_steps + scheduler.metrics.tree_steps > steps:
-            seconds.append(time.perf_counter() - started)
-    return seconds, requests[0].output_ids
-
-
-@contextmanager
-def timed(llm: LLM, seconds: list[float]) -> Iterator[None]:
-    """Note how long the engine takes over the masks of each step."""
-    engine, inner = llm.scheduler.engine, llm.scheduler.engine._constrain
-
-    def constrain(*given: Any) -> Any:
-        started = time.perf_counter()
-        made = inner(*given)
-        seconds.append(time.perf_counter() - started)
-        return made
-
-    engine._constrain = constrain
-    yield
-    engine._constrain = inner
-
-
-def measure_cost(llm: LLM, batches: Sequence[int], rounds: int) -> None:
-    """Print the median time of a step without a grammar, with one that allows all, and with a schema."""
-    grammars = {
-        "none": None, "anything": Grammar("regex", r"(.|\n)*"),
-        "a schema": grammar_of(closed(title=WORD, text={"type": "string", "maxLength": 2000})),
-    }  # fmt: skip
-    for batch in batches:
-        times: dict[str, list[float]] = {name: [] for name in grammars}
-        masking: dict[str, list[float]] = {name: [] for name in grammars}
-        outputs = {name: step_seconds(llm, batch, grammar)[1] for name, grammar in grammars.items()}
-        if outputs["none"] != outputs["anything"]:
-            print(f"batch {batch}: in {llm.scheduler.engine.model.norm.weight.dtype} one token came out differently")
-        for _ in range(rounds):
-            for name, grammar in grammars.items():
-                with timed(llm, masking[name]):
-                    times[name] += step_seconds(llm, batch, grammar)[0]
-        medians = {name: statistics.median(seconds) * 1000 for name, seconds in times.items()}
-        masks = {name: statistics.median(seconds) * 1000 if seconds else 0 for name, seconds in masking.items()}
-        print(f"batch {batch}:", *(f"{name} {ms:.2f} ms ({ms / medians['none']:.3f}), masks {masks[name]:.2f} ms;"
-                                   for name, ms in medians.items()), flush=True)  # fmt: skip
-
-
 def main() -> None:
-    """Run one of the two."""
+    """Ask for the answers; the exit status is 1 if one is not valid."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("valid", "cost"))
     parser.add_argument("--algorithm", default="EAGLE3")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--disable-torch-compile", action="store_true")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     llm = LLM(speculative_algorithm=args.algorithm, disable_torch_compile=args.disable_torch_compile,
               device=args.device)  # fmt: skip
-    if args.what == "cost":
-        measure_cost(llm, args.batch, args.rounds)
-    elif wrong := check_valid(llm):
+    if wrong := check_valid(llm):
         sys.exit(f"{wrong} answers are not valid")
 
 

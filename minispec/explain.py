@@ -2,7 +2,8 @@
 
 For whoever reads the code. Each step is drawn as its tree, with the drafter's probability of each node and the model's,
 what was accepted and what the model added, and how long each part of the step took; a table of all steps ends it. With
-rich (`pip install 'minispec[explain]'`) it is coloured, without it the same lines are plain.
+rich (`pip install 'minispec[explain]'`) it is coloured, without it the same lines are plain. `--worked-step` prints the
+step that the README shows in numbers, in float32, so that it is the same on every machine.
 
 Read next: `trace.py` for what is seen, `engine.py` for the step.
 """
@@ -12,15 +13,19 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from minispec.llm import LLM
 from minispec.request import Request, SamplingParams, Trace
+from minispec.sampling import largest
+from minispec.tree import depth
 
 Line = list[tuple[str, str]]  # pieces of text with their styles
 ACCEPTED, REJECTED, OWN, QUIET, HEAD = "bold green", "dim", "bold cyan", "dim", "bold"
+QUESTION = "Why is the sea salty?"  # of the step that the README shows
 PARTS = ("propose", "blocks", "logits", "compact", "commit")  # as `engine.py` names them
 
 
@@ -168,10 +173,64 @@ def explain(llm: LLM, request: Request, steps: int, screen: Screen) -> None:
         screen.line((f"accept length {tokens / len(laps):.2f}: {tokens} tokens in {len(laps)} steps", HEAD))
 
 
+class Worked(NamedTuple):
+    """What one step worked on, of the one request there is."""
+
+    lens: int  # rows of keys and values before it
+    tokens: list[int]  # [N]
+    parents: list[int]  # [N]
+    above: list[list[int]]  # [N, N], 1 where the column's node is the row's own or above it
+    picks: list[int]  # [N], the target's greedy choice after each node
+    path: list[int]  # the nodes kept
+
+
+def worked_steps(llm: LLM, question: str, new_tokens: int) -> tuple[list[Worked], list[int]]:
+    """Return the steps in which a greedy answer is decoded, and the ids of question and answer."""
+    engine, seen = llm.scheduler.engine, []
+    verify = engine._verify
+
+    def watched(tree: Any, above: Tensor, logits: Tensor, wishes: Any, lens: Tensor) -> Any:
+        verdict = verify(tree, above, logits, wishes, lens)
+        kept = verdict.path[0, : int(verdict.count[0])].tolist()
+        rows = tree.tokens[0].tolist(), tree.parents[0].tolist(), above[0].int().tolist(), largest(logits)[0].tolist()
+        seen.append(Worked(int(lens[0]), *rows, kept))
+        return verdict
+
+    engine._verify = watched
+    ids = llm.tokenizer.encode_chat([{"role": "user", "content": question}])
+    answer = llm.generate(ids, SamplingParams(temperature=0.0, max_new_tokens=new_tokens))["output_ids"]
+    del engine._verify
+    return seen, [*ids, *answer]
+
+
+def describe(step: Worked, text: Any) -> str:
+    """Return a step as a table and the sentence under it; `text` gives a token's text in quotes."""
+    levels = depth(torch.tensor([step.above], dtype=torch.bool))[0].tolist()
+    lines = ["node  parent  token              sees nodes        row  position  target's pick   kept"]
+    for node, token in enumerate(step.tokens):
+        sees = " ".join(str(other) if on else "." for other, on in enumerate(step.above[node]))
+        kept = "yes" if node in step.path else ""
+        lines.append(f"{node:>4}  {step.parents[node]:>6}  {text(token):<17}  {sees:<16}  {step.lens + node:>3}  "
+                     f"{step.lens + levels[node]:>8}  {text(step.picks[node]):<14}  {kept}".rstrip())  # fmt: skip
+    emitted = [step.picks[node] for node in step.path]
+    moves = [f"{step.lens + node} to {step.lens + i}" for i, node in enumerate(step.path) if node != i]
+    lines += ["", f"emitted: {' '.join(map(text, emitted))}; rows moved: {', '.join(moves) or 'none'}; "
+                  f"lens: {step.lens} to {step.lens + len(step.path)}; next root: {text(emitted[-1])}"]  # fmt: skip
+    return "\n".join(lines)
+
+
+def worked_step(llm: LLM) -> str:
+    """Return the README's step: the first in which three tokens are kept whose rows do not follow each other."""
+    all_steps, ids = worked_steps(llm, QUESTION, 64)
+    step = next(s for s in all_steps if len(s.path) == 3 and s.path != [0, 1, 2])
+    before = llm.tokenizer.decode(ids[: step.lens + 1], skip_special_tokens=True)
+    return f"{before}\n\n" + describe(step, lambda token: repr(llm.tokenizer.decode([token])).replace("'", '"'))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the command line, load the model, and explain."""
     parser = argparse.ArgumentParser(prog="python -m minispec.explain", description="Watch speculation step by step.")
-    parser.add_argument("prompt", help="what the model is asked, or continues with --raw")
+    parser.add_argument("prompt", nargs="?", help="what the model is asked, or continues with --raw")
     parser.add_argument("--model", help="id or folder; default: the one that the server has")
     parser.add_argument("--algorithm", help="NONE, NGRAM, EAGLE, EAGLE3, NEXTN or STANDALONE; default: the server's")
     parser.add_argument("--draft-model", help="id or folder of the head or draft model")
@@ -180,7 +239,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
     parser.add_argument("--raw", action="store_true", help="no chat template: the prompt is text to continue")
     parser.add_argument("--compile", action="store_true", help="compile first: minutes, and the times are the server's")
+    parser.add_argument("--worked-step", action="store_true", help="only print the README's step in numbers")
     asked = parser.parse_args(argv)
+    if asked.worked_step:
+        shape = {"speculative_num_steps": 2, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 6}
+        print(worked_step(LLM(dtype="float32", device="cpu", disable_torch_compile=True, max_running_requests=1,
+                              speculative_algorithm="EAGLE3", **shape)))  # fmt: skip
+        return
+    if asked.prompt is None:
+        parser.error("a prompt must be given, or --worked-step")
     if asked.steps < 1:
         parser.error(f"--steps must be at least 1, got {asked.steps}")
     screen = Screen()

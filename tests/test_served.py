@@ -111,6 +111,5 @@ def test_health_answers_while_a_long_prompt_is_prefilled(compiled) -> None:
             assert json.load(answer)["status"] == "ready"
         waits.append(time.monotonic() - start)
         time.sleep(0.02)
-    # 200 ms is the promise and benchmarks/steps.py measures it; here the bound only tells a blocked loop from a busy
-    # machine.
+    # 200 ms is the promise; here the bound only tells a blocked loop from a busy machine.
     assert len(waits) > 5 and max(waits) < 2.0

@@ -1,9 +1,10 @@
-"""What a client waits for: time to the first token and time per token, over HTTP, with speculation on and off.
+"""What a client waits for over HTTP: time to the first token and per token, with speculation on and off.
 
 `python -m benchmarks.latency` starts two servers of the default model, one that drafts as launched by default and one
 that does not. Streaming clients ask both over a real socket: 1, 4 and 8 of them, each sending its next request when the
 last one's answer is whole. For each number of clients the servers are asked in the order on, off, off, on, while the
-other one idles, so that a noisy machine is noisy for both.
+other one idles, so that a noisy machine is noisy for both. `--servers on dp2 tp2` asks one process, two replicas and
+two ranks instead: on a CPU these share the same cores and memory, so that shows what the parts cost, and no gain.
 
   first token   from sending a request to the first event that has a token: queueing and prefill
   per token     (last token - first token) / (tokens - 1) of a request: what a reader sees as speed
@@ -23,6 +24,7 @@ import os
 import sys
 import time
 import urllib.parse
+import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -32,7 +34,12 @@ from typing import NamedTuple
 import bench
 from benchmarks import parity
 
-KINDS = {"on": "default drafter", "off": "NONE"}  # what the two servers are called
+KINDS = {  # servers by name: their flags
+    "on": (),
+    "off": tuple(parity.drafter_flags("NONE")),
+    "dp2": ("--dp-size", "2"),
+    "tp2": ("--tp-size", "2"),
+}
 READY_S = 1200.0  # a server may have dozens of graphs to compile
 
 
@@ -50,7 +57,7 @@ class Part(NamedTuple):
     """All requests of one stretch: so many clients at one server."""
 
     clients: int
-    speculation: str  # of KINDS
+    server: str  # of KINDS
     samples: list[Sample]
 
 
@@ -84,10 +91,19 @@ def ask(url: str, prompt: str, new_tokens: int) -> Sample:
     return Sample(first - began, (last - first) / (tokens - 1) if tokens > 1 else None, tokens, began, last)
 
 
-def order(clients: Sequence[int], rounds: int) -> list[tuple[int, str]]:
-    """Return (clients, speculation) of all parts: on, off, off, on for each number of clients."""
-    pair = list(KINDS)
-    return [(count, kind) for count in clients for i in range(rounds) for kind in (pair if i % 2 == 0 else pair[::-1])]
+def order(kinds: Sequence[str], clients: Sequence[int], rounds: int) -> list[tuple[int, str]]:
+    """Return (clients, server) of all parts: A B C, C B A, and so on for each number of clients."""
+    return [(n, kind) for n in clients for i in range(rounds) for kind in (kinds if i % 2 == 0 else kinds[::-1])]
+
+
+def wait_for_replicas(url: str) -> None:
+    """Wait until all replicas of a server are ready, where it has any; it is ready itself as soon as one is."""
+    while True:
+        with urllib.request.urlopen(f"{url}/server_info") as answer:
+            replicas = json.load(answer).get("replicas", ())
+        if all(replica["state"] == "ready" for replica in replicas):
+            return
+        time.sleep(1)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -101,10 +117,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def table(parts: Sequence[Part]) -> str:
     """Return the parts as a Markdown table, those of the same clients and server put together; times in ms."""
-    titles = ["clients", "speculation", "first token p50", "p99", "per token p50", "p99", "tokens/s", "requests"]
+    titles = ["clients", "server", "first token p50", "p99", "per token p50", "p99", "tokens/s", "requests"]
     lines = ["| " + " | ".join(titles) + " |", "|--:|---" + "|--:" * 6 + "|"]
-    for clients, kind in dict.fromkeys((part.clients, part.speculation) for part in parts):
-        mine = [part for part in parts if (part.clients, part.speculation) == (clients, kind)]
+    for clients, kind in dict.fromkeys((part.clients, part.server) for part in parts):
+        mine = [part for part in parts if (part.clients, part.server) == (clients, kind)]
         samples = [sample for part in mine for sample in part.samples]
         firsts, each = [s.first for s in samples], [s.per_token for s in samples if s.per_token is not None]
         seconds = sum(max(s.ended for s in part.samples) - min(s.began for s in part.samples) for part in mine)
@@ -118,9 +134,9 @@ def table(parts: Sequence[Part]) -> str:
 def measure(
     urls: dict[str, str], args: argparse.Namespace, prompts: Sequence[str], tell: Callable[[Part], None]
 ) -> list[Part]:
-    """Ask both servers everything, in turn."""
+    """Ask all servers everything, in turn."""
     parts = []
-    for clients, kind in order(args.clients, args.rounds):
+    for clients, kind in order(args.servers, args.clients, args.rounds):
         parity.flush(urls[kind])
         with ThreadPoolExecutor(clients) as pool:
             samples = list(pool.map(lambda prompt, url=urls[kind]: ask(url, prompt, args.new_tokens), prompts))
@@ -133,13 +149,14 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="Hugging Face id or folder; default: the default model")
-    parser.add_argument("--algorithm", help="the drafter of the server that drafts; default: the default one")
+    parser.add_argument("--algorithm", help="the drafter of the servers that draft; default: the default one")
+    parser.add_argument("--servers", nargs="+", choices=list(KINDS), default=["on", "off"])
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=2, help="parts a server and number of clients; 2 is A B B A")
     parser.add_argument("--dataset", type=Path, default=bench.PROMPTS, help="JSON lines, our own or MT-bench's format")
     parser.add_argument("--limit", type=int, help="prompts of each set, spread over it")
-    parser.add_argument("--server-flags", nargs=argparse.REMAINDER, default=[], help="of both servers, comes last")
+    parser.add_argument("--server-flags", nargs=argparse.REMAINDER, default=[], help="of all servers, comes last")
     parser.add_argument("--json", type=Path, help="write all samples here")
     return parser.parse_args()
 
@@ -148,24 +165,26 @@ def main() -> None:
     """Run the comparison and print its table."""
     args = parse()
     prompts = [text for texts in bench.read_prompts(args.dataset, args.limit).values() for text in texts]
-    count = len(order(args.clients, args.rounds))
-    print(f"two servers, then {count} parts of {len(prompts)} requests, {args.new_tokens} new tokens each", flush=True)
+    count = len(order(args.servers, args.clients, args.rounds))
+    print(f"{len(args.servers)} servers, "
+          f"then {count} parts of {len(prompts)} requests, {args.new_tokens} new tokens each", flush=True)  # fmt: skip
     model = ["--model", args.model] if args.model else []
-    asked = {"on": ["--speculative-algorithm", args.algorithm] if args.algorithm else [],
-             "off": parity.drafter_flags("NONE")}  # fmt: skip
+    drafter = ["--speculative-algorithm", args.algorithm] if args.algorithm else []
     parts: list[Part] = []
     with ExitStack() as stack:
         urls = {}
-        for kind, flags in asked.items():
-            print(f"starting the server with speculation {kind}", file=sys.stderr)
-            flags = [*model, *flags, "--max-running-requests", str(max(args.clients)), *args.server_flags]
+        for kind in args.servers:
+            print(f"starting server {kind}", file=sys.stderr)
+            flags = [*model, *([] if kind == "off" else drafter), *KINDS[kind]]
+            flags += ["--max-running-requests", str(max(args.clients)), *args.server_flags]
             urls[kind] = stack.enter_context(parity.serve(*flags, timeout_s=READY_S))
+            wait_for_replicas(urls[kind])
             ask(urls[kind], "Name three rivers.", 8)
         load = os.getloadavg()[0]
 
         def tell(part: Part) -> None:
             parts.append(part)
-            print(f"part {len(parts)} of {count}: {part.clients} clients, speculation {part.speculation}: first token "
+            print(f"part {len(parts)} of {count}: {part.clients} clients, server {part.server}: first token "
                   f"{percentile([s.first for s in part.samples], 0.5) * 1e3:.0f} ms", file=sys.stderr)  # fmt: skip
 
         try:

@@ -47,15 +47,10 @@ PREAMBLE = (
 
 
 @contextlib.contextmanager
-def serve(
-    *flags: str, timeout_s: float = 400.0, module: Sequence[str] = ("minispec.server",)
-) -> Iterator[str]:
-    """Start the server on a free port with these flags, yield its URL when it is ready, and stop it.
-
-    module: what is run, and its first arguments.
-    """
+def serve(*flags: str, timeout_s: float = 400.0) -> Iterator[str]:
+    """Start the server on a free port with these flags, yield its URL when it is ready, and stop it."""
     process = subprocess.Popen(
-        [sys.executable, "-m", *module, "--port", "0", "--wait-until-compiled", *flags],
+        [sys.executable, "-m", "minispec.server", "--port", "0", "--wait-until-compiled", *flags],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     log: list[str] = []

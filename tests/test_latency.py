@@ -66,8 +66,9 @@ def test_percentiles_are_numpys() -> None:
 
 
 def test_the_servers_take_turns_and_parts_of_a_kind_are_one_row() -> None:
-    assert order([1, 8], 2) == [(1, "on"), (1, "off"), (1, "off"), (1, "on"),
+    assert order(["on", "off"], [1, 8], 2) == [(1, "on"), (1, "off"), (1, "off"), (1, "on"),
                                 (8, "on"), (8, "off"), (8, "off"), (8, "on")]  # fmt: skip
+    assert order(["on", "dp2", "tp2"], [4], 2) == [(4, kind) for kind in ("on", "dp2", "tp2", "tp2", "dp2", "on")]
     sample = Sample(first=0.1, per_token=0.02, tokens=11, began=5.0, ended=5.5)
     slower = sample._replace(first=0.3, per_token=None, tokens=1, began=7.0, ended=7.5)
     lines = table([Part(1, "on", [sample]), Part(1, "off", [sample]), Part(1, "on", [slower])]).splitlines()

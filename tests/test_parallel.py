@@ -38,12 +38,11 @@ import minispec.engine as engine_module
 import minispec.grammar as grammar
 import minispec.parallel as parallel
 import minispec.shards as shards
-from benchmarks import plan, ranks, scaling, watched
+from benchmarks import plan, ranks
 from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.drafter import Plain
 from minispec.eagle import Eagle3Head
-from minispec.engine import Engine
 from minispec.load.memory import size_of
 from minispec.load.weights import ModelError
 from minispec.model import Model, published_tensors
@@ -428,31 +427,6 @@ def test_the_plan_is_printed_or_says_what_is_allowed(tmp_path: Path, capsys: pyt
     assert "3 layers, 9 heads over 3, in bfloat16, on 3 ranks" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--tp-size 4: .* allowed: 1, 2, 3, 6, 9"):
         plan.main(["--model", str(tmp_path), "--tp", "4"])
-
-
-def test_a_watched_rank_notes_what_its_steps_spend_in_collectives(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Engine, "_run", watched.watched(Engine._run, tmp_path, lambda engine: engine.ranks.rank))
-    scheduler = pair.build(SUBJECTS["none"].model(), Plain(), running=1)
-    run(scheduler, [request("unwatched", [1, 2, 3], max_new_tokens=3)])
-    assert not any(tmp_path.iterdir())
-    (tmp_path / watched.LOOK).touch()
-    run(scheduler, [request("watched", [4, 5, 6], max_new_tokens=3)])
-    notes = json.loads((tmp_path / "rank-0.json").read_text())
-    assert len(notes["steps"]) == 3  # a chunk, and two tokens
-    assert all(0 < part < step for part, step in zip(notes["collectives"], notes["steps"], strict=True))
-
-
-def test_contestants_take_turns_and_are_medians() -> None:
-    assert scaling.order(["a", "b", "c"], [1], 2) == [(1, name) for name in "abccba"]
-    assert scaling.known()["tp2"] == ("--tp-size", "2") and scaling.known()["one"] == ()
-    sample = scaling.Sample(first=0.1, per_token=0.02, tokens=10, began=5.0, ended=5.5)
-    parts = [scaling.Part("one", 2, [sample, sample._replace(first=0.3, per_token=0.04, ended=ended)])
-             for ended in (6.0, 7.0, 9.0)]  # fmt: skip
-    assert scaling.speeds(parts).splitlines()[1].split() == ["one,", "2", "clients", "10.0", "200", "30.0", "6"]
-    notes = scaling.Notes("tp2", 1, [0.1, 0.2, 0.1], [0.01, 0.05, 0.02])
-    assert scaling.shares([notes]).splitlines()[1].split() == ["tp2,", "rank", "1", "3", "100.0", "20.0", "20.0%"]
 
 
 # ---- what goes wrong ---------------------------------------------------------------------------------------------

@@ -50,7 +50,6 @@ class Wish(NamedTuple):
     params: dict[str, Any]
 
     def body(self, **more: Any) -> dict[str, Any]:
-        """Return the body."""
         return {"text": self.prompt, "sampling_params": self.params, **more}
 
 

@@ -235,11 +235,9 @@ class BeamDrafter(Drafter):
         self.longest = max(longest, self.depth + 1)
 
     def compile(self, compiler: Compiler) -> None:
-        """From now on run the network as `compiler` compiles it."""
         self.run_network = compiler(type(self.network).forward)
 
     def compile_small(self, compiler: Compiler, choice: Choice, permits: Permits) -> None:
-        """From now on run what surrounds the network as `compiler` compiles it, where `choice` says so."""
         self.small.compile(compiler, choice, permits)
 
     def attends(self, plan: Plan, prefill: bool) -> list[Attend]:

@@ -209,7 +209,6 @@ class Plain(Drafter):
     name, nodes, depth, commits = "none", 1, 0, False
 
     def propose(self, batch: Batch) -> DraftTree:
-        """Return the root alone."""
         return batch.tree
 
 
@@ -285,7 +284,6 @@ class HostTrees(Drafter):
                          "refused so far: %d", self.name, wrong, self.refused)  # fmt: skip
 
     def propose(self, batch: Batch) -> DraftTree:
-        """Return the trees as uploaded."""
         return batch.tree
 
     def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
@@ -295,7 +293,6 @@ class HostTrees(Drafter):
         self.inner.commit(slot, tokens, again=again)
 
     def predict(self, slot: int, tokens: Sequence[int]) -> None:
-        """Hand the expected output on."""
         if slot not in self._ignored:
             self.inner.predict(slot, tokens)
 
@@ -306,11 +303,9 @@ class HostTrees(Drafter):
         self._ignored.discard(slot)
 
     def ignore(self, slot: int) -> None:
-        """Keep the slot's text from the drafter."""
         self._ignored.add(slot)
 
     def clear(self) -> None:
-        """Forget what past requests taught."""
         self.inner.clear()
 
 

@@ -201,11 +201,9 @@ class Lookups(Drafter):
         self.head.attach(kv, attend_kind, batch_sizes, chunk_counts)
 
     def compile(self, compiler: Compiler) -> None:
-        """Hand on."""
         self.head.compile(compiler)
 
     def compile_small(self, compiler: Compiler, choice: Choice, permits: Permits) -> None:
-        """Hand on."""
         self.head.compile_small(compiler, choice, permits)
 
     def attends(self, plan: Plan, prefill: bool) -> list[Attend]:
@@ -213,7 +211,6 @@ class Lookups(Drafter):
         return self.head.attends(plan, prefill)
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
-        """Return what was found for each slot."""
         return self.texts.host_drafts(slots)
 
     def propose(self, batch: Batch) -> DraftTree:
@@ -231,11 +228,9 @@ class Lookups(Drafter):
         self.head.commit(new)
 
     def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
-        """Take in a slot's text."""
         self.texts.observe(slot, tokens, again)
 
     def predict(self, slot: int, tokens: Sequence[int]) -> None:
-        """Take in what a slot's output is expected to be like."""
         self.texts.predict(slot, tokens)
 
     def ignore(self, slot: int) -> None:

@@ -255,7 +255,6 @@ class Leader(SharedEngine):
         return self._own_part(picked, lambda: torch.zeros_like(lens))
 
     def _take_in(self, committed: Committed) -> None:
-        """Tell the drafter, as `Engine._take_in` does."""
         self._own_part(lambda: SharedEngine._take_in(self, committed), lambda: None)
 
     def capture(self, batches: Sequence[int], progress: Callable[[str], None]) -> None:

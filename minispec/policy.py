@@ -73,7 +73,6 @@ class Choice(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """Nodes of its trees."""
         return abs(self.shape)
 
 

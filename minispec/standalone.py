@@ -90,7 +90,6 @@ class StandaloneDrafter(BeamDrafter):
         self._tails = {shape: Plan(self.kv, shape[0], 1, shape[1]) for shape in shapes}  # by requests and rows of each
 
     def compile(self, compiler: Compiler) -> None:
-        """From now on run the model's blocks as `compiler` compiles them."""
         self.network.model.compile_blocks(compiler)
 
     def attends(self, plan: Plan, prefill: bool) -> list[Attend]:

@@ -109,7 +109,10 @@ def errors_are_caught_by_type(module: str, source: str) -> Iterator[str]:
 
 
 def public_things_have_docstrings(module: str, source: str) -> Iterator[str]:
-    """Module, public classes, public functions and methods; a Protocol's stubs are described by its class."""
+    """Module, public classes, public functions and methods, but for those that another place or the name describes.
+
+    These are a Protocol's stubs, properties of one statement, and methods of one statement in a class that has bases.
+    """
     tree = ast.parse(source)
     if not module.endswith("__init__") and not ast.get_docstring(tree):
         yield f"{module}: no docstring"
@@ -122,8 +125,15 @@ def public_things_have_docstrings(module: str, source: str) -> Iterator[str]:
                 continue
             if isinstance(node, ast.ClassDef):
                 scopes.append((node, f"{name}.{node.name}"))
-            if not ast.get_docstring(node) and not is_stub(node):
+            if not ast.get_docstring(node) and not is_stub(node) and not needs_none(node, scope):
                 yield f"{name}.{node.name}: no docstring"
+
+
+def needs_none(node: ast.AST, scope: ast.AST) -> bool:
+    """Return whether this is a property or, in a class with bases, a method, of one statement."""
+    if isinstance(node, ast.ClassDef) or not isinstance(scope, ast.ClassDef) or len(node.body) > 1:
+        return False
+    return bool(scope.bases) or any(ast.unparse(one) == "property" for one in node.decorator_list)
 
 
 def is_stub(node: ast.AST) -> bool:

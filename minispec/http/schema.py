@@ -498,7 +498,6 @@ def _native_wishes(asked: fields.Generate, prompts: int) -> list[Logprobs | None
 
 
 def _text(content: str | list[fields.TextPart]) -> str:
-    """Return a content as one text."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
@@ -634,7 +633,6 @@ class Reply:
 
     @property
     def done(self) -> bool:
-        """True when every request has finished."""
         return all(finish is not None for finish in self.finishes)
 
     def take(self, update: Update) -> list[dict[str, Any]]:

@@ -409,7 +409,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _compile(source: str) -> jinja2.Template:
-    """Compile a template."""
     try:
         return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:

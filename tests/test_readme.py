@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -44,6 +46,11 @@ def flags_in_prose(page: str) -> set[str]:
     return {word for code in re.findall(r"`(--[^`\n]+)`", page) for word in code.split() if word.startswith("--")}
 
 
+def ends(body: Mapping[str, Any]) -> bool:
+    """Return whether a request is greedy and bounded: a small model may go on to the end of its context in nonsense."""
+    return body.get("temperature") == 0 and body.get("max_tokens", 10**6) <= 200
+
+
 def check(words: list[str]) -> None:
     """Raise where a command would not be understood: SystemExit or AssertionError."""
     program, *rest = words
@@ -62,7 +69,7 @@ def check(words: list[str]) -> None:
     elif program == "curl":
         url, body = next(w for w in rest if w.startswith("http")), json.loads(rest[rest.index("-d") + 1])
         assert url == f"http://127.0.0.1:{Config().port}/v1/chat/completions"
-        assert schema.parse_chat(body, {}).stream
+        assert schema.parse_chat(body, {}).stream and ends(body)
     elif program == "pytest" or rest[:2] == ["-m", "pytest"]:
         files = [word for word in rest if word.endswith(".py")]
         assert all((ROOT / file).is_file() for file in files)
@@ -134,6 +141,7 @@ def test_the_example_of_a_client_asks_what_a_client_can(monkeypatch: pytest.Monk
     monkeypatch.setattr(openai.resources.chat.completions.Completions, "create", create)
     exec(compile(code, "README.md", "exec"), {})
     assert asked[0]["stream"] and asked[0]["messages"][0]["role"] == "user"
+    assert ends(asked[0])
 
 
 def test_the_worked_step_is_one() -> None:

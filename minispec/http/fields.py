@@ -239,7 +239,7 @@ class Sampling(Fields):
     ignore_eos: Flag = does("EOS ends nothing")
     no_stop_trim: Flag = does("leave what matched a stop in the text")
     skip_special_tokens: Flag = does("leave special tokens out of the text (the default)")
-    speculative: Flag = does("false: verify no drafts for this request, which changes its speed and not its text")
+    speculative: Flag = does("false: verify no drafts for this request, which in float32 changes its speed alone")
 
 
 class Constrained(Fields):
@@ -276,7 +276,7 @@ class OpenAI(Constrained, Prompted, Sampling):
     n: Choices | None = does("choices for each prompt, at most 16; the prompt is computed once")
     max_tokens: Integer = does("tokens to generate at most")
     min_tokens: Integer = does("tokens before which nothing ends the text")
-    seed: Integer = does("the same seed, prompt and parameters give the same text")
+    seed: Integer = does("the same seed, prompt and parameters give the same text in float32")
     sampling_seed: Integer = does("as seed")
     include_stop_str_in_output: Flag = does("as no_stop_trim")
     stream_options: StreamOptions | None = does("what events carry besides text")
@@ -418,7 +418,7 @@ class NativeParams(Closed, Constrained, Sampling, create_model(  # type: ignore[
     n: Choices | None = does("choices for each prompt, at most 16, each an item of the answer's list")
     max_new_tokens: Integer = does("tokens to generate at most; 128 if not given")
     min_new_tokens: Integer = does("tokens before which nothing ends the text")
-    sampling_seed: Integer = does("the same seed, prompt and parameters give the same text")
+    sampling_seed: Integer = does("the same seed, prompt and parameters give the same text in float32")
     stream_interval: Annotated[int, Field(ge=1)] | None = does("tokens between two events, in place of the server's")
 
 

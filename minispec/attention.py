@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +102,7 @@ class Plan:
         self.rows = torch.zeros(r * width, dtype=torch.int64, device=device)
         self.ends = torch.ones(r, dtype=torch.int64, device=device)
         # PAGES columns, of which only a request's are written: the CPU kernel wants the lists to cover the pool.
-        lists = {"dtype": torch.int32, "device": device}
+        lists: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.kv_count = torch.zeros(batch, 1, blocks, **lists)
         self.kv_index = torch.zeros(batch, 1, blocks, kv.pages, **lists)
         self.full_count = torch.zeros(batch, 1, blocks, **lists)
@@ -234,7 +234,7 @@ class FlexLayer:
         within = (ahead < window) & plan.visible[block, node, ahead.clamp(0, window - 1)]
         return (page >= 0) & ((ahead < 0) | within)
 
-    def _kernel_options(self, q: Tensor, kv_heads: int) -> dict[str, Any]:
+    def _kernel_options(self, q: Tensor, kv_heads: int) -> Any:
         """What each device's kernel must be told; see docs/architecture.md for what goes wrong otherwise."""
         if not q.is_cuda:
             # Any value that does not divide the page: the CPU's split-KV kernel reads the shape of the buffer behind
@@ -310,16 +310,17 @@ class PagedGather:
 
     def _place(self, strip: Strip) -> None:
         """Write a decode step's strip to where the layers have it; they are told of a new reach."""
-        if self._rows is None:  # what is not used of it costs nothing
+        if self._rows is None or self._mask is None:  # what is not used of it costs nothing
             most = self.kv.pages_per_slot * self.kv.page_size
             self._rows = strip.rows.new_empty(self.plan.batch * most)
             self._mask = strip.mask.new_empty(self.plan.batch * self.plan.width * most)
-        first = self._layers[0]
+        layers = cast(list[GatherLayer], self._layers)
+        first = layers[0]
         if not first.moving or first.read.shape != strip.rows.shape:
             read = self._rows[: strip.rows.numel()].view(strip.rows.shape)
             mask = self._mask[: strip.mask.numel()].view(strip.mask.shape)
             moving = (read, mask)
-            for layer in self._layers:
+            for layer in layers:
                 layer.read, layer.mask, layer.moving = read, mask, moving
         first.read.copy_(strip.rows)
         first.mask.copy_(strip.mask)
@@ -395,11 +396,11 @@ class PagedGather:
         batch, heads, length, dim = q.shape
         out = q.new_zeros(batch, length, heads, dim).transpose(1, 2)
         for strip in self.strips:
-            if strip.tiles and heads * strip.mask.numel() >= WORTH:
+            if self.products is not None and strip.tiles and heads * strip.mask.numel() >= WORTH:
                 near = [pool[0].index_select(1, strip.rows[0]) for pool in (keys, values)]
                 part = q[0, :, strip.queries].contiguous()
                 for tile in strip.tiles:
-                    done = self.products.attend(part, *near, strip.mask[0, 0], tile)
+                    done = self.products.attend(part, near[0], near[1], strip.mask[0, 0], tile)
                     out[0, :, strip.queries][:, tile.queries] = done
                 continue
             count = len(strip.rows)
@@ -507,7 +508,7 @@ class PromptLayer:
 # In compiled code a prefill step's attention is an operator: how many requests there are is then no shape of a graph.
 _library.define("attend_rows(Tensor q, Tensor keys, Tensor values, Tensor handle) -> Tensor")
 _keys = itertools.count()
-_gathers: weakref.WeakValueDictionary[int, PagedGather] = weakref.WeakValueDictionary()  # by the number in `handle`
+_gathers: weakref.WeakValueDictionary[int | float, PagedGather] = weakref.WeakValueDictionary()  # by `handle`
 _products: weakref.WeakKeyDictionary[PagedKV, Products] = weakref.WeakKeyDictionary()  # one for all plans
 
 

@@ -26,12 +26,12 @@ Read next: `eagle.py` for the heads, `engine.py` for the calls, `tree.py` for wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from minispec.attention import AttendKind, Plan, gathered_attention
+from minispec.attention import AttendKind, CompiledKind, Plan, gathered_attention
 from minispec.compiled import Choice, Compiler, Permits, Small
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.kv import KVShape, PagedKV
@@ -55,7 +55,8 @@ class Frontier(NamedTuple):
     tokens: Tensor  # [B, K] int64, target ids
     states: Tensor  # [B, K, H], the head's output at each node's parent
     scores: Tensor  # [B, K] fp32
-    index: Tensor  # [B, K] int64, of each node among the candidates
+    # Of each node among the candidates. It hides tuple.index, which nobody calls.
+    index: Tensor  # type: ignore[assignment]  # [B, K] int64
     visible: Tensor  # [B, K, W] bool, which scratch rows each node sees, its own included
 
 
@@ -172,6 +173,7 @@ class Beam:
 
     def __init__(self, batch: int, size: TreeSize, plan: Plan | None, live: Tensor) -> None:
         """`plan`: of a frontier, shared by all sizes of a batch; `live` [B, K] bool, all true."""
+        assert size.steps is not None, "a beam grows in rounds"
         self.batch, self.nodes, self.steps, self.live = batch, size.nodes, size.steps, live
         self.plan = plan if size.steps > 1 else None  # children of the root alone are no frontier that is read
 
@@ -185,10 +187,13 @@ class BeamDrafter(Drafter):
     """
 
     lookahead = 1  # row i depends on token i + 1, which is in the head's pair
-    compiled_attention = staticmethod(gathered_attention)
+    compiled_attention: CompiledKind = staticmethod(gathered_attention)
+    network: Any  # an nn.Module that has what `DraftNetwork` names
+    steps: int
+    topk: int
 
     def __init__(
-        self, network: nn.Module, *, steps: int, topk: int, nodes: int, coupled: bool = True,
+        self, network: Any, *, steps: int, topk: int, nodes: int, coupled: bool = True,
         smaller: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         """`network` has what `DraftNetwork` names; `smaller`: rounds and nodes of the smaller size.
@@ -214,7 +219,8 @@ class BeamDrafter(Drafter):
     ) -> None:
         """Allocate the drafter's own pages and per-slot state beside the target's."""
         self.kv, self.attend_kind = kv.sibling(self.kv_shape), attend_kind
-        slots, like = kv.table.shape[0], {"dtype": kv.pool.dtype, "device": kv.pool.device}
+        slots = kv.table.shape[0]
+        like: dict[str, Any] = {"dtype": kv.pool.dtype, "device": kv.pool.device}
         self.state = torch.zeros(slots, self.network.hidden_size, **like)  # the head's output at each slot's last row
         self._attends: dict[Plan, Attend] = {}
         self._beams: dict[tuple[int, ...], Beam] = {}  # by B and N
@@ -250,11 +256,12 @@ class BeamDrafter(Drafter):
     def propose(self, batch: Batch) -> DraftTree:
         """Grow one tree per request of the batch; writes scratch rows beyond the committed ones in its own pages."""
         beam, watched = self._beams[tuple(batch.tree.tokens.shape)], batch.scores is not None
-        batch = batch._replace(tree=None)  # the host's, who draws none for this
+        batch = batch._replace(tree=None)  # type: ignore[arg-type]  # the host's, who draws none for this
         open_, round_, close = self.small.eager if watched else self.small.of(beam, batch.temperature is not None)
         found, frontier, inputs = open_(self, beam, batch)
         candidates, states = [*found], None
         for number in self._rounds[1 : beam.steps]:
+            assert inputs is not None and beam.plan is not None
             states = self._through(inputs, frontier.states, beam.plan)
             if number is self._rounds[beam.steps - 1]:
                 break
@@ -309,15 +316,16 @@ class BeamDrafter(Drafter):
         states = self._run(new.following, self.network.fuse(new.features), new.positions, new.plan)
         self.state[new.slots] = states.flatten(0, 1)[new.ends]
 
-    def _run(self, tokens: Tensor, states: Tensor, positions: Tensor, plan: Plan) -> Tensor:
+    def _run(self, tokens: Tensor, states: Tensor | None, positions: Tensor, plan: Plan) -> Tensor:
         """Run the head over pairs of tokens and states [B, T, ...] under a plan."""
         return self._through(self._read(tokens, positions), states, plan)
 
     def _read(self, tokens: Tensor, positions: Tensor) -> Inputs:
         """Return what the network reads of tokens at positions, both [B, T] int64."""
-        return Inputs(self.network.embed(tokens.clamp(min=0)), *self.network.rope(positions), positions)
+        rope = self.network.rope(positions)
+        return Inputs(self.network.embed(tokens.clamp(min=0)), rope.cos, rope.sin, positions)
 
-    def _through(self, inputs: Inputs, states: Tensor, plan: Plan) -> Tensor:
+    def _through(self, inputs: Inputs, states: Tensor | None, plan: Plan) -> Tensor:
         """Return the network's states [B, T, H] under a plan."""
         embedding, cos, sin, positions = inputs
         attend = self._attend(plan).layer(0)
@@ -335,7 +343,7 @@ class BeamDrafter(Drafter):
         Their softmax scores the children. It is the chance that the target picks each one, given the noise, if the
         target's logits over T differ from the head's by independent standard Gumbel errors.
         """
-        if not self.coupled or batch.temperature is None:
+        if not self.coupled or batch.temperature is None or batch.seed is None:
             return logits
         ids = logits.shape[-1] if self.network.token_map is None else self.network.token_map
         noise = gumbel(batch.seed, batch.lens + depth + 1, ids)[:, None]

@@ -32,7 +32,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -213,13 +213,13 @@ def _lacking(*args: Any, **options: Any) -> NoReturn:
     raise NotCached
 
 
-def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor | int]) -> Callable[..., Sequence[Tensor]]:
+def _inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Sequence[Tensor]]:
     """A backend for torch.compile: its own, with a note of every call. Dynamo keeps it, so it must keep no tensor."""
     sizes = _sizes(graph)  # before compiling, which takes the graph apart
     if _noted.cached_only:
         from torch._inductor.compile_fx import compile_fx  # here, since importing it takes a second
 
-        compiled = compile_fx(graph, inputs, inner_compile=_lacking)
+        compiled: Any = compile_fx(graph, inputs, inner_compile=_lacking)
     else:
         compiled = lookup_backend("inductor")(graph, inputs)
 
@@ -238,7 +238,7 @@ def _sizes(graph: torch.fx.GraphModule) -> list[tuple[int, int, int]]:
     dimensions = [  # Dynamo may have found two numbers to be the same one: then both are the first tensor's
         (place, dimension, size.node.expr)
         for place, value in enumerate(examples) if isinstance(value, Tensor)
-        for dimension, size in enumerate(value.shape) if isinstance(size, torch.SymInt)
+        for dimension, size in enumerate(cast(Sequence[Any], value.shape)) if isinstance(size, torch.SymInt)
     ]  # fmt: skip
     return [
         (number, *next((place, dimension) for place, dimension, size in dimensions if size == symbol))
@@ -292,7 +292,7 @@ def any_size(args: Sequence[Any], key: Any) -> Iterator[None]:
     from torch.fx.experimental import _config  # here, since importing it takes a while
 
     # Two sizes that happen to be equal now need not be so later, and a computed one that is one now need not stay so.
-    with _config.patch(use_duck_shape=False, backed_size_oblivious=True):
+    with cast(Any, _config).patch(use_duck_shape=False, backed_size_oblivious=True):
         yield
 
 
@@ -361,7 +361,7 @@ class DirectCall:
             for place in places:
                 self.inputs[place] = tensor
         for number, place, dimension in self.sizes:
-            self.inputs[number] = self.inputs[place].shape[dimension]
+            self.inputs[number] = cast(Tensor, self.inputs[place]).shape[dimension]
         self.moving = moving
 
 

@@ -365,7 +365,7 @@ class Config:
         for f in _flags():
             if not f.name.startswith("speculative_") or getattr(self, f.name) in (f.default, "NONE"):
                 continue
-            owners = ("NGRAM", *GROWN) if f.name in _SHARED else GROWN
+            owners: tuple[str, ...] = ("NGRAM", *GROWN) if f.name in _SHARED else GROWN
             if f.name.startswith("speculative_ngram_"):
                 owners = ("NGRAM", *GROWN) if self.looks_up(self.device != "cuda") else ("NGRAM",)
             if f.name == "speculative_token_map":
@@ -593,7 +593,8 @@ def _check(f: Any, value: Any) -> None:
 
 def _check_one(flag: str, meta: Mapping[str, Any], kind: str, value: Any) -> None:
     """Raise ValueError unless a single value has the type `kind` and lies in the flag's choices or range."""
-    types = {"str": str, "int": int, "float": (int, float), "bool": bool}[kind]
+    known: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
+    types = known[kind]
     if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
         raise ValueError(f"{flag} must be {'an int' if kind == 'int' else f'a {kind}'}, got {value!r}")
     if kind == "str" and not value:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 from minispec.http.message import OneCall
 from minispec.request import Finish, Grammar, Logprobs, Request, SamplingParams, Scored, Trace, Update
@@ -37,7 +37,7 @@ def packed(request: Request) -> Values:
         "params": {name: _plain(getattr(params, name)) for name in PARAMS} | {"sampling_seed": request.seed},
         "logprobs": None if logprobs is None else {"top": logprobs.top, "ids": logprobs.ids, "start": logprobs.start},
         "grammar": None if grammar is None else (grammar.kind, grammar.text, grammar.origin),
-        "ends": None if request.ends is None else request.ends.packed(),
+        "ends": None if request.ends is None else cast(OneCall, request.ends).packed(),
         "prediction": list(request.prediction),
         "leader": None if request.leader is None else request.leader.rid,
         "scores": [_of_score(scored) for scored in request.output_scores],

@@ -124,7 +124,7 @@ class EagleHead(DraftHead):
         shape = config.layer
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=config.fc_bias)
         self.layer = Block(shape)
-        self.layer.input_layernorm = nn.Identity()
+        self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]  # is called, and no more
 
     def forward(
         self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor

@@ -24,12 +24,20 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from minispec.attention import QUERY_BLOCK, PagedGather, Plan, compiled_attention, deferred_attention, prefill_block
+from minispec.attention import (
+    QUERY_BLOCK,
+    AttendKind,
+    PagedGather,
+    Plan,
+    compiled_attention,
+    deferred_attention,
+    prefill_block,
+)
 from minispec.bucket import Bucket, Chunk, PrefillBucket
 from minispec.compiled import Choice, Compiler, Permits, Small, cached_only
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, TreeSize
@@ -231,7 +239,8 @@ class Engine:
         device, slots = kv.pool.device, kv.table.shape[0]
         self.device = device
         self.compiled, self.permits = compiled, Permits()
-        self.attend_kind = draft_attend = PagedGather if not compiled else compiled_attention
+        self.attend_kind: AttendKind = PagedGather if not compiled else compiled_attention
+        draft_attend: AttendKind = self.attend_kind
         if compiled and device.type == "cpu":
             self.attend_kind = deferred_attention(compiled_attention, self.permits)
             draft_attend = deferred_attention(drafter.compiled_attention, self.permits)
@@ -422,7 +431,7 @@ class Engine:
                     self.ring.waiting[slot] += 1
         catching_up = time.perf_counter() - began
         captured = self._run(self.decode, bucket, needs, asked)
-        seen = bucket.sight.rows.to_host() if TRACED in needs else None
+        seen = cast(Rows, cast(Sight, bucket.sight).rows).to_host() if TRACED in needs else None
         return self._pending(list(slots), bucket.outputs, scores=bucket.scores, nodes=bucket.nodes, captured=captured,
                              keeps=keeps and bucket.nodes > 1, launched=started + catching_up, catching_up=catching_up,
                              seen=seen)  # fmt: skip
@@ -455,11 +464,12 @@ class Engine:
         starts = ends + bucket.starts
         bucket.plan.fill(bucket.slots, starts, self.causal.expand(bucket.blocks, -1, -1), row < bucket.sizes[:, None])
         positions = starts[:, None] + row
+        assert self.ring is not None
         tokens, following, features = self.ring.read(bucket.slots, positions)
         following = torch.where(positions == ends[:, None] - 1, self.root[bucket.slots][:, None], following)
-        flat = (part.reshape(1, bucket.size) for part in (tokens, following, positions))
+        tokens, following, positions = (part.reshape(1, bucket.size) for part in (tokens, following, positions))
         features = None if features is None else features.view(1, bucket.size, -1)
-        return Committed(bucket.chunk_slots, *flat, features, bucket.ends, bucket.plan, prefill=True)
+        return Committed(bucket.chunk_slots, tokens, following, positions, features, bucket.ends, bucket.plan, True)
 
     def _run(
         self, step: Callable[[Any, Needs], None], bucket: Bucket | PrefillBucket, needs: Needs,
@@ -504,20 +514,22 @@ class Engine:
             seen = self._score(streams)
             tokens, allowed = self._constrain(seen.logits, trees)
             path = self._decide(bucket, lens, step._replace(tokens=tokens), seen._replace(allowed=allowed), wishes)
-        if path is not None and self._keeps(bucket):
+        if path is not None and self.ring is not None and self._keeps(bucket):
             self.ring.keep(slots, path.positions, path.tokens, path.features)
         elif path is not None:
-            self._take_in(Committed(slots, *path, self.path_plans[tuple(path.tokens.shape)], prefill=False))
+            plan = self.path_plans[tuple(path.tokens.shape)]
+            tokens, following, positions, features, ends = path
+            self._take_in(Committed(slots, tokens, following, positions, features, ends, plan, prefill=False))
 
     def _propose(self, bucket: Bucket, lens: Tensor, root: Tensor, wishes: Wishes | None) -> DraftTree:
         """Ask the drafter for the trees [B, N] of this step, unless all are the host's."""
         if not bucket.rounds:
             return DraftTree(*(part.clone() for part in bucket.tree))  # what is compiled meets the bucket's own once
         # Under thresholds a coin accepts, not the noise, and no draft may know the noise of what is drawn instead.
-        couple = wishes is not None and self.acceptance.thresholds is None
-        noise = (wishes.temperature, wishes.seed) if couple else (None, None)
+        couples = self.acceptance.thresholds is None
+        temperature, seed = (wishes.temperature, wishes.seed) if wishes is not None and couples else (None, None)
         scores = None if bucket.sight is None else bucket.sight.scores
-        return self.drafter.propose(Batch(bucket.slots, lens, root, bucket.tree, *noise, scores))
+        return self.drafter.propose(Batch(bucket.slots, lens, root, bucket.tree, temperature, seed, scores))
 
     def _before_blocks(self, bucket: Bucket, lens: Tensor, root: Tensor, drafted: DraftTree | None) -> TreeInputs:
         """Put the trees into the bucket's plan, and return what the blocks and `_after_blocks` read of them.
@@ -536,7 +548,7 @@ class Engine:
         return TreeInputs(tokens, parents.clone(), above, self.model.embed(known), *self.model.rope(positions))
 
     def _after_blocks(
-        self, bucket: Bucket, lens: Tensor, step: TreeInputs, streams: tuple[Tensor, ...], wishes: Wishes | None
+        self, bucket: Bucket, lens: Tensor, step: TreeInputs, streams: Sequence[Tensor], wishes: Wishes | None
     ) -> Path | None:
         """Verify the trees, keep the accepted paths, and write the outputs; streams: what `Model.run_blocks` returned.
 
@@ -544,7 +556,7 @@ class Engine:
         """
         return self._decide(bucket, lens, step, self._score(streams), wishes)
 
-    def _score(self, streams: tuple[Tensor, ...]) -> Seen:
+    def _score(self, streams: Sequence[Tensor]) -> Seen:
         """Return what the target says of every node, all of it allowed."""
         hidden, features = self.model.finish(streams, self.drafter.taps)
         logits = self.model.logits(hidden)
@@ -730,7 +742,7 @@ class Engine:
         # `lens[0] = 0` would copy a number from the host, and on CUDA the host would wait for the step to be done.
         self.lens[:1].zero_()
 
-    def _pending(self, slots: list[int], outputs: Tensor, scores: Scores | None = None, **what: object) -> Pending:
+    def _pending(self, slots: list[int], outputs: Tensor, scores: Scores | None = None, **what: Any) -> Pending:
         """Start the copy to the host; the next step may overwrite `outputs`."""
         what["failed"] = self.constraints.take_failures()
         on_host, ready = outputs.to("cpu", non_blocking=True, copy=True), None
@@ -751,7 +763,7 @@ class Engine:
         rows = pending.outputs[: len(pending.slots)].tolist()
         found = [[] if row[-1] else row[: row[-2]] for row in rows]
         pending.nan = [slot for slot, row in zip(pending.slots, rows, strict=True) if row[-1]]
-        if pending.keeps:
+        if pending.keeps and self.ring is not None:
             for slot, tokens in zip(pending.slots, found, strict=True):
                 self.ring.waiting[slot] += len(tokens)
         started = time.perf_counter()

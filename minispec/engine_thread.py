@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from minispec.config import Config
 from minispec.desk import Desk, desk_of
@@ -173,7 +173,7 @@ class EngineThread(threading.Thread):
         """Load; then do what the inbox asks and one step, again and again, until stopped."""
         try:
             scheduler = self._load()
-            warming = self.warming = Warming(self.llm, self._wake)
+            warming = self.warming = Warming(cast("LLM", self.llm), self._wake)
             self.watchdog.start()
             while not self.stopped.is_set():
                 updates: list[Update] = []

@@ -147,7 +147,7 @@ class Screen:
 def explain(llm: LLM, request: Request, steps: int, screen: Screen) -> None:
     """Serve a request for so many decode steps, and print each as it happens and a table of all."""
     trace = request.trace = Trace()
-    scheduler, clock, laps = llm.scheduler, Clock(llm), []
+    scheduler, clock, laps = llm.scheduler, Clock(llm), list[Any]()
     piece = lambda token: llm.tokenizer.decode([token], skip_special_tokens=False)  # noqa: E731
     scheduler.validate(request)
     scheduler.submit(request)

@@ -15,8 +15,12 @@ import os
 import signal
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 from minispec.config import Config
+
+if TYPE_CHECKING:
+    from minispec.parallel import Place
 
 logger = logging.getLogger("minispec")
 
@@ -43,7 +47,7 @@ def serve_machine(config: Config) -> None:
     _be(config, None)
 
 
-def _be(config: Config, place: object) -> None:
+def _be(config: Config, place: Place | None) -> None:
     """Meet the others, at a `parallel.Place` if one is given, and follow rank 0; an error ends the process."""
     from minispec.llm import choose_device, follow
     from minispec.parallel import end_all, gather, join, open_store

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 # Some 20 ms at most for a mask and a few tenths of a second for a compilation, on one core.
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 400_000, "step_lexer_fuel": 100_000, "step_max_items": 10_000, "max_lexer_states": 30_000,
     "max_grammar_size": 100_000, "max_items_in_row": 500,
 }  # fmt: skip
@@ -113,8 +113,8 @@ class Grammars:
             matcher = LLMatcher(self._tokenizer(grammar), source, log_level=0, limits=limits)
             if not matcher.get_error():
                 matcher.deep_copy().compute_bitmask()  # a lexer is built at the first mask, which is not to cost a step
-            if error := matcher.get_error():
-                raise _refused(grammar, error)
+            if wrong := matcher.get_error():
+                raise _refused(grammar, wrong)
             compiled = self._compiled[grammar] = Compiled(matcher, _words(self._size))
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
@@ -146,9 +146,10 @@ class Grammars:
         if not self.eos_ids:
             raise _refused(grammar, "this model has no EOS token, with which a grammar ends")
         if self._vocabulary is None:
-            serialized = self.tokenizer.backend.serialized()
-            own = TokenizerWrapper(_Bytes(self.tokenizer, self._size, self.eos_ids[0])) if serialized is None else None
-            self._vocabulary = LLTokenizer(own or serialized, n_vocab=self._size, eos_token=self.eos_ids)
+            serialized: Any = self.tokenizer.backend.serialized()
+            if serialized is None:
+                serialized = TokenizerWrapper(_Bytes(self.tokenizer, self._size, self.eos_ids[0]))
+            self._vocabulary = LLTokenizer(serialized, n_vocab=self._size, eos_token=self.eos_ids)
         return self._vocabulary
 
 
@@ -243,7 +244,7 @@ def _tags(given: Any, tokenizer: Tokenizer) -> str:
         raise ValueError('it must be {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}')
     tags = []
     for i, structure in enumerate(structures):
-        parts = [structure.get(name) for name in ("begin", "end")] if isinstance(structure, dict) else [None]
+        parts: list[Any] = [structure.get(name) for name in ("begin", "end")] if isinstance(structure, dict) else [None]
         if not all(isinstance(part, str) for part in (*parts, *triggers)):
             raise ValueError(f"structures[{i}] must have begin and end, and they and triggers must be strings")
         begin, end = parts

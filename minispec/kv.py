@@ -105,7 +105,8 @@ class PagedKV:
     def sibling(self, shape: KVShape) -> PagedKV:
         """Return pages for a drafter's layers: memory of their own under the same table, free list and row numbers."""
         other = copy.copy(self)
-        rows, like = self.pool.shape[2], {"dtype": self.pool.dtype, "device": self.pool.device}
+        rows = self.pool.shape[2]
+        like: dict[str, Any] = {"dtype": self.pool.dtype, "device": self.pool.device}
         other.pool = huge_pages.zeros(2 * shape.layers, shape.kv_heads, rows, shape.head_dim, **like)
         self.pools.append(other.pool)
         return other

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -94,6 +94,8 @@ class LLM:
         self.config = config = with_own_head(config, hf_config, self.folder, tell)
         self.stored_dtype = hf_config["torch_dtype"]
         self.model_config = ModelConfig.from_hf(hf_config)
+        self.ranks: Ranks | None
+        self.shard: Shard | None
         self.ranks, self.shard = _gathered(config, self.model_config, device)
         context = _context_length(config, self.model_config)
         self.tokenizer = choose_tokenizer(config, self.folder, self.model_config.vocab_size)
@@ -276,7 +278,7 @@ class LLM:
         one for each. Raises RequestError for a prompt that cannot be served, before any is started.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        listed: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
+        listed = cast(list[Prompt], [prompts] if single else list(prompts))
         wishes = list(params) if isinstance(params, Sequence) else [params] * len(listed)
         if len(wishes) != len(listed):
             raise RequestError(f"{len(listed)} prompts but {len(wishes)} params; give one for all or one for each")
@@ -617,7 +619,7 @@ def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:
         flags = {"cuda_graph_bs": config.cuda_graph_bs, "cuda_graph_max_bs": config.cuda_graph_max_bs,
                  "disable_cuda_graph": config.disable_cuda_graph}  # fmt: skip
         if given := next((name for name, value in flags.items() if value), None):
-            value = " ".join(map(str, flags[given])) if given == "cuda_graph_bs" else flags[given]
+            value = " ".join(map(str, config.cuda_graph_bs or ())) if given == "cuda_graph_bs" else flags[given]
             shown = flag_name(given) + ("" if value is True else f" {value}")
             logger.warning("%s changes nothing: on a CPU there are no CUDA graphs", shown)
         return ()
@@ -627,7 +629,7 @@ def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:
 
 
 def _make_engine(
-    config: Config, parts: Parts, pages: int, compiled: bool, kind: type[Engine] = Engine
+    config: Config, parts: Parts | Budget, pages: int, compiled: bool, kind: type[Engine] = Engine
 ) -> Any:
     """Return the engine around target and drafter, with so many pages."""
     network, drafter, sizes = parts.network, parts.drafter, parts.sizes

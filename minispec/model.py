@@ -16,9 +16,9 @@ Read next: `kv.py`, then `attention.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -288,7 +288,7 @@ class Model(nn.Module):
         This is `forward` without what surrounds the blocks.
         """
         streams = []
-        for index, block in enumerate(self.layers):
+        for index, block in enumerate(cast(Iterable[Block], self.layers)):
             if index in taps:
                 streams.append(x)
             x = self.run_block(block, x, rope, attend.layer(index))
@@ -337,7 +337,7 @@ def published_tensors(module: nn.Module) -> dict[str, Tensor]:
         names = JOINED.get(part, (part,))
         rows = [len(parameter) // len(names)] * len(names)
         if part == "qkv_proj":
-            block = module.get_submodule(owner)
+            block = cast(Block, module.get_submodule(owner))
             rows = [block.q_size, block.kv_size, block.kv_size]
         prefix = f"{owner}." if owner else ""
         for one, view in zip(names, parameter.detach().split(rows), strict=True):

@@ -494,7 +494,7 @@ class NgramDrafter(HostDrafter):
         if text is None:
             return
         text.released = True
-        if text.expected in self._line:
+        if text.expected is not None and text.expected in self._line:
             self._line.remove(text.expected)
         if not text.waiting:
             self.trie.close(text.path)

@@ -43,7 +43,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -85,6 +85,7 @@ class Ranks:
     def __init__(self) -> None:
         """For a process that has joined a group (`join`)."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        assert dist.group.WORLD is not None, "this process has joined no group"
         self.group = dist.group.WORLD.group_name
 
     def call(self, name: str, numbers: Sequence[int] = ()) -> None:
@@ -140,8 +141,8 @@ class Ranks:
         smaller = None if sizes is None else sizes.smaller
         numbers = [] if sizes is None else [getattr(sizes, name) for name in _NUMBERS]
         numbers = self.same([-1 if number is None else int(number) for number in (*numbers, *(smaller or ()))])
-        given = {name: None if n == -1 else n for name, n in zip(_NUMBERS, numbers, strict=False)}
-        size = [None if n == -1 else n for n in numbers[len(_NUMBERS) :]]
+        given: dict[str, Any] = {name: None if n == -1 else n for name, n in zip(_NUMBERS, numbers, strict=False)}
+        size: list[Any] = [None if n == -1 else n for n in numbers[len(_NUMBERS) :]]
         batches, prefills = (tuple(self.same(values)) for values in lists)
         return Sizes(**given | {"looks_up": bool(given["looks_up"])}, batch_sizes=batches, prefill_sizes=prefills,
                      smaller=TreeSize(*size) if size else None)  # fmt: skip
@@ -288,7 +289,7 @@ class Follower(SharedEngine):
     def follow(self, ranks: Ranks) -> None:
         """Do what rank 0 calls, in order, until it says stop."""
         self.ranks = ranks
-        does: dict[str, Callable[[list[int]], None]] = {
+        does: dict[str, Callable[[list[int]], object]] = {
             "map": lambda n: self.kv.map(n[0], n[1], n[2:]),
             "unmap": lambda n: self.kv.unmap(*n),
             "reset": lambda n: self.kv.reset(),
@@ -344,7 +345,7 @@ def gather(config: Config, device: torch.device) -> Ranks:
     _count_devices(device, here)
     # On one machine a file in memory, which every process here opens by its number: nothing is left of it, however they
     # end, and it may be read as long as they live, since NCCL looks up there later what it has not met yet.
-    files = () if config.dist_init_addr else (os.memfd_create("minispec-ranks"),)
+    files: tuple[int, ...] = () if config.dist_init_addr else (os.memfd_create("minispec-ranks"),)
     place = Place(rank, config.tp_size, 0, config.dist_init_addr or f"/proc/self/fd/{files[0]}")
     store = open_store(place, timeout)
     for local in range(1, here):
@@ -454,13 +455,14 @@ class Child:
             pass_fds=files, env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
         )  # fmt: skip
         # Standard input stays open: when it ends, this process has ended, and the other one follows it.
-        self.process.stdin.write(described(config, place))
-        self.process.stdin.flush()
+        given = cast(IO[bytes], self.process.stdin)
+        given.write(described(config, place))
+        given.flush()
         threading.Thread(target=self._watch, name=f"rank {self.rank}", daemon=True).start()
 
     def _watch(self) -> None:
         """Pass on what the process says until it ends, which it should not."""
-        for raw in self.process.stdout:
+        for raw in cast(IO[bytes], self.process.stdout):
             if line := raw.decode(errors="replace").strip():
                 self.last_words = line
                 logger.info("rank %d: %s", self.rank, line)
@@ -480,4 +482,4 @@ def understood(line: bytes) -> tuple[Config, Place]:
     """Return what `described` has written."""
     told = json.loads(line)
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in told["config"].items()}
-    return Config(**given), Place(**told["place"])
+    return Config(**cast(dict[str, Any], given)), Place(**told["place"])

@@ -109,6 +109,7 @@ class PrefixCache:
         pages: list[int] = []
         for node in list(itertools.islice(self.idle, wanted)):  # next(iter()) rescans deleted entries each time
             assert not node.children, "an idle parent stood before its child"
+            assert node.parent is not None, "the root is never idle"
             del self.idle[node], node.parent.children[node.key]
             pages.append(node.page)
         self.count -= len(pages)
@@ -123,4 +124,5 @@ class PrefixCache:
         assert len(cached) == self.count, f"{len(cached)} nodes, {self.count} counted"
         assert len({node.page for node in cached}) == len(cached), "a page is in the cache twice"
         assert {n for n in cached if n.holders == 0} == set(self.idle), "idle queue and holders disagree"
-        assert all(n.parent is self.root or n.parent.holders >= n.holders for n in cached), "a child is held alone"
+        above = [(n, n.parent) for n in cached if n.parent not in (None, self.root)]
+        assert all(p is not None and p.holders >= n.holders for n, p in above), "a child is held alone"

@@ -24,7 +24,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from minispec.config import Config
 from minispec.crossing import Told, Values, unpacked
@@ -33,6 +33,9 @@ from minispec.engine_thread import EngineThread, build_sealed_llm
 from minispec.load.machine import own_compile_cache
 from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update, one_line
 from minispec.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from minispec.llm import LLM
 
 logger = logging.getLogger("minispec")
 
@@ -72,8 +75,14 @@ class Replica:
         return {
             "incarnation": self.incarnation, "pid": os.getpid(), "host": socket.gethostname(), "state": state,
             "progress": one_line(engine.error) if state == "failed" else engine.progress,
-            "graphs": engine.graphs, "facts": tuple(facts_of(engine.llm)) if state == "ready" else None,
+            "graphs": engine.graphs, "facts": tuple(facts_of(cast("LLM", engine.llm))) if state == "ready" else None,
         }  # fmt: skip
+
+    @property
+    def _begun(self) -> EngineThread:
+        """Return the engine thread, which `begin` has made."""
+        assert self.engine is not None, "nobody has begun"
+        return self.engine
 
     async def submit(self, incarnation: str, packed: Sequence[Values]) -> None:
         """Take requests that the door has checked, if they are for this incarnation; those of one prompt come together.
@@ -93,7 +102,7 @@ class Replica:
             self._end(request.rid, Finish("abort", message=error.message, status=error.status))
         fresh = [request for rid, request in known.items() if rid in self.entering]
         self.entering -= set(known)
-        self.engine.submit(fresh)
+        self._begun.submit(fresh)
 
     def _check(self, requests: Sequence[Request]) -> dict[Request, RequestError]:
         """Check requests against this engine, whose pool may be smaller than others', and compile their grammars."""
@@ -101,7 +110,7 @@ class Replica:
         for request in requests:
             most = request.max_new_tokens
             try:
-                self.engine.llm.scheduler.validate(request)
+                cast("LLM", self._begun.llm).scheduler.validate(request)
                 request.max_new_tokens = min(request.max_new_tokens, most)
             except RequestError as error:
                 refused[request] = error
@@ -111,7 +120,7 @@ class Replica:
         """End requests, wherever they are."""
         for rid in self.entering.intersection(rids):
             self._end(rid, Finish("abort", message="the request was aborted", status=ABORT_WANTED))
-        self.engine.abort([self.told[rid].request for rid in rids if rid in self.told])
+        self._begun.abort([self.told[rid].request for rid in rids if rid in self.told])
 
     def _end(self, rid: str, finish: Finish) -> None:
         """End a request that is not in the engine yet."""
@@ -120,7 +129,7 @@ class Replica:
 
     async def ask(self, question: str, *given: Any) -> Any:
         """Return the answer to one of `about.QUESTIONS`, asked between two steps."""
-        return await self.engine.answer(question, *given)
+        return await self._begun.answer(question, *given)
 
     async def updates(self, incarnation: str) -> AsyncIterator[tuple[str, list[Values]]]:
         """Yield batches of updates with the incarnation that they are of, as long as it is the one asked for."""
@@ -141,6 +150,6 @@ class Replica:
 
     def _died(self) -> None:
         """The engine thread is gone. What failed to load is told by `begin`; else the process ends, to be replaced."""
-        if self.engine.loaded.is_set():
-            logger.critical("the engine has failed, and this replica ends: %s", one_line(self.engine.error))
+        if self._begun.loaded.is_set():
+            logger.critical("the engine has failed, and this replica ends: %s", one_line(self._begun.error))
             os._exit(1)

@@ -70,7 +70,7 @@ class Replicas:
         self.error: BaseException | None = None
         self.lost, self.loaded = True, threading.Event()  # a failure here is always the end
         self.desk: Desk | None = None
-        self.routing: Routing | None = None  # known with the desk
+        self.routing: Routing  # known with the desk
         self.places: list[Place] = []
         self.waiting: list[Request] = []
         self.deaths: Counter[Request] = Counter()
@@ -104,6 +104,12 @@ class Replicas:
         with self._entering:
             if not self._stopped:
                 self._cluster = Cluster(self.config)
+
+    @property
+    def _entered(self) -> Cluster:
+        """Return the cluster, for those who follow a replica in it."""
+        assert self._cluster is not None, "the cluster was left"
+        return self._cluster
 
     def stop(self) -> None:
         """Follow nobody any more; `join` ends the replicas."""
@@ -154,7 +160,7 @@ class Replicas:
 
     async def _keep(self, place: Place) -> None:
         """Follow a replica from one incarnation to the next."""
-        ray_error = self._cluster.error
+        ray_error = self._entered.error
         while True:
             glance = None
             try:
@@ -174,7 +180,7 @@ class Replicas:
 
     async def _begin(self, place: Place) -> None:
         """Wait until a replica is ready, and let it have requests."""
-        cluster = self._cluster
+        cluster = self._entered
         while place.known.get("state") != "ready" or not place.incarnation:
             await asyncio.sleep(PAUSE)
             try:
@@ -202,7 +208,7 @@ class Replicas:
         logger.error("replica %d: %s; it is started again", place.number, line)
         await asyncio.sleep(GLANCE)
         if place.incarnation:
-            self._cluster.ray.kill(place.actor, no_restart=False)
+            self._entered.ray.kill(place.actor, no_restart=False)
             place.last, place.incarnation, place.starts = place.incarnation, "", 0
 
     async def _open(self, place: Place) -> None:
@@ -221,7 +227,7 @@ class Replicas:
 
     async def _glance(self, place: Place) -> None:
         """Ask a replica now and then how it is, for /health."""
-        with suppress(self._cluster.error):
+        with suppress(self._entered.error):
             while True:
                 await asyncio.sleep(GLANCE)
                 place.known |= {"graphs": (await place.actor.begin.remote())["graphs"]}
@@ -272,7 +278,7 @@ class Replicas:
             await asyncio.sleep(PAUSE)
         if place.incarnation == old and place.state == "draining":
             place.planned = True
-            self._cluster.ray.kill(place.actor, no_restart=False)
+            self._entered.ray.kill(place.actor, no_restart=False)
         while place.incarnation == old or place.state != "ready":
             await asyncio.sleep(PAUSE)
 
@@ -327,12 +333,12 @@ class Replicas:
         """See that a replica takes requests; of one that has died the stream tells."""
         try:
             await taking
-        except self._cluster.ray.exceptions.RayTaskError as error:
+        except self._entered.ray.exceptions.RayTaskError as error:
             logger.error("replica %d cannot take requests: %s", place.number, str(error).strip().splitlines()[-1])
             refused = [request for request in batch if place.requests.pop(request.rid, None) is not None]
             finish = Finish("abort", message="a replica could not take the request", status=500)
             self._end([(request, finish) for request in refused])
-        except self._cluster.error:
+        except self._entered.error:
             pass
 
     def _choose(self, request: Request) -> Place | None:
@@ -383,7 +389,7 @@ class Replicas:
             return [False]
         answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         asking = asyncio.gather(*(self._ask(place, question, given) for place in self.places))
-        asking.add_done_callback(lambda done: answer.done() or answer.set_result(done.result()))
+        asking.add_done_callback(lambda done: None if answer.done() else answer.set_result(done.result()))
         self._answers.add(answer)
         answer.add_done_callback(self._answers.discard)
         found = await answer
@@ -400,7 +406,7 @@ class Replicas:
         try:
             async with asyncio.timeout(None if changes else ANSWER):
                 return await place.actor.ask.remote(question, *given)
-        except (TimeoutError, self._cluster.error):
+        except (TimeoutError, self._entered.error):
             return changes or None
 
     def refuse_questions(self, error: RequestError) -> None:

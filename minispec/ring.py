@@ -15,6 +15,8 @@ Read next: `engine.py`, whose `catch_up` empties the ring.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -41,7 +43,7 @@ class Ring:
         slots, place = slots[:, None], rows % ROWS
         self.tokens[slots, place] = tokens
         if self.features is not None:
-            self.features[slots, place] = features
+            self.features[slots, place] = cast(Tensor, features)
 
     def read(self, slots: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the tokens of rows [n, W] of slots [n], those of the rows after them, and the features [n, W, F]."""

@@ -46,7 +46,7 @@ class Routing:
 
     def _shared(self, number: int, prefixes: Sequence[int]) -> int:
         """Return how many pages of a text a replica is believed to hold."""
-        held = self._held.get(number, {})
+        held: Mapping[int, None] = self._held.get(number, {})
         return next((count for count, prefix in enumerate(prefixes) if prefix not in held), len(prefixes))
 
     def sent(self, number: int, prefixes: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ Read next: `verify.py` for the walk that calls `pick`, `request.py` for the para
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -202,6 +202,7 @@ SPREAD = 1024  # bins for the ids that a histogram is not about
 
 def _filtered(gap: Tensor, wishes: Wishes) -> Tensor:
     """Return `[B, V] bool`, the tokens that top-k, top-p and min-p take away, from distances `gap [B, V] fp32`."""
+    assert wishes.temperature is not None, "greedy picks are not filtered"
     bits = gap.view(torch.int32)
     share = torch.exp(-gap / wishes.temperature.clamp(min=GREEDY_BELOW)[:, None])  # probability over the largest one
     limit = torch.full_like(wishes.seed, 2**31 - 1, dtype=torch.int32)
@@ -370,7 +371,7 @@ class SamplingState:
 
         With EVERYTHING the members serve any batch: where a request has no wish its entries are neutral.
         """
-        members: dict[str, Tensor | None] = dict(zip(FLOATS, self._floats[slots].unbind(1), strict=True))
+        members: dict[str, Any] = dict(zip(FLOATS, self._floats[slots].unbind(1), strict=True))
         members |= zip(INTS, self._ints[slots].unbind(1), strict=True)
         members |= {name: table[slots] for name, table in self.tables.items() if name in needs}
         members |= {name: None for name in EVERYTHING - needs}

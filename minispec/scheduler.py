@@ -32,6 +32,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -313,7 +314,8 @@ class Scheduler:
         shapes = self.sizes.sizes_of(batch)
         decided = self.policy.decided(shapes) if any(r.speculative for r in requests) else PLAIN
         drafts = () if decided == PLAIN else engine.host_drafts(slots)
-        rows = {r: (self._row(r, d), d) for r, d in zip(requests, drafts or [None] * len(requests), strict=True)}
+        offered: Sequence[Draft | None] = drafts or [None] * len(requests)
+        rows = {r: (self._row(r, d), d) for r, d in zip(requests, offered, strict=True)}
         kind, known = Kind.of(batch, sampled, max(r.kv_len for r in requests)), [row for row, _ in rows.values()]
         if decided is None:
             choice = self.policy.choose(kind, shapes, known)
@@ -321,7 +323,7 @@ class Scheduler:
             choice = self.policy.with_lookups(Choice(decided), known)
         lookups = frozenset(r for r, takes in zip(requests, choice.lookups, strict=False) if takes)
         if engine.drafter.looks_up:
-            drafts = [rows[r][1] if r in lookups else NOTHING for r in requests]
+            drafts = [d if d is not None and r in lookups else NOTHING for r, d in zip(requests, offered, strict=True)]
         return Planned(kind, choice, rows, lookups, self._disturbances()), drafts
 
     def _row(self, request: Request, draft: Draft | None) -> Row:
@@ -356,7 +358,7 @@ class Scheduler:
 
     def _landed_rows(self, request: Request) -> int:
         """Return how many rows of a request are sound: those of a chunk under way may turn out to be NaN."""
-        if self._flies(request):
+        if self._flight is not None and self._flies(request):
             for chunk in self._flight.pending.chunks:
                 if chunk.slot == request.slot:
                     return chunk.start
@@ -414,15 +416,16 @@ class Scheduler:
     def _teach(self, flight: Flight, emitted: Mapping[Request, Sequence[int]], seconds: float) -> None:
         """Tell the policy what a decode step took and emitted."""
         plan, pending = flight.plan, flight.pending
+        assert plan is not None, "a decode step has one"
         if self._disturbances() == plan.before and pending.seen is None:  # watching takes time of its own
             tokens = sum(map(len, emitted.values()))
             self.policy.landed(plan.kind, plan.choice, seconds, emitted=tokens, catching_up=pending.catching_up)
-        for request, tokens in emitted.items():
+        for request, given in emitted.items():
             row, draft = plan.rows[request]
             if draft is not None:
-                self._teach_of_host(request, draft, tokens)
+                self._teach_of_host(request, draft, given)
             if row.match is None and plan.choice.shape > PLAIN and request not in plan.lookups:
-                self.policy.learn(row, pending.nodes, len(tokens))
+                self.policy.learn(row, pending.nodes, len(given))
 
     def _hear(self, flight: Flight) -> None:
         """Take in the scores that a step brought to the requests that asked and still hold their seats."""
@@ -561,7 +564,7 @@ class Scheduler:
                 at = len(request.output_ids) - kept[-1]
                 step = pending.seen.step(row, tokens[: kept[-1]])
                 request.trace.steps.append({"at": at, "seconds": round(seconds, 6), **step})
-            if request in flight.plan.lookups:
+            if flight.plan is not None and request in flight.plan.lookups:
                 self.metrics.lookup(kept[-1])
         self.metrics.decode(
             Load(self._usage(), len(emitted), len(self.waiting)),
@@ -662,7 +665,7 @@ class Scheduler:
         """Take a request out of wherever it is, and note its end; not `sound`: its own pages may hold NaN."""
         if request.slot:
             self._leave(request, sound)
-        elif request in (choices := self.parked.get(request.leader, ())):
+        elif request.leader is not None and request in (choices := self.parked.get(request.leader, [])):
             choices.remove(request)
         else:
             self.waiting.remove(request)
@@ -686,7 +689,7 @@ class Scheduler:
             self._share(request, seat, known)
         else:
             self.kv.wipe(seat.owned())
-        if flies:
+        if flies and self._flight is not None:
             self._flight.left.append((request.slot, seat.owned()))
         else:
             self.kv.give_back(seat.owned())
@@ -716,7 +719,7 @@ class Scheduler:
         for seat in self.seats.values():
             assert seat.pages[: len(seat.path)] == [node.page for node in seat.path], "a copy of a cached page is kept"
 
-    def stats(self) -> dict[str, float | int | dict[str, float] | None]:
+    def stats(self) -> dict[str, Any]:
         """Return current numbers for /server_info, names as SGLang's where it has one."""
         m = self.metrics
         return {

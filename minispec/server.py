@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
 
@@ -84,6 +84,7 @@ class Server:
 
     async def start(self) -> None:
         """Listen, and begin to load; raises OSError if the address is taken."""
+        self.engine: Replicas | EngineThread
         if self.config.dp_size > 1:
             self.engine = Replicas(self.config, self._deliver, self._died)
         else:
@@ -121,8 +122,8 @@ class Server:
 
     def application(self) -> web.Application:
         """Return the application with its routes and middlewares."""
-        inner = [errors, self.origins.ask, self.door.guard]
-        app = web.Application(middlewares=[delivering, self._counted_answer, *inner], client_max_size=MAX_BODY)
+        steps: list[Any] = [delivering, self._counted_answer, errors, self.origins.ask, self.door.guard]
+        app = web.Application(middlewares=steps, client_max_size=MAX_BODY)
         app.on_response_prepare.append(set_request_id)
         app.on_response_prepare.append(self.origins.allow)
         get, post = app.router.add_get, app.router.add_post
@@ -176,7 +177,7 @@ class Server:
     def hung(self) -> None:
         """A step will not end: answer everyone, and end the process."""
         self.engine.error = RuntimeError(f"a step has not ended in {2 * self.watchdog.seconds:g} seconds")
-        self.engine.state, self.engine.lost = "failed", True
+        cast(EngineThread, self.engine).state, self.engine.lost = "failed", True
         self._died()
 
     def _fail_everything(self, error: RequestError) -> None:
@@ -331,7 +332,7 @@ class Server:
         """The launch flags, the sizes, and in internal_states[0] the scheduler's current numbers."""
         desk = self._ready()
         answers = await self.engine.each("stats")
-        stats = next(filter(None, answers), {})
+        stats: dict[str, Any] = next(filter(None, answers), {})
         secret = ("api_key", "admin_api_key", "notes")
         flags = {k: v for k, v in dataclasses.asdict(self.config).items() if k not in secret}
         flags["speculative_algorithm"] = desk.facts.algorithm
@@ -408,7 +409,7 @@ class Server:
         asked = await self.bodies.read(http, partial(fields.read, fields.Abort))
         if not asked.abort_all and asked.rid is None:
             raise RequestError("give rid, a non-empty string, or abort_all, true", "rid")
-        begin = "" if asked.abort_all else asked.rid
+        begin = "" if asked.abort_all else asked.rid or ""
         may_all = self.door.is_admin(http)
         if asked.abort_all and not may_all:
             raise self.door.forbidden("abort_all")
@@ -426,9 +427,11 @@ class Server:
         self._check_model(asked.model)
         messages = schema.conversation(asked)
         batched, special = isinstance(asked.prompt, list), asked.add_special_tokens is not False
-        texts = asked.prompt if batched else [asked.prompt if messages is None else messages]
+        alone: Any = asked.prompt if messages is None else messages
+        texts: list[Any] = cast(list[Any], asked.prompt) if batched else [alone]
         context, tokenizer = intake.limits.context_length, intake.tokenizer
-        encode = tokenizer.encode_chat if messages else partial(tokenizer.encode, add_special_tokens=special)
+        plain = partial(tokenizer.encode, add_special_tokens=special)
+        encode: Callable[[Any], list[int]] = tokenizer.encode_chat if messages else plain
 
         def work() -> dict[str, Any]:
             """Tokenize, in a thread."""
@@ -547,7 +550,8 @@ async def serve(config: Config, temporary: Path | None = None) -> int:
     try:
         await server.start()
     except OSError as error:
-        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)
+        number = error.errno or 0
+        reason = os.strerror(number) if number > 0 else error.strerror or str(error)
         print(f"minispec: error: cannot listen on {config.host}:{config.port}: {reason}", file=sys.stderr)
         return 1
     waits = [asyncio.ensure_future(event.wait()) for event in (signals.first, server.must_end)]

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed._functional_collectives as collectives
@@ -38,12 +39,12 @@ from minispec.model import Model, ModelConfig
 
 def summed(x: Tensor, group: str) -> Tensor:
     """Return the sum of every rank's x over a process group, by its name; the same bits on all ranks."""
-    return _waited(collectives.all_reduce(x, "sum", group))
+    return _waited(collectives.all_reduce(x, "sum", group))  # type: ignore[arg-type]  # a NewType of torch 2.13
 
 
 def from_first(x: Tensor, group: str) -> Tensor:
     """Return rank 0's x on every rank; the others give a tensor of its shape and dtype."""
-    return _waited(collectives.broadcast(x, 0, group))
+    return _waited(collectives.broadcast(x, 0, group))  # type: ignore[arg-type]  # as above
 
 
 def side_by_side(x: Tensor, size: int, group: str) -> Tensor:
@@ -173,9 +174,10 @@ class Shard:
 
         To be called when the weights are loaded and before they are packed.
         """
-        for block in model.layers:
+        for block in cast(Iterable[Any], model.layers):
             block.o_proj, block.down_proj = Summed(block.o_proj, self), Summed(block.down_proj, self)
-        model.embed_tokens, model.lm_head = SplitEmbedding(model.embed_tokens, self), SplitHead(model.lm_head, self)
+        model.embed_tokens = SplitEmbedding(model.embed_tokens, self)  # type: ignore[assignment]  # is called, and no more
+        model.lm_head = SplitHead(model.lm_head, self)  # type: ignore[assignment]
         model.config = replace(self.config, vocab_size=self.whole.vocab_size)
 
 
@@ -188,7 +190,7 @@ class Summed(nn.Module):
     def __init__(self, linear: nn.Linear, shard: Shard) -> None:
         super().__init__()
         self.linear, self.bias, self.group = linear, linear.bias, shard.group
-        linear.bias = None
+        linear.bias = None  # type: ignore[assignment]  # as nn.Linear has it without one
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the whole weight, plus the bias, [..., out], where x are this rank's inputs."""

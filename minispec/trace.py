@@ -54,7 +54,7 @@ class Rows(NamedTuple):
     drafted: Tensor  # [B, N] fp32, `Sight.scores`
     target: Tensor  # [B, N] fp32, log-probability of each node's token after its parent, as the model has it
     path: Tensor  # [B, A] int64
-    count: Tensor  # [B] int64
+    count: Tensor  # type: ignore[assignment]  # [B] int64; it hides tuple.count, which nobody calls
     picked: Tensor  # [B, A] fp32, log-probability of each emitted token
     margin: Tensor  # [B, A] fp32, how far ahead of all others the best token's score was (`pick`, before filters)
 

@@ -50,7 +50,8 @@ class Verdict(NamedTuple):
     """What the target accepted. Entries of `path` and `emitted` at and beyond `count` are unspecified but in range."""
 
     path: Tensor  # [B, A] int64 node indices, path[:, 0] = 0
-    count: Tensor  # [B] int64 tokens emitted = accepted drafts + 1
+    # How many tokens are emitted, accepted drafts + 1. It hides tuple.count, which nobody calls.
+    count: Tensor  # type: ignore[assignment]  # [B] int64
     emitted: Tensor  # [B, A] int64: the target's pick at node path[:, a]
     bonus: Tensor  # [B] int64 = emitted[count - 1], the next root
     nan: Tensor  # [B] bool: whether a token that counts was picked from logits with a NaN among them

@@ -30,7 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple, cast
 
 if TYPE_CHECKING:
     from minispec.bucket import Bucket, PrefillBucket
@@ -86,12 +86,13 @@ class Child:
 
     def _send(self, what: bytes) -> None:
         with suppress(BrokenPipeError):  # `_listen` sees that the process has ended
-            self.process.stdin.write(what)
-            self.process.stdin.flush()
+            given = cast(IO[bytes], self.process.stdin)
+            given.write(what)
+            given.flush()
 
     def _listen(self) -> None:
         """Read lines until the process ends."""
-        for raw in self.process.stdout:
+        for raw in cast(IO[bytes], self.process.stdout):
             line = raw.decode(errors="replace").strip()
             if line.startswith(MADE):
                 self.made.add(line.removeprefix(MADE))
@@ -153,12 +154,12 @@ class Warming:
         if not self.children and cache_is_empty():
             self._start_children()
             return True
-        if self._next() is None or not self._compiler_is_known():
+        if (step := self._next()) is None or not self._compiler_is_known():
             return False
         if busy and (self._missed or time.monotonic() < self._rest_until):
             return False
         started = time.monotonic()
-        self._make(started)
+        self._make(step, started)
         self._rest_until = 2 * time.monotonic() - started
         return True
 
@@ -182,14 +183,17 @@ class Warming:
         asking = compiler_known()
         if asking.is_alive() and not self._waits:
             self._waits = True
-            threading.Thread(target=lambda: (asking.join(), self._wake()), name="wake", daemon=True).start()
+            threading.Thread(target=self._wake_after, args=(asking,), name="wake", daemon=True).start()
         return not asking.is_alive()
 
-    def _make(self, started: float) -> None:
+    def _wake_after(self, asking: threading.Thread) -> None:
+        asking.join()
+        self._wake()
+
+    def _make(self, step: Bucket | PrefillBucket, started: float) -> None:
         """Make a graph of the next step, from the cache unless what a process had compiled was not there."""
         from minispec.compiled import NotCached
 
-        step = self._next()
         try:
             complete = self.engine.make_graph(step, from_cache=not self._missed)
         except NotCached:

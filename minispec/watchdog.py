@@ -34,7 +34,7 @@ LAST_WORDS = 10.0  # seconds for error events, once the end is near
 class Watchdog:
     """Watches what runs within `with watchdog:` on one thread, which also calls `start` and `rest`."""
 
-    def __init__(self, seconds: float, end: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, seconds: float, end: Callable[[], object] = lambda: None) -> None:
         """`seconds`: the timeout, 0 for none. `end` is called by another thread at twice that; see `LAST_WORDS`."""
         self.seconds, self._end = seconds, end
         self._began: float | None = None  # when what is watched now began

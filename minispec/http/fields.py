@@ -61,8 +61,8 @@ def told_apart(allowed: str, **members: Any) -> Any:
     (and all that is none of these), `texts`, `rows` (of lists), `objects`. `allowed` completes "must be" for anything
     else.
     """
-    scalars = {str: "text", dict: "object", bool: "flag", int: "number"}
-    lists = {str: "texts", list: "rows", dict: "objects"}
+    scalars: dict[type, str] = {str: "text", dict: "object", bool: "flag", int: "number"}
+    lists: dict[type, str] = {str: "texts", list: "rows", dict: "objects"}
     of_empty = next((name for name in members if name not in scalars.values()), "")
 
     def tag(value: Any) -> str | None:

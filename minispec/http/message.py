@@ -114,7 +114,7 @@ class Message:
                 self._delta["content"] = self._delta.get("content", "") + piece.text
             return
         if piece.name is not None:
-            call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function",
+            call: dict[str, Any] = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function",
                     "function": {"name": piece.name, "arguments": ""}}  # fmt: skip
             self._by_number[piece.call] = call
             new = {"index": piece.call, **call, "function": dict(call["function"])}

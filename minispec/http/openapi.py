@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic.json_schema import models_json_schema
 
@@ -82,7 +82,8 @@ ERROR = {
 def document(version: str) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document."""
     bodies = {route.body for route in ROUTES if route.body is not None}
-    models = [(kind, "validation") for kind in sorted(bodies, key=lambda kind: kind.__name__)]
+    named = sorted(bodies, key=lambda kind: kind.__name__)
+    models: list[tuple[Any, Literal["validation"]]] = [(kind, "validation") for kind in named]
     _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
     paths: dict[str, Any] = {}
     for route in ROUTES:
@@ -102,7 +103,8 @@ def document(version: str) -> dict[str, Any]:
 def _operation(route: Route) -> dict[str, Any]:
     """Return the description of one method of one path."""
     failure = {"content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}}
-    answer = {kind: {"schema": {"type": "object"} if kind == JSON else {"type": "string"}} for kind in route.answers}
+    types = {kind: "object" if kind == JSON else "string" for kind in route.answers}
+    answer: dict[str, Any] = {kind: {"schema": {"type": name}} for kind, name in types.items()}
     if route.path == "/set_internal_state":
         answer[JSON] = {"schema": {"type": "array"}}
     if route.path == "/generate":  # a list of prompts gives a list of answers

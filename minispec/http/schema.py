@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from minispec.http import fields, logprobs
 from minispec.http.fields import read
@@ -157,7 +157,7 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(asked.messages)]
     if continued and messages[-1]["role"] != "assistant":
         raise RequestError("continue_final_message needs a last message of role assistant", "continue_final_message")
-    wish, prediction = _wish(asked), asked.prediction and _text(asked.prediction.content)
+    wish, prediction = _wish(asked), _text(asked.prediction.content) if asked.prediction else None
     shown = {"tools": list(wish.tools)} if wish.tools else {}
     chat = {
         "add_generation_prompt": asked.add_generation_prompt is not False and not continued,
@@ -182,7 +182,8 @@ def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Jo
     """Return the job of a /v1/completions body: a prompt of text or ids, or a list of such prompts."""
     asked = read(fields.Completion, body)
     counts = {name: getattr(asked, name) for name in ("logprobs", "prompt_logprobs")}
-    report = Report(*counts.values(), asked.echo is True, as_ids=asked.return_tokens_as_token_ids is True)
+    as_ids = asked.return_tokens_as_token_ids is True
+    report = Report(asked.logprobs, asked.prompt_logprobs, asked.echo is True, as_ids=as_ids)
     from_start = report.prompt is not None or (report.echo and report.top is not None)
     job = _openai_job("completion", asked, _listed(asked.prompt), defaults, 16)
     job = _with_logprobs(job, report, [_scores(counts, 0 if from_start else None)] * len(job.params))
@@ -282,9 +283,11 @@ def tokenize(
         if leader is not None:
             ids = leader.prompt_ids
         elif job.kind == "chat":
-            ids = tokenizer.encode_chat(prompt, **job.chat)
+            ids = tokenizer.encode_chat(cast(list[dict[str, Any]], prompt), **job.chat)
+        elif isinstance(prompt, str):
+            ids = tokenizer.encode(prompt, job.add_special_tokens)
         else:
-            ids = tokenizer.encode(prompt, job.add_special_tokens) if isinstance(prompt, str) else prompt
+            ids = cast(list[int], prompt)
         if not ids:
             raise RequestError("the prompt is empty", job.names.get("prompt", "prompt"))
         if job.truncate is not None and leader is None:
@@ -319,11 +322,11 @@ def check_tools(job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
 def _prepare_answer(request: Request, job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
     """Note with a chat's request what its answer depends on: must it be a call, does its prompt leave it thinking."""
     wish, thoughts, calls = job.wish, formats.thoughts, formats.calls
-    if wish.must:
+    if wish.must and calls is not None:
         must = Grammar("lark", constraint(wish.tools, calls, wish.only, wish.parallel), "tool_choice")
         request.params = replace(request.params, grammar=must)
     if thoughts is not None:
-        messages = job.prompts[0]
+        messages = cast(list[dict[str, Any]], job.prompts[0])
         tail = tokenizer.decode(request.prompt_ids[-32:], skip_special_tokens=False).rstrip()
         if job.chat["continue_final_message"]:
             tail = messages[-1]["content"]
@@ -530,7 +533,7 @@ def _made(call: fields.ToolCall, where: str) -> dict[str, Any]:
 
 def _wish(asked: fields.Chat) -> Wish:
     """Return what a chat says of tools and reasoning; RequestError 400 where its parts do not fit together."""
-    choice, tools = asked.tool_choice, []
+    choice, tools = asked.tool_choice, list[dict[str, Any]]()
     for tool in asked.tools or []:
         told = _given(tool.function, fields.Function.model_fields)
         tools.append({"type": "function", "function": told})
@@ -770,7 +773,7 @@ class Reply:
                 "system_fingerprint": self.served.fingerprint}  # fmt: skip
 
     def _choice(self, i: int, body: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
-        reason = finish and finish.kind
+        reason: str | None = finish.kind if finish else None
         if reason == "stop" and self.job.kind == "chat" and self.messages[i].called:
             reason = "tool_calls"
         return {"index": i, "logprobs": None, **body, "finish_reason": reason,

@@ -47,6 +47,12 @@ class Calls:
         self._rest = ""  # not looked at yet
         self._gap = ""  # white space that is content only if text follows
         self._before = ""  # what stood before the object that is being read: content, if it is malformed
+        self._number: int | None  # these are `_new_object`'s
+        self._stop: int | None
+        self._object: str
+        self._depth: int
+        self._quoted: bool
+        self._escaped: bool
         self._bare = form.bare  # whether an object that comes now is a call, tag or not
         self._spoken = False  # whether there is content
         self._started = 0  # calls of which a name went out
@@ -144,10 +150,10 @@ class Calls:
 
     def _new_object(self, text: str) -> None:
         self._object, self._depth, self._quoted, self._escaped = text, 0, False, False
-        self._number: int | None = None  # of the call, once its name went out
+        self._number = None  # of the call, once its name went out
         self._name = ""
         self._sent = 0  # where in the object the arguments go on that did not go out
-        self._stop: int | None = None  # where they end
+        self._stop = None  # where they end
 
     def _begin(self, name: str, at: int) -> None:
         """Hand out the name of a call whose arguments begin at `at`."""
@@ -170,7 +176,9 @@ class Calls:
         if self._number is None:  # written in another order: there was no name before all was there
             self._begin(call[0], 0)
             self._out.append(Piece(json.dumps(call[1], ensure_ascii=False), self._number))
-        elif call != (self._name, json.loads(self._object[_HEAD.match(self._object).end() - 1 : self._stop])):
+        elif not (head := _HEAD.match(self._object)) or call != (
+            self._name, json.loads(self._object[head.end() - 1 : self._stop])
+        ):  # fmt: skip
             return self._malformed()  # a key stands there twice, and what went out was the wrong one
         else:
             self._send()

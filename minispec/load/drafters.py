@@ -12,7 +12,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from minispec.attention import QUERY_BLOCK, most_nodes
 from minispec.beam import BeamDrafter, candidate_count
@@ -89,7 +89,7 @@ def _own(config: Config, *target: object) -> Drafter | HostDrafter:
         raise ValueError(f"{flag}: {name} must derive from HostDrafter or Drafter of minispec/drafter.py")
     if abstract := sorted(make.__abstractmethods__):
         raise ValueError(f"{flag}: {name} lacks the methods {', '.join(abstract)}; see minispec/drafter.py")
-    drafter = make(config, *target)
+    drafter = cast(Callable[..., Any], make)(config, *target)
     if missing := [part for part in ("name", "nodes", "depth") if not hasattr(drafter, part)]:
         raise ValueError(f"{flag}: {name} must set {', '.join(missing)}; see minispec/drafter.py")
     if not 1 <= drafter.nodes <= MAX_NODES or not 0 <= drafter.depth < drafter.nodes:
@@ -183,7 +183,7 @@ def _draft_folder(config: Config, path: str) -> Path:
 def _token_map_file(config: Config) -> Path:
     """Return the token map's file; raises ModelError naming the flag."""
     try:
-        return resolve_file(config.token_map, config.download_dir)
+        return resolve_file(cast(str, config.token_map), config.download_dir)
     except ModelError as error:
         raise ModelError(f"--speculative-token-map {config.token_map}: {error}") from error
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +110,7 @@ def use_fp8(module: nn.Module, stored: Container[str] = ()) -> None:
     names, stay = [name for name in linears if name.rpartition(".")[2] != "lm_head"], []
     for name in names:
         owner, _, part = name.rpartition(".")
-        linear, around = module.get_submodule(name), module.get_submodule(owner)
+        linear, around = cast(nn.Linear, module.get_submodule(name)), module.get_submodule(owner)
         published = [f"{owner}.{one}.weight" for one in JOINED.get(part, (part,))]
         fits = linear.in_features % MULTIPLE == 0 == linear.out_features % MULTIPLE
         if fits and (not stored or all(one in stored for one in published)):

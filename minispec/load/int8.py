@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +78,9 @@ class Int8Linear(nn.Module):
     weight [out, in] int8, its rows filled up with zeros to a multiple of LANES; scale [out] in the activations' dtype.
     prompt_rows: tokens in a row from which on it is a chunk of a prompt; see the function of that name.
     """
+
+    weight: Tensor
+    scale: Tensor
 
     def __init__(self, linear: nn.Linear, prompt_rows: int = QUERY_BLOCK) -> None:
         super().__init__()
@@ -175,6 +178,9 @@ torch.library.register_fake(
 class Int8Embedding(nn.Module):
     """An embedding whose rows are those of an int8 LM head."""
 
+    weight: Tensor
+    scale: Tensor
+
     def __init__(self, head: Int8Linear) -> None:
         super().__init__()
         self.size = head.size
@@ -224,9 +230,11 @@ def replace_weights(model: Model, prompt_rows: int = QUERY_BLOCK) -> None:
     if not model.config.tied:
         return
     if isinstance(model.embed_tokens, SplitEmbedding):
-        model.embed_tokens.rows = Int8Embedding(model.lm_head.linear)
+        around: Any = model.embed_tokens
+        around.rows = Int8Embedding(cast(Any, model.lm_head).linear)
     else:
-        model.embed_tokens = Int8Embedding(model.lm_head)
+        head = cast(Int8Linear, model.lm_head)
+        model.embed_tokens = Int8Embedding(head)  # type: ignore[assignment]  # is called, and no more
 
 
 def compile_head(model: Model, compiler: Compiler, permits: Permits) -> None:

@@ -20,6 +20,7 @@ Read next: `model.py`, whose nn.Linear modules are replaced here.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +30,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 FEW_ROWS = 4  # of a product, up to which loops are faster than oneDNN
 
 # Reordered weights by handle; an entry lives as long as its module (`PackedLinear.__del__`).
-_weights: dict[int, Tensor] = {}
+_weights: dict[int | float, Tensor] = {}  # by an int; `Tensor.item` is typed as either
 _handles = itertools.count()
 
-_product = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+_product: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 
 # Registered at the low level: torch.library.custom_op would cost some 20 microseconds more per call, 120 times a step.
 _library = torch.library.Library("minispec", "DEF")
@@ -62,6 +63,9 @@ class PackedLinear(nn.Module):
 
     keep: hold it as it came from the file as well, for products of few rows in compiled code.
     """
+
+    handle: Tensor
+    kept: Tensor | None
 
     def __init__(self, linear: nn.Linear, keep: bool = False) -> None:
         super().__init__()

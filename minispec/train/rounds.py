@@ -285,7 +285,7 @@ def replay(head: DraftHead, batch: Packed, taps: slice, teacher: Teacher) -> tup
     short, is left out.
     """
     place = teacher.place[batch.choice]
-    agree = []
+    agree: list[list[Tensor]] = []
     for round_, state in unroll(head, batch, taps):
         hit = head.logits(state).argmax(-1) == place[round_.teacher]
         agree.append(list(hit.split([segment.anchors(len(agree)) for segment in batch.segments])))

@@ -15,13 +15,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from minispec.eagle import Eagle3Head
 from minispec.load.heads import HEAD_KINDS, slice_head
-from minispec.model import FINAL
 from minispec.train.corpus import HELD_OUT, Features, batches
 from minispec.train.export import Recipe, draft_vocabulary, new_head, read_start
 from minispec.train.prompts import Tell
@@ -51,7 +51,7 @@ class Trainer:
             ids = draft_vocabulary([replies[i] for i in self.training], recipe.draft_vocab, vocab)
             ids = ids.sort().values if streams else ids
         ids = ids.to(features.device)
-        tapped = tuple(tap for tap in features.taps if tap != FINAL)
+        tapped = tuple(tap for tap in features.taps if isinstance(tap, int))
         self.taps = slice(0, len(tapped) * hidden) if streams else slice(-hidden, None)
         self.head = new_head(recipe, model, ids, tapped, self._scale(len(tapped)))
         self.teacher = Teacher(slice_head(model, ids), ids, vocab)
@@ -166,7 +166,8 @@ class Trainer:
         state = torch.load(path, map_location=self.features.device, weights_only=True)
         if state["recipe"] != asdict(self.recipe):
             raise ValueError(f"{path} is of another recipe ({state['recipe']}); remove it or choose another --out")
-        if state.get("data") != self.features.digest or not torch.equal(state["ids"], self.head.token_map):
+        ids = cast(Tensor, self.head.token_map)
+        if state.get("data") != self.features.digest or not torch.equal(state["ids"], ids):
             raise ValueError(
                 f"{path} was trained on other replies or in another dtype: its draft ids and held-out replies are not "
                 "these; give the --work it was trained with or choose another --out"

@@ -196,7 +196,7 @@ def worked_steps(llm: LLM, question: str, new_tokens: int) -> tuple[list[Worked]
         seen.append(Worked(int(lens[0]), *rows, kept))
         return verdict
 
-    engine._verify = watched
+    engine._verify = watched  # type: ignore[method-assign]  # until the answer is there
     ids = llm.tokenizer.encode_chat([{"role": "user", "content": question}])
     answer = llm.generate(ids, SamplingParams(temperature=0.0, max_new_tokens=new_tokens))["output_ids"]
     del engine._verify
@@ -242,9 +242,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--worked-step", action="store_true", help="only print the README's step in numbers")
     asked = parser.parse_args(argv)
     if asked.worked_step:
-        shape = {"speculative_num_steps": 2, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 6}
-        print(worked_step(LLM(dtype="float32", device="cpu", disable_torch_compile=True, max_running_requests=1,
-                              speculative_algorithm="EAGLE3", **shape)))  # fmt: skip
+        print(worked_step(LLM(
+            dtype="float32", device="cpu", disable_torch_compile=True, max_running_requests=1,
+            speculative_algorithm="EAGLE3", speculative_num_steps=2, speculative_eagle_topk=4,
+            speculative_num_draft_tokens=6,
+        )))  # fmt: skip
         return
     if asked.prompt is None:
         parser.error("a prompt must be given, or --worked-step")

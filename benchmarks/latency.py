@@ -68,7 +68,8 @@ def ask(url: str, prompt: str, new_tokens: int) -> Sample:
     """
     place = urllib.parse.urlsplit(url)
     body = {"model": "default", "messages": [{"role": "user", "content": prompt}], "max_tokens": new_tokens,
-            "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
+            "temperature": 0, "repetition_penalty": 1,  # the model's folder may have one
+            "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
     connection = http.client.HTTPConnection(place.hostname, place.port, timeout=600)
     began = time.perf_counter()
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})

@@ -120,8 +120,9 @@ class Reference:
             for ids in prompts:
                 given = self.torch.tensor([ids], device=self.model.device)
                 made = self.model.generate(
-                    given, attention_mask=self.torch.ones_like(given), max_new_tokens=new_tokens, do_sample=False
-                )
+                    given, attention_mask=self.torch.ones_like(given), max_new_tokens=new_tokens, do_sample=False,
+                    repetition_penalty=1.0,
+                )  # fmt: skip
                 outputs.append(made[0, len(ids) :].tolist())
         return outputs
 

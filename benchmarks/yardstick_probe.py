@@ -49,7 +49,7 @@ WISHES: tuple[dict[str, Any], ...] = (  # of the requests whose tokens are compa
     {"temperature": 1.1, "top_p": 0.9, "top_k": 50, "sampling_seed": 12}, {"speculative": False},
     {"json": '{"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}'},
 )  # fmt: skip
-COMPARED = 24  # new tokens of each of them
+COMPARED = 20  # new tokens of each of them
 TIMED_PROMPT = 64  # tokens
 GRAPH_NAME = re.compile(r"(?P<owner>target|draft), (?P<many>one sequence|several sequences|prompts) of "
                         r"(?P<rows>one row|any length|\d+ rows)(?P<how>, folded)?")  # fmt: skip

@@ -495,8 +495,9 @@ def read_orders(ordered: Sequence[str], files: Sequence[Path]) -> dict[str, str]
 def print_sizes(sides: Sequence[Side], state: State) -> None:
     """Print how much there is to read in A and B."""
     for side in sides[:2]:
-        for part, size in sizes(side.folder / "minispec", state.known.get(f"files {side.letter}", ())).items():
-            print(f"{side.letter}, {part}: {size}")
+        step = state.known.get(f"files {side.letter}", ())
+        for part, size in sizes(side.folder / "minispec", step).items():
+            print(f"{side.letter}, {part}: {size if size.files else 'not looked at, as the default LLM was not timed'}")
 
 
 def main() -> int:

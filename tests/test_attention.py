@@ -413,21 +413,11 @@ def check_compiled(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("group", "nodes", "page", "rows", "dtype"),
-    [
-        (3, 1, 64, 1024, torch.float32),  # plain decoding over a pool so large that the CPU has a kernel for it
-        (3, 9, 16, 256, torch.float32),  # folded: 27 query rows a KV head
-        (3, 64, 64, 256, torch.bfloat16),  # 192 query rows are too many to fold
-    ],
-    ids=["plain", "folded", "unfolded"],
-)
-def test_compiled_flex_matches_the_reference_for_trees(
-    group: int, nodes: int, page: int, rows: int, dtype: torch.dtype
-) -> None:
-    world = World(group, page=page, dtype=dtype, rows=rows)
-    plan = Plan(world.kv, 4, 1, nodes)
-    check_compiled(world, plan, lambda: tree_scene(world, nodes, 4), repeats=6)
+def test_compiled_flex_matches_the_reference_for_trees() -> None:
+    """One shape, 27 query rows a KV head, which are folded: a graph costs 12 s. The eager sweep has the others."""
+    world = World(3, page=16, dtype=torch.float32, rows=256)
+    plan = Plan(world.kv, 4, 1, 9)
+    check_compiled(world, plan, lambda: tree_scene(world, 9, 4), repeats=6)
 
 
 @pytest.mark.slow
@@ -443,7 +433,7 @@ def test_compiled_gather_matches_the_reference(
     """
     monkeypatch.setattr(attention_module, "products_pay", lambda dtype, device: multiplies)
     world = World(3, rows=400, dtype=dtype)
-    for nodes in (2, 8, 64) if dtype == torch.float32 else (8, 40) if multiplies else (8,):
+    for nodes in (2, 64) if dtype == torch.float32 else (8, 40) if multiplies else (8,):
         scene = lambda nodes=nodes: tree_scene(world, nodes, 4)  # noqa: E731
         check_compiled(world, Plan(world.kv, 4, 1, nodes), scene, 3, PagedGather)
     plan = Plan(world.kv, 1, 3, QUERY_BLOCK, prompts=True)
@@ -455,11 +445,9 @@ def test_compiled_gather_matches_the_reference(
     ("group", "batch", "nodes", "dtype"),
     [
         (3, 1, 1, torch.bfloat16),
-        (7, 4, 1, torch.float16),
         (1, 3, 1, torch.float32),
         (3, 1, 4, torch.bfloat16),
         (7, 1, 3, torch.float16),
-        (1, 1, 2, torch.float32),
     ],
     ids=str,
 )

@@ -61,12 +61,22 @@ def test_compiled_server_gives_transformers_tokens(compiled, questions) -> None:
     assert shape == [2, 3, 4], "as resolved, since none was asked for"
 
 
-def test_eager_server_with_small_chunks_and_a_small_pool_gives_the_same(questions, compiled) -> None:
+@pytest.fixture(scope="module")
+def eager() -> Iterator[str]:
+    """An eager server with small chunks and a pool so small that requests are retracted."""
     flags = ["--dtype", "float32", "--disable-torch-compile", "--speculative-algorithm", "NGRAM"]
     flags += ["--chunked-prefill-size", "32", "--page-size", "16", "--max-total-tokens", "256"]
     with parity.serve(*flags) as url:
-        assert_exact(url, questions, expect_retraction=True)
-        assert parity.sampled(url, questions, 8, 16) == parity.sampled(compiled, questions, 8, 16)
+        yield url
+
+
+def test_eager_server_with_small_chunks_and_a_small_pool_gives_transformers_tokens(eager, questions) -> None:
+    assert_exact(eager, questions, expect_retraction=True)
+
+
+@pytest.mark.slow
+def test_both_servers_sample_the_same(eager, compiled, questions) -> None:
+    assert parity.sampled(eager, questions, 8, 16) == parity.sampled(compiled, questions, 8, 16)
 
 
 @pytest.mark.cuda
@@ -81,6 +91,7 @@ def test_cuda_server_gives_transformers_tokens_and_never_recompiles(drafter, que
         assert_exact(url, questions, expect_retraction=True)
 
 
+@pytest.mark.slow
 def test_openai_client_streams_what_it_gets_whole(compiled) -> None:
     client = openai.OpenAI(base_url=compiled + "/v1", api_key="None")
     messages = [{"role": "user", "content": "Write the word hello ten times, then a smiling face 😀."}]
@@ -93,6 +104,7 @@ def test_openai_client_streams_what_it_gets_whole(compiled) -> None:
     assert parts[-2].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
+@pytest.mark.slow
 def test_a_text_that_repeats_itself_is_accepted_several_tokens_at_a_time(compiled) -> None:
     prompt = "one two three four five six seven eight nine ten. " * 6
     wish = {"text": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 60}}
@@ -100,6 +112,7 @@ def test_a_text_that_repeats_itself_is_accepted_several_tokens_at_a_time(compile
     assert info["spec_accept_length"] > 1.5 and info["spec_verify_ct"] < 60
 
 
+@pytest.mark.slow
 def test_health_answers_while_a_long_prompt_is_prefilled(compiled) -> None:
     body = {"input_ids": [100 + i % 1000 for i in range(1500)], "sampling_params": {"max_new_tokens": 1}}
     thread = threading.Thread(target=parity.post, args=(compiled + "/generate", body))

@@ -302,14 +302,13 @@ def entrants(args: argparse.Namespace) -> list[Entrant]:
 def load_ours(args: argparse.Namespace, name: str, flags: dict[str, Any], tell: Callable[[str], None]) -> Contestant:
     """Load minispec with one drafter; the batch sizes asked for alone are compiled."""
     from benchmarks.throughput import Ours
-    from minispec.llm import choose_device
 
     options = {"model": args.model, "dtype": args.dtype, "device": args.device, "progress": tell}
     options["disable_torch_compile"] = args.disable_torch_compile
-    if args.context:  # on a CPU the pool holds 4,096 rows a request unless told otherwise
-        options["max_total_tokens"] = max(args.batch) * (max(args.context) + args.new_tokens + 256)
-    elif choose_device(Config(device=args.device)).type == "cuda":  # the first pool would leave no room for the others
-        options["max_total_tokens"] = max(args.batch) * 4096
+    # All contestants are in memory at once, so a pool holds what the prompts need; a text has fewer tokens than bytes.
+    texts = [text for prompts in read_prompts(args.dataset, args.limit).values() for text in prompts]
+    longest = max(args.context or [len(text.encode()) for text in texts])
+    options["max_total_tokens"] = max(args.batch) * (longest + args.new_tokens + 256)
     return Ours(name, {**options, **flags}, args.batch)
 
 

@@ -121,10 +121,10 @@ def some_requests(name: str, law: str) -> list[Request]:
 
 
 # What a law needs is in the engine, whoever drafts; two other subjects draft with noise in ways of their own.
-LOOKS = [(name, law) for name in SUBJECTS for law in LAWS if law == "greedy" or name == "eagle3-tree"]
+STEPS = [(name, law) for name in SUBJECTS for law in LAWS if law == "greedy" or name == "eagle3-tree"]
 
 
-@pytest.mark.parametrize(("name", "law"), [*LOOKS, ("none", "sampled"), ("standalone-tree", "sampled")])
+@pytest.mark.parametrize(("name", "law"), [*STEPS, ("none", "sampled"), ("standalone-tree", "sampled")])
 def test_no_step_looks_at_a_value(name: str, law: str) -> None:
     # The looks that are free on a CPU, at how far requests reach and who still walks down a tree, are switched off.
     scheduler = conformance.SUBJECTS[name].build(running=2, thresholds=LAWS[law][1], host_looks=False)

@@ -15,7 +15,8 @@ and A once more as control C, in the order A B C C B A, which makes two pairs ea
 B/A exceeds 1.02 and the upper end of the control's interval as well: that of the median of C/A at 95 %, from its order
 statistics. Starts of the server are few, so their least are compared, and the interval is A's own range.
 
-`--quick` has all equalities and the times of plain steps, EAGLE3 and NGRAM in bfloat16 at batch 1 and 8.
+`--quick` has all equalities and the times of plain steps, EAGLE3 and NGRAM at batch 1 and 8: in bfloat16, and in
+float32 on a CPU that emulates bfloat16, where eight requests' steps take ten times as long.
 
 Read next: `benchmarks/yardstick_probe.py`, which runs in a checkout; `benchmarks/yardstick_lines.py`, the size.
 """
@@ -187,9 +188,12 @@ def options_of(drafter: str, dtype: str = "bfloat16", **more: Any) -> dict[str, 
             "batches": [1, 8], "max_total_tokens": 8192, **more}  # fmt: skip
 
 
-def settings(quick: bool, cuda: bool) -> list[Setting]:
-    """Return what is timed, those of one LLM side by side."""
+def settings(quick: bool, cuda: bool, bfloat16: bool = True) -> list[Setting]:
+    """Return what is timed, those of one LLM side by side; `bfloat16` says whether the CPU has its products."""
     found: list[Setting] = []
+    if quick and not bfloat16:
+        return [Setting(f"{drafter} float32, batch {batch}", options_of(drafter, "float32"), batch, steps)
+                for drafter in ("NONE", "EAGLE3", "NGRAM") for batch, steps in ((1, 12), (8, 6))]  # fmt: skip
 
     def both(name: str, options: Mapping[str, Any], wish: Mapping[str, Any] = {}, force: str = "tree") -> None:  # noqa: B006
         for batch, steps in ((1, 12), (8, 6)):
@@ -430,7 +434,7 @@ def time_all(sides: Sequence[Side], wanted: Sequence[Setting], pairs: int, state
 
 def is_default(options: Mapping[str, Any]) -> bool:
     """Return whether an LLM is the one whose decode step is looked at: the default drafter's, compiled."""
-    return options == options_of("EAGLE3")
+    return options == options_of("EAGLE3", options["dtype"])
 
 
 def take_turns(three: Sequence[Child], setting: Setting, pairs: int) -> dict[str, Any]:
@@ -540,7 +544,7 @@ def compare(sides: Sequence[Side], args: argparse.Namespace, orders: Mapping[str
     for finding in explained(findings, orders):
         if not finding.passed:
             tell("\n".join(finding.lines()))
-    wanted = settings(args.quick, seen[0]["hello"]["cuda"])
+    wanted = settings(args.quick, seen[0]["hello"]["cuda"], seen[0]["hello"]["bfloat16"])
     if args.only is not None:
         wanted = [setting for setting in wanted if any(fnmatch.fnmatch(setting.name, name) for name in args.only)]
     for finding in time_all(sides, wanted, args.pairs, state):

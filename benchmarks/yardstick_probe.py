@@ -290,8 +290,9 @@ class Probe:
 
         if Path(minispec.__file__).resolve().parent != PACKAGE.resolve():
             raise RuntimeError(f"minispec is imported from {minispec.__file__}, not from {PACKAGE}")
-        return {"cuda": torch.cuda.is_available(), "threads": torch.get_num_threads(), "pid": os.getpid(),
-                "generators": self.layout.generators, "server": self.layout.server}  # fmt: skip
+        bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return {"cuda": torch.cuda.is_available(), "bfloat16": bfloat16, "threads": torch.get_num_threads(),
+                "pid": os.getpid(), "generators": self.layout.generators, "server": self.layout.server}  # fmt: skip
 
     def load(self, options: dict[str, Any]) -> dict[str, Any]:
         """Put an LLM in the place of the one there was."""

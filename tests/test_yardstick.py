@@ -137,6 +137,8 @@ def test_settings_of_one_llm_stand_side_by_side() -> None:
     assert len({setting.name for setting in whole}) == len(whole)
     few = {f"{drafter} bfloat16, batch {batch}" for drafter in ("NONE", "EAGLE3", "NGRAM") for batch in (1, 8)}
     assert {setting.name for setting in quick} == few
+    emulated = {name.replace("bfloat16", "float32") for name in few}
+    assert {setting.name for setting in settings(True, False, bfloat16=False)} == emulated
 
 
 SOURCE = '''"""A module.

@@ -16,6 +16,7 @@ from exactness import run
 from benchmarks.yardstick import (
     Finding,
     State,
+    as_far_as_both,
     explained,
     interval,
     judge_equal,
@@ -128,6 +129,12 @@ def test_a_run_that_was_broken_off_goes_on(tmp_path: Path) -> None:
     assert again.once("tokens", lambda: pytest.fail("it is known")) == [[1, 2]]
     assert again.once("times", lambda: 3) == 3
     assert State(path).known == {"tokens": [[1, 2]], "times": 3}
+
+
+def test_timed_tokens_are_compared_as_far_as_both_go() -> None:
+    assert as_far_as_both([[1, 2, 3], [4]], [[1, 2], [5, 6]]) == ([[1, 2], [4]], [[1, 2], [5]])
+    with pytest.raises(ValueError, match="no token"):
+        as_far_as_both([[1]], [[]])
 
 
 def test_settings_of_one_llm_stand_side_by_side() -> None:

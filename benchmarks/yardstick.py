@@ -1,9 +1,10 @@
 """Did anything change? Two checkouts compared on one machine: what they answer, what a step runs, how long it takes.
 
 `python -m benchmarks.yardstick CHECKOUT_A CHECKOUT_B` drives both through `LLM` and the server, each in processes and
-with a compile cache of its own, one working at a time except that two may load. It prints every comparison, and exits
-with status 1 where one fails. Nothing is written to a checkout: results are kept line by line in the file `--state`,
-from which a run that was broken off goes on. Checkouts with uncommitted changes are told apart by these, too.
+with a compile cache of its own, which is kept by commit. What is timed runs alone; equalities and loading are not
+timed, and run side by side. It prints every comparison, and exits with status 1 where one fails. Nothing is written to
+a checkout: results are kept line by line in the file `--state`, from which a run that was broken off goes on. Checkouts
+with uncommitted changes are told apart by these, too.
 
 Equal must be the tokens, and verify steps, of eight prompts for every drafter and of some over a socket of the server,
 `Engine.shapes()`, `/openapi.json`, the generated tables of docs, and the operations of each kind of step, of which
@@ -34,10 +35,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -230,7 +233,8 @@ class Side:
 
     def __init__(self, letter: str, folder: Path, scratch: Path) -> None:
         self.letter, self.folder = letter, folder
-        self.cache, self.log = scratch / f"cache-{'A' if letter == 'C' else letter}", scratch / f"{letter}.log"
+        # By commit, so that a later comparison with the same checkout need not compile it again.
+        self.cache, self.log = scratch.parent / f"yardstick-{self.identity}.cache", scratch / f"{letter}.log"
 
     @property
     def identity(self) -> str:
@@ -305,7 +309,7 @@ class State:
     """What is known already, in a file of JSON lines."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.known = path, dict[str, Any]()
+        self.path, self.known, self._writing = path, dict[str, Any](), threading.Lock()
         if path.is_file():
             for line in path.read_text(encoding="utf-8").splitlines():
                 try:
@@ -317,7 +321,7 @@ class State:
     def keep(self, key: str, value: Any) -> Any:
         """Remember a value; returns it as it will be read."""
         line = json.dumps([key, value])
-        with self.path.open("a", encoding="utf-8") as file:
+        with self._writing, self.path.open("a", encoding="utf-8") as file:
             file.write(f"\n{line}\n")  # the line before may have been broken off
         self.known[key] = json.loads(line)[1]
         return self.known[key]
@@ -416,7 +420,9 @@ def time_all(sides: Sequence[Side], wanted: Sequence[Setting], pairs: int, state
         traced = [f"files {side.letter}" for side in sides[:2] if is_default(of[0].options)]
         if any(name not in state.known for name in (*map(key, of), *traced)):
             with children(sides) as three:
-                for together in (three[:2], three[2:]):  # loading is not timed, and C finds the graphs that A has made
+                # Loading is not timed. Who has another's cache comes after it, and finds the graphs there.
+                parted = 1 if sides[0].cache == sides[1].cache else 2
+                for together in (three[:parted], three[parted:]):
                     tell(f"loading {of[0].name.rpartition(',')[0]} in {' and '.join(c.side.letter for c in together)}")
                     for child in together:
                         child.tell("load", options=of[0].options)
@@ -539,7 +545,7 @@ def main() -> int:
             parser.error(f"--state must lie outside the checkouts, got {args.state}")
     a, b = (folder.resolve() for folder in args.checkouts)
     code = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(HERE.glob("yardstick*.py")))).hexdigest()[:8]
-    name = "-".join(("yardstick", *(Side("A", folder, Path()).identity for folder in (a, b)), code))
+    name = "-".join(("yardstick", *(Side("", folder, Path()).identity for folder in (a, b)), code))
     path = args.state or Path(tempfile.gettempdir()) / f"{name}.jsonl"
     scratch = path.with_suffix(".scratch")
     scratch.mkdir(parents=True, exist_ok=True)
@@ -551,7 +557,8 @@ def main() -> int:
 
 def compare(sides: Sequence[Side], args: argparse.Namespace, orders: Mapping[str, str], state: State) -> int:
     """Make all comparisons, print them, and return the exit status."""
-    seen = [look(side, state) for side in sides[:2]]
+    with ThreadPoolExecutor(2) as both:  # nothing is timed here
+        seen = list(both.map(lambda side: look(side, state), sides[:2]))
     findings = [*equalities(*seen)]
     for finding in explained(findings, orders):
         if not finding.passed:

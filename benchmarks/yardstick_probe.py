@@ -50,7 +50,7 @@ WISHES: tuple[dict[str, Any], ...] = (  # of the requests whose tokens are compa
     {"json": '{"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}'},
 )  # fmt: skip
 COMPARED = 20  # new tokens of each of them
-TIMED_PROMPT = 64  # tokens
+TIMED_PROMPT = 32  # tokens, a query block of a CPU: prefill is not timed, and most of a run's time would go there
 GRAPH_NAME = re.compile(r"(?P<owner>target|draft), (?P<many>one sequence|several sequences|prompts) of "
                         r"(?P<rows>one row|any length|\d+ rows)(?P<how>, folded)?")  # fmt: skip
 AROUND_NAME = re.compile(r"(?P<kind>around the (?:target|drafter)), batch (?P<batch>\d+), (?P<nodes>\d+) nodes a tree, "

@@ -11,8 +11,8 @@ newest three or two tokens occurred last, which is a step of a microsecond; and 
 (`ngram.py`) is filled at its leisure, within a hundredth of the time. NGRAM alone does the same on a CPU (`Texts`),
 unless flags give numbers: then it drafts whatever that costs, and knows every text as soon as it is there.
 
-What a lookup would have given is known without verifying it, once the text has gone on (`Prospects`). So nothing is
-spent on learning how often lookups hold.
+What a lookup would have given is known without verifying it, once the text has gone on (`policy.Prospects`). So
+nothing is spent on learning how often lookups hold.
 
 Lookup in the prompt: Saxena, prompt-lookup-decoding (2023); beside a head: SuffixDecoding (arXiv 2411.04975).
 Read next: `ngram.py` for the trie, `beam.py` for the drafter beside it, `policy.py` for the choice.
@@ -21,7 +21,6 @@ Read next: `ngram.py` for the trie, `beam.py` for the drafter beside it, `policy
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -138,31 +137,6 @@ class Texts(HostDrafter):
     def clear(self) -> None:
         """Empty the trie; texts in slots go on."""
         self.shared.clear()
-
-
-class Prospects:
-    """What lookups give, verified or not: their trees wait until the texts have gone on far enough to tell.
-
-    So a tree that was verified in part, or not at all, says as much as one that was verified. A request has one tree
-    that waits at a time, as if it verified one and then the next.
-    """
-
-    def __init__(self) -> None:
-        self._open: weakref.WeakKeyDictionary[object, tuple[Draft, list[int]]] = weakref.WeakKeyDictionary()
-
-    def follow(self, request: object, draft: Draft, tokens: Sequence[int]) -> tuple[Draft, list[int]] | None:
-        """Take in the tree offered for a step, whatever was verified, and the tokens that came out.
-
-        Returns the tree that is decided by them, which may be older, and the tokens after it; None if none is.
-        """
-        draft, seen = self._open.pop(request, (draft, []))
-        if not draft.match:
-            return None
-        seen = [*seen, *tokens]
-        if draft.holds(seen) == len(seen):
-            self._open[request] = (draft, seen)
-            return None
-        return draft, seen
 
 
 class Lookups(Drafter):

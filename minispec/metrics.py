@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 logger = logging.getLogger("minispec")
 
@@ -111,10 +111,23 @@ class Metrics:
         return {"verify_steps": round(self.lookup_rows / max(self.verify_steps, 1), 4),
                 "tokens": round(self.lookup_tokens / max(self.verified_tokens, 1), 4)}  # fmt: skip
 
-    def lookup(self, kept: int) -> None:
-        """Count a verify step of a tree that was looked up, which gave so many tokens; `decode` counts it as well."""
-        self.lookup_rows += 1
-        self.lookup_tokens += kept
+    def stats(self) -> dict[str, Any]:
+        """Return the totals as /server_info names them."""
+        return {
+            "avg_spec_accept_length": self.accept_length,
+            "last_gen_throughput": self.last_throughput,
+            "total_retractions": self.retractions,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "generated_tokens": self.generated_tokens,
+            "verify_steps": self.verify_steps,
+            "tree_steps": self.tree_steps,
+            "plain_steps": self.plain_steps,
+            "speculative_shape_shares": self.shape_shares,
+            "speculative_lookup_shares": self.lookup_shares,
+            "step_seconds": self.step_seconds,
+            "host_seconds": self.host_seconds,
+        }
 
     def prefill(self, load: Load, chunks: Sequence[int], *, cached: int, emitted: int, captured: bool) -> None:
         """Count and log one prefill step: prompt tokens computed by chunk, `cached` ones found, `emitted` picked."""
@@ -132,12 +145,15 @@ class Metrics:
         )  # fmt: skip
 
     def decode(
-        self, load: Load, *, emitted: list[int], nodes: int, tokens: int, captured: bool, seconds: float = 0.0
-    ) -> None:
+        self, load: Load, *, emitted: list[int], nodes: int, tokens: int, captured: bool, seconds: float = 0.0,
+        of_host: Sequence[bool] = (),
+    ) -> None:  # fmt: skip
         """Count one decode step, `emitted` tokens kept per request, and log every `log_interval` steps.
 
-        seconds: its launch and the wait for it.
+        seconds: its launch and the wait for it. of_host: whose tree was looked up, in place of one drafted in the step.
         """
+        self.lookup_rows += sum(of_host)
+        self.lookup_tokens += sum(count for count, found in zip(emitted, of_host, strict=False) if found)
         kept, drafts = sum(emitted), (nodes - 1) * len(emitted)
         self.captured_steps += captured
         if nodes not in self.step_times:

@@ -13,8 +13,9 @@ with a network must first take in what they left, and its trees have to pay for 
 
 A row's tree comes from the step, from the host, or from whichever of the two promises more (`lookup.py`). In the last
 case a shape can also be negative: trees of so many nodes that are all the host's, for which the step drafts nothing.
-`expected` is the question for one row and one shape. Nothing here knows of tensors or of requests beyond their
-identity.
+`expected` is the question for one row and one shape. `before` chooses a step's shape and the trees of the host that it
+verifies, and `after` learns from what came of it. Nothing here knows of tensors, or of a request more than its identity
+and whether it wants drafts.
 
 Expected tokens against step times: arXiv 2211.17192. Read next: `scheduler.py`, which asks.
 """
@@ -25,7 +26,11 @@ import statistics
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from minispec.drafter import NOTHING, Draft
+from minispec.request import Request
 
 PLAIN = 1  # nodes of a plain step
 GAIN = 1.03  # what a change must gain
@@ -74,6 +79,17 @@ class Choice(NamedTuple):
     @property
     def nodes(self) -> int:
         return abs(self.shape)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What `before` has chosen, and from what."""
+
+    kind: Kind
+    choice: Choice
+    rows: Mapping[Request, tuple[Row, Draft | None]]  # with the tree that the host offers, verified or not
+    of_host: frozenset[Request]  # that take the host's tree in place of the step's
+    drafts: Sequence[Draft]  # the host's trees that are verified, one a request, or none where the step drafts all
 
 
 class Times:
@@ -238,17 +254,43 @@ class Returns:
         return self._median[batch] / self._steps[batch]
 
 
+class Prospects:
+    """What lookups give, verified or not: their trees wait until the texts have gone on far enough to tell.
+
+    So a tree that was verified in part, or not at all, says as much as one that was verified. A request has one tree
+    that waits at a time, as if it verified one and then the next.
+    """
+
+    def __init__(self) -> None:
+        self._open: weakref.WeakKeyDictionary[object, tuple[Draft, list[int]]] = weakref.WeakKeyDictionary()
+
+    def follow(self, request: object, draft: Draft, tokens: Sequence[int]) -> tuple[Draft, list[int]] | None:
+        """Take in the tree offered for a step, whatever was verified, and the tokens that came out.
+
+        Returns the tree that is decided by them, which may be older, and the tokens after it; None if none is.
+        """
+        draft, seen = self._open.pop(request, (draft, []))
+        if not draft.match:
+            return None
+        seen = [*seen, *tokens]
+        if draft.holds(seen) == len(seen):
+            self._open[request] = (draft, seen)
+            return None
+        return draft, seen
+
+
 class Policy:
     """Chooses the shape of every step, and learns from every step."""
 
-    def __init__(self, trees: Mapping[int, int], adaptive: bool) -> None:
+    def __init__(self, trees: Mapping[int, int], adaptive: bool, looks_up: bool = False) -> None:
         """`trees`: the depth of each size of tree, by nodes. Not `adaptive`: the largest tree whenever there is one.
 
+        looks_up: whether the host's trees stand beside those of the step, of which a row takes one.
         forced: for tests and benchmarks, a choice in place of all rules, from the shapes that the step may have.
         """
-        self.trees, self.adaptive = dict(trees), adaptive
+        self.trees, self.adaptive, self.looks_up = dict(trees), adaptive, looks_up
         self.times, self.matches, self.everyone = Times(), Matches(), Acceptance(ALL_KEEP)
-        self.returns = Returns()
+        self.returns, self.prospects = Returns(), Prospects()
         self.forced: Callable[[Sequence[int]], int] | None = None
         self.forced_lookup: Callable[[], bool] | None = None  # and whether a row takes the tree that was looked up
         self.spent = self.probing = 0.0  # aged seconds of decode steps, and of them what probes cost
@@ -258,6 +300,64 @@ class Policy:
         self._after_probe = False
         self._pace = 0.0  # expected seconds of a token with the shape in use
         self._chances: dict[int, list[float]] = {}  # of the engine, by nodes, until it learns
+
+    def before(
+        self, kind: Kind, shapes: Sequence[int], requests: Sequence[Request], offer: Callable[[], Sequence[Draft]]
+    ) -> Planned:
+        """Choose the shape of the next step, one of `shapes`, and which of the host's trees it verifies.
+
+        offer: asks the host for a tree a request, none where the step drafts; called only where trees may be verified.
+        """
+        decided = self.decided(shapes) if any(r.speculative for r in requests) else PLAIN
+        drafts = () if decided == PLAIN else offer()
+        offered: Sequence[Draft | None] = drafts or [None] * len(requests)
+        rows = {r: (self._row(r, draft), draft) for r, draft in zip(requests, offered, strict=True)}
+        known = [row for row, _ in rows.values()]
+        if decided is None:
+            choice = self.choose(kind, shapes, known)
+        else:
+            choice = self.with_lookups(Choice(decided), known)
+        of_host = frozenset(r for r, takes in zip(requests, choice.lookups, strict=False) if takes)
+        if self.looks_up:
+            drafts = [d if d is not None and r in of_host else NOTHING for r, d in zip(requests, offered, strict=True)]
+        return Planned(kind, choice, rows, of_host, drafts)
+
+    def _row(self, request: Request, draft: Draft | None) -> Row:
+        """Return what is to be known of a request and of the tree that the host offers for it."""
+        wanted = request.speculative
+        if draft is None or not self.looks_up:
+            return Row(request, None if draft is None else draft.match, wanted)
+        return Row(request, None, wanted, lookup=draft.match)
+
+    def after(
+        self, plan: Planned, emitted: Mapping[Request, Sequence[int]], seconds: float | None, catching_up: float = 0.0
+    ) -> None:
+        """Learn what a step took and emitted.
+
+        seconds: None where something else took its time as well. catching_up: the drafter's seconds before the step.
+        """
+        if seconds is not None:
+            tokens = sum(map(len, emitted.values()))
+            self.landed(plan.kind, plan.choice, seconds, emitted=tokens, catching_up=catching_up)
+        for request, given in emitted.items():
+            row, draft = plan.rows[request]
+            if draft is not None:
+                self._follow(request, draft, given)
+            if row.match is None and plan.choice.shape > PLAIN and request not in plan.of_host:
+                self.learn(row, plan.choice.nodes, len(given))
+
+    def _follow(self, request: Request, draft: Draft, tokens: Sequence[int]) -> None:
+        """Learn what a tree of the host gives, verified or not: this one, or an older one."""
+        decided = self.prospects.follow(request, draft, tokens)
+        if decided is not None:
+            draft, tokens = decided
+            self.learn_of_host(draft.match, {n: draft.emits(tokens, n) for n in self.trees})
+
+    def restart(self, seconds: Mapping[tuple[int, int], float], rows: int) -> None:
+        """Forget what steps took, and begin with measured seconds by batch and nodes, of texts with so many rows."""
+        self.times.clear()
+        for (batch, nodes), taken in seconds.items():
+            self.times.add(Kind.of(batch, False, rows), nodes, taken)
 
     def expected(self, row: Row, shape: int) -> float:
         """Return the tokens that a step of this shape is expected to emit for a row, at least 1."""

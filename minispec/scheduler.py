@@ -30,7 +30,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,14 +38,12 @@ import torch
 
 from minispec.bucket import Chunk
 from minispec.config import Config
-from minispec.drafter import NOTHING, Draft
 from minispec.engine import Engine, Pending
 from minispec.intake import Intake, Limits
 from minispec.load.tokenizer import Tokenizer
-from minispec.lookup import Prospects
 from minispec.metrics import Load, Metrics
 from minispec.output import Output
-from minispec.policy import PLAIN, Choice, Kind, Policy, Row
+from minispec.policy import Kind, Planned, Policy
 from minispec.radix import Node, PrefixCache
 from minispec.request import ABORT_WANTED, Finish, Request, Scored, Update
 from minispec.sampling import TRACED
@@ -89,19 +87,9 @@ class Flight:
     cached: int = 0  # prompt tokens that the prefix cache had, of requests whose first chunk this is
     seconds: float = 0.0  # that the launch of a decode step took
     plan: Planned | None = None  # of a decode step
+    disturbances: tuple[int, int] = (0, 0)  # graphs compiled and requests retracted before it
     # Slots and pages of requests that left meanwhile: nobody gets the pages before it is known what was written there.
     left: list[tuple[int, list[int]]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What a decode step's shape was chosen from, and what may have spoilt its time."""
-
-    kind: Kind
-    choice: Choice
-    rows: Mapping[Request, tuple[Row, Draft | None]]
-    lookups: frozenset[Request]  # that take the host's tree in place of the step's
-    before: tuple[int, int]  # graphs compiled and requests retracted until then
 
 
 class Scheduler:
@@ -134,8 +122,8 @@ class Scheduler:
         self._updates: list[Update] = []
         self._fresh: dict[Request, list[Scored]] = {}  # what the step that lands tells of its tokens
         self._prefilled_last = False
-        self.policy = Policy({size.nodes: size.depth for size in engine.drafter.trees}, options.adaptive)
-        self.prospects = Prospects()
+        trees = {size.nodes: size.depth for size in engine.drafter.trees}
+        self.policy = Policy(trees, options.adaptive, engine.drafter.looks_up)
         self.restart_times()
         self._landed = 0.0  # when the last step was collected
         self._flight: Flight | None = None  # the step that was launched and not collected yet
@@ -145,9 +133,7 @@ class Scheduler:
 
     def restart_times(self) -> None:
         """Forget what steps took, and begin with what `Engine.time_steps` has measured, if it has."""
-        self.policy.times.clear()
-        for (batch, nodes), seconds in self.engine.step_seconds.items():
-            self.policy.times.add(Kind.of(batch, False, self.engine.timed_rows), nodes, seconds)
+        self.policy.restart(self.engine.step_seconds, self.engine.timed_rows)
 
     # ---- the door ------------------------------------------------------------------------------------------------
 
@@ -300,38 +286,15 @@ class Scheduler:
             return None
         self._launching = list(rows), self.engine.changes
         started = time.perf_counter()
-        plan, drafts = self._choose(list(rows))
-        pending = self.engine.launch([r.slot for r in rows], plan.choice.shape, drafts)
+        engine, slots, before = self.engine, [request.slot for request in rows], self._disturbances()
+        batch, sampled = engine.batch_of(len(slots)), bool(engine.sampling.needs(slots) - {TRACED})
+        kind = Kind.of(batch, sampled, max(request.kv_len for request in rows))
+        plan = self.policy.before(kind, self.sizes.sizes_of(batch), list(rows), lambda: engine.host_drafts(slots))
+        pending = engine.launch(slots, plan.choice.shape, plan.drafts)
         self._launching = NOT_LAUNCHING
         seconds = time.perf_counter() - started
         self.metrics.step_seconds += seconds
-        return Flight(pending, rows, seconds=seconds, plan=plan)
-
-    def _choose(self, requests: Sequence[Request]) -> tuple[Planned, Sequence[Draft]]:
-        """Return the shape of the next step over these requests, and the trees of the host that it verifies."""
-        engine, slots = self.engine, [r.slot for r in requests]
-        batch, sampled = engine.batch_of(len(slots)), bool(engine.sampling.needs(slots) - {TRACED})
-        shapes = self.sizes.sizes_of(batch)
-        decided = self.policy.decided(shapes) if any(r.speculative for r in requests) else PLAIN
-        drafts = () if decided == PLAIN else engine.host_drafts(slots)
-        offered: Sequence[Draft | None] = drafts or [None] * len(requests)
-        rows = {r: (self._row(r, d), d) for r, d in zip(requests, offered, strict=True)}
-        kind, known = Kind.of(batch, sampled, max(r.kv_len for r in requests)), [row for row, _ in rows.values()]
-        if decided is None:
-            choice = self.policy.choose(kind, shapes, known)
-        else:
-            choice = self.policy.with_lookups(Choice(decided), known)
-        lookups = frozenset(r for r, takes in zip(requests, choice.lookups, strict=False) if takes)
-        if engine.drafter.looks_up:
-            drafts = [d if d is not None and r in lookups else NOTHING for r, d in zip(requests, offered, strict=True)]
-        return Planned(kind, choice, rows, lookups, self._disturbances()), drafts
-
-    def _row(self, request: Request, draft: Draft | None) -> Row:
-        """Return what the policy is to know of a request and of the tree that the host offers for it."""
-        wanted = request.speculative
-        if draft is None or not self.engine.drafter.looks_up:
-            return Row(request, None if draft is None else draft.match, wanted)
-        return Row(request, None, wanted, lookup=draft.match)
+        return Flight(pending, rows, seconds=seconds, plan=plan, disturbances=before)
 
     def _disturbances(self) -> tuple[int, int]:
         """Return how often anything happened so far that makes a step's time say nothing about its shape."""
@@ -386,7 +349,10 @@ class Scheduler:
             self._after_prefill(flight, emitted)
             return
         self.metrics.step_seconds += waited
-        self._teach(flight, emitted, self._landed - began)
+        if flight.plan is not None:
+            alone = self._disturbances() == flight.disturbances and flight.pending.seen is None  # watching takes time
+            seconds = self._landed - began if alone else None
+            self.policy.after(flight.plan, emitted, seconds, flight.pending.catching_up)
         if emitted:
             self._after_decode(flight, emitted, flight.seconds + waited)
 
@@ -413,20 +379,6 @@ class Scheduler:
             elif request.slot in pending.failed:
                 self._end(request, Finish("abort", message=pending.failed[request.slot]))
 
-    def _teach(self, flight: Flight, emitted: Mapping[Request, Sequence[int]], seconds: float) -> None:
-        """Tell the policy what a decode step took and emitted."""
-        plan, pending = flight.plan, flight.pending
-        assert plan is not None, "a decode step has one"
-        if self._disturbances() == plan.before and pending.seen is None:  # watching takes time of its own
-            tokens = sum(map(len, emitted.values()))
-            self.policy.landed(plan.kind, plan.choice, seconds, emitted=tokens, catching_up=pending.catching_up)
-        for request, given in emitted.items():
-            row, draft = plan.rows[request]
-            if draft is not None:
-                self._teach_of_host(request, draft, given)
-            if row.match is None and plan.choice.shape > PLAIN and request not in plan.lookups:
-                self.policy.learn(row, pending.nodes, len(given))
-
     def _hear(self, flight: Flight) -> None:
         """Take in the scores that a step brought to the requests that asked and still hold their seats."""
         self._fresh.clear()
@@ -435,13 +387,6 @@ class Scheduler:
                 if row in told and self.seats.get(request) is seat:
                     known, self._fresh[request] = told[row]
                     request.prompt_scores += known
-
-    def _teach_of_host(self, request: Request, draft: Draft, tokens: Sequence[int]) -> None:
-        """Tell the policy what a tree of the host gives, verified or not: this one, or an older one."""
-        decided = self.prospects.follow(request, draft, tokens)
-        if decided is not None:
-            draft, tokens = decided
-            self.policy.learn_of_host(draft.match, {n: draft.emits(tokens, n) for n in self.policy.trees})
 
     def _admit(self) -> None:
         """Give slots and pages to waiting requests, in order, while both last."""
@@ -564,11 +509,10 @@ class Scheduler:
                 at = len(request.output_ids) - kept[-1]
                 step = pending.seen.step(row, tokens[: kept[-1]])
                 request.trace.steps.append({"at": at, "seconds": round(seconds, 6), **step})
-            if flight.plan is not None and request in flight.plan.lookups:
-                self.metrics.lookup(kept[-1])
         self.metrics.decode(
             Load(self._usage(), len(emitted), len(self.waiting)),
             emitted=kept,
+            of_host=[] if flight.plan is None else [request in flight.plan.of_host for request in emitted],
             nodes=pending.nodes,
             tokens=sum(request.kv_len for request in emitted),
             captured=pending.captured,
@@ -721,10 +665,7 @@ class Scheduler:
 
     def stats(self) -> dict[str, Any]:
         """Return current numbers for /server_info, names as SGLang's where it has one."""
-        m = self.metrics
         return {
-            "avg_spec_accept_length": m.accept_length,
-            "last_gen_throughput": m.last_throughput,
             "kv_pages_total": self.kv.pages - 1,
             "kv_pages_free": len(self.kv.free),
             "kv_pages_cached": self.cache.count,
@@ -734,21 +675,11 @@ class Scheduler:
             "max_total_num_tokens": (self.kv.pages - 1) * self.kv.page_size,
             "max_req_input_len": self.max_prompt_tokens,
             "effective_max_running_requests_per_dp": self.sizes.max_running,
-            "total_retractions": m.retractions,
-            "prompt_tokens": m.prompt_tokens,
-            "cached_tokens": m.cached_tokens,
-            "generated_tokens": m.generated_tokens,
-            "verify_steps": m.verify_steps,
-            "tree_steps": m.tree_steps,
-            "plain_steps": m.plain_steps,
-            "speculative_shape_shares": m.shape_shares,
-            "speculative_lookup_shares": m.lookup_shares,
-            "step_seconds": m.step_seconds,
             "speculative_num_steps": self.sizes.steps,
             "speculative_eagle_topk": self.sizes.topk,
             "speculative_num_draft_tokens": self.sizes.nodes,
             "drafter_seconds": self.engine.drafter_seconds,
-            "host_seconds": m.host_seconds,
+            **self.metrics.stats(),
         }
 
 

@@ -25,13 +25,13 @@ SOURCES = {
 RANKS = {
     -2: "load.machine",
     -1: "load.huge_pages",
-    0: "request metrics tree kv radix model compiled graphs policy ring load.weights load.packed load.token_map "
+    0: "request metrics tree kv radix model compiled graphs ring load.weights load.packed load.token_map "
     "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.__init__ train.__init__ "
     "http.__init__ http.page watchdog routing products",
     1: "shards http.fields http.reasoning config sampling attention eagle load.fp8 load.tokenizer load.default_model",
     2: "http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 "
     "train.prompts",
-    3: "intake http.message trace beam ngram load.heads http.traces",
+    3: "intake policy http.message trace beam ngram load.heads http.traces",
     4: "standalone bucket lookup crossing",
     5: "engine load.drafters",
     6: "scheduler parallel load.selftest load.memory",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,12 +19,12 @@ from minispec.config import Config
 from minispec.drafter import NOTHING, Batch, Draft, HostTrees
 from minispec.engine import Engine, Sizes
 from minispec.load.drafters import _texts, make_drafter
-from minispec.lookup import SHARE, Echo, Lookups, Prospects, Texts
+from minispec.lookup import SHARE, Echo, Lookups, Texts
 from minispec.ngram import NgramDrafter, NgramOptions
-from minispec.policy import Choice, Kind, Policy, Row
+from minispec.policy import Choice, Kind, Planned, Policy, Prospects, Row
 from minispec.request import Request
 from minispec.ring import ROWS, Ring
-from minispec.scheduler import Planned, Scheduler
+from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter
 
 N = 10
@@ -52,14 +52,14 @@ def adversary(scheduler: Scheduler, seed: int = 0) -> list[Choice]:
     rng, policy, made = random.Random(seed), scheduler.policy, []
     policy.forced = lambda shapes: rng.choice(shapes)
     policy.forced_lookup = lambda: rng.random() < 0.5
-    choose = scheduler._choose
+    before = policy.before
 
-    def noted(requests: Sequence[Request]) -> tuple:
-        plan, drafts = choose(requests)
+    def noted(*given: object) -> Planned:
+        plan = before(*given)
         made.append(plan.choice)
-        return plan, drafts
+        return plan
 
-    scheduler._choose = noted
+    policy.before = noted
     return made
 
 
@@ -94,20 +94,20 @@ def test_a_step_in_which_the_head_drafts_nothing_says_nothing_of_its_trees() -> 
     subject, drafted, found = PAIRS["head"], [], [0, 0]
     scheduler = subject.build()
     made = adversary(scheduler)
-    learn, choose = scheduler.policy.learn, scheduler._choose
+    learn, before = scheduler.policy.learn, scheduler.policy.before
 
     def learned(row: Row, nodes: int, emitted: int) -> None:
         drafted.append(made[-1].shape)  # a CPU has no step in flight, so this is the step that is taken in
         learn(row, nodes, emitted)
 
-    def chosen(requests: Sequence[Request]) -> tuple:
-        plan, drafts = choose(requests)
+    def chosen(*given: object) -> Planned:
+        plan = before(*given)
         if plan.choice.shape < 0:
-            found[0] += len(plan.lookups)
-            found[1] += len(requests) - len(plan.lookups)
-        return plan, drafts
+            found[0] += len(plan.of_host)
+            found[1] += len(plan.rows) - len(plan.of_host)
+        return plan
 
-    scheduler.policy.learn, scheduler._choose = learned, chosen
+    scheduler.policy.learn, scheduler.policy.before = learned, chosen
     run(scheduler, repeating(subject))
     assert min(found) > 3, "of the requests in steps without rounds some had a tree looked up, and some had none"
     assert len(drafted) > 10 and min(drafted) > 1, "a row without a tree counted as one whose drafts were all refused"
@@ -128,15 +128,14 @@ def served(
     scheduler = build(MODEL, Lookups(head, texts(), VOCAB))
     compare: list[tuple] = []
     plans: list[Planned] = []
-    propose, grow, choose = scheduler.engine.drafter.propose, head.propose, scheduler._choose
+    propose, grow, before = scheduler.engine.drafter.propose, head.propose, scheduler.policy.before
     steps = itertools.cycle([-N] * lookup_steps + [N])
     scheduler.policy.forced, scheduler.policy.forced_lookup = lambda shapes: next(steps), bets
     rounds, emitted = 0, []
 
-    def chosen(requests):
-        plan, drafts = choose(requests)
-        plans.append(plan)
-        return plan, drafts
+    def chosen(*given):
+        plans.append(before(*given))
+        return plans[-1]
 
     def grown(batch: Batch):
         nonlocal rounds
@@ -157,21 +156,21 @@ def served(
                 request, draft = own[slot]
                 found = (tree.tokens[row].tolist(), tree.parents[row].tolist())
                 theirs = next((t, p) for ids, t, p in reversed(compare) if ids == request.ids)
-                wanted = (draft.tokens, draft.parents) if request in plans[-1].lookups else theirs
+                wanted = (draft.tokens, draft.parents) if request in plans[-1].of_host else theirs
                 rest = N - len(wanted[0])
                 assert found[0][1:] == [*wanted[0], *[-1] * rest][1:] and found[1] == [*wanted[1], *[0] * rest]
         return tree
 
-    monkeypatch.setattr(scheduler, "_choose", chosen)
+    monkeypatch.setattr(scheduler.policy, "before", chosen)
     head.propose, scheduler.engine.drafter.propose = grown, proposed
-    teach = scheduler._teach
+    after = scheduler.policy.after
 
-    def taught(flight, tokens, seconds):
-        if flight.plan.choice.shape < 0:
+    def taught(plan, tokens, *times):
+        if plan.choice.shape < 0:
             emitted.extend(map(len, tokens.values()))
-        teach(flight, tokens, seconds)
+        after(plan, tokens, *times)
 
-    scheduler._teach = taught
+    scheduler.policy.after = taught
     requests = [request(f"r{i}", [3, 8, 21, 34, i] * 3, sampling_seed=i, max_new_tokens=new_tokens, **FEW)
                 for i in range(4)]
     run(scheduler, requests)

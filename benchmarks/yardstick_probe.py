@@ -147,6 +147,10 @@ class Flat:
         ngram.NgramDrafter.seconds = property(lambda drafter: None, lambda drafter, value: None)
         grammar.time = SimpleNamespace(perf_counter=lambda: 0.0)
 
+    def of_now(self, name: str, before: str) -> Any:
+        """Return a member of the engine by its name, or by the one that it had before."""
+        return getattr(self.engine, name if hasattr(self.engine, name) else before)
+
     def shapes(self) -> list[tuple[str, Any, Any, bool]]:
         """Return (kind, batch, nodes, drafts) of every step that the engine has and of every graph it compiles.
 
@@ -156,7 +160,7 @@ class Flat:
         found: list[tuple[str, Any, Any, bool]] = [
             ("decode step", batch, abs(shape), shape > 1 and rounds) for batch, shape in self.engine.buckets
         ]
-        found += [("prefill step", 1, size, False) for size in self.engine.prefill_buckets]
+        found += [("prefill step", 1, size, False) for size in self.of_now("prefills", "prefill_buckets")]
         for name in self.engine.shapes():
             if match := GRAPH_NAME.fullmatch(name):
                 batch = {"one sequence": 1, "several sequences": "several", "prompts": "prompts"}[match["many"]]
@@ -235,7 +239,8 @@ class Flat:
 
         def caught_up(slots: Sequence[int]) -> None:
             slots = list(slots)
-            waiting = engine.ring is not None and any(engine.ring.waiting[slot] for slot in slots)
+            late = self.of_now("late", "ring")
+            waiting = late is not None and any(late.waiting[slot] for slot in slots)
             with counted.part("catch-up" if waiting else "nothing to catch up"):
                 catch_up(slots)
 

@@ -66,7 +66,7 @@ class Bucket:
         self.plan = Plan(kv, batch, 1, nodes)
         kind, layers = attend
         self.attend = kind(kv, self.plan, layers)
-        self.outputs = torch.zeros(batch, most + 2, dtype=torch.int64, device=device)
+        self.most, self.outputs = most, torch.zeros(batch, most + 2, dtype=torch.int64, device=device)
         self.emitted, self.count, self.nan = self.outputs[:, :most], self.outputs[:, most], self.outputs[:, most + 1]
         self.questions: Questions | None = None  # of an uncaptured step; a captured one has neither
         self.scores: Scores | None = None
@@ -109,6 +109,8 @@ class PrefillBucket:
         self.plan = Plan(kv, 1, blocks, width, prompts=True)
         kind, layers = attend
         self.attend = kind(kv, self.plan, layers)
+        self._row = torch.arange(width, device=device)
+        self._causal = (self._row <= self._row[:, None]).expand(blocks, -1, -1)
         # The token after each chunk, how many count, which is 0 or 1, and whether there was a NaN among its logits.
         self.outputs = torch.zeros(blocks, 3, dtype=torch.int64, device=device)
         self.questions: Questions | None = None  # as in `Bucket`
@@ -132,3 +134,25 @@ class PrefillBucket:
         by_chunk += [(0, 0, 0, 0)] * (self.blocks - len(by_chunk))
         columns = chain(*zip(*by_block, strict=True), *zip(*by_chunk, strict=True))
         fill(self.inputs, [*tokens, *following, *columns])
+
+    def place(self, starts: Tensor) -> Tensor:
+        """Describe in the plan the rows of blocks that begin at `starts [n] int64`; returns their positions [n, W]."""
+        self.plan.fill(self.slots, starts, self._causal, self._row < self.sizes[:, None])
+        return starts[:, None] + self._row
+
+
+class Prefills(dict[int, PrefillBucket]):
+    """The prefill steps by T, ascending, all with query blocks of W rows."""
+
+    def __init__(self, kv: PagedKV, sizes: Sequence[int], width: int, attend: tuple[AttendKind, int]) -> None:
+        """`attend` and `width` as in `PrefillBucket`."""
+        super().__init__((size, PrefillBucket(kv, size, width, attend)) for size in sizes)
+        self.width, self.blocks = width, sizes[-1] // width  # the query blocks of the largest step
+
+    def blocks_of(self, tokens: int) -> int:
+        """Return how many query blocks a chunk of this many tokens takes."""
+        return -(-tokens // self.width)
+
+    def of(self, blocks: int) -> PrefillBucket:
+        """Return the smallest step of so many query blocks."""
+        return next(step for size, step in self.items() if size >= blocks * self.width)

@@ -10,8 +10,8 @@ itself, `decode` or `known`, a function of tensors that stay where they are; and
 The one idea: a step has static shapes. The batch is padded to a bucket (slot 0 is padding), the tree to N nodes (-1 is
 padding), prompt chunks to whole query blocks, so that each (B, T) has its compiled graph and nothing recompiles when
 lengths, trees or requests change. There are two or three tree sizes, 1 and one or two others, and who launches a step
-says which it has (`policy.py`). A step in which a drafter on the device has no part, a plain one or one whose trees are
-all the host's, keeps in a ring what the drafter would have taken in from it, and before it drafts again it catches up.
+says which it has (`policy.py`). Steps that do not run the head save their tokens and features (`late.py`). Before the
+head drafts again it processes this backlog, like a chunk of a prompt.
 
 Speculative decoding by trees: SpecInfer, arXiv 2305.09781. Read next: `scheduler.py`, which decides who is in
 a step.
@@ -38,16 +38,16 @@ from minispec.attention import (
     deferred_attention,
     prefill_block,
 )
-from minispec.bucket import Bucket, Chunk, PrefillBucket
+from minispec.bucket import Bucket, Chunk, PrefillBucket, Prefills
 from minispec.compiled import Choice, Compiler, Permits, Small, cached_only
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, TreeSize
 from minispec.grammar import Constraints, mask
 from minispec.graphs import Recorder
 from minispec.kv import PagedKV, upload
+from minispec.late import Late
 from minispec.logprobs import Question, Questions, Scores, score_known, score_picks
 from minispec.model import Model, Rope
 from minispec.request import Logprobs, Request, Scored
-from minispec.ring import ROWS, Ring
 from minispec.sampling import (
     CONSTRAINED,
     FILTERED,
@@ -82,8 +82,8 @@ class Pending:
     ready: torch.cuda.Event | None  # set when they are filled; None: they are
     nodes: int = 1  # tree size of a decode step
     launched: float = 0.0  # when its own work began, in seconds of `perf_counter`
-    catching_up: float = 0.0  # seconds before that in which the drafter took in what the ring had
-    keeps: bool = False  # whether it leaves to the ring as many rows as it emits
+    catching_up: float = 0.0  # seconds before that in which the drafter caught up
+    keeps: bool = False  # whether it leaves to the drafter as many rows as it emits, for later
     chunks: Sequence[Chunk] = ()
     captured: bool = False  # whether a CUDA graph ran it
     scores: Scores | None = None  # of those who asked, on their way too
@@ -180,13 +180,6 @@ def coarse_batches(most: int, nodes: int, captured: int) -> tuple[int, ...]:
     return tuple(sorted({min(size, most) for size in (*sizes, captured) if size}))
 
 
-def make_ring(model: Model, drafter: Drafter, slots: int) -> Ring | None:
-    """Return where steps keep what a drafter on the device takes in later; None where nobody takes anything."""
-    if not drafter.commits:
-        return None
-    return Ring(slots, len(drafter.taps) * model.config.hidden_size, model.norm.weight)
-
-
 class TreeInputs(NamedTuple):
     """Trees as the target reads them."""
 
@@ -251,7 +244,6 @@ class Engine:
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
         # Beyond how many rows after its committed ones a slot's tree is padding: 1 for a request that wants no drafts.
         self.reach = torch.full((slots,), sizes.context_length, dtype=torch.int64, device=device)
-        self.ring = make_ring(model, drafter, slots)
         self.logprobs: dict[int, Logprobs] = {}  # by slot, of requests that ask for them
         self.constraints = Constraints(model.config.vocab_size)
         self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
@@ -270,10 +262,10 @@ class Engine:
         }
         for batch, shape in [(b, s) for b in sizes.batch_sizes for s in sizes.sizes_of(b) if s < 0]:
             self.buckets[batch, shape] = self.buckets[batch, -shape].of_the_host()
-        self.query_block = width = prefill_block(device)
-        self.prefill_buckets = {size: PrefillBucket(kv, size, width, attend) for size in sizes.prefill_sizes}
-        self.causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-        drafter.attach(kv, draft_attend, sizes.batch_sizes, [size // width for size in sizes.prefill_sizes])
+        self.prefills = Prefills(kv, sizes.prefill_sizes, prefill_block(device), attend)
+        self.late = Late(drafter, slots, model.norm.weight)
+        self.late.attach(self.prefills, self.lens, self.root)
+        drafter.attach(kv, draft_attend, sizes.batch_sizes, [size // self.prefills.width for size in self.prefills])
         # By batch and A: the accepted path as a chain.
         paths = {(batch, self._most(nodes)) for batch, nodes in self.buckets if nodes > 1 and drafter.commits}
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
@@ -300,7 +292,7 @@ class Engine:
     @property
     def steps(self) -> list[Bucket | PrefillBucket]:
         """Every kind of step there is, in the order in which they are worth compiling: one request alone first."""
-        prefills = [self.prefill_buckets[size] for size in self.sizes.prefill_sizes]
+        prefills = [*self.prefills.values()]
         short = [step for step in prefills if step.attend.graph == prefills[0].attend.graph]  # on a CPU all have one
         keys = [key for key in self.buckets if key[1] > 0]  # steps without rounds have the graphs of those with them
         decodes: list[Bucket] = [self.buckets[key] for key in sorted(keys, key=lambda key: (key[0], -key[1]))]
@@ -358,8 +350,7 @@ class Engine:
         self.constraints.release(slot)
         self.logprobs.pop(slot, None)
         self.lens[slot : slot + 1].zero_()
-        if self.ring is not None:
-            self.ring.waiting[slot] = 0
+        self.late.release([slot])
         self.drafter.release(slot)  # last, since a drafter of someone's own may raise
 
     def restart(self) -> None:
@@ -419,57 +410,19 @@ class Engine:
         asking = enumerate(slots) if SCORES in needs else ()
         asked = [Question(row, self.logprobs[slot]) for row, slot in asking if slot in self.logprobs]
         began = time.perf_counter()
-        keeps = self._keeps(bucket)
-        if self.ring is not None:
-            # Nor can a step go on keeping rows when a slot's ring may be too full; then all are emptied in one pass.
-            most = self._most(bucket.nodes)
-            if not keeps or any(self.ring.waiting[slot] + most > ROWS for slot in slots):
-                self.catch_up(slots)
-            if bucket.nodes == 1:
-                self.changes += 1
-                for slot in slots:
-                    self.ring.waiting[slot] += 1
+        self.changes += 1
+        self.late.before(bucket, slots)
         catching_up = time.perf_counter() - began
         captured = self._run(self.decode, bucket, needs, asked)
         seen = cast(Rows, cast(Sight, bucket.sight).rows).to_host() if TRACED in needs else None
         return self._pending(list(slots), bucket.outputs, scores=bucket.scores, nodes=bucket.nodes, captured=captured,
-                             keeps=keeps and bucket.nodes > 1, launched=started + catching_up, catching_up=catching_up,
+                             keeps=bucket.nodes > 1 and self.late.keeps(bucket), launched=started + catching_up, catching_up=catching_up,
                              seen=seen)  # fmt: skip
-
-    def _keeps(self, bucket: Bucket) -> bool:
-        """Return whether a step leaves what the drafter is to take in to the ring, since the drafter has no part in it.
-        """
-        drafts = bucket.nodes > 1 and bucket.rounds
-        return self.ring is not None and not drafts and self._most(bucket.nodes) <= ROWS
 
     @torch.inference_mode()
     def catch_up(self, slots: Iterable[int]) -> None:
-        """Let the drafter take in what the ring has of these slots, as chunks of prompts."""
-        waiting = [] if self.ring is None else self.ring.waiting
-        behind = [slot for slot in slots if waiting and waiting[slot]]
-        most = max(1, self.prefill_blocks // self.blocks(ROWS))  # slots of one pass
-        while behind:
-            self.changes += 1
-            part, behind = behind[:most], behind[most:]
-            bucket = self._prefill_bucket(sum(self.blocks(waiting[slot]) for slot in part))
-            # The tokens are in the ring. Where a chunk begins is told from where the slot's rows end.
-            bucket.upload([Chunk(slot, [0] * waiting[slot], -waiting[slot], last=False) for slot in part])
-            self.drafter.commit(self._left(bucket))
-            for slot in part:
-                waiting[slot] = 0
-
-    def _left(self, bucket: PrefillBucket) -> Committed:
-        """Return what the ring holds of the slots in a bucket as a prefill step would tell it."""
-        row, ends = torch.arange(bucket.width, device=self.device), self.lens[bucket.slots]
-        starts = ends + bucket.starts
-        bucket.plan.fill(bucket.slots, starts, self.causal.expand(bucket.blocks, -1, -1), row < bucket.sizes[:, None])
-        positions = starts[:, None] + row
-        assert self.ring is not None
-        tokens, following, features = self.ring.read(bucket.slots, positions)
-        following = torch.where(positions == ends[:, None] - 1, self.root[bucket.slots][:, None], following)
-        tokens, following, positions = (part.reshape(1, bucket.size) for part in (tokens, following, positions))
-        features = None if features is None else features.view(1, bucket.size, -1)
-        return Committed(bucket.chunk_slots, tokens, following, positions, features, bucket.ends, bucket.plan, True)
+        """Let the drafter take in what steps without it have kept of these slots."""
+        self.late.catch_up(slots)
 
     def _run(
         self, step: Callable[[Any, Needs], None], bucket: Bucket | PrefillBucket, needs: Needs,
@@ -514,11 +467,13 @@ class Engine:
             seen = self._score(streams)
             tokens, allowed = self._constrain(seen.logits, trees)
             path = self._decide(bucket, lens, step._replace(tokens=tokens), seen._replace(allowed=allowed), wishes)
-        if path is not None and self.ring is not None and self._keeps(bucket):
-            self.ring.keep(slots, path.positions, path.tokens, path.features)
-        elif path is not None:
-            plan = self.path_plans[tuple(path.tokens.shape)]
-            tokens, following, positions, features, ends = path
+        if path is None:
+            return
+        tokens, following, positions, features, ends = path
+        if self.late.keeps(bucket):
+            self.late.keep(slots, positions, tokens, features)
+        else:
+            plan = self.path_plans[tuple(tokens.shape)]
             self._take_in(Committed(slots, tokens, following, positions, features, ends, plan, prefill=False))
 
     def _propose(self, bucket: Bucket, lens: Tensor, root: Tensor, wishes: Wishes | None) -> DraftTree:
@@ -577,8 +532,8 @@ class Engine:
             bucket.sight.look(tree, logits, verdict, wishes, lens)
         if nodes > 1:
             self.kv.compact(slots, lens, verdict.path, verdict.count)
-        elif self.ring is not None:
-            self.ring.keep(slots, lens[:, None], step.tokens, features)
+        else:
+            self.late.keep(slots, lens[:, None], step.tokens, features)
         self.sampling.commit(slots, verdict.emitted, verdict.count, wishes is not None and wishes.counts is not None)
         self.lens[slots] = lens + verdict.count
         self.root[slots] = verdict.bonus
@@ -646,7 +601,7 @@ class Engine:
         """Return the accepted path as a chain of A rows from `lens` on, and describe it in the plan of paths."""
         batch, most = verdict.path.shape
         step = torch.arange(most, device=self.device)
-        visible = self.causal[:most, :most].expand(batch, -1, -1)
+        visible = (step <= step[:, None]).expand(batch, -1, -1)
         self.path_plans[batch, most].fill(bucket.slots, lens, visible, step < verdict.count[:, None])
         if features is not None:
             features = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
@@ -659,21 +614,12 @@ class Engine:
 
     # ---- a prefill step ------------------------------------------------------------------------------------------
 
-    def blocks(self, tokens: int) -> int:
-        """Return how many query blocks a chunk of this many tokens takes."""
-        return -(-tokens // self.query_block)
-
-    @property
-    def prefill_blocks(self) -> int:
-        """Query blocks of the largest prefill step."""
-        return self.sizes.prefill_sizes[-1] // self.query_block
-
     def prefill(self, chunks: Sequence[Chunk]) -> Pending:
         """Compute chunks of several requests packed as [1, T], each starting on a query block of its own.
 
         Emits one token for every chunk that is its request's last, none for the others.
         """
-        bucket = self._prefill_bucket(sum(self.blocks(len(chunk.tokens)) for chunk in chunks))
+        bucket = self.prefills.of(sum(self.prefills.blocks_of(len(chunk.tokens)) for chunk in chunks))
         bucket.upload(chunks)
         needs = self.sampling.needs([chunk.slot for chunk in chunks if chunk.last]) - {TRACED}
         asked = self._questions(chunks)
@@ -689,20 +635,13 @@ class Engine:
                 shift = first - chunk.start
                 known = range(chunk.scored.start + shift, chunk.scored.stop + shift)
                 asked.append(Question(row, self.logprobs[chunk.slot], chunk.last, known))
-            first += self.blocks(len(chunk.tokens)) * self.query_block
+            first += self.prefills.blocks_of(len(chunk.tokens)) * self.prefills.width
         return asked
-
-    def _prefill_bucket(self, blocks: int) -> PrefillBucket:
-        """Return the smallest bucket of so many query blocks."""
-        return next(self.prefill_buckets[n] for n in self.sizes.prefill_sizes if n >= blocks * self.query_block)
 
     def known(self, bucket: PrefillBucket, needs: Needs) -> None:
         """Run the prefill step over the known tokens that a bucket's inputs describe, and write its outputs."""
         self._known_begun(bucket)
-        row = torch.arange(bucket.width, device=self.device)
-        live = row < bucket.sizes[:, None]
-        bucket.plan.fill(bucket.slots, bucket.starts, self.causal.expand(bucket.blocks, -1, -1), live)
-        positions, tokens = (bucket.starts[:, None] + row).view(1, -1), bucket.tokens[None]
+        positions, tokens = bucket.place(bucket.starts).view(1, -1), bucket.tokens[None]
         slots, lens, picked, constrained = bucket.chunk_slots, bucket.lens, bucket.picked, bool(needs & CONSTRAINED)
         needs -= CONSTRAINED
         # After a chunk that is not its request's last nothing is picked: as if its slot were 0, which has no grammar.
@@ -763,9 +702,8 @@ class Engine:
         rows = pending.outputs[: len(pending.slots)].tolist()
         found = [[] if row[-1] else row[: row[-2]] for row in rows]
         pending.nan = [slot for slot, row in zip(pending.slots, rows, strict=True) if row[-1]]
-        if pending.keeps and self.ring is not None:
-            for slot, tokens in zip(pending.slots, found, strict=True):
-                self.ring.waiting[slot] += len(tokens)
+        if pending.keeps:
+            self.late.landed(pending.slots, found)
         started = time.perf_counter()
         for chunk in pending.chunks:
             self.drafter.observe(chunk.slot, chunk.tokens, again=chunk.again)
@@ -843,7 +781,7 @@ class Engine:
         steps: list[tuple[Callable[[Any, Needs], None], Bucket | PrefillBucket]] = [
             (self.decode, self.buckets[key]) for key in sorted(self.buckets, reverse=True) if key[0] in batches
         ]
-        steps.append((self.known, self.prefill_buckets[self.sizes.prefill_sizes[0]]))
+        steps.append((self.known, self.prefills[self.sizes.prefill_sizes[0]]))
         for done, (step, bucket) in enumerate(steps, start=1):
             progress(f"capture {done}/{len(steps)}: {bucket.name}")
             for needs in CAPTURED:

@@ -308,7 +308,7 @@ class Follower(SharedEngine):
         nothing = Logprobs()
         asked = [Question(0, nothing)] * picks
         asked += [Question(0, nothing, False, range(row, row + 1)) for row in known]
-        self._run(self.known, self.prefill_buckets[size], GREEDY | {SCORES} if asked else GREEDY, asked)
+        self._run(self.known, self.prefills[size], GREEDY | {SCORES} if asked else GREEDY, asked)
 
     def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor) -> Verdict:
         """Return a verdict to be overwritten with rank 0's."""

@@ -479,21 +479,21 @@ class Scheduler:
 
     def _next_chunks(self) -> tuple[list[Chunk], list[Request]]:
         """Cut the next chunks off the prompts, within the chunk size and the query blocks of a step."""
-        budget, blocks = self.sizes.chunk_size, self.engine.prefill_blocks
+        budget, blocks = self.sizes.chunk_size, self.engine.prefills.blocks
         chunks: list[Chunk] = []
         requests: list[Request] = []
         for request in self.prefilling:
             if budget <= 0 or blocks <= 0:
                 break
             ids, start = self.seats[request].ids, request.kv_len
-            end = min(len(ids), start + min(budget, blocks * self.engine.query_block))
+            end = min(len(ids), start + min(budget, blocks * self.engine.prefills.width))
             tokens, last, unscored = ids[start:end], end == len(ids), request.unscored
             scored = range(max(start, unscored.start), min(end, unscored.stop))
             again = request.retractions > 0
             chunks.append(Chunk(request.slot, tokens, start, last, 0 if last else ids[end], again, scored))
             requests.append(request)
             budget -= len(tokens)
-            blocks -= self.engine.blocks(len(tokens))
+            blocks -= self.engine.prefills.blocks_of(len(tokens))
         return chunks, requests
 
     def _after_decode(self, flight: Flight, emitted: dict[Request, list[int]], seconds: float) -> None:

@@ -67,8 +67,8 @@ class Recording(TorchDispatchMode):
 def state_of(engine: Engine) -> list[Tensor]:
     """Return every tensor that a step may change and a later one may read."""
     sampling, drafter = engine.sampling, engine.drafter
-    buckets = [*engine.buckets.values(), *engine.prefill_buckets.values()]
-    kept = [] if engine.ring is None else [engine.ring.tokens, engine.ring.features]
+    buckets = [*engine.buckets.values(), *engine.prefills.values()]
+    kept = [engine.late.tokens, engine.late.features]
     return [
         engine.lens, engine.root, *(tensor for tensor in kept if tensor is not None), *engine.kv.pools,
         sampling._floats, sampling._ints, *sampling.tables.values(),
@@ -166,7 +166,7 @@ def test_a_step_is_replayed_by_the_least_graph_that_serves_its_needs(monkeypatch
             step(bucket, needs)
 
     steps = [(engine.decode, bucket) for bucket in engine.buckets.values()]
-    steps += [(engine.known, bucket) for bucket in engine.prefill_buckets.values()]
+    steps += [(engine.known, bucket) for bucket in engine.prefills.values()]
     engine.graphs = {(bucket, needs): Graph(step, bucket, needs) for step, bucket in steps for needs in CAPTURED}
     top_p = {"temperature": 1.0, "top_p": 0.8}
     for wishes, least in (({}, GREEDY), ({"temperature": 1.0}, TEMPERED), (top_p, FILTERED),

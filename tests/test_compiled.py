@@ -55,7 +55,7 @@ def test_every_shape_has_the_bits_of_torch_compile_and_eager_is_near() -> None:
 
 def keys_of(engine: Engine) -> list[Tensor]:
     """Return the tensors through which the target's layers reach their keys."""
-    attends = [bucket.attend for bucket in (*engine.prefill_buckets.values(), *engine.buckets.values())]
+    attends = [bucket.attend for bucket in (*engine.prefills.values(), *engine.buckets.values())]
     with torch.inference_mode():  # as steps have it, since layer 0 writes what a step reads
         return [attend.layer(index).keys for attend in attends for index in range(engine.model.config.layers)]
 

@@ -344,7 +344,7 @@ def test_halfway_a_step_costs_all_that_have_a_slot_and_leaves_a_sound_engine(
     raise_once(what, name, monkeypatch, after)
     updates = fail_in(scheduler)
     assert {u.request for u in updates if u.finish} == {running, filling} and scheduler.waiting[0] is waiting
-    assert sorted(scheduler.free_slots) == [1, 2] and not any(engine.ring.waiting) and scheduler._flight is None
+    assert sorted(scheduler.free_slots) == [1, 2] and not any(engine.late.waiting) and scheduler._flight is None
     assert not any(bool(pool[:, :, page * 16 : page * 16 + 16].any()) for pool in engine.kv.pools for page in pages)
     again = request("again", running.prompt_ids, max_new_tokens=20)
     submit(scheduler, again)

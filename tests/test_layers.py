@@ -25,7 +25,7 @@ SOURCES = {
 RANKS = {
     -2: "load.machine",
     -1: "load.huge_pages",
-    0: "request metrics tree kv radix model compiled graphs ring load.weights load.packed load.token_map "
+    0: "request metrics tree kv radix model compiled graphs load.weights load.packed load.token_map "
     "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.__init__ train.__init__ "
     "http.__init__ http.page watchdog routing products",
     1: "shards http.fields http.reasoning config sampling attention eagle load.fp8 load.tokenizer load.default_model",
@@ -33,17 +33,18 @@ RANKS = {
     "train.prompts",
     3: "intake policy http.message trace beam ngram load.heads http.traces",
     4: "standalone bucket lookup crossing",
-    5: "engine load.drafters",
-    6: "scheduler parallel load.selftest load.memory",
-    7: "llm http.schema http.prometheus",
-    8: "warming explain follower train.corpus http.answers http.about http.streams http.draining",
-    9: "desk http.bodies train.rounds train.export",
-    10: "engine_thread train.trainer train.small",
-    11: "replica train.__main__",
-    12: "cluster",
-    13: "replicas",
-    14: "server",
-    15: "__init__",  # the package's face: hands out LLM and SamplingParams
+    5: "late load.drafters",
+    6: "engine",
+    7: "scheduler parallel load.selftest load.memory",
+    8: "llm http.schema http.prometheus",
+    9: "warming explain follower train.corpus http.answers http.about http.streams http.draining",
+    10: "desk http.bodies train.rounds train.export",
+    11: "engine_thread train.trainer train.small",
+    12: "replica train.__main__",
+    13: "cluster",
+    14: "replicas",
+    15: "server",
+    16: "__init__",  # the package's face: hands out LLM and SamplingParams
 }
 RANK = {module: rank for rank, modules in RANKS.items() for module in modules.split()}
 ALGORITHMS = {"NONE", "NGRAM", "EAGLE", "EAGLE3", "NEXTN", "MTP", "STANDALONE"}

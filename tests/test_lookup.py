@@ -18,12 +18,12 @@ from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.drafter import NOTHING, Batch, Draft, HostTrees
 from minispec.engine import Engine, Sizes
+from minispec.late import ROWS, Late
 from minispec.load.drafters import _texts, make_drafter
 from minispec.lookup import SHARE, Echo, Lookups, Texts
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.policy import Choice, Kind, Planned, Policy, Prospects, Row
 from minispec.request import Request
-from minispec.ring import ROWS, Ring
 from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter
 
@@ -188,9 +188,9 @@ def test_lookups_that_emit_more_than_the_ring_holds_are_taken_in_before_it_is_to
     taken, catch_up = [], Engine.catch_up
 
     def noted(self, slots):
-        waiting = list(self.ring.waiting)
+        waiting = list(self.late.waiting)
         catch_up(self, slots)
-        taken.append(sum(waiting) - sum(self.ring.waiting))
+        taken.append(sum(waiting) - sum(self.late.waiting))
 
     monkeypatch.setattr(Engine, "catch_up", noted)
     compare = served(monkeypatch, lambda: False, 25, new_tokens=240)
@@ -205,15 +205,15 @@ def test_each_row_of_a_step_has_the_tree_that_it_bets_on(monkeypatch) -> None:
 
 def forgotten_path(patch: pytest.MonkeyPatch) -> None:
     """The ring has nothing of the path that a step of lookups accepted."""
-    keep = Ring.keep
-    patch.setattr(Ring, "keep", lambda self, slots, rows, *kept: None if rows.shape[1] > 1 else
+    keep = Late.keep
+    patch.setattr(Late, "keep", lambda self, slots, rows, *kept: None if rows.shape[1] > 1 else
                   keep(self, slots, rows, *kept))
 
 
 def features_of_the_next_row(patch: pytest.MonkeyPatch) -> None:
     """The ring has each row's features one place too early."""
-    keep = Ring.keep
-    patch.setattr(Ring, "keep", lambda self, slots, rows, tokens, features: keep(
+    keep = Late.keep
+    patch.setattr(Late, "keep", lambda self, slots, rows, tokens, features: keep(
         self, slots, rows, tokens, features.roll(-1, 1)))
 
 
@@ -222,11 +222,11 @@ def rows_not_counted(patch: pytest.MonkeyPatch) -> None:
     collect = Engine.collect
 
     def counted(self, pending):
-        waiting, keeps = list(self.ring.waiting), pending.keeps
+        waiting, keeps = list(self.late.waiting), pending.keeps
         found = collect(self, pending)
         if keeps:
             for slot in pending.slots:
-                self.ring.waiting[slot] = waiting[slot] + 1
+                self.late.waiting[slot] = waiting[slot] + 1
         return found
 
     patch.setattr(Engine, "collect", counted)

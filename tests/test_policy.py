@@ -21,11 +21,11 @@ from minispec.bucket import PrefillBucket
 from minispec.drafter import Committed, Drafter, HostDrafter
 from minispec.eagle import Eagle3Head
 from minispec.engine import Engine
+from minispec.late import ROWS, Late
 from minispec.lookup import Texts
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.policy import PLAIN, PROBES, Choice, Kind, Matches, Policy, Row, Times
 from minispec.request import Request
-from minispec.ring import ROWS, Ring
 from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter
 
@@ -320,10 +320,10 @@ def test_what_waits_in_the_ring_is_told_row_by_row(monkeypatch: pytest.MonkeyPat
     """Also of slots with more rows than a query block, where one wrong row among many changes no tree."""
     told: list[tuple[int, int, int, int]] = []  # slot, position, its token, the token after it
     served: dict[int, Request] = {}
-    left = Engine._left
+    backlog = Late._backlog
 
-    def noted(self: Engine, bucket: PrefillBucket) -> Committed:
-        new = left(self, bucket)
+    def noted(self: Late, bucket: PrefillBucket) -> Committed:
+        new = backlog(self, bucket)
         served.update({one.slot: one for one in scheduler.running})
         live = (torch.arange(bucket.width) < bucket.sizes[:, None]).flatten()
         of_row = bucket.slots.repeat_interleave(bucket.width)
@@ -331,7 +331,7 @@ def test_what_waits_in_the_ring_is_told_row_by_row(monkeypatch: pytest.MonkeyPat
         told.extend(map(tuple, rows[live].tolist()))
         return new
 
-    monkeypatch.setattr(Engine, "_left", noted)
+    monkeypatch.setattr(Late, "_backlog", noted)
     scheduler = forced("eagle3", running=2)
     shapes = iter([6, *[1] * 45, 6, 6, *[1] * 20, 6])
     scheduler.policy.forced = lambda given: next(shapes, 6)
@@ -344,27 +344,27 @@ def test_what_waits_in_the_ring_is_told_row_by_row(monkeypatch: pytest.MonkeyPat
 
 def a_row_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """The ring keeps a row in the next one's place."""
-    keep = Ring.keep
-    patch.setattr(Ring, "keep", lambda self, slots, rows, *what: keep(self, slots, rows + 1, *what))
+    keep = Late.keep
+    patch.setattr(Late, "keep", lambda self, slots, rows, *what: keep(self, slots, rows + 1, *what))
 
 
 def a_position_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """The drafter takes rows in as if they stood one further."""
-    left = Engine._left
-    patch.setattr(Engine, "_left", lambda self, bucket: (
-        lambda new: new._replace(positions=new.positions + 3))(left(self, bucket)))  # fmt: skip
+    backlog = Late._backlog
+    patch.setattr(Late, "_backlog", lambda self, bucket: (
+        lambda new: new._replace(positions=new.positions + 3))(backlog(self, bucket)))  # fmt: skip
 
 
 def taps_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
     """The ring keeps the features of the step before."""
-    keep, old = Ring.keep, {}
+    keep, old = Late.keep, {}
 
-    def late(self: Ring, slots: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, features: torch.Tensor) -> None:
+    def late(self: Late, slots: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, features: torch.Tensor) -> None:
         before = old.get(features.shape, features)
         old[features.shape] = features
         keep(self, slots, rows, tokens, before)
 
-    patch.setattr(Ring, "keep", late)
+    patch.setattr(Late, "keep", late)
 
 
 def a_ring_that_overflows(patch: pytest.MonkeyPatch) -> None:
@@ -373,7 +373,7 @@ def a_ring_that_overflows(patch: pytest.MonkeyPatch) -> None:
 
     def launched(self: Engine, slots: Sequence[int], nodes: int, drafts: Sequence[object]) -> object:
         for slot in slots if nodes == 1 else ():
-            self.ring.waiting[slot] = min(self.ring.waiting[slot], ROWS - 1)
+            self.late.waiting[slot] = min(self.late.waiting[slot], ROWS - 1)
         return launch(self, slots, nodes, drafts)
 
     patch.setattr(Engine, "launch", launched)

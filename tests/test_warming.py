@@ -72,7 +72,7 @@ def test_a_takeover_before_any_step_of_a_reply_leaves_its_tokens(make: Callable[
     with torch.inference_mode():
         scheduler = deferred(make())
     engine = scheduler.engine
-    alone = [engine.buckets[1, 6], engine.buckets[1, 1], engine.prefill_buckets[128]]
+    alone = [engine.buckets[1, 6], engine.buckets[1, 1], engine.prefills[128]]
     asked = request("r", PROMPT, max_new_tokens=16)
     scheduler.validate(asked)
     wanted = reference(MODEL, asked)

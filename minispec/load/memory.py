@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from minispec.config import Config
 from minispec.drafter import Drafter
-from minispec.engine import Engine, Sizes, make_ring
+from minispec.engine import Engine, Sizes
 from minispec.kv import KVShape, PagedKV
+from minispec.late import Late
 from minispec.load.machine import host_memory
 from minispec.load.packed import PackedLinear
 from minispec.model import Model
-from minispec.ring import Ring
 from minispec.sampling import SamplingState
 
 logger = logging.getLogger("minispec")
@@ -102,15 +102,15 @@ def measure(engine: Engine) -> Memory:
         "draft_kv_pool": size_of(engine.kv.pools[1:], seen),
         "target_kv_pool": size_of(vars(engine.kv), seen),
         "sampling_tables": size_of(vars(engine.sampling), seen),
-        "plain_steps_taps": _ring_size(engine.ring),
+        "plain_steps_taps": _late_size(engine.late),
     }
     rest = torch.cuda.memory_reserved(engine.device) - sum(known.values()) if engine.device.type == "cuda" else None
     return Memory(**known, graphs_and_workspace=rest)
 
 
-def _ring_size(ring: Ring | None) -> int:
+def _late_size(late: Late) -> int:
     """Return the bytes of what plain steps keep for a drafter."""
-    return 0 if ring is None else size_of(vars(ring))
+    return size_of([late.tokens, late.features])
 
 
 # ---- how much is for what -------------------------------------------------------------------------------------------
@@ -195,8 +195,8 @@ class Budget:
         pool, draft_pool = own + (pages - 1) * (own_of_two - own), kv + (pages - 1) * (kv_of_two - kv)
         sampling = SamplingState(self.sizes.max_running + 1, self.network.config.vocab_size, "meta")
         rest = int(self.total * (1 - self.fraction)) if self.device.type == "cuda" and self.fraction else None
-        ring = _ring_size(make_ring(self.network, self.drafter, self.sizes.max_running + 1))
-        return Memory(weights, draft, pool, draft_pool, rest, size_of(vars(sampling)), ring)
+        late = _late_size(Late(self.drafter, self.sizes.max_running + 1, self.network.norm.weight))
+        return Memory(weights, draft, pool, draft_pool, rest, size_of(vars(sampling)), late)
 
     def _pool_sizes(self, pages: int) -> tuple[int, int]:
         """Return the bytes of the target's pool of so many pages, tables included, and of the drafter's beside it."""

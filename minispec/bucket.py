@@ -22,8 +22,6 @@ from torch import Tensor
 from minispec.attention import AttendKind, Plan
 from minispec.drafter import NOTHING, Draft
 from minispec.kv import PagedKV
-from minispec.logprobs import Questions, Scores
-from minispec.trace import Sight
 from minispec.tree import PADDING, DraftTree
 
 
@@ -36,7 +34,6 @@ class Chunk(NamedTuple):
     last: bool  # completes what is known, so the token after it is picked
     following: int = 0  # the known token after a chunk that is not the last
     again: bool = False  # replays a retracted request; its own past is nothing new to the drafter
-    scored: range = range(0)  # rows of it whose next tokens are scored
 
 
 def fill(buffer: Tensor, values: Sequence[int]) -> None:
@@ -68,9 +65,6 @@ class Bucket:
         self.attend = kind(kv, self.plan, layers)
         self.most, self.outputs = most, torch.zeros(batch, most + 2, dtype=torch.int64, device=device)
         self.emitted, self.count, self.nan = self.outputs[:, :most], self.outputs[:, most], self.outputs[:, most + 1]
-        self.questions: Questions | None = None  # of an uncaptured step; a captured one has neither
-        self.scores: Scores | None = None
-        self.sight: Sight | None = None  # of a step that somebody watches
 
     def upload(self, slots: Sequence[int], drafts: Sequence[Draft]) -> None:
         """Write slots and the host's trees, both padded; the step itself fills in node 0."""
@@ -96,6 +90,8 @@ class PrefillBucket:
     n = T / W is the number of blocks, and the most chunks there can be.
     """
 
+    nodes = 1  # of a tree: there is none
+
     def __init__(self, kv: PagedKV, size: int, width: int, attend: tuple[AttendKind, int]) -> None:
         """`attend`: the kind of attention and the number of the target's layers; `size` is T, `width` W."""
         device, blocks = kv.pool.device, size // width
@@ -112,9 +108,7 @@ class PrefillBucket:
         self._row = torch.arange(width, device=device)
         self._causal = (self._row <= self._row[:, None]).expand(blocks, -1, -1)
         # The token after each chunk, how many count, which is 0 or 1, and whether there was a NaN among its logits.
-        self.outputs = torch.zeros(blocks, 3, dtype=torch.int64, device=device)
-        self.questions: Questions | None = None  # as in `Bucket`
-        self.scores: Scores | None = None
+        self.most, self.outputs = 1, torch.zeros(blocks, 3, dtype=torch.int64, device=device)
 
     def upload(self, chunks: Sequence[Chunk]) -> None:
         """Write the chunks, which must fit."""

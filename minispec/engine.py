@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,29 +40,15 @@ from minispec.attention import (
     prefill_block,
 )
 from minispec.bucket import Bucket, Chunk, PrefillBucket, Prefills
-from minispec.compiled import Choice, Compiler, Permits, Small, cached_only
+from minispec.compiled import Choice, Compiler, Permits, Small, Step, cached_only
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, TreeSize
-from minispec.grammar import Constraints, mask
 from minispec.graphs import Recorder
-from minispec.kv import PagedKV, upload
+from minispec.kv import PagedKV
 from minispec.late import Late
-from minispec.logprobs import Question, Questions, Scores, score_known, score_picks
 from minispec.model import Model, Rope
-from minispec.request import Logprobs, Request, Scored
-from minispec.sampling import (
-    CONSTRAINED,
-    FILTERED,
-    GREEDY,
-    SCORES,
-    TEMPERED,
-    TRACED,
-    Needs,
-    SamplingState,
-    Wishes,
-    largest,
-    pick,
-)
-from minispec.trace import Rows, Sight
+from minispec.output import Output
+from minispec.request import Request
+from minispec.sampling import FILTERED, GREEDY, TEMPERED, Needs, SamplingState, Wishes, largest, pick
 from minispec.tree import PADDING, DraftTree, ancestors, depth
 from minispec.verify import EXACT, Acceptance, Rule, Verdict, simulate, verify, verify_greedy
 
@@ -86,15 +73,71 @@ class Pending:
     keeps: bool = False  # whether it leaves to the drafter as many rows as it emits, for later
     chunks: Sequence[Chunk] = ()
     captured: bool = False  # whether a CUDA graph ran it
-    scores: Scores | None = None  # of those who asked, on their way too
-    failed: Mapping[int, str] = field(default_factory=dict)  # slots whose grammar leaves no token -> why; rows are void
-    seen: Rows | None = None  # what was seen of it, where somebody watches; on its way too
+    asked: AskedStep | None = None  # the step, where a request asks for more than tokens; its answers are on their way
     nan: Sequence[int] = ()  # slots whose logits had a NaN; their rows are void; known once it is collected
 
     @property
     def most(self) -> int:
         """A, the most tokens that a row may have emitted."""
         return self.outputs.shape[1] - 2
+
+    @property
+    def failed(self) -> Mapping[int, str]:
+        """Slots that can get no token, and why; their rows are void."""
+        return {} if self.asked is None else self.asked.failed
+
+    @property
+    def timed(self) -> bool:
+        """Whether its time says how long such a step takes."""
+        return self.asked is None or self.asked.timed
+
+
+class AskedStep(ABC):
+    """A step some of whose requests ask for more than tokens: it runs in place of the engine's own, and has answers."""
+
+    failed: dict[int, str]  # slots that can get no token -> why; known when it has run
+    timed: bool  # whether it takes no longer than a step must
+    numbers: Sequence[int]  # what other ranks must know to run it
+
+    @abstractmethod
+    def run(self, needs: Needs) -> None:
+        """Run the step, from the engine's pieces."""
+
+    @abstractmethod
+    def to_host(self) -> None:
+        """Start the copy of the answers to the host."""
+
+    @abstractmethod
+    def tell_prompt(self, row: int, request: Request) -> None:
+        """Give the request of this row or chunk the answers on its prompt."""
+
+    @abstractmethod
+    def tell(self, row: int, output: Output, ids: Sequence[int], seconds: float) -> None:
+        """Give it the answers on the tokens that it has kept of this step, which took so many seconds."""
+
+
+class Asked:
+    """What requests ask of steps beyond tokens. This one is of an engine whose requests cannot ask (see `asked.py`)."""
+
+    def assign(self, request: Request, stop_ids: Iterable[int]) -> None:
+        """Note what a request that has its slot asks for."""
+
+    def release(self, slot: int) -> None:
+        """Forget a slot."""
+
+    def slows(self, slots: Sequence[int]) -> bool:
+        """Return whether answers take time of a step over these slots."""
+        return False
+
+    def decode(self, step: Bucket, slots: Sequence[int]) -> AskedStep | None:
+        """Return the decode step that answers the requests in these slots; None where nobody asks."""
+
+    def prefill(self, step: PrefillBucket, chunks: Sequence[Chunk]) -> AskedStep | None:
+        """Return the prefill step that answers the requests of these chunks; None where nobody asks."""
+
+    def follow(self, step: PrefillBucket, numbers: Sequence[int]) -> AskedStep:
+        """Return the prefill step of another rank, which computes what rank 0's does."""
+        raise NotImplementedError("no request can ask this engine for anything")
 
 
 @dataclass(frozen=True)
@@ -191,12 +234,12 @@ class TreeInputs(NamedTuple):
     sin: Tensor | None
 
 
-class Seen(NamedTuple):
-    """What the target says of the nodes of trees."""
+class Read(NamedTuple):
+    """What the target says of the known tokens of a prefill step."""
 
-    logits: Tensor  # [B, N, V]
-    allowed: Tensor  # the same, -inf where a grammar forbids a token
-    features: Tensor | None  # [B, N, F], for a drafter on the device
+    hidden: Tensor  # [T, d]
+    features: Tensor | None  # [1, T, F], for a drafter on the device
+    positions: Tensor  # [1, T] int64
 
 
 class Path(NamedTuple):
@@ -244,8 +287,7 @@ class Engine:
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
         # Beyond how many rows after its committed ones a slot's tree is padding: 1 for a request that wants no drafts.
         self.reach = torch.full((slots,), sizes.context_length, dtype=torch.int64, device=device)
-        self.logprobs: dict[int, Logprobs] = {}  # by slot, of requests that ask for them
-        self.constraints = Constraints(model.config.vocab_size)
+        self.asked = Asked()
         self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
         self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): `time_steps` fills it, at `timed_rows`
         self.timed_rows = 0
@@ -330,11 +372,7 @@ class Engine:
         """
         slot, r = request.slot, request
         self.sampling.assign(slot, r.params, r.seed, r.prompt_ids, r.output_ids, stop_ids)
-        if r.params.logprobs is not None:
-            self.logprobs[slot] = r.params.logprobs
-        self.constraints.assign(slot, r, stop_ids)
-        if r.trace is not None:
-            self.sampling.watch(slot)
+        self.asked.assign(r, stop_ids)
         self.lens[slot : slot + 1].fill_(r.kv_len)
         self.reach[slot : slot + 1].fill_(self.sizes.context_length if r.speculative else 1)
         if r.salt:
@@ -347,8 +385,7 @@ class Engine:
     def release(self, slot: int) -> None:
         """Take a slot back from a request that ended or was retracted."""
         self.sampling.release(slot)
-        self.constraints.release(slot)
-        self.logprobs.pop(slot, None)
+        self.asked.release(slot)
         self.lens[slot : slot + 1].zero_()
         self.late.release([slot])
         self.drafter.release(slot)  # last, since a drafter of someone's own may raise
@@ -361,7 +398,6 @@ class Engine:
         """
         self.kv.wipe(sorted(set(range(1, self.kv.pages)).difference(self.kv.free)))
         self.kv.reset()
-        self.constraints.take_failures()
         for slot in range(self.kv.table.shape[0]):
             try:
                 self.release(slot)
@@ -406,85 +442,78 @@ class Engine:
         started = time.perf_counter()
         # First what may fail over one of the requests, since it changes nothing yet.
         bucket.upload(slots, [draft.cut(bucket.nodes) for draft in drafts])
-        needs = self.sampling.needs(slots)
-        asking = enumerate(slots) if SCORES in needs else ()
-        asked = [Question(row, self.logprobs[slot]) for row, slot in asking if slot in self.logprobs]
+        asked = self.asked.decode(bucket, slots)
         began = time.perf_counter()
         self.changes += 1
         self.late.before(bucket, slots)
         catching_up = time.perf_counter() - began
-        captured = self._run(self.decode, bucket, needs, asked)
-        seen = cast(Rows, cast(Sight, bucket.sight).rows).to_host() if TRACED in needs else None
-        return self._pending(list(slots), bucket.outputs, scores=bucket.scores, nodes=bucket.nodes, captured=captured,
-                             keeps=bucket.nodes > 1 and self.late.keeps(bucket), launched=started + catching_up, catching_up=catching_up,
-                             seen=seen)  # fmt: skip
+        captured = self._run(bucket, self.sampling.needs(slots), asked)
+        keeps = bucket.nodes > 1 and self.late.keeps(bucket)
+        return self._pending(list(slots), bucket, asked, captured=captured, keeps=keeps,
+                             launched=started + catching_up, catching_up=catching_up)  # fmt: skip
 
     @torch.inference_mode()
     def catch_up(self, slots: Iterable[int]) -> None:
         """Let the drafter take in what steps without it have kept of these slots."""
         self.late.catch_up(slots)
 
-    def _run(
-        self, step: Callable[[Any, Needs], None], bucket: Bucket | PrefillBucket, needs: Needs,
-        asked: Sequence[Question] = (),
-    ) -> bool:  # fmt: skip
-        """Run `decode` or `known`; returns whether that was a replay, which it is where the step was captured.
+    def special(self, slots: Sequence[int]) -> bool:
+        """Return whether a step over these slots takes other time than a greedy one."""
+        return bool(self.sampling.needs(slots)) or self.asked.slows(slots)
+
+    def _run(self, step: Bucket | PrefillBucket, needs: Needs, asked: AskedStep | None = None) -> bool:
+        """Run a step; returns whether that was a replay, which it is where the step was captured.
 
         Members of `Wishes` that nobody wants have neutral values, so a step that serves more needs serves fewer too.
-        asked: which scores the step is to leave in its bucket.
         """
-        bucket.questions, bucket.scores = Questions(asked, self.device) if asked else None, None
-        self.changes += 1
+        if asked is not None:
+            asked.run(needs)
+            return False
         for covering in CAPTURED:
-            if needs <= covering and (graph := self.graphs.get((bucket, covering))) is not None:
+            if needs <= covering and (graph := self.graphs.get((step, covering))) is not None:
                 graph.replay()
                 return True
-        step(bucket, needs)
+        self.known(step, needs) if isinstance(step, PrefillBucket) else self.decode(step, needs)
         return False
 
     def decode(self, bucket: Bucket, needs: Needs) -> None:
         """Run the decode step that a bucket's inputs describe, and write its outputs.
 
-        It reads and writes tensors that stay where they are, and what it does depends on shapes and `needs` alone,
-        unless there are questions, or a grammar: then the trees cross to the host, which says between the forward and
-        the verdict what is allowed.
+        It reads and writes tensors that stay where they are, and what it does depends on shapes and `needs` alone.
         """
-        slots, nodes, constrained, needs = bucket.slots, bucket.nodes, bool(needs & CONSTRAINED), needs - CONSTRAINED
-        lens, root = self.lens[slots], self.root[slots]
-        bucket.sight = Sight(bucket.batch, nodes, self.device) if TRACED in needs else None
-        wishes = self.sampling.wishes(slots, needs) if needs - {SCORES, TRACED} else None
-        holds = needs in COMPILED and not (needs and self.amended)
-        before, after = self.small.of(bucket, bool(needs)) if holds else self.small.eager
-        drafted = self._propose(bucket, lens, root, wishes) if nodes > 1 else bucket.tree
-        lens, root, drafted = self._begun(bucket, lens, root, drafted)
+        wishes = self.sampling.wishes(bucket.slots, needs) if needs else None
+        before, after = self.around(bucket, needs)
+        lens, root, drafted = self.begin(bucket, wishes)
         step = before(self, bucket, lens, root, None if drafted is bucket.tree else drafted)
-        trees = self._to_host(slots[:, None], step.tokens, step.parents) if constrained else None
         streams = self.model.run_blocks(step.embedding, Rope(step.cos, step.sin), bucket.attend, self.drafter.taps)
         step = step._replace(embedding=None, cos=None, sin=None)  # the first of the streams may be the embedding itself
-        if trees is None:
-            path = after(self, bucket, lens, step, streams, wishes)
-        else:
-            seen = self._score(streams)
-            tokens, allowed = self._constrain(seen.logits, trees)
-            path = self._decide(bucket, lens, step._replace(tokens=tokens), seen._replace(allowed=allowed), wishes)
-        if path is None:
-            return
-        tokens, following, positions, features, ends = path
-        if self.late.keeps(bucket):
-            self.late.keep(slots, positions, tokens, features)
-        else:
-            plan = self.path_plans[tuple(tokens.shape)]
-            self._take_in(Committed(slots, tokens, following, positions, features, ends, plan, prefill=False))
+        self.hand_over(bucket, after(self, bucket, lens, step, streams, wishes))
 
-    def _propose(self, bucket: Bucket, lens: Tensor, root: Tensor, wishes: Wishes | None) -> DraftTree:
-        """Ask the drafter for the trees [B, N] of this step, unless all are the host's."""
+    def around(self, bucket: Bucket, needs: Needs) -> Sequence[Step]:
+        """Return `_before_blocks` and `_after_blocks`, compiled or not."""
+        holds = needs in COMPILED and not (needs and self.amended)
+        return self.small.of(bucket, bool(needs)) if holds else self.small.eager
+
+    def begin(
+        self, bucket: Bucket, wishes: Wishes | None, told: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, DraftTree]:
+        """Return what a decode step begins with: lens and root [B], and the trees [B, N] that the drafter proposes.
+
+        told: [B, N] fp32, to be filled with what the drafter thinks of each node (`Batch`).
+        """
+        lens, root = self.lens[bucket.slots], self.root[bucket.slots]
+        # Under thresholds a coin accepts, not the noise, and no draft may know the noise of what is drawn instead.
+        couples = wishes is not None and self.acceptance.thresholds is None
+        temperature, seed = (wishes.temperature, wishes.seed) if wishes is not None and couples else (None, None)
+        batch = Batch(bucket.slots, lens, root, bucket.tree, temperature, seed, told)
+        drafted = self._propose(bucket, batch) if bucket.nodes > 1 else bucket.tree
+        return self._begun(bucket, lens, root, drafted)
+
+    def _propose(self, bucket: Bucket, batch: Batch) -> DraftTree:
+        """Ask the drafter for the trees of this step, unless all are the host's."""
         if not bucket.rounds:
             return DraftTree(*(part.clone() for part in bucket.tree))  # what is compiled meets the bucket's own once
-        # Under thresholds a coin accepts, not the noise, and no draft may know the noise of what is drawn instead.
-        couples = self.acceptance.thresholds is None
-        temperature, seed = (wishes.temperature, wishes.seed) if wishes is not None and couples else (None, None)
-        scores = None if bucket.sight is None else bucket.sight.scores
-        return self.drafter.propose(Batch(bucket.slots, lens, root, bucket.tree, temperature, seed, scores))
+        return self.drafter.propose(batch)
 
     def _before_blocks(self, bucket: Bucket, lens: Tensor, root: Tensor, drafted: DraftTree | None) -> TreeInputs:
         """Put the trees into the bucket's plan, and return what the blocks and `_after_blocks` read of them.
@@ -509,31 +538,35 @@ class Engine:
 
         Returns the paths for a drafter on the device, None where there is nobody to tell.
         """
-        return self._decide(bucket, lens, step, self._score(streams), wishes)
+        logits, features = self.logits(streams)
+        verdict = self.judge(bucket, DraftTree(step.tokens, step.parents), step.above, logits, wishes, lens)
+        return self.keep(bucket, lens, step.tokens, verdict, features, wishes)
 
-    def _score(self, streams: Sequence[Tensor]) -> Seen:
-        """Return what the target says of every node, all of it allowed."""
+    def logits(self, streams: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return the target's logits [B, N, V] at every node, and the features [B, N, F] that a drafter reads."""
         hidden, features = self.model.finish(streams, self.drafter.taps)
-        logits = self.model.logits(hidden)
-        return Seen(logits, logits, features)
+        return self.model.logits(hidden), features
 
-    def _decide(
-        self, bucket: Bucket, lens: Tensor, step: TreeInputs, seen: Seen, wishes: Wishes | None
-    ) -> Path | None:
-        """Do what `_after_blocks` does after the scores."""
+    def judge(
+        self, bucket: Bucket, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor
+    ) -> Verdict:
+        """Return which drafts are accepted; logits [B, N, V], above [B, N, N] of `tree.ancestors`."""
+        verdict = self._verify(tree, above, logits, wishes, lens)
+        if bucket.nodes > 1 and self.acceptance.simulated is not None:
+            verdict = simulate(tree, above, verdict, self.acceptance.simulated, bucket.slots, lens)
+        return self._decided(verdict)
+
+    def keep(
+        self, bucket: Bucket, lens: Tensor, tokens: Tensor, verdict: Verdict, features: Tensor | None,
+        wishes: Wishes | None,
+    ) -> Path | None:  # fmt: skip
+        """Keep the accepted paths of trees with these tokens [B, N], and write the outputs; returns as `_after_blocks`.
+        """
         slots, nodes = bucket.slots, bucket.nodes
-        tree = DraftTree(step.tokens, step.parents)
-        logits, allowed, features = seen
-        verdict = self._verify(tree, step.above, allowed, wishes, lens)
-        if nodes > 1 and self.acceptance.simulated is not None:
-            verdict = simulate(tree, step.above, verdict, self.acceptance.simulated, slots, lens)
-        verdict = self._decided(verdict)
-        if bucket.sight is not None:
-            bucket.sight.look(tree, logits, verdict, wishes, lens)
         if nodes > 1:
             self.kv.compact(slots, lens, verdict.path, verdict.count)
         else:
-            self.late.keep(slots, lens[:, None], step.tokens, features)
+            self.late.keep(slots, lens[:, None], tokens, features)
         self.sampling.commit(slots, verdict.emitted, verdict.count, wishes is not None and wishes.counts is not None)
         self.lens[slots] = lens + verdict.count
         self.root[slots] = verdict.bonus
@@ -541,38 +574,18 @@ class Engine:
         bucket.emitted.copy_(verdict.emitted)
         bucket.count.copy_(verdict.count)
         bucket.nan.copy_(verdict.nan)
-        if bucket.questions is not None:
-            bucket.scores = score_picks(bucket.questions, logits, verdict.path, verdict.emitted)
-        return self._path(bucket, lens, verdict, step.tokens, features) if nodes > 1 and self.drafter.commits else None
+        return self._path(bucket, lens, verdict, tokens, features) if nodes > 1 and self.drafter.commits else None
 
-    def _to_host(self, *parts: Tensor) -> Callable[[], list[list[list[int]]]]:
-        """Start a copy of `[B, ..] int64` tensors to the host; returns what waits for it and gives them as lists.
-
-        What is launched after this call runs while the host waits and works on them.
-        """
-        packed = torch.cat(parts, dim=1)
-        on_host, ready = packed.to("cpu", non_blocking=packed.is_cuda), None
-        if packed.is_cuda:
-            ready = torch.cuda.Event()
-            ready.record()
-
-        def arrived() -> list[list[list[int]]]:
-            if ready is not None:
-                ready.synchronize()
-            return [part.tolist() for part in on_host.split([part.shape[1] for part in parts], dim=1)]
-
-        return arrived
-
-    def _constrain(self, logits: Tensor, trees: Callable[[], list[list[list[int]]]]) -> tuple[Tensor, Tensor]:
-        """Return the tokens [B, N] of trees without the drafts that grammars forbid, and logits of what they allow.
-
-        logits [B, N, V], or [B, V] after rows without a tree, of which `trees` gives the slots alone.
-        """
-        slots, *tree = trees()
-        tokens, parents = tree or ([[PADDING]] * len(slots), [[-1]] * len(slots))
-        masks = self.constraints.fill([slot for slot, in slots], tokens, parents, pinned=logits.is_cuda)
-        bits = masks.bits.to(self.device, non_blocking=logits.is_cuda)
-        return upload(masks.tokens, torch.int64, self.device), mask(logits, bits)
+    def hand_over(self, bucket: Bucket, path: Path | None) -> None:
+        """Give the accepted paths to a drafter on the device, now or late."""
+        if path is None:
+            return
+        tokens, following, positions, features, ends = path
+        if self.late.keeps(bucket):
+            self.late.keep(bucket.slots, positions, tokens, features)
+            return
+        plan = self.path_plans[bucket.batch, bucket.most]
+        self._take_in(Committed(bucket.slots, tokens, following, positions, features, ends, plan, prefill=False))
 
     def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor) -> Verdict:
         """Return the target's verdict; greedy batches, without wishes, need no walk."""
@@ -581,6 +594,10 @@ class Engine:
             return verify_greedy(tree, above, logits, most)
         looks = self.kv.host_looks and not torch.compiler.is_compiling()
         return verify(tree, logits, wishes, lens, Rule(most, self.acceptance.thresholds, looks))
+
+    def own_part(self, do: Callable[[], Any], instead: Callable[[], Any]) -> Any:
+        """Do what only the rank that serves does within a step; `instead`: what lets a step go on for other ranks."""
+        return do()
 
     # Where a model is spread over several ranks, `parallel.py` has them agree at these three places within a step.
 
@@ -621,54 +638,44 @@ class Engine:
         """
         bucket = self.prefills.of(sum(self.prefills.blocks_of(len(chunk.tokens)) for chunk in chunks))
         bucket.upload(chunks)
-        needs = self.sampling.needs([chunk.slot for chunk in chunks if chunk.last]) - {TRACED}
-        asked = self._questions(chunks)
-        captured = self._run(self.known, bucket, needs | {SCORES} if asked else needs, asked)
-        slots = [chunk.slot for chunk in chunks]
-        return self._pending(slots, bucket.outputs, scores=bucket.scores, chunks=chunks, captured=captured)
-
-    def _questions(self, chunks: Sequence[Chunk]) -> list[Question]:
-        """Return what the chunks' requests ask of their step, whose rows are packed as `PrefillBucket` packs them."""
-        asked, first = [], 0
-        for row, chunk in enumerate(chunks):
-            if chunk.scored or (chunk.last and chunk.slot in self.logprobs):
-                shift = first - chunk.start
-                known = range(chunk.scored.start + shift, chunk.scored.stop + shift)
-                asked.append(Question(row, self.logprobs[chunk.slot], chunk.last, known))
-            first += self.prefills.blocks_of(len(chunk.tokens)) * self.prefills.width
-        return asked
+        self.changes += 1
+        asked = self.asked.prefill(bucket, chunks)
+        captured = self._run(bucket, self.sampling.needs([chunk.slot for chunk in chunks if chunk.last]), asked)
+        return self._pending([chunk.slot for chunk in chunks], bucket, asked, chunks=chunks, captured=captured)
 
     def known(self, bucket: PrefillBucket, needs: Needs) -> None:
         """Run the prefill step over the known tokens that a bucket's inputs describe, and write its outputs."""
+        read = self.read(bucket)
+        logits = self.model.logits(read.hidden.index_select(0, bucket.ends))
+        self.keep_known(bucket, read, self.pick(bucket, logits, needs), logits, needs)
+
+    def read(self, bucket: PrefillBucket) -> Read:
+        """Run the blocks over the known tokens, and return what the target says of them."""
         self._known_begun(bucket)
-        positions, tokens = bucket.place(bucket.starts).view(1, -1), bucket.tokens[None]
-        slots, lens, picked, constrained = bucket.chunk_slots, bucket.lens, bucket.picked, bool(needs & CONSTRAINED)
-        needs -= CONSTRAINED
-        # After a chunk that is not its request's last nothing is picked: as if its slot were 0, which has no grammar.
-        ends = self._to_host((slots * picked)[:, None]) if constrained else None
-        hidden, features = self.model(tokens, positions, bucket.attend, self.drafter.taps)
-        logits = self.model.logits(hidden[0].index_select(0, bucket.ends))
-        allowed = logits if ends is None else self._constrain(logits, ends)[1]
-        sampled = needs - {SCORES}
-        token = self._pick(allowed, slots, lens, sampled)
-        if bucket.questions is not None:
-            rows = (hidden[0], bucket.following)
-            bucket.scores = score_known(bucket.questions, (logits, token), rows, self.model.logits)
+        positions = bucket.place(bucket.starts).view(1, -1)
+        hidden, features = self.model(bucket.tokens[None], positions, bucket.attend, self.drafter.taps)
+        return Read(hidden[0], features, positions)
+
+    def pick(self, bucket: PrefillBucket, logits: Tensor, needs: Needs) -> Tensor:
+        """Return the tokens [n] that the target picks after the chunks, from logits [n, V]."""
+        return pick(logits, self.sampling.wishes(bucket.chunk_slots, needs), bucket.lens) if needs else largest(logits)
+
+    def keep_known(
+        self, bucket: PrefillBucket, read: Read, token: Tensor, logits: Tensor, needs: Needs
+    ) -> None:
+        """Commit the known tokens and the one picked after each last chunk, and write the outputs."""
+        slots, picked = bucket.chunk_slots, bucket.picked
         if self.drafter.commits:
             # The pick follows the last row of a last chunk. Added, not assigned: padding repeats row 0.
             after = bucket.following.index_add(0, bucket.ends, picked * (token - bucket.following[bucket.ends]))
-            self._take_in(
-                Committed(slots, tokens, after[None], positions, features, bucket.ends, bucket.plan, prefill=True)
-            )
+            tokens = bucket.tokens[None]
+            self._take_in(Committed(slots, tokens, after[None], read.positions, read.features, bucket.ends, bucket.plan,
+                                    prefill=True))  # fmt: skip
         self.sampling.commit(slots, token[:, None], picked, "counts" in needs)
-        self.lens[slots] = lens
+        self.lens[slots] = bucket.lens
         self.root[slots] = token
         self._clear_padding()
-        bucket.outputs.copy_(torch.stack((token, picked, allowed.amax(-1).isnan()), dim=1))
-
-    def _pick(self, logits: Tensor, slots: Tensor, lens: Tensor, needs: Needs) -> Tensor:
-        """Return the tokens [B] that the target picks after rows with these logits [B, V]."""
-        return pick(logits, self.sampling.wishes(slots, needs), lens) if needs else largest(logits)
+        bucket.outputs.copy_(torch.stack((token, picked, logits.amax(-1).isnan()), dim=1))
 
     def _take_in(self, committed: Committed) -> None:
         """Let the drafter on the device take in what a step has committed."""
@@ -681,16 +688,18 @@ class Engine:
         # `lens[0] = 0` would copy a number from the host, and on CUDA the host would wait for the step to be done.
         self.lens[:1].zero_()
 
-    def _pending(self, slots: list[int], outputs: Tensor, scores: Scores | None = None, **what: Any) -> Pending:
-        """Start the copy to the host; the next step may overwrite `outputs`."""
-        what["failed"] = self.constraints.take_failures()
+    def _pending(
+        self, slots: list[int], step: Bucket | PrefillBucket, asked: AskedStep | None = None, **what: Any
+    ) -> Pending:
+        """Start the copy to the host; the next step may overwrite the outputs."""
+        outputs = step.outputs
         on_host, ready = outputs.to("cpu", non_blocking=True, copy=True), None
-        if scores is not None:
-            scores = scores.to_host()
+        if asked is not None:
+            asked.to_host()
         if outputs.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
-        return Pending(slots, on_host, ready, scores=scores, **what)
+        return Pending(slots, on_host, ready, step.nodes, asked=asked, **what)
 
     def collect(self, pending: Pending) -> list[list[int]]:
         """Wait for a step and return the tokens it emitted, one list per slot or chunk; tells the drafter.
@@ -712,10 +721,6 @@ class Engine:
         self.drafter_seconds += time.perf_counter() - started
         return found
 
-    def told(self, pending: Pending) -> dict[int, tuple[list[Scored], list[Scored]]]:
-        """Return, by row or chunk of a collected step, the scores of known tokens and of picks; of who asked only."""
-        return {} if pending.scores is None else pending.scores.read(1 if pending.chunks else pending.most)
-
     # ---- warm-up -------------------------------------------------------------------------------------------------
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
@@ -729,11 +734,11 @@ class Engine:
         """Run a step for nobody: it writes to page 0 and slot 0 alone, so it may be run between two others."""
         if isinstance(step, PrefillBucket):
             step.upload([])
-            self._run(self.known, step, GREEDY)
+            self._run(step, GREEDY)
             return
         step.upload([], ())
         for needs in COMPILED if self.small.choice(step.batch, step.nodes, True) else (GREEDY,):
-            self._run(self.decode, step, needs)
+            self._run(step, needs)
 
     @torch.inference_mode()
     def make_graph(self, step: Bucket | PrefillBucket, from_cache: bool = False) -> bool:
@@ -816,6 +821,6 @@ class Engine:
         self.lens[1 : len(slots) + 1].fill_(rows)
         start = time.perf_counter()
         bucket.upload(slots, ())
-        self._run(self.decode, bucket, GREEDY)
-        self.collect(self._pending([], bucket.outputs))  # waits for the device
+        self._run(bucket, GREEDY)
+        self.collect(self._pending([], bucket))  # waits for the device
         return time.perf_counter() - start

@@ -358,6 +358,7 @@ class Masks(NamedTuple):
 
     tokens: list[list[int]]  # [B, N] of the trees, the nodes that are cut padded
     bits: Tensor  # [B * N, 4 W] uint8 on the host: bit i of a row says whether token i may follow the node
+    failed: dict[int, str]  # slots that may go nowhere -> why
 
 
 class Constraints:
@@ -366,7 +367,6 @@ class Constraints:
     def __init__(self, vocab_size: int) -> None:
         self.words = _words(vocab_size)
         self.slots: dict[int, Constraint] = {}
-        self._failures: dict[int, str] = {}
 
     def assign(self, slot: int, request: Request, stop_ids: Iterable[int]) -> None:
         """Follow a request from here on, if it has a grammar; what it has output already is consumed when needed."""
@@ -381,9 +381,9 @@ class Constraints:
              pinned: bool = False) -> Masks:  # fmt: skip
         """Return the masks of a step over slots [B] with trees [B, N]; slots without a grammar may go anywhere.
 
-        A slot that may go nowhere is noted as failed, and its row is left as if it had no grammar.
+        A slot that may go nowhere has failed, and its row is left as if it had no grammar.
         """
-        nodes, kept = len(tokens[0]), [list(row) for row in tokens]
+        nodes, kept, failed = len(tokens[0]), [list(row) for row in tokens], dict[int, str]()
         width = max((constraint.words for constraint in self.slots.values()), default=self.words)
         words = torch.full((len(slots) * nodes, width), -1, dtype=torch.int32, pin_memory=pinned)
         rows, until = words.numpy().view(np.uint32), time.perf_counter() + DRAFT_SECONDS
@@ -394,16 +394,11 @@ class Constraints:
             try:
                 legal = constraint.walk(tokens[at], parents[at], own, until)
             except Stuck as error:
-                self._failures[slot] = str(error)
+                failed[slot] = str(error)
                 own.fill(0xFFFFFFFF)
                 legal = {0}
             kept[at] = [token if node in legal else PADDING for node, token in enumerate(tokens[at])]
-        return Masks(kept, words.view(torch.uint8))
-
-    def take_failures(self) -> dict[int, str]:
-        """Return why slots failed since the last call."""
-        failures, self._failures = self._failures, {}
-        return failures
+        return Masks(kept, words.view(torch.uint8), failed)
 
 
 def mask(logits: Tensor, bits: Tensor) -> Tensor:

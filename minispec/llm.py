@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from minispec.asked import Asking
 from minispec.compiled import Choice, Compiler, cache_is_empty, compile_step, prepare
 from minispec.config import Config, flag_name
 from minispec.drafter import Drafter, Plain
@@ -636,6 +637,7 @@ def _make_engine(
     kv = make_kv(config, network, drafter, sizes, pages)
     acceptance = Acceptance(config.thresholds, config.simulate_acc_len)
     engine = kind(network, kv, drafter, sizes, compiled=compiled, acceptance=acceptance)
+    engine.asked = Asking(engine)
     if compiled:
         # On a CPU it costs seconds of compiling a shape, and gains 5 to 7 % where blocks are fast: docs/log.md. Larger
         # trees that a drafter grows on the device would have its own functions compiled as well.

@@ -4,7 +4,7 @@ A head guesses at every text and is right for a token or two. Where a text repea
 seen, the words before say nearly for certain what follows, and for many tokens. The one idea: both propose, and row by
 row the better bet is verified, the tree with the most expected tokens, as `policy.py` says. The trees of the host lie
 in the step's inputs, and the step takes them in place of the head's where there are any. If every request takes the
-host's, the head has no part in the step, and takes in the accepted paths before it drafts again (`ring.py`).
+host's, the head has no part in the step, and takes in the accepted paths before it drafts again (`late.py`).
 
 Looking up must cost next to nothing while it finds nothing. So of a request's own text a dictionary tells where its
 newest three or two tokens occurred last, which is a step of a microsecond; and the trie that all texts share

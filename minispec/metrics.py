@@ -30,6 +30,7 @@ class Load(NamedTuple):
     usage: float  # share of pages that requests hold
     running: int  # requests that decode
     queued: int  # requests that wait
+    tokens: int = 0  # rows of the requests that decode
 
 
 STEP_BOUNDS = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0, 4.0)  # seconds of a step
@@ -145,7 +146,7 @@ class Metrics:
         )  # fmt: skip
 
     def decode(
-        self, load: Load, *, emitted: list[int], nodes: int, tokens: int, captured: bool, seconds: float = 0.0,
+        self, load: Load, *, emitted: list[int], nodes: int, captured: bool, seconds: float = 0.0,
         of_host: Sequence[bool] = (),
     ) -> None:  # fmt: skip
         """Count one decode step, `emitted` tokens kept per request, and log every `log_interval` steps.
@@ -185,7 +186,7 @@ class Metrics:
         logger.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, %scuda graph: %s, "
             "gen throughput (token/s): %.2f, #queue-req: %d",
-            load.running, tokens, load.usage, accept if self.nodes > 1 else "", captured, self.last_throughput,
+            load.running, load.tokens, load.usage, accept if self.nodes > 1 else "", captured, self.last_throughput,
             load.queued,
         )  # fmt: skip
         self._window, self._window_start = [0, 0, 0, 0], now

@@ -27,6 +27,7 @@ class Output:
         self.stop_ids = self.params.stop_ids(eos_ids)
         self.detokenizer = Detokenizer(tokenizer, self.params)
         self.text = ""
+        self.ends: list[int] = []  # of the text, after each token
         self.longest_stop = max(map(len, self.params.stop), default=0)
         given, request.output_ids = request.output_ids, []
         for token in given:  # it has begun elsewhere, and goes on as it would have there
@@ -34,6 +35,12 @@ class Output:
 
     def append(self, token: int) -> Finish | None:
         """Add one emitted token to the request's ids and text; returns why the request is finished, or None."""
+        finish = self._append(token)
+        self.ends.append(len(self.text))
+        return finish
+
+    def _append(self, token: int) -> Finish | None:
+        """Do what `append` does, but for the text's end."""
         self.request.output_ids.append(token)
         count = len(self.request.output_ids)
         may_stop = count > self.params.min_new_tokens

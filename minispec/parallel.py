@@ -21,7 +21,7 @@ gloo's sum of more; but its order may follow the tensor's size, so that with mor
 differently than a request alone, as bfloat16 does anyway.
 
 What rank 0 does alone within a step, drafting, picking, verifying, may raise as it may in one process: the step goes on
-with something in its place, which nobody is told, and the error is raised at its end (`Leader._own_part`). An exception
+with something in its place, which nobody is told, and the error is raised at its end (`Leader.own_part`). An exception
 in the model's own pass leaves the others waiting within it. There is no way back, so it ends the process
 (`RanksParted`). A rank that dies ends all.
 
@@ -52,10 +52,8 @@ from torch import Tensor
 from minispec.bucket import Bucket, PrefillBucket
 from minispec.config import TORCHRUN, Config
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
-from minispec.engine import Engine, Sizes
-from minispec.logprobs import Question
-from minispec.request import Logprobs
-from minispec.sampling import GREEDY, SCORES, Needs, Wishes
+from minispec.engine import AskedStep, Engine, Sizes
+from minispec.sampling import GREEDY, Needs, Wishes
 from minispec.shards import from_first
 from minispec.tree import DraftTree
 from minispec.verify import Verdict
@@ -201,22 +199,18 @@ class Leader(SharedEngine):
         self.ranks = ranks
         self.kv.tell = ranks.call
 
-    def _run(
-        self, step: Callable[[Any, Needs], None], bucket: Bucket | PrefillBucket, needs: Needs,
-        asked: Sequence[Question] = (),
-    ) -> bool:  # fmt: skip
+    def _run(self, step: Bucket | PrefillBucket, needs: Needs, asked: AskedStep | None = None) -> bool:
         """Run a step as `Engine._run` does, on all ranks.
 
         What fails of rank 0's own part is raised when the others have done the step too; RanksParted for all else.
         """
         self._leads, self._lost = True, None
         try:
-            if isinstance(bucket, PrefillBucket):
-                known = [row for question in asked for row in question.known]
-                self.ranks.call("prefill", (bucket.size, sum(question.picks for question in asked), *known))
+            if isinstance(step, PrefillBucket):
+                self.ranks.call("prefill", (step.size, *([] if asked is None else asked.numbers)))
             else:
-                self.ranks.call("decode", (bucket.batch, bucket.nodes if bucket.rounds else -bucket.nodes))
-            captured = super()._run(step, bucket, needs, asked)
+                self.ranks.call("decode", (step.batch, step.nodes if step.rounds else -step.nodes))
+            captured = super()._run(step, needs, asked)
         except Exception as error:  # and the others wait within the step
             raise self.ranks.part(error) from error
         finally:
@@ -225,7 +219,7 @@ class Leader(SharedEngine):
             raise self._lost
         return captured
 
-    def _own_part(self, do: Callable[[], Any], instead: Callable[[], Any]) -> Any:
+    def own_part(self, do: Callable[[], Any], instead: Callable[[], Any]) -> Any:
         """Do what rank 0 alone does within a step; where that raises, return what lets the step go on for all."""
         if torch.compiler.is_compiling() or not self._leads:
             return do()
@@ -235,28 +229,23 @@ class Leader(SharedEngine):
             self._lost = self._lost or error
             return instead()
 
-    def _propose(self, bucket: Bucket, lens: Tensor, root: Tensor, wishes: Wishes | None) -> DraftTree:
+    def _propose(self, bucket: Bucket, batch: Batch) -> DraftTree:
         """Ask the drafter, as `Engine._propose` does."""
         nothing = lambda: DraftTree(*(part.clone() for part in bucket.tree))  # noqa: E731
-        return self._own_part(lambda: SharedEngine._propose(self, bucket, lens, root, wishes), nothing)
-
-    def _constrain(self, logits: Tensor, trees: Callable[[], list[list[list[int]]]]) -> tuple[Tensor, Tensor]:
-        """Ask the grammars, as `Engine._constrain` does."""
-        anything = lambda: (torch.zeros_like(logits[..., 0], dtype=torch.int64), logits)  # noqa: E731
-        return self._own_part(lambda: SharedEngine._constrain(self, logits, trees), anything)
+        return self.own_part(lambda: SharedEngine._propose(self, bucket, batch), nothing)
 
     def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor) -> Verdict:
         """Verify, as `Engine._verify` does."""
         verdict = lambda: SharedEngine._verify(self, tree, above, logits, wishes, lens)  # noqa: E731
-        return self._own_part(verdict, lambda: self._no_verdict(tree, lens))
+        return self.own_part(verdict, lambda: self._no_verdict(tree, lens))
 
-    def _pick(self, logits: Tensor, slots: Tensor, lens: Tensor, needs: Needs) -> Tensor:
-        """Pick, as `Engine._pick` does."""
-        picked = lambda: SharedEngine._pick(self, logits, slots, lens, needs)  # noqa: E731
-        return self._own_part(picked, lambda: torch.zeros_like(lens))
+    def pick(self, bucket: PrefillBucket, logits: Tensor, needs: Needs) -> Tensor:
+        """Pick, as `Engine.pick` does."""
+        picked = lambda: SharedEngine.pick(self, bucket, logits, needs)  # noqa: E731
+        return self.own_part(picked, lambda: torch.zeros_like(bucket.lens))
 
     def _take_in(self, committed: Committed) -> None:
-        self._own_part(lambda: SharedEngine._take_in(self, committed), lambda: None)
+        self.own_part(lambda: SharedEngine._take_in(self, committed), lambda: None)
 
     def capture(self, batches: Sequence[int], progress: Callable[[str], None]) -> None:
         """Capture steps as `Engine.capture` does, on all ranks."""
@@ -294,7 +283,7 @@ class Follower(SharedEngine):
             "unmap": lambda n: self.kv.unmap(*n),
             "reset": lambda n: self.kv.reset(),
             "clear": lambda n: self.kv.clear(n),
-            "decode": lambda n: self._run(self.decode, self.buckets[n[0], n[1]], GREEDY),
+            "decode": lambda n: self._run(self.buckets[n[0], n[1]], GREEDY),
             "prefill": self._prefill,
             "capture": lambda n: self.capture(n, logger.debug), "settle": lambda n: self.settle(),
         }  # fmt: skip
@@ -304,11 +293,9 @@ class Follower(SharedEngine):
 
     def _prefill(self, numbers: Sequence[int]) -> None:
         """Run a prefill step; where its scores ask the LM head for more rows, it is asked for the same rows here."""
-        size, picks, *known = numbers
-        nothing = Logprobs()
-        asked = [Question(0, nothing)] * picks
-        asked += [Question(0, nothing, False, range(row, row + 1)) for row in known]
-        self._run(self.known, self.prefills[size], GREEDY | {SCORES} if asked else GREEDY, asked)
+        size, *asked = numbers
+        step = self.prefills[size]
+        self._run(step, GREEDY, self.asked.follow(step, asked) if asked else None)
 
     def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor) -> Verdict:
         """Return a verdict to be overwritten with rank 0's."""

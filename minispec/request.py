@@ -308,6 +308,29 @@ class Request:
 
 
     @property
+    def reads_text(self) -> bool:
+        """Whether its next step needs the tokens of the one before on the host: a mask depends on all of them."""
+        return self.params.grammar is not None
+
+    @property
+    def asks_of_prompt(self) -> bool:
+        """Whether it is still to be told something of its prompt."""
+        return bool(self.unscored)
+
+    @property
+    def cacheable(self) -> int:
+        """How many rows of its text may come from a prefix cache.
+
+        The last token is computed, since its hidden state picks the next one, and so is whatever is to be told of.
+        """
+        rows, unscored = len(self.prompt_ids) + len(self.output_ids) - 1, self.unscored
+        return min(rows, unscored.start) if unscored else rows
+
+    def share(self, leader: Request) -> None:
+        """Take over what another request with the same prompt was told of it."""
+        self.prompt_scores += leader.prompt_scores[len(self.prompt_scores) :]
+
+    @property
     def unscored(self) -> range:
         """The rows of the prompt whose next token's score is asked for and not known yet."""
         wish, last = self.params.logprobs, len(self.prompt_ids) - 1

@@ -263,15 +263,12 @@ OUTPUTS = INTS.index("outputs")
 NEUTRAL_FLOATS = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)  # greedy, no filter, no penalty
 TABLES = {"counts": torch.int32, "prompt_seen": torch.bool, "bias": torch.float32, "stop_mask": torch.bool}
 
-# The names of the members of `Wishes` that a batch needs, among those that may be None, and "grammar" for masks.
+# The names of the members of `Wishes` that a batch needs, among those that may be None.
 Needs = frozenset[str]
 GREEDY: Needs = frozenset()  # a bare argmax
 TEMPERED: Needs = frozenset(("temperature",))  # sampling without filters, penalties and bias
 FILTERED: Needs = frozenset(("temperature", "top_k", "top_p", "min_p"))
-TRACED = "trace"  # among a batch's needs where somebody watches a step: no member of `Wishes`, but never captured
 EVERYTHING: Needs = FILTERED | TABLES.keys()
-SCORES = "scores"  # a need that is no member of `Wishes`: what was picked is to be scored, as `logprobs.py` says
-CONSTRAINED: Needs = frozenset(("grammar",))  # in no graph: masks come from the host, in the middle of a step
 
 
 def _needed(params: SamplingParams, outputs: int, vocab_size: int) -> Needs:
@@ -286,8 +283,6 @@ def _needed(params: SamplingParams, outputs: int, vocab_size: int) -> Needs:
         "prompt_seen": params.repetition_penalty != 1,
         "bias": bool(params.logit_bias) or params.allowed_token_ids is not None,
         "stop_mask": params.min_new_tokens > outputs,
-        SCORES: params.logprobs is not None,
-        "grammar": params.grammar is not None,
     }
     return frozenset(name for name, needed in needs.items() if needed)
 
@@ -349,10 +344,6 @@ class SamplingState:
         ids = upload(list(params.logit_bias), torch.int64, self.device)
         bias = upload(list(params.logit_bias.values()), torch.float32, self.device)
         row.index_add_(0, ids, bias)
-
-    def watch(self, slot: int) -> None:
-        """Note that the request in `slot` is watched (`trace.py`)."""
-        self._needs[slot] |= {TRACED}
 
     def release(self, slot: int) -> None:
         """Forget the wishes of `slot`, so that it costs the batch nothing; its table entries stay until `assign`."""

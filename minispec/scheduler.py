@@ -45,8 +45,7 @@ from minispec.metrics import Load, Metrics
 from minispec.output import Output
 from minispec.policy import Kind, Planned, Policy
 from minispec.radix import Node, PrefixCache
-from minispec.request import ABORT_WANTED, Finish, Request, Scored, Update
-from minispec.sampling import TRACED
+from minispec.request import ABORT_WANTED, Finish, Request, Update
 
 logger = logging.getLogger("minispec")
 
@@ -120,7 +119,6 @@ class Scheduler:
         self._seeds = random.Random(options.random_seed)
         # What happened and was not handed out yet. A member, so that a step that raises halfway loses no answer.
         self._updates: list[Update] = []
-        self._fresh: dict[Request, list[Scored]] = {}  # what the step that lands tells of its tokens
         self._prefilled_last = False
         trees = {size.nodes: size.depth for size in engine.drafter.trees}
         self.policy = Policy(trees, options.adaptive, engine.drafter.looks_up)
@@ -159,7 +157,7 @@ class Scheduler:
         self.metrics.requests += 1
         self.outputs[request] = Output(request, self.tokenizer, self.eos_ids)
         leader = request.leader
-        if request.max_new_tokens == 0 and not request.unscored:
+        if request.max_new_tokens == 0 and not request.asks_of_prompt:
             self._close(request, Finish("length"))
         elif leader in self.outputs and not leader.prompt_done and self._worth_sharing(request):
             self.parked.setdefault(leader, []).append(request)
@@ -167,15 +165,15 @@ class Scheduler:
             self.waiting.append(request)
 
     def _worth_sharing(self, request: Request) -> bool:
-        """Return whether the first choice will leave anything that another can use: a full page, or scores."""
+        """Return whether the first choice will leave anything that another can use: a full page, or an answer."""
         pages = self.cache.enabled and len(request.prompt_ids) > self.kv.page_size
-        return bool(pages or request.unscored)
+        return bool(pages or request.asks_of_prompt)
 
     def _unpark(self, leader: Request) -> None:
-        """Queue the other choices, in front, since they arrived with the first one; its scores are theirs too."""
+        """Queue the other choices, in front, since they arrived with the first one; what it was told is theirs too."""
         choices = self.parked.pop(leader, [])
         for request in choices:
-            request.prompt_scores += leader.prompt_scores[len(request.prompt_scores) :]
+            request.share(leader)
         self.waiting.extendleft(reversed(choices))
 
     def abort(self, rid_prefix: str) -> list[Update]:
@@ -273,8 +271,8 @@ class Scheduler:
 
     def _launch(self) -> Flight | None:
         """Launch the next step; None where there is nothing to do until the flight under way has landed."""
-        if any(request.params.grammar is not None for request in self.running):
-            self._settle()  # a mask depends on every token before it
+        if any(request.reads_text for request in self.running):
+            self._settle()
         decoding = [request for request in self.running if self._goes_on(request)]
         # Where there is both to do, in turn: a long prompt slows the others and never stops them.
         self._prefilled_last = bool(self.prefilling and not (decoding and self._prefilled_last))
@@ -287,8 +285,8 @@ class Scheduler:
         self._launching = list(rows), self.engine.changes
         started = time.perf_counter()
         engine, slots, before = self.engine, [request.slot for request in rows], self._disturbances()
-        batch, sampled = engine.batch_of(len(slots)), bool(engine.sampling.needs(slots) - {TRACED})
-        kind = Kind.of(batch, sampled, max(request.kv_len for request in rows))
+        batch = engine.batch_of(len(slots))
+        kind = Kind.of(batch, engine.special(slots), max(request.kv_len for request in rows))
         plan = self.policy.before(kind, self.sizes.sizes_of(batch), list(rows), lambda: engine.host_drafts(slots))
         pending = engine.launch(slots, plan.choice.shape, plan.drafts)
         self._launching = NOT_LAUNCHING
@@ -339,7 +337,7 @@ class Scheduler:
         began, self._landed = max(flight.pending.launched, self._landed), time.perf_counter()
         waited = self._landed - started
         self._end_failed(flight)
-        self._hear(flight)
+        self._tell_of_prompts(flight)
         emitted = {
             request: tokens
             for (request, seat), tokens in zip(flight.rows.items(), found, strict=True)
@@ -350,14 +348,14 @@ class Scheduler:
             return
         self.metrics.step_seconds += waited
         if flight.plan is not None:
-            alone = self._disturbances() == flight.disturbances and flight.pending.seen is None  # watching takes time
+            alone = self._disturbances() == flight.disturbances and flight.pending.timed
             seconds = self._landed - began if alone else None
             self.policy.after(flight.plan, emitted, seconds, flight.pending.catching_up)
         if emitted:
             self._after_decode(flight, emitted, flight.seconds + waited)
 
     def _end_failed(self, flight: Flight) -> None:
-        """End the requests that cannot go on after a step: with NaN for logits, or with a grammar that leaves nothing.
+        """End the requests that cannot go on after a step: with NaN for logits, or where no token is allowed.
 
         What was computed of a request with NaN is shared with nobody, and its pages are wiped. If it had drafts, it
         comes back without them first, since a draft may cost a request time, and never its text.
@@ -379,14 +377,11 @@ class Scheduler:
             elif request.slot in pending.failed:
                 self._end(request, Finish("abort", message=pending.failed[request.slot]))
 
-    def _hear(self, flight: Flight) -> None:
-        """Take in the scores that a step brought to the requests that asked and still hold their seats."""
-        self._fresh.clear()
-        if told := self.engine.told(flight.pending):
-            for row, (request, seat) in enumerate(flight.rows.items()):
-                if row in told and self.seats.get(request) is seat:
-                    known, self._fresh[request] = told[row]
-                    request.prompt_scores += known
+    def _tell_of_prompts(self, flight: Flight) -> None:
+        """Give the requests that still hold their seats what they asked of their prompts."""
+        for row, (request, seat) in enumerate(flight.rows.items()):
+            if flight.pending.asked is not None and self.seats.get(request) is seat:
+                flight.pending.asked.tell_prompt(row, request)
 
     def _admit(self) -> None:
         """Give slots and pages to waiting requests, in order, while both last."""
@@ -396,9 +391,7 @@ class Scheduler:
             if busy and self._refused_already(request, available):
                 return
             ids = request.ids
-            # At least the last token is computed, since its hidden state picks the next, and whatever is to be scored.
-            limit = min(len(ids) - 1, request.unscored.start if request.unscored else len(ids))
-            path = self.cache.match(ids, limit, request.salt)
+            path = self.cache.match(ids, request.cacheable, request.salt)
             self.cache.hold(path)
             # One page to spare for each that runs, or the newcomer would soon be retracted again.
             spare = len(self.running) + len(self.prefilling)
@@ -456,7 +449,7 @@ class Scheduler:
                 self._share(request, self.seats[request], self.seats[request].ids)
                 request.prompt_done = True
                 self._unpark(request)
-                self._deliver(request, tokens)
+                self._deliver(request, tokens, flight)
 
     def _share(self, request: Request, seat: Seat, known: list[int]) -> None:
         """Enter the full pages of `known`, the tokens whose rows are written, into the prefix cache.
@@ -487,10 +480,8 @@ class Scheduler:
                 break
             ids, start = self.seats[request].ids, request.kv_len
             end = min(len(ids), start + min(budget, blocks * self.engine.prefills.width))
-            tokens, last, unscored = ids[start:end], end == len(ids), request.unscored
-            scored = range(max(start, unscored.start), min(end, unscored.stop))
-            again = request.retractions > 0
-            chunks.append(Chunk(request.slot, tokens, start, last, 0 if last else ids[end], again, scored))
+            tokens, last, again = ids[start:end], end == len(ids), request.retractions > 0
+            chunks.append(Chunk(request.slot, tokens, start, last, 0 if last else ids[end], again))
             requests.append(request)
             budget -= len(tokens)
             blocks -= self.engine.prefills.blocks_of(len(tokens))
@@ -502,19 +493,13 @@ class Scheduler:
         kept = []
         for request, tokens in emitted.items():
             request.kv_len += len(tokens)
-            row = pending.slots.index(request.slot) if pending.seen is not None else 0
-            kept.append(self._deliver(request, tokens))
+            kept.append(self._deliver(request, tokens, flight, seconds))
             self._count(request, kept[-1], pending.nodes)
-            if pending.seen is not None and request.trace is not None:
-                at = len(request.output_ids) - kept[-1]
-                step = pending.seen.step(row, tokens[: kept[-1]])
-                request.trace.steps.append({"at": at, "seconds": round(seconds, 6), **step})
         self.metrics.decode(
-            Load(self._usage(), len(emitted), len(self.waiting)),
+            Load(self._usage(), len(emitted), len(self.waiting), sum(request.kv_len for request in emitted)),
             emitted=kept,
             of_host=[] if flight.plan is None else [request in flight.plan.of_host for request in emitted],
             nodes=pending.nodes,
-            tokens=sum(request.kv_len for request in emitted),
             captured=pending.captured,
             seconds=seconds,
         )
@@ -575,18 +560,20 @@ class Scheduler:
 
     # ---- the end of a request ------------------------------------------------------------------------------------
 
-    def _deliver(self, request: Request, tokens: Sequence[int]) -> int:
-        """Append emitted tokens one by one until a stop rule applies; returns how many of them were kept."""
+    def _deliver(self, request: Request, tokens: Sequence[int], flight: Flight, seconds: float = 0.0) -> int:
+        """Append emitted tokens one by one until a stop rule applies; returns how many of them were kept.
+
+        seconds: that the decode step took.
+        """
         output, first = self.outputs[request], len(request.output_ids)
-        finish = Finish("length") if request.max_new_tokens == 0 else None  # only the prompt was to be scored
+        finish = Finish("length") if request.max_new_tokens == 0 else None  # only the prompt was asked about
         for token in tokens if finish is None else ():
             finish = output.append(token)
-            if request.trace is not None:
-                request.trace.ends.append(len(output.text))
             if finish:
                 break
         ids = request.output_ids[first:]
-        request.output_scores += self._fresh.get(request, [])[: len(ids)]
+        if flight.pending.asked is not None:
+            flight.pending.asked.tell([*flight.rows].index(request), output, ids, seconds)
         if finish:
             self._end(request, finish, ids)
         else:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from minispec.asked import Asking
 from minispec.attention import Causal
 from minispec.drafter import Draft, Drafter, HostDrafter, as_drafter
 from minispec.engine import Engine, Sizes
@@ -178,6 +179,7 @@ def build(
     )  # fmt: skip
     kv.host_looks &= host_looks
     made = engine(model, kv, drafter, sizes, compiled=compiled, acceptance=Acceptance(thresholds, simulated))
+    made.asked = Asking(made)
     options = SchedulerOptions(radix=radix, overlap=overlap, adaptive=adaptive)
     return Scheduler(made, tokenizer or Letters(), frozenset(eos), options)
 

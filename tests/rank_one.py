@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from minispec.asked import Asking
 from minispec.attention import PagedGather
 from minispec.engine import Sizes
 from minispec.kv import KVShape, PagedKV
@@ -44,7 +45,9 @@ def follower(told: dict, ranks: Ranks, sizes: Sizes) -> Follower:
     model = split(ModelConfig(**told["config"]), ranks, load_file(told["weights"]))
     shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim)
     kv = PagedKV(shape, **told["pages"], like=model.norm.weight)
-    return Follower(model, kv, Elsewhere(sizes), sizes, compiled=told["compiled"])
+    follower = Follower(model, kv, Elsewhere(sizes), sizes, compiled=told["compiled"])
+    follower.asked = Asking(follower)
+    return follower
 
 
 def perturb() -> None:

@@ -12,6 +12,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,10 +21,10 @@ from exactness import request, run
 
 from minispec.attention import PagedGather
 from minispec.beam import Inputs
-from minispec.engine import Engine
+from minispec.engine import AskedStep, Engine
 from minispec.kv import PagedKV
 from minispec.ngram import NgramDrafter, NgramOptions
-from minispec.request import Request, Update
+from minispec.request import Logprobs, Request, Update
 from minispec.scheduler import NAN, Scheduler
 from minispec.tree import DraftTree, ancestors
 from minispec.verify import Rule, verify, verify_greedy
@@ -356,11 +357,20 @@ def test_what_a_step_that_raised_said_of_grammars_is_forgotten(monkeypatch: pyte
     subject = SUBJECTS["none"]
     scheduler = subject.build(running=1)
     first, second = (request(name, [3, 1, 4], max_new_tokens=5) for name in ("first", "second"))
+    first.params = replace(first.params, logprobs=Logprobs())  # a step that answers
     submit(scheduler, first, second)
     scheduler.step()
-    scheduler.engine.constraints._failures[first.slot] = "the grammar leaves no token"
-    raise_once(scheduler.engine.model, "run_blocks", monkeypatch)
+    launch = scheduler.engine.asked.decode
+
+    def failing(*given: object) -> AskedStep:
+        step = launch(*given)
+        step.failed[first.slot] = "the grammar leaves no token"
+        return step
+
+    monkeypatch.setattr(scheduler.engine.asked, "decode", failing)
+    raise_once(scheduler.engine, "logits", monkeypatch)
     fail_in(scheduler)
+    monkeypatch.setattr(scheduler.engine.asked, "decode", launch)
     finish(scheduler)
     assert first.finish.status == 500
     assert_exact(subject, second)

@@ -32,7 +32,7 @@ from minispec.http import schema
 from minispec.load.tokenizer import load_tokenizer
 from minispec.model import Model
 from minispec.request import Finish, Grammar, Logprobs, Request, RequestError, SamplingParams
-from minispec.sampling import CONSTRAINED, SamplingState, pick
+from minispec.sampling import SamplingState, pick
 from minispec.scheduler import Scheduler
 from minispec.tree import PADDING
 
@@ -274,7 +274,6 @@ def test_drafts_for_which_no_time_is_left_are_cut(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_constrained_step_is_captured_by_no_graph() -> None:
-    assert not any(needs & CONSTRAINED for needs in CAPTURED)
     scheduler = build(tiny_model(), Plain(), **HOW)
     engine = scheduler.engine
 
@@ -356,7 +355,7 @@ def masks_check() -> None:
                         expected[EOS] &= len(texts[node]) >= 3
                         assert torch.equal(logits[at, node] == 0, expected), "the mask is not that of the node"
                         legal_nodes += 1
-        assert not constraints.take_failures()
+        assert not masks.failed
     assert legal_nodes > 100 and cut_nodes > 50
 
 
@@ -587,14 +586,13 @@ def test_a_draft_that_leads_to_a_limit_is_cut_and_the_request_lives(monkeypatch:
     constraints = Constraints(VOCAB)
     constraints.assign(1, r, [EOS])
     masks = constraints.fill([1], [[5, y, x, one]], [[-1, 0, 0, 2]])
-    assert masks.tokens[0][1] == PADDING and not constraints.take_failures()
+    assert masks.tokens[0][1] == PADDING and not masks.failed
     r.output_ids = [x, two]
     masks = constraints.fill([1], [[two, three, y]], [[-1, 0, 0]])
-    assert masks.tokens == [[two, three, PADDING]] and not constraints.take_failures()
+    assert masks.tokens == [[two, three, PADDING]] and not masks.failed
     r.output_ids = [y]
     constraints.assign(1, r, [EOS])
-    constraints.fill([1], [[y]], [[-1]])
-    assert "cannot be followed" in constraints.take_failures()[1]
+    assert "cannot be followed" in constraints.fill([1], [[y]], [[-1]]).failed[1]
 
 
 # ---- fields ----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from exactness import Letters, any_ids, next_logits, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import minispec.engine as engine_module
+import minispec.asked as asked_module
 import minispec.logprobs as logprobs_module
 from minispec.attention import Causal
 from minispec.http import schema
@@ -181,8 +181,8 @@ def scores_of_adjusted_logits(patch: pytest.MonkeyPatch) -> None:
 
 def scores_off_the_path(patch: pytest.MonkeyPatch) -> None:
     """The rows of a path are taken for its first nodes."""
-    score = engine_module.score_picks
-    patch.setattr(engine_module, "score_picks", lambda asked, logits, path, emitted: score(
+    score = asked_module.score_picks
+    patch.setattr(asked_module, "score_picks", lambda asked, logits, path, emitted: score(
         asked, logits, torch.arange(path.shape[1]).expand_as(path), emitted))  # fmt: skip
 
 

@@ -185,14 +185,14 @@ def test_after_steps_of_lookups_the_head_drafts_as_the_slow_reference(monkeypatc
 
 
 def test_lookups_that_emit_more_than_the_ring_holds_are_taken_in_before_it_is_too_full(monkeypatch) -> None:
-    taken, catch_up = [], Engine.catch_up
+    taken, catch_up = [], Late.catch_up
 
     def noted(self, slots):
-        waiting = list(self.late.waiting)
+        waiting = list(self.waiting)
         catch_up(self, slots)
-        taken.append(sum(waiting) - sum(self.late.waiting))
+        taken.append(sum(waiting) - sum(self.waiting))
 
-    monkeypatch.setattr(Engine, "catch_up", noted)
+    monkeypatch.setattr(Late, "catch_up", noted)
     compare = served(monkeypatch, lambda: False, 25, new_tokens=240)
     assert max(taken) > ROWS - N
     assert_slow_trees(compare, 2, 2, 5, every=3)

@@ -131,11 +131,11 @@ def test_accept_rate_divides_by_the_drafts_that_ran_whatever_the_largest_tree(ca
     metrics, load = Metrics(12, log_interval=3), Load(0.5, 2, 0)
     with caplog.at_level(logging.INFO, "minispec"):
         for emitted, nodes in (([1, 1], 1), ([3, 1], 5), ([2, 1], 2)):
-            metrics.decode(load, emitted=emitted, nodes=nodes, tokens=90, captured=False)
+            metrics.decode(load, emitted=emitted, nodes=nodes, captured=False)
     assert metrics.accept_rate == metrics.last_accept_rate == 3 / 10 and metrics.accept_length == 9 / 6
     assert "accept len: 1.50, accept rate: 0.30" in caplog.text
     metrics.forget_acceptance()
-    metrics.decode(load, emitted=[2], nodes=3, tokens=90, captured=False)
+    metrics.decode(load, emitted=[2], nodes=3, captured=False)
     assert metrics.accept_rate == 1 / 2 and metrics.draft_tokens == 12
 
 
@@ -146,7 +146,7 @@ def test_counting_costs_the_engine_thread_microseconds_a_step() -> None:
     for _ in range(5):
         started = time.perf_counter()
         for _ in range(200):
-            metrics.decode(load, emitted=emitted, nodes=8, tokens=900, captured=False, seconds=0.01)
+            metrics.decode(load, emitted=emitted, nodes=8, captured=False, seconds=0.01)
         best = min(best, (time.perf_counter() - started) / 200)
     assert best < 50e-6, f"{best * 1e6:.1f} us a step of eight requests"
 

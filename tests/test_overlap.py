@@ -26,6 +26,7 @@ from conformance import (
 from conftest import slow_unless
 from exactness import request, run
 
+from minispec.bucket import Bucket
 from minispec.engine import Engine
 from minispec.request import Request
 from minispec.scheduler import Scheduler
@@ -179,9 +180,9 @@ def an_old_step_s_tokens(patch: pytest.MonkeyPatch) -> None:
     """The host's copy of a step's tokens is the buffer that the next step overwrites."""
     pending = Engine._pending
 
-    def shared(self: Engine, slots: list[int], outputs: object, *scores: object, **what: object) -> object:
-        made = pending(self, slots, outputs, *scores, **what)
-        made.outputs = outputs
+    def shared(self: Engine, slots: list[int], step: Bucket, *asked: object, **what: object) -> object:
+        made = pending(self, slots, step, *asked, **what)
+        made.outputs = step.outputs
         return made
 
     patch.setattr(Engine, "_pending", shared)

@@ -315,7 +315,7 @@ def test_what_fails_of_rank_0_s_own_part_costs_those_that_have_a_slot(
         drafter = SWITCHING.drafter(model)
     scheduler = pair.build(model, drafter, running=1, **GRAMMATICAL)
     scheduler.policy.forced = max
-    constraints, grammatical = scheduler.engine.constraints, {"grammar": TERSE["a list of colours"]}
+    constraints, grammatical = scheduler.engine.asked.constraints, {"grammar": TERSE["a list of colours"]}
     for what, name, wish in (
         (drafter, "propose", {}), (drafter, "commit", {}), (engine_module, "verify_greedy", {}),
         (engine_module, "largest", {}), (constraints, "fill", grammatical),

@@ -25,7 +25,7 @@ from minispec.engine import CAPTURED
 from minispec.explain import Screen, explain, tree_lines
 from minispec.http.traces import Telling
 from minispec.request import Request, Trace
-from minispec.sampling import TRACED, gumbel
+from minispec.sampling import gumbel
 from minispec.standalone import DraftModel, StandaloneDrafter
 
 NEAR = near(0.01)
@@ -108,11 +108,19 @@ def test_a_node_is_scored_by_the_draft_models_own_probability_after_its_parent()
 
 def test_a_watched_step_is_none_of_the_captured_ones() -> None:
     scheduler = SUBJECTS["none"].build(running=2)
-    state = scheduler.engine.sampling
-    state.watch(1)
-    assert state.needs([1, 2]) == {TRACED} and not any(state.needs([1]) <= covering for covering in CAPTURED)
-    state.release(1)
-    assert not state.needs([1, 2])
+    engine = scheduler.engine
+    replayed = []
+    graph = SimpleNamespace(replay=lambda: replayed.append(1))
+    engine.graphs = {(step, needs): graph for step in engine.buckets.values() for needs in CAPTURED}
+    watched = request("watched", [1, 2], max_new_tokens=4)
+    watched.trace = Trace()
+    run(scheduler, [watched])
+    assert len(watched.trace.steps) == 3 and not replayed
+    submitted = request("free", [1, 2], max_new_tokens=3)
+    scheduler.validate(submitted)
+    scheduler.submit(submitted)
+    scheduler.step(), scheduler.step()
+    assert replayed, "a step that nobody watches is replayed"
 
 
 def test_an_event_tells_a_step_once_and_waits_for_its_tokens() -> None:

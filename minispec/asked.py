@@ -14,12 +14,13 @@ Read next: `grammar.py`, `logprobs.py`, `trace.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minispec.bucket import Bucket, Chunk, PrefillBucket
-from minispec.engine import Asked, AskedStep, Engine
+from minispec.engine import Engine
 from minispec.grammar import Constraints, mask
 from minispec.kv import upload
 from minispec.logprobs import Question, Questions, Scores, score_known, score_picks
@@ -27,8 +28,19 @@ from minispec.model import Rope
 from minispec.output import Output
 from minispec.request import Logprobs, Request, Scored
 from minispec.sampling import Needs
+from minispec.seams import Asked, AskedStep
 from minispec.trace import Rows, Sight
 from minispec.tree import PADDING, DraftTree
+
+Crossed = list[list[list[int]]]  # tensors of a step that have come to the host, as lists
+
+
+class Allowed(NamedTuple):
+    """What grammars leave of a step."""
+
+    tokens: Tensor  # [B, N] of trees, without the drafts that are forbidden
+    logits: Tensor  # -inf where a token is forbidden
+    failed: dict[int, str]  # slots that may go nowhere -> why
 
 
 class Asking(Asked):
@@ -78,6 +90,17 @@ class Asking(Asked):
             first += self.engine.prefills.blocks_of(len(chunk.tokens)) * step.width
         return AskedPrefill(self, step, asking, questions) if asking else None
 
+    def constrain(self, logits: Tensor, trees: Callable[[], Crossed]) -> Allowed:
+        """Return what grammars leave of trees.
+
+        logits [B, N, V], or [B, V] after rows without a tree, of which `trees` gives the slots alone.
+        """
+        slots, *tree = trees()
+        tokens, parents = tree or ([[PADDING]] * len(slots), [[-1]] * len(slots))
+        masks = self.constraints.fill([slot for slot, in slots], tokens, parents, pinned=logits.is_cuda)
+        bits = masks.bits.to(logits.device, non_blocking=logits.is_cuda)
+        return Allowed(upload(masks.tokens, torch.int64, logits.device), mask(logits, bits), masks.failed)
+
     def follow(self, step: PrefillBucket, numbers: Sequence[int]) -> AskedStep:
         """Return a prefill step that asks the LM head for the same rows as rank 0's, whose `numbers` these are."""
         picks, *known = numbers
@@ -94,7 +117,7 @@ class Answered(AskedStep):
         self, asking: Asking, step: Bucket | PrefillBucket, who: dict[int, Request], questions: Sequence[Question]
     ) -> None:
         """`who`: by row or chunk, the requests that ask."""
-        self.engine, self.constraints, self.failed = asking.engine, asking.constraints, {}
+        self.asking, self.engine, self.failed = asking, asking.engine, {}
         self.masked = any(request.params.grammar is not None for request in who.values())
         self.questions = Questions(questions, step.slots.device) if questions else None
         self.timed = all(request.trace is None for request in who.values())  # watching takes time of its own
@@ -134,22 +157,11 @@ class Answered(AskedStep):
                 step = self.seen.step(row, list(ids))
                 request.trace.steps.append({"at": at, "seconds": round(seconds, 6), **step})
 
-    def constrain(self, logits: Tensor, trees: Callable[[], list[list[list[int]]]]) -> tuple[Tensor, Tensor]:
-        """Return the tokens [B, N] of trees without the drafts that grammars forbid, and logits of what they allow.
-
-        logits [B, N, V], or [B, V] after rows without a tree, of which `trees` gives the slots alone.
-        """
-        slots, *tree = trees()
-        tokens, parents = tree or ([[PADDING]] * len(slots), [[-1]] * len(slots))
-        masks = self.constraints.fill([slot for slot, in slots], tokens, parents, pinned=logits.is_cuda)
-        self.failed |= masks.failed
-        bits = masks.bits.to(logits.device, non_blocking=logits.is_cuda)
-        return upload(masks.tokens, torch.int64, logits.device), mask(logits, bits)
-
-    def allow(self, logits: Tensor, trees: Callable[[], list[list[list[int]]]]) -> tuple[Tensor, Tensor]:
-        """Return what `constrain` does; where other ranks wait for this step, an error is raised behind it."""
-        nothing = lambda: (torch.zeros_like(logits[..., 0], dtype=torch.int64), logits)  # noqa: E731
-        return self.engine.own_part(lambda: self.constrain(logits, trees), nothing)
+    def allow(self, logits: Tensor, trees: Callable[[], Crossed]) -> tuple[Tensor, Tensor]:
+        """Return the tokens [B, N] that grammars leave of trees, and the logits of what they allow."""
+        allowed = self.asking.constrain(logits, trees)
+        self.failed |= allowed.failed
+        return allowed.tokens, allowed.logits
 
 
 class AskedDecode(Answered):
@@ -212,7 +224,7 @@ class AskedPrefill(Answered):
         engine.keep_known(step, read, token, allowed, needs)
 
 
-def to_host(*parts: Tensor) -> Callable[[], list[list[list[int]]]]:
+def to_host(*parts: Tensor) -> Callable[[], Crossed]:
     """Start a copy of `[B, ..] int64` tensors to the host; returns what waits for it and gives them as lists.
 
     What is launched after this call runs while the host waits and works on them.
@@ -223,7 +235,7 @@ def to_host(*parts: Tensor) -> Callable[[], list[list[list[int]]]]:
         ready = torch.cuda.Event()
         ready.record()
 
-    def arrived() -> list[list[list[int]]]:
+    def arrived() -> Crossed:
         if ready is not None:
             ready.synchronize()
         return [part.tolist() for part in on_host.split([part.shape[1] for part in parts], dim=1)]

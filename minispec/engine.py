@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -46,11 +45,11 @@ from minispec.graphs import Recorder
 from minispec.kv import PagedKV
 from minispec.late import Late
 from minispec.model import Model, Rope
-from minispec.output import Output
 from minispec.request import Request
 from minispec.sampling import FILTERED, GREEDY, TEMPERED, Needs, SamplingState, Wishes, largest, pick
+from minispec.seams import Asked, AskedStep, Link
 from minispec.tree import PADDING, DraftTree, ancestors, depth
-from minispec.verify import EXACT, Acceptance, Rule, Verdict, simulate, verify, verify_greedy
+from minispec.verify import Accept, Trees, Verdict
 
 logger = logging.getLogger("minispec")
 
@@ -90,54 +89,6 @@ class Pending:
     def timed(self) -> bool:
         """Whether its time says how long such a step takes."""
         return self.asked is None or self.asked.timed
-
-
-class AskedStep(ABC):
-    """A step some of whose requests ask for more than tokens: it runs in place of the engine's own, and has answers."""
-
-    failed: dict[int, str]  # slots that can get no token -> why; known when it has run
-    timed: bool  # whether it takes no longer than a step must
-    numbers: Sequence[int]  # what other ranks must know to run it
-
-    @abstractmethod
-    def run(self, needs: Needs) -> None:
-        """Run the step, from the engine's pieces."""
-
-    @abstractmethod
-    def to_host(self) -> None:
-        """Start the copy of the answers to the host."""
-
-    @abstractmethod
-    def tell_prompt(self, row: int, request: Request) -> None:
-        """Give the request of this row or chunk the answers on its prompt."""
-
-    @abstractmethod
-    def tell(self, row: int, output: Output, ids: Sequence[int], seconds: float) -> None:
-        """Give it the answers on the tokens that it has kept of this step, which took so many seconds."""
-
-
-class Asked:
-    """What requests ask of steps beyond tokens. This one is of an engine whose requests cannot ask (see `asked.py`)."""
-
-    def assign(self, request: Request, stop_ids: Iterable[int]) -> None:
-        """Note what a request that has its slot asks for."""
-
-    def release(self, slot: int) -> None:
-        """Forget a slot."""
-
-    def slows(self, slots: Sequence[int]) -> bool:
-        """Return whether answers take time of a step over these slots."""
-        return False
-
-    def decode(self, step: Bucket, slots: Sequence[int]) -> AskedStep | None:
-        """Return the decode step that answers the requests in these slots; None where nobody asks."""
-
-    def prefill(self, step: PrefillBucket, chunks: Sequence[Chunk]) -> AskedStep | None:
-        """Return the prefill step that answers the requests of these chunks; None where nobody asks."""
-
-    def follow(self, step: PrefillBucket, numbers: Sequence[int]) -> AskedStep:
-        """Return the prefill step of another rank, which computes what rank 0's does."""
-        raise NotImplementedError("no request can ask this engine for anything")
 
 
 @dataclass(frozen=True)
@@ -269,9 +220,9 @@ class Engine:
         sizes: Sizes,
         *,
         compiled: bool,
-        acceptance: Acceptance = EXACT,
+        accept: Accept | None = None,
     ) -> None:
-        self.model, self.kv, self.drafter, self.sizes, self.acceptance = model, kv, drafter, sizes, acceptance
+        self.model, self.kv, self.drafter, self.sizes, self.accept = model, kv, drafter, sizes, accept or Accept()
         device, slots = kv.pool.device, kv.table.shape[0]
         self.device = device
         self.compiled, self.permits = compiled, Permits()
@@ -287,7 +238,7 @@ class Engine:
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
         # Beyond how many rows after its committed ones a slot's tree is padding: 1 for a request that wants no drafts.
         self.reach = torch.full((slots,), sizes.context_length, dtype=torch.int64, device=device)
-        self.asked = Asked()
+        self.asked, self.link = Asked(), Link()
         self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
         self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): `time_steps` fills it, at `timed_rows`
         self.timed_rows = 0
@@ -325,9 +276,9 @@ class Engine:
 
         What was compiled or captured holds the old ones. So sampled steps with trees run eagerly from then on.
         """
-        if thresholds == self.acceptance.thresholds:
+        if thresholds == self.accept.thresholds:
             return
-        self.acceptance, self.amended = self.acceptance._replace(thresholds=thresholds), True
+        self.accept.thresholds, self.amended = thresholds, True
         self.graphs = {(bucket, needs): graph for (bucket, needs), graph in self.graphs.items()
                        if not needs or isinstance(bucket, PrefillBucket)}  # fmt: skip
 
@@ -447,7 +398,7 @@ class Engine:
         self.changes += 1
         self.late.before(bucket, slots)
         catching_up = time.perf_counter() - began
-        captured = self._run(bucket, self.sampling.needs(slots), asked)
+        captured = self.run(bucket, self.sampling.needs(slots), asked)
         keeps = bucket.nodes > 1 and self.late.keeps(bucket)
         return self._pending(list(slots), bucket, asked, captured=captured, keeps=keeps,
                              launched=started + catching_up, catching_up=catching_up)  # fmt: skip
@@ -461,20 +412,21 @@ class Engine:
         """Return whether a step over these slots takes other time than a greedy one."""
         return bool(self.sampling.needs(slots)) or self.asked.slows(slots)
 
-    def _run(self, step: Bucket | PrefillBucket, needs: Needs, asked: AskedStep | None = None) -> bool:
+    def run(self, step: Bucket | PrefillBucket, needs: Needs, asked: AskedStep | None = None) -> bool:
         """Run a step; returns whether that was a replay, which it is where the step was captured.
 
         Members of `Wishes` that nobody wants have neutral values, so a step that serves more needs serves fewer too.
         """
-        if asked is not None:
-            asked.run(needs)
+        with self.link.led(step, asked):
+            if asked is not None:
+                asked.run(needs)
+                return False
+            for covering in CAPTURED:
+                if needs <= covering and (graph := self.graphs.get((step, covering))) is not None:
+                    graph.replay()
+                    return True
+            self.known(step, needs) if isinstance(step, PrefillBucket) else self.decode(step, needs)
             return False
-        for covering in CAPTURED:
-            if needs <= covering and (graph := self.graphs.get((step, covering))) is not None:
-                graph.replay()
-                return True
-        self.known(step, needs) if isinstance(step, PrefillBucket) else self.decode(step, needs)
-        return False
 
     def decode(self, bucket: Bucket, needs: Needs) -> None:
         """Run the decode step that a bucket's inputs describe, and write its outputs.
@@ -502,12 +454,11 @@ class Engine:
         told: [B, N] fp32, to be filled with what the drafter thinks of each node (`Batch`).
         """
         lens, root = self.lens[bucket.slots], self.root[bucket.slots]
-        # Under thresholds a coin accepts, not the noise, and no draft may know the noise of what is drawn instead.
-        couples = wishes is not None and self.acceptance.thresholds is None
-        temperature, seed = (wishes.temperature, wishes.seed) if wishes is not None and couples else (None, None)
+        knows = wishes is not None and self.accept.couples
+        temperature, seed = (wishes.temperature, wishes.seed) if wishes is not None and knows else (None, None)
         batch = Batch(bucket.slots, lens, root, bucket.tree, temperature, seed, told)
         drafted = self._propose(bucket, batch) if bucket.nodes > 1 else bucket.tree
-        return self._begun(bucket, lens, root, drafted)
+        return self.link.begin(bucket, lens, root, drafted)
 
     def _propose(self, bucket: Bucket, batch: Batch) -> DraftTree:
         """Ask the drafter for the trees of this step, unless all are the host's."""
@@ -551,10 +502,9 @@ class Engine:
         self, bucket: Bucket, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor
     ) -> Verdict:
         """Return which drafts are accepted; logits [B, N, V], above [B, N, N] of `tree.ancestors`."""
-        verdict = self._verify(tree, above, logits, wishes, lens)
-        if bucket.nodes > 1 and self.acceptance.simulated is not None:
-            verdict = simulate(tree, above, verdict, self.acceptance.simulated, bucket.slots, lens)
-        return self._decided(verdict)
+        looks = self.kv.host_looks and not torch.compiler.is_compiling()
+        trees = Trees(tree, above, bucket.slots, lens, bucket.most)
+        return self.link.verdict(self.accept.judge(trees, logits, wishes, looks))
 
     def keep(
         self, bucket: Bucket, lens: Tensor, tokens: Tensor, verdict: Verdict, features: Tensor | None,
@@ -585,34 +535,7 @@ class Engine:
             self.late.keep(bucket.slots, positions, tokens, features)
             return
         plan = self.path_plans[bucket.batch, bucket.most]
-        self._take_in(Committed(bucket.slots, tokens, following, positions, features, ends, plan, prefill=False))
-
-    def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor) -> Verdict:
-        """Return the target's verdict; greedy batches, without wishes, need no walk."""
-        most = self._most(tree.tokens.shape[1])
-        if wishes is None:
-            return verify_greedy(tree, above, logits, most)
-        looks = self.kv.host_looks and not torch.compiler.is_compiling()
-        return verify(tree, logits, wishes, lens, Rule(most, self.acceptance.thresholds, looks))
-
-    def own_part(self, do: Callable[[], Any], instead: Callable[[], Any]) -> Any:
-        """Do what only the rank that serves does within a step; `instead`: what lets a step go on for other ranks."""
-        return do()
-
-    # Where a model is spread over several ranks, `parallel.py` has them agree at these three places within a step.
-
-    def _begun(
-        self, bucket: Bucket, lens: Tensor, root: Tensor, tree: DraftTree
-    ) -> tuple[Tensor, Tensor, DraftTree]:
-        """Return what a decode step begins with: lens and root [B] and the trees."""
-        return lens, root, tree
-
-    def _known_begun(self, bucket: PrefillBucket) -> None:
-        """Do nothing before a prefill step, whose inputs are in the bucket."""
-
-    def _decided(self, verdict: Verdict) -> Verdict:
-        """Return the verdict of a decode step."""
-        return verdict
+        self.drafter.commit(Committed(bucket.slots, tokens, following, positions, features, ends, plan, prefill=False))
 
     def _path(self, bucket: Bucket, lens: Tensor, verdict: Verdict, tokens: Tensor, features: Tensor | None) -> Path:
         """Return the accepted path as a chain of A rows from `lens` on, and describe it in the plan of paths."""
@@ -640,7 +563,7 @@ class Engine:
         bucket.upload(chunks)
         self.changes += 1
         asked = self.asked.prefill(bucket, chunks)
-        captured = self._run(bucket, self.sampling.needs([chunk.slot for chunk in chunks if chunk.last]), asked)
+        captured = self.run(bucket, self.sampling.needs([chunk.slot for chunk in chunks if chunk.last]), asked)
         return self._pending([chunk.slot for chunk in chunks], bucket, asked, chunks=chunks, captured=captured)
 
     def known(self, bucket: PrefillBucket, needs: Needs) -> None:
@@ -651,7 +574,7 @@ class Engine:
 
     def read(self, bucket: PrefillBucket) -> Read:
         """Run the blocks over the known tokens, and return what the target says of them."""
-        self._known_begun(bucket)
+        self.link.share(bucket)
         positions = bucket.place(bucket.starts).view(1, -1)
         hidden, features = self.model(bucket.tokens[None], positions, bucket.attend, self.drafter.taps)
         return Read(hidden[0], features, positions)
@@ -668,18 +591,13 @@ class Engine:
         if self.drafter.commits:
             # The pick follows the last row of a last chunk. Added, not assigned: padding repeats row 0.
             after = bucket.following.index_add(0, bucket.ends, picked * (token - bucket.following[bucket.ends]))
-            tokens = bucket.tokens[None]
-            self._take_in(Committed(slots, tokens, after[None], read.positions, read.features, bucket.ends, bucket.plan,
-                                    prefill=True))  # fmt: skip
+            self.drafter.commit(Committed(slots, bucket.tokens[None], after[None], read.positions, read.features,
+                                          bucket.ends, bucket.plan, prefill=True))  # fmt: skip
         self.sampling.commit(slots, token[:, None], picked, "counts" in needs)
         self.lens[slots] = bucket.lens
         self.root[slots] = token
         self._clear_padding()
         bucket.outputs.copy_(torch.stack((token, picked, logits.amax(-1).isnan()), dim=1))
-
-    def _take_in(self, committed: Committed) -> None:
-        """Let the drafter on the device take in what a step has committed."""
-        self.drafter.commit(committed)
 
     # ---- the end of a step ---------------------------------------------------------------------------------------
 
@@ -734,11 +652,11 @@ class Engine:
         """Run a step for nobody: it writes to page 0 and slot 0 alone, so it may be run between two others."""
         if isinstance(step, PrefillBucket):
             step.upload([])
-            self._run(step, GREEDY)
+            self.run(step, GREEDY)
             return
         step.upload([], ())
         for needs in COMPILED if self.small.choice(step.batch, step.nodes, True) else (GREEDY,):
-            self._run(step, needs)
+            self.run(step, needs)
 
     @torch.inference_mode()
     def make_graph(self, step: Bucket | PrefillBucket, from_cache: bool = False) -> bool:
@@ -771,6 +689,7 @@ class Engine:
     @torch.inference_mode()
     def settle(self) -> None:
         """Note that no more graphs will be made, and call whoever waits for that."""
+        self.link.tell("settle")
         self.settled, calls, self._when_settled = True, self._when_settled, []
         for call in calls:
             call()
@@ -782,6 +701,7 @@ class Engine:
         penalties, bias, min_new_tokens or logprobs run uncaptured. The largest come first, so that the smaller ones fit
         into the memory that those leave to the pool.
         """
+        self.link.tell("capture", batches)
         recorder = Recorder(self.device)
         steps: list[tuple[Callable[[Any, Needs], None], Bucket | PrefillBucket]] = [
             (self.decode, self.buckets[key]) for key in sorted(self.buckets, reverse=True) if key[0] in batches
@@ -821,6 +741,6 @@ class Engine:
         self.lens[1 : len(slots) + 1].fill_(rows)
         start = time.perf_counter()
         bucket.upload(slots, ())
-        self._run(bucket, GREEDY)
+        self.run(bucket, GREEDY)
         self.collect(self._pending([], bucket))  # waits for the device
         return time.perf_counter() - start

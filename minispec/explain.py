@@ -22,6 +22,7 @@ from minispec.llm import LLM
 from minispec.request import Request, SamplingParams, Trace
 from minispec.sampling import largest
 from minispec.tree import depth
+from minispec.verify import Trees, Verdict
 
 Line = list[tuple[str, str]]  # pieces of text with their styles
 ACCEPTED, REJECTED, OWN, QUIET, HEAD = "bold green", "dim", "bold cyan", "dim", "bold"
@@ -187,19 +188,19 @@ class Worked(NamedTuple):
 def worked_steps(llm: LLM, question: str, new_tokens: int) -> tuple[list[Worked], list[int]]:
     """Return the steps in which a greedy answer is decoded, and the ids of question and answer."""
     engine, seen = llm.scheduler.engine, []
-    verify = engine._verify
+    judge = engine.accept.judge
 
-    def watched(tree: Any, above: Tensor, logits: Tensor, wishes: Any, lens: Tensor) -> Any:
-        verdict = verify(tree, above, logits, wishes, lens)
+    def watched(trees: Trees, logits: Tensor, *given: Any) -> Verdict:
+        verdict, tree = judge(trees, logits, *given), trees.tree
         kept = verdict.path[0, : int(verdict.count[0])].tolist()
-        rows = tree.tokens[0].tolist(), tree.parents[0].tolist(), above[0].int().tolist(), largest(logits)[0].tolist()
-        seen.append(Worked(int(lens[0]), *rows, kept))
+        above, picks = trees.above[0].int().tolist(), largest(logits)[0].tolist()
+        seen.append(Worked(int(trees.lens[0]), tree.tokens[0].tolist(), tree.parents[0].tolist(), above, picks, kept))
         return verdict
 
-    engine._verify = watched  # type: ignore[method-assign]  # until the answer is there
+    setattr(engine.accept, "judge", watched)  # noqa: B010  until the answer is there
     ids = llm.tokenizer.encode_chat([{"role": "user", "content": question}])
     answer = llm.generate(ids, SamplingParams(temperature=0.0, max_new_tokens=new_tokens))["output_ids"]
-    del engine._verify
+    del engine.accept.judge
     return seen, [*ids, *answer]
 
 

@@ -43,12 +43,13 @@ from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.load.weights import eos_token_ids, load_weights, read_config, read_tensors, resolve_model
 from minispec.model import Model, ModelConfig, published_tensors
-from minispec.parallel import Elsewhere, Follower, Leader, Ranks, gather
+from minispec.parallel import Elsewhere, Lead, Ranks, gather
+from minispec.parallel import follow as follow_rank
 from minispec.request import Request, RequestError, SamplingParams, meta_info
 from minispec.scheduler import Scheduler, SchedulerOptions, logger, startup_line
 from minispec.shards import Shard
 from minispec.standalone import StandaloneDrafter
-from minispec.verify import Acceptance
+from minispec.verify import Accept
 
 Prompt = str | Sequence[int]
 # Token counts of prefill steps on a CPU, where all share a graph.
@@ -154,9 +155,9 @@ class LLM:
         if self.ranks is None:
             return _make_engine(self.config, budget, budget.pages(), compiled)
         self.ranks.same_sizes(budget.sizes)
-        engine = _make_engine(self.config, budget, self.ranks.least(budget.pages()), compiled, Leader)
+        engine = _make_engine(self.config, budget, self.ranks.least(budget.pages()), compiled)
         engine.beside = self.beside
-        engine.lead(self.ranks)
+        Lead(engine, self.ranks)
         return engine
 
     def _warm_up(self, engine: Engine, budget: Budget, compiled: bool, tell: Callable[[str], None]) -> None:
@@ -545,9 +546,9 @@ def follow(config: Config, ranks: Ranks) -> None:
     if compiled:
         _compile_blocks(network, drafter, partial(compile_step, device=device))
     budget = Budget(config, device, sizes, network, drafter)
-    engine = _make_engine(config, budget, ranks.least(budget.pages()), compiled, Follower)
+    engine = _make_engine(config, budget, ranks.least(budget.pages()), compiled)
     engine.when_settled(lambda: torch.compiler.set_stance("fail_on_recompile"))
-    engine.follow(ranks)
+    follow_rank(engine, ranks)
 
 
 def _change_draft_and_pack(config: Config, device: torch.device, network: Model, drafter: Drafter) -> None:
@@ -630,13 +631,13 @@ def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:
 
 
 def _make_engine(
-    config: Config, parts: Parts | Budget, pages: int, compiled: bool, kind: type[Engine] = Engine
-) -> Any:
+    config: Config, parts: Parts | Budget, pages: int, compiled: bool
+) -> Engine:
     """Return the engine around target and drafter, with so many pages."""
     network, drafter, sizes = parts.network, parts.drafter, parts.sizes
     kv = make_kv(config, network, drafter, sizes, pages)
-    acceptance = Acceptance(config.thresholds, config.simulate_acc_len)
-    engine = kind(network, kv, drafter, sizes, compiled=compiled, acceptance=acceptance)
+    accept = Accept(config.thresholds, config.simulate_acc_len)
+    engine = Engine(network, kv, drafter, sizes, compiled=compiled, accept=accept)
     engine.asked = Asking(engine)
     if compiled:
         # On a CPU it costs seconds of compiling a shape, and gains 5 to 7 % where blocks are fast: docs/log.md. Larger

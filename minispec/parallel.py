@@ -21,7 +21,7 @@ gloo's sum of more; but its order may follow the tensor's size, so that with mor
 differently than a request alone, as bfloat16 does anyway.
 
 What rank 0 does alone within a step, drafting, picking, verifying, may raise as it may in one process: the step goes on
-with something in its place, which nobody is told, and the error is raised at its end (`Leader.own_part`). An exception
+with something in its place, which nobody is told, and the error is raised at its end (`Lead._contained`). An exception
 in the model's own pass leaves the others waiting within it. There is no way back, so it ends the process
 (`RanksParted`). A rank that dies ends all.
 
@@ -40,7 +40,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import IO, Any, NoReturn, cast
@@ -49,14 +50,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minispec.asked import Allowed, Asking
 from minispec.bucket import Bucket, PrefillBucket
 from minispec.config import TORCHRUN, Config
-from minispec.drafter import Batch, Committed, Drafter, TreeSize
-from minispec.engine import AskedStep, Engine, Sizes
-from minispec.sampling import GREEDY, Needs, Wishes
+from minispec.drafter import Batch, Drafter, TreeSize
+from minispec.engine import Engine, Sizes
+from minispec.sampling import GREEDY
+from minispec.seams import AskedStep, Link
 from minispec.shards import from_first
 from minispec.tree import DraftTree
-from minispec.verify import Verdict
+from minispec.verify import Trees, Verdict
 
 logger = logging.getLogger("minispec")
 
@@ -152,55 +155,63 @@ _NUMBERS = [f.name for f in dataclasses.fields(Sizes) if f.name not in ("batch_s
 # ---- the engines -------------------------------------------------------------------------------------------------
 
 
-class SharedEngine(Engine):
-    """An engine over a shard: within a step it takes what rank 0 has."""
+class SharedLink(Link):
+    """The link of an engine over a shard: within a step all have what rank 0 has."""
 
-    ranks: Ranks
+    def __init__(self, engine: Engine, ranks: Ranks) -> None:
+        self.engine, self.ranks = engine, ranks
 
-    def _begun(
-        self, bucket: Bucket, lens: Tensor, root: Tensor, tree: DraftTree
+    def begin(
+        self, step: Bucket, lens: Tensor, root: Tensor, tree: DraftTree
     ) -> tuple[Tensor, Tensor, DraftTree]:
         """Return rank 0's lens, root and trees; slots and reach are written where the engine has them."""
-        parts = (bucket.slots, lens, root, self.reach[bucket.slots], tree.tokens.flatten(), tree.parents.flatten())
+        reach = self.engine.reach
+        parts = (step.slots, lens, root, reach[step.slots], tree.tokens.flatten(), tree.parents.flatten())
         sizes = [part.numel() for part in parts]
-        slots, lens, root, reach, *tree = from_first(torch.cat(parts), self.ranks.group).split(sizes)
-        bucket.slots.copy_(slots)
-        self.reach[slots] = reach
+        slots, lens, root, reached, *flat = from_first(torch.cat(parts), self.ranks.group).split(sizes)
+        step.slots.copy_(slots)
+        reach[slots] = reached
         # Copies, since no two arguments of a compiled function may lie in one tensor.
-        tokens, parents = (part.view(bucket.batch, bucket.nodes).clone() for part in tree)
+        tokens, parents = (part.view(step.batch, step.nodes).clone() for part in flat)
         return lens.clone(), root.clone(), DraftTree(tokens, parents)
 
-    def _known_begun(self, bucket: PrefillBucket) -> None:
+    def share(self, step: PrefillBucket) -> None:
         """Take over rank 0's inputs."""
-        bucket.inputs.copy_(from_first(bucket.inputs, self.ranks.group))
+        step.inputs.copy_(from_first(step.inputs, self.ranks.group))
 
-    def _no_verdict(self, tree: DraftTree, lens: Tensor) -> Verdict:
-        """Return a verdict of the right shape that keeps the roots and means nothing."""
-        batch, nodes = tree.tokens.shape
-        path = tree.tokens.new_zeros(batch, self._most(nodes))
-        none = torch.zeros_like(lens)
-        return Verdict(path, torch.ones_like(lens), path, none, none.bool())
-
-    def _decided(self, verdict: Verdict) -> Verdict:
+    def verdict(self, verdict: Verdict) -> Verdict:
         """Return rank 0's verdict."""
         sizes = [part.numel() for part in verdict]
         parts = from_first(torch.cat([part.flatten() for part in verdict]), self.ranks.group).split(sizes)
         return Verdict(*(part.view(own.shape).to(own.dtype) for part, own in zip(parts, verdict, strict=True)))
 
 
-class Leader(SharedEngine):
-    """Rank 0's engine: before it runs a step or changes the page table, it sends the others the call."""
+class Lead(SharedLink):
+    """Rank 0's link: before it runs a step or changes the page table, it sends the others the call."""
 
-    _leads = False  # whether a step is under way, in which the others wait for what is done here
-    _lost: Exception | None = None  # what its own part of that step has raised
+    def __init__(self, engine: Engine, ranks: Ranks) -> None:
+        """Let the other ranks follow this engine from now on; they must be in `follow`."""
+        super().__init__(engine, ranks)
+        self._leads = False  # whether a step is under way, in which the others wait for what is done here
+        self._lost: Exception | None = None  # what rank 0's own part of that step has raised
+        engine.link, engine.kv.tell = self, ranks.call
+        instead: tuple[tuple[object, str, Callable[..., Any]], ...] = (
+            (engine.drafter, "propose", lambda batch: DraftTree(*(part.clone() for part in batch.tree))),
+            (engine.drafter, "commit", lambda new: None),
+            (engine.accept, "judge", no_verdict),
+            (engine, "pick", lambda step, *given: torch.zeros_like(step.lens)),
+            (engine.asked, "constrain", nothing_forbidden),
+        )
+        for owner, name, in_place in instead:
+            setattr(owner, name, self._contained(owner, name, in_place))
 
-    def lead(self, ranks: Ranks) -> None:
-        """Let the other ranks follow from now on; they must be in `Follower.follow`."""
-        self.ranks = ranks
-        self.kv.tell = ranks.call
+    def tell(self, name: str, numbers: Sequence[int] = ()) -> None:
+        """Have the others do the same."""
+        self.ranks.call(name, numbers)
 
-    def _run(self, step: Bucket | PrefillBucket, needs: Needs, asked: AskedStep | None = None) -> bool:
-        """Run a step as `Engine._run` does, on all ranks.
+    @contextmanager
+    def led(self, step: Bucket | PrefillBucket, asked: AskedStep | None) -> Iterator[None]:
+        """Have all ranks run a step.
 
         What fails of rank 0's own part is raised when the others have done the step too; RanksParted for all else.
         """
@@ -210,52 +221,40 @@ class Leader(SharedEngine):
                 self.ranks.call("prefill", (step.size, *([] if asked is None else asked.numbers)))
             else:
                 self.ranks.call("decode", (step.batch, step.nodes if step.rounds else -step.nodes))
-            captured = super()._run(step, needs, asked)
+            yield
         except Exception as error:  # and the others wait within the step
             raise self.ranks.part(error) from error
         finally:
             self._leads = False
         if self._lost is not None:
             raise self._lost
-        return captured
 
-    def own_part(self, do: Callable[[], Any], instead: Callable[[], Any]) -> Any:
-        """Do what rank 0 alone does within a step; where that raises, return what lets the step go on for all."""
-        if torch.compiler.is_compiling() or not self._leads:
-            return do()
-        try:
-            return do()
-        except Exception as error:
-            self._lost = self._lost or error
-            return instead()
+    def _contained(self, owner: object, name: str, instead: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that only rank 0 calls within a step, such that where it raises the step goes on for all."""
+        kind = type(owner)
 
-    def _propose(self, bucket: Bucket, batch: Batch) -> DraftTree:
-        """Ask the drafter, as `Engine._propose` does."""
-        nothing = lambda: DraftTree(*(part.clone() for part in bucket.tree))  # noqa: E731
-        return self.own_part(lambda: SharedEngine._propose(self, bucket, batch), nothing)
+        def part(*given: Any) -> Any:
+            if torch.compiler.is_compiling() or not self._leads:
+                return getattr(kind, name)(owner, *given)
+            try:
+                return getattr(kind, name)(owner, *given)
+            except Exception as error:
+                self._lost = self._lost or error
+                return instead(*given)
 
-    def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor) -> Verdict:
-        """Verify, as `Engine._verify` does."""
-        verdict = lambda: SharedEngine._verify(self, tree, above, logits, wishes, lens)  # noqa: E731
-        return self.own_part(verdict, lambda: self._no_verdict(tree, lens))
+        return part
 
-    def pick(self, bucket: PrefillBucket, logits: Tensor, needs: Needs) -> Tensor:
-        """Pick, as `Engine.pick` does."""
-        picked = lambda: SharedEngine.pick(self, bucket, logits, needs)  # noqa: E731
-        return self.own_part(picked, lambda: torch.zeros_like(bucket.lens))
 
-    def _take_in(self, committed: Committed) -> None:
-        self.own_part(lambda: SharedEngine._take_in(self, committed), lambda: None)
+def no_verdict(trees: Trees, *given: object) -> Verdict:
+    """Return a verdict of the right shape that keeps the roots and means nothing."""
+    path = trees.tree.tokens.new_zeros(len(trees.lens), trees.most)
+    none = torch.zeros_like(trees.lens)
+    return Verdict(path, torch.ones_like(none), path, none, none.bool())
 
-    def capture(self, batches: Sequence[int], progress: Callable[[str], None]) -> None:
-        """Capture steps as `Engine.capture` does, on all ranks."""
-        self.ranks.call("capture", batches)
-        super().capture(batches, progress)
 
-    def settle(self) -> None:
-        """Note on all ranks that no more graphs will be made."""
-        self.ranks.call("settle")
-        super().settle()
+def nothing_forbidden(logits: Tensor, *given: object) -> Allowed:
+    """Return what a step without grammars leaves, for one that goes on for the others alone."""
+    return Allowed(torch.zeros_like(logits[..., 0], dtype=torch.int64), logits, {})
 
 
 class Elsewhere(Drafter):
@@ -272,34 +271,28 @@ class Elsewhere(Drafter):
         return batch.tree
 
 
-class Follower(SharedEngine):
-    """Another rank's engine: it runs what rank 0 calls."""
+def follow(engine: Engine, ranks: Ranks) -> None:
+    """Be another rank's engine: do what rank 0 calls, in order, until it says stop."""
+    engine.link, asking = SharedLink(engine, ranks), Asking(engine)
+    setattr(engine.accept, "judge", no_verdict)  # noqa: B010  to be overwritten with rank 0's
 
-    def follow(self, ranks: Ranks) -> None:
-        """Do what rank 0 calls, in order, until it says stop."""
-        self.ranks = ranks
-        does: dict[str, Callable[[list[int]], object]] = {
-            "map": lambda n: self.kv.map(n[0], n[1], n[2:]),
-            "unmap": lambda n: self.kv.unmap(*n),
-            "reset": lambda n: self.kv.reset(),
-            "clear": lambda n: self.kv.clear(n),
-            "decode": lambda n: self._run(self.buckets[n[0], n[1]], GREEDY),
-            "prefill": self._prefill,
-            "capture": lambda n: self.capture(n, logger.debug), "settle": lambda n: self.settle(),
-        }  # fmt: skip
-        while (call := ranks.next_call())[0] != "stop":
-            name, numbers = call
-            does[name](numbers)
-
-    def _prefill(self, numbers: Sequence[int]) -> None:
-        """Run a prefill step; where its scores ask the LM head for more rows, it is asked for the same rows here."""
+    def prefill(numbers: Sequence[int]) -> None:
         size, *asked = numbers
-        step = self.prefills[size]
-        self._run(step, GREEDY, self.asked.follow(step, asked) if asked else None)
+        step = engine.prefills[size]
+        engine.run(step, GREEDY, asking.follow(step, asked) if asked else None)
 
-    def _verify(self, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor) -> Verdict:
-        """Return a verdict to be overwritten with rank 0's."""
-        return self._no_verdict(tree, lens)
+    does: dict[str, Callable[[list[int]], object]] = {
+        "map": lambda n: engine.kv.map(n[0], n[1], n[2:]),
+        "unmap": lambda n: engine.kv.unmap(*n),
+        "reset": lambda n: engine.kv.reset(),
+        "clear": lambda n: engine.kv.clear(n),
+        "decode": lambda n: engine.run(engine.buckets[n[0], n[1]], GREEDY),
+        "prefill": prefill,
+        "capture": lambda n: engine.capture(n, logger.debug), "settle": lambda n: engine.settle(),
+    }  # fmt: skip
+    while (call := ranks.next_call())[0] != "stop":
+        name, numbers = call
+        does[name](numbers)
 
 
 # ---- meeting -----------------------------------------------------------------------------------------------------

@@ -28,14 +28,38 @@ COIN = -1  # `pick_lossy` draws its coin as the noise of this id, which no token
 COUNT = -2  # and `simulate` its number as the noise of this one
 
 
-class Acceptance(NamedTuple):
+class Trees(NamedTuple):
+    """Trees that are to be verified."""
+
+    tree: DraftTree  # [B, N] each
+    above: Tensor  # [B, N, N] bool, `tree.ancestors`
+    slots: Tensor  # [B] int64
+    lens: Tensor  # [B] int64, the position of each root
+    most: int  # A, the most tokens emitted per request
+
+
+class Accept:
     """What an operator may change of acceptance; as it stands, output is exact."""
 
-    thresholds: tuple[float, float] | None = None  # (single, acc) of `pick_lossy`
-    simulated: float | None = None  # the mean of `simulate`
+    def __init__(self, thresholds: tuple[float, float] | None = None, simulated: float | None = None) -> None:
+        """`thresholds`: (single, acc) of `pick_lossy`; simulated: the mean of `simulate`."""
+        self.thresholds, self.simulated = thresholds, simulated
 
+    @property
+    def couples(self) -> bool:
+        """Whether drafts may know the noise of the picks. Under thresholds a coin accepts in place of the noise."""
+        return self.thresholds is None
 
-EXACT = Acceptance()
+    def judge(self, trees: Trees, logits: Tensor, wishes: Wishes | None, host_looks: bool) -> Verdict:
+        """Return the verdict on `logits [B, N, V]`; greedy batches, without wishes, need no walk."""
+        tree, above, slots, lens, most = trees
+        if wishes is None:
+            verdict = verify_greedy(tree, above, logits, most)
+        else:
+            verdict = verify(tree, logits, wishes, lens, Rule(most, self.thresholds, host_looks))
+        if self.simulated is None or logits.shape[1] == 1:
+            return verdict
+        return simulate(tree, above, verdict, self.simulated, slots, lens)
 
 
 class Rule(NamedTuple):

@@ -25,7 +25,7 @@ from minispec.request import Request, SamplingParams
 from minispec.sampling import SamplingState, pick
 from minispec.scheduler import Scheduler, SchedulerOptions
 from minispec.tree import PADDING, DraftTree
-from minispec.verify import Acceptance
+from minispec.verify import Accept
 
 VOCAB = 61
 CONTEXT = 256
@@ -168,7 +168,6 @@ def build(
     adaptive: bool = False,
     smaller: int | None = None,
     tokenizer: object = None,
-    engine: type[Engine] = Engine,
 ) -> Scheduler:
     """Put a scheduler together over the tiny model, as `LLM` does over a real one."""
     config, drafter = model.config, as_drafter(drafter, model.config.vocab_size, smaller)
@@ -178,7 +177,7 @@ def build(
         rows_per_slot=config.context_length + sizes.tree_rows, like=model.norm.weight,
     )  # fmt: skip
     kv.host_looks &= host_looks
-    made = engine(model, kv, drafter, sizes, compiled=compiled, acceptance=Acceptance(thresholds, simulated))
+    made = Engine(model, kv, drafter, sizes, compiled=compiled, accept=Accept(thresholds, simulated))
     made.asked = Asking(made)
     options = SchedulerOptions(radix=radix, overlap=overlap, adaptive=adaptive)
     return Scheduler(made, tokenizer or Letters(), frozenset(eos), options)

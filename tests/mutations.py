@@ -13,6 +13,7 @@ import torch
 from exactness import Oracle, build, mixed_requests, reference, run, tiny_model, truth_of
 
 import minispec.engine as engine_module
+import minispec.verify as verify_module
 from minispec.attention import PagedGather, Plan
 from minispec.drafter import Plain
 from minispec.kv import PagedKV
@@ -78,13 +79,13 @@ def wrong_slots_pages(patch: pytest.MonkeyPatch) -> None:
 
 def padding_matches(patch: pytest.MonkeyPatch) -> None:
     """Padding nodes carry a real token, the commonest of the outputs, so the target's pick can match them."""
-    original = engine_module.verify_greedy
+    original = verify_module.verify_greedy
     common = Counter(token for ids in truth().values() for token in ids).most_common(1)[0][0]
 
     def verify(tree, above, logits, most):
         return original(tree._replace(tokens=tree.tokens.masked_fill(tree.tokens == -1, common)), above, logits, most)
 
-    patch.setattr(engine_module, "verify_greedy", verify)
+    patch.setattr(verify_module, "verify_greedy", verify)
 
 
 def stale_page_after_retraction(patch: pytest.MonkeyPatch) -> None:

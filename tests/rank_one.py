@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from minispec.asked import Asking
 from minispec.attention import PagedGather
-from minispec.engine import Sizes
+from minispec.engine import Engine, Sizes
 from minispec.kv import KVShape, PagedKV
 from minispec.load.weights import load_weights
 from minispec.model import Model, ModelConfig, published_tensors
-from minispec.parallel import Elsewhere, Follower, Ranks
+from minispec.parallel import Elsewhere, Ranks, follow
 from minispec.shards import Shard
 
 LOOK, FOUND = "look", "found"
@@ -40,14 +39,12 @@ def split(config: ModelConfig, ranks: Ranks, weights: dict[str, torch.Tensor]) -
     return model
 
 
-def follower(told: dict, ranks: Ranks, sizes: Sizes) -> Follower:
+def follower(told: dict, ranks: Ranks, sizes: Sizes) -> Engine:
     """Return the engine that a line describes."""
     model = split(ModelConfig(**told["config"]), ranks, load_file(told["weights"]))
     shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim)
     kv = PagedKV(shape, **told["pages"], like=model.norm.weight)
-    follower = Follower(model, kv, Elsewhere(sizes), sizes, compiled=told["compiled"])
-    follower.asked = Asking(follower)
-    return follower
+    return Engine(model, kv, Elsewhere(sizes), sizes, compiled=told["compiled"])
 
 
 def perturb() -> None:
@@ -82,7 +79,7 @@ def main() -> None:
     ranks = Ranks()
     for line in sys.stdin:
         with torch.inference_mode():
-            follower(json.loads(line), ranks, ranks.same_sizes(None)).follow(ranks)
+            follow(follower(json.loads(line), ranks, ranks.same_sizes(None)), ranks)
 
 
 if __name__ == "__main__":

@@ -405,14 +405,14 @@ def accepted_by_a_perfect_head(coupled: bool, topk: int = 1, **params: object) -
     with torch.inference_mode():
         head = PerfectHead(model)
     scheduler = build(model, drafter(3, topk, 4 if topk == 1 else 16, head=head, coupled=coupled))
-    inner = scheduler.engine._verify
+    inner = scheduler.engine.accept.judge
 
-    def verify(tree, above, logits, wishes, lens):
-        verdict = inner(tree, above, logits, wishes, lens)
-        counts.extend((verdict.count - 1)[lens > 0].tolist())
+    def judge(trees, *given):
+        verdict = inner(trees, *given)
+        counts.extend((verdict.count - 1)[trees.lens > 0].tolist())
         return verdict
 
-    scheduler.engine._verify = verify
+    scheduler.engine.accept.judge = judge
     requests = mixed_requests(**{"temperature": 1.0, "max_new_tokens": 40, **params})
     run(scheduler, requests)
     assert len({tuple(r.output_ids) for r in requests}) == len(requests) and len(counts) > 50

@@ -38,15 +38,17 @@ import minispec.engine as engine_module
 import minispec.grammar as grammar
 import minispec.parallel as parallel
 import minispec.shards as shards
+import minispec.verify as verify_module
 from benchmarks import plan, ranks
 from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.drafter import Plain
 from minispec.eagle import Eagle3Head
+from minispec.grammar import Constraints
 from minispec.load.memory import size_of
 from minispec.load.weights import ModelError
 from minispec.model import Model, published_tensors
-from minispec.parallel import Leader, Ranks, SharedEngine
+from minispec.parallel import Lead, Ranks, SharedLink
 from minispec.request import Logprobs, Request
 from minispec.scheduler import Scheduler
 from minispec.shards import Shard, share
@@ -79,7 +81,7 @@ class Pair:
         if self.leading is not None:
             self.ranks.call("stop")
         part, weights = self.part(model)
-        scheduler = build(part, drafter, engine=Leader, **how)
+        scheduler = build(part, drafter, **how)
         kv = scheduler.kv
         pages = {"pages": kv.pages, "page_size": kv.page_size, "slots": kv.table.shape[0],
                  "rows_per_slot": kv.pages_per_slot * kv.page_size}  # fmt: skip
@@ -88,7 +90,7 @@ class Pair:
         print(json.dumps(told), file=self.process.stdin, flush=True)
         self.leading = scheduler.engine
         self.ranks.same_sizes(scheduler.sizes)
-        self.leading.lead(self.ranks)
+        Lead(self.leading, self.ranks)
         return scheduler
 
     def close(self) -> None:
@@ -235,7 +237,7 @@ def bias_added_by_each(patch: pytest.MonkeyPatch) -> None:
 
 def another_verdict(patch: pytest.MonkeyPatch) -> None:
     """Rank 1 is told that the roots alone are kept, in their places."""
-    patch.setattr(Leader, "_decided", lambda self, verdict: (SharedEngine._decided(self, verdict._replace(
+    patch.setattr(Lead, "verdict", lambda self, verdict: (SharedLink.verdict(self, verdict._replace(
         path=torch.zeros_like(verdict.path))), verdict)[1])  # fmt: skip
 
 
@@ -315,10 +317,10 @@ def test_what_fails_of_rank_0_s_own_part_costs_those_that_have_a_slot(
         drafter = SWITCHING.drafter(model)
     scheduler = pair.build(model, drafter, running=1, **GRAMMATICAL)
     scheduler.policy.forced = max
-    constraints, grammatical = scheduler.engine.asked.constraints, {"grammar": TERSE["a list of colours"]}
+    grammatical = {"grammar": TERSE["a list of colours"]}
     for what, name, wish in (
-        (drafter, "propose", {}), (drafter, "commit", {}), (engine_module, "verify_greedy", {}),
-        (engine_module, "largest", {}), (constraints, "fill", grammatical),
+        (type(drafter), "propose", {}), (type(drafter), "commit", {}), (verify_module, "verify_greedy", {}),
+        (engine_module, "largest", {}), (Constraints, "fill", grammatical),
     ):  # fmt: skip
         lost, waiting = (request(f"{name}{i}", ids, max_new_tokens=12, **(wish if i == 0 else {}))
                          for i, ids in enumerate(wanted()))  # fmt: skip
@@ -492,9 +494,9 @@ def test_a_step_that_fails_on_rank_0_is_nothing_to_go_on_from(pair: Pair, monkey
 
     said = "failed on rank 0, and the others of --tp-size 2 cannot .*; start the server again: .*: the wire is cut"
     try:
-        for name, where in (("broadcast", dist), ("_begun", scheduler.engine)):
+        for name, where in (("broadcast", dist), ("begin", scheduler.engine.link)):
             monkeypatch.setattr(where, name, broken)
-            monkeypatch.setattr(pair.ranks, "parted", name == "_begun")  # or rank 1 would be told of a step to wait in
+            monkeypatch.setattr(pair.ranks, "parted", name == "begin")  # or rank 1 would be told of a step to wait in
             with pytest.raises(parallel.RanksParted, match=said), torch.inference_mode():
                 scheduler.engine.launch([])
             assert pair.ranks.parted

@@ -145,7 +145,7 @@ def test_it_is_said_at_start_and_more_than_a_tree_s_depth_is_refused(tmp_path, c
     options = {"load_format": "dummy", "disable_torch_compile": True, "speculative_algorithm": "NGRAM"}
     options |= {"speculative_num_draft_tokens": 4}
     llm = LLM(tmp_path, simulate_acc_len=2.5, **options)
-    assert llm.scheduler.engine.acceptance.simulated == 2.5
+    assert llm.scheduler.engine.accept.simulated == 2.5
     assert "--simulate-acc-len 2.5" in caplog.text and "output is junk" in caplog.text
     with pytest.raises(ValueError, match=r"--simulate-acc-len must be in \[1, 4\].* got 4.1"):
         LLM(tmp_path, simulate_acc_len=4.1, **options)

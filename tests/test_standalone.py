@@ -143,10 +143,10 @@ def test_a_tree_of_the_target_s_own_drafts_is_followed_along_the_greedy_children
     scheduler = build(MODEL, drafter(*shape, "itself"))
     record(scheduler, compare)
     lengths: list[tuple[int, int]] = []  # of each step: the greedy path within the tree, and what was accepted
-    inner = scheduler.engine._verify
+    inner = scheduler.engine.accept.judge
 
-    def verify(tree, above, logits, wishes, lens):
-        verdict = inner(tree, above, logits, wishes, lens)
+    def judge(*given):
+        verdict = inner(*given)
         host_slots = scheduler.running
         for ids, tokens, parents in compare[-len(host_slots) :]:
             text, known = list(ids), paths(tokens, parents)
@@ -156,7 +156,7 @@ def test_a_tree_of_the_target_s_own_drafts_is_followed_along_the_greedy_children
             lengths.append((len(text) - len(ids), int(verdict.count[row]) - 1))
         return verdict
 
-    scheduler.engine._verify = verify
+    scheduler.engine.accept.judge = judge
     run(scheduler, requests)
     assert len(lengths) > 20 and all(inside == accepted for inside, accepted in lengths)
     assert sum(accepted for _, accepted in lengths) > 0.8 * len(lengths)

@@ -1,0 +1,91 @@
+"""Where that attaches which only some requests or some machines need: what requests ask, and the ranks of one model.
+
+`engine.py` calls these two and knows nothing of what is behind them. As they stand here they do nothing: no request
+asks for more than tokens, and the model is in one process. `asked.py` and `parallel.py` derive from them, and whoever
+puts an engine together sets its `asked` and `link`.
+
+Read next: `engine.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor
+
+from minispec.bucket import Bucket, Chunk, PrefillBucket
+from minispec.output import Output
+from minispec.request import Request
+from minispec.sampling import Needs
+from minispec.tree import DraftTree
+from minispec.verify import Verdict
+
+
+class AskedStep(ABC):
+    """A step some of whose requests ask for more than tokens: it runs in place of the engine's own, and has answers."""
+
+    failed: dict[int, str]  # slots that can get no token -> why; known when it has run
+    timed: bool  # whether it takes no longer than a step must
+    numbers: Sequence[int]  # what another process must know to run it
+
+    @abstractmethod
+    def run(self, needs: Needs) -> None:
+        """Run the step, from the engine's pieces."""
+
+    @abstractmethod
+    def to_host(self) -> None:
+        """Start the copy of the answers to the host."""
+
+    @abstractmethod
+    def tell_prompt(self, row: int, request: Request) -> None:
+        """Give the request of this row or chunk the answers on its prompt."""
+
+    @abstractmethod
+    def tell(self, row: int, output: Output, ids: Sequence[int], seconds: float) -> None:
+        """Give it the answers on the tokens that it has kept of this step, which took so many seconds."""
+
+
+class Asked:
+    """What the requests in an engine's slots ask of steps beyond tokens."""
+
+    def assign(self, request: Request, stop_ids: Iterable[int]) -> None:
+        """Note what a request that has its slot asks for."""
+
+    def release(self, slot: int) -> None:
+        """Forget a slot."""
+
+    def slows(self, slots: Sequence[int]) -> bool:
+        """Return whether answers take time of a step over these slots."""
+        return False
+
+    def decode(self, step: Bucket, slots: Sequence[int]) -> AskedStep | None:
+        """Return the decode step that answers the requests in these slots; None where nobody asks."""
+
+    def prefill(self, step: PrefillBucket, chunks: Sequence[Chunk]) -> AskedStep | None:
+        """Return the prefill step that answers the requests of these chunks; None where nobody asks."""
+
+
+class Link:
+    """What the processes of one model tell each other, between steps and within."""
+
+    def tell(self, name: str, numbers: Sequence[int] = ()) -> None:
+        """Have the others do the same: what the name says, with these numbers."""
+
+    def led(self, step: Bucket | PrefillBucket, asked: AskedStep | None) -> AbstractContextManager[object]:
+        """Have the others run this step while this one does, which it does within the context."""
+        return nullcontext()
+
+    def begin(
+        self, step: Bucket, lens: Tensor, root: Tensor, tree: DraftTree
+    ) -> tuple[Tensor, Tensor, DraftTree]:
+        """Return what all begin a decode step with: lens and root [B] and the trees."""
+        return lens, root, tree
+
+    def share(self, step: PrefillBucket) -> None:
+        """Have all the same inputs of a prefill step, in place."""
+
+    def verdict(self, verdict: Verdict) -> Verdict:
+        """Return the verdict that all act on."""
+        return verdict

@@ -36,15 +36,16 @@ RANKS = {
     5: "late load.drafters",
     6: "engine",
     7: "asked scheduler load.selftest load.memory",
-    8: "parallel llm http.schema http.prometheus",
-    9: "warming explain follower train.corpus http.answers http.about http.streams http.draining",
-    10: "desk http.bodies train.rounds train.export",
-    11: "engine_thread train.trainer train.small",
-    12: "replica train.__main__",
-    13: "cluster",
-    14: "replicas",
-    15: "server",
-    16: "__init__",  # the package's face: hands out LLM and SamplingParams
+    8: "parallel",
+    9: "llm http.schema http.prometheus",
+    10: "warming explain follower train.corpus http.answers http.about http.streams http.draining",
+    11: "desk http.bodies train.rounds train.export",
+    12: "engine_thread train.trainer train.small",
+    13: "replica train.__main__",
+    14: "cluster",
+    15: "replicas",
+    16: "server",
+    17: "__init__",  # the package's face: hands out LLM and SamplingParams
 }
 RANK = {module: rank for rank, modules in RANKS.items() for module in modules.split()}
 ALGORITHMS = {"NONE", "NGRAM", "EAGLE", "EAGLE3", "NEXTN", "MTP", "STANDALONE"}

@@ -328,7 +328,7 @@ def their_model(model: str | None, dtype: str, device: str) -> Any:
     """Return the model as transformers loads it, once for all who generate with it."""
     import transformers
 
-    from minispec.llm import choose_device, choose_dtype, choose_folder
+    from minispec.load.build import choose_device, choose_dtype, choose_folder
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -573,7 +573,7 @@ class Bench:
     def _read(self) -> dict[str, list[list[int]]]:
         """Return all sets of prompts as ids, and note the machine."""
         from benchmarks.throughput import WARM_UP, encode, hardware
-        from minispec.llm import choose_device, choose_folder
+        from minispec.load.build import choose_device, choose_folder
         from minispec.load.tokenizer import load_tokenizer
 
         config = Config(model_path=self.args.model, device=self.args.device)

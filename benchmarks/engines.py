@@ -33,7 +33,7 @@ import transformers
 
 from benchmarks import parity, throughput
 from minispec.config import Config
-from minispec.llm import choose_dtype, choose_folder
+from minispec.load.build import choose_dtype, choose_folder
 from minispec.load.heads import read_head
 from minispec.load.machine import core_count
 from minispec.load.weights import read_config

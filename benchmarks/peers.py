@@ -40,7 +40,7 @@ import bench
 from benchmarks import throughput
 from benchmarks.engines import SLOTS, TITLES, Ids, LlamaTree, Peer, start
 from minispec.config import Config
-from minispec.llm import choose_dtype, choose_folder
+from minispec.load.build import choose_dtype, choose_folder
 from minispec.load.machine import core_count
 from minispec.load.tokenizer import Tokenizer, load_tokenizer
 from minispec.metrics import loops

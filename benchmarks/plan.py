@@ -20,7 +20,7 @@ import torch
 
 from minispec.config import Config
 from minispec.kv import KVShape
-from minispec.llm import choose_folder
+from minispec.load.build import choose_folder
 from minispec.load.memory import size_of
 from minispec.load.weights import read_config
 from minispec.model import Model, ModelConfig

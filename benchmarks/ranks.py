@@ -30,7 +30,7 @@ from torch import Tensor
 
 from minispec import LLM, SamplingParams
 from minispec.attention import Causal
-from minispec.llm import load_model
+from minispec.load.build import load_model
 from minispec.request import Logprobs, Request
 from minispec.sampling import SamplingState, _filtered, adjust, gumbel
 from minispec.scheduler import Scheduler

@@ -9,7 +9,7 @@ SGLang's others are in the tables of `load/sglang_flags.py`; an unknown flag is 
 messages. What depends on the machine (dtype auto, chunk size, pool size) is resolved by whoever knows the machine.
 `python -m minispec.config` prints docs/flags.md.
 
-Read next: `llm.py`, which turns a `Config` into a running engine.
+Read next: `load/build.py`, which turns a `Config` into an engine.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def desk_of(llm: LLM, config: Config) -> Desk:
 def desk_for(facts: Facts, config: Config) -> Desk:
     """Return the desk in front of an engine elsewhere; reads the tokenizer, so it takes a second."""
     from minispec.intake import Intake, Limits  # here, since the server listens before torch is imported
-    from minispec.llm import choose_folder, choose_tokenizer
+    from minispec.load.build import choose_folder, choose_tokenizer
 
     limits = Limits(*facts.limits)
     folder = choose_folder(config, logger.info)

@@ -5,7 +5,7 @@
 It is told on standard input which rank it is, and it ends when that ends, however its parent ended. Its first error is
 one line, which its parent repeats as it ends all.
 
-Read next: `parallel.py`; `llm.py`, whose `follow` puts the engine together.
+Read next: `parallel.py`; `load/build.py`, whose `follow` puts the engine together.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def serve_machine(config: Config) -> None:
 
 def _be(config: Config, place: Place | None) -> None:
     """Meet the others, at a `parallel.Place` if one is given, and follow rank 0; an error ends the process."""
-    from minispec.llm import choose_device, follow
+    from minispec.load.build import choose_device, follow
     from minispec.parallel import end_all, gather, join, open_store
 
     try:

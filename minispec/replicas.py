@@ -96,7 +96,7 @@ class Replicas:
                 return
             self.places = [Place(number, self._cluster.actor()) for number in range(self.config.dp_size)]
             self._tasks |= {asyncio.ensure_future(self._keep(place)) for place in self.places}
-            await asyncio.to_thread(import_module, "minispec.llm")  # which the desk needs, while replicas load
+            await asyncio.to_thread(import_module, "minispec.load.build")  # which the desk needs, while replicas load
         except Exception as error:
             self._fail(error)
 

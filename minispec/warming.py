@@ -4,7 +4,7 @@ On a CPU compiling takes minutes, and meanwhile the engine can serve eagerly, at
 the server's own process would stop it for ten seconds at a time, since a compiler in Python holds the interpreter.
 
 The one idea: what is compiled belongs to Inductor's cache on disk, so another process may compile it. That process
-builds the same engine, all of whose layers are one without meaning (`llm.Rehearsal`), is told one kind of step after
+builds the same engine, all of whose layers are one without meaning (`build.rehearse`), is told one kind of step after
 the other (`Engine.steps`), and prints a line when it has compiled it. The engine thread then makes the step's graphs by
 the same function, between two steps of its own: each costs half a second, since the cache has what takes long. Where
 the cache is not empty it tries at first without any process, so that a warm start needs none. There are two processes,
@@ -275,10 +275,10 @@ def compile_steps(recipe: Recipe, names: queue.SimpleQueue[str]) -> None:
     """Compile steps as they are named, for good."""
     import torch
 
-    from minispec.llm import Rehearsal
+    from minispec.load.build import rehearse
 
     torch.set_num_threads(recipe.threads)
-    engine = Rehearsal(recipe.config, recipe.pages).scheduler.engine
+    engine = rehearse(recipe.config, recipe.pages)
     steps = {step.name: step for step in engine.steps}
     while True:
         name = names.get()

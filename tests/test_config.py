@@ -378,7 +378,7 @@ def test_tree_shapes_are_the_seed_systems_and_possible(given, architecture, shap
 
 def test_what_architecture_md_says_of_prefill_steps_is_so() -> None:
     from minispec.attention import prefill_block
-    from minispec.llm import CPU_PREFILLS
+    from minispec.load.build import CPU_PREFILLS
 
     page = (Path(__file__).resolve().parent.parent / "docs/architecture.md").read_text(encoding="utf-8")
     said = r"\(128 tokens on CUDA, (\d+) on a CPU\), of which a step holds one of (\w+) numbers"

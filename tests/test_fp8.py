@@ -23,9 +23,10 @@ from safetensors.torch import load_file, save_file
 from test_cuda_path import NoWaiting
 from torch import Tensor, nn
 
-import minispec.llm as llm_module
+import minispec.load.build as build_module
 from minispec.config import Config
-from minispec.llm import LLM, choose_device, load_model
+from minispec.llm import LLM
+from minispec.load.build import choose_device, load_model
 from minispec.load.fp8 import FP8, Fp8Linear, check_fp8, read_weights, rowwise, use_fp8
 from minispec.load.heads import load_head
 from minispec.load.weights import ModelError
@@ -269,7 +270,7 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> Written:
 
 
 def test_a_checkpoint_s_weights_are_numbers_times_scales(written: Written) -> None:
-    shape = ModelConfig.from_hf(llm_module.read_config(written.folder))
+    shape = ModelConfig.from_hf(build_module.read_config(written.folder))
     assert (shape.hidden_size, shape.qkv_bias) == (SHAPE.hidden_size, True)
     for dtype in (torch.float32, torch.bfloat16):
         tensors = published_tensors(written.load(dtype))
@@ -484,7 +485,7 @@ def of_kind(module: nn.Module, kind: type[nn.Module]) -> int:
 @on_a_cpu
 @pytest.mark.parametrize("draft", [None, "fp8", "unquant"])
 def test_target_and_draft_are_served_in_fp8(draft: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_module, "choose_device", lambda config: CPU)  # which refuses it, as it is slow
+    monkeypatch.setattr(build_module, "choose_device", lambda config: CPU)  # which refuses it, as it is slow
     folder = str(test_standalone.write(tmp_path / "model"))
     weights = tmp_path / "model/model.safetensors"
     save_file({name: tensor.bfloat16() for name, tensor in load_file(weights).items()}, weights)

@@ -29,12 +29,13 @@ from exactness import CPU, Oracle, build, mixed_requests, reference, run, tiny_c
 from torch import Tensor, nn
 from trained import trained_model
 
-import minispec.llm as llm_module
+import minispec.load.build as build_module
 from minispec.compiled import Permits, compile_step
 from minispec.config import Config
 from minispec.eagle import Eagle3Head, HeadConfig
-from minispec.llm import LLM, choose_device
+from minispec.llm import LLM
 from minispec.load import int8
+from minispec.load.build import choose_device
 from minispec.load.drafters import make_drafter
 from minispec.load.int8 import (
     Int8Embedding,
@@ -217,9 +218,9 @@ def bytes_of(model: nn.Module) -> int:
 
 def test_the_default_model_takes_half_the_memory_and_nobody_keeps_the_old_weights(demo_folder: Path) -> None:
     config = Config(load_format="dummy", random_seed=1)
-    shape = llm_module.ModelConfig.from_hf(llm_module.read_config(demo_folder))
+    shape = build_module.ModelConfig.from_hf(build_module.read_config(demo_folder))
     with torch.inference_mode():
-        model = llm_module.load_model(config, shape, demo_folder, torch.bfloat16, CPU)
+        model = build_module.load_model(config, shape, demo_folder, torch.bfloat16, CPU)
         head = Eagle3Head.empty(HeadConfig("eagle3", shape, (1, 2)), model)
         before, old = bytes_of(model), [weakref.ref(p) for name, p in model.named_parameters() if "norm" not in name]
         quantize(model, IDS)

@@ -37,15 +37,16 @@ RANKS = {
     6: "engine",
     7: "asked scheduler load.selftest load.memory",
     8: "parallel",
-    9: "llm http.schema http.prometheus",
-    10: "warming explain follower train.corpus http.answers http.about http.streams http.draining",
-    11: "desk http.bodies train.rounds train.export",
-    12: "engine_thread train.trainer train.small",
-    13: "replica train.__main__",
-    14: "cluster",
-    15: "replicas",
-    16: "server",
-    17: "__init__",  # the package's face: hands out LLM and SamplingParams
+    9: "load.build http.schema http.prometheus",
+    10: "llm follower http.answers http.streams http.draining",
+    11: "warming explain train.corpus http.about",
+    12: "desk http.bodies train.rounds train.export",
+    13: "engine_thread train.trainer train.small",
+    14: "replica train.__main__",
+    15: "cluster",
+    16: "replicas",
+    17: "server",
+    18: "__init__",  # the package's face: hands out LLM and SamplingParams
 }
 RANK = {module: rank for rank, modules in RANKS.items() for module in modules.split()}
 ALGORITHMS = {"NONE", "NGRAM", "EAGLE", "EAGLE3", "NEXTN", "MTP", "STANDALONE"}

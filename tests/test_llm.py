@@ -16,7 +16,7 @@ from minispec import LLM, RequestError, SamplingParams
 from minispec.config import Config
 from minispec.drafter import Batch
 from minispec.engine import Engine
-from minispec.llm import dtype_line
+from minispec.load.build import dtype_line
 from minispec.load.drafters import make_drafter
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.model import Model
@@ -273,12 +273,12 @@ def test_the_self_test_runs_where_weights_are_real(tmp_path, monkeypatch) -> Non
     target = test_heads.make_target()
     model, head = config_of(target, tmp_path / "t"), test_heads.write(tmp_path / "h", test_heads.eagle_sglang(target))
     tested = []
-    monkeypatch.setattr("minispec.llm.self_test", lambda engine, drafter, ids: tested.append(ids))
+    monkeypatch.setattr("minispec.load.build.self_test", lambda engine, drafter, ids: tested.append(ids))
     options = {**OPTIONS, "speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(head)}
     LLM(model, **options)
     assert tested == []
-    monkeypatch.setattr("minispec.llm.load_model", lambda *_: test_heads.make_target())
-    monkeypatch.setattr("minispec.llm.choose_tokenizer", lambda config, folder, size: byte_tokenizer(size))
+    monkeypatch.setattr("minispec.load.build.load_model", lambda *_: test_heads.make_target())
+    monkeypatch.setattr("minispec.load.build.choose_tokenizer", lambda config, folder, size: byte_tokenizer(size))
     LLM(model, **{**options, "load_format": "auto"})
     assert len(tested) == 1 and len(tested[0]) > 20
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import minispec.llm as llm_module
+import minispec.load.machine as machine_module
 import minispec.load.memory as memory_module
 from minispec import LLM
 from minispec.load.machine import core_count, host_memory
@@ -140,7 +140,7 @@ def test_a_start_lowers_the_threads_to_the_cores_unless_told_otherwise(wish, thr
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if wish:
         monkeypatch.setenv("OMP_NUM_THREADS", wish)
-    monkeypatch.setattr(llm_module, "core_count", lambda: 3)
+    monkeypatch.setattr(machine_module, "core_count", lambda: 3)
     try:
         torch.set_num_threads(5)
         start(tmp_path / "model", max_running_requests=1, max_total_tokens=64)

@@ -19,13 +19,13 @@ import torch
 from test_llm import CONFIG
 from torch import nn
 
-import minispec.llm as llm_module
+import minispec.load.build as build_module
 import minispec.load.memory as memory_module
 from minispec import LLM
 from minispec.config import Config
 from minispec.drafter import Plain
 from minispec.engine import WEIGHT_BOUND, Engine, Sizes, coarse_batches
-from minispec.llm import captured_batches, resolve_sizes
+from minispec.load.build import captured_batches, resolve_sizes
 from minispec.load.memory import GIB, Budget, Memory, auto_fraction, is_out_of_memory, largest_graph, size_of
 from minispec.model import Model, ModelConfig
 
@@ -87,7 +87,7 @@ def by_hand(llm: LLM) -> Memory:
 @pytest.mark.parametrize("how", ["plain", "packed", "int8"])
 def test_an_estimate_is_what_is_there_to_the_byte(how, tied, tmp_path, caplog, monkeypatch) -> None:
     if how != "packed":
-        monkeypatch.setattr(llm_module, "can_pack", lambda dtype: False)
+        monkeypatch.setattr(build_module, "can_pack", lambda dtype: False)
     model = folder_of(tmp_path / "m", {**WIDE, "tie_word_embeddings": tied})
     llm, estimate = started(model, caplog, **({"quantization": "int8"} if how == "int8" else {}))
     assert estimate == llm.memory and estimate.draft_weights == estimate.draft_kv_pool == 0
@@ -103,7 +103,7 @@ def test_an_estimate_is_what_is_there_to_the_byte(how, tied, tmp_path, caplog, m
     [(test_heads.eagle3_official, "EAGLE3"), (test_heads.eagle_sglang, "EAGLE"), (test_heads.mtp_alone, "NEXTN")],
 )
 def test_a_head_and_its_pool_are_in_the_estimate(form, algorithm, tmp_path, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(llm_module, "can_pack", lambda dtype: False)
+    monkeypatch.setattr(build_module, "can_pack", lambda dtype: False)
     target = test_heads.make_target()
     c = target.config
     sizes = {"hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size, "vocab_size": c.vocab_size,
@@ -118,7 +118,7 @@ def test_a_head_and_its_pool_are_in_the_estimate(form, algorithm, tmp_path, capl
 
 
 def test_a_draft_model_and_its_pool_are_in_the_estimate(tmp_path, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(llm_module, "can_pack", lambda dtype: False)
+    monkeypatch.setattr(build_module, "can_pack", lambda dtype: False)
     model = test_standalone.write(tmp_path / "m", num_hidden_layers=3)
     draft = test_standalone.write(tmp_path / "d", seed=1, num_hidden_layers=2)
     options = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(draft), "load_format": "auto"}
@@ -205,7 +205,7 @@ def test_a_pool_without_room_for_a_tree_gives_the_same_message_and_says_which_fl
 def test_the_largest_captured_batch_is_sglang_s_or_the_one_given(options, gib, largest, monkeypatch) -> None:
     assert largest_graph(Config(**options), gib * GIB) == largest
     gpu(monkeypatch, gib, gib)
-    monkeypatch.setattr(llm_module, "choose_device", lambda config: CUDA)
+    monkeypatch.setattr(build_module, "choose_device", lambda config: CUDA)
     listed = Config(**options).cuda_graph_bs or ()
     sizes = Sizes.resolve(Plain(), context_length=64, max_running=48, chunk_size=64, batches=listed)
     assert sizes.batch_sizes == ((2, 4, 8, 16, 32, 48) if listed else (1, 2, 4, 8, 16, 32, 48))
@@ -226,7 +226,7 @@ def test_on_cuda_buckets_are_few_where_padding_is_free(nodes, gib, options, expe
     config = Config(**options)
     found = resolve_sizes(config, CUDA, limits, drafter)
     assert found.batch_sizes == expected
-    monkeypatch.setattr(llm_module, "choose_device", lambda config: CUDA)
+    monkeypatch.setattr(build_module, "choose_device", lambda config: CUDA)
     captured = captured_batches(config, found)
     if not options:  # whatever batch SGLang would capture is padded to one that is captured
         assert max(captured) == min(largest_graph(config, gib * GIB), 48)

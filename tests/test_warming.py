@@ -26,7 +26,6 @@ from exactness import CPU, VOCAB, Oracle, build, reference, request, run, tiny_m
 from test_engine import MODEL, eagle3
 from test_llm import config_of
 
-import minispec.llm as llm_module
 from minispec import LLM
 from minispec.attention import Deferred
 from minispec.bucket import Bucket
@@ -34,7 +33,7 @@ from minispec.compiled import NotCached, cached_only, compile_step
 from minispec.config import Config
 from minispec.drafter import Draft, Drafter, HostDrafter
 from minispec.engine import Engine
-from minispec.llm import Rehearsal
+from minispec.load.build import rehearse
 from minispec.scheduler import Scheduler
 from minispec.warming import NICENESS, Child, Recipe, Warming
 
@@ -175,7 +174,7 @@ def test_the_rehearsal_has_the_graphs_of_the_engine(algorithm: str, tmp_path: Pa
     llm = LLM(config=config, progress=lambda line: None, compile_later=True)
     engine = llm.scheduler.engine
     assert llm.compile_later and not engine.settled
-    for one in (engine, Rehearsal(config, engine.kv.pages).scheduler.engine):
+    for one in (engine, rehearse(config, engine.kv.pages)):
         torch._dynamo.reset()
         graphs.clear()
         for step in one.steps if algorithm == "EAGLE3" else one.steps[:1]:
@@ -291,8 +290,8 @@ def test_weights_move_to_huge_pages_at_once_or_after_the_graphs_of_the_cache(emp
         moved.append(threading.current_thread().name)
         return 0
 
-    monkeypatch.setattr(llm_module, "use_huge_pages", move)
-    monkeypatch.setattr(llm_module, "cache_is_empty", lambda: empty)
+    monkeypatch.setattr("minispec.load.huge_pages.use_huge_pages", move)
+    monkeypatch.setattr("minispec.load.build.cache_is_empty", lambda: empty)
     target = config_of(tiny_model(), tmp_path / "target")
     llm = LLM(config=Config(model_path=str(target), load_format="dummy", dtype="float32", device="cpu",
                             max_running_requests=1, max_total_tokens=512), compile_later=True)  # fmt: skip

@@ -3,14 +3,15 @@
 It has the one table of drafters. A user's own drafter is named as module:Class, and called as the entries of the table
 are. Errors about a draft model name the flag that named the model.
 
-Read next: `drafter.py` for what a drafter is, `llm.py` for the caller.
+Read next: `drafter.py` for what a drafter is, `build.py` for the caller.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,13 +22,33 @@ from minispec.drafter import Drafter, HostDrafter, Plain, as_drafter
 from minispec.load.heads import load_head
 from minispec.load.token_map import read_token_map
 from minispec.load.tokenizer import Tokenizer
-from minispec.load.weights import ModelError, resolve_file, resolve_model
+from minispec.load.weights import ModelError, read_tensors, resolve_file, resolve_model
 from minispec.lookup import Lookups, Texts
 from minispec.model import Model
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.standalone import StandaloneDrafter, load_draft
 
 logger = logging.getLogger("minispec")
+
+
+def with_own_head(
+    config: Config, hf_config: Mapping[str, Any], folder: Path, tell: Callable[[str], None]
+) -> Config:
+    """Return the config, with EAGLE where no flag speaks of speculation and the model brings a head, MiMo's MTP layer.
+
+    SGLang drafts with that layer for --speculative-algorithm EAGLE and not by itself; NONE switches it off here. A copy
+    whose files lack the layer decodes plainly, as do dummy weights.
+    """
+    silent = all(getattr(config, f.name) == f.default for f in fields(config) if f.name.startswith("speculative_"))
+    named = "MiMoForCausalLM" in (hf_config.get("architectures") or ()) and hf_config.get("num_nextn_predict_layers")
+    if not silent or not named or config.load_format == "dummy":
+        return config
+    layer = read_tensors(folder, config.load_format, wanted=lambda name: "mtp_layers." in name)
+    if next(layer, None) is None:
+        tell("config.json speaks of an MTP layer, but the files have none: decoding plainly")
+        return config
+    tell("the model brings an MTP layer and drafts with it; --speculative-algorithm NONE decodes plainly")
+    return replace(config, speculative_algorithm="EAGLE")
 
 
 def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> Drafter:

@@ -15,16 +15,21 @@ Read next: `packed.py`, whose weights lie there, and `kv.py`.
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from minispec.load.machine import text_of
+
+logger = logging.getLogger("minispec")
 
 HUGE = 2 << 20  # bytes of a page on x86-64 and, where a small one has 4 KiB, on Arm
 FULL = 0.9  # of a mapping must be in use, since what is moved is filled up with memory that was not in use
@@ -46,6 +51,25 @@ def use_huge_pages() -> int:
         _madvise(start, end, MADV_HUGEPAGE)  # so that what is split later, by a fork say, is put together again
         _madvise(start, end, MADV_COLLAPSE)
     return _in_huge_pages(text_of(MAPPINGS)) - _in_huge_pages(smaps)
+
+
+def move_to_huge_pages(device: torch.device) -> None:
+    """On a CPU, have weights lie in huge pages; to be called when they are loaded."""
+    if device.type == "cpu":
+        logger.debug("%d MiB were moved to huge pages", use_huge_pages() >> 20)
+
+
+class Mover(threading.Thread):
+    """Moves weights to huge pages while the engine serves, whenever the processor is idle."""
+
+    def __init__(self) -> None:
+        super().__init__(name="huge pages", daemon=True)
+
+    def run(self) -> None:
+        """Move them."""
+        with suppress(AttributeError, OSError):  # where there is no such thing it takes its share
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone
+        move_to_huge_pages(torch.device("cpu"))
 
 
 _sparse = False  # whether `zeros` leaves memory unwritten

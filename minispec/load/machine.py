@@ -5,7 +5,7 @@ whole machine. The limits stand in the files of the process's control groups and
 tightest one holds. Both versions of control groups are read. In every function `root` stands for /, so that tests can
 lay out the files of a machine elsewhere.
 
-Read next: `llm.py`, which sizes the KV pool and the thread pool by these.
+Read next: `memory.py`, which sizes the KV pool by these.
 """
 
 from __future__ import annotations
@@ -43,6 +43,22 @@ def core_count(root: Path = SLASH) -> int:
         if quota.strip() not in ("", "max", "-1"):  # without a quota version 2 says max, and version 1 says -1
             cores = min(cores, int(quota) // int(period))
     return max(cores, 1)
+
+
+def limit_threads(processes: int = 1) -> None:
+    """Let torch use no more threads than the process has whole cores, unless OMP_NUM_THREADS says otherwise.
+
+    processes: ranks among which the cores are divided.
+
+    torch counts the machine's cores and knows no quota. Threads beyond it make every parallel loop wait for those that
+    are not scheduled.
+    """
+    import torch  # here, since the server listens before torch is imported
+
+    cores = max(core_count() // processes, 1)
+    if "OMP_NUM_THREADS" not in os.environ and cores < torch.get_num_threads():
+        logger.info("%d threads, as many as the process has cores; OMP_NUM_THREADS sets another number", cores)
+        torch.set_num_threads(cores)
 
 
 def own_compile_cache() -> Path | None:

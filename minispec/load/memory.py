@@ -7,7 +7,7 @@ The static share of a device (--mem-fraction-static) holds the weights of target
 The rest is for what a step needs besides: activations, CUDA graphs, sampling tables. SGLang keeps the draft's weights
 and pool in that rest, which is why its default subtracts 2 GiB for a head and 6 GiB for a draft model.
 
-Read next: `machine.py` for a CPU's memory, `llm.py` for the caller.
+Read next: `machine.py` for a CPU's memory, `build.py` for the caller.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ import torch
 from safetensors.torch import save_file
 
 from minispec.config import Config
-from minispec.llm import LLM, choose_device, choose_dtype, choose_folder, load_model
+from minispec.llm import LLM
+from minispec.load.build import choose_device, choose_dtype, choose_folder, load_model
 from minispec.load.default_model import DefaultModelError
 from minispec.load.heads import HEAD_KINDS
 from minispec.load.packed import can_pack, pack_linears

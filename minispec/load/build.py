@@ -1,0 +1,524 @@
+"""How an engine is put together, once for every kind of process: from flags and a model's folder to an `Engine`.
+
+`Build.parts` has the steps in their order: target, drafter, 8 bits, packing, as flags and device want them. Then
+weights move to huge pages, and `Build.engine_of` makes the engine around the parts and has it compiled. The kinds:
+
+    Build        rank 0, or a process alone: weights from the files, a drafter, and all that warms the engine up
+    Outline      the parts that it will have, on the meta device, to estimate memory by: sizes and no weights
+    Rehearsal    an engine that only compiles, beside a server: its layers are one without meaning
+    Follow       another rank: its part of the model, and no drafter but what rank 0 sends
+
+Read next: `memory.py`, which counts what is made here; `parallel.py` for ranks, `warming.py` for rehearsals.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from minispec.asked import Asking
+from minispec.compiled import Choice, cache_is_empty, compile_step, prepare
+from minispec.config import Config, flag_name
+from minispec.drafter import Drafter, Plain
+from minispec.engine import Engine, Sizes, coarse_batches
+from minispec.load.default_model import ensure_default_model
+from minispec.load.drafters import make_drafter, with_own_head
+from minispec.load.fp8 import check_fp8, read_weights, stored_in_fp8, use_fp8
+from minispec.load.huge_pages import Mover, move_to_huge_pages, sparse
+from minispec.load.int8 import TEXT, check_int8, compile_head, prompt_rows, quantize, replace_weights
+from minispec.load.machine import host_memory, limit_threads
+from minispec.load.memory import Budget, Memory, free_bytes, largest_graph, make_kv, measure, unsaid
+from minispec.load.packed import FEW_ROWS, can_pack, pack_linears, room_for_both
+from minispec.load.selftest import PROMPT, self_test
+from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from minispec.load.weights import load_weights, read_config, resolve_model
+from minispec.model import Model, ModelConfig, published_tensors
+from minispec.parallel import Elsewhere, Lead, Ranks, gather
+from minispec.parallel import follow as follow_rank
+from minispec.shards import Shard
+from minispec.standalone import StandaloneDrafter
+from minispec.verify import Accept
+
+logger = logging.getLogger("minispec")
+
+# Token counts of prefill steps on a CPU, where all share a graph.
+CPU_PREFILLS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512)
+
+
+class Parts(NamedTuple):
+    """What an engine is made of."""
+
+    sizes: Sizes
+    network: Model
+    drafter: Drafter
+    beside: Model | None = None  # what the drafter reads of a target that is spread over ranks
+
+
+class Build:
+    """One engine in the making, of rank 0 or of a process alone; the kinds below do a few of the steps otherwise."""
+
+    memory: Memory  # what the engine takes, once it stands
+    ranks: Ranks | None = None  # of --tp-size
+    shard: Shard | None = None  # this rank's part of the model
+    _mover: Mover | None = None  # whoever moves weights to huge pages after the last graph is made
+
+    def __init__(self, config: Config, tell: Callable[[str], None]) -> None:
+        self.config, self.tell, self.device = config, tell, choose_device(config)
+        self.dtype, self.folder = choose_dtype(config, self.device), choose_folder(config, tell)
+        self.hf_config = read_config(self.folder)
+        self.model_config = ModelConfig.from_hf(self.hf_config)
+
+    def lead(self, batches: Sequence[int] = (), later: bool = False) -> None:
+        """Find out what follows from flags and config.json where the engine serves, and start the other ranks.
+
+        batches, later: `LLM`'s options batches and compile_later.
+        """
+        on_cpu = self.device.type == "cpu"
+        if on_cpu:
+            limit_threads(self.config.tp_size // self.config.nnodes)
+        self.config = config = with_own_head(self.config, self.hf_config, self.folder, self.tell)
+        if config.tp_size > 1:
+            if config.first_rank() != 0:
+                raise ValueError("`LLM` is rank 0 of --tp-size; `python -m minispec.server` is another machine's rank, "
+                                 "with --node-rank or by torchrun")  # fmt: skip
+            Shard(self.model_config, 0, config.tp_size, "")  # raises ValueError before any process is started
+            self.join(gather(config, self.device))
+        context = _context_length(config, self.model_config)
+        self.tokenizer = choose_tokenizer(config, self.folder, self.model_config.vocab_size)
+        running = config.max_running_requests or (8 if on_cpu else 48)
+        chunk = config.chunked_prefill_size or (512 if on_cpu else 2048)
+        chunk = context if chunk == -1 else min(chunk, context)
+        self.limits: dict[str, Any] = {"context_length": context, "max_running": running, "chunk_size": chunk}
+        self.limits |= {"batches": batches} if batches else {}
+        self.compiled = _can_compile(config, self.device)
+        # With other ranks, every rank would need processes that compile beside it.
+        self.later = later and self.compiled and on_cpu and not config.wait_until_compiled and self.ranks is None
+
+    def join(self, ranks: Ranks) -> None:
+        """Be one of these ranks, with its part of the model."""
+        self.ranks, self.shard = ranks, Shard(self.model_config, ranks.rank, ranks.size, ranks.group)
+
+    # ---- the steps -----------------------------------------------------------------------------------------------
+
+    def parts(self) -> Parts:
+        """Return target and drafter, their weights quantized and packed where that is wanted.
+
+        Ranks agree on sizes, and quantize together; what they do together they do in this order.
+        """
+        parts = self.drafted(self.network())
+        _, network, drafter, beside = parts
+        if self.config.quantization == "int8":  # after a head has taken what it needs of the target's weights
+            self.quantize(network, drafter)
+        if self.config.draft_quantization == "fp8" and drafter.network is not None:
+            use_fp8(drafter.network)
+        if self.device.type == "cpu" and can_pack(self.dtype):
+            # Not of all parameters: in an engine that only compiles, layers share theirs.
+            block_bytes = len(network.layers) * sum(parameter.nbytes for parameter in network.layers[0].parameters())
+            keep = room_for_both(block_bytes, host_memory()[1])
+            for model in (network, drafter.network, beside):
+                if model is not None:
+                    pack_linears(model, keep)
+        return parts
+
+    def network(self) -> Model:
+        """Return the target, or this rank's part of it."""
+        return load_model(self.config, self.model_config, self.folder, self.dtype, self.device, self.shard)
+
+    def drafted(self, network: Model) -> Parts:
+        """Return the parts around a target, with the drafter that the flags ask for, on all ranks of the same sizes."""
+        config = self.config
+        if config.thresholds is not None:
+            logger.warning("--speculative-accept-threshold-single %g, -acc %g: sampled output is no longer exact, "
+                           "greedy output is", *config.thresholds)  # fmt: skip
+        if config.simulate_acc_len is not None:
+            logger.warning("--simulate-acc-len %g: steps with trees emit so many tokens in the mean, whatever the "
+                           "target picks; output is junk, for measuring speed", config.simulate_acc_len)  # fmt: skip
+        spread, target = self.shard is not None and config.reads_target, network
+        if spread:  # embedding, final norm and LM head whole, since a head may need any row of them
+            target = Model.empty(replace(self.model_config, layers=0), self.dtype, network.norm.weight.device)
+            target.config = self.model_config
+            _fill(target, config, self.folder)
+        drafter = self.draft(target)
+        for part in ("embed_tokens", "lm_head") if spread else ():
+            if getattr(drafter.network, part, None) is not None:  # it has one of its own
+                setattr(target, part, None)
+        sizes = resolve_sizes(config, self.device, self.limits, drafter)
+        if self.ranks is not None:
+            self.ranks.same_sizes(sizes)
+        return Parts(sizes, network, drafter, target if spread else None)
+
+    def draft(self, target: Model) -> Drafter:
+        """Return the drafter for a target."""
+        return make_drafter(self.config, target, self.folder, self.tokenizer)
+
+    def quantize(self, network: Model, drafter: Drafter) -> None:
+        """Make the target's weights int8, and say what that costs in accuracy."""
+        ids = self.tokenizer.encode(TEXT)
+        cost = quantize(network, ids if self.ranks is None else self.ranks.same(ids), prompt_rows(drafter.nodes))
+        dtype = str(self.dtype).removeprefix("torch.")
+        self.tell(f"int8 weights: on a text of {cost.tokens} tokens the KL divergence from {dtype} "
+                  f"weights is {cost.divergence:.4f} nats a token, and the first choice is the same at "
+                  f"{cost.agreement:.0%} of them")  # fmt: skip
+
+    def engine_of(self, parts: Parts, pages: int) -> Engine:
+        """Return the engine around the parts, with so many pages; its functions are to be compiled, if any are."""
+        sizes, network, drafter, beside = parts
+        compiler = partial(compile_step, device=self.device)
+        if self.compiled:
+            network.compile_blocks(compiler)
+            drafter.compile(compiler)
+        kv = make_kv(self.config, network, drafter, sizes, pages)
+        accept = Accept(self.config.thresholds, self.config.simulate_acc_len)
+        engine = Engine(network, kv, drafter, sizes, compiled=self.compiled, accept=accept)
+        engine.beside, engine.asked = beside, Asking(engine)
+        if self.compiled:
+            # On a CPU it costs seconds of compiling a shape, and gains 5 to 7 % where blocks are fast: docs/log.md.
+            # Larger trees that a drafter grows on the device would have its own functions compiled as well.
+            most = sizes.nodes if sizes.steps is None else FEW_ROWS
+            few: Choice = lambda batch, nodes, samples: batch == 1 and nodes <= most and not samples  # noqa: E731
+            every: Choice = lambda batch, nodes, samples: True  # noqa: E731
+            engine.compile_small(compiler, every if kv.pool.is_cuda else few)
+            compile_head(network, compiler, engine.permits)
+            # Every shape is a graph of the same function, and several LLMs may share a process. Not for the warm-up
+            # alone: whoever registers a pytree node later (transformers does) invalidates all graphs.
+            # Blocks whose layers are not of the same types, as in a checkpoint that is fp8 in part, have a graph each.
+            kinds = {tuple(type(part) for part in block.modules()) for block in network.layers}
+            torch._dynamo.config.recompile_limit += len(engine.shapes()) * len(kinds)
+        return engine
+
+    # ---- from the first step to the last -------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def engine(self) -> Engine:
+        """Return the engine, warmed up and captured unless that comes later; says where memory goes, first and last."""
+        config, ranks = self.config, self.ranks
+        with unsaid():
+            budget = Budget(config, self.device, *Outline(self).parts())
+        self.tell(f"memory, estimated: {budget.estimate}")
+        budget.check()
+        with budget.watch("loading the weights"):
+            for flag, kind in quantizations(config).items():
+                check_fp8(flag, self.dtype, self.device) if kind == "fp8" else check_int8(self.dtype)
+            dtype = dtype_line(config, self.hf_config["torch_dtype"], self.dtype)
+            self.tell(f"loading {config.served_name} as {dtype} on {self.device.type}")
+            parts = self.parts()
+            if self.later and not cache_is_empty():
+                self._mover = Mover()  # where graphs wait in the cache, taking them comes first
+            else:
+                move_to_huge_pages(self.device)
+        budget.sizes, budget.network, budget.drafter, _ = parts
+        with budget.watch("making the KV pools"):
+            engine = self.engine_of(parts, budget.pages() if ranks is None else ranks.least(budget.pages()))
+            if ranks is not None:
+                Lead(engine, ranks)  # the others follow it from here on
+        if self.later:
+            engine.permits.left = 0
+        else:
+            with budget.watch("warming up"):
+                engine.warm_up(self.tell)
+            with budget.watch("capturing CUDA graphs"):
+                captured = captured_batches(config, engine.sizes)
+                # Run eagerly, attention's reach is a number that Python knows, and a graph would keep it.
+                if captured and self.compiled:
+                    engine.capture(captured, self.tell)
+            engine.settle()
+            for _ in self.try_out(engine):
+                pass
+        self.memory = measure(engine)
+        self.tell(f"memory, measured: {self.memory}")
+        return engine
+
+    def try_out(self, engine: Engine) -> Iterator[None]:
+        """Time steps and test the head, once all graphs are made; pauses where a request may be served in between."""
+        while self._mover is not None and self._mover.is_alive():
+            self._mover.join(0.02)  # seconds, which a request has to wait at most
+            yield
+        drafter, config = engine.drafter, self.config
+        for batch in engine.sizes.batch_sizes if config.adaptive else ():
+            engine.time_steps(batch)
+            yield
+        if drafter.network is not None and config.load_format != "dummy" and config.simulate_acc_len is None:
+            self_test(engine, drafter, self.tokenizer.encode(PROMPT))
+
+    def move_weights(self) -> None:
+        """Have a thread move the weights to huge pages, if that was put off when they were loaded."""
+        if self._mover is not None and self._mover.ident is None:
+            self._mover.start()
+
+
+# ---- the other kinds ---------------------------------------------------------------------------------------------
+
+
+class Outline(Build):
+    """The parts that another build will have, on the meta device: their sizes, and no memory.
+
+    A drafter of the operator's own, whose code is to run once, is stood for by none.
+    """
+
+    def __init__(self, build: Build) -> None:
+        vars(self).update(vars(build))
+        self.config, self.ranks = replace(build.config, device=build.device.type), None
+
+    def network(self) -> Model:
+        return load_model(self.config, self.model_config, self.folder, self.dtype, torch.device("meta"), self.shard)
+
+    def draft(self, target: Model) -> Drafter:
+        return Plain() if self.config.is_own_drafter else super().draft(target)
+
+    def quantize(self, network: Model, drafter: Drafter) -> None:
+        """Make the target's weights int8, and measure nothing."""
+        replace_weights(network, prompt_rows(drafter.nodes))
+
+
+class Rehearsal(Outline):
+    """The parts of an engine on a CPU whose graphs are another's: all layers are one without meaning."""
+
+    def network(self) -> Model:
+        return Model.empty(self.model_config, self.dtype, self.device, change=_share_layer)
+
+    def draft(self, target: Model) -> Drafter:
+        """Return the drafter for a target, one of the operator's own too."""
+        drafter = Build.draft(self, target)
+        if isinstance(drafter, StandaloneDrafter):
+            _share_layer(drafter.network.model)
+        return drafter
+
+
+def _share_layer(model: Model) -> None:
+    """Let a model have its first layer in place of each."""
+    model.layers = nn.ModuleList([model.layers[0]] * len(model.layers))
+
+
+@torch.inference_mode()
+def rehearse(config: Config, pages: int) -> Engine:
+    """Return an engine on a CPU with the sizes, pages and so the graphs of another one; none is compiled yet.
+
+    Graphs know nothing of weights, so what is compiled here is what the other finds in Inductor's cache. Steps on
+    padding write to page 0 alone, and of the other pages no memory is taken.
+    """
+    build = Build(config, lambda line: None)
+    build.lead()
+    rehearsal = Rehearsal(build)
+    with unsaid(), sparse():
+        engine = rehearsal.engine_of(rehearsal.parts(), pages)
+    engine.permits.left = 0
+    return engine
+
+
+class Follow(Build):
+    """The build of another rank than 0."""
+
+    ranks: Ranks
+
+    def drafted(self, network: Model) -> Parts:
+        """Return the parts around a target, with what stands for rank 0's drafter."""
+        sizes = self.ranks.same_sizes(None)
+        return Parts(sizes, network, Elsewhere(sizes))
+
+    def quantize(self, network: Model, drafter: Drafter) -> None:
+        """Make the weights int8 together with rank 0, which says what that costs."""
+        quantize(network, self.ranks.same(()), prompt_rows(drafter.nodes))
+
+
+@torch.inference_mode()
+def follow(config: Config, ranks: Ranks) -> None:
+    """Be another rank than 0: load its part of the model, and do what rank 0 calls until that ends."""
+    build = Follow(config, logger.info)
+    build.join(ranks)
+    build.compiled = _can_compile(config, build.device)
+    parts = build.parts()
+    move_to_huge_pages(build.device)
+    budget = Budget(config, build.device, *parts)
+    engine = build.engine_of(parts, ranks.least(budget.pages()))
+    engine.when_settled(lambda: torch.compiler.set_stance("fail_on_recompile"))
+    follow_rank(engine, ranks)
+
+
+# ---- from flags to what they stand for ---------------------------------------------------------------------------
+
+
+def choose_device(config: Config) -> torch.device:
+    """Return the device to run on."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this PyTorch finds no CUDA device; allowed here: cpu, auto")
+    name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    for flag, kind in quantizations(config).items():
+        if kind == "int8" and name != "cpu":
+            raise ValueError(f"{flag} int8 is for a CPU, and the device is {name}; --device cpu takes it, fp8 is for "
+                             "CUDA, and without the flag weights are not quantized")  # fmt: skip
+        if kind == "fp8" and name != "cuda":
+            raise ValueError(f"{flag} fp8 is for CUDA, and the device is {name}, where it would be slow; int8 is for a "
+                             "CPU, and without the flag weights are not quantized")  # fmt: skip
+    return torch.device(name)
+
+
+def quantizations(config: Config) -> dict[str, str]:
+    """Return how weights are to be quantized, by the flags that say so: the target's, then the drafter's."""
+    flags = {"--quantization": config.quantization, "--speculative-draft-model-quantization": config.draft_quantization}
+    return {flag: kind for flag, kind in flags.items() if kind is not None}
+
+
+def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Return the dtype of weights and KV; auto is bfloat16 where the device multiplies it natively."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    native = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def dtype_line(config: Config, stored: str | None, dtype: torch.dtype) -> str:
+    """Return the name of a dtype, and where auto chose another one than SGLang's auto a word on that.
+
+    stored: the dtype that config.json names. SGLang takes float16 for float16 and float32 checkpoints; bfloat16 has
+    float32's range, in which no activation overflows.
+    """
+    name = str(dtype).removeprefix("torch.")
+    differs = config.dtype == "auto" and dtype == torch.bfloat16 and stored in ("float16", "float32")
+    return f"{name} (SGLang would take float16 for a {stored} checkpoint; --dtype float16 does)" if differs else name
+
+
+def choose_folder(config: Config, tell: Callable[[str], None]) -> Path:
+    """Return the folder of the model to serve."""
+    if config.model_path is None:
+        return ensure_default_model(tell)
+    return resolve_model(config.model_path, config.revision, cache=config.download_dir)
+
+
+def choose_tokenizer(config: Config, folder: Path, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer: the one named, else the model's own; dummy weights may do without either."""
+    where = folder if config.tokenizer_path is None else resolve_model(config.tokenizer_path, cache=config.download_dir)
+    try:
+        return load_tokenizer(where, config.chat_template)
+    except ValueError as error:
+        if config.load_format != "dummy" or config.tokenizer_path is not None:
+            raise
+        logger.info("no tokenizer (%s): every byte is a token", error)
+        return byte_tokenizer(vocab_size)
+
+
+def _context_length(config: Config, model: ModelConfig) -> int:
+    """Return the context to serve; raises ValueError where the model cannot."""
+    context = config.context_length or model.context_length
+    if context > model.context_length:
+        raise ValueError(f"--context-length {context} is beyond the model's {model.context_length} positions")
+    if model.sliding_window is not None and model.sliding_window < context:
+        raise ValueError(
+            f"the model attends within a sliding window of {model.sliding_window} tokens, shorter than the context "
+            f"of {context}, which is not supported; --context-length {model.sliding_window} serves it exactly"
+        )
+    return context
+
+
+def load_model(
+    config: Config, model_config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device,
+    shard: Shard | None = None,
+) -> Model:  # fmt: skip
+    """Return the model with its weights, in fp8 where that is asked for; int8 comes later. On meta it has none.
+
+    shard: the part of the model that is wanted, whose layers are joined with those of the other ranks.
+    """
+    dummy, to_fp8 = config.load_format == "dummy", config.quantization == "fp8"
+    places = to_fp8 and not dummy  # for fp8 weights of files, before there is memory; dummy ones are made of others
+    change = lambda model: use_fp8(model, stored_in_fp8(folder, config.load_format, model.reads))  # noqa: E731
+    shape = model_config if shard is None else shard.config
+    model = Model.empty(shape, dtype, device, change if places else lambda model: None)
+    _fill(model, config, folder, shard)
+    if to_fp8 and dummy:
+        use_fp8(model)
+    if shard is not None:
+        shard.join(model)
+    return model
+
+
+def _fill(model: Model, config: Config, folder: Path, shard: Shard | None = None) -> None:
+    """Give a model its weights, those of the files or random ones; none on the meta device.
+
+    shard: the part of them that is wanted. A model without layers is the ends of another one, whose files have more.
+    """
+    into, kind = published_tensors(model), config.load_format
+    if model.norm.weight.is_meta:
+        return
+    if kind == "dummy":
+        _fill_at_random(model, config.random_seed or 0)
+    elif not model.layers:
+        load_weights(into, read_weights(folder, kind, wanted=lambda name: model.reads(name) and name in into))
+    else:
+        tensors = read_weights(folder, kind, wanted=model.reads, into=into)
+        load_weights(into, tensors if shard is None else shard.slices(tensors))
+
+
+def _fill_at_random(model: Model, seed: int) -> None:
+    """Draw weights of a plausible scale: for speed work, where the text does not matter."""
+    generator = torch.Generator(device=model.embed_tokens.weight.device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+        elif name.endswith(("o_proj.bias", "down_proj.bias")):  # which all ranks have, so they must not differ there
+            parameter.zero_()
+        else:
+            parameter.normal_(0.0, 0.02, generator=generator)
+
+
+def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], drafter: Drafter) -> Sizes:
+    """Return the sizes of an engine with this drafter; `limits` are those that `Sizes.resolve` takes by name.
+
+    On CUDA the batch buckets are those of --cuda-graph-bs, or by default as few as cost no time; `limits` may name
+    others. On a CPU the smaller trees are for batches of one and two, since they pay for their graphs' compiling there
+    alone; and there are more prefill buckets, since they share their graph, and padding costs time.
+    """
+    batches: Sequence[int] = ()
+    if device.type == "cuda":
+        largest = largest_graph(config, free_bytes(device)[1])
+        batches = config.cuda_graph_bs or coarse_batches(limits["max_running"], drafter.nodes, largest)
+    both_up_to = 2 if device.type == "cpu" else None
+    sizes = Sizes.resolve(drafter, **{"batches": batches, "both_up_to": both_up_to, **limits})
+    if device.type == "cuda":
+        return sizes
+    # With int8 weights, fewer tokens in a row than these are taken for a tree.
+    least = prompt_rows(drafter.nodes) if config.quantization == "int8" else 1
+    more = {size for size in CPU_PREFILLS if least <= size < sizes.prefill_sizes[-1]}
+    return replace(sizes, prefill_sizes=tuple(sorted({*sizes.prefill_sizes, *more})))
+
+
+def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:
+    """Return the batch buckets whose decode steps are captured as CUDA graphs; none on a CPU, where one line says so.
+
+    They are the buckets up to --cuda-graph-max-bs, whose default follows the GPU's memory as SGLang's does; or those
+    that --cuda-graph-bs lists.
+    """
+    device = choose_device(config)
+    if device.type != "cuda":
+        flags = {"cuda_graph_bs": config.cuda_graph_bs, "cuda_graph_max_bs": config.cuda_graph_max_bs,
+                 "disable_cuda_graph": config.disable_cuda_graph}  # fmt: skip
+        if given := next((name for name, value in flags.items() if value), None):
+            value = " ".join(map(str, config.cuda_graph_bs or ())) if given == "cuda_graph_bs" else flags[given]
+            shown = flag_name(given) + ("" if value is True else f" {value}")
+            logger.warning("%s changes nothing: on a CPU there are no CUDA graphs", shown)
+        return ()
+    largest = largest_graph(config, free_bytes(device)[1])
+    listed = sizes.batch_sizes if config.cuda_graph_bs is None else config.cuda_graph_bs
+    return tuple(batch for batch in sizes.batch_sizes if batch <= largest and batch in listed)
+
+
+def _can_compile(config: Config, device: torch.device) -> bool:
+    """Return whether blocks are compiled, with Inductor prepared for that; if they cannot be, say what is missing."""
+    if config.disable_torch_compile:
+        return False
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        if device.type == "cpu":
+            get_cpp_compiler()
+            prepare()
+        return True
+    except InvalidCxxCompiler:
+        logger.warning("torch.compile needs a C++ compiler (g++ or clang++) and found none: running eagerly, slower")
+        return False

@@ -13,8 +13,6 @@ the ancestors in a draft tree, the lower triangle in a chunk of prompt. So one m
                where a few queries have loops of their own instead, and many the products of `products.py`
   Causal       no cache at all: training, and the independent reference of the tests
 
-`Deferred` is two of them for one plan: gathering eagerly until the plan's graph is made, then what is compiled.
-
 `Plan` owns every tensor that describes a step, allocated once per bucket and refilled in place: compiled graphs and
 captured ones hold on to these addresses. Block lists are written directly; `create_block_mask` costs milliseconds.
 
@@ -33,7 +31,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from minispec.compiled import Permits, Turn
 from minispec.kv import PagedKV
 from minispec.load.packed import FEW_ROWS
 from minispec.products import AREA, TILE, WORTH, Products, Tile, attend_at_once, products_pay
@@ -269,9 +266,8 @@ class PagedGather:
     does not look into.
     """
 
-    def __init__(self, kv: PagedKV, plan: Plan, layers: int, eager: bool = False) -> None:
-        """eager: blocks that are compiled are to run as they are with this attention."""
-        self.kv, self.plan, self.eager = kv, plan, eager
+    def __init__(self, kv: PagedKV, plan: Plan, layers: int) -> None:
+        self.kv, self.plan = kv, plan
         self.multiplies = products_pay(kv.pool.dtype, kv.pool.device)
         # Do the queries that share a KV head become rows of one head, so that each key is read once?
         self.folds = not plan.prompts and (plan.width <= FOLD_UP_TO or self.multiplies)
@@ -462,7 +458,7 @@ class GatherLayer:
     mask: Tensor
 
     def __init__(self, keys: Tensor, values: Tensor, gather: PagedGather) -> None:
-        self.keys, self.values, self.plan, self.eager = keys, values, gather.plan, gather.eager
+        self.keys, self.values, self.plan = keys, values, gather.plan
         self.rows, self.folds, self.few, self.multiplies = gather.plan.rows, gather.folds, gather.few, gather.multiplies
         self.moving: tuple[Tensor, ...] = ()  # read and mask; see `compiled.py`
 
@@ -492,7 +488,7 @@ class PromptLayer:
 
     def __init__(self, kv: PagedKV, index: int, gather: PagedGather) -> None:
         self.keys, self.values = kv.layer(index)
-        self.gather, self.plan, self.eager = gather, gather.plan, gather.eager
+        self.gather, self.plan = gather, gather.plan
         self.rows = gather.plan.rows
         self.any_size = ((self.rows, (0,)),)
 
@@ -526,7 +522,7 @@ _library.impl("attend_rows", _attend_rows, "CPU")
 torch.library.register_fake("minispec::attend_rows", _attend_rows_shape)
 
 
-CompiledKind = Callable[[PagedKV, Plan, int], "PagedFlex | PagedGather"]
+AttendKind = Callable[[PagedKV, Plan, int], PagedFlex | PagedGather]  # of a plan and so many layers
 
 
 def compiled_attention(kv: PagedKV, plan: Plan, layers: int) -> PagedFlex | PagedGather:
@@ -534,42 +530,10 @@ def compiled_attention(kv: PagedKV, plan: Plan, layers: int) -> PagedFlex | Page
 
     There FlexAttention asks its mask for every pair of query and key. docs/log.md has the times of both.
     """
-    return PagedFlex(kv, plan, layers) if plan.starts.is_cuda else gathered_attention(kv, plan, layers)
-
-
-def gathered_attention(kv: PagedKV, plan: Plan, layers: int) -> PagedGather:
-    """Return gathering, whatever the number of rows: for a head of one layer, all of whose sizes one graph then serves.
-
-    A graph of FlexAttention serves one number of nodes, and takes twelve seconds of a core to compile.
-    """
+    if plan.starts.is_cuda:
+        return PagedFlex(kv, plan, layers)
     plan.listed = False
     return PagedGather(kv, plan, layers)
-
-
-def deferred_attention(kind: CompiledKind, permits: Permits) -> AttendKind:
-    """Return the attention that asks for a permit before its graph is made, and has this kind from then on."""
-    return lambda kv, plan, layers: Deferred(kind(kv, plan, layers), PagedGather(kv, plan, layers, eager=True), permits)
-
-
-class Deferred(Turn):
-    """The attention of one plan on a CPU: eager until there is a permit to make its graph, from then on compiled.
-
-    A graph is of one plan and one function, of the target's block or the drafter's network. So this object of both
-    decides for each step whether it runs compiled, and the kinds differ in nothing but time and rounding.
-    """
-
-    def __init__(self, compiled: PagedFlex | PagedGather, eager: PagedGather, permits: Permits) -> None:
-        self.compiled, self.eager, self.graph = compiled, eager, compiled.graph
-        self.permits = permits
-
-    def layer(self, index: int) -> FlexLayer | GatherLayer | PromptLayer:
-        """Return the attention of one layer; asked for layer 0, it decides for the pass that begins."""
-        if index == 0:
-            self.permits.ask(self)
-        return (self.compiled if self.ready else self.eager).layer(index)
-
-
-AttendKind = Callable[[PagedKV, Plan, int], PagedFlex | PagedGather | Deferred]  # of a plan and so many layers
 
 
 class Causal:

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from minispec.attention import AttendKind, CompiledKind, Plan, gathered_attention
-from minispec.compiled import Choice, Compiler, Permits, Small
+from minispec.attention import AttendKind, Plan
+from minispec.compiled import Choice, Compiler, Small
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.kv import KVShape, PagedKV
 from minispec.model import Attend, LayerAttend, Rope
@@ -187,7 +187,6 @@ class BeamDrafter(Drafter):
     """
 
     lookahead = 1  # row i depends on token i + 1, which is in the head's pair
-    compiled_attention: CompiledKind = staticmethod(gathered_attention)
     network: Any  # an nn.Module that has what `DraftNetwork` names
     steps: int
     topk: int
@@ -243,8 +242,8 @@ class BeamDrafter(Drafter):
     def compile(self, compiler: Compiler) -> None:
         self.run_network = compiler(type(self.network).forward)
 
-    def compile_small(self, compiler: Compiler, choice: Choice, permits: Permits) -> None:
-        self.small.compile(compiler, choice, permits)
+    def compile_small(self, compiler: Compiler, choice: Choice) -> None:
+        self.small.compile(compiler, choice)
 
     def attends(self, plan: Plan, prefill: bool) -> list[Attend]:
         """Return the attention of prompts, or of accepted paths and of frontiers."""

@@ -48,6 +48,7 @@ class Bucket:
     rounds: whether the drafter grows trees in the step; else every request takes the host's.
     """
 
+    ready = True  # whether all its graphs are there; until then it runs eagerly
     rounds = True
     original: Bucket
 
@@ -79,7 +80,7 @@ class Bucket:
     def of_the_host(self) -> Self:
         """Return the step on the same tensors in which every request takes the tree of the host."""
         twin = copy.copy(self)
-        twin.original = self  # whose compiled functions are this one's too
+        twin.original = self  # whose graphs are this one's too, and who says whether they are there
         twin.rounds, twin.name = False, f"{self.name}, all the host's"
         return twin
 
@@ -91,6 +92,7 @@ class PrefillBucket:
     """
 
     nodes = 1  # of a tree: there is none
+    ready = True  # as in `Bucket`
 
     def __init__(self, kv: PagedKV, size: int, width: int, attend: tuple[AttendKind, int]) -> None:
         """`attend`: the kind of attention and the number of the target's layers; `size` is T, `width` W."""

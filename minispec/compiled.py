@@ -10,12 +10,15 @@ that graph on those tensors, with the new activations in place of the old ones. 
 itself refuses inputs of other sizes and strides.
 
 One argument, the key, stands for all that stays: `attend` for a layer and its plan, since there is one object of it for
-each pair, or a step's bucket. The notes on it end with it. A key may say that it is `eager`: then the function runs as
-it is, and nothing is compiled. And it may name tensors of its own with the dimensions that may have any length,
-`any_size`: then one graph serves all keys of its kind, whatever these sizes and those of the arguments, so that
-compiling takes a fraction of the time. (Where a step has `few` rows, the arguments' sizes stay what they are.) Tensors
-that it has from time to time replaced by others, of other sizes even, are `moving`, a tuple which is a new one then:
-the graph goes on with the new ones. A key that is an `original` but for a few values shares the notes on that one.
+each pair, or a step's bucket. The notes on it end with it. It may name tensors of its own with the dimensions that may
+have any length, `any_size`: then one graph serves all keys of its kind, whatever these sizes and those of the
+arguments, so that compiling takes a fraction of the time. (Where a step has `few` rows, the arguments' sizes stay what
+they are.) Tensors that it has from time to time replaced by others, of other sizes even, are `moving`, a tuple which is
+a new one then: the graph goes on with the new ones. A key that is an `original` but for a few values shares the notes
+on that one.
+
+A step that is not `ready` runs every function as it is, and compiles nothing (`within_step`). Its graphs are made by
+running it on padding, one graph a run: where a second is lacking, the run ends (`one_graph`).
 
 Read next: `model.py`, `beam.py` and `engine.py`, whose functions are compiled here.
 """
@@ -60,37 +63,6 @@ def _key_of(function: Step) -> int:
     return next(names.index(key) for key in KEYS if key in names) - 1
 
 
-class Turn:
-    """What runs eagerly until it is its turn to be compiled."""
-
-    ready = False
-
-
-class Permits:
-    """How many graphs may still be made: any number, at their first use, or one at a time between a server's steps."""
-
-    def __init__(self) -> None:
-        self.left: float = math.inf
-        self.granted: list[Turn] = []
-        self.refused = 0  # how often something ran eagerly for want of a permit
-
-    def ask(self, who: Turn) -> bool:
-        """Return whether this is compiled, or may be now."""
-        if who.ready:
-            return True
-        if self.left < 1:
-            self.refused += 1
-            return False
-        self.left -= 1
-        self.granted.append(who)
-        who.ready = True
-        return True
-
-    def take_back(self) -> None:
-        """Let the newest go on eagerly, since its graph could not be made."""
-        self.granted.pop().ready = False
-
-
 def _original(key: Any) -> Any:
     """Return the key whose tensors this one has: itself, or the one it says it is a copy of."""
     return getattr(key, "original", key)
@@ -108,21 +80,14 @@ class Small:
     def __init__(self, *functions: Step) -> None:
         self.eager = self.compiled = functions
         self.choice: Choice = lambda batch, nodes, samples: False
-        self._turns: weakref.WeakKeyDictionary[Any, dict[bool, list[Turn]]] = weakref.WeakKeyDictionary()
 
-    def compile(self, compiler: Compiler, choice: Choice, permits: Permits) -> None:
-        """From now on use what `compiler` makes of the functions where `choice` says so, as soon as it is permitted."""
-        self.compiled, self.choice, self._permits = tuple(map(compiler, self.eager)), choice, permits
+    def compile(self, compiler: Compiler, choice: Choice) -> None:
+        """From now on use what `compiler` makes of the functions where `choice` says so."""
+        self.compiled, self.choice = tuple(map(compiler, self.eager)), choice
 
     def of(self, key: Any, samples: bool) -> Sequence[Step]:
-        """Return the functions for a key, each of them compiled or not."""
-        if not self.choice(key.batch, key.nodes, samples):
-            return self.eager
-        turns = self._turns.setdefault(_original(key), {})
-        if samples not in turns:
-            turns[samples] = [Turn() for _ in self.eager]
-        both = zip(turns[samples], self.compiled, self.eager, strict=True)
-        return [compiled if self._permits.ask(turn) else eager for turn, compiled, eager in both]
+        """Return the functions for a key, compiled or not."""
+        return self.compiled if self.choice(key.batch, key.nodes, samples) else self.eager
 
 
 class Ran(NamedTuple):
@@ -135,9 +100,11 @@ class Ran(NamedTuple):
 
 
 class _Noted(threading.local):
-    """What a call through torch.compile tells the backend below, and what the backend tells it."""
+    """What a call through torch.compile tells the backend below, what the backend tells it, and what both are told."""
 
     ran: Ran | None = None  # the newest, for the call under way to take away
+    eager = False  # whether functions run as they are, since the step is not ready
+    left = math.inf  # graphs that may be made
     cached_only = False  # whether a graph that Inductor's cache lacks is refused
     lacked = False  # whether one was
 
@@ -149,13 +116,33 @@ class NotCached(RuntimeError):
     """A graph is not in Inductor's cache, and was to be taken from there."""
 
 
-@contextmanager
-def cached_only() -> Iterator[None]:
-    """Within this, take new graphs on a CPU from Inductor's cache; one that is not there raises NotCached at the end.
+class OneMade(RuntimeError):
+    """One graph was made, as was wanted, and another may be lacking."""
 
-    A graph of the cache takes half a second, one that must be compiled ten or twenty.
+
+@contextmanager
+def within_step(step: Any) -> Iterator[None]:
+    """Within this, run what is compiled on a CPU if all graphs of this step are there (`ready`), else all eagerly."""
+    before, _noted.eager = _noted.eager, not _original(step).ready
+    try:
+        yield
+    finally:
+        _noted.eager = before
+
+
+def runs_eagerly() -> bool:
+    """Return whether a step runs that is not ready."""
+    return _noted.eager
+
+
+@contextmanager
+def one_graph(cached_only: bool) -> Iterator[None]:
+    """Within this, make one graph on a CPU at most; where another may be lacking, OneMade is raised.
+
+    cached_only: take it from Inductor's cache; one that is not there raises NotCached at the end. A graph of the cache
+    takes half a second, one that must be compiled ten or twenty.
     """
-    _noted.cached_only, _noted.lacked = True, False
+    _noted.left, _noted.cached_only, _noted.lacked = 1, cached_only, False
     try:
         yield
     except Exception as error:  # Dynamo has wrapped what the backend raised
@@ -163,7 +150,7 @@ def cached_only() -> Iterator[None]:
             raise NotCached("a graph is not in Inductor's cache") from error
         raise
     finally:
-        _noted.cached_only = False
+        _noted.left, _noted.cached_only = math.inf, False
 
 
 def prepare() -> None:
@@ -216,6 +203,7 @@ def _lacking(*args: Any, **options: Any) -> NoReturn:
 def _inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Sequence[Tensor]]:
     """A backend for torch.compile: its own, with a note of every call. Dynamo keeps it, so it must keep no tensor."""
     sizes = _sizes(graph)  # before compiling, which takes the graph apart
+    _noted.left -= 1
     if _noted.cached_only:
         from torch._inductor.compile_fx import compile_fx  # here, since importing it takes a second
 
@@ -257,13 +245,15 @@ class DirectStep:
 
     def __call__(self, owner: Any, *args: Any) -> Any:
         """Return function(owner, *args); what the function writes is written in place."""
-        key = args[self._key]
-        if getattr(key, "eager", False):
+        if _noted.eager:
             return self.function(owner, *args)
+        key = args[self._key]
         calls, given = self.calls.setdefault(_original(key), {}), _given(args)
         call = calls.get(given)
         if call is not None:
             return call(owner, args, getattr(key, "moving", ()))
+        if _noted.left < 1:
+            raise OneMade
         _noted.ran = None
         with any_size(args, key):
             out = self.traced(owner, *args)

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from minispec.attention import CompiledKind, Plan, compiled_attention
-from minispec.compiled import Choice, Compiler, Permits
+from minispec.attention import Plan
+from minispec.compiled import Choice, Compiler
 from minispec.kv import KVShape, PagedKV
 from minispec.tree import PADDING, DraftTree, problem
 
@@ -124,7 +124,6 @@ class Drafter(ABC):
     taps: tuple[int | str, ...] = ()  # target layers whose INPUT it wants as features
     kv_shape: KVShape = KVShape(0, 0, 0)  # of its own pages, under the target's page table
     network: nn.Module | None = None  # what it drafts with, for whoever packs linear layers
-    compiled_attention: CompiledKind = staticmethod(compiled_attention)  # of its network, compiled for a CPU
     commits: bool = True  # whether `commit` is to be called: a drafter without state on the device saves the work
     on_host: bool = False  # whether trees come from `host_drafts`, and not from the step itself
     looks_up: bool = False  # whether `host_drafts` offers trees beside those of the step, of which a row takes one
@@ -143,7 +142,7 @@ class Drafter(ABC):
     def compile(self, compiler: Compiler) -> None:  # noqa: B027  a drafter without a network has nothing to compile
         """Run the network as `compiler` compiles it from now on."""
 
-    def compile_small(self, compiler: Compiler, choice: Choice, permits: Permits) -> None:  # noqa: B027  nor anything around one
+    def compile_small(self, compiler: Compiler, choice: Choice) -> None:  # noqa: B027  nor anything around one
         """Run what surrounds the network as `compiler` compiles it, where `choice` says so."""
 
     def attach(  # noqa: B027  a drafter without tensors has nothing to allocate

@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,11 +34,10 @@ from minispec.attention import (
     PagedGather,
     Plan,
     compiled_attention,
-    deferred_attention,
     prefill_block,
 )
 from minispec.bucket import Bucket, Chunk, PrefillBucket, Prefills
-from minispec.compiled import Choice, Compiler, Permits, Small, Step, cached_only
+from minispec.compiled import Choice, Compiler, OneMade, Small, Step, one_graph, within_step
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, TreeSize
 from minispec.graphs import Recorder
 from minispec.kv import PagedKV
@@ -225,12 +223,8 @@ class Engine:
         self.model, self.kv, self.drafter, self.sizes, self.accept = model, kv, drafter, sizes, accept or Accept()
         device, slots = kv.pool.device, kv.table.shape[0]
         self.device = device
-        self.compiled, self.permits = compiled, Permits()
-        self.attend_kind: AttendKind = PagedGather if not compiled else compiled_attention
-        draft_attend: AttendKind = self.attend_kind
-        if compiled and device.type == "cpu":
-            self.attend_kind = deferred_attention(compiled_attention, self.permits)
-            draft_attend = deferred_attention(drafter.compiled_attention, self.permits)
+        self.compiled = compiled
+        kind: AttendKind = compiled_attention if compiled else PagedGather
         self.settled = False  # whether all graphs are made that will be, so that steps keep their times
         self._when_settled: list[Callable[[], None]] = []
         self.lens = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -246,7 +240,7 @@ class Engine:
         self.graphs: dict[tuple[Bucket | PrefillBucket, Needs], torch.cuda.CUDAGraph] = {}  # `capture` fills it
         self.amended = False  # whether thresholds were changed since the start
         self.changes = 0  # how often anything began to change what belongs to slots: after an exception, whether it did
-        attend = (self.attend_kind, model.config.layers)
+        attend = (kind, model.config.layers)
         self.buckets = {  # by batch and shape, as `Sizes.sizes_of` has it
             (batch, nodes): Bucket(kv, batch, nodes, self._most(nodes), attend)
             for batch in sizes.batch_sizes
@@ -258,7 +252,7 @@ class Engine:
         self.prefills = Prefills(kv, sizes.prefill_sizes, prefill_block(device), attend)
         self.late = Late(drafter, slots, model.norm.weight)
         self.late.attach(self.prefills, self.lens, self.root)
-        drafter.attach(kv, draft_attend, sizes.batch_sizes, [size // self.prefills.width for size in self.prefills])
+        drafter.attach(kv, kind, sizes.batch_sizes, [size // self.prefills.width for size in self.prefills])
         # By batch and A: the accepted path as a chain.
         paths = {(batch, self._most(nodes)) for batch, nodes in self.buckets if nodes > 1 and drafter.commits}
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
@@ -268,8 +262,8 @@ class Engine:
 
         The two functions here are `_before_blocks` and `_after_blocks`; the drafter has its own.
         """
-        self.small.compile(compiler, choice, self.permits)
-        self.drafter.compile_small(compiler, choice, self.permits)
+        self.small.compile(compiler, choice)
+        self.drafter.compile_small(compiler, choice)
 
     def set_thresholds(self, thresholds: tuple[float, float] | None) -> None:
         """Accept sampled drafts by these (single, acc) from the next step on, None: exactly.
@@ -417,7 +411,7 @@ class Engine:
 
         Members of `Wishes` that nobody wants have neutral values, so a step that serves more needs serves fewer too.
         """
-        with self.link.led(step, asked):
+        with self.link.led(step, asked), within_step(step):
             if asked is not None:
                 asked.run(needs)
                 return False
@@ -660,24 +654,20 @@ class Engine:
 
     @torch.inference_mode()
     def make_graph(self, step: Bucket | PrefillBucket, from_cache: bool = False) -> bool:
-        """Make one graph of those that a step lacks; returns whether it has all of them now.
+        """Make one graph at most of those that a step lacks; returns whether it has all of them and is ready now.
 
-        For an engine whose `permits.left` is 0, so that it runs eagerly what has no graph yet. from_cache: raise
-        `compiled.NotCached` where the graph would have to be compiled. After this or another exception the step runs
-        as it did before.
+        from_cache: raise `compiled.NotCached` where the graph would have to be compiled. After this or another
+        exception the step runs eagerly, as before.
         """
-        permits = self.permits
-        permits.left, permits.refused, permits.granted = 1, 0, []
+        step.ready = True  # for this run, which ends where a second graph is lacking
         try:
-            with cached_only() if from_cache else nullcontext():
+            with one_graph(from_cache):
                 self._run_on_padding(step)
-        except Exception:
-            if permits.granted:
-                permits.take_back()
-            raise
-        finally:
-            permits.left = 0
-        return permits.refused == 0
+        except Exception as error:
+            step.ready = False
+            if not isinstance(error, OneMade):
+                raise
+        return step.ready
 
     def when_settled(self, call: Callable[[], None]) -> None:
         """Call this as soon as no more graphs will be made: at once, or by `settle`."""

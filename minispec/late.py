@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from minispec.bucket import Bucket, Chunk, PrefillBucket, Prefills
+from minispec.compiled import within_step
 from minispec.drafter import Committed, Drafter
 
 ROWS = 64  # of a slot; no more than the largest prefill step has, which is 128 at least
@@ -91,7 +92,8 @@ class Late:
             step = self.prefills.of(sum(self.prefills.blocks_of(self.waiting[slot]) for slot in part))
             # The tokens are here. Where a chunk begins is told from where the slot's rows end.
             step.upload([Chunk(slot, [0] * self.waiting[slot], -self.waiting[slot], last=False) for slot in part])
-            self.drafter.commit(self._backlog(step))
+            with within_step(step):
+                self.drafter.commit(self._backlog(step))
             self.release(part)
 
     def _backlog(self, step: PrefillBucket) -> Committed:

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from minispec.attention import Plan
 from minispec.beam import BeamDrafter
-from minispec.compiled import Choice, Compiler, Permits
+from minispec.compiled import Choice, Compiler
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, HostDrafter, HostTrees, TreeSize
 from minispec.kv import PagedKV
 from minispec.model import Attend
@@ -153,7 +153,6 @@ class Lookups(Drafter):
         assert shared.nodes >= head.nodes, "lookups have at least as many nodes as other trees"
         self.head, self.texts = head, HostTrees(Texts(shared), vocab_size)
         self.nodes, self.depth = shared.nodes, shared.nodes - 1
-        self.compiled_attention = head.compiled_attention
         head.expect(self.nodes)
         self.name, self.steps, self.topk, self.network = head.name, head.steps, head.topk, head.network
         self.taps, self.scratch, self.lookahead, self.kv_shape = head.taps, head.scratch, head.lookahead, head.kv_shape
@@ -177,8 +176,8 @@ class Lookups(Drafter):
     def compile(self, compiler: Compiler) -> None:
         self.head.compile(compiler)
 
-    def compile_small(self, compiler: Compiler, choice: Choice, permits: Permits) -> None:
-        self.head.compile_small(compiler, choice, permits)
+    def compile_small(self, compiler: Compiler, choice: Choice) -> None:
+        self.head.compile_small(compiler, choice)
 
     def attends(self, plan: Plan, prefill: bool) -> list[Attend]:
         """Return those of the network; a lookup needs none."""

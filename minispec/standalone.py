@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minispec.attention import AttendKind, CompiledKind, Plan, compiled_attention
+from minispec.attention import AttendKind, Plan
 from minispec.beam import BeamDrafter, Inputs
 from minispec.compiled import Compiler
 from minispec.drafter import Committed
@@ -63,7 +63,6 @@ class StandaloneDrafter(BeamDrafter):
     """The drafter around a model: S rounds over K branches, reranked to a tree of N nodes."""
 
     lookahead = 0
-    compiled_attention: CompiledKind = staticmethod(compiled_attention)
     network: DraftModel
 
     def __init__(self, network: DraftModel, **shape: Any) -> None:

@@ -13,7 +13,8 @@ as a compiler uses one core.
 The server has the processor before them (NICENESS), and they end with it, however that ends: when its standard input,
 a pipe from the server, closes, a process kills itself and the compilers that it started.
 
-Read next: `Engine.make_graph` in `engine.py`, and `attention.Deferred`, which runs eagerly what has no graph yet.
+Until all of its graphs are there, a step runs eagerly (`ready` in `bucket.py`). Read next: `Engine.make_graph` in
+`engine.py`, and `compiled.one_graph`, which ends a run on padding after one graph.
 """
 
 from __future__ import annotations

@@ -272,3 +272,8 @@ def check(tree: DraftTree) -> None:
             assert parent == 0 or tokens[parent] != PADDING, f"{where}: the parent is padding"
             assert (parent, token) not in siblings, f"{where}: a sibling holds the same token"
             siblings.add((parent, token))
+
+
+def graphs_made() -> int:
+    """Return how many graphs Dynamo has traced so far."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -22,18 +22,17 @@ import test_heads
 import test_standalone
 import torch
 from conftest import slow_unless
-from exactness import CPU, VOCAB, Oracle, build, reference, request, run, tiny_model, truth_of
+from exactness import CPU, VOCAB, Oracle, build, graphs_made, reference, request, run, tiny_model, truth_of
 from test_engine import MODEL, eagle3
 from test_llm import config_of
 
 from minispec import LLM
-from minispec.attention import Deferred
-from minispec.bucket import Bucket
-from minispec.compiled import NotCached, cached_only, compile_step
+from minispec.bucket import Bucket, PrefillBucket
+from minispec.compiled import NotCached, compile_step, one_graph
 from minispec.config import Config
 from minispec.drafter import Draft, Drafter, HostDrafter
-from minispec.engine import Engine
 from minispec.load.build import rehearse
+from minispec.model import Block
 from minispec.scheduler import Scheduler
 from minispec.warming import NICENESS, Child, Recipe, Warming
 
@@ -55,14 +54,9 @@ def deferred(drafter: Drafter | HostDrafter) -> Scheduler:
     model = tiny_model()
     model.compile_blocks(lambda function: compile_step(function, CPU))
     scheduler = build(model, drafter, compiled=True, running=2, pages=14, chunk=100)
-    scheduler.engine.permits.left = 0
+    for step in scheduler.engine.steps:
+        step.ready = False
     return scheduler
-
-
-def attentions(engine: Engine) -> list[Deferred]:
-    """Return the attentions that have asked for a graph: those of the target and, once used, those of the drafter."""
-    drafts = getattr(engine.drafter, "_attends", {}).values()
-    return [*(step.attend for step in engine.steps), *drafts]
 
 
 @pytest.mark.parametrize("make", slow_unless([lambda: Chains(truth_of(MODEL), nodes=6), eagle3],
@@ -71,35 +65,50 @@ def test_a_takeover_before_any_step_of_a_reply_leaves_its_tokens(make: Callable[
     with torch.inference_mode():
         scheduler = deferred(make())
     engine = scheduler.engine
-    alone = [engine.buckets[1, 6], engine.buckets[1, 1], engine.prefills[128]]
+    alone = [step for step in engine.steps if isinstance(step, PrefillBucket) or step.batch == 1]
+    blocks, eagerly = engine.model.run_block, []
+
+    def eager(block: Block, *given: Any) -> torch.Tensor:
+        """Run a block as it is, and note that."""
+        eagerly.append(block)
+        return Block.forward(block, *given)
+
+    blocks.function = eager
     asked = request("r", PROMPT, max_new_tokens=16)
     scheduler.validate(asked)
     wanted = reference(MODEL, asked)
 
     def reply(takeovers: dict[int, int]) -> int:
         """Return the number of steps of a reply, with so many graphs made before some of them, and none before."""
-        for attention in attentions(engine):
-            attention.ready = False
+        for step in engine.steps:
+            step.ready = False
         asked, todo, steps = request("r", PROMPT, max_new_tokens=16), list(alone), 0
         scheduler.validate(asked)
         scheduler.submit(asked)
         while scheduler.has_work:
             for _ in range(takeovers.get(steps, 0)):
+                made = graphs_made()
                 if todo and engine.make_graph(todo[0]):
                     todo.pop(0)
+                assert graphs_made() <= made + 1
+            made, ran = graphs_made(), len(eagerly)
             scheduler.step()
             steps += 1
+            assert len(eagerly) > ran if len(todo) == len(alone) else todo or len(eagerly) == ran
+            assert graphs_made() == made, "a step that is served makes no graph"
         scheduler.flush_cache()
         assert asked.output_ids == wanted, takeovers
         return steps
 
     steps = reply({})
-    assert not any(attention.ready for attention in attentions(engine)) and steps > 5
+    assert not any(step.ready for step in engine.steps) and not blocks.calls and steps > 5
     for at in range(steps):
         reply({at: 99})
-        assert all(step.attend.ready for step in alone)
-    reply(dict.fromkeys(range(steps), 1))
-    assert all(step.attend.ready for step in alone)
+        assert all(step.ready for step in alone)
+    torch._dynamo.reset()  # so that every graph is made anew
+    blocks.calls.clear()
+    reply(dict.fromkeys(range(steps), 1) | {steps - 1: 99})
+    assert all(step.ready for step in alone)
 
 
 def test_steps_and_shapes_stand_in_one_order_one_request_first() -> None:
@@ -126,11 +135,12 @@ def test_a_graph_that_the_cache_lacks_is_not_compiled_and_the_step_goes_on_eager
     monkeypatch.setattr("torch._inductor.config.cpp.threads", 77)  # so that no cache has it
     with pytest.raises(NotCached):
         engine.make_graph(engine.steps[0], from_cache=True)
-    assert not engine.steps[0].attend.ready and engine.permits.left == 0
+    assert not engine.steps[0].ready
     asked = request("r", PROMPT)
     run(scheduler, [asked])
     assert asked.output_ids == reference(MODEL, asked)
-    with pytest.raises(ZeroDivisionError), cached_only():
+    assert not any(engine.model.run_block.calls.values()), "nothing ran compiled"
+    with pytest.raises(ZeroDivisionError), one_graph(cached_only=True):
         print(1 / 0)  # other errors stay what they are
 
 
@@ -178,8 +188,11 @@ def test_the_rehearsal_has_the_graphs_of_the_engine(algorithm: str, tmp_path: Pa
         torch._dynamo.reset()
         graphs.clear()
         for step in one.steps if algorithm == "EAGLE3" else one.steps[:1]:
-            while not one.make_graph(step):
-                pass
+            complete = False
+            while not complete:
+                made = len(graphs)
+                complete = one.make_graph(step)
+                assert len(graphs) == made + 1 or complete and len(graphs) == made, "one at a time"
         noted.append(list(graphs))
     assert noted[0] == noted[1]
     around = [name for name in engine.shapes() if name.startswith("around")]  # two functions each

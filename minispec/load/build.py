@@ -185,7 +185,7 @@ class Build:
             few: Choice = lambda batch, nodes, samples: batch == 1 and nodes <= most and not samples  # noqa: E731
             every: Choice = lambda batch, nodes, samples: True  # noqa: E731
             engine.compile_small(compiler, every if kv.pool.is_cuda else few)
-            compile_head(network, compiler, engine.permits)
+            compile_head(network, compiler)
             # Every shape is a graph of the same function, and several LLMs may share a process. Not for the warm-up
             # alone: whoever registers a pytree node later (transformers does) invalidates all graphs.
             # Blocks whose layers are not of the same types, as in a checkpoint that is fp8 in part, have a graph each.
@@ -219,7 +219,8 @@ class Build:
             if ranks is not None:
                 Lead(engine, ranks)  # the others follow it from here on
         if self.later:
-            engine.permits.left = 0
+            for step in engine.steps:
+                step.ready = False
         else:
             with budget.watch("warming up"):
                 engine.warm_up(self.tell)
@@ -307,9 +308,7 @@ def rehearse(config: Config, pages: int) -> Engine:
     build.lead()
     rehearsal = Rehearsal(build)
     with unsaid(), sparse():
-        engine = rehearsal.engine_of(rehearsal.parts(), pages)
-    engine.permits.left = 0
-    return engine
+        return rehearsal.engine_of(rehearsal.parts(), pages)
 
 
 class Follow(Build):

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.attention import QUERY_BLOCK, Causal
-from minispec.compiled import Compiler, Permits, Turn
+from minispec.compiled import Compiler, runs_eagerly
 from minispec.load.packed import sums_of_rows
 from minispec.model import Model
 from minispec.shards import SplitEmbedding
@@ -115,7 +115,7 @@ class Int8Linear(nn.Module):
         return torch._weight_int8pack_mm(rows, self.weight, self.scale).view(*x.shape[:-1], -1)
 
 
-class Rows(Turn):
+class Rows:
     """The key of one of an LM head's two graphs, of one row or of any other number, and the newest rows x [T, in]."""
 
     def __init__(self, alone: bool) -> None:
@@ -141,21 +141,26 @@ class Int8Head(Int8Linear):
         self.register_buffer("handle", torch.tensor(id(self), device="cpu"), persistent=False)
         self.alone, self.several = Rows(alone=True), Rows(alone=False)
         self.run: Callable[[Int8Head, Rows], Tensor] | None = None
+        self.has_both = False  # whether both graphs are there
 
-    def compile(self, compiler: Compiler, permits: Permits) -> None:
-        """From now on run the loops as `compiler` compiles them, as soon as it is permitted."""
-        self.run, self.permits = compiler(_head_in_loops), permits
+    def compile(self, compiler: Compiler) -> None:
+        """From now on run the loops as `compiler` compiles them, in steps that run compiled."""
+        self.run = compiler(_head_in_loops)
 
     def by_rows(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, [..., out]; each row has the bits that it has alone."""
         return torch.ops.minispec.int8_head(x.contiguous(), self.handle, len(self.weight))
 
     def now(self, x: Tensor) -> Tensor:
-        """Do it in the loops if they are compiled, or may be."""
-        rows = x.view(-1, x.shape[-1])
-        graph = self.alone if len(rows) == 1 else self.several
-        if self.run is None or not self.permits.ask(graph):
+        """Do it in the compiled loops, unless the step runs eagerly."""
+        if self.run is None or runs_eagerly():
             return self.in_kernel(x)
+        rows = x.view(-1, x.shape[-1])
+        if not self.has_both:  # a step that is ready may ask about any number of rows, where somebody wants logprobs
+            self.run(self, self.several.take(rows.new_zeros(2, rows.shape[1])))
+            self.run(self, self.alone.take(rows.new_zeros(1, rows.shape[1])))
+            self.has_both = True
+        graph = self.alone if len(rows) == 1 else self.several
         return self.run(self, graph.take(rows)).view(*x.shape[:-1], -1)
 
 
@@ -237,11 +242,11 @@ def replace_weights(model: Model, prompt_rows: int = QUERY_BLOCK) -> None:
         model.embed_tokens = Int8Embedding(head)  # type: ignore[assignment]  # is called, and no more
 
 
-def compile_head(model: Model, compiler: Compiler, permits: Permits) -> None:
+def compile_head(model: Model, compiler: Compiler) -> None:
     """From now on run an int8 LM head as `compiler` compiles it; another one stays as it is."""
     for module in model.modules():
         if isinstance(module, Int8Head):
-            module.compile(compiler, permits)
+            module.compile(compiler)
 
 
 def _quantize_linears(module: nn.Module, prompt_rows: int, kind: type[Int8Linear] = Int8Linear) -> None:

@@ -39,8 +39,8 @@ import bench
 from benchmarks import throughput
 from benchmarks.parity import Reference
 from minispec import LLM, SamplingParams
+from minispec.bucket import Sizes
 from minispec.eagle import HeadConfig
-from minispec.engine import Sizes
 from minispec.graphs import Recorder
 from minispec.load.heads import HEAD_KINDS
 from minispec.load.weights import read_config

@@ -147,6 +147,14 @@ class Flat:
         ngram.NgramDrafter.seconds = property(lambda drafter: None, lambda drafter, value: None)
         grammar.time = SimpleNamespace(perf_counter=lambda: 0.0)
 
+    def names_of_shapes(self) -> list[str]:
+        """Return the names of the graphs that are compiled, wherever they are told."""
+        if hasattr(self.engine, "shapes"):
+            return self.engine.shapes()
+        from minispec.load.warm_up import shapes
+
+        return shapes(self.engine)
+
     def of_now(self, name: str, before: str) -> Any:
         """Return a member of the engine by its name, or by the one that it had before."""
         return getattr(self.engine, name if hasattr(self.engine, name) else before)
@@ -161,7 +169,7 @@ class Flat:
             ("decode step", batch, abs(shape), shape > 1 and rounds) for batch, shape in self.engine.buckets
         ]
         found += [("prefill step", 1, size, False) for size in self.of_now("prefills", "prefill_buckets")]
-        for name in self.engine.shapes():
+        for name in self.names_of_shapes():
             if match := GRAPH_NAME.fullmatch(name):
                 batch = {"one sequence": 1, "several sequences": "several", "prompts": "prompts"}[match["many"]]
                 rows = {"one row": 1, "any length": "any"}.get(match["rows"]) or int(match["rows"].split()[0])

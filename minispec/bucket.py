@@ -1,4 +1,4 @@
-"""The static tensors of a step: what the host sends in, the plan that describes it, and what comes out.
+"""The static sizes and tensors of a step: what the host sends in, the plan that describes it, and what comes out.
 
 The one idea: a step is a function of tensors that stay where they are. The host fills one buffer with one copy, the
 step reads it, works on the engine's state, and writes one buffer that is copied out. So a step can be captured once and
@@ -13,16 +13,102 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from minispec.attention import AttendKind, Plan
-from minispec.drafter import NOTHING, Draft
+from minispec.attention import QUERY_BLOCK, AttendKind, Plan
+from minispec.drafter import NOTHING, Draft, Drafter, TreeSize
 from minispec.kv import PagedKV
 from minispec.tree import PADDING, DraftTree
+
+WEIGHT_BOUND = 128  # rows up to which a GPU's step takes as long as reading the weights; see `coarse_batches`
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Every static size of an engine, as resolved from flags, model, drafter and device.
+
+    Log, /server_info, scheduler and benchmarks read them here, so that none of them can say what is not so.
+    """
+
+    context_length: int  # most tokens of a request, prompt and output
+    max_running: int  # requests decoded together
+    chunk_size: int  # most prompt tokens of a prefill step
+    nodes: int  # N, nodes of a draft tree, root included; of the larger trees where there are two sizes
+    depth: int  # its longest path in edges; a step emits at most A = depth + 1 tokens
+    scratch: int  # rows that drafting writes beyond the committed ones
+    steps: int | None  # rounds of drafting, None for a drafter without
+    topk: int | None  # branches of a round
+    batch_sizes: tuple[int, ...]  # the decode steps' batch buckets, B
+    prefill_sizes: tuple[int, ...]  # the prefill steps' token counts, T
+    smaller: TreeSize | None = None  # of the other trees
+    both_up_to: int = 0  # the largest batch that has trees of both sizes
+    looks_up: bool = False  # whether steps may verify trees of the host in place of the drafter's
+
+    @classmethod
+    def resolve(
+        cls, drafter: Drafter, *, context_length: int, max_running: int, chunk_size: int, batches: Sequence[int] = (),
+        both_up_to: int | None = None,
+    ) -> Sizes:  # fmt: skip
+        """Return the sizes of an engine with this drafter.
+
+        batches: the buckets that are wished for, in place of the powers of two up to the largest of them.
+        both_up_to: the largest batch that has buckets for trees of both sizes, None for all.
+        """
+        powers = {1 << i for i in range(max_running.bit_length()) if 1 << i > max(batches, default=0)}
+        powers |= {batch for batch in batches if batch < max_running}
+        largest = -(-chunk_size // QUERY_BLOCK) * QUERY_BLOCK
+        return cls(
+            context_length, max_running, chunk_size, drafter.nodes, drafter.depth, drafter.scratch, drafter.steps,
+            drafter.topk, batch_sizes=tuple(sorted(powers | {max_running})),
+            prefill_sizes=tuple(sorted({min(size, largest) for size in (128, 512, largest)})),
+            smaller=drafter.smaller, both_up_to=max_running if both_up_to is None else both_up_to,
+            looks_up=drafter.looks_up,
+        )  # fmt: skip
+
+    @property
+    def tree_sizes(self) -> tuple[int, ...]:
+        """Nodes of the trees that steps verify, ascending: 1 in a plain step, and what the drafter can draft."""
+        return tuple(sorted({1, self.nodes} | ({self.smaller.nodes} if self.smaller else set())))
+
+    def sizes_of(self, batch: int) -> tuple[int, ...]:
+        """Return the shapes that steps of this batch size may have: 1, nodes of trees, and, negative, nodes of lookups.
+
+        In a step of lookups every request takes the host's tree, so the drafter need not draft. Larger batches have one
+        size. Where trees are the host's, it is the smaller: the larger is for what a lookup finds, which few of many
+        requests have at once, while all of them pay for it.
+        """
+        host = self.looks_up or self.steps is None
+        one = self.smaller.nodes if host and self.smaller else self.nodes
+        trees = tuple(n for n in self.tree_sizes if n in (1, one) or batch <= self.both_up_to)
+        return (*trees, *(-n for n in trees if n > 1)) if self.looks_up else trees
+
+    @property
+    def tree_rows(self) -> int:
+        """Rows that a decode step may write beyond a request's committed ones."""
+        return max(self.nodes, self.scratch)
+
+
+def coarse_batches(most: int, nodes: int, captured: int) -> tuple[int, ...]:
+    """Return the batch buckets up to `most` for a GPU, fewer than the powers of two where that costs no time.
+
+    nodes: N, of a tree. captured: the largest batch whose steps are captured, which is a bucket too, so that no batch
+    up to it is padded to one that is not; 0 for none.
+
+    Each bucket is several graphs, and on CUDA each of these is autotuned at the first start, for about a minute by
+    estimate. A step of few rows B * N only waits for the weights: on server GPUs since the A100 until there are some
+    150 rows, as many bfloat16 operations as it does per byte that it reads. There a bucket may be four times the one
+    before. Beyond, padding costs time, and buckets double. One request alone is never padded.
+    """
+    sizes = [1]
+    while sizes[-1] < most:
+        wide = 4 * sizes[-1]
+        sizes.append(wide if wide * nodes <= WEIGHT_BOUND else 2 * sizes[-1])
+    return tuple(sorted({min(size, most) for size in (*sizes, captured) if size}))
 
 
 class Chunk(NamedTuple):

@@ -29,17 +29,15 @@ import torch
 from torch import Tensor
 
 from minispec.attention import (
-    QUERY_BLOCK,
     AttendKind,
     PagedGather,
     Plan,
     compiled_attention,
     prefill_block,
 )
-from minispec.bucket import Bucket, Chunk, PrefillBucket, Prefills
-from minispec.compiled import Choice, Compiler, OneMade, Small, Step, one_graph, within_step
-from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, TreeSize
-from minispec.graphs import Recorder
+from minispec.bucket import Bucket, Chunk, PrefillBucket, Prefills, Sizes
+from minispec.compiled import Choice, Compiler, Small, Step, within_step
+from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter
 from minispec.kv import PagedKV
 from minispec.late import Late
 from minispec.model import Model, Rope
@@ -53,8 +51,6 @@ logger = logging.getLogger("minispec")
 
 COMPILED = (GREEDY, TEMPERED)  # what batches may need for whom the small functions may be compiled
 CAPTURED = (*COMPILED, FILTERED)  # what they may need for whom steps are captured, the least first
-WEIGHT_BOUND = 128  # rows up to which a GPU's step takes as long as reading the weights; see `coarse_batches`
-TIMED_CONTEXT = 512  # committed rows of the slots on which warm-up times steps
 
 
 @dataclass
@@ -87,89 +83,6 @@ class Pending:
     def timed(self) -> bool:
         """Whether its time says how long such a step takes."""
         return self.asked is None or self.asked.timed
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Every static size of an engine, as resolved from flags, model, drafter and device.
-
-    Log, /server_info, scheduler and benchmarks read them here, so that none of them can say what is not so.
-    """
-
-    context_length: int  # most tokens of a request, prompt and output
-    max_running: int  # requests decoded together
-    chunk_size: int  # most prompt tokens of a prefill step
-    nodes: int  # N, nodes of a draft tree, root included; of the larger trees where there are two sizes
-    depth: int  # its longest path in edges; a step emits at most A = depth + 1 tokens
-    scratch: int  # rows that drafting writes beyond the committed ones
-    steps: int | None  # rounds of drafting, None for a drafter without
-    topk: int | None  # branches of a round
-    batch_sizes: tuple[int, ...]  # the decode steps' batch buckets, B
-    prefill_sizes: tuple[int, ...]  # the prefill steps' token counts, T
-    smaller: TreeSize | None = None  # of the other trees
-    both_up_to: int = 0  # the largest batch that has trees of both sizes
-    looks_up: bool = False  # whether steps may verify trees of the host in place of the drafter's
-
-    @classmethod
-    def resolve(
-        cls, drafter: Drafter, *, context_length: int, max_running: int, chunk_size: int, batches: Sequence[int] = (),
-        both_up_to: int | None = None,
-    ) -> Sizes:  # fmt: skip
-        """Return the sizes of an engine with this drafter.
-
-        batches: the buckets that are wished for, in place of the powers of two up to the largest of them.
-        both_up_to: the largest batch that has buckets for trees of both sizes, None for all.
-        """
-        powers = {1 << i for i in range(max_running.bit_length()) if 1 << i > max(batches, default=0)}
-        powers |= {batch for batch in batches if batch < max_running}
-        largest = -(-chunk_size // QUERY_BLOCK) * QUERY_BLOCK
-        return cls(
-            context_length, max_running, chunk_size, drafter.nodes, drafter.depth, drafter.scratch, drafter.steps,
-            drafter.topk, batch_sizes=tuple(sorted(powers | {max_running})),
-            prefill_sizes=tuple(sorted({min(size, largest) for size in (128, 512, largest)})),
-            smaller=drafter.smaller, both_up_to=max_running if both_up_to is None else both_up_to,
-            looks_up=drafter.looks_up,
-        )  # fmt: skip
-
-    @property
-    def tree_sizes(self) -> tuple[int, ...]:
-        """Nodes of the trees that steps verify, ascending: 1 in a plain step, and what the drafter can draft."""
-        return tuple(sorted({1, self.nodes} | ({self.smaller.nodes} if self.smaller else set())))
-
-    def sizes_of(self, batch: int) -> tuple[int, ...]:
-        """Return the shapes that steps of this batch size may have: 1, nodes of trees, and, negative, nodes of lookups.
-
-        In a step of lookups every request takes the host's tree, so the drafter need not draft. Larger batches have one
-        size. Where trees are the host's, it is the smaller: the larger is for what a lookup finds, which few of many
-        requests have at once, while all of them pay for it.
-        """
-        host = self.looks_up or self.steps is None
-        one = self.smaller.nodes if host and self.smaller else self.nodes
-        trees = tuple(n for n in self.tree_sizes if n in (1, one) or batch <= self.both_up_to)
-        return (*trees, *(-n for n in trees if n > 1)) if self.looks_up else trees
-
-    @property
-    def tree_rows(self) -> int:
-        """Rows that a decode step may write beyond a request's committed ones."""
-        return max(self.nodes, self.scratch)
-
-
-def coarse_batches(most: int, nodes: int, captured: int) -> tuple[int, ...]:
-    """Return the batch buckets up to `most` for a GPU, fewer than the powers of two where that costs no time.
-
-    nodes: N, of a tree. captured: the largest batch whose steps are captured, which is a bucket too, so that no batch
-    up to it is padded to one that is not; 0 for none.
-
-    Each bucket is several graphs, and on CUDA each of these is autotuned at the first start, for about a minute by
-    estimate. A step of few rows B * N only waits for the weights: on server GPUs since the A100 until there are some
-    150 rows, as many bfloat16 operations as it does per byte that it reads. There a bucket may be four times the one
-    before. Beyond, padding costs time, and buckets double. One request alone is never padded.
-    """
-    sizes = [1]
-    while sizes[-1] < most:
-        wide = 4 * sizes[-1]
-        sizes.append(wide if wide * nodes <= WEIGHT_BOUND else 2 * sizes[-1])
-    return tuple(sorted({min(size, most) for size in (*sizes, captured) if size}))
 
 
 class TreeInputs(NamedTuple):
@@ -276,38 +189,6 @@ class Engine:
         self.graphs = {(bucket, needs): graph for (bucket, needs), graph in self.graphs.items()
                        if not needs or isinstance(bucket, PrefillBucket)}  # fmt: skip
 
-    @property
-    def steps(self) -> list[Bucket | PrefillBucket]:
-        """Every kind of step there is, in the order in which they are worth compiling: one request alone first."""
-        prefills = [*self.prefills.values()]
-        short = [step for step in prefills if step.attend.graph == prefills[0].attend.graph]  # on a CPU all have one
-        keys = [key for key in self.buckets if key[1] > 0]  # steps without rounds have the graphs of those with them
-        decodes: list[Bucket] = [self.buckets[key] for key in sorted(keys, key=lambda key: (key[0], -key[1]))]
-        first = sum(batch == self.sizes.batch_sizes[0] for batch, _ in keys)
-        return [*decodes[:first], *short, *decodes[first:], *prefills[len(short) :]]
-
-    def shapes(self) -> list[str]:
-        """Return a name for every graph that is compiled, the drafter's included: after warm-up there are no others.
-
-        They stand in the order of `steps`. On a CPU a graph may serve several of them.
-        """
-        names: list[str] = []
-        for step in self.steps:
-            names.append(f"target, {step.attend.graph}")
-            if isinstance(step, PrefillBucket):
-                names += [f"draft, {attend.graph}" for attend in self.drafter.attends(step.plan, prefill=True)]
-                continue
-            if step.nodes > 1 and self.drafter.commits:
-                paths = self.path_plans[step.batch, self._most(step.nodes)]
-                names += [f"draft, {attend.graph}" for attend in self.drafter.attends(paths, prefill=False)]
-            names += [
-                f"around the {owner}, batch {step.batch}, {step.nodes} nodes a tree, {kind}"
-                for kind, samples in (("greedy", False), ("sampled", True))
-                if self.small.choice(step.batch, step.nodes, samples)
-                for owner in (("target", "drafter") if step.nodes > 1 and self.drafter.steps else ("target",))
-            ]
-        return [*dict.fromkeys(names)]
-
     # ---- slots ---------------------------------------------------------------------------------------------------
 
     def assign(self, request: Request, stop_ids: Iterable[int]) -> None:
@@ -394,7 +275,7 @@ class Engine:
         catching_up = time.perf_counter() - began
         captured = self.run(bucket, self.sampling.needs(slots), asked)
         keeps = bucket.nodes > 1 and self.late.keeps(bucket)
-        return self._pending(list(slots), bucket, asked, captured=captured, keeps=keeps,
+        return self.pending(list(slots), bucket, asked, captured=captured, keeps=keeps,
                              launched=started + catching_up, catching_up=catching_up)  # fmt: skip
 
     @torch.inference_mode()
@@ -558,7 +439,7 @@ class Engine:
         self.changes += 1
         asked = self.asked.prefill(bucket, chunks)
         captured = self.run(bucket, self.sampling.needs([chunk.slot for chunk in chunks if chunk.last]), asked)
-        return self._pending([chunk.slot for chunk in chunks], bucket, asked, chunks=chunks, captured=captured)
+        return self.pending([chunk.slot for chunk in chunks], bucket, asked, chunks=chunks, captured=captured)
 
     def known(self, bucket: PrefillBucket, needs: Needs) -> None:
         """Run the prefill step over the known tokens that a bucket's inputs describe, and write its outputs."""
@@ -600,7 +481,7 @@ class Engine:
         # `lens[0] = 0` would copy a number from the host, and on CUDA the host would wait for the step to be done.
         self.lens[:1].zero_()
 
-    def _pending(
+    def pending(
         self, slots: list[int], step: Bucket | PrefillBucket, asked: AskedStep | None = None, **what: Any
     ) -> Pending:
         """Start the copy to the host; the next step may overwrite the outputs."""
@@ -633,41 +514,7 @@ class Engine:
         self.drafter_seconds += time.perf_counter() - started
         return found
 
-    # ---- warm-up -------------------------------------------------------------------------------------------------
-
-    def warm_up(self, progress: Callable[[str], None]) -> None:
-        """Run every kind of step on padding, largest first, so that all is compiled."""
-        steps = self.steps[::-1]
-        for done, step in enumerate(steps, start=1):
-            progress(f"warm-up {done}/{len(steps)}: {step.name}")
-            self._run_on_padding(step)
-
-    def _run_on_padding(self, step: Bucket | PrefillBucket) -> None:
-        """Run a step for nobody: it writes to page 0 and slot 0 alone, so it may be run between two others."""
-        if isinstance(step, PrefillBucket):
-            step.upload([])
-            self.run(step, GREEDY)
-            return
-        step.upload([], ())
-        for needs in COMPILED if self.small.choice(step.batch, step.nodes, True) else (GREEDY,):
-            self.run(step, needs)
-
-    @torch.inference_mode()
-    def make_graph(self, step: Bucket | PrefillBucket, from_cache: bool = False) -> bool:
-        """Make one graph at most of those that a step lacks; returns whether it has all of them and is ready now.
-
-        from_cache: raise `compiled.NotCached` where the graph would have to be compiled. After this or another
-        exception the step runs eagerly, as before.
-        """
-        step.ready = True  # for this run, which ends where a second graph is lacking
-        try:
-            with one_graph(from_cache):
-                self._run_on_padding(step)
-        except Exception as error:
-            step.ready = False
-            if not isinstance(error, OneMade):
-                raise
-        return step.ready
+    # ---- when all graphs are made ------------------------------------------------------------------------------
 
     def when_settled(self, call: Callable[[], None]) -> None:
         """Call this as soon as no more graphs will be made: at once, or by `settle`."""
@@ -683,54 +530,3 @@ class Engine:
         self.settled, calls, self._when_settled = True, self._when_settled, []
         for call in calls:
             call()
-
-    def capture(self, batches: Sequence[int], progress: Callable[[str], None]) -> None:
-        """Capture the decode steps of these batch sizes and the smallest prefill step, on CUDA and after warm-up.
-
-        Each is captured for greedy batches, for those with a temperature, and for those with filters; batches with
-        penalties, bias, min_new_tokens or logprobs run uncaptured. The largest come first, so that the smaller ones fit
-        into the memory that those leave to the pool.
-        """
-        self.link.tell("capture", batches)
-        recorder = Recorder(self.device)
-        steps: list[tuple[Callable[[Any, Needs], None], Bucket | PrefillBucket]] = [
-            (self.decode, self.buckets[key]) for key in sorted(self.buckets, reverse=True) if key[0] in batches
-        ]
-        steps.append((self.known, self.prefills[self.sizes.prefill_sizes[0]]))
-        for done, (step, bucket) in enumerate(steps, start=1):
-            progress(f"capture {done}/{len(steps)}: {bucket.name}")
-            for needs in CAPTURED:
-                self.graphs[bucket, needs] = recorder.record(lambda: step(bucket, needs))  # noqa: B023  called at once
-
-    def time_steps(self, batch: int, repeats: int = 3) -> None:
-        """Time the decode buckets of a batch size, captured or not as they will run, on slots with pages of their own.
-
-        Padding would not do: all its rows lie in one page, which stays in the caches. Nothing may run meanwhile.
-        """
-        kv, sizes = self.kv, self.sizes.sizes_of(batch)
-        rows = min(TIMED_CONTEXT, self.sizes.context_length // 2)
-        pages = min(kv.pages_for(rows + self.sizes.tree_rows), len(kv.free) // batch)
-        rows = min(rows, pages * kv.page_size - self.sizes.tree_rows)
-        if rows < 1 or len(sizes) == 1:
-            return
-        slots, taken = range(1, batch + 1), kv.allocate(pages * batch)
-        for index, slot in enumerate(slots):
-            kv.map(slot, 0, taken[index * pages : (index + 1) * pages])
-        # In turn, and the least of several: the machine's mood at start must not decide about trees.
-        times = [[self._step_seconds(slots, nodes, rows) for nodes in sizes] for _ in range(repeats)]
-        self.step_seconds |= {(batch, n): min(t) for n, t in zip(sizes, zip(*times, strict=True), strict=True)}
-        self.timed_rows = rows
-        for slot in slots:
-            kv.unmap(slot)
-            self.lens[slot : slot + 1].zero_()
-        kv.give_back(taken[::-1])
-
-    def _step_seconds(self, slots: Sequence[int], nodes: int, rows: int) -> float:
-        """Return the time of one decode step for slots that have so many rows; nobody is told what it emits."""
-        bucket = self.buckets[self.batch_of(len(slots)), nodes]
-        self.lens[1 : len(slots) + 1].fill_(rows)
-        start = time.perf_counter()
-        bucket.upload(slots, ())
-        self.run(bucket, GREEDY)
-        self.collect(self._pending([], bucket))  # waits for the device
-        return time.perf_counter() - start

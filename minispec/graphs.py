@@ -14,9 +14,14 @@ Read next: `engine.py`, whose steps are recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+
+from minispec.bucket import Bucket, PrefillBucket
+from minispec.engine import CAPTURED, Engine
+from minispec.sampling import Needs
 
 
 class Recorder:
@@ -41,3 +46,22 @@ class Recorder:
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             step()
         return graph
+
+
+def capture(engine: Engine, batches: Sequence[int], progress: Callable[[str], None]) -> None:
+    """Capture the decode steps of these batch sizes and the smallest prefill step, on CUDA and after warm-up.
+
+    Each is captured for greedy batches, for those with a temperature, and for those with filters; batches with
+    penalties, bias, min_new_tokens or logprobs run uncaptured. The largest come first, so that the smaller ones fit
+    into the memory that those leave to the pool.
+    """
+    engine.link.tell("capture", batches)
+    recorder = Recorder(engine.device)
+    steps: list[tuple[Callable[[Any, Needs], None], Bucket | PrefillBucket]] = [
+        (engine.decode, engine.buckets[key]) for key in sorted(engine.buckets, reverse=True) if key[0] in batches
+    ]
+    steps.append((engine.known, engine.prefills[engine.sizes.prefill_sizes[0]]))
+    for done, (step, bucket) in enumerate(steps, start=1):
+        progress(f"capture {done}/{len(steps)}: {bucket.name}")
+        for needs in CAPTURED:
+            engine.graphs[bucket, needs] = recorder.record(lambda: step(bucket, needs))  # noqa: B023  called at once

@@ -12,6 +12,7 @@ Read next: `scheduler.py`; for the HTTP face, `server.py`; for what a start does
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +23,12 @@ import torch
 from minispec.config import Config
 from minispec.http.logprobs import native_lists
 from minispec.load.build import Build
+from minispec.load.warm_up import shapes
 from minispec.load.weights import eos_token_ids
 from minispec.request import Request, RequestError, SamplingParams, meta_info
-from minispec.scheduler import Scheduler, SchedulerOptions, logger, startup_line
+from minispec.scheduler import Scheduler, SchedulerOptions
 
+logger = logging.getLogger("minispec")
 Prompt = str | Sequence[int]
 
 
@@ -34,8 +37,8 @@ class LLM:
 
     With tp_size above 1 it starts the other ranks, which end with this process; if one of them dies, so does this.
 
-    compile_later: for the server on a CPU, run eagerly until `warming.py` has graphs made (`Engine.make_graph`). It is
-    also an attribute, False where nothing is compiled or everything was at once.
+    compile_later: for the server on a CPU, run eagerly until `warming.py` has graphs made. It is also an attribute,
+    False where nothing is compiled or everything was at once.
     batches: for bench.py, the batch buckets to compile, in place of the usual ones up to the most running requests.
     Raises ValueError or RuntimeError with one readable sentence where model, flags and machine do not fit together.
     """
@@ -141,3 +144,16 @@ class LLM:
         info = meta_info(request, len(request.output_ids), request.finish, self.scheduler.sizes.nodes)
         info |= native_lists(request, len(request.output_ids), None)
         return {"text": text, "output_ids": request.output_ids, "meta_info": info}
+
+
+def startup_line(config: Config, scheduler: Scheduler) -> str:
+    """Return SGLang's start-up line of sizes."""
+    pool, sizes = (scheduler.kv.pages - 1) * scheduler.kv.page_size, scheduler.sizes
+    shape = "" if sizes.steps is None else f"num_steps={sizes.steps}, eagle_topk={sizes.topk}, "
+    weights = "" if config.quantization is None else f"quantization={config.quantization}, "
+    return (
+        f"{weights}max_total_num_tokens={pool}, chunked_prefill_size={sizes.chunk_size}, "
+        f"max_running_requests={sizes.max_running}, context_len={sizes.context_length}, "
+        f"page_size={scheduler.kv.page_size}, speculative_algorithm={config.algorithm}, "
+        f"{shape}draft_tokens={sizes.nodes}, compiled shapes={len(shapes(scheduler.engine))}"
+    )

@@ -51,10 +51,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minispec.asked import Allowed, Asking
-from minispec.bucket import Bucket, PrefillBucket
+from minispec.bucket import Bucket, PrefillBucket, Sizes
 from minispec.config import TORCHRUN, Config
 from minispec.drafter import Batch, Drafter, TreeSize
-from minispec.engine import Engine, Sizes
+from minispec.engine import Engine
+from minispec.graphs import capture
 from minispec.sampling import GREEDY
 from minispec.seams import AskedStep, Link
 from minispec.shards import from_first
@@ -288,7 +289,7 @@ def follow(engine: Engine, ranks: Ranks) -> None:
         "clear": lambda n: engine.kv.clear(n),
         "decode": lambda n: engine.run(engine.buckets[n[0], n[1]], GREEDY),
         "prefill": prefill,
-        "capture": lambda n: engine.capture(n, logger.debug), "settle": lambda n: engine.settle(),
+        "capture": lambda n: capture(engine, n, logger.debug), "settle": lambda n: engine.settle(),
     }  # fmt: skip
     while (call := ranks.next_call())[0] != "stop":
         name, numbers = call

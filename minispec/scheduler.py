@@ -37,7 +37,6 @@ from typing import Any
 import torch
 
 from minispec.bucket import Chunk
-from minispec.config import Config
 from minispec.engine import Engine, Pending
 from minispec.intake import Intake, Limits
 from minispec.load.tokenizer import Tokenizer
@@ -130,7 +129,7 @@ class Scheduler:
         self._refused: tuple[Request, int, int] | None = None
 
     def restart_times(self) -> None:
-        """Forget what steps took, and begin with what `Engine.time_steps` has measured, if it has."""
+        """Forget what steps took, and begin with what `warm_up.time_steps` has measured, if it has."""
         self.policy.restart(self.engine.step_seconds, self.engine.timed_rows)
 
     # ---- the door ------------------------------------------------------------------------------------------------
@@ -673,16 +672,3 @@ class Scheduler:
 def _failure(error: BaseException) -> Finish:
     """Return the end of a request that was in a step that raised."""
     return Finish("abort", message=f"{type(error).__name__} in a step of the engine", status=500)
-
-
-def startup_line(config: Config, scheduler: Scheduler) -> str:
-    """Return SGLang's start-up line of sizes."""
-    pool, sizes = (scheduler.kv.pages - 1) * scheduler.kv.page_size, scheduler.sizes
-    shape = "" if sizes.steps is None else f"num_steps={sizes.steps}, eagle_topk={sizes.topk}, "
-    weights = "" if config.quantization is None else f"quantization={config.quantization}, "
-    return (
-        f"{weights}max_total_num_tokens={pool}, chunked_prefill_size={sizes.chunk_size}, "
-        f"max_running_requests={sizes.max_running}, context_len={sizes.context_length}, "
-        f"page_size={scheduler.kv.page_size}, speculative_algorithm={config.algorithm}, "
-        f"{shape}draft_tokens={sizes.nodes}, compiled shapes={len(scheduler.engine.shapes())}"
-    )

@@ -5,7 +5,7 @@ the server's own process would stop it for ten seconds at a time, since a compil
 
 The one idea: what is compiled belongs to Inductor's cache on disk, so another process may compile it. That process
 builds the same engine, all of whose layers are one without meaning (`build.rehearse`), is told one kind of step after
-the other (`Engine.steps`), and prints a line when it has compiled it. The engine thread then makes the step's graphs by
+the other (`steps_of`), and prints a line when it has compiled it. The engine thread then makes the step's graphs by
 the same function, between two steps of its own: each costs half a second, since the cache has what takes long. Where
 the cache is not empty it tries at first without any process, so that a warm start needs none. There are two processes,
 as a compiler uses one core.
@@ -13,8 +13,8 @@ as a compiler uses one core.
 The server has the processor before them (NICENESS), and they end with it, however that ends: when its standard input,
 a pipe from the server, closes, a process kills itself and the compilers that it started.
 
-Until all of its graphs are there, a step runs eagerly (`ready` in `bucket.py`). Read next: `Engine.make_graph` in
-`engine.py`, and `compiled.one_graph`, which ends a run on padding after one graph.
+Until all of its graphs are there, a step runs eagerly (`ready` in `bucket.py`). Read next: `make_graph` in
+`load/warm_up.py`, and `compiled.one_graph`, which ends a run on padding after one graph.
 """
 
 from __future__ import annotations
@@ -116,8 +116,10 @@ class Warming:
 
     def __init__(self, llm: LLM, wake: Callable[[], None]) -> None:
         """`wake` makes the engine thread call `turn` soon, and may be called from any thread."""
+        from minispec.load.warm_up import steps_of  # here, since the server listens before torch is imported
+
         self.llm, self.engine, self._wake = llm, llm.scheduler.engine, wake
-        self.todo = deque(self.engine.steps if llm.compile_later else ())
+        self.todo = deque(steps_of(self.engine) if llm.compile_later else ())
         self.total = len(self.todo)
         self.untold = deque(step.name for step in self.todo)  # what no process was told yet
         self.children: list[Child] = []
@@ -194,9 +196,10 @@ class Warming:
     def _make(self, step: Bucket | PrefillBucket, started: float) -> None:
         """Make a graph of the next step, from the cache unless what a process had compiled was not there."""
         from minispec.compiled import NotCached
+        from minispec.load.warm_up import make_graph
 
         try:
-            complete = self.engine.make_graph(step, from_cache=not self._missed)
+            complete = make_graph(self.engine, step, from_cache=not self._missed)
         except NotCached:
             if not self.children:
                 self._start_children()
@@ -277,13 +280,14 @@ def compile_steps(recipe: Recipe, names: queue.SimpleQueue[str]) -> None:
     import torch
 
     from minispec.load.build import rehearse
+    from minispec.load.warm_up import make_graph, steps_of
 
     torch.set_num_threads(recipe.threads)
     engine = rehearse(recipe.config, recipe.pages)
-    steps = {step.name: step for step in engine.steps}
+    steps = {step.name: step for step in steps_of(engine)}
     while True:
         name = names.get()
-        while not engine.make_graph(steps[name]):
+        while not make_graph(engine, steps[name]):
             pass
         print(f"{MADE}{name}", flush=True)
 

@@ -17,8 +17,9 @@ import torch
 
 from minispec.asked import Asking
 from minispec.attention import Causal
+from minispec.bucket import Sizes
 from minispec.drafter import Draft, Drafter, HostDrafter, as_drafter
-from minispec.engine import Engine, Sizes
+from minispec.engine import Engine
 from minispec.kv import KVShape, PagedKV
 from minispec.model import Model, ModelConfig
 from minispec.request import Request, SamplingParams

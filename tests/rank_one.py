@@ -19,7 +19,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from minispec.attention import PagedGather
-from minispec.engine import Engine, Sizes
+from minispec.bucket import Sizes
+from minispec.engine import Engine
 from minispec.kv import KVShape, PagedKV
 from minispec.load.weights import load_weights
 from minispec.model import Model, ModelConfig, published_tensors

@@ -40,6 +40,7 @@ from minispec.engine import Engine, Pending
 from minispec.kv import KVShape, PagedKV
 from minispec.load.drafters import make_drafter
 from minispec.load.fp8 import Fp8Linear, use_fp8
+from minispec.load.warm_up import step_seconds
 from minispec.logprobs import Scores
 from minispec.request import Logprobs, Request
 from minispec.scheduler import Scheduler
@@ -283,7 +284,7 @@ def test_a_look_is_seen_on_the_cpu() -> None:
 
 def test_times_are_read_after_the_step_is_done() -> None:
     engine = conformance.SUBJECTS["none"].build(running=1).engine
-    pending, waited = engine._pending, []
+    pending, waited = engine.pending, []
 
     def under_way(*args: object, **what: object) -> Pending:
         """Return a step whose count is filled in when it is waited for."""
@@ -294,8 +295,8 @@ def test_times_are_read_after_the_step_is_done() -> None:
         outputs.__getitem__.return_value = late
         return dataclasses.replace(made, ready=ready, outputs=outputs)
 
-    with torch.inference_mode(), mock.patch.object(engine, "_pending", under_way):
-        assert engine._step_seconds([1], 1, 8) > 0
+    with torch.inference_mode(), mock.patch.object(engine, "pending", under_way):
+        assert step_seconds(engine, [1], 1, 8) > 0
     assert waited == [True]
 
 

@@ -12,6 +12,7 @@ from exactness import CPU, Oracle, build, reference, request, tiny_model, truth_
 from minispec.beam import BeamDrafter
 from minispec.compiled import compile_step
 from minispec.eagle import Eagle3Head, HeadConfig
+from minispec.load.warm_up import shapes, warm_up
 from minispec.model import Model
 
 MODEL = tiny_model()
@@ -46,13 +47,13 @@ def test_nothing_recompiles_over_200_steps_of_changing_requests(name, known, mon
     scheduler = build(model, drafter, compiled=True, running=2, pages=14, chunk=100, smaller=3)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     with torch.inference_mode():
-        scheduler.engine.warm_up(lambda line: None)
+        warm_up(scheduler.engine, lambda line: None)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    new = set(scheduler.engine.shapes()) - compiled
+    new = set(shapes(scheduler.engine)) - compiled
     assert graphs - before == len(new) > 1, "the one list of what is compiled"
     compiled |= new
-    shapes = random.Random(3)
-    scheduler.policy.forced = shapes.choice  # plain steps and both trees in turn
+    rng = random.Random(3)
+    scheduler.policy.forced = rng.choice  # plain steps and both trees in turn
     for step in {model.run_block, getattr(drafter, "run_network", model.run_block)}:
         monkeypatch.setattr(step, "traced", None)  # nothing goes through Dynamo any more, so nothing can recompile
     rng, requests, steps = random.Random(0), [], 0

@@ -25,7 +25,7 @@ SOURCES = {
 RANKS = {
     -2: "load.machine",
     -1: "load.huge_pages",
-    0: "request metrics tree kv radix model compiled graphs load.weights load.packed load.token_map "
+    0: "request metrics tree kv radix model compiled load.weights load.packed load.token_map "
     "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.__init__ train.__init__ "
     "http.__init__ http.page watchdog routing products",
     1: "shards http.fields http.reasoning config sampling attention eagle load.fp8 load.tokenizer load.default_model",
@@ -35,7 +35,7 @@ RANKS = {
     4: "standalone lookup crossing seams",
     5: "late load.drafters",
     6: "engine",
-    7: "asked scheduler load.selftest load.memory",
+    7: "asked graphs scheduler load.selftest load.memory load.warm_up",
     8: "parallel",
     9: "load.build http.schema http.prometheus",
     10: "llm follower http.answers http.streams http.draining",
@@ -99,6 +99,23 @@ def model_knows_attend_alone(module: str, source: str) -> Iterator[str]:
         name = name or (node.name if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else None)
         if isinstance(name, str) and hidden.search(name):
             yield f"model:{node.lineno}: {name}"
+
+
+def the_core_has_no_word_for_what_attaches(module: str, source: str) -> Iterator[str]:
+    """What only some requests or machines need attaches at `seams.py`: the core neither imports nor names it."""
+    if module not in ("engine", "scheduler", "bucket"):
+        return
+    attached = {"asked", "grammar", "logprobs", "trace", "parallel", "shards", "lookup", "config"}
+    for line, name in imported(source):
+        if name.split(".")[0] == "minispec" and name.split(".")[1] in attached:
+            yield f"{module}:{line}: imports {name}"
+    words = {"grammar", "score", "scored", "logprob", "trace", "traced", "sight", "rank", "permit", "ring", "lookup"}
+    for node in ast.walk(ast.parse(source)):
+        names = [getattr(node, field, None) for field in ("id", "attr", "arg", "name", "asname")]
+        for name in (name for name in names if isinstance(name, str)):
+            parts = re.findall(r"[a-z]+|[A-Z][a-z]*", name)
+            if found := {part.lower() for part in parts} & {*words, *(f"{word}s" for word in words)}:
+                yield f"{module}:{getattr(node, 'lineno', 0)}: {name} speaks of {', '.join(found)}"
 
 
 def errors_are_caught_by_type(module: str, source: str) -> Iterator[str]:
@@ -216,6 +233,7 @@ RULES: dict[Rule, tuple[str, str]] = {  # rule: a module name and lines in it th
     only_attention_knows_flex_attention: ("engine", "from torch.nn.attention.flex_attention import BlockMask"),
     only_the_schema_knows_pydantic: ("request", "from pydantic import BaseModel"),
     model_knows_attend_alone: ("model", "def forward(x, page_table): pass"),
+    the_core_has_no_word_for_what_attaches: ("engine", "def f(self) -> None:\n    self.hostRing = None"),
     errors_are_caught_by_type: ("kv", "try:\n    pass\nexcept:\n    pass"),
     public_things_have_docstrings: ("kv", '"""A file."""\nclass A:\n    """A."""\n    def f(self): return 1'),
     signatures_are_typed: ("kv", "def f(x) -> int: return x"),
@@ -256,6 +274,23 @@ def test_a_breach_is_seen_of(rule: Rule) -> None:
 )
 def test_forbidden_imports_are_seen(module: str, line: str) -> None:
     assert list(imports_point_strictly_down(module, line))
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("scheduler", "request.prompt_scores.clear()"),
+        ("bucket", "class Chunk:\n    scored: int"),
+        ("engine", "def launch(trace: int) -> None: ..."),
+        ("engine", "from minispec.asked import Asking"),
+        ("scheduler", "class TreeLookups: ..."),
+        ("engine", "run(of_ranks=1)"),
+    ],
+)
+def test_words_of_what_attaches_are_seen_in_the_core(module: str, line: str) -> None:
+    assert list(the_core_has_no_word_for_what_attaches(module, line))
+    assert not list(the_core_has_no_word_for_what_attaches("asked", line))
+    assert not list(the_core_has_no_word_for_what_attaches(module, "looks_up = wiring = tracer = None"))
 
 
 def test_a_long_function_is_seen() -> None:

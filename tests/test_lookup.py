@@ -15,9 +15,10 @@ from test_beam import MODEL, assert_slow_trees, drafter
 from trained import sentence, trained_head, trained_model
 
 from minispec.beam import BeamDrafter
+from minispec.bucket import Sizes
 from minispec.config import Config
 from minispec.drafter import NOTHING, Batch, Draft, HostTrees
-from minispec.engine import Engine, Sizes
+from minispec.engine import Engine
 from minispec.late import ROWS, Late
 from minispec.load.drafters import _texts, make_drafter
 from minispec.lookup import SHARE, Echo, Lookups, Texts

@@ -22,9 +22,9 @@ from torch import nn
 import minispec.load.build as build_module
 import minispec.load.memory as memory_module
 from minispec import LLM
+from minispec.bucket import WEIGHT_BOUND, Sizes, coarse_batches
 from minispec.config import Config
 from minispec.drafter import Plain
-from minispec.engine import WEIGHT_BOUND, Engine, Sizes, coarse_batches
 from minispec.load.build import captured_batches, resolve_sizes
 from minispec.load.memory import GIB, Budget, Memory, auto_fraction, is_out_of_memory, largest_graph, size_of
 from minispec.model import Model, ModelConfig
@@ -273,7 +273,7 @@ def test_whoever_runs_out_in_warm_up_is_told_of_once(error, tmp_path, monkeypatc
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(Engine, "warm_up", fail)
+    monkeypatch.setattr("minispec.load.build.warm_up", fail)
     with pytest.raises(RuntimeError, match="not enough memory on cpu, warming up .*estimated are target weights"):
         LLM(folder_of(tmp_path / "m", CONFIG), **OPTIONS)
 
@@ -282,7 +282,7 @@ def test_other_errors_pass_as_they_are(tmp_path, monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("a kernel is wrong")
 
-    monkeypatch.setattr(Engine, "warm_up", fail)
+    monkeypatch.setattr("minispec.load.build.warm_up", fail)
     with pytest.raises(RuntimeError, match="^a kernel is wrong$"):
         LLM(folder_of(tmp_path / "m", CONFIG), **OPTIONS)
     assert not is_out_of_memory(ValueError("out of memory"))

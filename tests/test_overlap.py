@@ -178,14 +178,14 @@ def pages_for_one_step_only(patch: pytest.MonkeyPatch) -> None:
 
 def an_old_step_s_tokens(patch: pytest.MonkeyPatch) -> None:
     """The host's copy of a step's tokens is the buffer that the next step overwrites."""
-    pending = Engine._pending
+    pending = Engine.pending
 
     def shared(self: Engine, slots: list[int], step: Bucket, *asked: object, **what: object) -> object:
         made = pending(self, slots, step, *asked, **what)
         made.outputs = step.outputs
         return made
 
-    patch.setattr(Engine, "_pending", shared)
+    patch.setattr(Engine, "pending", shared)
 
 
 @pytest.mark.slow

@@ -25,11 +25,12 @@ from torch._dynamo import lookup_backend
 import minispec.compiled as compiled_module
 from minispec import LLM, SamplingParams
 from minispec.attention import Plan
+from minispec.bucket import Sizes
 from minispec.compiled import compile_step
 from minispec.drafter import Drafter, Plain
-from minispec.engine import Sizes
 from minispec.load.memory import Budget
 from minispec.load.tokenizer import byte_tokenizer, load_tokenizer
+from minispec.load.warm_up import shapes, warm_up
 from minispec.model import Model
 from minispec.request import Request
 from minispec.scheduler import Scheduler
@@ -261,11 +262,11 @@ def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_t
     graphs = lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]  # noqa: E731
     before = graphs()
     with torch._dynamo.config.patch(recompile_limit=16), torch.inference_mode():
-        scheduler.engine.warm_up(lambda line: None)
+        warm_up(scheduler.engine, lambda line: None)
     # The target's prompt, a tree and a plain step; the draft's paths and frontiers, of few rows, and the roots of a
     # prefill step, one a query block. The models are of one shape, so the draft's prompts are the target's graph.
-    assert graphs() - before == 6, scheduler.engine.shapes()
-    assert len(scheduler.engine.shapes()) == 6 + 1
+    assert graphs() - before == 6, shapes(scheduler.engine)
+    assert len(shapes(scheduler.engine)) == 6 + 1
     for model in models:
         model.run_block.traced = None  # nothing goes through Dynamo any more
     record(scheduler, compare)

@@ -32,6 +32,7 @@ from minispec.compiled import NotCached, compile_step, one_graph
 from minispec.config import Config
 from minispec.drafter import Draft, Drafter, HostDrafter
 from minispec.load.build import rehearse
+from minispec.load.warm_up import make_graph, shapes, steps_of, time_steps
 from minispec.model import Block
 from minispec.scheduler import Scheduler
 from minispec.warming import NICENESS, Child, Recipe, Warming
@@ -47,6 +48,7 @@ class Chains(Oracle):
         true, after = self.truth(tuple(text))[:2]
         tokens = [text[-1], true, (after + 1) % VOCAB]
         return Draft(tokens, list(range(-1, len(tokens) - 1)), match_length=1)
+MAKE_GRAPH = "minispec.load.warm_up.make_graph"
 
 
 def deferred(drafter: Drafter | HostDrafter) -> Scheduler:
@@ -54,7 +56,7 @@ def deferred(drafter: Drafter | HostDrafter) -> Scheduler:
     model = tiny_model()
     model.compile_blocks(lambda function: compile_step(function, CPU))
     scheduler = build(model, drafter, compiled=True, running=2, pages=14, chunk=100)
-    for step in scheduler.engine.steps:
+    for step in steps_of(scheduler.engine):
         step.ready = False
     return scheduler
 
@@ -65,7 +67,7 @@ def test_a_takeover_before_any_step_of_a_reply_leaves_its_tokens(make: Callable[
     with torch.inference_mode():
         scheduler = deferred(make())
     engine = scheduler.engine
-    alone = [step for step in engine.steps if isinstance(step, PrefillBucket) or step.batch == 1]
+    alone = [step for step in steps_of(engine) if isinstance(step, PrefillBucket) or step.batch == 1]
     blocks, eagerly = engine.model.run_block, []
 
     def eager(block: Block, *given: Any) -> torch.Tensor:
@@ -80,7 +82,7 @@ def test_a_takeover_before_any_step_of_a_reply_leaves_its_tokens(make: Callable[
 
     def reply(takeovers: dict[int, int]) -> int:
         """Return the number of steps of a reply, with so many graphs made before some of them, and none before."""
-        for step in engine.steps:
+        for step in steps_of(engine):
             step.ready = False
         asked, todo, steps = request("r", PROMPT, max_new_tokens=16), list(alone), 0
         scheduler.validate(asked)
@@ -88,7 +90,7 @@ def test_a_takeover_before_any_step_of_a_reply_leaves_its_tokens(make: Callable[
         while scheduler.has_work:
             for _ in range(takeovers.get(steps, 0)):
                 made = graphs_made()
-                if todo and engine.make_graph(todo[0]):
+                if todo and make_graph(engine, todo[0]):
                     todo.pop(0)
                 assert graphs_made() <= made + 1
             made, ran = graphs_made(), len(eagerly)
@@ -101,7 +103,7 @@ def test_a_takeover_before_any_step_of_a_reply_leaves_its_tokens(make: Callable[
         return steps
 
     steps = reply({})
-    assert not any(step.ready for step in engine.steps) and not blocks.calls and steps > 5
+    assert not any(step.ready for step in steps_of(engine)) and not blocks.calls and steps > 5
     for at in range(steps):
         reply({at: 99})
         assert all(step.ready for step in alone)
@@ -114,12 +116,12 @@ def test_a_takeover_before_any_step_of_a_reply_leaves_its_tokens(make: Callable[
 def test_steps_and_shapes_stand_in_one_order_one_request_first() -> None:
     with torch.inference_mode():
         scheduler = deferred(eagle3())
-    assert [step.name for step in scheduler.engine.steps] == [
+    assert [step.name for step in steps_of(scheduler.engine)] == [
         "decode, batch 1, 6 nodes a tree", "decode, batch 1, 3 nodes a tree", "decode, batch 1, 1 nodes a tree",
         "prefill of 128 tokens",
         "decode, batch 2, 6 nodes a tree", "decode, batch 2, 3 nodes a tree", "decode, batch 2, 1 nodes a tree",
     ]  # fmt: skip
-    assert scheduler.engine.shapes() == [
+    assert shapes(scheduler.engine) == [
         "target, one sequence of any length, folded", "draft, one sequence of 4 rows", "draft, one sequence of 2 rows",
         "target, one sequence of 3 rows", "draft, one sequence of 3 rows",
         "target, one sequence of one row", "target, prompts of any length", "draft, prompts of any length",
@@ -134,8 +136,8 @@ def test_a_graph_that_the_cache_lacks_is_not_compiled_and_the_step_goes_on_eager
     torch._dynamo.reset()
     monkeypatch.setattr("torch._inductor.config.cpp.threads", 77)  # so that no cache has it
     with pytest.raises(NotCached):
-        engine.make_graph(engine.steps[0], from_cache=True)
-    assert not engine.steps[0].ready
+        make_graph(engine, steps_of(engine)[0], from_cache=True)
+    assert not steps_of(engine)[0].ready
     asked = request("r", PROMPT)
     run(scheduler, [asked])
     assert asked.output_ids == reference(MODEL, asked)
@@ -187,17 +189,17 @@ def test_the_rehearsal_has_the_graphs_of_the_engine(algorithm: str, tmp_path: Pa
     for one in (engine, rehearse(config, engine.kv.pages)):
         torch._dynamo.reset()
         graphs.clear()
-        for step in one.steps if algorithm == "EAGLE3" else one.steps[:1]:
+        for step in steps_of(one) if algorithm == "EAGLE3" else steps_of(one)[:1]:
             complete = False
             while not complete:
                 made = len(graphs)
-                complete = one.make_graph(step)
+                complete = make_graph(one, step)
                 assert len(graphs) == made + 1 or complete and len(graphs) == made, "one at a time"
         noted.append(list(graphs))
     assert noted[0] == noted[1]
-    around = [name for name in engine.shapes() if name.startswith("around")]  # two functions each
+    around = [name for name in shapes(engine) if name.startswith("around")]  # two functions each
     if algorithm == "EAGLE3":
-        assert len(noted[0]) == len(engine.shapes()) + len(around)
+        assert len(noted[0]) == len(shapes(engine)) + len(around)
     else:  # of a step with trees: draft and target are of one shape, and have two, three and four rows
         assert len(noted[0]) == 3 + 2 * 2
 
@@ -206,11 +208,11 @@ def warming(monkeypatch: pytest.MonkeyPatch, command: str) -> tuple[Warming, Sch
     """Return what makes graphs for an engine whose cache is empty; the process runs this Python code."""
     scheduler = deferred(Oracle(truth_of(MODEL), nodes=6))
 
-    def make_graph(step: Bucket, from_cache: bool = False) -> bool:
+    def no_graph(engine: Engine, step: Bucket, from_cache: bool = False) -> bool:
         """Have no graph."""
         raise NotCached
 
-    monkeypatch.setattr(scheduler.engine, "make_graph", make_graph)
+    monkeypatch.setattr(MAKE_GRAPH, no_graph)
     monkeypatch.setattr(Child, "COMMAND", [sys.executable, "-c", command])
     llm = SimpleNamespace(scheduler=scheduler, compile_later=True, config=Config(), try_out=lambda: iter(()),
                           move_weights=lambda: None)  # fmt: skip
@@ -243,7 +245,7 @@ def test_trying_out_goes_in_parts_between_which_requests_are_served(monkeypatch)
     def parts() -> Iterator[None]:
         """Time a batch size at a time, as `LLM.try_out` does."""
         for batch in engine.sizes.batch_sizes:
-            engine.time_steps(batch)
+            time_steps(engine, batch)
             yield
 
     beside._trial, engine.settled = parts(), True
@@ -277,20 +279,20 @@ def test_what_the_process_compiled_and_the_cache_lacks_is_compiled_while_nobody_
     monkeypatch.setattr("minispec.warming.Child", Done)
     engine, made = scheduler.engine, []
 
-    def make_graph(step: Bucket, from_cache: bool = False) -> bool:
+    def noted(engine: Engine, step: Bucket, from_cache: bool = False) -> bool:
         """Find nothing in the cache."""
         if from_cache:
             raise NotCached
         made.append(step)
         return True
 
-    monkeypatch.setattr(engine, "make_graph", make_graph)
+    monkeypatch.setattr(MAKE_GRAPH, noted)
     beside.turn(busy=False)
     assert beside.turn(busy=False) and not made, "a first look into the cache, which costs little"
     assert not beside.turn(busy=True) and not made
     while not engine.settled:
         beside.turn(busy=False)
-    assert set(made) == set(engine.steps) and beside.state == "compiled"
+    assert set(made) == set(steps_of(engine)) and beside.state == "compiled"
 
 
 @pytest.mark.parametrize("empty", [True, False])
@@ -338,7 +340,7 @@ def test_what_importing_made_is_not_looked_through_for_garbage() -> None:
 
 def test_a_busy_engine_gives_its_requests_as_long_as_the_graph_before_took(monkeypatch) -> None:
     beside, scheduler = warming(monkeypatch, "")
-    monkeypatch.setattr(scheduler.engine, "make_graph", lambda step, from_cache=False: time.sleep(0.05))
+    monkeypatch.setattr(MAKE_GRAPH, lambda engine, step, from_cache=False: time.sleep(0.05))
     assert beside.turn(busy=True) and not beside.turn(busy=True) and beside.turn(busy=False)
     wait_for(lambda: beside.turn(busy=True))
 

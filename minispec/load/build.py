@@ -24,10 +24,12 @@ import torch
 from torch import nn
 
 from minispec.asked import Asking
+from minispec.bucket import Sizes, coarse_batches
 from minispec.compiled import Choice, cache_is_empty, compile_step, prepare
 from minispec.config import Config, flag_name
 from minispec.drafter import Drafter, Plain
-from minispec.engine import Engine, Sizes, coarse_batches
+from minispec.engine import Engine
+from minispec.graphs import capture
 from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter, with_own_head
 from minispec.load.fp8 import check_fp8, read_weights, stored_in_fp8, use_fp8
@@ -38,6 +40,7 @@ from minispec.load.memory import Budget, Memory, free_bytes, largest_graph, make
 from minispec.load.packed import FEW_ROWS, can_pack, pack_linears, room_for_both
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from minispec.load.warm_up import shapes, steps_of, time_steps, warm_up
 from minispec.load.weights import load_weights, read_config, resolve_model
 from minispec.model import Model, ModelConfig, published_tensors
 from minispec.parallel import Elsewhere, Lead, Ranks, gather
@@ -190,7 +193,7 @@ class Build:
             # alone: whoever registers a pytree node later (transformers does) invalidates all graphs.
             # Blocks whose layers are not of the same types, as in a checkpoint that is fp8 in part, have a graph each.
             kinds = {tuple(type(part) for part in block.modules()) for block in network.layers}
-            torch._dynamo.config.recompile_limit += len(engine.shapes()) * len(kinds)
+            torch._dynamo.config.recompile_limit += len(shapes(engine)) * len(kinds)
         return engine
 
     # ---- from the first step to the last -------------------------------------------------------------------------
@@ -219,16 +222,16 @@ class Build:
             if ranks is not None:
                 Lead(engine, ranks)  # the others follow it from here on
         if self.later:
-            for step in engine.steps:
+            for step in steps_of(engine):
                 step.ready = False
         else:
             with budget.watch("warming up"):
-                engine.warm_up(self.tell)
+                warm_up(engine, self.tell)
             with budget.watch("capturing CUDA graphs"):
                 captured = captured_batches(config, engine.sizes)
                 # Run eagerly, attention's reach is a number that Python knows, and a graph would keep it.
                 if captured and self.compiled:
-                    engine.capture(captured, self.tell)
+                    capture(engine, captured, self.tell)
             engine.settle()
             for _ in self.try_out(engine):
                 pass
@@ -243,7 +246,7 @@ class Build:
             yield
         drafter, config = engine.drafter, self.config
         for batch in engine.sizes.batch_sizes if config.adaptive else ():
-            engine.time_steps(batch)
+            time_steps(engine, batch)
             yield
         if drafter.network is not None and config.load_format != "dummy" and config.simulate_acc_len is None:
             self_test(engine, drafter, self.tokenizer.encode(PROMPT))

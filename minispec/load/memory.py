@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minispec.bucket import Sizes
 from minispec.config import Config
 from minispec.drafter import Drafter
-from minispec.engine import Engine, Sizes
+from minispec.engine import Engine
 from minispec.kv import KVShape, PagedKV
 from minispec.late import Late
 from minispec.load.machine import host_memory

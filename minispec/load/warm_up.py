@@ -1,0 +1,126 @@
+"""What is done with an engine before it serves: all graphs are made, and steps are timed.
+
+Steps run on padding for that: a step for nobody writes to page 0 and slot 0 alone, so it may run between two others.
+A server on a CPU makes its graphs while it serves, one at a time (`warming.py`); all else makes them first.
+
+Read next: `engine.py`, whose steps these are; `compiled.py` for graphs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from minispec.bucket import Bucket, PrefillBucket
+from minispec.compiled import OneMade, one_graph
+from minispec.engine import COMPILED, Engine
+from minispec.sampling import GREEDY
+
+TIMED_CONTEXT = 512  # committed rows of the slots on which steps are timed
+
+
+def steps_of(engine: Engine) -> list[Bucket | PrefillBucket]:
+    """Return every kind of step there is, in the order in which they are worth compiling: one request alone first."""
+    prefills = [*engine.prefills.values()]
+    short = [step for step in prefills if step.attend.graph == prefills[0].attend.graph]  # on a CPU all have one
+    keys = [key for key in engine.buckets if key[1] > 0]  # steps without rounds have the graphs of those with them
+    decodes: list[Bucket] = [engine.buckets[key] for key in sorted(keys, key=lambda key: (key[0], -key[1]))]
+    first = sum(batch == engine.sizes.batch_sizes[0] for batch, _ in keys)
+    return [*decodes[:first], *short, *decodes[first:], *prefills[len(short) :]]
+
+
+def shapes(engine: Engine) -> list[str]:
+    """Return a name for every graph that is compiled, the drafter's included: after warm-up there are no others.
+
+    They stand in the order of `steps_of`. On a CPU a graph may serve several of them.
+    """
+    names: list[str] = []
+    for step in steps_of(engine):
+        names.append(f"target, {step.attend.graph}")
+        if isinstance(step, PrefillBucket):
+            names += [f"draft, {attend.graph}" for attend in engine.drafter.attends(step.plan, prefill=True)]
+            continue
+        if step.nodes > 1 and engine.drafter.commits:
+            paths = engine.path_plans[step.batch, step.most]
+            names += [f"draft, {attend.graph}" for attend in engine.drafter.attends(paths, prefill=False)]
+        names += [
+            f"around the {owner}, batch {step.batch}, {step.nodes} nodes a tree, {kind}"
+            for kind, samples in (("greedy", False), ("sampled", True))
+            if engine.small.choice(step.batch, step.nodes, samples)
+            for owner in (("target", "drafter") if step.nodes > 1 and engine.drafter.steps else ("target",))
+        ]
+    return [*dict.fromkeys(names)]
+
+
+def warm_up(engine: Engine, progress: Callable[[str], None]) -> None:
+    """Run every kind of step on padding, largest first, so that all is compiled."""
+    steps = steps_of(engine)[::-1]
+    for done, step in enumerate(steps, start=1):
+        progress(f"warm-up {done}/{len(steps)}: {step.name}")
+        _run_on_padding(engine, step)
+
+
+def _run_on_padding(engine: Engine, step: Bucket | PrefillBucket) -> None:
+    """Run a step for nobody: it writes to page 0 and slot 0 alone, so it may be run between two others."""
+    if isinstance(step, PrefillBucket):
+        step.upload([])
+        engine.run(step, GREEDY)
+        return
+    step.upload([], ())
+    for needs in COMPILED if engine.small.choice(step.batch, step.nodes, True) else (GREEDY,):
+        engine.run(step, needs)
+
+
+@torch.inference_mode()
+def make_graph(engine: Engine, step: Bucket | PrefillBucket, from_cache: bool = False) -> bool:
+    """Make one graph at most of those that a step lacks; returns whether it has all of them and is ready now.
+
+    from_cache: raise `compiled.NotCached` where the graph would have to be compiled. After this or another
+    exception the step runs eagerly, as before.
+    """
+    step.ready = True  # for this run, which ends where a second graph is lacking
+    try:
+        with one_graph(from_cache):
+            _run_on_padding(engine, step)
+    except Exception as error:
+        step.ready = False
+        if not isinstance(error, OneMade):
+            raise
+    return step.ready
+
+
+def time_steps(engine: Engine, batch: int, repeats: int = 3) -> None:
+    """Time the decode buckets of a batch size, captured or not as they will run, on slots with pages of their own.
+
+    Padding would not do: all its rows lie in one page, which stays in the caches. Nothing may run meanwhile.
+    """
+    kv, sizes = engine.kv, engine.sizes.sizes_of(batch)
+    rows = min(TIMED_CONTEXT, engine.sizes.context_length // 2)
+    pages = min(kv.pages_for(rows + engine.sizes.tree_rows), len(kv.free) // batch)
+    rows = min(rows, pages * kv.page_size - engine.sizes.tree_rows)
+    if rows < 1 or len(sizes) == 1:
+        return
+    slots, taken = range(1, batch + 1), kv.allocate(pages * batch)
+    for index, slot in enumerate(slots):
+        kv.map(slot, 0, taken[index * pages : (index + 1) * pages])
+    # In turn, and the least of several: the machine's mood at start must not decide about trees.
+    times = [[step_seconds(engine, slots, nodes, rows) for nodes in sizes] for _ in range(repeats)]
+    engine.step_seconds |= {(batch, n): min(t) for n, t in zip(sizes, zip(*times, strict=True), strict=True)}
+    engine.timed_rows = rows
+    for slot in slots:
+        kv.unmap(slot)
+        engine.lens[slot : slot + 1].zero_()
+    kv.give_back(taken[::-1])
+
+
+def step_seconds(engine: Engine, slots: Sequence[int], nodes: int, rows: int) -> float:
+    """Return the time of one decode step for slots that have so many rows; nobody is told what it emits."""
+    bucket = engine.buckets[engine.batch_of(len(slots)), nodes]
+    engine.lens[1 : len(slots) + 1].fill_(rows)
+    start = time.perf_counter()
+    bucket.upload(slots, ())
+    engine.run(bucket, GREEDY)
+    engine.collect(engine.pending([], bucket))  # waits for the device
+    return time.perf_counter() - start

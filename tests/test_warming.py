@@ -31,12 +31,14 @@ from minispec.bucket import Bucket, PrefillBucket
 from minispec.compiled import NotCached, compile_step, one_graph
 from minispec.config import Config
 from minispec.drafter import Draft, Drafter, HostDrafter
+from minispec.engine import Engine
 from minispec.load.build import rehearse
 from minispec.load.warm_up import make_graph, shapes, steps_of, time_steps
 from minispec.model import Block
 from minispec.scheduler import Scheduler
 from minispec.warming import NICENESS, Child, Recipe, Warming
 
+MAKE_GRAPH = "minispec.load.warm_up.make_graph"
 PROMPT = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9]
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 
@@ -48,7 +50,6 @@ class Chains(Oracle):
         true, after = self.truth(tuple(text))[:2]
         tokens = [text[-1], true, (after + 1) % VOCAB]
         return Draft(tokens, list(range(-1, len(tokens) - 1)), match_length=1)
-MAKE_GRAPH = "minispec.load.warm_up.make_graph"
 
 
 def deferred(drafter: Drafter | HostDrafter) -> Scheduler:

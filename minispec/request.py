@@ -326,6 +326,15 @@ class Request:
         rows, unscored = len(self.prompt_ids) + len(self.output_ids) - 1, self.unscored
         return min(rows, unscored.start) if unscored else rows
 
+    def count_step(self, kept: int, nodes: int) -> None:
+        """Count a verify step that gave `kept` tokens of a tree of `nodes` nodes."""
+        self.verify_steps += 1
+        self.drafted_tokens += nodes - 1 if self.speculative else 0
+        self.accepted_drafts += kept - 1
+        self.last_step = kept
+        self.accept_histogram += [0] * (kept - len(self.accept_histogram))
+        self.accept_histogram[kept - 1] += 1
+
     def share(self, leader: Request) -> None:
         """Take over what another request with the same prompt was told of it."""
         self.prompt_scores += leader.prompt_scores[len(self.prompt_scores) :]

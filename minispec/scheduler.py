@@ -132,7 +132,7 @@ class Scheduler:
         """Forget what steps took, and begin with what `warm_up.time_steps` has measured, if it has."""
         self.policy.restart(self.engine.step_seconds, self.engine.timed_rows)
 
-    # ---- the door ------------------------------------------------------------------------------------------------
+    # ---- a request arrives -----------------------------------------------------------------------------------------
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -168,92 +168,12 @@ class Scheduler:
         pages = self.cache.enabled and len(request.prompt_ids) > self.kv.page_size
         return bool(pages or request.asks_of_prompt)
 
-    def _unpark(self, leader: Request) -> None:
-        """Queue the other choices, in front, since they arrived with the first one; what it was told is theirs too."""
-        choices = self.parked.pop(leader, [])
-        for request in choices:
-            request.share(leader)
-        self.waiting.extendleft(reversed(choices))
-
-    def abort(self, rid_prefix: str) -> list[Update]:
-        """End every request whose rid starts with `rid_prefix`, wherever it is; returns their last updates."""
-        parked = [request for choices in self.parked.values() for request in choices]
-        everyone = [*parked, *self.waiting, *self.prefilling, *self.running]  # the parked before what they wait for
-        named = [r for r in everyone if r.rid.startswith(rid_prefix)]
-        self.metrics.aborted += len(named)
-        for request in named:
-            self._end(request, Finish("abort", message="the request was aborted", status=ABORT_WANTED))
-        return self._drain()
-
-    def fail(self, error: BaseException) -> list[Update]:
-        """End the requests that a step, or a command between two steps, has lost by raising; the others go on.
-
-        Before the step had begun to change anything, these are the requests in it, else all that have a slot.
-        """
-        (requests, changes), self._launching = self._launching, NOT_LAUNCHING
-        if changes == self.engine.changes:
-            try:
-                for request in requests:
-                    self._end(request, _failure(error))
-                return self._drain()
-            except Exception:
-                logger.exception("the requests of a step cannot be ended by themselves")
-        return self.fail_all(error)
-
-    @torch.inference_mode()
-    def fail_all(self, error: BaseException, waiting: bool = False) -> list[Update]:
-        """End the requests that have a slot after a step raised, with `waiting` all requests; the others stay queued.
-
-        What the step left half done is not looked at: pages, slots, prefix cache and drafter start anew.
-        """
-        finish = _failure(error)
-        queued = set() if waiting else set(self.waiting)
-        self.parked = {leader: choices for leader, choices in self.parked.items() if leader in queued}
-        queued.update(*self.parked.values())
-        for request in [r for r in self.outputs if r not in queued]:
-            request.slot = request.kv_len = 0
-            self._close(request, finish)
-        self.waiting = deque(r for r in self.waiting if r in queued)
-        self.prefilling, self.running, self.seats, self._refused, self._flight = [], [], {}, None, None
-        self._launching = NOT_LAUNCHING
-        self.free_slots = list(range(self.sizes.max_running, 0, -1))
-        self.cache = PrefixCache(self.kv.page_size, self.engine.drafter.lookahead, enabled=self.cache.enabled)
-        self.engine.restart()
-        return self._drain()
-
-    def _drain(self) -> list[Update]:
-        """Hand out what has happened."""
-        updates, self._updates = self._updates, []
-        return updates
+    # ---- a step ----------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """True while a call of `step` would do something."""
         return bool(self.outputs or self._updates or self._flight)
-
-    @torch.inference_mode()
-    def flush_cache(self) -> bool:
-        """Empty prefix cache, drafter and totals; False, and nothing done, while requests are here."""
-        if self.waiting or self.prefilling or self.running:
-            return False
-        self._settle()  # no row of it counts any more, but pages come back
-        self._refused = None
-        self.kv.give_back(self.cache.evict(self.cache.count))
-        self.engine.drafter.clear()
-        self.engine.drafter_seconds = 0.0
-        self.metrics = Metrics(self.sizes.nodes, self.metrics.log_interval)
-        return True
-
-    def reconfigure(self, thresholds: tuple[float, float] | None, adaptive: bool) -> None:
-        """From the next step on accept by these (single, acc), None: exactly, and choose shapes or not.
-
-        The accept length is counted anew.
-        """
-        self.engine.set_thresholds(thresholds)
-        self.policy.adaptive = adaptive
-        self.metrics.forget_acceptance()
-
-    # ---- a step --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
@@ -268,119 +188,12 @@ class Scheduler:
             self._land(due)
         return self._drain()
 
-    def _launch(self) -> Flight | None:
-        """Launch the next step; None where there is nothing to do until the flight under way has landed."""
-        if any(request.reads_text for request in self.running):
-            self._settle()
-        decoding = [request for request in self.running if self._goes_on(request)]
-        # Where there is both to do, in turn: a long prompt slows the others and never stops them.
-        self._prefilled_last = bool(self.prefilling and not (decoding and self._prefilled_last))
-        if self._prefilled_last:
-            return self._launch_prefill()
-        self._reserve()
-        rows = {request: self.seats[request] for request in self.running if self._goes_on(request)}
-        if not rows:
-            return None
-        self._launching = list(rows), self.engine.changes
-        started = time.perf_counter()
-        engine, slots, before = self.engine, [request.slot for request in rows], self._disturbances()
-        batch = engine.batch_of(len(slots))
-        kind = Kind.of(batch, engine.special(slots), max(request.kv_len for request in rows))
-        plan = self.policy.before(kind, self.sizes.sizes_of(batch), list(rows), lambda: engine.host_drafts(slots))
-        pending = engine.launch(slots, plan.choice.shape, plan.drafts)
-        self._launching = NOT_LAUNCHING
-        seconds = time.perf_counter() - started
-        self.metrics.step_seconds += seconds
-        return Flight(pending, rows, seconds=seconds, plan=plan, disturbances=before)
+    def _drain(self) -> list[Update]:
+        """Hand out what has happened."""
+        updates, self._updates = self._updates, []
+        return updates
 
-    def _disturbances(self) -> tuple[int, int]:
-        """Return how often anything happened so far that makes a step's time say nothing about its shape."""
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"], self.metrics.retractions
-
-    def _launch_prefill(self) -> Flight:
-        """Launch a prefill step. A request whose prompt it completes runs from here on: its first token has no row."""
-        chunks, requests = self._next_chunks()
-        self._launching = requests, self.engine.changes
-        fresh = [r for r in requests if r.kv_len == len(self.seats[r].path) * self.kv.page_size]
-        cached = sum(r.kv_len for r in fresh)
-        flight = Flight(self.engine.prefill(chunks), {r: self.seats[r] for r in requests}, cached)
-        self._launching = NOT_LAUNCHING
-        for request, chunk in zip(requests, chunks, strict=True):
-            request.kv_len = chunk.start + len(chunk.tokens)
-            if chunk.last:
-                self.prefilling.remove(request)
-                self.running.append(request)
-        return flight
-
-    def _flies(self, request: Request) -> bool:
-        """Return whether the flight under way has a row of this request that will count."""
-        return self._flight is not None and self._flight.rows.get(request) is self.seats[request]
-
-    def _landed_rows(self, request: Request) -> int:
-        """Return how many rows of a request are sound: those of a chunk under way may turn out to be NaN."""
-        if self._flight is not None and self._flies(request):
-            for chunk in self._flight.pending.chunks:
-                if chunk.slot == request.slot:
-                    return chunk.start
-        return request.kv_len
-
-    def _goes_on(self, request: Request) -> bool:
-        """Return whether a running request has a token to wait for beyond the one that its flight brings at least."""
-        return len(request.output_ids) + self._flies(request) < request.max_new_tokens
-
-    def _land(self, flight: Flight) -> None:
-        """Collect a step and take in what it brought to the requests that still hold their seats."""
-        started = time.perf_counter()
-        found = self.engine.collect(flight.pending)
-        # With a step in flight the device begins a step when it has done the one before.
-        began, self._landed = max(flight.pending.launched, self._landed), time.perf_counter()
-        waited = self._landed - started
-        self._end_failed(flight)
-        self._tell_of_prompts(flight)
-        emitted = {
-            request: tokens
-            for (request, seat), tokens in zip(flight.rows.items(), found, strict=True)
-            if self.seats.get(request) is seat
-        }
-        if flight.pending.chunks:
-            self._after_prefill(flight, emitted)
-            return
-        self.metrics.step_seconds += waited
-        if flight.plan is not None:
-            alone = self._disturbances() == flight.disturbances and flight.pending.timed
-            seconds = self._landed - began if alone else None
-            self.policy.after(flight.plan, emitted, seconds, flight.pending.catching_up)
-        if emitted:
-            self._after_decode(flight, emitted, flight.seconds + waited)
-
-    def _end_failed(self, flight: Flight) -> None:
-        """End the requests that cannot go on after a step: with NaN for logits, or where no token is allowed.
-
-        What was computed of a request with NaN is shared with nobody, and its pages are wiped. If it had drafts, it
-        comes back without them first, since a draft may cost a request time, and never its text.
-        """
-        pending = flight.pending
-        for slot, pages in flight.left:
-            if slot in pending.nan:
-                self.kv.wipe(pages)
-            self.kv.give_back(pages)
-        for request in [request for request, seat in flight.rows.items() if self.seats.get(request) is seat]:
-            if request.slot in pending.nan and pending.nodes > 1 and request.speculative:
-                # What a draft gives spreads to all nodes of its tree. Without drafts there may be no NaN.
-                request.undrafted = True
-                self._send_back(request, sound=False)
-                logger.warning("request %s goes on without drafts: there was NaN among its logits", request.rid)
-            elif request.slot in pending.nan:
-                logger.error("request %s ends: the model gave NaN in place of logits", request.rid)
-                self._end(request, NAN, sound=False)
-            elif request.slot in pending.failed:
-                self._end(request, Finish("abort", message=pending.failed[request.slot]))
-
-    def _tell_of_prompts(self, flight: Flight) -> None:
-        """Give the requests that still hold their seats what they asked of their prompts."""
-        for row, (request, seat) in enumerate(flight.rows.items()):
-            if flight.pending.asked is not None and self.seats.get(request) is seat:
-                flight.pending.asked.tell_prompt(row, request)
+    # ---- admit -----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Give slots and pages to waiting requests, in order, while both last."""
@@ -434,75 +247,7 @@ class Scheduler:
             self.kv.give_back(self.cache.evict(short))
         return True
 
-    def _after_prefill(self, flight: Flight, emitted: dict[Request, list[int]]) -> None:
-        """Take in a prefill step: share the prompts that are complete, and deliver their first tokens."""
-        self.metrics.prefill(
-            Load(self._usage(), len(self.running), len(self.waiting)),
-            [len(chunk.tokens) for chunk in flight.pending.chunks],
-            cached=flight.cached,
-            emitted=sum(map(len, emitted.values())),
-            captured=flight.pending.captured,
-        )
-        for request, tokens in emitted.items():
-            if tokens:
-                self._share(request, self.seats[request], self.seats[request].ids)
-                request.prompt_done = True
-                self._unpark(request)
-                self._deliver(request, tokens, flight)
-
-    def _share(self, request: Request, seat: Seat, known: list[int]) -> None:
-        """Enter the full pages of `known`, the tokens whose rows are written, into the prefix cache.
-
-        The cache may have the same tokens already, when another request computed them at the same time. Then the slot
-        reads the cache's page from here on, and its own copy goes back to the free list.
-        """
-        first, slot = len(seat.path), request.slot
-        full = len(known) // self.kv.page_size
-        if self.cache.enabled and full > first:  # the drafter's rows are valid in every page of the cache
-            self.engine.catch_up([slot])
-        self.cache.insert(known, seat.pages[:full], seat.path, request.salt)
-        cached = [node.page for node in seat.path[first:]]
-        copies = [own for own, page in zip(seat.pages[first:], cached, strict=False) if own != page]
-        if copies:
-            seat.pages[first : len(seat.path)] = cached
-            self.kv.give_back(copies)
-            self.kv.unmap(slot)
-            self.kv.map(slot, 0, seat.pages)
-
-    def _next_chunks(self) -> tuple[list[Chunk], list[Request]]:
-        """Cut the next chunks off the prompts, within the chunk size and the query blocks of a step."""
-        budget, blocks = self.sizes.chunk_size, self.engine.prefills.blocks
-        chunks: list[Chunk] = []
-        requests: list[Request] = []
-        for request in self.prefilling:
-            if budget <= 0 or blocks <= 0:
-                break
-            ids, start = self.seats[request].ids, request.kv_len
-            end = min(len(ids), start + min(budget, blocks * self.engine.prefills.width))
-            tokens, last, again = ids[start:end], end == len(ids), request.retractions > 0
-            chunks.append(Chunk(request.slot, tokens, start, last, 0 if last else ids[end], again))
-            requests.append(request)
-            budget -= len(tokens)
-            blocks -= self.engine.prefills.blocks_of(len(tokens))
-        return chunks, requests
-
-    def _after_decode(self, flight: Flight, emitted: dict[Request, list[int]], seconds: float) -> None:
-        """Take in a decode step, which took so many seconds: deliver, retire, count."""
-        started, pending = time.perf_counter(), flight.pending
-        kept = []
-        for request, tokens in emitted.items():
-            request.kv_len += len(tokens)
-            kept.append(self._deliver(request, tokens, flight, seconds))
-            self._count(request, kept[-1], pending.nodes)
-        self.metrics.decode(
-            Load(self._usage(), len(emitted), len(self.waiting), sum(request.kv_len for request in emitted)),
-            emitted=kept,
-            of_host=[] if flight.plan is None else [request in flight.plan.of_host for request in emitted],
-            nodes=pending.nodes,
-            captured=pending.captured,
-            seconds=seconds,
-        )
-        self.metrics.host_seconds += time.perf_counter() - started
+    # ---- reserve ---------------------------------------------------------------------------------------------------
 
     def _reserve(self) -> None:
         """Give every running request pages for one whole tree, retracting the newest requests while that fails."""
@@ -514,12 +259,6 @@ class Scheduler:
             while request.slot and not self._grow(request):
                 newest = max([*self.prefilling, *self.running], key=lambda r: r.arrived)
                 self._retract(newest)
-
-    def _settle(self) -> None:
-        """Take in the flight under way, if there is one."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            self._land(flight)
 
     def _grow(self, request: Request) -> bool:
         """Extend a request's pages to its rows, those that its flight may add, and one tree; False if the pool cannot.
@@ -540,14 +279,6 @@ class Scheduler:
         seat.pages += pages
         return True
 
-    def _send_back(self, request: Request, sound: bool = True) -> int:
-        """Send a request back to the front of the queue without its pages; returns how many those were."""
-        used = self._leave(request, sound)
-        request.retractions += 1
-        self.metrics.retractions += 1
-        self.waiting.appendleft(request)
-        return used
-
     def _retract(self, request: Request) -> None:
         """Send a request back, since the pool is full."""
         used = self._send_back(request)
@@ -557,7 +288,180 @@ class Scheduler:
             len(self.waiting),
         )
 
-    # ---- the end of a request ------------------------------------------------------------------------------------
+    def _send_back(self, request: Request, sound: bool = True) -> int:
+        """Send a request back to the front of the queue without its pages; returns how many those were."""
+        used = self._leave(request, sound)
+        request.retractions += 1
+        self.metrics.retractions += 1
+        self.waiting.appendleft(request)
+        return used
+
+    # ---- launch ----------------------------------------------------------------------------------------------------
+
+    def _launch(self) -> Flight | None:
+        """Launch the next step; None where there is nothing to do until the flight under way has landed."""
+        if any(request.reads_text for request in self.running):
+            self._settle()
+        decoding = [request for request in self.running if self._goes_on(request)]
+        # Where there is both to do, in turn: a long prompt slows the others and never stops them.
+        self._prefilled_last = bool(self.prefilling and not (decoding and self._prefilled_last))
+        if self._prefilled_last:
+            return self._launch_prefill()
+        self._reserve()
+        rows = {request: self.seats[request] for request in self.running if self._goes_on(request)}
+        if not rows:
+            return None
+        self._launching = list(rows), self.engine.changes
+        started = time.perf_counter()
+        engine, slots, before = self.engine, [request.slot for request in rows], self._disturbances()
+        batch = engine.batch_of(len(slots))
+        kind = Kind.of(batch, engine.special(slots), max(request.kv_len for request in rows))
+        plan = self.policy.before(kind, self.sizes.sizes_of(batch), list(rows), lambda: engine.host_drafts(slots))
+        pending = engine.launch(slots, plan.choice.shape, plan.drafts)
+        self._launching = NOT_LAUNCHING
+        seconds = time.perf_counter() - started
+        self.metrics.step_seconds += seconds
+        return Flight(pending, rows, seconds=seconds, plan=plan, disturbances=before)
+
+    def _launch_prefill(self) -> Flight:
+        """Launch a prefill step. A request whose prompt it completes runs from here on: its first token has no row."""
+        chunks, requests = self._next_chunks()
+        self._launching = requests, self.engine.changes
+        fresh = [r for r in requests if r.kv_len == len(self.seats[r].path) * self.kv.page_size]
+        cached = sum(r.kv_len for r in fresh)
+        flight = Flight(self.engine.prefill(chunks), {r: self.seats[r] for r in requests}, cached)
+        self._launching = NOT_LAUNCHING
+        for request, chunk in zip(requests, chunks, strict=True):
+            request.kv_len = chunk.start + len(chunk.tokens)
+            if chunk.last:
+                self.prefilling.remove(request)
+                self.running.append(request)
+        return flight
+
+    def _next_chunks(self) -> tuple[list[Chunk], list[Request]]:
+        """Cut the next chunks off the prompts, within the chunk size and the query blocks of a step."""
+        budget, blocks = self.sizes.chunk_size, self.engine.prefills.blocks
+        chunks: list[Chunk] = []
+        requests: list[Request] = []
+        for request in self.prefilling:
+            if budget <= 0 or blocks <= 0:
+                break
+            ids, start = self.seats[request].ids, request.kv_len
+            end = min(len(ids), start + min(budget, blocks * self.engine.prefills.width))
+            tokens, last, again = ids[start:end], end == len(ids), request.retractions > 0
+            chunks.append(Chunk(request.slot, tokens, start, last, 0 if last else ids[end], again))
+            requests.append(request)
+            budget -= len(tokens)
+            blocks -= self.engine.prefills.blocks_of(len(tokens))
+        return chunks, requests
+
+    def _goes_on(self, request: Request) -> bool:
+        """Return whether a running request has a token to wait for beyond the one that its flight brings at least."""
+        return len(request.output_ids) + self._flies(request) < request.max_new_tokens
+
+    def _flies(self, request: Request) -> bool:
+        """Return whether the flight under way has a row of this request that will count."""
+        return self._flight is not None and self._flight.rows.get(request) is self.seats[request]
+
+    def _disturbances(self) -> tuple[int, int]:
+        """Return how often anything happened so far that makes a step's time say nothing about its shape."""
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"], self.metrics.retractions
+
+    # ---- land ------------------------------------------------------------------------------------------------------
+
+    def _land(self, flight: Flight) -> None:
+        """Collect a step and take in what it brought to the requests that still hold their seats."""
+        started = time.perf_counter()
+        found = self.engine.collect(flight.pending)
+        # With a step in flight the device begins a step when it has done the one before.
+        began, self._landed = max(flight.pending.launched, self._landed), time.perf_counter()
+        waited = self._landed - started
+        self._end_failed(flight)
+        self._tell_of_prompts(flight)
+        emitted = {
+            request: tokens
+            for (request, seat), tokens in zip(flight.rows.items(), found, strict=True)
+            if self.seats.get(request) is seat
+        }
+        if flight.pending.chunks:
+            self._after_prefill(flight, emitted)
+            return
+        self.metrics.step_seconds += waited
+        if flight.plan is not None:
+            alone = self._disturbances() == flight.disturbances and flight.pending.timed
+            seconds = self._landed - began if alone else None
+            self.policy.after(flight.plan, emitted, seconds, flight.pending.catching_up)
+        if emitted:
+            self._after_decode(flight, emitted, flight.seconds + waited)
+
+    def _settle(self) -> None:
+        """Take in the flight under way, if there is one."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._land(flight)
+
+    def _end_failed(self, flight: Flight) -> None:
+        """End the requests that cannot go on after a step: with NaN for logits, or where no token is allowed.
+
+        What was computed of a request with NaN is shared with nobody, and its pages are wiped. If it had drafts, it
+        comes back without them first, since a draft may cost a request time, and never its text.
+        """
+        pending = flight.pending
+        for slot, pages in flight.left:
+            if slot in pending.nan:
+                self.kv.wipe(pages)
+            self.kv.give_back(pages)
+        for request in [request for request, seat in flight.rows.items() if self.seats.get(request) is seat]:
+            if request.slot in pending.nan and pending.nodes > 1 and request.speculative:
+                # What a draft gives spreads to all nodes of its tree. Without drafts there may be no NaN.
+                request.undrafted = True
+                self._send_back(request, sound=False)
+                logger.warning("request %s goes on without drafts: there was NaN among its logits", request.rid)
+            elif request.slot in pending.nan:
+                logger.error("request %s ends: the model gave NaN in place of logits", request.rid)
+                self._end(request, NAN, sound=False)
+            elif request.slot in pending.failed:
+                self._end(request, Finish("abort", message=pending.failed[request.slot]))
+
+    def _tell_of_prompts(self, flight: Flight) -> None:
+        """Give the requests that still hold their seats what they asked of their prompts."""
+        for row, (request, seat) in enumerate(flight.rows.items()):
+            if flight.pending.asked is not None and self.seats.get(request) is seat:
+                flight.pending.asked.tell_prompt(row, request)
+
+    def _after_prefill(self, flight: Flight, emitted: dict[Request, list[int]]) -> None:
+        """Take in a prefill step: share the prompts that are complete, and deliver their first tokens."""
+        self.metrics.prefill(
+            Load(self._usage(), len(self.running), len(self.waiting)),
+            [len(chunk.tokens) for chunk in flight.pending.chunks],
+            cached=flight.cached,
+            emitted=sum(map(len, emitted.values())),
+            captured=flight.pending.captured,
+        )
+        for request, tokens in emitted.items():
+            if tokens:
+                self._share(request, self.seats[request], self.seats[request].ids)
+                request.prompt_done = True
+                self._unpark(request)
+                self._deliver(request, tokens, flight)
+
+    def _after_decode(self, flight: Flight, emitted: dict[Request, list[int]], seconds: float) -> None:
+        """Take in a decode step, which took so many seconds: deliver, retire, count."""
+        started, pending = time.perf_counter(), flight.pending
+        kept = []
+        for request, tokens in emitted.items():
+            request.kv_len += len(tokens)
+            kept.append(self._deliver(request, tokens, flight, seconds))
+            request.count_step(kept[-1], pending.nodes)
+        self.metrics.decode(
+            Load(self._usage(), len(emitted), len(self.waiting), sum(request.kv_len for request in emitted)),
+            emitted=kept,
+            of_host=[] if flight.plan is None else [request in flight.plan.of_host for request in emitted],
+            nodes=pending.nodes,
+            captured=pending.captured,
+            seconds=seconds,
+        )
+        self.metrics.host_seconds += time.perf_counter() - started
 
     def _deliver(self, request: Request, tokens: Sequence[int], flight: Flight, seconds: float = 0.0) -> int:
         """Append emitted tokens one by one until a stop rule applies; returns how many of them were kept.
@@ -581,15 +485,26 @@ class Scheduler:
             self._updates.append(Update(request, ids, output.release(False)))
         return len(ids)
 
-    def _count(self, request: Request, kept: int, nodes: int) -> None:
-        """Count a verify step that gave `kept` tokens of a tree of `nodes` nodes."""
-        request.verify_steps += 1
-        request.drafted_tokens += nodes - 1 if request.speculative else 0
-        request.accepted_drafts += kept - 1
-        request.last_step = kept
-        histogram = request.accept_histogram
-        histogram.extend([0] * (kept - len(histogram)))
-        histogram[kept - 1] += 1
+    def _share(self, request: Request, seat: Seat, known: list[int]) -> None:
+        """Enter the full pages of `known`, the tokens whose rows are written, into the prefix cache.
+
+        The cache may have the same tokens already, when another request computed them at the same time. Then the slot
+        reads the cache's page from here on, and its own copy goes back to the free list.
+        """
+        first, slot = len(seat.path), request.slot
+        full = len(known) // self.kv.page_size
+        if self.cache.enabled and full > first:  # the drafter's rows are valid in every page of the cache
+            self.engine.catch_up([slot])
+        self.cache.insert(known, seat.pages[:full], seat.path, request.salt)
+        cached = [node.page for node in seat.path[first:]]
+        copies = [own for own, page in zip(seat.pages[first:], cached, strict=False) if own != page]
+        if copies:
+            seat.pages[first : len(seat.path)] = cached
+            self.kv.give_back(copies)
+            self.kv.unmap(slot)
+            self.kv.map(slot, 0, seat.pages)
+
+    # ---- end -------------------------------------------------------------------------------------------------------
 
     def _end(self, request: Request, finish: Finish, ids: Sequence[int] = (), sound: bool = True) -> None:
         """Take a request out of wherever it is, and note its end; not `sound`: its own pages may hold NaN."""
@@ -607,6 +522,13 @@ class Scheduler:
         self._unpark(request)
         text = self.outputs.pop(request).release(True)
         self._updates.append(Update(request, list(ids), text, finish))
+
+    def _unpark(self, leader: Request) -> None:
+        """Queue the other choices, in front, since they arrived with the first one; what it was told is theirs too."""
+        choices = self.parked.pop(leader, [])
+        for request in choices:
+            request.share(leader)
+        self.waiting.extendleft(reversed(choices))
 
     @torch.inference_mode()
     def _leave(self, request: Request, sound: bool = True) -> int:
@@ -630,7 +552,85 @@ class Scheduler:
         request.slot = request.kv_len = 0
         return len(seat.pages)
 
-    # ---- numbers -------------------------------------------------------------------------------------------------
+    def _landed_rows(self, request: Request) -> int:
+        """Return how many rows of a request are sound: those of a chunk under way may turn out to be NaN."""
+        if self._flight is not None and self._flies(request):
+            for chunk in self._flight.pending.chunks:
+                if chunk.slot == request.slot:
+                    return chunk.start
+        return request.kv_len
+
+    def abort(self, rid_prefix: str) -> list[Update]:
+        """End every request whose rid starts with `rid_prefix`, wherever it is; returns their last updates."""
+        parked = [request for choices in self.parked.values() for request in choices]
+        everyone = [*parked, *self.waiting, *self.prefilling, *self.running]  # the parked before what they wait for
+        named = [r for r in everyone if r.rid.startswith(rid_prefix)]
+        self.metrics.aborted += len(named)
+        for request in named:
+            self._end(request, Finish("abort", message="the request was aborted", status=ABORT_WANTED))
+        return self._drain()
+
+    def fail(self, error: BaseException) -> list[Update]:
+        """End the requests that a step, or a command between two steps, has lost by raising; the others go on.
+
+        Before the step had begun to change anything, these are the requests in it, else all that have a slot.
+        """
+        (requests, changes), self._launching = self._launching, NOT_LAUNCHING
+        if changes == self.engine.changes:
+            try:
+                for request in requests:
+                    self._end(request, _failure(error))
+                return self._drain()
+            except Exception:
+                logger.exception("the requests of a step cannot be ended by themselves")
+        return self.fail_all(error)
+
+    @torch.inference_mode()
+    def fail_all(self, error: BaseException, waiting: bool = False) -> list[Update]:
+        """End the requests that have a slot after a step raised, with `waiting` all requests; the others stay queued.
+
+        What the step left half done is not looked at: pages, slots, prefix cache and drafter start anew.
+        """
+        finish = _failure(error)
+        queued = set() if waiting else set(self.waiting)
+        self.parked = {leader: choices for leader, choices in self.parked.items() if leader in queued}
+        queued.update(*self.parked.values())
+        for request in [r for r in self.outputs if r not in queued]:
+            request.slot = request.kv_len = 0
+            self._close(request, finish)
+        self.waiting = deque(r for r in self.waiting if r in queued)
+        self.prefilling, self.running, self.seats, self._refused, self._flight = [], [], {}, None, None
+        self._launching = NOT_LAUNCHING
+        self.free_slots = list(range(self.sizes.max_running, 0, -1))
+        self.cache = PrefixCache(self.kv.page_size, self.engine.drafter.lookahead, enabled=self.cache.enabled)
+        self.engine.restart()
+        return self._drain()
+
+    # ---- between two steps -----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def flush_cache(self) -> bool:
+        """Empty prefix cache, drafter and totals; False, and nothing done, while requests are here."""
+        if self.waiting or self.prefilling or self.running:
+            return False
+        self._settle()  # no row of it counts any more, but pages come back
+        self._refused = None
+        self.kv.give_back(self.cache.evict(self.cache.count))
+        self.engine.drafter.clear()
+        self.engine.drafter_seconds = 0.0
+        self.metrics = Metrics(self.sizes.nodes, self.metrics.log_interval)
+        return True
+
+    def reconfigure(self, thresholds: tuple[float, float] | None, adaptive: bool) -> None:
+        """From the next step on accept by these (single, acc), None: exactly, and choose shapes or not.
+
+        The accept length is counted anew.
+        """
+        self.engine.set_thresholds(thresholds)
+        self.policy.adaptive = adaptive
+        self.metrics.forget_acceptance()
+
+    # ---- numbers ---------------------------------------------------------------------------------------------------
 
     def _owned(self) -> int:
         left = self._flight.left if self._flight is not None else ()

@@ -49,7 +49,7 @@ from minispec.load.memory import size_of
 from minispec.load.weights import ModelError
 from minispec.model import Model, published_tensors
 from minispec.parallel import Lead, Ranks, SharedLink
-from minispec.request import Logprobs, Request
+from minispec.request import Logprobs, Request, Trace
 from minispec.scheduler import Scheduler
 from minispec.shards import Shard, share
 
@@ -269,6 +269,9 @@ def of_every_kind() -> list[Request]:
 def test_in_float64_requests_of_every_kind_are_those_of_one_rank(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "DRAFT_SECONDS", 60.0)  # a busy machine must not decide which drafts are looked at
     alone, split_up = of_every_kind(), of_every_kind()
+    watched = [split_up[kind] for kind in (1, 3, 7)]  # with a grammar and log-probabilities, with the latter, with none
+    for r in watched:
+        r.trace = Trace()
     run(build(double_model(), Plain(), **GRAMMATICAL), alone)
     scheduler = pair.build(double_model(), Oracle(truth_of(double_model())), pages=30, **GRAMMATICAL)
     run(scheduler, split_up)
@@ -277,6 +280,9 @@ def test_in_float64_requests_of_every_kind_are_those_of_one_rank(pair: Pair, mon
         scores = [[s.logprob for s in (*q.prompt_scores, *q.output_scores)] for q in (r, other)]
         assert scores[1] == pytest.approx(scores[0], abs=1e-4)
     assert [len(r.prompt_scores) for r in split_up] == [4 * (r.params.logprobs is not None) for r in split_up]
+    for r in watched:
+        assert [token for step in r.trace.steps for token in step["emitted"]] == r.output_ids[1:]
+        assert len(r.trace.ends) == len(r.output_ids) and max(len(step["tokens"]) for step in r.trace.steps) > 1
     assert all(r.finish.kind == "stop" for r in split_up[:2]) and scheduler.metrics.accept_length > 1.1
 
 

@@ -7,6 +7,7 @@ compiled by force, counted with PyTorch's profiler, and compared with what they 
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,9 +25,10 @@ from minispec.beam import BeamDrafter
 from minispec.compiled import compile_step
 from minispec.drafter import Drafter, Plain
 from minispec.eagle import Eagle3Head
-from minispec.engine import Engine
+from minispec.engine import CAPTURED, Engine
 from minispec.sampling import GREEDY
 from minispec.scheduler import Scheduler
+from minispec.verify import Accept
 
 MODEL = tiny_model()
 PAGES = 1000  # so that nothing else is as large as a layer's keys; of all tests, since they share what is compiled
@@ -62,6 +64,57 @@ def test_greedy_and_sampled_batches_have_a_graph_each() -> None:
         run(scheduler, requests)
         assert requests[0].output_ids == reference(MODEL, requests[0])
     assert [len(calls) for calls in scheduler.engine.small.compiled[1].calls.values()] == [2]
+
+
+def swapped(fresh: Scheduler, scheduler: Scheduler, low: tuple[float, float]) -> list[str]:
+    """Serve sampled requests exactly, then under thresholds set after a warm-up; returns what ran compiled then.
+
+    What stands for compiled functions and for captured steps keeps the acceptance of its making, as a graph does.
+    """
+    engine, ran = scheduler.engine, []
+
+    def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+        made = copy.copy(engine)
+        made.accept = Accept()  # as it was when the function was compiled
+
+        def compiled(owner: object, *given: Any) -> Any:
+            ran.append(function.__name__)
+            return function(made if owner is engine else owner, *given)
+
+        return compiled
+
+    engine.compile_small(compiler, lambda batch, nodes, samples: True)
+    served = lambda s, **wish: (  # noqa: E731
+        found := mixed_requests(4, max_new_tokens=16, **wish), run(s, found), [r.output_ids for r in found])[-1]
+    sampled = {"temperature": 1.2}
+    exact, wanted = served(scheduler, **sampled), served(fresh, **sampled)
+    assert exact != wanted and "_after_blocks" in ran, "thresholds so low change tokens"
+    engine.graphs = {(step, needs): None for step in engine.buckets.values() for needs in CAPTURED}
+    scheduler.reconfigure(low, False)
+    assert {needs for _, needs in engine.graphs} == {GREEDY}, "of decode steps, greedy graphs alone are as they were"
+    engine.graphs.clear()
+    scheduler.flush_cache()
+    ran.clear()
+    assert served(scheduler, **sampled) == wanted, "as if it had begun with these thresholds"
+    found = list(ran)
+    assert served(scheduler, temperature=0.0) == served(fresh, temperature=0.0)
+    assert "_after_blocks" in ran[len(found) :], "greedy steps run compiled as before"
+    return found
+
+
+def test_thresholds_swapped_after_a_warm_up_are_those_of_an_engine_that_began_with_them() -> None:
+    low = (0.02, 0.3)
+    fresh, scheduler = (build(MODEL, eagle3(2, 3, 10), running=4, thresholds=given) for given in (low, None))
+    assert "_after_blocks" not in swapped(fresh, scheduler, low), "what is compiled holds the old thresholds"
+
+
+def test_a_compiled_function_that_goes_on_after_a_swap_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    low = (0.02, 0.3)
+    fresh, scheduler = (build(MODEL, eagle3(2, 3, 10), running=4, thresholds=given) for given in (low, None))
+    never = property(lambda engine: False, lambda engine, value: None)
+    monkeypatch.setattr(Engine, "amended", never, raising=False)
+    with pytest.raises(AssertionError, match="as if it had begun"):
+        swapped(fresh, scheduler, low)
 
 
 def within(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

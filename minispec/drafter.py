@@ -1,7 +1,7 @@
 """What a drafter is: anything that proposes a tree and is told what the target made of it.
 
 The engine calls one interface, `Drafter`: it asks for a tree before a step that has one, and tells of every token that
-was committed, prompt chunks included (of what plain steps committed later, from a ring), so that "draft prefill" and
+was committed, prompt chunks included (of what plain steps committed, later: `late.py`), so that "draft prefill" and
 "draft extend" are no ideas of their own. Plain decoding is the drafter `none`: its tree is the root alone, and nothing
 in the engine asks whether decoding is speculative.
 

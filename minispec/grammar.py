@@ -21,7 +21,7 @@ HTTP field has is "lark", llguidance's own language, in which `%json {...}` embe
 names `Grammar.origin`.
 
 The engine's reading of constrained decoding follows Willard, Louf, "Efficient guided generation for large language
-models", arXiv 2307.09702. Read next: `engine.py`, which cuts a step in two around `Constraints.fill`.
+models", arXiv 2307.09702. Read next: `asked.py`, which cuts a step in two around `Constraints.fill`.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def capture(engine: Engine, batches: Sequence[int], progress: Callable[[str], No
     """Capture the decode steps of these batch sizes and the smallest prefill step, on CUDA and after warm-up.
 
     Each is captured for greedy batches, for those with a temperature, and for those with filters; batches with
-    penalties, bias, min_new_tokens or logprobs run uncaptured. The largest come first, so that the smaller ones fit
+    penalties, bias or min_new_tokens run uncaptured. The largest come first, so that the smaller ones fit
     into the memory that those leave to the pool.
     """
     engine.link.tell("capture", batches)

@@ -1,10 +1,10 @@
 """Watching a step: its trees, what the drafter and the target thought of each node, and which nodes were accepted.
 
 The one idea: a step that is watched runs the same operations and a few more behind them. `Sight` makes the tensors of
-those few, so a step that nobody watches knows nothing of it but a None. That a request is watched is one more of the
-batch's `Needs`, which no captured step has, so such steps run uncaptured. The output is the same, token for token.
+those few, and only `asked.py` knows of it: a step with a watched request runs there, uncaptured. The output is the
+same, token for token.
 
-Read next: `engine.py`, which looks; `http/traces.py` for what clients see.
+Read next: `asked.py`, which looks; `http/traces.py` for what clients see.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from minispec.output import Output
 from minispec.request import Logprobs, Request, Scored
 from minispec.sampling import Needs
 from minispec.seams import Asked, AskedStep
-from minispec.trace import Rows, Sight
+from minispec.trace import SeenStep, Sight
 from minispec.tree import PADDING, DraftTree
 
 Crossed = list[list[list[int]]]  # tensors of a step that have come to the host, as lists
@@ -125,7 +125,7 @@ class Answered(AskedStep):
         self.numbers = [sum(question.picks for question in questions), *known] if questions else []
         self.most = step.most
         self.scores: Scores | None = None
-        self.seen: Rows | None = None
+        self.seen: SeenStep | None = None
         self._told: dict[int, tuple[list[Scored], list[Scored]]] | None = None
 
     def to_host(self) -> None:
@@ -191,7 +191,7 @@ class AskedDecode(Answered):
         verdict = engine.judge(step, tree, inputs.above, allowed, wishes, lens)
         if sight is not None:
             sight.look(tree, logits, verdict, wishes, lens)
-            self.seen = sight.rows
+            self.seen = sight.seen
         path = engine.keep(step, lens, tokens, verdict, features, wishes)
         if self.questions is not None:
             self.scores = score_picks(self.questions, logits, verdict.path, verdict.emitted)

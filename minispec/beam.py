@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from minispec.attention import AttendKind, Plan
-from minispec.compiled import Choice, Compiler, Small
+from minispec.compiled import CompileFor, Compiler, Small
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.kv import KVShape, PagedKV
 from minispec.model import Attend, LayerAttend, Rope
@@ -242,7 +242,7 @@ class BeamDrafter(Drafter):
     def compile(self, compiler: Compiler) -> None:
         self.run_network = compiler(type(self.network).forward)
 
-    def compile_small(self, compiler: Compiler, choice: Choice) -> None:
+    def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
         self.small.compile(compiler, choice)
 
     def attends(self, plan: Plan, prefill: bool) -> list[Attend]:

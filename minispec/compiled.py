@@ -68,7 +68,7 @@ def _original(key: Any) -> Any:
     return getattr(key, "original", key)
 
 
-Choice = Callable[[int, int, bool], bool]  # of a batch's size, nodes of trees, and whether any of the requests samples
+CompileFor = Callable[[int, int, bool], bool]  # of a batch's size, nodes of trees, and whether any request samples
 
 
 class Small:
@@ -79,9 +79,9 @@ class Small:
 
     def __init__(self, *functions: Step) -> None:
         self.eager = self.compiled = functions
-        self.choice: Choice = lambda batch, nodes, samples: False
+        self.choice: CompileFor = lambda batch, nodes, samples: False
 
-    def compile(self, compiler: Compiler, choice: Choice) -> None:
+    def compile(self, compiler: Compiler, choice: CompileFor) -> None:
         """From now on use what `compiler` makes of the functions where `choice` says so."""
         self.compiled, self.choice = tuple(map(compiler, self.eager)), choice
 

@@ -20,7 +20,7 @@ from minispec.request import Finish, Grammar, Logprobs, Request, SamplingParams,
 # What the scheduler counts of a request. It crosses both ways, so that counts go on elsewhere.
 COUNTS = ("cached_tokens", "verify_steps", "drafted_tokens", "accepted_drafts", "accept_histogram", "undrafted",
           "last_step", "retractions")  # fmt: skip
-PLAIN = ("rid", "prompt_ids", "salt", "max_new_tokens", "output_ids", "released", *COUNTS)
+PLAIN_FIELDS = ("rid", "prompt_ids", "salt", "max_new_tokens", "output_ids", "released", *COUNTS)
 PARAMS = [f.name for f in fields(SamplingParams) if f.name not in ("logprobs", "grammar", "sampling_seed")]
 
 Values = dict[str, Any]  # plain ones
@@ -33,7 +33,7 @@ def packed(request: Request) -> Values:
     """Return a request as it stands, with the seed that it was given at the door."""
     params, logprobs, grammar = request.params, request.params.logprobs, request.params.grammar
     return {
-        **{name: getattr(request, name) for name in PLAIN},
+        **{name: getattr(request, name) for name in PLAIN_FIELDS},
         "params": {name: _plain(getattr(params, name)) for name in PARAMS} | {"sampling_seed": request.seed},
         "logprobs": None if logprobs is None else {"top": logprobs.top, "ids": logprobs.ids, "start": logprobs.start},
         "grammar": None if grammar is None else (grammar.kind, grammar.text, grammar.origin),
@@ -55,7 +55,7 @@ def unpacked(values: Values, known: dict[str, Request]) -> Request:
         grammar=None if grammar is None else Grammar(*grammar),
     )
     request = Request(values["rid"], values["prompt_ids"], params)
-    for name in PLAIN:
+    for name in PLAIN_FIELDS:
         setattr(request, name, values[name])
     request.ends = None if values["ends"] is None else OneCall.unpacked(values["ends"])
     request.prediction, request.leader = values["prediction"], known.get(values["leader"])

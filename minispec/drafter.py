@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from minispec.attention import Plan
-from minispec.compiled import Choice, Compiler
+from minispec.compiled import CompileFor, Compiler
 from minispec.kv import KVShape, PagedKV
 from minispec.tree import PADDING, DraftTree, problem
 
@@ -142,7 +142,7 @@ class Drafter(ABC):
     def compile(self, compiler: Compiler) -> None:  # noqa: B027  a drafter without a network has nothing to compile
         """Run the network as `compiler` compiles it from now on."""
 
-    def compile_small(self, compiler: Compiler, choice: Choice) -> None:  # noqa: B027  nor anything around one
+    def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:  # noqa: B027  nor anything around one
         """Run what surrounds the network as `compiler` compiles it, where `choice` says so."""
 
     def attach(  # noqa: B027  a drafter without tensors has nothing to allocate

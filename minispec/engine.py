@@ -36,7 +36,7 @@ from minispec.attention import (
     prefill_block,
 )
 from minispec.bucket import Bucket, Chunk, PrefillBucket, Prefills, Sizes
-from minispec.compiled import Choice, Compiler, Small, Step, within_step
+from minispec.compiled import CompileFor, Compiler, Small, Step, within_step
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter
 from minispec.kv import PagedKV
 from minispec.late import Late
@@ -170,7 +170,7 @@ class Engine:
         paths = {(batch, self._most(nodes)) for batch, nodes in self.buckets if nodes > 1 and drafter.commits}
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
 
-    def compile_small(self, compiler: Compiler, choice: Choice) -> None:
+    def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
         """From now on run what surrounds the blocks, in the drafter too, as `compiler` compiles it where `choice` says.
 
         The two functions here are `_before_blocks` and `_after_blocks`; the drafter has its own.

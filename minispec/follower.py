@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from minispec.config import Config
 
 if TYPE_CHECKING:
-    from minispec.parallel import Place
+    from minispec.parallel import RankPlace
 
 logger = logging.getLogger("minispec")
 
@@ -47,8 +47,8 @@ def serve_machine(config: Config) -> None:
     _be(config, None)
 
 
-def _be(config: Config, place: Place | None) -> None:
-    """Meet the others, at a `parallel.Place` if one is given, and follow rank 0; an error ends the process."""
+def _be(config: Config, place: RankPlace | None) -> None:
+    """Meet the others, at a `parallel.RankPlace` if one is given, and follow rank 0; an error ends the process."""
     from minispec.load.build import choose_device, follow
     from minispec.parallel import end_all, gather, join, open_store
 

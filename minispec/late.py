@@ -25,7 +25,7 @@ from minispec.bucket import Bucket, Chunk, PrefillBucket, Prefills
 from minispec.compiled import within_step
 from minispec.drafter import Committed, Drafter
 
-ROWS = 64  # of a slot; no more than the largest prefill step has, which is 128 at least
+KEPT_ROWS = 64  # of a slot; no more than the largest prefill step has, which is 128 at least
 
 
 class Late:
@@ -42,9 +42,9 @@ class Late:
         self.drafter, self.waiting = drafter, [0] * slots
         width = len(drafter.taps) * like.numel()  # F
         if drafter.commits:
-            self.tokens = torch.zeros(slots, ROWS, dtype=torch.int64, device=like.device)
+            self.tokens = torch.zeros(slots, KEPT_ROWS, dtype=torch.int64, device=like.device)
         if drafter.commits and width:
-            self.features = torch.zeros(slots, ROWS, width, dtype=like.dtype, device=like.device)
+            self.features = torch.zeros(slots, KEPT_ROWS, width, dtype=like.dtype, device=like.device)
 
     def attach(self, prefills: Prefills, lens: Tensor, root: Tensor) -> None:
         """Tell through which steps the drafter catches up, and where the engine has lengths and roots [R]."""
@@ -53,7 +53,7 @@ class Late:
     def keeps(self, step: Bucket) -> bool:
         """Return whether a step leaves its rows here, since the drafter has no part in it."""
         drafts = step.nodes > 1 and step.rounds
-        return self.tokens is not None and not drafts and step.most <= ROWS
+        return self.tokens is not None and not drafts and step.most <= KEPT_ROWS
 
     def keep(self, slots: Tensor, rows: Tensor, tokens: Tensor, features: Tensor | None) -> None:
         """Keep the tokens [B, A] and the features [B, A, F] of rows [B, A] of slots [B]; runs inside a step.
@@ -62,7 +62,7 @@ class Late:
         """
         if self.tokens is None:
             return
-        slots, place = slots[:, None], rows % ROWS
+        slots, place = slots[:, None], rows % KEPT_ROWS
         self.tokens[slots, place] = tokens
         if self.features is not None:
             self.features[slots, place] = cast(Tensor, features)
@@ -72,7 +72,7 @@ class Late:
 
         Then all slots of the step catch up in one pass.
         """
-        if not self.keeps(step) or any(self.waiting[slot] + step.most > ROWS for slot in slots):
+        if not self.keeps(step) or any(self.waiting[slot] + step.most > KEPT_ROWS for slot in slots):
             self.catch_up(slots)
         if step.nodes == 1:
             self.landed(slots, [[0]] * len(slots))
@@ -86,7 +86,7 @@ class Late:
     def catch_up(self, slots: Iterable[int]) -> None:
         """Let the drafter take in what waits of these slots, as chunks of prompts."""
         behind = [slot for slot in slots if self.waiting[slot]]
-        most = max(1, self.prefills.blocks // self.prefills.blocks_of(ROWS))  # slots of one pass
+        most = max(1, self.prefills.blocks // self.prefills.blocks_of(KEPT_ROWS))  # slots of one pass
         while behind:
             part, behind = behind[:most], behind[most:]
             step = self.prefills.of(sum(self.prefills.blocks_of(self.waiting[slot]) for slot in part))
@@ -101,9 +101,9 @@ class Late:
         assert self.tokens is not None, "nothing waits for a drafter that takes in nothing"
         slots, ends = step.slots[:, None], self.lens[step.slots]
         rows = step.place(ends + step.starts)
-        tokens, following = self.tokens[slots, rows % ROWS], self.tokens[slots, (rows + 1) % ROWS]
+        tokens, following = self.tokens[slots, rows % KEPT_ROWS], self.tokens[slots, (rows + 1) % KEPT_ROWS]
         following = torch.where(rows == ends[:, None] - 1, self.root[step.slots][:, None], following)
-        features = None if self.features is None else self.features[slots, rows % ROWS].view(1, step.size, -1)
+        features = None if self.features is None else self.features[slots, rows % KEPT_ROWS].view(1, step.size, -1)
         tokens, following, rows = (part.reshape(1, step.size) for part in (tokens, following, rows))
         return Committed(step.chunk_slots, tokens, following, rows, features, step.ends, step.plan, prefill=True)
 

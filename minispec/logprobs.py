@@ -24,7 +24,7 @@ from torch import Tensor
 from minispec.kv import upload
 from minispec.request import Logprobs, Scored
 
-ROWS = 128  # rows whose logits are looked at together
+ROWS_AT_ONCE = 128  # rows whose logits are looked at together
 UNLIKELY = -9999.0  # told in place of minus infinity and NaN, which JSON lacks; OpenAI's number
 
 
@@ -97,8 +97,8 @@ class Scores:
 def score(questions: Questions, tokens: Tensor, logits: Callable[[slice], Tensor], most: int) -> Scores:
     """Score `tokens [n] int64`; `logits(part)` returns the logits [r, V] of the rows in that slice of n."""
     ids, parts = questions.ids(most), []
-    for first in range(0, len(tokens), ROWS):
-        part = slice(first, min(first + ROWS, len(tokens)))
+    for first in range(0, len(tokens), ROWS_AT_ONCE):
+        part = slice(first, min(first + ROWS_AT_ONCE, len(tokens)))
         parts.append(_score(logits(part), tokens[part], ids[part], questions.top))
     values, top = (torch.cat(column) for column in zip(*parts, strict=True))
     return Scores(questions, values, top)

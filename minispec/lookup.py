@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from minispec.attention import Plan
 from minispec.beam import BeamDrafter
-from minispec.compiled import Choice, Compiler
+from minispec.compiled import CompileFor, Compiler
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, HostDrafter, HostTrees, TreeSize
 from minispec.kv import PagedKV
 from minispec.model import Attend
@@ -176,7 +176,7 @@ class Lookups(Drafter):
     def compile(self, compiler: Compiler) -> None:
         self.head.compile(compiler)
 
-    def compile_small(self, compiler: Compiler, choice: Choice) -> None:
+    def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
         self.head.compile_small(compiler, choice)
 
     def attends(self, plan: Plan, prefill: bool) -> list[Attend]:

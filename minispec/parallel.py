@@ -300,7 +300,7 @@ def follow(engine: Engine, ranks: Ranks) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a process stands among the ranks, and where they meet: a file that all can open, or HOST:PORT."""
 
     rank: int
@@ -327,14 +327,14 @@ def gather(config: Config, device: torch.device) -> Ranks:
     # On one machine a file in memory, which every process here opens by its number: nothing is left of it, however they
     # end, and it may be read as long as they live, since NCCL looks up there later what it has not met yet.
     files: tuple[int, ...] = () if config.dist_init_addr else (os.memfd_create("minispec-ranks"),)
-    place = Place(rank, config.tp_size, 0, config.dist_init_addr or f"/proc/self/fd/{files[0]}")
+    place = RankPlace(rank, config.tp_size, 0, config.dist_init_addr or f"/proc/self/fd/{files[0]}")
     store = open_store(place, timeout)
     for local in range(1, here):
-        Child(config, replace(place, rank=rank + local, local=local), files)
+        RankProcess(config, replace(place, rank=rank + local, local=local), files)
     return join(place, store, device, timeout)
 
 
-def open_store(place: Place, timeout_s: float) -> dist.Store:
+def open_store(place: RankPlace, timeout_s: float) -> dist.Store:
     """Return the store at which the ranks meet; rank 0 opens it where it is an address. Raises ValueError."""
     host, _, port = place.meeting.rpartition(":")
     if not host:
@@ -380,7 +380,7 @@ def _wait_for(host: str, port: int, timeout_s: float) -> None:
                      f"machine 0 first, and see that it is reachable from here: {said}")  # fmt: skip
 
 
-def join(place: Place, store: dist.Store, device: torch.device, timeout_s: float) -> Ranks:
+def join(place: RankPlace, store: dist.Store, device: torch.device, timeout_s: float) -> Ranks:
     """Meet the other ranks, and return them; raises RuntimeError where some do not come in time."""
     _take_device(device, place.local)
     store.add("present", 1)
@@ -423,12 +423,12 @@ def end_all(message: str) -> NoReturn:
     os._exit(1)
 
 
-class Child:
+class RankProcess:
     """Another rank's process on this machine, seen from the one that started it."""
 
     COMMAND = (sys.executable, "-m", "minispec.follower")
 
-    def __init__(self, config: Config, place: Place, files: Sequence[int] = ()) -> None:
+    def __init__(self, config: Config, place: RankPlace, files: Sequence[int] = ()) -> None:
         """Start it; it has these open files too, under the same numbers."""
         self.rank, self.last_words = place.rank, "it said nothing"
         self.process = subprocess.Popen(
@@ -453,14 +453,14 @@ class Child:
                 f"start the server again: {how}")  # fmt: skip
 
 
-def described(config: Config, place: Place) -> bytes:
+def described(config: Config, place: RankPlace) -> bytes:
     """Return a line that tells a process which rank it is."""
     given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init and f.name != "notes"}
     return json.dumps({"config": given, "place": dataclasses.asdict(place)}).encode() + b"\n"
 
 
-def understood(line: bytes) -> tuple[Config, Place]:
+def understood(line: bytes) -> tuple[Config, RankPlace]:
     """Return what `described` has written."""
     told = json.loads(line)
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in told["config"].items()}
-    return Config(**cast(dict[str, Any], given)), Place(**told["place"])
+    return Config(**cast(dict[str, Any], given)), RankPlace(**told["place"])

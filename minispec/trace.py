@@ -26,7 +26,7 @@ class Sight:
     def __init__(self, batch: int, nodes: int, device: torch.device) -> None:
         # The drafter's log-probability of each node's path from the root; NaN where it has none.
         self.scores = torch.full((batch, nodes), torch.nan, device=device)
-        self.rows: Rows | None = None
+        self.seen: SeenStep | None = None
 
     def look(
         self, tree: DraftTree, logits: Tensor, verdict: Verdict, wishes: Wishes | None, lens: Tensor
@@ -43,10 +43,11 @@ class Sight:
             score = score + wishes.temperature[:, None, None] * noise
         best = score.topk(2, dim=-1).values
         picked = known[row, verdict.path, verdict.emitted]
-        self.rows = Rows(*tree, self.scores, target, verdict.path, verdict.count, picked, best[..., 0] - best[..., 1])
+        margin = best[..., 0] - best[..., 1]
+        self.seen = SeenStep(*tree, self.scores, target, verdict.path, verdict.count, picked, margin)
 
 
-class Rows(NamedTuple):
+class SeenStep(NamedTuple):
     """What was seen of a step, a row for each request; on the device, and then as a copy on the host."""
 
     tokens: Tensor  # [B, N] int64
@@ -58,9 +59,9 @@ class Rows(NamedTuple):
     picked: Tensor  # [B, A] fp32, log-probability of each emitted token
     margin: Tensor  # [B, A] fp32, how far ahead of all others the best token's score was (`pick`, before filters)
 
-    def to_host(self) -> Rows:
+    def to_host(self) -> SeenStep:
         """Return a copy on the host, which on CUDA is complete once the step's event has come."""
-        return Rows(*(tensor.to("cpu", non_blocking=True) for tensor in self))
+        return SeenStep(*(tensor.to("cpu", non_blocking=True) for tensor in self))
 
     def step(self, row: int, emitted: list[int]) -> dict[str, Any]:
         """Return what was seen of one request, as JSON has it; `emitted` are its tokens, as far as they were kept.

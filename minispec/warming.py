@@ -46,7 +46,7 @@ PROCESSES = 2  # each of them holds some 0.7 GB while it compiles
 NICENESS = 5
 
 
-class Recipe(NamedTuple):
+class CompilerTask(NamedTuple):
     """What makes two engines have the same graphs."""
 
     config: Config
@@ -57,12 +57,12 @@ class Recipe(NamedTuple):
 # ---- in the server ---------------------------------------------------------------------------------------------------
 
 
-class Child:
+class CompilerProcess:
     """The process that compiles, seen from the server."""
 
     COMMAND = (sys.executable, "-m", "minispec.warming")
 
-    def __init__(self, recipe: Recipe, wake: Callable[[], None]) -> None:
+    def __init__(self, recipe: CompilerTask, wake: Callable[[], None]) -> None:
         """`wake` is called, by a thread, whenever there is news."""
         self.told: list[str] = []  # names of steps
         self.made: set[str] = set()
@@ -122,7 +122,7 @@ class Warming:
         self.todo = deque(steps_of(self.engine) if llm.compile_later else ())
         self.total = len(self.todo)
         self.untold = deque(step.name for step in self.todo)  # what no process was told yet
-        self.children: list[Child] = []
+        self.children: list[CompilerProcess] = []
         self.failed = ""  # why steps go on eagerly for good
         self._trial = llm.try_out() if llm.compile_later else iter(())  # times steps and tests the head, in parts
         self._missed = False  # whether the cache lacked what the process had compiled
@@ -224,8 +224,8 @@ class Warming:
 
         self.llm.move_weights()  # for these minutes, so that it need not wait for the last graph
         self._threads = torch.get_num_threads()
-        recipe = Recipe(self.llm.config, self.engine.kv.pages, self._threads)
-        self.children = [Child(recipe, self._wake) for _ in range(PROCESSES)]
+        recipe = CompilerTask(self.llm.config, self.engine.kv.pages, self._threads)
+        self.children = [CompilerProcess(recipe, self._wake) for _ in range(PROCESSES)]
         torch.set_num_threads(max(1, self._threads // 2))  # or a stream would leave the processes no time at all
         self._tell_children()
         logger.info("processes beside the server compile %d kinds of steps, which run eagerly until then",
@@ -262,7 +262,7 @@ class Warming:
 def main() -> None:
     """Compile steps of the recipe on standard input, by the names that follow it there; prints a line for each."""
     os.nice(NICENESS)
-    recipe: Recipe = pickle.load(sys.stdin.buffer)
+    recipe: CompilerTask = pickle.load(sys.stdin.buffer)
     names: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(names,), daemon=True).start()
     compile_steps(recipe, names)
@@ -275,7 +275,7 @@ def _read(names: queue.SimpleQueue[str]) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def compile_steps(recipe: Recipe, names: queue.SimpleQueue[str]) -> None:
+def compile_steps(recipe: CompilerTask, names: queue.SimpleQueue[str]) -> None:
     """Compile steps as they are named, for good."""
     import torch
 

@@ -157,7 +157,7 @@ def test_a_request_that_does_not_ask_pays_nothing_and_one_that_asks_pays_for_its
 
 
 def test_a_long_prompt_never_has_all_its_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs_module, "ROWS", 10)
+    monkeypatch.setattr(logprobs_module, "ROWS_AT_ONCE", 10)
     model, rows = SUBJECTS["none"].model(), []
     logits = model.logits
     monkeypatch.setattr(model, "logits", lambda hidden: (rows.append(len(hidden)), logits(hidden))[1])

@@ -19,7 +19,7 @@ from minispec.bucket import Sizes
 from minispec.config import Config
 from minispec.drafter import NOTHING, Batch, Draft, HostTrees
 from minispec.engine import Engine
-from minispec.late import ROWS, Late
+from minispec.late import KEPT_ROWS, Late
 from minispec.load.drafters import _texts, make_drafter
 from minispec.lookup import SHARE, Echo, Lookups, Texts
 from minispec.ngram import NgramDrafter, NgramOptions
@@ -195,7 +195,7 @@ def test_lookups_that_emit_more_than_the_ring_holds_are_taken_in_before_it_is_to
 
     monkeypatch.setattr(Late, "catch_up", noted)
     compare = served(monkeypatch, lambda: False, 25, new_tokens=240)
-    assert max(taken) > ROWS - N
+    assert max(taken) > KEPT_ROWS - N
     assert_slow_trees(compare, 2, 2, 5, every=3)
 
 

@@ -21,7 +21,7 @@ from minispec.bucket import PrefillBucket
 from minispec.drafter import Committed, Drafter, HostDrafter
 from minispec.eagle import Eagle3Head
 from minispec.engine import Engine
-from minispec.late import ROWS, Late
+from minispec.late import KEPT_ROWS, Late
 from minispec.lookup import Texts
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.policy import PLAIN, PROBES, Choice, Kind, Matches, Policy, Row, Times
@@ -373,7 +373,7 @@ def a_ring_that_overflows(patch: pytest.MonkeyPatch) -> None:
 
     def launched(self: Engine, slots: Sequence[int], nodes: int, drafts: Sequence[object]) -> object:
         for slot in slots if nodes == 1 else ():
-            self.late.waiting[slot] = min(self.late.waiting[slot], ROWS - 1)
+            self.late.waiting[slot] = min(self.late.waiting[slot], KEPT_ROWS - 1)
         return launch(self, slots, nodes, drafts)
 
     patch.setattr(Engine, "launch", launched)

@@ -33,7 +33,7 @@ from minispec.metrics import loops
 from minispec.model import FINAL, Model
 from minispec.standalone import load_draft, tokenizer_digest
 from minispec.train.__main__ import ON_CUDA, load_target, main
-from minispec.train.corpus import Features, Reply, batches, begin_replies, groups_done, read_replies
+from minispec.train.corpus import Features, TrainingReply, batches, begin_replies, groups_done, read_replies
 from minispec.train.export import Recipe, draft_vocabulary, export, new_head
 from minispec.train.rounds import SoftCrossEntropy, Teacher, Unrolled, losses, pack, replay, rows_at_once, unroll
 from minispec.train.small import export_small, small_model, train_small
@@ -56,7 +56,7 @@ def recipe(kind: str, **options: object) -> Recipe:
     return replace(base, **options)
 
 
-def replies(model: Model, count: int, seed: int = 0) -> list[Reply]:
+def replies(model: Model, count: int, seed: int = 0) -> list[TrainingReply]:
     """Return greedy continuations of random prompts, from the target itself."""
     rng = random.Random(seed)
     out = []
@@ -65,7 +65,7 @@ def replies(model: Model, count: int, seed: int = 0) -> list[Reply]:
         start = len(ids)
         for _ in range(rng.randrange(6, 14)):
             ids.append(int(_forward(model, ids, ())[0][0, -1].argmax()))
-        out.append(Reply(ids, start, 0.0, "test"))
+        out.append(TrainingReply(ids, start, 0.0, "test"))
     return out
 
 
@@ -76,7 +76,7 @@ def _forward(model: Model, ids: Sequence[int], taps: Sequence[int | str]) -> tup
     return model.logits(hidden), features
 
 
-def head_of(kind: str, model: Model, texts: Sequence[Reply]) -> tuple[DraftHead, slice]:
+def head_of(kind: str, model: Model, texts: Sequence[TrainingReply]) -> tuple[DraftHead, slice]:
     """Return a head with random weights and its columns of the features."""
     ids = draft_vocabulary(texts, 24, model.config.vocab_size).sort().values
     head = new_head(recipe(kind), model, ids, (0, 1, 2), torch.ones(3))
@@ -347,7 +347,7 @@ def test_features_are_kept_and_recomputed_alike(tmp_path: Path) -> None:
 
 def test_batches_are_all_replies_once() -> None:
     """Every reply is in one batch of an epoch, and batches are of about the size asked for."""
-    texts = [Reply(list(range(n)), 2, 0.0, "x") for n in range(4, 40)]
+    texts = [TrainingReply(list(range(n)), 2, 0.0, "x") for n in range(4, 40)]
     made = list(batches(texts, range(36), 50, random.Random(0)))
     assert sorted(i for batch in made for i in batch) == list(range(36))
     sizes = [sum(len(texts[i].ids) - 2 for i in batch) for batch in made]

@@ -36,7 +36,7 @@ from minispec.load.build import rehearse
 from minispec.load.warm_up import make_graph, shapes, steps_of, time_steps
 from minispec.model import Block
 from minispec.scheduler import Scheduler
-from minispec.warming import NICENESS, Child, Recipe, Warming
+from minispec.warming import NICENESS, CompilerProcess, CompilerTask, Warming
 
 MAKE_GRAPH = "minispec.load.warm_up.make_graph"
 PROMPT = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9]
@@ -214,7 +214,7 @@ def warming(monkeypatch: pytest.MonkeyPatch, command: str) -> tuple[Warming, Sch
         raise NotCached
 
     monkeypatch.setattr(MAKE_GRAPH, no_graph)
-    monkeypatch.setattr(Child, "COMMAND", [sys.executable, "-c", command])
+    monkeypatch.setattr(CompilerProcess, "COMMAND", [sys.executable, "-c", command])
     llm = SimpleNamespace(scheduler=scheduler, compile_later=True, config=Config(), try_out=lambda: iter(()),
                           move_weights=lambda: None)  # fmt: skip
     monkeypatch.setattr(Warming, "_compiler_is_known", lambda self: True)
@@ -264,7 +264,7 @@ def test_what_the_process_compiled_and_the_cache_lacks_is_compiled_while_nobody_
     class Done:
         """A process that has compiled everything at once."""
 
-        def __init__(self, recipe: Recipe, wake: Callable[[], None]) -> None:
+        def __init__(self, recipe: CompilerTask, wake: Callable[[], None]) -> None:
             self.told, self.made, self.idle, self.ended = [], set(), True, False
 
         def tell(self, step: str) -> None:
@@ -277,7 +277,7 @@ def test_what_the_process_compiled_and_the_cache_lacks_is_compiled_while_nobody_
             self.ended, self.idle = True, False
 
     beside, scheduler = warming(monkeypatch, "")
-    monkeypatch.setattr("minispec.warming.Child", Done)
+    monkeypatch.setattr("minispec.warming.CompilerProcess", Done)
     engine, made = scheduler.engine, []
 
     def noted(engine: Engine, step: Bucket, from_cache: bool = False) -> bool:
@@ -353,9 +353,9 @@ def test_the_process_and_what_it_runs_end_with_the_server(number: signal.Signals
     server = f"""
 import sys, time
 from minispec.config import Config
-from minispec.warming import Child, Recipe
-Child.COMMAND = [sys.executable, "-c", {beside!r}]
-print(Child(Recipe(Config(), 2, 1), lambda: None).process.pid, flush=True)
+from minispec.warming import CompilerProcess, CompilerTask
+CompilerProcess.COMMAND = [sys.executable, "-c", {beside!r}]
+print(CompilerProcess(CompilerTask(Config(), 2, 1), lambda: None).process.pid, flush=True)
 time.sleep(99)
 """
     process = subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE, text=True)

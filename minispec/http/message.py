@@ -24,7 +24,7 @@ class Formats(NamedTuple):
     thoughts: ThoughtFormat | None = None
 
 
-PLAIN = Formats()
+PLAIN_FORMATS = Formats()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from minispec.http import fields, logprobs
 from minispec.http.fields import read
 from minispec.http.logprobs import Report
-from minispec.http.message import PLAIN, Formats, Message, OneCall, Wish
+from minispec.http.message import PLAIN_FORMATS, Formats, Message, OneCall, Wish
 from minispec.http.tools import constraint
 from minispec.http.traces import Telling
 from minispec.load.chat_templates import WITH_TOOLS
@@ -263,7 +263,7 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tokenize(
-    job: Job, tokenizer: Tokenizer, context_length: int, longest: int | None = None, formats: Formats = PLAIN
+    job: Job, tokenizer: Tokenizer, context_length: int, longest: int | None = None, formats: Formats = PLAIN_FORMATS
 ) -> list[Request]:
     """Return one request per prompt of the job; slow for long prompts, so not to be called on the event loop.
 
@@ -608,7 +608,7 @@ class Served:
     nodes: int = 1  # N, nodes of a draft tree
     stream_interval: int = 1  # tokens between two events, where the request does not say
     cache_report: bool = False
-    formats: Formats = PLAIN
+    formats: Formats = PLAIN_FORMATS
     tokenizer: Tokenizer | None = None  # that spells tokens; without it they have no text
 
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from minispec.asked import Asking
 from minispec.bucket import Sizes, coarse_batches
-from minispec.compiled import Choice, cache_is_empty, compile_step, prepare
+from minispec.compiled import CompileFor, cache_is_empty, compile_step, prepare
 from minispec.config import Config, flag_name
 from minispec.drafter import Drafter, Plain
 from minispec.engine import Engine
@@ -185,8 +185,8 @@ class Build:
             # On a CPU it costs seconds of compiling a shape, and gains 5 to 7 % where blocks are fast: docs/log.md.
             # Larger trees that a drafter grows on the device would have its own functions compiled as well.
             most = sizes.nodes if sizes.steps is None else FEW_ROWS
-            few: Choice = lambda batch, nodes, samples: batch == 1 and nodes <= most and not samples  # noqa: E731
-            every: Choice = lambda batch, nodes, samples: True  # noqa: E731
+            few: CompileFor = lambda batch, nodes, samples: batch == 1 and nodes <= most and not samples  # noqa: E731
+            every: CompileFor = lambda batch, nodes, samples: True  # noqa: E731
             engine.compile_small(compiler, every if kv.pool.is_cuda else few)
             compile_head(network, compiler)
             # Every shape is a graph of the same function, and several LLMs may share a process. Not for the warm-up

@@ -115,13 +115,13 @@ class Int8Linear(nn.Module):
         return torch._weight_int8pack_mm(rows, self.weight, self.scale).view(*x.shape[:-1], -1)
 
 
-class Rows:
+class HeadRows:
     """The key of one of an LM head's two graphs, of one row or of any other number, and the newest rows x [T, in]."""
 
     def __init__(self, alone: bool) -> None:
         self.alone = alone
 
-    def take(self, x: Tensor) -> Rows:
+    def take(self, x: Tensor) -> HeadRows:
         """Return this with new rows."""
         self.x, self.moving = x, (x,)
         self.any_size = () if self.alone else ((x, (0,)),)
@@ -139,8 +139,8 @@ class Int8Head(Int8Linear):
         super().__init__(linear, prompt_rows)
         _heads[id(self)] = self
         self.register_buffer("handle", torch.tensor(id(self), device="cpu"), persistent=False)
-        self.alone, self.several = Rows(alone=True), Rows(alone=False)
-        self.run: Callable[[Int8Head, Rows], Tensor] | None = None
+        self.alone, self.several = HeadRows(alone=True), HeadRows(alone=False)
+        self.run: Callable[[Int8Head, HeadRows], Tensor] | None = None
         self.has_both = False  # whether both graphs are there
 
     def compile(self, compiler: Compiler) -> None:
@@ -164,7 +164,7 @@ class Int8Head(Int8Linear):
         return self.run(self, graph.take(rows)).view(*x.shape[:-1], -1)
 
 
-def _head_in_loops(head: Int8Head, rows: Rows) -> Tensor:
+def _head_in_loops(head: Int8Head, rows: HeadRows) -> Tensor:
     """Return an LM head's products of the rows, [T, out]."""
     # That this is asked gives one row a graph of its own: the other would take it for the first of four.
     return head.in_loops(rows.x[:1] if rows.alone else rows.x)

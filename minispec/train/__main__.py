@@ -40,7 +40,7 @@ from minispec.load.tokenizer import load_tokenizer
 from minispec.load.weights import read_config
 from minispec.model import FINAL, Model, ModelConfig
 from minispec.standalone import tokenizer_digest
-from minispec.train.corpus import Features, Reply, begin_replies, generate, groups, groups_done, read_replies
+from minispec.train.corpus import Features, TrainingReply, begin_replies, generate, groups, groups_done, read_replies
 from minispec.train.export import Recipe, draft_vocabulary, export, read_start
 from minispec.train.prompts import Tell, collect, read_jsonl
 from minispec.train.small import export_small, small_model, train_small
@@ -139,7 +139,7 @@ def made_with(options: argparse.Namespace, config: Config) -> dict[str, object]:
     return made | {flag: getattr(options, flag.removeprefix("--").replace("-", "_")) for flag in flags}
 
 
-def ensure_replies(options: argparse.Namespace, config: Config, path: Path, tell: Tell) -> list[Reply]:
+def ensure_replies(options: argparse.Namespace, config: Config, path: Path, tell: Tell) -> list[TrainingReply]:
     """Return the replies in a file that `begin_replies` began, after generating those that are missing."""
     tokenizer = load_tokenizer(choose_folder(config, tell))
     rng, short = random.Random(options.seed), []

@@ -51,7 +51,7 @@ MARK = "\N{LOZENGE}\N{LOZENGE}"
 
 
 @dataclass(frozen=True)
-class Reply:
+class TrainingReply:
     """One sequence: a prompt and the target's reply, which starts at `start` and ends with the text."""
 
     ids: list[int]
@@ -114,16 +114,16 @@ def generate(
         tell(f"group {group + 1}: {len(kept)} replies, {sum(len(s.ids) - s.start for s in kept)} tokens")
 
 
-def read_replies(path: Path) -> list[Reply]:
+def read_replies(path: Path) -> list[TrainingReply]:
     """Return the sequences of a file that `generate` wrote; a group that was cut off is left out."""
-    whole: list[Reply] = []
-    group: list[Reply] = []
+    whole: list[TrainingReply] = []
+    group: list[TrainingReply] = []
     for line in path.read_text(encoding="utf-8").splitlines()[1:]:
         row = json.loads(line)
         if "group" in row:
             whole, group = whole + group, []
         else:
-            group.append(Reply(**row))
+            group.append(TrainingReply(**row))
     return whole
 
 
@@ -171,7 +171,7 @@ class _Writer:
             if len(text.split()) >= 2
         ]
 
-    def reply(self, conversations: Sequence[Conversation]) -> list[Reply]:
+    def reply(self, conversations: Sequence[Conversation]) -> list[TrainingReply]:
         """Return the target's replies to conversations, without short and looping ones."""
         room = self.llm.scheduler.sizes.context_length - self.max_new_tokens
         prompts = [self.tokenizer.encode_chat(conversation.messages) for conversation in conversations]
@@ -186,7 +186,7 @@ class _Writer:
                 continue
             if result["meta_info"]["finish_reason"]["type"] == "stop":
                 self.replies.setdefault(i, result["text"])
-            kept.append(Reply(prompts[i] + ids, len(prompts[i]), heat[i], conversations[i].source))
+            kept.append(TrainingReply(prompts[i] + ids, len(prompts[i]), heat[i], conversations[i].source))
         return kept
 
     def _user_turns(self, histories: Sequence[list[dict[str, str]]]) -> list[str]:
@@ -220,7 +220,7 @@ class Features:
     """
 
     def __init__(
-        self, model: Model, sequences: Sequence[Reply], taps: Sequence[int | str], folder: Path, limit: int
+        self, model: Model, sequences: Sequence[TrainingReply], taps: Sequence[int | str], folder: Path, limit: int
     ) -> None:
         self.model, self.sequences, self.taps = model, sequences, tuple(taps)
         weight = model.embed_tokens.weight
@@ -268,7 +268,7 @@ class Features:
         return features[0], choices
 
 
-def _digest(sequences: Sequence[Reply], taps: Sequence[int | str], dtype: torch.dtype) -> str:
+def _digest(sequences: Sequence[TrainingReply], taps: Sequence[int | str], dtype: torch.dtype) -> str:
     """Return a sha256 of all that features depend on besides the target's weights, and of each temperature.
 
     The temperatures are in it because they decide which replies are held out.
@@ -304,7 +304,7 @@ def _grown(path: Path, kind: type, shape: tuple[int, ...]) -> np.memmap:
 
 
 def batches(
-    sequences: Sequence[Reply], chosen: Sequence[int], tokens: int, rng: random.Random
+    sequences: Sequence[TrainingReply], chosen: Sequence[int], tokens: int, rng: random.Random
 ) -> Iterator[list[int]]:
     """Yield shuffled batches of indices out of `chosen`, each of about `tokens` reply tokens."""
     order = list(chosen)

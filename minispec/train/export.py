@@ -26,7 +26,7 @@ from minispec.load.heads import HEAD_KINDS, Published, head_tensors, naming, rea
 from minispec.load.weights import ModelError, load_weights
 from minispec.model import Model, ModelConfig
 from minispec.mtp import MtpHead
-from minispec.train.corpus import Reply
+from minispec.train.corpus import TrainingReply
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Recipe:
     feature_weight: float = 0.0  # EAGLE-2: weight of the loss for imitating the target's next feature
 
 
-def draft_vocabulary(replies: Sequence[Reply], size: int, vocab_size: int) -> Tensor:
+def draft_vocabulary(replies: Sequence[TrainingReply], size: int, vocab_size: int) -> Tensor:
     """Return the `size` most frequent tokens of the replies, most frequent first, filled up with the lowest ids."""
     counts = Counter(token for reply in replies for token in reply.ids[reply.start :])
     frequent = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from minispec.eagle import DraftHead
-from minispec.train.corpus import Reply
+from minispec.train.corpus import TrainingReply
 
 DECAY = 0.8  # weight of each round relative to the one before
 
@@ -144,7 +144,9 @@ class Packed:
     rounds: list[Round]
 
 
-def pack(replies: Sequence[Reply], features: Sequence[tuple[Tensor, Tensor]], hidden: int, rounds: int) -> Packed:
+def pack(
+    replies: Sequence[TrainingReply], features: Sequence[tuple[Tensor, Tensor]], hidden: int, rounds: int
+) -> Packed:
     """Return a batch of replies and their features [T, F]; the last `hidden` columns are the target's final state."""
     device = features[0][0].device
     segments = [Segment(len(reply.ids) - 2, reply.start - 1) for reply in replies]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from minispec.attention import Causal
 from minispec.model import Model, published_tensors
-from minispec.train.corpus import HELD_OUT, Reply, batches
+from minispec.train.corpus import HELD_OUT, TrainingReply, batches
 from minispec.train.export import Recipe, draft_vocabulary, published_config, write_folder
 from minispec.train.prompts import Tell
 
@@ -51,7 +51,7 @@ def small_model(model: Model, width: int, layers: int) -> Model:
     return small
 
 
-def train_small(recipe: Recipe, small: Model, replies: Sequence[Reply], tell: Tell) -> float:
+def train_small(recipe: Recipe, small: Model, replies: Sequence[TrainingReply], tell: Tell) -> float:
     """Train a small model on the replies by cross-entropy; returns the share of held-out tokens it predicts.
 
     Each update computes logits for the draft vocabulary, for as many tokens drawn at random, and for the tokens of its
@@ -96,7 +96,7 @@ def export_small(small: Model, tokenizer_digest: str, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _foreseen(small: Model, replies: Sequence[Reply]) -> float:
+def _foreseen(small: Model, replies: Sequence[TrainingReply]) -> float:
     """Return the share of reply tokens that are the small model's first choice."""
     right = total = 0
     for reply in replies:
@@ -113,7 +113,7 @@ def _hidden(small: Model, ids: Tensor) -> Tensor:
     return small(ids, positions, Causal())[0]
 
 
-def _next_token_loss(small: Model, reply: Reply, candidates: Tensor) -> Tensor:
+def _next_token_loss(small: Model, reply: TrainingReply, candidates: Tensor) -> Tensor:
     """Return the mean cross-entropy of a reply's tokens among the candidates; its prompt's count a tenth each.
 
     candidates: sorted ids, all tokens of prompt and reply among them.

@@ -6,17 +6,17 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from minispec.request import RequestError, SamplingParams
 
-__all__ = ["LLM", "RequestError", "SamplingParams"]
+__all__ = ["LLM", "Draft", "Drafter", "HostDrafter", "RequestError", "SamplingParams"]
+WITH_TORCH = {"LLM": "llm", "Draft": "drafter", "Drafter": "drafter", "HostDrafter": "drafter"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import `LLM` when it is first asked for: it brings torch, and `--help` should not wait for that."""
-    if name == "LLM":
-        from minispec.llm import LLM
-
-        return LLM
+    """Import what brings torch when it is first asked for: `--help` should not wait for that."""
+    if name in WITH_TORCH:
+        return getattr(import_module(f"minispec.{WITH_TORCH[name]}"), name)
     raise AttributeError(f"module 'minispec' has no attribute {name!r}")

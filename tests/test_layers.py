@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -356,3 +357,10 @@ def test_pages_name_files_that_exist(page: str) -> None:
     if not path.is_file():
         pytest.skip(f"{page} is not written yet")
     assert not list(missing_files(path.read_text(encoding="utf-8")))
+
+
+def test_what_the_package_exports_brings_torch_only_when_it_is_asked_for() -> None:
+    code = ("import sys, minispec; print('torch' in sys.modules, *(getattr(minispec, n).__name__ for n in "
+            "minispec.__all__), 'torch' in sys.modules)")  # fmt: skip
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert said.split() == ["False", "LLM", "Draft", "Drafter", "HostDrafter", "RequestError", "SamplingParams", "True"]

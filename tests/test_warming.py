@@ -57,6 +57,7 @@ def deferred(drafter: Drafter | HostDrafter) -> Scheduler:
     model = tiny_model()
     model.compile_blocks(lambda function: compile_step(function, CPU))
     scheduler = build(model, drafter, compiled=True, running=2, pages=14, chunk=100)
+    scheduler.engine.drafter.compile(lambda function: compile_step(function, CPU))
     for step in steps_of(scheduler.engine):
         step.ready = False
     return scheduler

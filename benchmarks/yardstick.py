@@ -7,7 +7,7 @@ a checkout: results are kept line by line in the file `--state`, from which a ru
 with uncommitted changes are told apart by these, too.
 
 Equal must be the tokens, and verify steps, of eight prompts for every drafter and of some over a socket of the server,
-`Engine.shapes()`, `/openapi.json`, the generated tables of docs, and the operations of each kind of step, of which
+the names of compiled graphs, `/openapi.json`, the generated tables of docs, and the operations of each kind of step, of which
 fewer pass. A difference that is wanted is named by `--ordered NAME=REASON`, or in a file of such lines by `--expect
 FILE`; NAME may have wildcards. It is listed with its reason, and does not fail.
 

@@ -7,9 +7,9 @@ a checkout: results are kept line by line in the file `--state`, from which a ru
 with uncommitted changes are told apart by these, too.
 
 Equal must be the tokens, and verify steps, of eight prompts for every drafter and of some over a socket of the server,
-the names of compiled graphs, `/openapi.json`, the generated tables of docs, and the operations of each kind of step, of which
-fewer pass. A difference that is wanted is named by `--ordered NAME=REASON`, or in a file of such lines by `--expect
-FILE`; NAME may have wildcards. It is listed with its reason, and does not fail.
+the names of compiled graphs, `/openapi.json`, the generated tables of docs, and the operations of each kind of step, of
+which fewer pass. A difference that is wanted is named by `--ordered NAME=REASON`, or in a file of such lines by
+`--expect FILE`; NAME may have wildcards. It is listed with its reason, and does not fail.
 
 Times are of so many decode steps of a batch whose shapes are forced, without prefill. Three processes take turns: A, B,
 and A once more as control C, in the order A B C C B A, which makes two pairs each. A setting fails where the median of

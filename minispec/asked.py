@@ -14,7 +14,7 @@ Read next: `grammar.py`, `logprobs.py`, `trace.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from minispec.seams import Asked, AskedStep
 from minispec.trace import SeenStep, Sight
 from minispec.tree import PADDING, DraftTree
 
+Step = TypeVar("Step", bound=Bucket | PrefillBucket)
 Crossed = list[list[list[int]]]  # tensors of a step that have come to the host, as lists
 
 
@@ -110,20 +111,17 @@ class Asking(Asked):
         return AskedPrefill(self, step, {}, questions)
 
 
-class Answered(AskedStep):
+class Answered(AskedStep, Generic[Step]):
     """What both kinds of step have in common."""
 
-    def __init__(
-        self, asking: Asking, step: Bucket | PrefillBucket, who: dict[int, Request], questions: Sequence[Question]
-    ) -> None:
+    def __init__(self, asking: Asking, step: Step, who: dict[int, Request], questions: Sequence[Question]) -> None:
         """`who`: by row or chunk, the requests that ask."""
-        self.asking, self.engine, self.failed = asking, asking.engine, {}
+        self.asking, self.engine, self.step, self.failed = asking, asking.engine, step, {}
         self.masked = any(request.params.grammar is not None for request in who.values())
         self.questions = Questions(questions, step.slots.device) if questions else None
         self.timed = all(request.trace is None for request in who.values())  # watching takes time of its own
         known = [row for question in questions for row in question.known]
         self.numbers = [sum(question.picks for question in questions), *known] if questions else []
-        self.most = step.most
         self.scores: Scores | None = None
         self.seen: SeenStep | None = None
         self._told: dict[int, tuple[list[Scored], list[Scored]]] | None = None
@@ -137,7 +135,7 @@ class Answered(AskedStep):
     def told(self) -> dict[int, tuple[list[Scored], list[Scored]]]:
         """By row or chunk, the scores of known tokens and of picks; of a step whose copies are done."""
         if self._told is None:
-            self._told = {} if self.scores is None else self.scores.read(self.most)
+            self._told = {} if self.scores is None else self.scores.read(self.step.most)
         return self._told
 
     def tell_prompt(self, row: int, request: Request) -> None:
@@ -164,14 +162,8 @@ class Answered(AskedStep):
         return allowed.tokens, allowed.logits
 
 
-class AskedDecode(Answered):
+class AskedDecode(Answered[Bucket]):
     """`Engine.decode` for requests that ask."""
-
-    step: Bucket
-
-    def __init__(self, asking: Asking, step: Bucket, who: dict[int, Request], questions: Sequence[Question]) -> None:
-        super().__init__(asking, step, who, questions)
-        self.step = step
 
     def run(self, needs: Needs) -> None:
         """Run the step; what is asked of it lies here afterwards."""
@@ -198,16 +190,8 @@ class AskedDecode(Answered):
         engine.hand_over(step, path)
 
 
-class AskedPrefill(Answered):
+class AskedPrefill(Answered[PrefillBucket]):
     """`Engine.known` for requests that ask."""
-
-    step: PrefillBucket
-
-    def __init__(
-        self, asking: Asking, step: PrefillBucket, who: dict[int, Request], questions: Sequence[Question]
-    ) -> None:
-        super().__init__(asking, step, who, questions)
-        self.step = step
 
     def run(self, needs: Needs) -> None:
         """Run the step; what is asked of it lies here afterwards."""

@@ -23,7 +23,7 @@ from constrained import SCHEMAS, problem
 from exactness import CPU, VOCAB, Oracle, build, next_logits, request, run, tiny_model
 from llguidance import LLMatcher
 
-import minispec.engine as engine_module
+import minispec.asked as asked_module
 import minispec.grammar as grammar_module
 from minispec.drafter import Plain
 from minispec.engine import CAPTURED
@@ -365,7 +365,7 @@ def test_every_legal_node_has_the_mask_of_a_matcher_made_for_it_alone() -> None:
 
 def one_node_off(patch: pytest.MonkeyPatch) -> None:
     """Masks lie a node beyond their own."""
-    patch.setattr(engine_module, "mask", lambda logits, bits: mask(logits, bits.roll(1, 0)))
+    patch.setattr(asked_module, "mask", lambda logits, bits: mask(logits, bits.roll(1, 0)))
     patch.setitem(globals(), "mask", lambda logits, bits: mask_as_it_is(logits, bits.roll(1, 0)))
 
 

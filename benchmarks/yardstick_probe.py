@@ -234,7 +234,9 @@ class Flat:
     @contextmanager
     def counting(self, counted: Counted) -> Iterator[None]:
         """Count the operations of each kind of step while this is entered."""
-        engine, launch, prefill, catch_up = self.engine, self.engine.launch, self.engine.prefill, self.engine.catch_up
+        engine, launch, prefill = self.engine, self.engine.launch, self.engine.prefill
+        catches_up = getattr(engine, "late", engine)
+        catch_up = catches_up.catch_up
 
         def launched(slots: Sequence[int], shape: int | None = None, drafts: Any = None) -> Any:
             host = shape is not None and (shape < 0 or not engine.drafter.steps)
@@ -252,12 +254,12 @@ class Flat:
             with counted.part("catch-up" if waiting else "nothing to catch up"):
                 catch_up(slots)
 
-        engine.launch, engine.prefill, engine.catch_up = launched, prefilled, caught_up
+        engine.launch, engine.prefill, catches_up.catch_up = launched, prefilled, caught_up
         try:
             with counted:
                 yield
         finally:
-            del engine.launch, engine.prefill, engine.catch_up
+            del engine.launch, engine.prefill, catches_up.catch_up
 
     def record(self) -> Callable[[], None]:
         """Record the next decode step of requests that are running; returns what replays it from the same state."""

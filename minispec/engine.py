@@ -390,7 +390,7 @@ class Engine:
         slots, nodes = bucket.slots, bucket.nodes
         if nodes > 1:
             self.kv.compact(slots, lens, verdict.path, verdict.count)
-        else:
+        elif self.late.keeps(bucket):
             self.late.keep(slots, lens[:, None], tokens, features)
         self.sampling.commit(slots, verdict.emitted, verdict.count, wishes is not None and wishes.counts is not None)
         self.lens[slots] = lens + verdict.count

@@ -60,8 +60,7 @@ class Late:
 
         Rows that do not count may be among them, behind the others, if those that wait and A together are at most 64.
         """
-        if self.tokens is None:
-            return
+        assert self.tokens is not None, "nothing is kept for a drafter that takes in nothing"
         slots, place = slots[:, None], rows % KEPT_ROWS
         self.tokens[slots, place] = tokens
         if self.features is not None:

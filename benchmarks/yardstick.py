@@ -250,6 +250,11 @@ class Side:
         """The environment of its processes."""
         return os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(self.cache), "PYTHONDONTWRITEBYTECODE": "1"}
 
+    def compiled(self, options: Mapping[str, Any]) -> Path:
+        """Return a file that is there if all graphs of an LLM with these options are in the cache."""
+        named = json.dumps(options, sort_keys=True).encode()
+        return self.cache / f"loaded-{hashlib.sha256(named).hexdigest()[:12]}"
+
     def output(self, module: str) -> str:
         """Return what a module of its prints."""
         ran = subprocess.run([sys.executable, "-m", module], cwd=self.folder, env=self.environment, check=True,
@@ -421,14 +426,13 @@ def time_all(sides: Sequence[Side], wanted: Sequence[Setting], pairs: int, state
         traced = [f"files {side.letter}" for side in sides[:2] if is_default(of[0].options)]
         if any(name not in state.known for name in (*map(key, of), *traced)):
             with children(sides) as three:
-                # Loading is not timed. Who has another's cache comes after it, and finds the graphs there.
-                parted = 1 if sides[0].cache == sides[1].cache else 2
-                for together in (three[:parted], three[parted:]):
+                for together in in_turn(three, of[0].options):  # loading is not timed
                     tell(f"loading {of[0].name.rpartition(',')[0]} in {' and '.join(c.side.letter for c in together)}")
                     for child in together:
                         child.tell("load", options=of[0].options)
                     for child in together:
                         child.hear("load")
+                        child.side.compiled(of[0].options).touch()
                 for name, child in zip(traced, three, strict=False):
                     state.once(name, lambda child=child: child.ask("files")["files"])
                 for setting in of:
@@ -437,6 +441,15 @@ def time_all(sides: Sequence[Side], wanted: Sequence[Setting], pairs: int, state
             found = state.known[key(setting)]
             yield judge_equal(f"tokens, {setting.name}", *as_far_as_both(*found["tokens"]))
             yield judge_times(f"time, {setting.name}", *found["ratios"])
+
+
+def in_turn(children: Sequence[Child], options: Mapping[str, Any]) -> list[list[Child]]:
+    """Return who loads an LLM together: one for each compile cache and whoever finds all there, and then the others."""
+    first, others = list[Child](), list[Child]()
+    for child in children:
+        waits = child.side.cache in {other.side.cache for other in first}
+        (others if waits and not child.side.compiled(options).exists() else first).append(child)
+    return [first, others] if others else [first]
 
 
 def as_far_as_both(a: Sequence[list[int]], b: Sequence[list[int]]) -> tuple[list[list[int]], list[list[int]]]:

@@ -6,6 +6,7 @@ import io
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +16,18 @@ from exactness import run
 
 from benchmarks.yardstick import (
     Finding,
+    Side,
     State,
     as_far_as_both,
     explained,
+    in_turn,
     interval,
     judge_equal,
     judge_multiset,
     judge_operations,
     judge_start,
     judge_times,
+    options_of,
     read_orders,
     settings,
 )
@@ -248,3 +252,15 @@ def test_an_error_in_a_checkout_is_an_answer() -> None:
     serve(io.StringIO('{"do": "load", "options": {"dtype": "float7"}}\n{"do": "hello"}\n'), answers)
     (line,) = answers.getvalue().splitlines()
     assert "float7" in json.loads(line)["error"]
+
+
+def test_who_finds_all_in_a_cache_loads_at_once_and_the_others_wait_for_who_fills_it(tmp_path: Path) -> None:
+    options = options_of("NONE")
+    a, b, c = (SimpleNamespace(side=object.__new__(Side)) for _ in range(3))
+    for child, name in ((a, "one"), (b, "two"), (c, "one")):
+        child.side.cache = tmp_path / name
+        child.side.cache.mkdir(exist_ok=True)
+    assert in_turn([a, b, c], options) == [[a, b], [c]]
+    assert in_turn([a, c], options) == [[a], [c]]
+    a.side.compiled(options).touch()
+    assert in_turn([a, b, c], options) == [[a, b, c]] and in_turn([a, b, c], options_of("NGRAM")) == [[a, b], [c]]

@@ -6,6 +6,7 @@ That the process ends with a server that is told to end is tested in test_server
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -113,6 +114,19 @@ def test_a_takeover_before_any_step_of_a_reply_leaves_its_tokens(make: Callable[
     blocks.calls.clear()
     reply(dict.fromkeys(range(steps), 1) | {steps - 1: 99})
     assert all(step.ready for step in alone)
+
+
+def test_before_steps_are_ready_a_drafter_catches_up_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.inference_mode():
+        scheduler = deferred(eagle3())
+    engine, passes, made = scheduler.engine, [], graphs_made()
+    backlog = engine.late._backlog
+    monkeypatch.setattr(engine.late, "_backlog", lambda step: passes.append(step) or backlog(step))
+    scheduler.policy.forced = random.Random(1).choice  # plain steps and others in turn
+    asked = request("r", PROMPT, max_new_tokens=16)
+    run(scheduler, [asked])
+    assert passes and asked.output_ids == reference(MODEL, asked)
+    assert graphs_made() == made and not engine.drafter.run_network.calls
 
 
 def test_steps_and_shapes_stand_in_one_order_one_request_first() -> None:

@@ -1,7 +1,8 @@
 """Did anything change? Two checkouts compared on one machine: what they answer, what a step runs, how long it takes.
 
 `python -m benchmarks.yardstick CHECKOUT_A CHECKOUT_B` drives both through `LLM` and the server, each in processes and
-with a compile cache of its own, which is kept by commit. What is timed runs alone; equalities and loading are not
+with a compile cache of its own, which is kept by commit; where B has none yet it begins with a copy of A's, so that a
+graph that is the same in both is compiled and autotuned once. What is timed runs alone; equalities and loading are not
 timed, and run side by side. It prints every comparison, and exits with status 1 where one fails. Nothing is written to
 a checkout: results are kept line by line in the file `--state`, from which a run that was broken off goes on. Checkouts
 with uncommitted changes are told apart by these, too.
@@ -16,8 +17,8 @@ and A once more as control C, in the order A B C C B A, which makes two pairs ea
 B/A exceeds 1.02 and the upper end of the control's interval as well: that of the median of C/A at 95 %, from its order
 statistics. Starts of the server are few, so their least are compared, and the interval is A's own range.
 
-`--quick` has all equalities and the times of plain steps, EAGLE3 and NGRAM at batch 1 and 8: in bfloat16, and in
-float32 on a CPU that emulates bfloat16, where eight requests' steps take ten times as long.
+`--quick` has all equalities and, on the CPU, the times of plain steps, EAGLE3 and NGRAM at batch 1 and 8: in bfloat16,
+and in float32 where bfloat16 is emulated and eight requests' steps take ten times as long.
 
 Read next: `benchmarks/yardstick_probe.py`, which runs in a checkout; `benchmarks/yardstick_lines.py`, the size.
 """
@@ -31,6 +32,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -195,9 +197,12 @@ def options_of(drafter: str, dtype: str = "bfloat16", **more: Any) -> dict[str, 
 def settings(quick: bool, cuda: bool, bfloat16: bool = True) -> list[Setting]:
     """Return what is timed, those of one LLM side by side; `bfloat16` says whether the CPU has its products."""
     found: list[Setting] = []
-    if quick and not bfloat16:
-        return [Setting(f"{drafter} float32, batch {batch}", options_of(drafter, "float32"), batch, steps)
-                for drafter in ("NONE", "EAGLE3", "NGRAM") for batch, steps in ((1, 8), (8, 3))]  # fmt: skip
+    if quick:  # plain steps are those of an LLM that looks texts up, since loading another takes two minutes
+        dtype, many = ("bfloat16", 6) if bfloat16 else ("float32", 2)
+        return [Setting(f"{drafter} {dtype}{' plain' if force == 'plain' else ''}, batch {batch}",
+                        options_of(drafter, dtype), batch, steps, force)
+                for drafter, force in (("EAGLE3", "tree"), ("NGRAM", "plain"), ("NGRAM", "tree"))
+                for batch, steps in ((1, 8), (8, many))]  # fmt: skip
 
     def both(name: str, options: Mapping[str, Any], wish: Mapping[str, Any] = {}, force: str = "tree") -> None:  # noqa: B006
         for batch, steps in ((1, 12), (8, 6)):
@@ -206,7 +211,7 @@ def settings(quick: bool, cuda: bool, bfloat16: bool = True) -> list[Setting]:
 
     for drafter in ("NONE", "EAGLE3", "NGRAM"):
         both(f"{drafter} bfloat16", options_of(drafter))
-        if drafter == "EAGLE3" and not quick:
+        if drafter == "EAGLE3":
             options, json_wish = options_of(drafter), {"json": SCHEMA}
             both("EAGLE3 bfloat16 sampled", options, {"temperature": 0.8, "sampling_seed": 5})
             both("EAGLE3 bfloat16 log-probabilities", options, {"logprobs": 2})
@@ -215,14 +220,13 @@ def settings(quick: bool, cuda: bool, bfloat16: bool = True) -> list[Setting]:
                                  1))  # fmt: skip
             found.append(Setting("EAGLE3 bfloat16 grammar, one of 8", options, 8, 8, "tree", json_wish, 1))
             both("EAGLE3 bfloat16 plain steps", options, force="plain")
-    if not quick:
-        for drafter in ("NONE", "EAGLE3"):
-            both(f"{drafter} float32", options_of(drafter, "float32"))
-            both(f"{drafter} int8", options_of(drafter, quantization="int8"))
-            both(f"{drafter} bfloat16 eager", options_of(drafter, disable_torch_compile=True))
-            both(f"{drafter} bfloat16 two ranks", options_of(drafter, tp_size=2))
-        eager = options_of("EAGLE3", disable_torch_compile=True, speculative_lookup=False)
-        found += [Setting(f"EAGLE3 bfloat16 replay, batch {batch}", eager, batch, 8, replay=True) for batch in (1, 8)]
+    for drafter in ("NONE", "EAGLE3"):
+        both(f"{drafter} float32", options_of(drafter, "float32"))
+        both(f"{drafter} int8", options_of(drafter, quantization="int8"))
+        both(f"{drafter} bfloat16 eager", options_of(drafter, disable_torch_compile=True))
+        both(f"{drafter} bfloat16 two ranks", options_of(drafter, tp_size=2))
+    eager = options_of("EAGLE3", disable_torch_compile=True, speculative_lookup=False)
+    found += [Setting(f"EAGLE3 bfloat16 replay, batch {batch}", eager, batch, 8, replay=True) for batch in (1, 8)]
     if cuda:
         for drafter in ("NONE", "EAGLE3", "NGRAM"):
             both(f"{drafter} bfloat16 CUDA", options_of(drafter, device="cuda"))
@@ -571,6 +575,9 @@ def main() -> int:
 
 def compare(sides: Sequence[Side], args: argparse.Namespace, orders: Mapping[str, str], state: State) -> int:
     """Make all comparisons, print them, and return the exit status."""
+    a, b = sides[:2]
+    if a.cache.exists() and not b.cache.exists():
+        shutil.copytree(a.cache, b.cache, ignore=shutil.ignore_patterns("loaded-*"))
     # Nothing is timed here. Each has half of the cores, since threads of two that share them wait for each other.
     threads = str(max((os.cpu_count() or 2) // 2, 1))
     with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": threads}), ThreadPoolExecutor(2) as both:

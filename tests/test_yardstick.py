@@ -146,8 +146,10 @@ def test_settings_of_one_llm_stand_side_by_side() -> None:
     keys = [json.dumps(setting.options, sort_keys=True) for setting in whole]
     assert sum(a != b for a, b in zip(keys, keys[1:], strict=False)) == len(set(keys)) - 1
     assert len({setting.name for setting in whole}) == len(whole)
-    few = {f"{drafter} bfloat16, batch {batch}" for drafter in ("NONE", "EAGLE3", "NGRAM") for batch in (1, 8)}
+    few = {f"{kind}, batch {batch}" for kind in ("EAGLE3 bfloat16", "NGRAM bfloat16 plain", "NGRAM bfloat16")
+           for batch in (1, 8)}  # fmt: skip
     assert {setting.name for setting in quick} == few
+    assert {s.name for s in quick if s.force == "plain"} == {name for name in few if "plain" in name}
     emulated = {name.replace("bfloat16", "float32") for name in few}
     assert {setting.name for setting in settings(True, False, bfloat16=False)} == emulated
 

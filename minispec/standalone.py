@@ -11,18 +11,12 @@ from the tokens what a head takes from the target's features, so `commit` goes o
 
 The state kept for a slot is the hidden state at its root, whose logits are the first drafts.
 
-Two models fit if each id means the same to both. So their tokenizers are compared, not the sizes of their
-vocabularies, which every publisher pads differently.
-
-Read next: `beam.py` for the trees, `engine.py` for the calls.
+Read next: `beam.py` for the trees, `engine.py` for the calls, `draft_models.py` for which models fit each other.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,12 +27,7 @@ from minispec.beam import BeamDrafter, Inputs
 from minispec.compiled import Compiler
 from minispec.drafter import Committed
 from minispec.kv import KVShape, PagedKV
-from minispec.load.fp8 import read_weights
-from minispec.load.tokenizer import Tokenizer, load_tokenizer
-from minispec.load.weights import ModelError, load_weights, read_config
-from minispec.model import Attend, Model, ModelConfig, Rope, published_tensors
-
-logger = logging.getLogger("minispec")
+from minispec.model import Attend, Model, Rope
 
 
 class DraftModel(nn.Module):
@@ -124,81 +113,3 @@ class StandaloneDrafter(BeamDrafter):
         """Return the hidden states [B, T, H] under a plan; what came before is in the pages, so no state is read."""
         model, rope = self.network.model, Rope(inputs.cos, inputs.sin)
         return model.finish(model.run_blocks(inputs.embedding, rope, self._attend(plan)))[0]
-
-
-# ---- reading a draft model ----------------------------------------------------------------------------------------
-
-
-def load_draft(
-    folder: Path, target: Model, tokenizer: Tokenizer, context_length: int | None, load_format: str = "auto"
-) -> DraftModel:
-    """Return the model in `folder` as a drafter for `target`, in its dtype and on its device.
-
-    tokenizer: the target's. context_length: the one served, None for the target's own. load_format: as for
-    `read_weights`. For a target on the meta device the draft has its sizes alone. Raises ModelError naming
-    --speculative-draft-model-path if the model is not supported or gives token ids another meaning.
-    """
-    weight = target.embed_tokens.weight
-    try:
-        stated = read_config(folder)
-        config = ModelConfig.from_hf(stated)
-        vocab_size = _compared(stated.get("tokenizer_digest"), tokenizer, folder)
-        model = Model.empty(config, weight.dtype, weight.device)
-        if not weight.is_meta:
-            load_weights(published_tensors(model), read_weights(folder, load_format, wanted=model.reads))
-    except KeyError as error:
-        raise ModelError(f"--speculative-draft-model-path {folder}: config.json lacks {error}") from error
-    except ValueError as error:
-        raise ModelError(f"--speculative-draft-model-path {folder}: {error}") from error
-    served = context_length or target.config.context_length
-    reach = min(config.context_length, config.sliding_window or config.context_length)
-    if reach < served:
-        logger.info("the draft model is made for %d tokens of the %d served: beyond them it runs on, and may draft "
-                    "worse", reach, served)  # fmt: skip
-    return DraftModel(model, min(config.vocab_size, vocab_size, target.config.vocab_size))
-
-
-def _compared(digest: str | None, tokenizer: Tokenizer, folder: Path) -> int:
-    """Return how many ids the target's tokenizer and the draft share; raises ModelError if one differs in meaning.
-
-    digest: of the tokenizer that the draft was trained with. `minispec.train standalone` writes it in place of a copy
-    of the tokenizer; None where the folder states none.
-    """
-    if digest is not None:
-        if digest != tokenizer_digest(tokenizer):
-            raise ModelError("its tokenizer_digest is not that of the target's tokenizer")
-        return tokenizer.vocab_size
-    own = _own_tokenizer(folder)
-    if difference := ids_differ(tokenizer, own):
-        raise ModelError(f"its tokenizer is not the target's: {difference}")
-    return min(own.vocab_size, tokenizer.vocab_size)
-
-
-def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """Return a fingerprint of what every id means."""
-    digest = hashlib.sha256()
-    for token in range(tokenizer.vocab_size):
-        text = tokenizer.backend.token_bytes(token)
-        digest.update(len(text).to_bytes(4, "big") + text)
-    return digest.hexdigest()
-
-
-def _own_tokenizer(folder: Path) -> Tokenizer:
-    """Return the draft's tokenizer; raises ModelError where it has none."""
-    try:
-        return load_tokenizer(folder)
-    except ValueError as error:
-        problem = "no tokenizer in it that can be read, so its ids cannot be compared with the target's"
-        raise ModelError(problem) from error
-
-
-def ids_differ(target: Tokenizer, draft: Tokenizer) -> str | None:
-    """Return where two tokenizers first give an id different meanings, None where they never do.
-
-    An id that only one of them has is no difference, since the draft proposes no id that the target lacks.
-    """
-    for token in range(min(target.vocab_size, draft.vocab_size)):
-        ours, theirs = target.backend.token_bytes(token), draft.backend.token_bytes(token)
-        if ours != theirs and ours and theirs:
-            return f"id {token} is {ours!r} there and {theirs!r} in the draft"
-    return None

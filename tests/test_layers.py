@@ -24,18 +24,17 @@ SOURCES = {
 
 # A module may import from strictly lower ranks, never from its own. `load/` and `train/` span ranks.
 RANKS = {
-    -2: "load.machine",
-    -1: "load.huge_pages",
+    -1: "load.machine",
     0: "request metrics tree kv radix model compiled load.weights load.packed load.token_map "
     "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.__init__ train.__init__ "
-    "http.__init__ http.page watchdog routing products",
+    "http.__init__ http.page watchdog routing products load.huge_pages",
     1: "shards http.fields http.reasoning config sampling attention eagle load.fp8 load.tokenizer load.default_model",
     2: "http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 "
     "train.prompts",
     3: "bucket intake policy http.message trace beam ngram load.heads http.traces",
     4: "standalone lookup crossing seams",
-    5: "late load.drafters",
-    6: "engine",
+    5: "late load.draft_models",
+    6: "engine load.drafters",
     7: "asked graphs scheduler load.selftest load.memory load.warm_up",
     8: "parallel",
     9: "load.build http.schema http.prometheus",

@@ -28,13 +28,14 @@ from minispec.attention import Plan
 from minispec.bucket import Sizes
 from minispec.compiled import compile_step
 from minispec.drafter import Drafter, Plain
+from minispec.load.draft_models import ids_differ, load_draft, tokenizer_digest
 from minispec.load.memory import Budget
 from minispec.load.tokenizer import byte_tokenizer, load_tokenizer
 from minispec.load.warm_up import shapes, warm_up
 from minispec.model import Model
 from minispec.request import Request
 from minispec.scheduler import Scheduler
-from minispec.standalone import DraftModel, StandaloneDrafter, ids_differ, load_draft, tokenizer_digest
+from minispec.standalone import DraftModel, StandaloneDrafter
 
 MODEL = tiny_model()
 SHAPES = [(1, 1, 2), (3, 1, 4), (2, 2, 7), (3, 3, 8), (4, 4, 16), (1, 5, 4)]  # steps, topk, nodes

@@ -27,11 +27,11 @@ from minispec.eagle import DraftHead
 from minispec.llm import LLM
 from minispec.load.build import choose_dtype
 from minispec.load.default_model import DefaultModelError
+from minispec.load.draft_models import load_draft, tokenizer_digest
 from minispec.load.heads import load_head
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.metrics import loops
 from minispec.model import FINAL, Model
-from minispec.standalone import load_draft, tokenizer_digest
 from minispec.train.__main__ import ON_CUDA, load_target, main
 from minispec.train.corpus import Features, TrainingReply, batches, begin_replies, groups_done, read_replies
 from minispec.train.export import Recipe, draft_vocabulary, export, new_head

@@ -19,6 +19,7 @@ from minispec.attention import QUERY_BLOCK, most_nodes
 from minispec.beam import BeamDrafter, candidate_count
 from minispec.config import LEARNED, MAX_NODES, Config
 from minispec.drafter import Drafter, HostDrafter, Plain, as_drafter
+from minispec.load.draft_models import load_draft
 from minispec.load.heads import load_head
 from minispec.load.token_map import read_token_map
 from minispec.load.tokenizer import Tokenizer
@@ -26,7 +27,7 @@ from minispec.load.weights import ModelError, read_tensors, resolve_file, resolv
 from minispec.lookup import Lookups, Texts
 from minispec.model import Model
 from minispec.ngram import NgramDrafter, NgramOptions
-from minispec.standalone import StandaloneDrafter, load_draft
+from minispec.standalone import StandaloneDrafter
 
 logger = logging.getLogger("minispec")
 

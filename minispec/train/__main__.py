@@ -34,12 +34,12 @@ from minispec.config import Config
 from minispec.llm import LLM
 from minispec.load.build import choose_device, choose_dtype, choose_folder, load_model
 from minispec.load.default_model import DefaultModelError
+from minispec.load.draft_models import tokenizer_digest
 from minispec.load.heads import HEAD_KINDS
 from minispec.load.packed import can_pack, pack_linears
 from minispec.load.tokenizer import load_tokenizer
 from minispec.load.weights import read_config
 from minispec.model import FINAL, Model, ModelConfig
-from minispec.standalone import tokenizer_digest
 from minispec.train.corpus import Features, TrainingReply, begin_replies, generate, groups, groups_done, read_replies
 from minispec.train.export import Recipe, draft_vocabulary, export, read_start
 from minispec.train.prompts import Tell, collect, read_jsonl

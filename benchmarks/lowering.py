@@ -213,7 +213,7 @@ def make_layer(cell: Cell) -> tuple[Block, Tensor, Rope, FlexLayer]:
         block = Block(config).eval()
     fake_module(block, cell.dtype)
     like, sizes = torch.empty(0, dtype=cell.dtype, device=CUDA), {"slots": 4, "rows_per_slot": 4096}
-    kv = PagedKV(KVShape(1, kv_heads, dim), pages=PAGES, page_size=cell.page_size, like=like, **sizes)
+    kv = PagedKV(KVShape(1, kv_heads, dim), pages=PAGES, page_size=cell.page_size, zeros=like.new_zeros, **sizes)
     plan = Plan(kv, 1, 4, QUERY_BLOCK, prompts=True) if cell.prefill else Plan(kv, 1, 1, nodes)
     rows = plan.blocks * plan.width
     new = functools.partial(torch.empty, dtype=cell.dtype, device=CUDA)

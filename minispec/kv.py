@@ -27,8 +27,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minispec.load import huge_pages
-
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return host values on a device; from pinned memory on CUDA, so that the host does not wait for running steps."""
@@ -71,20 +69,23 @@ class PagedKV:
     """
 
     def __init__(
-        self, shape: KVShape, *, pages: int, page_size: int, slots: int, rows_per_slot: int, like: Tensor
-    ) -> None:
-        """Allocate `pages` pages, the trash page among them, of the dtype and on the device of the tensor `like`."""
-        device = like.device
+        self, shape: KVShape, *, pages: int, page_size: int, slots: int, rows_per_slot: int,
+        zeros: Callable[..., Tensor],
+    ) -> None:  # fmt: skip
+        """Allocate `pages` pages, the trash page among them.
+
+        zeros(*sizes) returns a tensor of zeros; its device is that of the tables, and its dtype that of the rows.
+        """
+        # With `empty`, a row that nobody has written could hold a NaN, and attention would spread it although the row
+        # is masked, since 0 * NaN is NaN.
+        self.zeros = zeros
+        self.pool = zeros(2 * shape.layers, shape.kv_heads, pages * page_size, shape.head_dim)
+        device = self.pool.device
         self.page_size, self.pages = page_size, pages
         # May the host look at values in the middle of a step? On a CPU that costs nothing and saves work; elsewhere it
         # would wait for the device, and a captured step cannot be looked into at all.
         self.host_looks = device.type == "cpu"
         self.pages_per_slot = -(-rows_per_slot // page_size)
-        # With `empty`, a row that nobody has written could hold a NaN, and attention would spread it although the row
-        # is masked, since 0 * NaN is NaN.
-        self.pool = huge_pages.zeros(
-            2 * shape.layers, shape.kv_heads, pages * page_size, shape.head_dim, dtype=like.dtype, device=device
-        )
         self.table = torch.zeros(slots, self.pages_per_slot, dtype=torch.int32, device=device)
         self.logical = torch.full((slots, pages), -1, dtype=torch.int32, device=device)
         self.mapped = [0] * slots  # what the host knows of the table: how many logical pages each slot has
@@ -105,9 +106,7 @@ class PagedKV:
     def sibling(self, shape: KVShape) -> PagedKV:
         """Return pages for a drafter's layers: memory of their own under the same table, free list and row numbers."""
         other = copy.copy(self)
-        rows = self.pool.shape[2]
-        like: dict[str, Any] = {"dtype": self.pool.dtype, "device": self.pool.device}
-        other.pool = huge_pages.zeros(2 * shape.layers, shape.kv_heads, rows, shape.head_dim, **like)
+        other.pool = self.zeros(2 * shape.layers, shape.kv_heads, self.pool.shape[2], shape.head_dim)
         self.pools.append(other.pool)
         return other
 

@@ -175,7 +175,7 @@ def build(
     sizes = Sizes.resolve(drafter, context_length=config.context_length, max_running=running, chunk_size=chunk)
     kv = PagedKV(
         KVShape(config.layers, config.kv_heads, config.head_dim), pages=pages, page_size=page_size, slots=running + 1,
-        rows_per_slot=config.context_length + sizes.tree_rows, like=model.norm.weight,
+        rows_per_slot=config.context_length + sizes.tree_rows, zeros=model.norm.weight.new_zeros,
     )  # fmt: skip
     kv.host_looks &= host_looks
     made = Engine(model, kv, drafter, sizes, compiled=compiled, accept=Accept(thresholds, simulated))

@@ -44,7 +44,7 @@ def follower(told: dict, ranks: Ranks, sizes: Sizes) -> Engine:
     """Return the engine that a line describes."""
     model = split(ModelConfig(**told["config"]), ranks, load_file(told["weights"]))
     shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim)
-    kv = PagedKV(shape, **told["pages"], like=model.norm.weight)
+    kv = PagedKV(shape, **told["pages"], zeros=model.norm.weight.new_zeros)
     return Engine(model, kv, Elsewhere(sizes), sizes, compiled=told["compiled"])
 
 

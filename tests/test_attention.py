@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ class World:
         self.generator = torch.Generator().manual_seed(seed)
         self.kv = PagedKV(
             KVShape(LAYERS, self.kv_heads, dim), pages=slots * -(-rows // page) + 2, page_size=page, slots=slots + 1,
-            rows_per_slot=rows, like=torch.zeros(0, dtype=dtype, device=device),
+            rows_per_slot=rows, zeros=partial(torch.zeros, dtype=dtype, device=device),
         )  # fmt: skip
         self.texts: list[dict[int, tuple[Tensor, Tensor]]] = []
         self.pages: dict[int, list[int]] = {}

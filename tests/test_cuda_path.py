@@ -350,7 +350,7 @@ def pages_read_on_fake_cuda(mapped: int, window: int) -> int:
     lowering.allow_fake_cuda()
     with FakeTensorMode(), mock.patch.object(torch, "tensor", tensor_without_pinning):
         like = torch.empty(0, device=CUDA)
-        kv = PagedKV(KVShape(1, 1, 8), pages=200, page_size=16, slots=3, rows_per_slot=2048, like=like)
+        kv = PagedKV(KVShape(1, 1, 8), pages=200, page_size=16, slots=3, rows_per_slot=2048, zeros=like.new_zeros)
         kv.map(1, 0, kv.allocate(1))
         kv.map(2, 0, kv.allocate(mapped - 1))
         kv.map(2, mapped - 1, kv.allocate(1))

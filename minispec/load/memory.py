@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from minispec.drafter import Drafter
 from minispec.engine import Engine
 from minispec.kv import KVShape, PagedKV
 from minispec.late import Late
+from minispec.load import huge_pages
 from minispec.load.machine import host_memory
 from minispec.load.packed import PackedLinear
 from minispec.model import Model
@@ -155,14 +157,14 @@ def coarse(pages: int) -> int:
 
 def make_kv(config: Config, network: Model, drafter: Drafter, sizes: Sizes, pages: int) -> PagedKV:
     """Return the target's pool of `pages` pages, whose sibling holds the drafter's rows."""
-    shape = network.config
+    shape, weight = network.config, network.norm.weight
     return PagedKV(
         KVShape(shape.layers, shape.kv_heads, shape.head_dim),
         pages=pages,
         page_size=config.page_size,
         slots=sizes.max_running + 1,
         rows_per_slot=sizes.context_length + sizes.tree_rows,
-        like=network.norm.weight,
+        zeros=partial(huge_pages.zeros, dtype=weight.dtype, device=weight.device),
     )
 
 

@@ -41,8 +41,8 @@ import bench
 from benchmarks import throughput
 from minispec import LLM, SamplingParams
 from minispec.bucket import Chunk
-from minispec.compiled import compile_step
 from minispec.engine import Engine
+from minispec.load.build import compile_step
 from minispec.load.int8 import Int8Linear
 from minispec.load.packed import FEW_ROWS
 from minispec.model import Block

@@ -31,11 +31,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from minispec.attention import AttendKind, Plan
+from minispec.attention import AttendKind, PagedAttend, Plan
 from minispec.compiled import CompileFor, Compiler, Small
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.kv import KVShape, PagedKV
-from minispec.model import Attend, LayerAttend, Rope
+from minispec.model import LayerAttend, Rope
 from minispec.request import GREEDY_BELOW
 from minispec.sampling import gumbel
 from minispec.tree import DraftTree
@@ -221,7 +221,7 @@ class BeamDrafter(Drafter):
         slots = kv.table.shape[0]
         like: dict[str, Any] = {"dtype": kv.pool.dtype, "device": kv.pool.device}
         self.state = torch.zeros(slots, self.network.hidden_size, **like)  # the head's output at each slot's last row
-        self._attends: dict[Plan, Attend] = {}
+        self._attends: dict[Plan, PagedAttend] = {}
         self._beams: dict[tuple[int, ...], Beam] = {}  # by B and N
         for batch in batch_sizes:
             plan = Plan(self.kv, batch, 1, self.topk, window=self.window) if self.window else None
@@ -245,7 +245,7 @@ class BeamDrafter(Drafter):
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
         self.small.compile(compiler, choice)
 
-    def attends(self, plan: Plan, prefill: bool) -> list[Attend]:
+    def attends(self, plan: Plan, prefill: bool) -> list[PagedAttend]:
         """Return the attention of prompts, or of accepted paths and of frontiers."""
         if prefill:
             return [self._attend(plan)]
@@ -330,7 +330,7 @@ class BeamDrafter(Drafter):
         attend = self._attend(plan).layer(0)
         return self.run_network(self.network, embedding, states, Rope(cos, sin), attend, positions)
 
-    def _attend(self, plan: Plan) -> Attend:
+    def _attend(self, plan: Plan) -> PagedAttend:
         """Return the attention over the drafter's own pages under a plan."""
         if plan not in self._attends:
             self._attends[plan] = self.attend_kind(self.kv, plan, self.kv_shape[0])

@@ -22,11 +22,11 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from minispec.attention import Plan
+from minispec.attention import AttendKind, PagedAttend, Plan
 from minispec.compiled import CompileFor, Compiler
 from minispec.kv import KVShape, PagedKV
 from minispec.tree import PADDING, DraftTree, problem
@@ -146,14 +146,14 @@ class Drafter(ABC):
         """Run what surrounds the network as `compiler` compiles it, where `choice` says so."""
 
     def attach(  # noqa: B027  a drafter without tensors has nothing to allocate
-        self, kv: PagedKV, attend_kind: Any, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
+        self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
     ) -> None:
         """Allocate pages, per-slot state and plans beside the target's, once, before the first step.
 
         batch_sizes: of the decode steps. chunk_counts: the most chunks that each of the prefill steps holds.
         """
 
-    def attends(self, plan: Plan, prefill: bool) -> list[Any]:
+    def attends(self, plan: Plan, prefill: bool) -> list[PagedAttend]:
         """Return the attention of each call of its network: in a prefill step of this plan, or in a decode step.
 
         In a decode step it is the plan of the accepted paths.

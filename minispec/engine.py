@@ -28,13 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minispec.attention import (
-    AttendKind,
-    PagedGather,
-    Plan,
-    compiled_attention,
-    prefill_block,
-)
+from minispec.attention import AttendKind, Plan, prefill_block
 from minispec.bucket import Bucket, Chunk, PrefillBucket, Prefills, Sizes
 from minispec.compiled import CompileFor, Compiler, Small, Step, within_step
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter
@@ -130,14 +124,12 @@ class Engine:
         drafter: Drafter,
         sizes: Sizes,
         *,
-        compiled: bool,
+        attend_kind: AttendKind,
         accept: Accept | None = None,
     ) -> None:
         self.model, self.kv, self.drafter, self.sizes, self.accept = model, kv, drafter, sizes, accept or Accept()
         device, slots = kv.pool.device, kv.table.shape[0]
         self.device = device
-        self.compiled = compiled
-        kind: AttendKind = compiled_attention if compiled else PagedGather
         self.settled = False  # whether all graphs are made that will be, so that steps keep their times
         self._when_settled: list[Callable[[], None]] = []
         self.lens = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -153,7 +145,7 @@ class Engine:
         self.graphs: dict[tuple[Bucket | PrefillBucket, Needs], torch.cuda.CUDAGraph] = {}  # `capture` fills it
         self.amended = False  # whether thresholds were changed since the start
         self.changes = 0  # how often anything began to change what belongs to slots: after an exception, whether it did
-        attend = (kind, model.config.layers)
+        attend = (attend_kind, model.config.layers)
         self.buckets = {  # by batch and shape, as `Sizes.sizes_of` has it
             (batch, nodes): Bucket(kv, batch, nodes, self._most(nodes), attend)
             for batch in sizes.batch_sizes
@@ -165,7 +157,7 @@ class Engine:
         self.prefills = Prefills(kv, sizes.prefill_sizes, prefill_block(device), attend)
         self.late = Late(drafter, slots, model.norm.weight)
         self.late.attach(self.prefills, self.lens, self.root)
-        drafter.attach(kv, kind, sizes.batch_sizes, [size // self.prefills.width for size in self.prefills])
+        drafter.attach(kv, attend_kind, sizes.batch_sizes, [size // self.prefills.width for size in self.prefills])
         # By batch and A: the accepted path as a chain.
         paths = {(batch, self._most(nodes)) for batch, nodes in self.buckets if nodes > 1 and drafter.commits}
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}

@@ -64,7 +64,8 @@ class LLM:
         build.lead(batches, compile_later)
         self.config = config = build.config
         self.folder, self.model_config = build.folder, build.model_config
-        self.ranks, self.tokenizer, self.compile_later = build.ranks, build.tokenizer, build.later
+        self.ranks, self.tokenizer = build.ranks, build.tokenizer
+        self.compiled, self.compile_later = build.compiled, build.later
         engine = build.engine()
         self.memory = build.memory
         self.scheduler = Scheduler(

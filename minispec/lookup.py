@@ -22,17 +22,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from minispec.attention import Plan
+from minispec.attention import AttendKind, PagedAttend, Plan
 from minispec.beam import BeamDrafter
 from minispec.compiled import CompileFor, Compiler
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, HostDrafter, HostTrees, TreeSize
 from minispec.kv import PagedKV
-from minispec.model import Attend
 from minispec.ngram import NgramDrafter
 from minispec.tree import PADDING, DraftTree
 
@@ -168,7 +166,7 @@ class Lookups(Drafter):
         return self._sizes
 
     def attach(
-        self, kv: PagedKV, attend_kind: Any, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
+        self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
     ) -> None:
         """Hand on; what is looked up lies on the host."""
         self.head.attach(kv, attend_kind, batch_sizes, chunk_counts)
@@ -179,7 +177,7 @@ class Lookups(Drafter):
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
         self.head.compile_small(compiler, choice)
 
-    def attends(self, plan: Plan, prefill: bool) -> list[Attend]:
+    def attends(self, plan: Plan, prefill: bool) -> list[PagedAttend]:
         """Return those of the network; a lookup needs none."""
         return self.head.attends(plan, prefill)
 

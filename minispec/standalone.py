@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minispec.attention import AttendKind, Plan
+from minispec.attention import AttendKind, PagedAttend, Plan
 from minispec.beam import BeamDrafter, Inputs
 from minispec.compiled import Compiler
 from minispec.drafter import Committed
 from minispec.kv import KVShape, PagedKV
-from minispec.model import Attend, Model, Rope
+from minispec.model import Model, Rope
 
 
 class DraftModel(nn.Module):
@@ -80,7 +80,7 @@ class StandaloneDrafter(BeamDrafter):
     def compile(self, compiler: Compiler) -> None:
         self.network.model.compile_blocks(compiler)
 
-    def attends(self, plan: Plan, prefill: bool) -> list[Attend]:
+    def attends(self, plan: Plan, prefill: bool) -> list[PagedAttend]:
         """Return the attention of what a head has, where paths end at a root, and of the roots after prompt chunks."""
         if prefill:
             return [self._attend(plan), self._attend(self._tails[plan.blocks, 1])]

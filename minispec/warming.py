@@ -14,7 +14,7 @@ The server has the processor before them (NICENESS), and they end with it, howev
 a pipe from the server, closes, a process kills itself and the compilers that it started.
 
 Until all of its graphs are there, a step runs eagerly (`ready` in `bucket.py`). Read next: `make_graph` in
-`load/warm_up.py`, and `compiled.one_graph`, which ends a run on padding after one graph.
+`load/warm_up.py`, and `direct.one_graph`, which ends a run on padding after one graph.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Warming:
     @property
     def state(self) -> str:
         """What /health says of it; any thread may ask."""
-        if not self.engine.compiled:
+        if not self.llm.compiled:
             return "eager"
         done = self.total - len(self.todo)
         if done == self.total:
@@ -147,7 +147,7 @@ class Warming:
 
         busy: requests are under way, so after each graph they get as long as it took, and nothing is compiled here.
         """
-        from minispec.compiled import cache_is_empty  # here, since the server listens before torch is imported
+        from minispec.direct import cache_is_empty  # here, since the server listens before torch is imported
 
         if self.engine.settled:
             return self._try_out(busy)
@@ -181,7 +181,7 @@ class Warming:
 
     def _compiler_is_known(self) -> bool:
         """Return whether it is known what the compiler can do; if not, `wake` is called as soon as it is."""
-        from minispec.compiled import compiler_known
+        from minispec.direct import compiler_known
 
         asking = compiler_known()
         if asking.is_alive() and not self._waits:
@@ -195,7 +195,7 @@ class Warming:
 
     def _make(self, step: Bucket | PrefillBucket, started: float) -> None:
         """Make a graph of the next step, from the cache unless what a process had compiled was not there."""
-        from minispec.compiled import NotCached
+        from minispec.direct import NotCached
         from minispec.load.warm_up import make_graph
 
         try:

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 import torch
 
 from minispec.asked import Asking
-from minispec.attention import Causal
+from minispec.attention import AttendKind, Causal, PagedFlex
 from minispec.bucket import Sizes
 from minispec.drafter import Draft, Drafter, HostDrafter, as_drafter
 from minispec.engine import Engine
+from minispec.gather import PagedGather
 from minispec.kv import KVShape, PagedKV
 from minispec.model import Model, ModelConfig
 from minispec.request import Request, SamplingParams
@@ -178,7 +179,8 @@ def build(
         rows_per_slot=config.context_length + sizes.tree_rows, zeros=model.norm.weight.new_zeros,
     )  # fmt: skip
     kv.host_looks &= host_looks
-    made = Engine(model, kv, drafter, sizes, compiled=compiled, accept=Accept(thresholds, simulated))
+    attend_kind: AttendKind = PagedFlex if compiled and kv.pool.is_cuda else PagedGather
+    made = Engine(model, kv, drafter, sizes, attend_kind=attend_kind, accept=Accept(thresholds, simulated))
     made.asked = Asking(made)
     options = SchedulerOptions(radix=radix, overlap=overlap, adaptive=adaptive)
     return Scheduler(made, tokenizer or Letters(), frozenset(eos), options)

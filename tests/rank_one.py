@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from minispec.attention import PagedGather
 from minispec.bucket import Sizes
 from minispec.engine import Engine
+from minispec.gather import PagedGather
 from minispec.kv import KVShape, PagedKV
 from minispec.load.weights import load_weights
 from minispec.model import Model, ModelConfig, published_tensors
@@ -45,7 +45,7 @@ def follower(told: dict, ranks: Ranks, sizes: Sizes) -> Engine:
     model = split(ModelConfig(**told["config"]), ranks, load_file(told["weights"]))
     shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim)
     kv = PagedKV(shape, **told["pages"], zeros=model.norm.weight.new_zeros)
-    return Engine(model, kv, Elsewhere(sizes), sizes, compiled=told["compiled"])
+    return Engine(model, kv, Elsewhere(sizes), sizes, attend_kind=PagedGather)
 
 
 def perturb() -> None:

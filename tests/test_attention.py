@@ -21,21 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from minispec import attention as attention_module
+from minispec import gather as gather_module
 from minispec import products as products_module
-from minispec.attention import (
-    QUERY_BLOCK,
-    AttendKind,
-    Causal,
-    FlexLayer,
-    GatherLayer,
-    PagedFlex,
-    PagedGather,
-    Plan,
-    PromptLayer,
-    compiled_attention,
-)
-from minispec.compiled import any_size
+from minispec.attention import QUERY_BLOCK, AttendKind, Causal, FlexLayer, PagedFlex, Plan
+from minispec.direct import any_size
+from minispec.gather import GatherLayer, PagedGather, PromptLayer
 from minispec.kv import KVShape, PagedKV
 from minispec.products import TILE, Products, Tile, attend_at_once
 
@@ -290,11 +280,11 @@ def test_products_match_the_reference_for_packed_chunks(
     group: int, at_once: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the processor, which decides in an engine, and however short the prompts."""
-    monkeypatch.setattr(attention_module, "WORTH", 0)
+    monkeypatch.setattr(gather_module, "WORTH", 0)
     if at_once != "all heads":
         monkeypatch.setattr(products_module, "SCORES", 0)
     if at_once == "a head and block":  # as for a context of a hundred thousand tokens
-        monkeypatch.setattr(attention_module, "AREA", 0)
+        monkeypatch.setattr(gather_module, "AREA", 0)
     world = World(group, rows=400, dtype=torch.bfloat16, seed=group)
     plan = Plan(world.kv, 1, 16, 32, prompts=True)
     attend = PagedGather(world.kv, plan, LAYERS)
@@ -432,7 +422,7 @@ def test_compiled_gather_matches_the_reference(
 
     multiplies: as on a processor where products pay, whatever this one is.
     """
-    monkeypatch.setattr(attention_module, "products_pay", lambda dtype, device: multiplies)
+    monkeypatch.setattr(gather_module, "products_pay", lambda dtype, device: multiplies)
     world = World(3, rows=400, dtype=dtype)
     for nodes in (2, 64) if dtype == torch.float32 else (8, 40) if multiplies else (8,):
         scene = lambda nodes=nodes: tree_scene(world, nodes, 4)  # noqa: E731
@@ -466,12 +456,6 @@ def test_compiled_gather_of_few_queries_matches_the_reference(
         return blocks
 
     check_compiled(world, plan, scene, 4, PagedGather)
-
-
-def test_each_kind_has_its_place_in_compiled_code() -> None:
-    world = World(3)
-    for shape in ((32, 1, 1), (1, 1, 2), (8, 1, 6), (1, 2, QUERY_BLOCK)):
-        assert isinstance(compiled_attention(world.kv, Plan(world.kv, *shape), LAYERS), PagedGather), "on a CPU"
 
 
 @pytest.mark.cuda

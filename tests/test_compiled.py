@@ -20,9 +20,9 @@ from test_engine import MODEL, eagle3
 from torch import Tensor, nn
 
 from benchmarks.bits import ThreeWays
-from minispec.attention import GatherLayer
-from minispec.compiled import compile_step
 from minispec.engine import Engine
+from minispec.gather import GatherLayer
+from minispec.load.build import compile_step
 from minispec.scheduler import Scheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")

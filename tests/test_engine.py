@@ -10,8 +10,8 @@ import torch
 from exactness import CPU, Oracle, build, reference, request, tiny_model, truth_of
 
 from minispec.beam import BeamDrafter
-from minispec.compiled import compile_step
 from minispec.eagle import Eagle3Head, HeadConfig
+from minispec.load.build import compile_step
 from minispec.load.warm_up import shapes, warm_up
 from minispec.model import Model
 

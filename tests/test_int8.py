@@ -42,12 +42,12 @@ from torch import Tensor, nn
 from trained import trained_model
 
 import minispec.load.build as build_module
-from minispec.compiled import compile_step, within_step
+from minispec.compiled import within_step
 from minispec.config import Config
 from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.llm import LLM
 from minispec.load import int8
-from minispec.load.build import choose_device
+from minispec.load.build import choose_device, compile_step
 from minispec.load.drafters import make_drafter
 from minispec.load.int8 import (
     Int8Embedding,

@@ -85,8 +85,7 @@ class Pair:
         kv = scheduler.kv
         pages = {"pages": kv.pages, "page_size": kv.page_size, "slots": kv.table.shape[0],
                  "rows_per_slot": kv.pages_per_slot * kv.page_size}  # fmt: skip
-        told = {"weights": str(weights), "config": dataclasses.asdict(model.config), "pages": pages,
-                "compiled": how.get("compiled", False)}  # fmt: skip
+        told = {"weights": str(weights), "config": dataclasses.asdict(model.config), "pages": pages}  # fmt: skip
         print(json.dumps(told), file=self.process.stdin, flush=True)
         self.leading = scheduler.engine
         self.ranks.same_sizes(scheduler.sizes)

@@ -20,12 +20,12 @@ from conformance import random_head
 from exactness import CPU, build, mixed_requests, reference, request, run, tiny_model
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from minispec.attention import PagedGather
 from minispec.beam import BeamDrafter
-from minispec.compiled import compile_step
 from minispec.drafter import Drafter, Plain
 from minispec.eagle import Eagle3Head
 from minispec.engine import CAPTURED, Engine
+from minispec.gather import PagedGather
+from minispec.load.build import compile_step
 from minispec.sampling import GREEDY
 from minispec.scheduler import Scheduler
 from minispec.verify import Accept

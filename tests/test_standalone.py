@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 from test_beam import moved_inputs, paths, record, siblings_see_each_other
 from torch._dynamo import lookup_backend
 
-import minispec.compiled as compiled_module
+import minispec.direct as direct_module
 from minispec import LLM, SamplingParams
 from minispec.attention import Plan
 from minispec.bucket import Sizes
-from minispec.compiled import compile_step
 from minispec.drafter import Drafter, Plain
+from minispec.load.build import compile_step
 from minispec.load.draft_models import ids_differ, load_draft, tokenizer_digest
 from minispec.load.memory import Budget
 from minispec.load.tokenizer import byte_tokenizer, load_tokenizer
@@ -253,7 +253,7 @@ def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_t
 ) -> None:
     torch._dynamo.reset()  # the blocks of other tests are the same function
     # What Inductor makes of a block is tested in test_engine.py. Here graphs are counted, and called past Dynamo.
-    monkeypatch.setattr(compiled_module, "lookup_backend", lambda name: lookup_backend("aot_eager"))
+    monkeypatch.setattr(direct_module, "lookup_backend", lambda name: lookup_backend("aot_eager"))
     models, shape, compare = (tiny_model(), near(0.01)), (3, 2, 6), []
     own = StandaloneDrafter(DraftModel(models[1], VOCAB), steps=3, topk=2, nodes=6)
     compiler = partial(compile_step, device=CPU)

@@ -29,11 +29,11 @@ from test_llm import config_of
 
 from minispec import LLM
 from minispec.bucket import Bucket, PrefillBucket
-from minispec.compiled import NotCached, compile_step, one_graph
 from minispec.config import Config
+from minispec.direct import NotCached, one_graph
 from minispec.drafter import Draft, Drafter, HostDrafter
 from minispec.engine import Engine
-from minispec.load.build import rehearse
+from minispec.load.build import compile_step, rehearse
 from minispec.load.warm_up import make_graph, shapes, steps_of, time_steps
 from minispec.model import Block
 from minispec.scheduler import Scheduler
@@ -190,7 +190,7 @@ def test_the_rehearsal_has_the_graphs_of_the_engine(algorithm: str, tmp_path: Pa
         graphs.append((graph.code, described))
         return graph.forward
 
-    monkeypatch.setattr("minispec.compiled.lookup_backend", lambda name: note)
+    monkeypatch.setattr("minispec.direct.lookup_backend", lambda name: note)
     target, draft = DRAFTERS[algorithm](tmp_path)
     weights = "dummy" if algorithm == "EAGLE3" else "auto"
     config = Config(
@@ -230,10 +230,10 @@ def warming(monkeypatch: pytest.MonkeyPatch, command: str) -> tuple[Warming, Sch
 
     monkeypatch.setattr(MAKE_GRAPH, no_graph)
     monkeypatch.setattr(CompilerProcess, "COMMAND", [sys.executable, "-c", command])
-    llm = SimpleNamespace(scheduler=scheduler, compile_later=True, config=Config(), try_out=lambda: iter(()),
-                          move_weights=lambda: None)  # fmt: skip
+    llm = SimpleNamespace(scheduler=scheduler, compiled=True, compile_later=True, config=Config(),
+                          try_out=lambda: iter(()), move_weights=lambda: None)  # fmt: skip
     monkeypatch.setattr(Warming, "_compiler_is_known", lambda self: True)
-    monkeypatch.setattr("minispec.compiled.cache_is_empty", lambda: False)
+    monkeypatch.setattr("minispec.direct.cache_is_empty", lambda: False)
     return Warming(llm, lambda: None), scheduler
 
 

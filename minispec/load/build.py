@@ -24,11 +24,14 @@ import torch
 from torch import nn
 
 from minispec.asked import Asking
+from minispec.attention import AttendKind, PagedFlex
 from minispec.bucket import Sizes, coarse_batches
-from minispec.compiled import CompileFor, cache_is_empty, compile_step, prepare
+from minispec.compiled import CompileFor, Compiler, Step, autotuned
 from minispec.config import Config, flag_name
+from minispec.direct import DirectStep, cache_is_empty, prepare
 from minispec.drafter import Drafter, Plain
 from minispec.engine import Engine
+from minispec.gather import PagedGather
 from minispec.graphs import capture
 from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter, with_own_head
@@ -173,13 +176,14 @@ class Build:
     def engine_of(self, parts: Parts, pages: int) -> Engine:
         """Return the engine around the parts, with so many pages; its functions are to be compiled, if any are."""
         sizes, network, drafter, beside = parts
-        compiler = partial(compile_step, device=self.device)
+        compiler: Compiler = partial(compile_step, device=self.device)
         if self.compiled:
             network.compile_blocks(compiler)
             drafter.compile(compiler)
         kv = make_kv(self.config, network, drafter, sizes, pages)
         accept = Accept(self.config.thresholds, self.config.simulate_acc_len)
-        engine = Engine(network, kv, drafter, sizes, compiled=self.compiled, accept=accept)
+        attend_kind: AttendKind = PagedFlex if self.compiled and kv.pool.is_cuda else PagedGather
+        engine = Engine(network, kv, drafter, sizes, attend_kind=attend_kind, accept=accept)
         engine.beside, engine.asked = beside, Asking(engine)
         if self.compiled:
             # On a CPU it costs seconds of compiling a shape, and gains 5 to 7 % where blocks are fast: docs/log.md.
@@ -255,6 +259,11 @@ class Build:
         """Have a thread move the weights to huge pages, if that was put off when they were loaded."""
         if self._mover is not None and self._mover.ident is None:
             self._mover.start()
+
+
+def compile_step(function: Step, device: torch.device) -> Step:
+    """Return `function` compiled for inference on `device`."""
+    return autotuned(function) if device.type == "cuda" else DirectStep(function)
 
 
 # ---- the other kinds ---------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Steps run on padding for that: a step for nobody writes to page 0 and slot 0 alone, so it may run between two others.
 A server on a CPU makes its graphs while it serves, one at a time (`warming.py`); all else makes them first.
 
-Read next: `engine.py`, whose steps these are; `compiled.py` for graphs.
+Read next: `engine.py`, whose steps these are; `direct.py` for graphs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from minispec.bucket import Bucket, PrefillBucket
-from minispec.compiled import OneMade, one_graph
+from minispec.direct import OneMade, one_graph
 from minispec.engine import COMPILED, Engine
 from minispec.sampling import GREEDY
 
@@ -77,7 +77,7 @@ def _run_on_padding(engine: Engine, step: Bucket | PrefillBucket) -> None:
 def make_graph(engine: Engine, step: Bucket | PrefillBucket, from_cache: bool = False) -> bool:
     """Make one graph at most of those that a step lacks; returns whether it has all of them and is ready now.
 
-    from_cache: raise `compiled.NotCached` where the graph would have to be compiled. After this or another
+    from_cache: raise `direct.NotCached` where the graph would have to be compiled. After this or another
     exception the step runs eagerly, as before.
     """
     step.ready = True  # for this run, which ends where a second graph is lacking

@@ -21,7 +21,7 @@ Continuous batching: Orca (OSDI 2022); retraction is vLLM's recomputation (arXiv
 Invariant owned here: when idle, free + cached pages are all pages; who drives the scheduler calls `check` then.
 
 Read next: `engine.py` for what a step is, `policy.py` for the choice of its shape, `output.py` for the stop rules,
-`radix.py` for shared prefixes, `server.py` for the HTTP in front.
+`seats.py` and `radix.py` for pages, `server.py` for the HTTP in front.
 """
 
 from __future__ import annotations
@@ -45,24 +45,12 @@ from minispec.output import Output
 from minispec.policy import Kind, Planned, Policy
 from minispec.radix import Node, PrefixCache
 from minispec.request import ABORT_WANTED, Finish, Request, Update
+from minispec.seats import Seat, Seats
 
 logger = logging.getLogger("minispec")
 
 NOT_LAUNCHING: tuple[Sequence[Request], int] = ((), -1)
 NAN = Finish("abort", message="the model gave NaN in place of logits, so there is no next token", status=500)
-
-
-class Seat:
-    """What a request holds while it has a slot: pages in logical order, the cached path among them, its progress."""
-
-    def __init__(self, ids: list[int], path: list[Node]) -> None:
-        self.ids = ids  # what was known at admission: the tokens to prefill
-        self.path = path  # held nodes of the prefix cache; pages[i] is path[i]'s page
-        self.pages = [node.page for node in path]
-
-    def owned(self) -> list[int]:
-        """Return the pages that are the request's own, not the cache's."""
-        return self.pages[len(self.path) :]
 
 
 @dataclass(frozen=True)
@@ -101,8 +89,8 @@ class Scheduler:
         options: SchedulerOptions,
     ) -> None:
         self.engine, self.kv, self.tokenizer, self.eos_ids = engine, engine.kv, tokenizer, eos_ids
-        self.cache = PrefixCache(self.kv.page_size, engine.drafter.lookahead, enabled=options.radix)
         self.sizes = engine.sizes
+        self._start_pages(options.radix)
         pool_rows = (self.kv.pages - 1) * self.kv.page_size
         self.intake = Intake(Limits(engine.model.config.vocab_size, self.sizes.context_length, pool_rows,
                                     self.sizes.tree_rows, tuple(sorted(eos_ids))), tokenizer)  # fmt: skip
@@ -112,7 +100,6 @@ class Scheduler:
         self.parked: dict[Request, list[Request]] = {}  # choices that wait for the prompt of the first of them
         self.prefilling: list[Request] = []  # in order of admission
         self.running: list[Request] = []  # in order of admission
-        self.seats: dict[Request, Seat] = {}
         self.outputs: dict[Request, Output] = {}
         self.free_slots = list(range(self.sizes.max_running, 0, -1))  # slot 0 is padding
         self._seeds = random.Random(options.random_seed)
@@ -127,6 +114,11 @@ class Scheduler:
         self._launching = NOT_LAUNCHING  # the requests of a step that is being launched, and `Engine.changes` before it
         # The front of the queue if it lacked pages, how many were available, and the cache's insertions at that time.
         self._refused: tuple[Request, int, int] | None = None
+
+    def _start_pages(self, share: bool) -> None:
+        """Begin with an empty prefix cache, which has pages only if they are to be shared, and no seat."""
+        self.cache = PrefixCache(self.kv.page_size, self.engine.drafter.lookahead, enabled=share)
+        self.seats = Seats(self.kv, self.cache, self.engine.catch_up)
 
     def restart_times(self) -> None:
         """Forget what steps took, and begin with what `warm_up.time_steps` has measured, if it has."""
@@ -208,7 +200,7 @@ class Scheduler:
             # One page to spare for each that runs, or the newcomer would soon be retracted again.
             spare = len(self.running) + len(self.prefilling)
             needed = self.kv.pages_for(len(ids) + self.sizes.tree_rows) - len(path)
-            if not self._obtain(needed + spare) and not (spare == 0 and self._obtain(needed)):
+            if not self.seats.obtain(needed + spare) and not (spare == 0 and self.seats.obtain(needed)):
                 self.cache.release(path)
                 self._refused = (request, available, self.cache.insertions)
                 return
@@ -227,25 +219,14 @@ class Scheduler:
 
     def _seat(self, request: Request, ids: list[int], path: list[Node], needed: int) -> None:
         """Give `request` a slot, its cached path and `needed` fresh pages."""
-        seat = self.seats[request] = Seat(ids, path)
-        seat.pages += self.kv.allocate(needed)
         request.slot = self.free_slots.pop()
+        self.seats.take(request, ids, path, needed)
         request.kv_len = len(path) * self.kv.page_size
         if request.retractions == 0:
             request.cached_tokens = request.kv_len
             self.metrics.queue_times.add(time.monotonic() - request.arrived)
-        self.kv.map(request.slot, 0, seat.pages)
         self.engine.assign(request, self.outputs[request].stop_ids)
         self.prefilling.append(request)
-
-    def _obtain(self, count: int) -> bool:
-        """Make sure that `count` pages are free, evicting from the prefix cache; False if that is not possible."""
-        short = count - len(self.kv.free)
-        if short > len(self.cache.idle):
-            return False
-        if short > 0:
-            self.kv.give_back(self.cache.evict(short))
-        return True
 
     # ---- reserve ---------------------------------------------------------------------------------------------------
 
@@ -266,18 +247,10 @@ class Scheduler:
         Rows beyond the context are no rows of a tree: a flight that ends there leaves nothing to do but scratch. What a
         flight may add and does not stays with the request, which will need it soon.
         """
-        seat, rows = self.seats[request], request.kv_len
+        rows = request.kv_len
         if self._flight is not None and not self._flight.pending.chunks and self._flies(request):
             rows = min(rows + self._flight.pending.most, self.sizes.context_length)
-        missing = self.kv.pages_for(rows + self.sizes.tree_rows) - len(seat.pages)
-        if missing <= 0:
-            return True
-        if not self._obtain(missing):
-            return False
-        pages = self.kv.allocate(missing)
-        self.kv.map(request.slot, len(seat.pages), pages)
-        seat.pages += pages
-        return True
+        return self.seats.grow(request, rows + self.sizes.tree_rows)
 
     def _retract(self, request: Request) -> None:
         """Send a request back, since the pool is full."""
@@ -432,7 +405,7 @@ class Scheduler:
     def _after_prefill(self, flight: Flight, emitted: dict[Request, list[int]]) -> None:
         """Take in a prefill step: share the prompts that are complete, and deliver their first tokens."""
         self.metrics.prefill(
-            Load(self._usage(), len(self.running), len(self.waiting)),
+            Load(self.seats.usage, len(self.running), len(self.waiting)),
             [len(chunk.tokens) for chunk in flight.pending.chunks],
             cached=flight.cached,
             emitted=sum(map(len, emitted.values())),
@@ -440,7 +413,7 @@ class Scheduler:
         )
         for request, tokens in emitted.items():
             if tokens:
-                self._share(request, self.seats[request], self.seats[request].ids)
+                self.seats.share(request, self.seats[request].ids)
                 request.prompt_done = True
                 self._unpark(request)
                 self._deliver(request, tokens, flight)
@@ -454,7 +427,7 @@ class Scheduler:
             kept.append(self._deliver(request, tokens, flight, seconds))
             request.count_step(kept[-1], pending.nodes)
         self.metrics.decode(
-            Load(self._usage(), len(emitted), len(self.waiting), sum(request.kv_len for request in emitted)),
+            Load(self.seats.usage, len(emitted), len(self.waiting), sum(request.kv_len for request in emitted)),
             emitted=kept,
             of_host=[] if flight.plan is None else [request in flight.plan.of_host for request in emitted],
             nodes=pending.nodes,
@@ -484,25 +457,6 @@ class Scheduler:
                 self.engine.sampling.stops_allowed(request.slot)
             self._updates.append(Update(request, ids, output.release(False)))
         return len(ids)
-
-    def _share(self, request: Request, seat: Seat, known: list[int]) -> None:
-        """Enter the full pages of `known`, the tokens whose rows are written, into the prefix cache.
-
-        The cache may have the same tokens already, when another request computed them at the same time. Then the slot
-        reads the cache's page from here on, and its own copy goes back to the free list.
-        """
-        first, slot = len(seat.path), request.slot
-        full = len(known) // self.kv.page_size
-        if self.cache.enabled and full > first:  # the drafter's rows are valid in every page of the cache
-            self.engine.catch_up([slot])
-        self.cache.insert(known, seat.pages[:full], seat.path, request.salt)
-        cached = [node.page for node in seat.path[first:]]
-        copies = [own for own, page in zip(seat.pages[first:], cached, strict=False) if own != page]
-        if copies:
-            seat.pages[first : len(seat.path)] = cached
-            self.kv.give_back(copies)
-            self.kv.unmap(slot)
-            self.kv.map(slot, 0, seat.pages)
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
@@ -534,19 +488,13 @@ class Scheduler:
     def _leave(self, request: Request, sound: bool = True) -> int:
         """Take slot and pages from a request, leaving its full pages to the prefix cache; returns pages given up."""
         (self.running if request in self.running else self.prefilling).remove(request)
-        known, flies = request.ids[: self._landed_rows(request)], self._flies(request)
-        seat = self.seats.pop(request)
-        if sound:
-            # Rows are valid as far as tokens are known and written: a stop inside a step leaves rows without a token.
-            self._share(request, seat, known)
-        else:
-            self.kv.wipe(seat.owned())
+        flies = self._flies(request)
+        # Rows are valid as far as tokens are known and written: a stop inside a step leaves rows without a token.
+        seat = self.seats.leave(request, request.ids[: self._landed_rows(request)], sound)
         if flies and self._flight is not None:
             self._flight.left.append((request.slot, seat.owned()))
         else:
             self.kv.give_back(seat.owned())
-        self.cache.release(seat.path)
-        self.kv.unmap(request.slot)
         self.engine.release(request.slot)
         self.free_slots.append(request.slot)
         request.slot = request.kv_len = 0
@@ -599,10 +547,10 @@ class Scheduler:
             request.slot = request.kv_len = 0
             self._close(request, finish)
         self.waiting = deque(r for r in self.waiting if r in queued)
-        self.prefilling, self.running, self.seats, self._refused, self._flight = [], [], {}, None, None
+        self.prefilling, self.running, self._refused, self._flight = [], [], None, None
         self._launching = NOT_LAUNCHING
         self.free_slots = list(range(self.sizes.max_running, 0, -1))
-        self.cache = PrefixCache(self.kv.page_size, self.engine.drafter.lookahead, enabled=self.cache.enabled)
+        self._start_pages(self.cache.enabled)
         self.engine.restart()
         return self._drain()
 
@@ -632,22 +580,14 @@ class Scheduler:
 
     # ---- numbers ---------------------------------------------------------------------------------------------------
 
-    def _owned(self) -> int:
-        left = self._flight.left if self._flight is not None else ()
-        return sum(len(seat.owned()) for seat in self.seats.values()) + sum(len(pages) for _, pages in left)
-
-    def _usage(self) -> float:
-        """Return the share of pages that requests hold; what is only cached counts as free."""
-        return 1 - (len(self.kv.free) + len(self.cache.idle)) / max(self.kv.pages - 1, 1)
+    @property
+    def _left(self) -> int:
+        """How many pages wait for the flight under way, since their requests left meanwhile."""
+        return sum(len(pages) for _, pages in self._flight.left) if self._flight is not None else 0
 
     def check(self) -> None:
         """Assert that every page is in exactly one place and that the prefix cache is consistent."""
-        self.cache.check()
-        total, free, owned = self.kv.pages - 1, len(self.kv.free), self._owned()
-        assert free + self.cache.count + owned == total, f"{free} free, {self.cache.count} cached, {owned} of {total}"
-        assert len(set(self.kv.free)) == free, "a page is free twice"
-        for seat in self.seats.values():
-            assert seat.pages[: len(seat.path)] == [node.page for node in seat.path], "a copy of a cached page is kept"
+        self.seats.check(self._left)
 
     def stats(self) -> dict[str, Any]:
         """Return current numbers for /server_info, names as SGLang's where it has one."""
@@ -655,7 +595,7 @@ class Scheduler:
             "kv_pages_total": self.kv.pages - 1,
             "kv_pages_free": len(self.kv.free),
             "kv_pages_cached": self.cache.count,
-            "kv_pages_owned": self._owned(),
+            "kv_pages_owned": self.seats.owned + self._left,
             "num_running_reqs": len(self.running) + len(self.prefilling),
             "num_queue_reqs": len(self.waiting) + sum(map(len, self.parked.values())),
             "max_total_num_tokens": (self.kv.pages - 1) * self.kv.page_size,

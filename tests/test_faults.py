@@ -26,6 +26,7 @@ from minispec.kv import PagedKV
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import Logprobs, Request, Update
 from minispec.scheduler import NAN, Scheduler
+from minispec.seats import Seats
 from minispec.tree import DraftTree, ancestors
 from minispec.verify import Rule, verify, verify_greedy
 
@@ -420,8 +421,8 @@ def no_flag(patch: pytest.MonkeyPatch) -> None:
 
 def pages_shared_all_the_same(patch: pytest.MonkeyPatch) -> None:
     """What was computed of a request with NaN enters the prefix cache."""
-    leave = Scheduler._leave
-    patch.setattr(Scheduler, "_leave", lambda self, r, sound=True: leave(self, r))
+    leave = Seats.leave
+    patch.setattr(Seats, "leave", lambda self, request, known, sound: leave(self, request, known, True))
 
 
 def pages_not_wiped(patch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ RANKS = {
     "load.default_model",
     2: "gather http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 "
     "train.prompts",
-    3: "bucket intake policy http.message trace beam ngram load.heads http.traces",
+    3: "seats bucket intake policy http.message trace beam ngram load.heads http.traces",
     4: "standalone lookup crossing seams",
     5: "late load.draft_models",
     6: "engine load.drafters",

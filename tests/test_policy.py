@@ -27,6 +27,7 @@ from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.policy import PLAIN, PROBES, Choice, Kind, Matches, Policy, Row, Times
 from minispec.request import Request
 from minispec.scheduler import Scheduler
+from minispec.seats import Seats
 from minispec.standalone import DraftModel, StandaloneDrafter
 
 MODEL = SUBJECTS["none"].model()
@@ -381,14 +382,13 @@ def a_ring_that_overflows(patch: pytest.MonkeyPatch) -> None:
 
 def pages_without_draft_rows(patch: pytest.MonkeyPatch) -> None:
     """The drafter does not catch up before pages enter the prefix cache."""
-    share, catch_up = Scheduler._share, Engine.catch_up
+    share = Seats.share
 
-    def shared(self: Scheduler, *given: object) -> None:
-        patch.setattr(Engine, "catch_up", lambda *given: None)
+    def shared(self: Seats, *given: object) -> None:
+        self.catch_up = lambda slots: None
         share(self, *given)
-        patch.setattr(Engine, "catch_up", catch_up)
 
-    patch.setattr(Scheduler, "_share", shared)
+    patch.setattr(Seats, "share", shared)
 
 
 MUTATIONS = [a_row_off_by_one, a_position_off_by_one, taps_of_the_step_before, a_ring_that_overflows,

@@ -1,0 +1,121 @@
+"""The pages that requests hold while they have a slot: some are their own, some the prefix cache's.
+
+A request is seated with the cached pages of what is known of it, and with fresh pages for the rest and for one tree.
+Before each decode step its pages grow. Pages that are full enter the prefix cache, so that others read them too, when
+its prompt is complete and when it leaves.
+
+Invariant owned here: a page is free, in the cache, or owned by one seat; the scheduler keeps the pages of seats that
+were left during a step until that step has landed.
+
+Read next: `radix.py` for the cache, `scheduler.py` for when pages are asked for and given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from minispec.kv import PagedKV
+from minispec.radix import Node, PrefixCache
+from minispec.request import Request
+
+
+class Seat:
+    """What a request holds: pages in logical order, of which the first are those of a cached path."""
+
+    def __init__(self, ids: list[int], path: list[Node]) -> None:
+        self.ids = ids  # what was known at admission: the tokens to prefill
+        self.path = path  # held nodes of the prefix cache; pages[i] is path[i]'s page
+        self.pages = [node.page for node in path]
+
+    def owned(self) -> list[int]:
+        """Return the pages that are the request's own, not the cache's."""
+        return self.pages[len(self.path) :]
+
+
+class Seats(dict[Request, Seat]):
+    """The seats of all requests that have a slot."""
+
+    def __init__(self, kv: PagedKV, cache: PrefixCache, catch_up: Callable[[Sequence[int]], None]) -> None:
+        """`catch_up(slots)` has the drafter compute its own rows of these slots, without which no page is shared."""
+        super().__init__()
+        self.kv, self.cache, self.catch_up = kv, cache, catch_up
+
+    def obtain(self, count: int) -> bool:
+        """Make sure that `count` pages are free, evicting from the prefix cache; False if that is not possible."""
+        short = count - len(self.kv.free)
+        if short > len(self.cache.idle):
+            return False
+        if short > 0:
+            self.kv.give_back(self.cache.evict(short))
+        return True
+
+    def take(self, request: Request, ids: list[int], path: list[Node], fresh: int) -> None:
+        """Seat a request that has its slot: on a held path of the cache, and `fresh` pages that were obtained."""
+        seat = self[request] = Seat(ids, path)
+        seat.pages += self.kv.allocate(fresh)
+        self.kv.map(request.slot, 0, seat.pages)
+
+    def grow(self, request: Request, rows: int) -> bool:
+        """Extend a request's pages to so many rows; False if the pool cannot."""
+        pages = self[request].pages
+        missing = self.kv.pages_for(rows) - len(pages)
+        if missing <= 0:
+            return True
+        if not self.obtain(missing):
+            return False
+        added = self.kv.allocate(missing)
+        self.kv.map(request.slot, len(pages), added)
+        pages += added
+        return True
+
+    def share(self, request: Request, known: Sequence[int]) -> None:
+        """Enter the full pages of `known`, the tokens whose rows are written, into the prefix cache.
+
+        The cache may have the same tokens already, when another request computed them at the same time. Then the slot
+        reads the cache's page from here on, and its own copy goes back to the free list.
+        """
+        seat, slot = self[request], request.slot
+        first, full = len(seat.path), len(known) // self.kv.page_size
+        if self.cache.enabled and full > first:  # the drafter's rows are valid in every page of the cache
+            self.catch_up([slot])
+        self.cache.insert(known, seat.pages[:full], seat.path, request.salt)
+        cached = [node.page for node in seat.path[first:]]
+        copies = [own for own, page in zip(seat.pages[first:], cached, strict=False) if own != page]
+        if copies:
+            seat.pages[first : len(seat.path)] = cached
+            self.kv.give_back(copies)
+            self.kv.unmap(slot)
+            self.kv.map(slot, 0, seat.pages)
+
+    def leave(self, request: Request, known: Sequence[int], sound: bool) -> Seat:
+        """Take a request's seat, and leave the full pages of `known` to the cache; its own pages are not given back.
+
+        Not `sound`: the seat's own pages may hold NaN. They are shared with nobody, and wiped.
+        """
+        if sound:
+            self.share(request, known)
+        else:
+            self.kv.wipe(self[request].owned())
+        seat = self.pop(request)
+        self.cache.release(seat.path)
+        self.kv.unmap(request.slot)
+        return seat
+
+    @property
+    def owned(self) -> int:
+        """How many pages are requests' own."""
+        return sum(len(seat.owned()) for seat in self.values())
+
+    @property
+    def usage(self) -> float:
+        """The share of pages that requests hold; what is only cached counts as free."""
+        return 1 - (len(self.kv.free) + len(self.cache.idle)) / max(self.kv.pages - 1, 1)
+
+    def check(self, left: int) -> None:
+        """Assert that every page is in one place, `left` of them with a step under way, and the cache consistent."""
+        self.cache.check()
+        total, free, owned = self.kv.pages - 1, len(self.kv.free), self.owned + left
+        assert free + self.cache.count + owned == total, f"{free} free, {self.cache.count} cached, {owned} of {total}"
+        assert len(set(self.kv.free)) == free, "a page is free twice"
+        for seat in self.values():
+            assert seat.pages[: len(seat.path)] == [node.page for node in seat.path], "a copy of a cached page is kept"

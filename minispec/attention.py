@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from minispec.compiled import Key
 from minispec.kv import PagedKV
 from minispec.model import LayerAttend
 
@@ -167,7 +168,7 @@ class PagedFlex:
         return self._layers[index]
 
 
-class FlexLayer:
+class FlexLayer(Key):
     """One layer of PagedFlex. Holds tensors and constants only, so that all layers share one compiled graph."""
 
     def __init__(self, keys: Tensor, values: Tensor, logical: Tensor, plan: Plan) -> None:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from minispec.attention import AttendKind, PagedAttend, Plan
-from minispec.compiled import CompileFor, Compiler, Small
+from minispec.compiled import CompileFor, Compiler, Key, Small
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.kv import KVShape, PagedKV
 from minispec.model import LayerAttend, Rope
@@ -168,7 +168,7 @@ class DraftNetwork(Protocol):
     def logits(self, state: Tensor) -> Tensor: ...
 
 
-class Beam:
+class Beam(Key):
     """The size of the trees grown for B requests, and the static tensors that this takes."""
 
     def __init__(self, batch: int, size: TreeSize, plan: Plan | None, live: Tensor) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from minispec.attention import QUERY_BLOCK, AttendKind, Plan
+from minispec.compiled import Key
 from minispec.drafter import NOTHING, Draft, Drafter, TreeSize
 from minispec.kv import PagedKV
 from minispec.tree import PADDING, DraftTree
@@ -128,15 +129,13 @@ def fill(buffer: Tensor, values: Sequence[int]) -> None:
     buffer[: len(values)].copy_(staged, non_blocking=True)
 
 
-class Bucket:
+class Bucket(Key):
     """A decode step of B requests with trees of N nodes, which emits at most A tokens a request.
 
     rounds: whether the drafter grows trees in the step; else every request takes the host's.
     """
 
-    ready = True  # whether all its graphs are there; until then it runs eagerly
     rounds = True
-    original: Bucket
 
     def __init__(self, kv: PagedKV, batch: int, nodes: int, most: int, attend: tuple[AttendKind, int]) -> None:
         """`attend`: the kind of attention and the number of the target's layers; `most` is A."""
@@ -171,14 +170,13 @@ class Bucket:
         return twin
 
 
-class PrefillBucket:
+class PrefillBucket(Key):
     """A prefill step of T tokens in query blocks of W rows; every chunk starts on a block of its own.
 
     n = T / W is the number of blocks, and the most chunks there can be.
     """
 
     nodes = 1  # of a tree: there is none
-    ready = True  # as in `Bucket`
 
     def __init__(self, kv: PagedKV, size: int, width: int, attend: tuple[AttendKind, int]) -> None:
         """`attend`: the kind of attention and the number of the target's layers; `size` is T, `width` W."""

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Step = Callable[..., Any]  # function(owner, *args) of tensors, alone or in named tuples; returns the like
 Compiler = Callable[[Step], Step]
@@ -28,19 +29,28 @@ def autotuned(function: Step) -> Step:
     return torch.compile(function, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
 
 
-def original_of(key: Any) -> Any:
-    """Return the key whose tensors this one has: itself, or the one it says it is a copy of."""
-    return getattr(key, "original", key)
+class Key:
+    """The argument of a compiled function that stands for all tensors which stay where they are between its calls.
+
+    A function has one: a layer's attention, a step's buffers, a beam. `direct.py` says what it does with the rest.
+    """
+
+    ready = True  # of a step: whether all its graphs are there
+    original: Key | None = None  # the key of which this is a copy but for a few values, with its tensors and graphs
+    few = False  # whether the arguments' sizes stay what they are, since there are few rows
+    moving: tuple[Tensor, ...] = ()  # its tensors that may be replaced; a new tuple announces a replacement
+
+    @property
+    def any_size(self) -> Sequence[tuple[Tensor, tuple[int, ...]]]:
+        """Its tensors with dimensions that may have any length; then the arguments' lengths may be any, too."""
+        return ()
 
 
 CompileFor = Callable[[int, int, bool], bool]  # of a batch's size, nodes of trees, and whether any request samples
 
 
 class Small:
-    """Small functions around compiled blocks, which are compiled themselves where that pays for its time.
-
-    The key of each, a bucket or a beam, has the batch's size and the nodes of trees that the choice is made by.
-    """
+    """Small functions around compiled blocks, which are compiled themselves where that pays for its time."""
 
     def __init__(self, *functions: Step) -> None:
         self.eager = self.compiled = functions
@@ -51,7 +61,7 @@ class Small:
         self.compiled, self.choice = tuple(map(compiler, self.eager)), choice
 
     def of(self, key: Any, samples: bool) -> Sequence[Step]:
-        """Return the functions for a key, compiled or not."""
+        """Return the functions for a key, which has `batch` and `nodes`, compiled or not."""
         return self.compiled if self.choice(key.batch, key.nodes, samples) else self.eager
 
 
@@ -65,9 +75,9 @@ _steps = _Steps()
 
 
 @contextmanager
-def within_step(step: Any) -> Iterator[None]:
+def within_step(step: Key) -> Iterator[None]:
     """Within this, run what is compiled if all graphs of this step are there (`ready`), else all of it eagerly."""
-    before, _steps.eager = _steps.eager, not original_of(step).ready
+    before, _steps.eager = _steps.eager, not (step.original or step).ready
     try:
         yield
     finally:

@@ -9,12 +9,10 @@ and checks its guards; the backend below notes which compiled graph it ran, and 
 that graph on those tensors, with the new activations in place of the old ones. It has no way to recompile: the graph
 itself refuses inputs of other sizes and strides.
 
-One argument, the key, stands for all that stays: `attend` for a layer and its plan, since there is one object of it for
-each pair, or a step's bucket. The notes on it end with it. It may name tensors of its own with the dimensions that may
-have any length, `any_size`: then one graph serves all keys of its kind, whatever these sizes and those of the
-arguments, so that compiling takes a fraction of the time. (Where a step has `few` rows, the arguments' sizes stay what
-they are.) `moving` lists tensors of the key that may be replaced between calls, by ones of other sizes too: assign a
-new tuple to announce a replacement. A key with an `original` differs from it in a few values, and shares its notes.
+One argument, the key, stands for all that stays (`compiled.Key`): a layer's attention under one plan, or a step's
+bucket. The notes on it end with it. If it names tensors of `any_size`, one graph serves all keys of its kind, whatever these
+sizes and those of the arguments, so that compiling takes a fraction of the time. If it has `moving` tensors, others may
+take their places between calls, of other sizes too.
 
 A step that is not `ready` compiles nothing (`compiled.py`). Its graphs are made by running it on padding, one graph a
 run: where a second is lacking, the run ends (`one_graph`).
@@ -25,7 +23,6 @@ Read next: `model.py`, `beam.py` and `engine.py`, whose functions are compiled h
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import os
 import subprocess
@@ -41,15 +38,7 @@ from torch import Tensor
 from torch._dynamo import lookup_backend
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from minispec.compiled import Step, original_of, runs_eagerly
-
-KEYS = ("attend", "bucket", "beam", "rows")  # the names that the key may have among a function's arguments
-
-
-def _key_of(function: Step) -> int:
-    """Return where the key lies among the arguments of a function behind its owner."""
-    names = list(inspect.signature(function).parameters)
-    return next(names.index(key) for key in KEYS if key in names) - 1
+from minispec.compiled import Key, Step, runs_eagerly
 
 
 class Ran(NamedTuple):
@@ -189,18 +178,20 @@ class DirectStep:
     def __init__(self, function: Step) -> None:
         self.function = function
         self.traced = torch.compile(function, backend=_inductor, fullgraph=True, dynamic=False)
-        self._key = _key_of(function)
-        self.calls: weakref.WeakKeyDictionary[Any, dict[tuple, DirectCall]] = weakref.WeakKeyDictionary()
+        self.calls: weakref.WeakKeyDictionary[Key, dict[tuple, DirectCall]] = weakref.WeakKeyDictionary()
+        self._at: int | None = None  # where the key is among the arguments
 
     def __call__(self, owner: Any, *args: Any) -> Any:
         """Return function(owner, *args); what the function writes is written in place."""
         if runs_eagerly():
             return self.function(owner, *args)
-        key = args[self._key]
-        calls, given = self.calls.setdefault(original_of(key), {}), _given(args)
+        if self._at is None:
+            self._at = next(at for at, arg in enumerate(args) if isinstance(arg, Key))
+        key: Key = args[self._at]
+        calls, given = self.calls.setdefault(key.original or key, {}), _given(args)
         call = calls.get(given)
         if call is not None:
-            return call(owner, args, getattr(key, "moving", ()))
+            return call(owner, args, key.moving)
         if _noted.left < 1:
             raise OneMade
         _noted.ran = None
@@ -208,22 +199,22 @@ class DirectStep:
             out = self.traced(owner, *args)
         ran, _noted.ran = _noted.ran, None
         if ran is not None:  # None where torch.compile is told to run eagerly
-            calls[given] = DirectCall(owner, args, ran, out, getattr(key, "moving", ()))
+            calls[given] = DirectCall(owner, args, ran, out, key.moving)
         return out
 
 
 @contextmanager
-def any_size(args: Sequence[Any], key: Any) -> Iterator[None]:
+def any_size(args: Sequence[Any], key: Key) -> Iterator[None]:
     """Within this, a graph that is traced for such a key takes other batch sizes and lengths as well.
 
     Of the key's tensors it says which dimensions those are. Of the arguments they are 0 and 1, as in x [B, T, d], or 2,
     as in the rotary factors [B, 1, T, D]; none where there are few rows. A size of one stays a constant of the graph.
     """
-    if not getattr(key, "any_size", ()):
+    if not key.any_size:
         yield
         return
     marked = list(key.any_size)
-    if not getattr(key, "few", False):
+    if not key.few:
         members = [member for arg in args for member in (arg if isinstance(arg, tuple) else (arg,))]
         marked += [(member, (0, 2 if member.dim() == 4 else 1)) for member in members if isinstance(member, Tensor)]
     for tensor, dimensions in marked:

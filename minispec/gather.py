@@ -9,7 +9,7 @@ whose tensors stay where they are, so that compiled code has them for inputs, wi
 has, rounded up. A prefill step has a strip a request, however many those are, so compiled code calls an operator that
 it does not look into.
 
-Read next: `products.py`, `direct.py` for what `moving` and `any_size` mean; docs/log.md has the times.
+Read next: `products.py`, `compiled.Key` for `moving` and `any_size`; docs/log.md has the times.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minispec.attention import Plan, library, write_rows
+from minispec.compiled import Key
 from minispec.kv import PagedKV
 from minispec.load.packed import FEW_ROWS
 from minispec.products import AREA, TILE, WORTH, Products, Tile, attend_at_once, products_pay
@@ -226,7 +227,7 @@ def _few_queries(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, mask: Te
     return out.transpose(0, 1).reshape(q.shape).to(q.dtype)
 
 
-class GatherLayer:
+class GatherLayer(Key):
     """One layer of PagedGather in decode steps. No number in it depends on the plan's size or on a reach.
 
     So compiled it serves any size. `read` [B, S] int64 and `mask` [B, 1, N, S] are a strip's, and others when the
@@ -239,11 +240,11 @@ class GatherLayer:
     def __init__(self, keys: Tensor, values: Tensor, gather: PagedGather) -> None:
         self.keys, self.values, self.plan = keys, values, gather.plan
         self.rows, self.folds, self.few, self.multiplies = gather.plan.rows, gather.folds, gather.few, gather.multiplies
-        self.moving: tuple[Tensor, ...] = ()  # read and mask; see `direct.py`
+        self.moving: tuple[Tensor, ...] = ()  # read and mask
 
     @property
-    def any_size(self) -> tuple[tuple[Tensor, tuple[int, ...]], ...]:
-        """See `direct.py`."""
+    def any_size(self) -> Sequence[tuple[Tensor, tuple[int, ...]]]:
+        """The rows that are read, and those that are written where queries are not few."""
         if self.few:
             return (self.read, (1,)), (self.mask, (3,))
         return (self.rows, (0,)), (self.read, (0, 1)), (self.mask, (0, 2, 3))
@@ -262,14 +263,17 @@ class GatherLayer:
         return out.reshape(batch, heads, length, dim)
 
 
-class PromptLayer:
+class PromptLayer(Key):
     """One layer of PagedGather in prefill steps; compiled it serves any size, too."""
 
     def __init__(self, kv: PagedKV, index: int, gather: PagedGather) -> None:
         self.keys, self.values = kv.layer(index)
         self.gather, self.plan = gather, gather.plan
         self.rows = gather.plan.rows
-        self.any_size = ((self.rows, (0,)),)
+
+    @property
+    def any_size(self) -> Sequence[tuple[Tensor, tuple[int, ...]]]:
+        return ((self.rows, (0,)),)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [1, Hkv, T, D] into their rows, then attend with q [1, Hq, T, D] -> [1, Hq, T, D]."""

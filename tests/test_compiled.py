@@ -20,6 +20,7 @@ from test_engine import MODEL, eagle3
 from torch import Tensor, nn
 
 from benchmarks.bits import ThreeWays
+from minispec.compiled import Key
 from minispec.engine import Engine
 from minispec.gather import GatherLayer
 from minispec.load.build import compile_step
@@ -99,7 +100,7 @@ def test_an_argument_that_reaches_the_graph_as_another_tensor_is_noticed() -> No
     def step(module: nn.Module, x: Tensor, attend: GatherLayer) -> Tensor:
         return x + attend.keys
 
-    class Attend:
+    class Attend(Key):
         """A context whose keys are the argument's own memory."""
 
         def __init__(self, keys: Tensor) -> None:
@@ -111,7 +112,7 @@ def test_an_argument_that_reaches_the_graph_as_another_tensor_is_noticed() -> No
 
 
 def test_what_would_stay_as_it_was_at_the_first_call_is_refused() -> None:
-    class Attend:
+    class Attend(Key):
         """A key."""
 
     def step(module: nn.Module, x: Any, attend: Attend) -> Tensor:

@@ -21,7 +21,7 @@ Read next: `packed.py`, for weights that keep their bits.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.attention import QUERY_BLOCK, Causal
-from minispec.compiled import Compiler, runs_eagerly
+from minispec.compiled import Compiler, Key, runs_eagerly
 from minispec.load.packed import sums_of_rows
 from minispec.model import Model
 from minispec.shards import SplitEmbedding
@@ -115,7 +115,7 @@ class Int8Linear(nn.Module):
         return torch._weight_int8pack_mm(rows, self.weight, self.scale).view(*x.shape[:-1], -1)
 
 
-class HeadRows:
+class HeadRows(Key):
     """The key of one of an LM head's two graphs, of one row or of any other number, and the newest rows x [T, in]."""
 
     def __init__(self, alone: bool) -> None:
@@ -124,8 +124,11 @@ class HeadRows:
     def take(self, x: Tensor) -> HeadRows:
         """Return this with new rows."""
         self.x, self.moving = x, (x,)
-        self.any_size = () if self.alone else ((x, (0,)),)
         return self
+
+    @property
+    def any_size(self) -> Sequence[tuple[Tensor, tuple[int, ...]]]:
+        return () if self.alone else ((self.x, (0,)),)
 
 
 class Int8Head(Int8Linear):

@@ -21,7 +21,6 @@ from typing import Any, cast
 import torch
 
 from minispec.config import Config
-from minispec.http.logprobs import native_lists
 from minispec.load.build import Build
 from minispec.load.warm_up import shapes
 from minispec.load.weights import eos_token_ids
@@ -142,7 +141,6 @@ class LLM:
     def _result(self, request: Request, text: str) -> dict[str, Any]:
         """Return the object of /generate for a finished request."""
         info = meta_info(request, len(request.output_ids), request.finish, self.scheduler.sizes.nodes)
-        info |= native_lists(request, len(request.output_ids), None)
         return {"text": text, "output_ids": request.output_ids, "meta_info": info}
 
 

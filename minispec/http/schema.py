@@ -761,9 +761,9 @@ class Reply:
 
     def _native(self, i: int) -> dict[str, Any]:
         ids = self.ids[i]
-        info = meta_info(self.requests[i], len(ids), self.finishes[i], self.served.nodes)
+        spell = self.spelling.text if self.job.report.texts else None
+        info = meta_info(self.requests[i], len(ids), self.finishes[i], self.served.nodes, spell)
         info["id"] = self.job.rids[i]
-        info |= logprobs.native_lists(self.requests[i], len(ids), self.spelling if self.job.report.texts else None)
         trace = {"trace": self.traces[i].upto(len(ids))} if self.job.trace else {}
         return {"text": self.texts[i], "output_ids": list(ids), "meta_info": info, **trace}
 

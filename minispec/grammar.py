@@ -94,6 +94,11 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()
         self._compiling = threading.Lock()  # one at a time, so that compilations leave cores to the engine
 
+    def prepare(self, request: Request) -> None:
+        """Compile a request's grammar, if it has one; RequestError 400 if it is wrong."""
+        if request.params.grammar is not None:
+            request.compiled = self.compile(request.params.grammar)
+
     def compile(self, grammar: Grammar) -> Compiled:
         """Return a grammar compiled; RequestError 400 if it is wrong.
 

@@ -23,7 +23,6 @@ import torch
 from minispec.config import Config
 from minispec.load.build import Build
 from minispec.load.warm_up import shapes
-from minispec.load.weights import eos_token_ids
 from minispec.request import Request, RequestError, SamplingParams, meta_info
 from minispec.scheduler import Scheduler, SchedulerOptions
 
@@ -69,7 +68,7 @@ class LLM:
         self.scheduler = Scheduler(
             engine,
             self.tokenizer,
-            eos_token_ids(self.folder, build.hf_config, self.tokenizer),
+            build.eos_ids,
             SchedulerOptions(
                 radix=not config.disable_radix_cache,
                 overlap=engine.device.type == "cuda" and not config.disable_overlap_schedule,

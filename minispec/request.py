@@ -1,8 +1,9 @@
 """Requests: what one generation asks for, how far it has come, and how it ended. Host side only, no torch.
 
 `SamplingParams` says how to generate and is checked once, at construction. A `Request` is a prompt with these
-parameters and its progress; the scheduler owns it. An `Update` is what one step added to it, on the way to the client,
-and a `RequestError` says why a request cannot be served. Names and defaults are those of SGLang's `sampling_params`.
+parameters and its progress; the scheduler owns it. `Limits` are what it is checked against before it may wait. An
+`Update` is what one step added to it, on the way to the client, and a `RequestError` says why a request cannot be
+served. Names and defaults are those of SGLang's `sampling_params`.
 
 Read next: `scheduler.py` for the life of a request, `sampling.py` for what the parameters do to logits.
 """
@@ -294,7 +295,7 @@ class Request:
     last_step: int = 0  # tokens kept of the newest verify step; if the request is finished, a stop may have cut some
     retractions: int = 0
     finished_at: float = 0.0
-    compiled: Any = None  # params.grammar, as `Grammars.compile` returned it; set when the request is validated
+    compiled: Any = None  # params.grammar, as `Grammars.compile` returned it; set by `Asked.prepare`
 
     @property
     def speculative(self) -> bool:
@@ -346,6 +347,61 @@ class Request:
         if wish is None or wish.start is None:
             return range(last, last)
         return range(min(wish.start + len(self.prompt_scores), last), last)
+
+
+class Limits(NamedTuple):
+    """What a model and its pool of pages allow; plain numbers, which another process may be told."""
+
+    vocab_size: int
+    context_length: int
+    pool_rows: int  # of the pages that requests may have
+    tree_rows: int  # that a request needs beyond its text for one step
+    eos_ids: tuple[int, ...]
+
+    @property
+    def longest_prompt(self) -> int:
+        """The longest prompt that leaves room for one output token, in context and pool."""
+        return min(self.context_length - 1, self.pool_rows - self.tree_rows)
+
+    def check(self, request: Request) -> None:
+        """Check a request against model, context and pool, and set its max_new_tokens; raises RequestError (400)."""
+        params, count, context = request.params, len(request.prompt_ids), self.context_length
+        if not count:
+            raise RequestError("the prompt is empty: at least one token is needed", "prompt")
+        for token in request.prompt_ids:
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(f"token id must be in [0, {self.vocab_size - 1}], got {token}", "input_ids")
+        params.check_vocabulary(self.vocab_size)
+        self._check_scores_and_allowed(request)
+        if count > self.longest_prompt:
+            raise RequestError(
+                f"The input ({count} tokens) is longer than the longest possible ({self.longest_prompt} tokens: "
+                f"the context is {context}, the KV pool holds {self.pool_rows}, and a step "
+                f"needs {self.tree_rows})",
+                "prompt",
+                code="context_length_exceeded",
+            )
+        # What a request left alone can reach; it then ends with `length`.
+        room, wanted = min(context, self.longest_prompt + 1) - count, params.max_new_tokens
+        if wanted is not None and count + wanted > context:
+            raise RequestError(
+                f"max_new_tokens is {wanted}, and with {count} prompt tokens exceeds the context of {context} "
+                f"tokens; at most {context - count} are possible",
+                "max_tokens",
+                code="context_length_exceeded",
+            )
+        request.max_new_tokens = room if wanted is None else min(wanted, room)
+
+    def _check_scores_and_allowed(self, request: Request) -> None:
+        """Raise RequestError where scores begin behind the prompt, or where nothing may be picked at first."""
+        params, count = request.params, len(request.prompt_ids)
+        if params.logprobs is not None and (params.logprobs.start or 0) >= count:
+            raise RequestError(f"logprob_start_len must be in [-1, {count - 1}] for {count} prompt tokens, got "
+                               f"{params.logprobs.start}", "logprob_start_len")  # fmt: skip
+        allowed, ends = params.allowed_token_ids, params.stop_ids(frozenset(self.eos_ids))
+        if allowed is not None and params.min_new_tokens and ends >= set(allowed):
+            raise RequestError(f"allowed_token_ids has only ids that end the text, and min_new_tokens is "
+                               f"{params.min_new_tokens}: no token could be picked", "allowed_token_ids")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from minispec.attention import Causal
 from minispec.bucket import Sizes
 from minispec.drafter import Draft, Drafter, HostDrafter, as_drafter
 from minispec.engine import Engine
+from minispec.grammar import Grammars
 from minispec.kv import KVShape, PagedKV
 from minispec.model import Model, ModelConfig
 from minispec.request import Request, SamplingParams
@@ -179,9 +180,10 @@ def build(
     )  # fmt: skip
     kv.host_looks &= host_looks
     made = Engine(model, kv, drafter, sizes, compiled=compiled, accept=Accept(thresholds, simulated))
-    made.asked = Asking(made)
+    tokenizer = tokenizer or Letters()
+    made.asked = Asking(made, Grammars(tokenizer, config.vocab_size, eos))
     options = SchedulerOptions(radix=radix, overlap=overlap, adaptive=adaptive)
-    return Scheduler(made, tokenizer or Letters(), frozenset(eos), options)
+    return Scheduler(made, tokenizer, frozenset(eos), options)
 
 
 def request(name: str, prompt: Sequence[int], **params: object) -> Request:

@@ -68,7 +68,7 @@ def desk_for(facts: Facts, config: Config) -> Desk:
     limits = Limits(*facts.limits)
     folder = choose_folder(config, logger.info)
     tokenizer = choose_tokenizer(config, folder, limits.vocab_size)
-    grammars = Grammars(tokenizer, limits.vocab_size, limits.eos_ids)
+    grammars = Grammars(tokenizer.backend, limits.vocab_size, limits.eos_ids)
     return Desk(folder, Intake(limits, tokenizer, grammars.prepare), facts, _read_defaults(config, folder))
 
 

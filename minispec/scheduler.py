@@ -38,9 +38,8 @@ import torch
 
 from minispec.bucket import Chunk
 from minispec.engine import Engine, Pending
-from minispec.load.tokenizer import Tokenizer
 from minispec.metrics import Load, Metrics
-from minispec.output import Output
+from minispec.output import Output, TextMaker
 from minispec.policy import Kind, Planned, Policy
 from minispec.radix import Node, PrefixCache
 from minispec.request import ABORT_WANTED, Finish, Limits, Request, Update
@@ -95,7 +94,7 @@ class Scheduler:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Tokenizer,
+        tokenizer: TextMaker,
         eos_ids: frozenset[int],
         options: SchedulerOptions,
     ) -> None:

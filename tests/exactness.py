@@ -22,6 +22,7 @@ from minispec.drafter import Draft, Drafter, HostDrafter, as_drafter
 from minispec.engine import Engine
 from minispec.grammar import Grammars
 from minispec.kv import KVShape, PagedKV
+from minispec.load.tokenizer import Detokenizer
 from minispec.model import Model, ModelConfig
 from minispec.request import Request, SamplingParams
 from minispec.sampling import SamplingState, pick
@@ -40,14 +41,13 @@ class Letters:
     byte_level = True
     special_ids: frozenset[int] = frozenset()
 
-    @property
-    def backend(self) -> Letters:
-        """What `Detokenizer` asks."""
-        return self
-
     def token_bytes(self, token: int) -> bytes:
         """Return the letter of an id."""
         return chr(0x100 + token).encode()
+
+    def detokenizer(self, params: SamplingParams) -> Detokenizer:
+        """Return what makes text of a growing list."""
+        return Detokenizer(self, params)
 
 
 def tiny_config(context: int = CONTEXT) -> ModelConfig:

@@ -20,7 +20,6 @@ from minispec.load.chat_templates import NAMED
 from minispec.load.tokenizer import (
     GPT4_SPLIT,
     LLAMA3_SPECIAL,
-    Detokenizer,
     Tokenizer,
     _HuggingFace,
     load_tokenizer,
@@ -413,7 +412,7 @@ def test_empty_conversation_is_refused(demo: Tokenizer) -> None:
 
 def _stream(tokenizer: Tokenizer, ids: Sequence[int], skip: bool) -> list[str]:
     """Feed ids one by one; check that pieces add up to decode and that none is taken back. Returns the pieces."""
-    detokenizer = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=skip))
+    detokenizer = tokenizer.detokenizer(SamplingParams(skip_special_tokens=skip))
     pieces = []
     for token_id in ids:
         pieces.append(detokenizer.append(token_id))
@@ -540,7 +539,7 @@ def test_work_per_token_does_not_grow_with_the_output(kind: str, demo: Tokenizer
     for pattern in ([word], [invalid], [unknown], [invalid, word], [replacement]):
         ids = (pattern * 500)[:500]
         decoded.clear()
-        detokenizer = Detokenizer(tokenizer, SamplingParams())
+        detokenizer = tokenizer.detokenizer(SamplingParams())
         for token_id in ids:
             detokenizer.append(token_id)
         detokenizer.flush()

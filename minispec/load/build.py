@@ -221,7 +221,7 @@ class Build:
         budget.sizes, budget.network, budget.drafter, _ = parts
         with budget.watch("making the KV pools"):
             engine = self.engine_of(parts, budget.pages() if ranks is None else ranks.least(budget.pages()))
-            engine.asked = Asking(engine, Grammars(self.tokenizer, self.model_config.vocab_size, self.eos_ids))
+            engine.asked = Asking(engine, Grammars(self.tokenizer.backend, self.model_config.vocab_size, self.eos_ids))
             if ranks is not None:
                 Lead(engine, ranks)  # the others follow it from here on
         if self.later:

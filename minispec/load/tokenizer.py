@@ -21,7 +21,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 import jinja2.meta
@@ -35,6 +35,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from minispec.load.chat_templates import NAMED, is_template
 from minispec.load.weights import read_json
+from minispec.output import TokenizerBackend
 from minispec.request import RequestError, SamplingParams
 
 # How tiktoken formats split a text before merging, since the rank files do not say.
@@ -60,27 +61,12 @@ REPLACEMENT = "\ufffd"
 LONG = 4096  # ids, from which on decoding releases the interpreter's lock
 
 
-class Backend(Protocol):
-    """What each of the two kinds of tokenizer must offer."""
-
-    vocab_size: int
-    special_ids: frozenset[int]  # left out by skip_special_tokens
-    byte_level: bool  # whether a text is its tokens' bytes one after the other, so that token_bytes is enough
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
-    def token_id(self, token: str) -> int | None: ...
-    def token(self, token_id: int) -> str | None: ...
-    def token_bytes(self, token_id: int) -> bytes: ...
-    def serialized(self) -> str | None: ...  # tokenizer.json; None for a table of bytes
-
-
 class Tokenizer:
     """Text to ids and back, for one model. It has no state after construction, so any thread may use it."""
 
     def __init__(
         self,
-        backend: Backend,
+        backend: TokenizerBackend,
         eos_ids: frozenset[int],
         template: str | Mapping[str, str] | None,
         named_tokens: Mapping[str, str],
@@ -122,7 +108,7 @@ class Tokenizer:
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer:
         """Return what turns a growing list of ids into text."""
-        return Detokenizer(self, params)
+        return Detokenizer(self.backend, params)
 
     def render_chat(
         self,
@@ -495,9 +481,9 @@ class Detokenizer:
     begins one piece earlier, and the text of that piece is subtracted. Within a run of bytes nothing is returned.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._backend = tokenizer.backend
-        self._skipped = self._backend.special_ids if params.skip_special_tokens else frozenset()
+    def __init__(self, backend: TokenizerBackend, params: SamplingParams) -> None:
+        self._backend = backend
+        self._skipped = backend.special_ids if params.skip_special_tokens else frozenset()
         self._pieces: list[str] = []
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._window: list[int] = []  # ids of the piece returned last, then those whose text is not yet returned

@@ -28,7 +28,7 @@ RANKS = {
     0: "request metrics tree kv radix model compiled load.weights load.packed load.token_map "
     "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.__init__ train.__init__ "
     "http.__init__ http.page watchdog routing products load.huge_pages",
-    1: "shards http.fields http.reasoning config sampling attention eagle output load.fp8 load.default_model",
+    1: "shards http.fields http.reasoning config sampling attention eagle output load.chat load.fp8 load.default_model",
     2: "http.openapi http.door http.tools logprobs verify grammar load.tokenizer drafter mtp load.int8 "
     "train.prompts",
     3: "bucket intake policy http.logprobs http.message trace beam ngram load.heads http.traces",

@@ -311,7 +311,7 @@ def tokenize(
 
 def check_tools(job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
     """Raise RequestError 400 for tools that the model cannot be shown, or whose calls could not be told from text."""
-    if job.wish.tools and tokenizer.tool_template is None:
+    if job.wish.tools and tokenizer.chat.tool_template is None:
         raise RequestError("tools: the chat template of this model has no place for them; start the server with one "
                            f"that has, --chat-template FILE or {' or '.join(WITH_TOOLS)}", "tools")  # fmt: skip
     if job.wish.tools and formats.calls is None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minispec.bucket import Bucket, Chunk, PrefillBucket
 from minispec.engine import Engine
-from minispec.grammar import Constraints, mask
+from minispec.grammar import Constraints, Grammars, mask
 from minispec.kv import upload
 from minispec.logprobs import Question, Questions, Scores, score_known, score_picks
 from minispec.model import Rope
@@ -47,9 +47,16 @@ class Allowed(NamedTuple):
 class Asking(Asked):
     """What the requests in an engine's slots ask for."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.constraints = engine, Constraints(engine.model.config.vocab_size)
+    def __init__(self, engine: Engine, grammars: Grammars | None = None) -> None:
+        """`grammars`: None on a rank that follows, where no request arrives."""
+        self.engine, self.grammars = engine, grammars
+        self.constraints = Constraints(engine.model.config.vocab_size)
         self.requests: dict[int, Request] = {}  # by slot, of those who ask for anything
+
+    def prepare(self, request: Request) -> None:
+        """Compile a request's grammar, if it has one; raises RequestError if the grammar is wrong."""
+        if self.grammars is not None:
+            self.grammars.prepare(request)
 
     def assign(self, request: Request, stop_ids: Iterable[int]) -> None:
         """Note what a request that has its slot asks for."""

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minispec.config import Config
 from minispec.http import schema
 from minispec.http.about import numbers_of
+from minispec.intake import Intake
+from minispec.request import Limits
 
 if TYPE_CHECKING:
-    from minispec.intake import Intake
     from minispec.llm import LLM
 
 logger = logging.getLogger("minispec")
@@ -27,7 +28,7 @@ logger = logging.getLogger("minispec")
 class Facts(NamedTuple):
     """What an engine is like, in plain values."""
 
-    limits: tuple[Any, ...]  # the fields of `intake.Limits`
+    limits: tuple[Any, ...]  # the fields of `request.Limits`
     max_running: int  # requests decoded together
     nodes: int  # N, nodes of a draft tree
     page_size: int
@@ -48,24 +49,27 @@ class Desk(NamedTuple):
 def facts_of(llm: LLM) -> Facts:
     """Return the facts of an engine in this process."""
     scheduler = llm.scheduler
-    return Facts(tuple(scheduler.intake.limits), scheduler.sizes.max_running, scheduler.sizes.nodes,
+    return Facts(tuple(scheduler.limits), scheduler.sizes.max_running, scheduler.sizes.nodes,
                  scheduler.kv.page_size, scheduler.kv.pages, llm.config.algorithm, numbers_of(llm))  # fmt: skip
 
 
 def desk_of(llm: LLM, config: Config) -> Desk:
     """Return the desk in front of an engine in this process."""
-    return Desk(llm.folder, llm.scheduler.intake, facts_of(llm), _read_defaults(config, llm.folder))
+    scheduler = llm.scheduler
+    intake = Intake(scheduler.limits, llm.tokenizer, scheduler.engine.asked.prepare)
+    return Desk(llm.folder, intake, facts_of(llm), _read_defaults(config, llm.folder))
 
 
 def desk_for(facts: Facts, config: Config) -> Desk:
     """Return the desk in front of an engine elsewhere; reads the tokenizer, so it takes a second."""
-    from minispec.intake import Intake, Limits  # here, since the server listens before torch is imported
+    from minispec.grammar import Grammars  # here, since the server listens before torch is imported
     from minispec.load.build import choose_folder, choose_tokenizer
 
     limits = Limits(*facts.limits)
     folder = choose_folder(config, logger.info)
     tokenizer = choose_tokenizer(config, folder, limits.vocab_size)
-    return Desk(folder, Intake(limits, tokenizer), facts, _read_defaults(config, folder))
+    grammars = Grammars(tokenizer.backend, limits.vocab_size, limits.eos_ids)
+    return Desk(folder, Intake(limits, tokenizer, grammars.prepare), facts, _read_defaults(config, folder))
 
 
 def _read_defaults(config: Config, folder: Path) -> dict[str, Any]:

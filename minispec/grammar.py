@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minispec.load.tokenizer import Tokenizer
+from minispec.output import TokenizerBackend
 from minispec.request import Grammar, Request, RequestError
 from minispec.tree import PADDING
 
@@ -88,11 +88,16 @@ class Grammars:
     grammar can end, and alone where it must.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
-        self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, sorted(eos_ids)
+    def __init__(self, backend: TokenizerBackend, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        self.backend, self.vocab_size, self.eos_ids = backend, vocab_size, sorted(eos_ids)
         self._vocabulary: LLTokenizer | None = None
         self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()
         self._compiling = threading.Lock()  # one at a time, so that compilations leave cores to the engine
+
+    def prepare(self, request: Request) -> None:
+        """Compile a request's grammar, if it has one; RequestError 400 if it is wrong."""
+        if request.params.grammar is not None:
+            request.compiled = self.compile(request.params.grammar)
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Return a grammar compiled; RequestError 400 if it is wrong.
@@ -122,7 +127,7 @@ class Grammars:
 
     @property
     def _size(self) -> int:
-        return max(self.vocab_size, self.tokenizer.backend.vocab_size)
+        return max(self.vocab_size, self.backend.vocab_size)
 
     def _source(self, grammar: Grammar) -> str:
         """Return a grammar in llguidance's own form; ValueError where it is wrong already."""
@@ -134,7 +139,7 @@ class Grammars:
         if grammar.kind == "regex":
             return LLMatcher.grammar_from_regex(text)
         if grammar.kind == "structural_tag":
-            return _tags(_parsed(text), self.tokenizer)
+            return _tags(_parsed(text), self.backend)
         for schema in _embedded(text):
             _check_multiples(schema)
         return LLMatcher.grammar_from_lark(text) if grammar.kind == "lark" else grammar_from("ebnf", text)
@@ -146,9 +151,9 @@ class Grammars:
         if not self.eos_ids:
             raise _refused(grammar, "this model has no EOS token, with which a grammar ends")
         if self._vocabulary is None:
-            serialized: Any = self.tokenizer.backend.serialized()
+            serialized: Any = self.backend.serialized()
             if serialized is None:
-                serialized = TokenizerWrapper(_Bytes(self.tokenizer, self._size, self.eos_ids[0]))
+                serialized = TokenizerWrapper(_Bytes(self.backend, self._size, self.eos_ids[0]))
             self._vocabulary = LLTokenizer(serialized, n_vocab=self._size, eos_token=self.eos_ids)
         return self._vocabulary
 
@@ -158,10 +163,10 @@ class _Bytes:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, size: int, eos_id: int) -> None:
-        self.eos_token_id, self._encode = eos_id, tokenizer.backend.encode
-        self.tokens = [tokenizer.backend.token_bytes(i) for i in range(size)]
-        self.special_token_ids = sorted(tokenizer.backend.special_ids)
+    def __init__(self, backend: TokenizerBackend, size: int, eos_id: int) -> None:
+        self.eos_token_id, self._encode = eos_id, backend.encode
+        self.tokens = [backend.token_bytes(i) for i in range(size)]
+        self.special_token_ids = sorted(backend.special_ids)
 
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):
@@ -234,7 +239,7 @@ def _embedded(lark: str) -> Iterator[Any]:
         at = lark.find("%json", start)
 
 
-def _tags(given: Any, tokenizer: Tokenizer) -> str:
+def _tags(given: Any, backend: TokenizerBackend) -> str:
     """Return the grammar of a structural tag in SGLang's form: free text, in which triggers begin structures."""
     from llguidance import StructTag
 
@@ -253,7 +258,7 @@ def _tags(given: Any, tokenizer: Tokenizer) -> str:
             raise ValueError(f"structures[{i}].begin must begin with one of the triggers, got {begin[:100]!r}")
         body = _schema(structure.get("schema", {}))
         tags.append((trigger, StructTag(trigger=trigger, begin=begin, grammar=body, end=end)))
-    special = all(tokenizer.token_id(trigger) in tokenizer.backend.special_ids for trigger, _ in tags)
+    special = all(backend.token_id(trigger) in backend.special_ids for trigger, _ in tags)
     return StructTag.to_grammar([tag for _, tag in tags], assume_special=special)
 
 

@@ -21,10 +21,8 @@ from typing import Any, cast
 import torch
 
 from minispec.config import Config
-from minispec.http.logprobs import native_lists
 from minispec.load.build import Build
 from minispec.load.warm_up import shapes
-from minispec.load.weights import eos_token_ids
 from minispec.request import Request, RequestError, SamplingParams, meta_info
 from minispec.scheduler import Scheduler, SchedulerOptions
 
@@ -71,7 +69,7 @@ class LLM:
         self.scheduler = Scheduler(
             engine,
             self.tokenizer,
-            eos_token_ids(self.folder, build.hf_config, self.tokenizer),
+            build.eos_ids,
             SchedulerOptions(
                 radix=not config.disable_radix_cache,
                 overlap=engine.device.type == "cuda" and not config.disable_overlap_schedule,
@@ -143,7 +141,6 @@ class LLM:
     def _result(self, request: Request, text: str) -> dict[str, Any]:
         """Return the object of /generate for a finished request."""
         info = meta_info(request, len(request.output_ids), request.finish, self.scheduler.sizes.nodes)
-        info |= native_lists(request, len(request.output_ids), None)
         return {"text": text, "output_ids": request.output_ids, "meta_info": info}
 
 

@@ -10,22 +10,54 @@ EOS and stop ids.
 
 Text that may turn out to be the beginning of a stop string, or half of a character, is held back until it is certain.
 
+What a tokenizer is to the rest of the engine stands here as well, as protocols that `tokenizer.py` implements.
+
 Read next: `scheduler.py`, which calls `append`; `tokenizer.py` for the incremental decoding.
 """
 
 from __future__ import annotations
 
-from minispec.load.tokenizer import Detokenizer, Tokenizer
-from minispec.request import Finish, Request
+from collections.abc import Sequence
+from typing import Protocol
+
+from minispec.request import Finish, Request, SamplingParams
+
+
+class GrowingText(Protocol):
+    """The text of one growing list of ids."""
+
+    def append(self, token_id: int) -> str: ...  # the text that this id makes certain
+    def flush(self) -> str: ...  # what is left at the end
+
+
+class TextMaker(Protocol):
+    """What makes text for requests: a tokenizer."""
+
+    def detokenizer(self, params: SamplingParams) -> GrowingText: ...
+
+
+class TokenizerBackend(Protocol):
+    """What each kind of tokenizer offers: text to ids and back, and what every id stands for."""
+
+    vocab_size: int
+    special_ids: frozenset[int]  # left out by skip_special_tokens
+    byte_level: bool  # whether a text is its tokens' bytes one after the other, so that token_bytes is enough
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+    def token_id(self, token: str) -> int | None: ...
+    def token(self, token_id: int) -> str | None: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def serialized(self) -> str | None: ...  # tokenizer.json; None for a table of bytes
 
 
 class Output:
     """The growing output of one request: its text, what of it is held back, and the stop rules."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> None:
+    def __init__(self, request: Request, tokenizer: TextMaker, eos_ids: frozenset[int]) -> None:
         self.request, self.params = request, request.params
         self.stop_ids = self.params.stop_ids(eos_ids)
-        self.detokenizer = Detokenizer(tokenizer, self.params)
+        self.detokenizer = tokenizer.detokenizer(self.params)
         self.text = ""
         self.ends: list[int] = []  # of the text, after each token
         self.longest_stop = max(map(len, self.params.stop), default=0)

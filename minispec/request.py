@@ -1,8 +1,9 @@
 """Requests: what one generation asks for, how far it has come, and how it ended. Host side only, no torch.
 
 `SamplingParams` says how to generate and is checked once, at construction. A `Request` is a prompt with these
-parameters and its progress; the scheduler owns it. An `Update` is what one step added to it, on the way to the client,
-and a `RequestError` says why a request cannot be served. Names and defaults are those of SGLang's `sampling_params`.
+parameters and its progress; the scheduler owns it. `Limits` are what it is checked against before it may wait. An
+`Update` is what one step added to it, on the way to the client, and a `RequestError` says why a request cannot be
+served. Names and defaults are those of SGLang's `sampling_params`.
 
 Read next: `scheduler.py` for the life of a request, `sampling.py` for what the parameters do to logits.
 """
@@ -294,7 +295,7 @@ class Request:
     last_step: int = 0  # tokens kept of the newest verify step; if the request is finished, a stop may have cut some
     retractions: int = 0
     finished_at: float = 0.0
-    compiled: Any = None  # params.grammar, as `Grammars.compile` returned it; set when the request is validated
+    compiled: Any = None  # params.grammar, as `Grammars.compile` returned it; set by `Asked.prepare`
 
     @property
     def speculative(self) -> bool:
@@ -348,6 +349,61 @@ class Request:
         return range(min(wish.start + len(self.prompt_scores), last), last)
 
 
+class Limits(NamedTuple):
+    """What a model and its pool of pages allow; plain numbers, which another process may be told."""
+
+    vocab_size: int
+    context_length: int
+    pool_rows: int  # of the pages that requests may have
+    tree_rows: int  # that a request needs beyond its text for one step
+    eos_ids: tuple[int, ...]
+
+    @property
+    def longest_prompt(self) -> int:
+        """The longest prompt that leaves room for one output token, in context and pool."""
+        return min(self.context_length - 1, self.pool_rows - self.tree_rows)
+
+    def check(self, request: Request) -> None:
+        """Check a request against model, context and pool, and set its max_new_tokens; raises RequestError (400)."""
+        params, count, context = request.params, len(request.prompt_ids), self.context_length
+        if not count:
+            raise RequestError("the prompt is empty: at least one token is needed", "prompt")
+        for token in request.prompt_ids:
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(f"token id must be in [0, {self.vocab_size - 1}], got {token}", "input_ids")
+        params.check_vocabulary(self.vocab_size)
+        self._check_scores_and_allowed(request)
+        if count > self.longest_prompt:
+            raise RequestError(
+                f"The input ({count} tokens) is longer than the longest possible ({self.longest_prompt} tokens: "
+                f"the context is {context}, the KV pool holds {self.pool_rows}, and a step "
+                f"needs {self.tree_rows})",
+                "prompt",
+                code="context_length_exceeded",
+            )
+        # What a request left alone can reach; it then ends with `length`.
+        room, wanted = min(context, self.longest_prompt + 1) - count, params.max_new_tokens
+        if wanted is not None and count + wanted > context:
+            raise RequestError(
+                f"max_new_tokens is {wanted}, and with {count} prompt tokens exceeds the context of {context} "
+                f"tokens; at most {context - count} are possible",
+                "max_tokens",
+                code="context_length_exceeded",
+            )
+        request.max_new_tokens = room if wanted is None else min(wanted, room)
+
+    def _check_scores_and_allowed(self, request: Request) -> None:
+        """Raise RequestError where scores begin behind the prompt, or where nothing may be picked at first."""
+        params, count = request.params, len(request.prompt_ids)
+        if params.logprobs is not None and (params.logprobs.start or 0) >= count:
+            raise RequestError(f"logprob_start_len must be in [-1, {count - 1}] for {count} prompt tokens, got "
+                               f"{params.logprobs.start}", "logprob_start_len")  # fmt: skip
+        allowed, ends = params.allowed_token_ids, params.stop_ids(frozenset(self.eos_ids))
+        if allowed is not None and params.min_new_tokens and ends >= set(allowed):
+            raise RequestError(f"allowed_token_ids has only ids that end the text, and min_new_tokens is "
+                               f"{params.min_new_tokens}: no token could be picked", "allowed_token_ids")  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Update:
     """What one step added to one request: new ids, text that became certain, and, on the last update, the finish."""
@@ -371,12 +427,13 @@ def finish_dict(finish: Finish, length: int) -> dict[str, Any]:
     return {"type": "abort", "message": finish.message, "status_code": status, "err_type": None}
 
 
-def meta_info(request: Request, completion_tokens: int, finish: Finish | None, nodes: int) -> dict[str, Any]:
+def meta_info(
+    request: Request, completion_tokens: int, finish: Finish | None, nodes: int,
+    spell: Callable[[int], str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the native meta_info; the latency and the fields of speculation come with the finish.
 
-    `nodes` is N, the nodes of a tree, root included. spec_accept_rate leaves the root out, as SGLang defines it;
-    spec_accept_length is tokens per verify step and, unlike SGLang's, leaves out the token that prefill gives, so that
-    plain decoding has 1. Plain steps count as verify steps that drafted nothing.
+    `nodes` is N, the nodes of a tree, root included. `spell` gives the texts beside the ids of log-probabilities.
     """
     info: dict[str, Any] = {
         "id": request.rid,
@@ -388,19 +445,55 @@ def meta_info(request: Request, completion_tokens: int, finish: Finish | None, n
         "weight_version": "default",
         "total_retractions": request.retractions,
     }
-    if finish is None:
-        return info
-    info["e2e_latency"] = (request.finished_at or time.monotonic()) - request.arrived
-    info["response_sent_to_client_ts"] = time.time()
-    steps = request.verify_steps
-    if steps and nodes > 1:
-        drafted = request.drafted_tokens
-        info |= {
-            "spec_verify_ct": steps,
-            "spec_accept_token_num": request.accepted_drafts,
-            "spec_draft_token_num": drafted,
-            "spec_accept_rate": request.accepted_drafts / max(drafted, 1),
-            "spec_accept_length": 1 + request.accepted_drafts / steps,
-            "spec_accept_histogram": list(request.accept_histogram),
-        }
-    return info
+    if finish is not None:
+        info["e2e_latency"] = (request.finished_at or time.monotonic()) - request.arrived
+        info["response_sent_to_client_ts"] = time.time()
+        info |= _speculation(request) if request.verify_steps and nodes > 1 else {}
+    return info | _logprob_lists(request, completion_tokens, spell)
+
+
+def _speculation(request: Request) -> dict[str, Any]:
+    """Return the fields of speculation.
+
+    spec_accept_rate leaves the root out, as SGLang defines it; spec_accept_length is tokens per verify step and, unlike
+    SGLang's, leaves out the token that prefill gives, so that plain decoding has 1. Plain steps count as verify steps
+    that drafted nothing.
+    """
+    steps, drafted = request.verify_steps, request.drafted_tokens
+    return {
+        "spec_verify_ct": steps,
+        "spec_accept_token_num": request.accepted_drafts,
+        "spec_draft_token_num": drafted,
+        "spec_accept_rate": request.accepted_drafts / max(drafted, 1),
+        "spec_accept_length": 1 + request.accepted_drafts / steps,
+        "spec_accept_histogram": list(request.accept_histogram),
+    }
+
+
+def _logprob_lists(request: Request, count: int, spell: Callable[[int], str] | None) -> dict[str, Any]:
+    """Return SGLang's lists of log-probabilities for a request that asked, with its first `count` output tokens.
+
+    Items are [logprob, id, text], the text null without `spell`. Those of the prompt begin at logprob_start_len,
+    whose token has no logprob there; those of an aborted request end where it ended.
+    """
+    wish = request.params.logprobs
+    if wish is None:
+        return {}
+    start = len(request.prompt_ids) - 1 if wish.start is None else wish.start
+    parts: dict[str, tuple[list[int], list[Scored | None]]] = {
+        "input": (request.prompt_ids[start:], [None, *request.prompt_scores]),
+        "output": (request.output_ids[:count], list(request.output_scores[:count])),
+    }
+
+    def item(token: int, logprob: float | None) -> list[Any]:
+        return [logprob, token, None if spell is None else spell(token)]
+
+    found: dict[str, Any] = {}
+    for name, (ids, scores) in parts.items():
+        found[f"{name}_token_logprobs"] = [item(t, at and at.logprob) for t, at in zip(ids, scores, strict=False)]
+        if wish.top:
+            found[f"{name}_top_logprobs"] = [at and [item(*pair) for pair in at.top] for at in scores]
+        if wish.ids:
+            named = [at and [item(*pair) for pair in zip(wish.ids, at.ids, strict=True)] for at in scores]
+            found[f"{name}_token_ids_logprobs"] = named
+    return found

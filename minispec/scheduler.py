@@ -38,13 +38,11 @@ import torch
 
 from minispec.bucket import Chunk
 from minispec.engine import Engine, Pending
-from minispec.intake import Intake, Limits
-from minispec.load.tokenizer import Tokenizer
 from minispec.metrics import Load, Metrics
-from minispec.output import Output
+from minispec.output import Output, TextMaker
 from minispec.policy import Kind, Planned, Policy
 from minispec.radix import Node, PrefixCache
-from minispec.request import ABORT_WANTED, Finish, Request, Update
+from minispec.request import ABORT_WANTED, Finish, Limits, Request, Update
 from minispec.seats import Seat, Seats
 
 logger = logging.getLogger("minispec")
@@ -84,7 +82,7 @@ class Scheduler:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Tokenizer,
+        tokenizer: TextMaker,
         eos_ids: frozenset[int],
         options: SchedulerOptions,
     ) -> None:
@@ -92,8 +90,8 @@ class Scheduler:
         self.sizes = engine.sizes
         self._start_pages(options.radix)
         pool_rows = (self.kv.pages - 1) * self.kv.page_size
-        self.intake = Intake(Limits(engine.model.config.vocab_size, self.sizes.context_length, pool_rows,
-                                    self.sizes.tree_rows, tuple(sorted(eos_ids))), tokenizer)  # fmt: skip
+        self.limits = Limits(engine.model.config.vocab_size, self.sizes.context_length, pool_rows,
+                             self.sizes.tree_rows, tuple(sorted(eos_ids)))  # fmt: skip
         self.overlap = options.overlap and not engine.drafter.reads_text  # else its next drafts need this step's tokens
         self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval)
         self.waiting: deque[Request] = deque()
@@ -129,14 +127,15 @@ class Scheduler:
     @property
     def max_prompt_tokens(self) -> int:
         """The longest prompt that leaves room for one output token, in context and pool."""
-        return self.intake.limits.longest_prompt
+        return self.limits.longest_prompt
 
     def validate(self, request: Request) -> None:
         """Check a request against model, context and pool, and set its max_new_tokens; raises RequestError (400).
 
-        Any thread may call it. Compiles a request's grammar, which takes time.
+        Any thread may call it. Prepares what the request asks for beyond tokens, which may take long.
         """
-        self.intake.validate(request)
+        self.limits.check(request)
+        self.engine.asked.prepare(request)
 
     def submit(self, request: Request) -> None:
         """Queue a validated request; draws its seed if it has none.

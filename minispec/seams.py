@@ -50,6 +50,9 @@ class AskedStep(ABC):
 class Asked:
     """What the requests in an engine's slots ask of steps beyond tokens."""
 
+    def prepare(self, request: Request) -> None:
+        """Make ready what a request asks for, on any thread; may take long. Raises RequestError if it cannot be had."""
+
     def assign(self, request: Request, stop_ids: Iterable[int]) -> None:
         """Note what a request that has its slot asks for."""
 

@@ -358,7 +358,7 @@ class Server:
 
     async def tokenizer_info(self, http: web.Request) -> web.Response:
         """The special tokens and the chat template, for clients that count or tokenize themselves."""
-        return json_answer(self._ready().intake.tokenizer.info)
+        return json_answer(self._ready().intake.tokenizer.chat.info)
 
     async def openapi(self, http: web.Request) -> web.Response:
         """The description of this API."""
@@ -486,7 +486,7 @@ class Server:
         """What answers tell of the server; known once it is ready."""
         config, desk = self.config, self._ready()
         facts, tokenizer = desk.facts, desk.intake.tokenizer
-        shown = calls_of(tokenizer.tool_template or "")
+        shown = calls_of(tokenizer.chat.tool_template or "")
         formats = Formats(CALLS.get(config.tool_call_parser or "", shown), THOUGHTS.get(config.reasoning_parser or ""))
         return schema.Served(config.served_name, about.fingerprint(config, facts.numbers), facts.nodes,
                              config.stream_interval, config.enable_cache_report, formats, tokenizer)  # fmt: skip

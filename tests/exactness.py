@@ -21,7 +21,9 @@ from minispec.bucket import Sizes
 from minispec.drafter import Draft, Drafter, HostDrafter, as_drafter
 from minispec.engine import Engine
 from minispec.gather import PagedGather
+from minispec.grammar import Grammars
 from minispec.kv import KVShape, PagedKV
+from minispec.load.tokenizer import Detokenizer
 from minispec.model import Model, ModelConfig
 from minispec.request import Request, SamplingParams
 from minispec.sampling import SamplingState, pick
@@ -40,14 +42,13 @@ class Letters:
     byte_level = True
     special_ids: frozenset[int] = frozenset()
 
-    @property
-    def backend(self) -> Letters:
-        """What `Detokenizer` asks."""
-        return self
-
     def token_bytes(self, token: int) -> bytes:
         """Return the letter of an id."""
         return chr(0x100 + token).encode()
+
+    def detokenizer(self, params: SamplingParams) -> Detokenizer:
+        """Return what makes text of a growing list."""
+        return Detokenizer(self, params)
 
 
 def tiny_config(context: int = CONTEXT) -> ModelConfig:
@@ -181,9 +182,10 @@ def build(
     kv.host_looks &= host_looks
     attend_kind: AttendKind = PagedFlex if compiled and kv.pool.is_cuda else PagedGather
     made = Engine(model, kv, drafter, sizes, attend_kind=attend_kind, accept=Accept(thresholds, simulated))
-    made.asked = Asking(made)
+    tokenizer = tokenizer or Letters()
+    made.asked = Asking(made, Grammars(tokenizer, config.vocab_size, eos))
     options = SchedulerOptions(radix=radix, overlap=overlap, adaptive=adaptive)
-    return Scheduler(made, tokenizer or Letters(), frozenset(eos), options)
+    return Scheduler(made, tokenizer, frozenset(eos), options)
 
 
 def request(name: str, prompt: Sequence[int], **params: object) -> Request:

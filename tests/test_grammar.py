@@ -29,7 +29,7 @@ from minispec.drafter import Plain
 from minispec.engine import CAPTURED
 from minispec.grammar import Constraint, Constraints, Grammars, Stuck, mask
 from minispec.http import schema
-from minispec.load.tokenizer import load_tokenizer
+from minispec.load.tokenizer import Detokenizer, load_tokenizer
 from minispec.model import Model
 from minispec.request import Finish, Grammar, Logprobs, Request, RequestError, SamplingParams
 from minispec.sampling import SamplingState, pick
@@ -48,14 +48,13 @@ class Characters:
     special_ids = frozenset((EOS,))
     vocab_size = len(TOKENS)
 
-    @property
-    def backend(self) -> Characters:
-        """What `Detokenizer` and `Grammars` ask."""
-        return self
-
     def token_bytes(self, token: int) -> bytes:
         """Return the text of an id; EOS and the padded id have none."""
         return TOKENS[token].encode() if 0 < token < len(TOKENS) else b""
+
+    def detokenizer(self, params: SamplingParams) -> Detokenizer:
+        """Return what makes text of a growing list."""
+        return Detokenizer(self, params)
 
     def serialized(self) -> None:
         """There is no tokenizer.json."""
@@ -523,7 +522,7 @@ HOSTILE = {
 def real_vocabulary(demo_folder: Path) -> Grammars:
     """The grammars of the default model, with some ids more than its tokenizer has."""
     tokenizer = load_tokenizer(demo_folder)
-    grammars = Grammars(tokenizer, tokenizer.vocab_size + 100, tokenizer.eos_ids)
+    grammars = Grammars(tokenizer.backend, tokenizer.vocab_size + 100, tokenizer.eos_ids)
     grammars.compile(Grammar("regex", "a"))
     return grammars
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def test_hostile_bodies_are_refused_without_the_model_beside_a_stream_that_stays
 
 def test_tools_have_the_bound_of_a_prompt_and_are_not_rendered_beyond_it() -> None:
     class Shows:
-        tool_template = "one that has a place for tools"
+        chat = SimpleNamespace(tool_template="one that has a place for tools")
 
         def encode_chat(self, *given: Any, **how: Any) -> list[int]:
             raise AssertionError("too large, and rendered all the same")

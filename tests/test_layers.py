@@ -24,30 +24,28 @@ SOURCES = {
 
 # A module may import from strictly lower ranks, never from its own. `load/` and `train/` span ranks.
 RANKS = {
-    -1: "load.machine",
-    0: "request metrics tree kv radix model compiled load.weights load.packed load.token_map "
-    "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.__init__ train.__init__ "
-    "http.__init__ http.page watchdog routing products load.huge_pages",
-    1: "shards http.fields http.reasoning config sampling direct attention eagle load.fp8 load.tokenizer "
-    "load.default_model",
-    2: "gather http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 "
-    "train.prompts",
-    3: "seats bucket intake policy http.message trace beam ngram load.heads http.traces",
-    4: "standalone lookup crossing seams",
-    5: "late load.draft_models",
-    6: "engine load.drafters",
-    7: "asked graphs scheduler load.selftest load.memory load.warm_up",
-    8: "parallel",
-    9: "load.build http.schema http.prometheus",
-    10: "llm follower http.answers http.streams http.draining",
-    11: "warming explain train.corpus http.about",
-    12: "desk http.bodies train.rounds train.export",
-    13: "engine_thread train.trainer train.small",
-    14: "replica train.__main__",
-    15: "cluster",
-    16: "replicas",
-    17: "server",
-    18: "__init__",  # the package's face: hands out LLM and SamplingParams
+    0: "compiled http.__init__ http.page kv load.__init__ load.chat_templates load.machine load.packed "
+    "load.reply_formats load.sglang_flags load.token_map load.weights load.wheels metrics model products radix "
+    "request routing train.__init__ tree watchdog",
+    1: "attention config direct eagle http.draining http.fields http.reasoning http.traces load.chat "
+    "load.default_model load.fp8 load.huge_pages logprobs output sampling seats shards",
+    2: "drafter gather grammar http.door http.openapi http.tools load.int8 load.tokenizer mtp train.prompts "
+    "verify",
+    3: "beam bucket http.logprobs http.message intake load.heads ngram policy trace",
+    4: "crossing http.schema late lookup seams standalone",
+    5: "engine http.answers http.bodies http.streams load.draft_models",
+    6: "asked graphs load.drafters load.memory load.selftest load.warm_up scheduler",
+    7: "http.prometheus parallel",
+    8: "load.build",
+    9: "follower llm",
+    10: "explain http.about train.corpus warming",
+    11: "desk train.export train.rounds",
+    12: "engine_thread train.small train.trainer",
+    13: "replica train.__main__",
+    14: "cluster",
+    15: "replicas",
+    16: "server",
+    17: "__init__",
 }
 RANK = {module: rank for rank, modules in RANKS.items() for module in modules.split()}
 ALGORITHMS = {"NONE", "NGRAM", "EAGLE", "EAGLE3", "NEXTN", "MTP", "STANDALONE"}

@@ -22,7 +22,6 @@ import minispec.asked as asked_module
 import minispec.logprobs as logprobs_module
 from minispec.attention import Causal
 from minispec.http import schema
-from minispec.load.tokenizer import Detokenizer
 from minispec.model import Model
 from minispec.ngram import NgramDrafter
 from minispec.request import Logprobs, Request, RequestError, Scored, choice_seed
@@ -229,10 +228,6 @@ class Spelled(Letters):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the letters of ids."""
         return b"".join(map(self.token_bytes, ids)).decode()
-
-    def detokenizer(self, params: Any) -> Detokenizer:
-        """Return what makes text of a growing list."""
-        return Detokenizer(self, params)
 
 
 @functools.cache

@@ -509,7 +509,8 @@ def test_an_answer_keeps_to_a_schema_and_what_cannot_be_used_is_named(served: Ru
 
 
 def test_nobody_waits_for_a_grammar_of_somebody_else(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars, reached, free = served.server.engine.llm.scheduler.intake.grammars, threading.Event(), threading.Event()
+    grammars = served.server.engine.llm.scheduler.engine.asked.grammars
+    reached, free = threading.Event(), threading.Event()
     compile_as_it_is = grammars.compile
 
     def slow(grammar: Any) -> Any:

@@ -20,7 +20,6 @@ from minispec.load.chat_templates import NAMED
 from minispec.load.tokenizer import (
     GPT4_SPLIT,
     LLAMA3_SPECIAL,
-    Detokenizer,
     Tokenizer,
     _HuggingFace,
     load_tokenizer,
@@ -180,7 +179,7 @@ def test_listed_special_tokens_and_pattern_of_the_config_rule_over_llama3s(tmp_p
     tokenizer = load_tokenizer(tmp_path)
     _check_against(tokenizer, GPT4_SPLIT, special)
     assert tokenizer.encode("a") == [300, 97] and tokenizer.eos_ids == {301}
-    assert tokenizer.render_chat([USER]) == "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.chat.render([USER]) == "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "pat_str": SINGLE_DIGIT_SPLIT}))
     _check_against(load_tokenizer(tmp_path), SINGLE_DIGIT_SPLIT, special)
 
@@ -240,7 +239,7 @@ def test_demo_chat_is_rendered_as_transformers_does(demo: Tokenizer, hf: PreTrai
     for chat in CHATS:
         for generate in (True, False):
             wanted = hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=generate)
-            assert demo.render_chat(chat, add_generation_prompt=generate) == wanted
+            assert demo.chat.render(chat, add_generation_prompt=generate) == wanted
             ids = hf.apply_chat_template(chat, add_generation_prompt=generate, return_dict=False)
             assert demo.encode_chat(chat, add_generation_prompt=generate) == ids and len(ids) > 10
 
@@ -256,7 +255,7 @@ def test_templates_are_rendered_as_transformers_does(
             wanted = hf.apply_chat_template(
                 chat, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=generate, **kwargs
             )
-            assert ours.render_chat(chat, add_generation_prompt=generate, template_kwargs=kwargs) == wanted
+            assert ours.chat.render(chat, add_generation_prompt=generate, template_kwargs=kwargs) == wanted
 
 
 @pytest.mark.parametrize("name", ["chatml", "strips"])
@@ -269,10 +268,10 @@ def test_final_message_is_continued_as_transformers_does(
         wanted = hf.apply_chat_template(
             chat, chat_template=TEMPLATES[name], tokenize=False, continue_final_message=True
         )
-        found = ours.render_chat(chat, add_generation_prompt=False, continue_final_message=True)
+        found = ours.chat.render(chat, add_generation_prompt=False, continue_final_message=True)
         assert found == wanted and found.rstrip().endswith(chat[-1]["content"].strip())
         assert json.dumps(chat) == before  # the caller's messages are left alone
-    _refusal(lambda: ours.render_chat(CHATS[1], add_generation_prompt=True, continue_final_message=True))
+    _refusal(lambda: ours.chat.render(CHATS[1], add_generation_prompt=True, continue_final_message=True))
 
 
 def test_template_comes_from_argument_file_and_config_in_that_order(demo_folder: Path, tmp_path: Path) -> None:
@@ -280,13 +279,13 @@ def test_template_comes_from_argument_file_and_config_in_that_order(demo_folder:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": named}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert load_tokenizer(tmp_path).render_chat([USER]) == "plain"
-    assert load_tokenizer(tmp_path).render_chat([USER], template_kwargs={"tools": [1]}) == "tools"
+    assert load_tokenizer(tmp_path).chat.render([USER]) == "plain"
+    assert load_tokenizer(tmp_path).chat.render([USER], template_kwargs={"tools": [1]}) == "tools"
     (tmp_path / "chat_template.jinja").write_text("file")
-    assert load_tokenizer(tmp_path).render_chat([USER]) == "file"
+    assert load_tokenizer(tmp_path).chat.render([USER]) == "file"
     (tmp_path / "mine.jinja").write_text("mine")
-    assert load_tokenizer(tmp_path, str(tmp_path / "mine.jinja")).render_chat([USER]) == "mine"
-    assert load_tokenizer(tmp_path, "{{ 'text' }}").render_chat([USER]) == "text"
+    assert load_tokenizer(tmp_path, str(tmp_path / "mine.jinja")).chat.render([USER]) == "mine"
+    assert load_tokenizer(tmp_path, "{{ 'text' }}").chat.render([USER]) == "text"
     with pytest.raises(ValueError, match="--chat-template"):
         load_tokenizer(tmp_path, str(tmp_path / "absent.jinja"))
     with pytest.raises(ValueError, match="line 2"):
@@ -339,17 +338,17 @@ def test_a_named_template_writes_its_published_format_and_its_end_of_turn_ends_a
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(tmp_path, name)
     plain, ruled = NAMED_FORMATS[name]
-    assert tokenizer.render_chat(TURNS) == plain and tokenizer.render_chat([RULES, *TURNS]) == ruled
+    assert tokenizer.chat.render(TURNS) == plain and tokenizer.chat.render([RULES, *TURNS]) == ruled
     assert tokenizer.eos_ids == {3, tokenizer.token_id(end)}
-    open_end = tokenizer.render_chat(TURNS[:2], add_generation_prompt=False, continue_final_message=True)
+    open_end = tokenizer.chat.render(TURNS[:2], add_generation_prompt=False, continue_final_message=True)
     assert open_end.endswith("Yes") and plain.startswith(open_end)
     if name in ("llama-2", "vicuna_v1.1"):
-        _refusal(lambda: tokenizer.render_chat([*TURNS, {"role": "tool", "content": "4"}]))
+        _refusal(lambda: tokenizer.chat.render([*TURNS, {"role": "tool", "content": "4"}]))
 
 
 def test_no_template_is_a_400_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_text(_rank_text())
-    message = str(_refusal(lambda: load_tokenizer(tmp_path).render_chat([USER])))
+    message = str(_refusal(lambda: load_tokenizer(tmp_path).chat.render([USER])))
     assert "--chat-template" in message and "/v1/completions" in message
 
 
@@ -361,26 +360,26 @@ def test_templates_cannot_leave_the_sandbox(demo_folder: Path) -> None:
         "{{ strftime_now.__globals__['sys'] }}",
     ]
     for source in escapes:
-        _refusal(lambda source=source: load_tokenizer(demo_folder, source).render_chat([USER]))
-    assert load_tokenizer(demo_folder, "{{ raise_exception.__globals__ }}").render_chat([USER]) == ""
+        _refusal(lambda source=source: load_tokenizer(demo_folder, source).chat.render([USER]))
+    assert load_tokenizer(demo_folder, "{{ raise_exception.__globals__ }}").chat.render([USER]) == ""
 
 
 def test_whatever_a_template_raises_is_a_400(demo_folder: Path) -> None:
     for source in ("{{ raise_exception('roles must alternate') }}", "{{ 1 / 0 }}", "{{ messages + 1 }}"):
-        error = _refusal(lambda source=source: load_tokenizer(demo_folder, source).render_chat([USER]))
+        error = _refusal(lambda source=source: load_tokenizer(demo_folder, source).chat.render([USER]))
         assert "chat template" in str(error) and ("roles must" not in source or "roles must alternate" in str(error))
 
 
 def test_template_kwargs_never_replace_what_the_template_is_given(demo: Tokenizer) -> None:
     for name in ("messages", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template"):
-        assert name in str(_refusal(lambda name=name: demo.render_chat([USER], template_kwargs={name: 1})))
+        assert name in str(_refusal(lambda name=name: demo.chat.render([USER], template_kwargs={name: 1})))
 
 
 def test_text_parts_are_joined_and_only_calls_may_lack_content(demo: Tokenizer) -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
-    assert demo.render_chat([parts]) == demo.render_chat([{"role": "user", "content": "a\nb"}])
+    assert demo.chat.render([parts]) == demo.chat.render([{"role": "user", "content": "a\nb"}])
     calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-    assert "<|im_start|>assistant\n<|im_end|>" in demo.render_chat([USER, calls])
+    assert "<|im_start|>assistant\n<|im_end|>" in demo.chat.render([USER, calls])
 
 
 @pytest.mark.parametrize(
@@ -400,11 +399,11 @@ def test_text_parts_are_joined_and_only_calls_may_lack_content(demo: Tokenizer) 
     ],
 )
 def test_messages_that_are_not_text_are_refused_by_field(demo: Tokenizer, message: Any, field: str) -> None:
-    assert field in str(_refusal(lambda: demo.render_chat([USER, message])))
+    assert field in str(_refusal(lambda: demo.chat.render([USER, message])))
 
 
 def test_empty_conversation_is_refused(demo: Tokenizer) -> None:
-    _refusal(lambda: demo.render_chat([]))
+    _refusal(lambda: demo.chat.render([]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -412,15 +411,10 @@ def test_empty_conversation_is_refused(demo: Tokenizer) -> None:
 
 
 def _stream(tokenizer: Tokenizer, ids: Sequence[int], skip: bool) -> list[str]:
-    """Feed ids one by one; check that pieces add up to decode and that none is taken back. Returns the pieces."""
-    detokenizer = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=skip))
-    pieces = []
-    for token_id in ids:
-        pieces.append(detokenizer.append(token_id))
-        assert detokenizer.text == "".join(pieces)
-    pieces.append(detokenizer.flush())
-    wanted = tokenizer.decode(ids, skip_special_tokens=skip)
-    assert "".join(pieces) == detokenizer.text == wanted
+    """Feed ids one by one; check that pieces add up to decode. Returns the pieces."""
+    detokenizer = tokenizer.detokenizer(SamplingParams(skip_special_tokens=skip))
+    pieces = [*(detokenizer.append(token_id) for token_id in ids), detokenizer.flush()]
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
     return pieces
 
 
@@ -540,7 +534,7 @@ def test_work_per_token_does_not_grow_with_the_output(kind: str, demo: Tokenizer
     for pattern in ([word], [invalid], [unknown], [invalid, word], [replacement]):
         ids = (pattern * 500)[:500]
         decoded.clear()
-        detokenizer = Detokenizer(tokenizer, SamplingParams())
+        detokenizer = tokenizer.detokenizer(SamplingParams())
         for token_id in ids:
             detokenizer.append(token_id)
         detokenizer.flush()

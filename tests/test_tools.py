@@ -305,9 +305,9 @@ def test_how_a_model_writes_calls_is_seen_in_its_template() -> None:
     assert all(calls_of(NAMED[name].source) is None for name in NAMED if name not in WITH_TOOLS)
     assert calls_of("<tool_call>\n<function=f>") is None
     published = "{% if not tools is defined %}{% set tools = none %}{% endif %}{% if tools is not none %}{% endif %}"
-    assert templated(published).tool_template == published and templated("{# tools #}").tool_template is None
+    assert templated(published).chat.tool_template == published and templated("{# tools #}").chat.tool_template is None
     both = Tokenizer(byte_tokenizer(256).backend, frozenset(), {"default": "plain", "tool_use": "{{ tools }}"}, {})
-    assert both.tool_template == "{{ tools }}" and templated(None).tool_template is None
+    assert both.chat.tool_template == "{{ tools }}" and templated(None).chat.tool_template is None
 
 
 @pytest.mark.parametrize(("template", "thinking"), [

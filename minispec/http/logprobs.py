@@ -1,6 +1,7 @@
-"""Log-probabilities as clients see them: OpenAI's two forms, vLLM's `prompt_logprobs`, SGLang's lists in meta_info.
+"""Log-probabilities as clients see them: OpenAI's two forms and vLLM's `prompt_logprobs`.
 
-The scheduler keeps numbers and ids (`request.Scored`); here they get texts and names. There is one entry for each
+The scheduler keeps numbers and ids (`request.Scored`); here they get texts and names. SGLang's lists, which nearly are
+those numbers, are in `request.meta_info`. There is one entry for each
 token, whatever a stream's events hold, and the entries of the events add up to those of the whole answer.
 
 Read next: `schema.py`, whose `Reply` calls this; `logprobs.py` one folder up for where the numbers come from.
@@ -120,32 +121,3 @@ def prompt_logprobs(request: Request, top: int, spelling: Spelling) -> list[dict
             entries.setdefault(str(other), entry)
         lists.append(entries)
     return lists
-
-
-def native_lists(request: Request, count: int, spelling: Spelling | None) -> dict[str, Any]:
-    """Return SGLang's lists of meta_info for a request that asked, with its first `count` output tokens.
-
-    Items are [logprob, id, text], the text null without `spelling`. Those of the prompt begin at logprob_start_len,
-    whose token has no logprob there; those of an aborted request end where it ended.
-    """
-    wish = request.params.logprobs
-    if wish is None:
-        return {}
-    start = len(request.prompt_ids) - 1 if wish.start is None else wish.start
-    parts: dict[str, tuple[list[int], list[Scored | None]]] = {
-        "input": (request.prompt_ids[start:], [None, *request.prompt_scores]),
-        "output": (request.output_ids[:count], list(request.output_scores[:count])),
-    }
-
-    def item(token: int, logprob: float | None) -> list[Any]:
-        return [logprob, token, None if spelling is None else spelling.text(token)]
-
-    found: dict[str, Any] = {}
-    for name, (ids, scores) in parts.items():
-        found[f"{name}_token_logprobs"] = [item(t, at and at.logprob) for t, at in zip(ids, scores, strict=False)]
-        if wish.top:
-            found[f"{name}_top_logprobs"] = [at and [item(*pair) for pair in at.top] for at in scores]
-        if wish.ids:
-            named = [at and [item(*pair) for pair in zip(wish.ids, at.ids, strict=True)] for at in scores]
-            found[f"{name}_token_ids_logprobs"] = named
-    return found

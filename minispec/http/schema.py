@@ -311,7 +311,7 @@ def tokenize(
 
 def check_tools(job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
     """Raise RequestError 400 for tools that the model cannot be shown, or whose calls could not be told from text."""
-    if job.wish.tools and tokenizer.tool_template is None:
+    if job.wish.tools and tokenizer.chat.tool_template is None:
         raise RequestError("tools: the chat template of this model has no place for them; start the server with one "
                            f"that has, --chat-template FILE or {' or '.join(WITH_TOOLS)}", "tools")  # fmt: skip
     if job.wish.tools and formats.calls is None:
@@ -761,9 +761,9 @@ class Reply:
 
     def _native(self, i: int) -> dict[str, Any]:
         ids = self.ids[i]
-        info = meta_info(self.requests[i], len(ids), self.finishes[i], self.served.nodes)
+        spell = self.spelling.text if self.job.report.texts else None
+        info = meta_info(self.requests[i], len(ids), self.finishes[i], self.served.nodes, spell)
         info["id"] = self.job.rids[i]
-        info |= logprobs.native_lists(self.requests[i], len(ids), self.spelling if self.job.report.texts else None)
         trace = {"trace": self.traces[i].upto(len(ids))} if self.job.trace else {}
         return {"text": self.texts[i], "output_ids": list(ids), "meta_info": info, **trace}
 

@@ -32,6 +32,7 @@ from minispec.direct import DirectStep, cache_is_empty, prepare
 from minispec.drafter import Drafter, Plain
 from minispec.engine import Engine
 from minispec.gather import PagedGather
+from minispec.grammar import Grammars
 from minispec.graphs import capture
 from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter, with_own_head
@@ -44,7 +45,7 @@ from minispec.load.packed import FEW_ROWS, can_pack, pack_linears, room_for_both
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.load.warm_up import shapes, steps_of, time_steps, warm_up
-from minispec.load.weights import load_weights, read_config, resolve_model
+from minispec.load.weights import eos_token_ids, load_weights, read_config, resolve_model
 from minispec.model import Model, ModelConfig, published_tensors
 from minispec.parallel import Elsewhere, Lead, Ranks, gather
 from minispec.parallel import follow as follow_rank
@@ -98,6 +99,7 @@ class Build:
             self.join(gather(config, self.device))
         context = _context_length(config, self.model_config)
         self.tokenizer = choose_tokenizer(config, self.folder, self.model_config.vocab_size)
+        self.eos_ids = eos_token_ids(self.folder, self.hf_config, self.tokenizer)
         running = config.max_running_requests or (8 if on_cpu else 48)
         chunk = config.chunked_prefill_size or (512 if on_cpu else 2048)
         chunk = context if chunk == -1 else min(chunk, context)
@@ -184,7 +186,7 @@ class Build:
         accept = Accept(self.config.thresholds, self.config.simulate_acc_len)
         attend_kind: AttendKind = PagedFlex if self.compiled and kv.pool.is_cuda else PagedGather
         engine = Engine(network, kv, drafter, sizes, attend_kind=attend_kind, accept=accept)
-        engine.beside, engine.asked = beside, Asking(engine)
+        engine.beside = beside
         if self.compiled:
             # On a CPU it costs seconds of compiling a shape, and gains 5 to 7 % where blocks are fast: docs/log.md.
             # Larger trees that a drafter grows on the device would have its own functions compiled as well.
@@ -223,6 +225,7 @@ class Build:
         budget.sizes, budget.network, budget.drafter, _ = parts
         with budget.watch("making the KV pools"):
             engine = self.engine_of(parts, budget.pages() if ranks is None else ranks.least(budget.pages()))
+            engine.asked = Asking(engine, Grammars(self.tokenizer.backend, self.model_config.vocab_size, self.eos_ids))
             if ranks is not None:
                 Lead(engine, ranks)  # the others follow it from here on
         if self.later:

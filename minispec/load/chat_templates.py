@@ -4,7 +4,7 @@ Older models publish no template of their own, and SGLang has these formats unde
 program written from the published format, with the token that ends a turn in it: a model that was published without
 the template may not list this token among those that end an answer.
 
-Read next: `tokenizer.py`, which renders them.
+Read next: `chat.py`, which renders them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Text to ids and back: two kinds of tokenizer behind one interface, chat templates, and incremental decoding.
+"""Text to ids and back: two kinds of tokenizer behind one interface, and incremental decoding.
 
 `Tokenizer` is that interface. Behind it is either a fast Hugging Face tokenizer, or `tiktoken` with a bare rank
-table, as in Llama 3's `original/`. Chat templates are programs by the model's author: they are rendered here, in a
-sandbox, in the same way for both kinds.
+table, as in Llama 3's `original/`.
 
 One token may be half of a character, and one step of the engine may emit several tokens, so the newest text is often
 uncertain. `Detokenizer` therefore returns text only when no later token can change it. All pieces that it returned,
 `flush` included, are exactly `decode` of all ids, at a cost per token that does not grow with the output.
 
-Read next: `output.py`, which looks for stop strings in that text; `weights.py` for the rest of a model folder.
+Read next: `output.py`, which looks for stop strings in that text; `chat.py` for prompts of conversations; `weights.py`
+for the rest of a model folder.
 """
 
 from __future__ import annotations
@@ -19,23 +19,18 @@ import codecs
 import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Unpack
 
-import jinja2
-import jinja2.meta
 import tiktoken
 import tokenizers
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from minispec.load.chat_templates import NAMED, is_template
+from minispec.load.chat import ChatTemplates, Rendering, Template, check_unicode, given_template, own_template
+from minispec.load.chat_templates import NAMED
 from minispec.load.weights import read_json
-from minispec.request import RequestError, SamplingParams
+from minispec.output import TokenizerBackend
+from minispec.request import SamplingParams
 
 # How tiktoken formats split a text before merging, since the rank files do not say.
 GPT4_SPLIT = (
@@ -51,28 +46,9 @@ LLAMA3_SPECIAL = (
 )
 LLAMA3_EOS = ("<|end_of_text|>", "<|eot_id|>")  # these end a text and a turn, if no config says what does
 TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-RESERVED_NAMES = frozenset(
-    "messages tokenize add_generation_prompt continue_final_message chat_template return_dict".split()
-)
-CONTINUE_TAG = "<continue-here-1f0c> "  # the space shows whether the template strips the content
 HEX_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 REPLACEMENT = "\ufffd"
 LONG = 4096  # ids, from which on decoding releases the interpreter's lock
-
-
-class Backend(Protocol):
-    """What each of the two kinds of tokenizer must offer."""
-
-    vocab_size: int
-    special_ids: frozenset[int]  # left out by skip_special_tokens
-    byte_level: bool  # whether a text is its tokens' bytes one after the other, so that token_bytes is enough
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
-    def token_id(self, token: str) -> int | None: ...
-    def token(self, token_id: int) -> str | None: ...
-    def token_bytes(self, token_id: int) -> bytes: ...
-    def serialized(self) -> str | None: ...  # tokenizer.json; None for a table of bytes
 
 
 class Tokenizer:
@@ -80,21 +56,14 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: TokenizerBackend,
         eos_ids: frozenset[int],
-        template: str | Mapping[str, str] | None,
+        template: Template,
         named_tokens: Mapping[str, str],
     ) -> None:
-        """`template` is one template, or several by name; `named_tokens` are those it may use, like `bos_token`."""
-        self.backend, self.eos_ids = backend, eos_ids
-        self.vocab_size = backend.vocab_size
-        sources = {"default": template} if isinstance(template, str) else dict(template or {})
-        self._templates = {name: _compile(source) for name, source in sources.items()}
-        named = "tool_use" if "tool_use" in sources else "default"
-        uses = "tools" in _variables_of(sources[named]) if named in sources else False
-        self.tool_template = sources[named] if uses else None  # the source of the template that shows tools
-        self._named_tokens = dict(named_tokens)
-        self.info = {**self._named_tokens, "chat_template": sources.get("default")}  # for clients that tokenize too
+        """`template` and `named_tokens` are those of `ChatTemplates`."""
+        self.backend, self.eos_ids, self.vocab_size = backend, eos_ids, backend.vocab_size
+        self.chat = ChatTemplates(template, named_tokens)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of exactly this token, or None."""
@@ -106,7 +75,7 @@ class Tokenizer:
         `add_special_tokens` adds what the model expects around a plain text, such as BOS in front of it. Raises
         RequestError for text that is not Unicode.
         """
-        _check_unicode(text, "text")
+        check_unicode(text, "text")
         return self.backend.encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -122,67 +91,11 @@ class Tokenizer:
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer:
         """Return what turns a growing list of ids into text."""
-        return Detokenizer(self, params)
+        return Detokenizer(self.backend, params)
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Return the prompt that the model's chat template makes of the messages.
-
-        `continue_final_message` ends the prompt inside the last message, so that the model continues it. Raises
-        RequestError if there is no template, if messages are not text, or if the template raises an error.
-        """
-        kwargs = dict(template_kwargs or {})
-        if taken := sorted(RESERVED_NAMES & kwargs.keys()):
-            raise RequestError(f"chat_template_kwargs may not set {taken[0]!r}", "chat_template_kwargs")
-        if continue_final_message and add_generation_prompt:
-            raise RequestError(
-                "continue_final_message continues the last message, so add_generation_prompt must be false",
-                "continue_final_message",
-            )
-        template, plain = self._template(kwargs), _plain_messages(messages)
-        if continue_final_message:
-            plain[-1]["content"] += CONTINUE_TAG
-        variables = {"tools": None, "documents": None, **self._named_tokens, **kwargs}
-        try:
-            prompt = template.render(variables | {"messages": plain, "add_generation_prompt": add_generation_prompt})
-        except Exception as error:  # a template is a program by the model's author and may raise whatever it likes
-            raise RequestError(f"the chat template cannot render these messages: {error}", "messages") from error
-        _check_unicode(prompt, "messages")
-        return _cut_at_tag(prompt) if continue_final_message else prompt
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **how: Unpack[Rendering]) -> list[int]:
         """Return the ids of the rendered chat; the template writes BOS where the model wants one, so none is added."""
-        prompt = self.render_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=template_kwargs,
-        )
-        return self.backend.encode(prompt, False)
-
-    def _template(self, kwargs: Mapping[str, Any]) -> jinja2.Template:
-        """Return the template for this request; a model with several calls the one for tools `tool_use`."""
-        if kwargs.get("tools") and "tool_use" in self._templates:
-            return self._templates["tool_use"]
-        if "default" not in self._templates:
-            raise RequestError(
-                "this model has no chat template; start the server with --chat-template FILE, or use /v1/completions",
-                "messages",
-            )
-        return self._templates["default"]
+        return self.backend.encode(self.chat.render(messages, **how), False)
 
 
 def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
@@ -192,18 +105,12 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
     the path of a Jinja file, or the template itself. No code from the folder is executed, whatever its files ask for.
     """
     config = _read_config(folder)
-    template = _own_template(folder, config) if chat_template is None else _given_template(chat_template)
-    tokenizer = _load(folder, config, template)
+    template = own_template(folder, config) if chat_template is None else given_template(chat_template)
+    ranks = None if (folder / "tokenizer.json").is_file() else _rank_file(folder)
+    tokenizer = _load_huggingface(folder, template) if ranks is None else _load_tiktoken(ranks, config, template)
     if chat_template in NAMED and (end := tokenizer.token_id(NAMED[chat_template].end)) is not None:
         tokenizer.eos_ids |= {end}
     return tokenizer
-
-
-def _load(folder: Path, config: Mapping[str, Any], template: str | Mapping[str, str] | None) -> Tokenizer:
-    """Return the folder's tokenizer, by the files it has."""
-    if not (folder / "tokenizer.json").is_file() and (ranks := _rank_file(folder)) is not None:
-        return _load_tiktoken(ranks, config, template)
-    return _load_huggingface(folder, template)
 
 
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
@@ -270,7 +177,7 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_OF_CHARACTER = _byte_alphabet()
 
 
-def _load_huggingface(folder: Path, template: str | Mapping[str, str] | None) -> Tokenizer:
+def _load_huggingface(folder: Path, template: Template) -> Tokenizer:
     """Load with transformers, which knows the models' classes; last with its plain class, for any tokenizer.json."""
     has_json = (folder / "tokenizer.json").is_file()
     loaders = [AutoTokenizer] if (folder / "tokenizer_config.json").is_file() or not has_json else []
@@ -357,7 +264,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _load_tiktoken(path: Path, config: Mapping[str, Any], template: str | Mapping[str, str] | None) -> Tokenizer:
+def _load_tiktoken(path: Path, config: Mapping[str, Any], template: Template) -> Tokenizer:
     """Load a rank file; its special tokens are those that tokenizer_config.json lists, else Llama 3's."""
     ranks = _read_ranks(path)
     listed = config.get("added_tokens_decoder") or {}
@@ -377,112 +284,6 @@ def _load_tiktoken(path: Path, config: Mapping[str, Any], template: str | Mappin
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Chat templates
-
-
-class _Generation(Extension):
-    """The block tag {% generation %}, which marks answers for training; here its content is simply rendered."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Return a sandbox with the functions that authors of chat templates rely on."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own escapes HTML characters
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _compile(source: str) -> jinja2.Template:
-    try:
-        return _environment().from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
-
-
-def _variables_of(source: str) -> set[str]:
-    """Return the names that a template looks up among what it is given."""
-    return jinja2.meta.find_undeclared_variables(_environment().parse(source))
-
-
-def _given_template(given: str) -> str:
-    """Return the operator's template: one of those with a name, the text itself if it is one, or a file's content."""
-    if given in NAMED:
-        return NAMED[given].source
-    if is_template(given):
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--chat-template must be a file with a Jinja template, got {given!r} ({error})") from None
-
-
-def _own_template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return the model's template, or its templates by name; chat_template.jinja is the newer convention and wins."""
-    if (path := folder / "chat_template.jinja").is_file():
-        return path.read_text(encoding="utf-8")
-    given = config.get("chat_template")
-    if isinstance(given, list):
-        return {entry["name"]: entry["template"] for entry in given}
-    return given
-
-
-def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return copies of the messages with plain text as content; raises RequestError naming the field at fault."""
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise RequestError("messages must be a non-empty list", "messages")
-    plain = []
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(f"messages[{i}] must be an object with a role", "messages")
-        plain.append({**message, "content": _plain_content(message, f"messages[{i}].content")})
-    return plain
-
-
-def _plain_content(message: Mapping[str, Any], field: str) -> str:
-    """Return a message's content as one text, its parts joined by newlines; parts other than text are refused."""
-    content = message.get("content")
-    if content is None and message["role"] == "assistant" and message.get("tool_calls"):
-        return ""
-    parts = [content] if isinstance(content, str) else content
-    if not isinstance(parts, list) or not parts:
-        raise RequestError(f"{field} must be text or a list of text parts, got {content!r}", field)
-    texts = []
-    for j, part in enumerate(parts):
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RequestError(f"{field}[{j}] must be of type text, got {kind!r}: this model reads text only", field)
-        _check_unicode(text, field)
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _cut_at_tag(prompt: str) -> str:
-    """Return the prompt, as the template has written it, up to the end of the last message."""
-    at = prompt.rfind(CONTINUE_TAG.strip())
-    if at < 0:
-        raise RequestError("the chat template leaves out the message to continue", "continue_final_message")
-    # If the space after the tag is gone, the template strips contents, and without the tag would strip spaces there.
-    return prompt[:at] if prompt.startswith(CONTINUE_TAG, at) else prompt[:at].rstrip()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Incremental decoding
 
 
@@ -495,25 +296,19 @@ class Detokenizer:
     begins one piece earlier, and the text of that piece is subtracted. Within a run of bytes nothing is returned.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._backend = tokenizer.backend
-        self._skipped = self._backend.special_ids if params.skip_special_tokens else frozenset()
-        self._pieces: list[str] = []
+    def __init__(self, backend: TokenizerBackend, params: SamplingParams) -> None:
+        self._backend = backend
+        self._skipped = backend.special_ids if params.skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._window: list[int] = []  # ids of the piece returned last, then those whose text is not yet returned
         self._read = 0  # length of that piece, in tokens
-
-    @property
-    def text(self) -> str:
-        """All text returned so far."""
-        return "".join(self._pieces)
 
     def append(self, token_id: int) -> str:
         """Add one id and return the text that it made certain, often "" and never with half a character."""
         if token_id in self._skipped:
             return ""
         if self._backend.byte_level:
-            return self._hand_out(self._utf8.decode(self._backend.token_bytes(token_id)))
+            return self._utf8.decode(self._backend.token_bytes(token_id))
         token = self._backend.token(token_id)
         if token is None:  # `decode` skips ids beyond the vocabulary as well
             return ""
@@ -523,7 +318,7 @@ class Detokenizer:
     def flush(self) -> str:
         """Return what is left at the end; half a character becomes U+FFFD, as in `decode`."""
         if self._backend.byte_level:
-            return self._hand_out(self._utf8.decode(b"", final=True))
+            return self._utf8.decode(b"", final=True)
         return self._slide(hold=False)
 
     def _slide(self, hold: bool) -> str:
@@ -536,25 +331,11 @@ class Detokenizer:
         new = text[len(known) :]
         if new:
             self._window, self._read = self._window[self._read :], pending
-        return self._hand_out(new)
-
-    def _hand_out(self, text: str) -> str:
-        """Note a piece of text as returned, and return it."""
-        if text:
-            self._pieces.append(text)
-        return text
+        return new
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Small helpers
-
-
-def _check_unicode(text: str, field: str) -> None:
-    """Raise RequestError if the text has half of a surrogate pair, which JSON can express and no tokenizer can read."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{field} is not Unicode text: lone surrogate at character {error.start}", field) from None
 
 
 def _token_text(given: Any) -> str | None:

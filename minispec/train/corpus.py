@@ -193,7 +193,7 @@ class _Writer:
         """Return one user turn after each history, sampled from the target in the user's place."""
         prompts = []
         for messages in histories:
-            chat = self.tokenizer.render_chat([*messages, {"role": "user", "content": MARK}])
+            chat = self.tokenizer.chat.render([*messages, {"role": "user", "content": MARK}])
             prompts.append(self.tokenizer.encode(chat[: chat.index(MARK)], False))
         if not prompts:
             return []

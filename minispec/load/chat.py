@@ -1,0 +1,216 @@
+"""Conversations to prompts: the chat templates of one model.
+
+A chat template is a Jinja program by the model's author. It is rendered here, in a sandbox, with what such programs
+rely on in transformers. A model may have several by name; `default` and `tool_use` are those that are used.
+
+Read next: `chat_templates.py` for the templates that go by a name, `tokenizer.py`, which turns the prompt into ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypedDict
+
+import jinja2
+import jinja2.meta
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from minispec.load.chat_templates import NAMED, is_template
+from minispec.request import RequestError
+
+RESERVED_NAMES = frozenset(
+    "messages tokenize add_generation_prompt continue_final_message chat_template return_dict".split()
+)
+CONTINUE_TAG = "<continue-here-1f0c> "  # the space shows whether the template strips the content
+
+Template = str | Mapping[str, str] | None  # one template, or several by name
+
+
+class Rendering(TypedDict, total=False):
+    """The keyword arguments of `ChatTemplates.render`."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    template_kwargs: Mapping[str, Any] | None
+
+
+class ChatTemplates:
+    """The templates of one model. It has no state after construction, so any thread may use it."""
+
+    def __init__(self, template: Template, named_tokens: Mapping[str, str]) -> None:
+        """`named_tokens`: those that templates may use, like `bos_token`."""
+        sources = {"default": template} if isinstance(template, str) else dict(template or {})
+        self._templates = {name: _compile(source) for name, source in sources.items()}
+        self._named_tokens = dict(named_tokens)
+        with_tools = sources.get("tool_use", sources.get("default"))
+        uses = with_tools is not None and "tools" in _variables_of(with_tools)
+        self.tool_template = with_tools if uses else None  # the source of the template that shows tools
+        self.info = {**named_tokens, "chat_template": sources.get("default")}  # for clients that render too
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt that the model's chat template makes of the messages.
+
+        `continue_final_message` ends the prompt inside the last message, so that the model continues it. Raises
+        RequestError if there is no template, if messages are not text, or if the template raises an error.
+        """
+        kwargs = dict(template_kwargs or {})
+        if taken := sorted(RESERVED_NAMES & kwargs.keys()):
+            raise RequestError(f"chat_template_kwargs may not set {taken[0]!r}", "chat_template_kwargs")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message continues the last message, so add_generation_prompt must be false",
+                "continue_final_message",
+            )
+        template, plain = self._template(kwargs), _plain_messages(messages)
+        if continue_final_message:
+            plain[-1]["content"] += CONTINUE_TAG
+        variables = {"tools": None, "documents": None, **self._named_tokens, **kwargs}
+        try:
+            prompt = template.render(variables | {"messages": plain, "add_generation_prompt": add_generation_prompt})
+        except Exception as error:  # a template is a program by the model's author and may raise whatever it likes
+            raise RequestError(f"the chat template cannot render these messages: {error}", "messages") from error
+        check_unicode(prompt, "messages")
+        return _cut_at_tag(prompt) if continue_final_message else prompt
+
+    def _template(self, kwargs: Mapping[str, Any]) -> jinja2.Template:
+        """Return the template for this request; a model with several calls the one for tools `tool_use`."""
+        if kwargs.get("tools") and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        if "default" not in self._templates:
+            raise RequestError(
+                "this model has no chat template; start the server with --chat-template FILE, or use /v1/completions",
+                "messages",
+            )
+        return self._templates["default"]
+
+
+# ---- templates -------------------------------------------------------------------------------------------------------
+
+
+def given_template(given: str) -> str:
+    """Return the operator's template: one of those with a name, the text itself if it is one, or a file's content."""
+    if given in NAMED:
+        return NAMED[given].source
+    if is_template(given):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--chat-template must be a file with a Jinja template, got {given!r} ({error})") from None
+
+
+def own_template(folder: Path, config: Mapping[str, Any]) -> Template:
+    """Return the model's own template; chat_template.jinja is the newer convention and wins.
+
+    config: tokenizer_config.json.
+    """
+    if (path := folder / "chat_template.jinja").is_file():
+        return path.read_text(encoding="utf-8")
+    given = config.get("chat_template")
+    if isinstance(given, list):
+        return {entry["name"]: entry["template"] for entry in given}
+    return given
+
+
+def _compile(source: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
+
+
+def _variables_of(source: str) -> set[str]:
+    """Return the names that a template looks up among what it is given."""
+    return jinja2.meta.find_undeclared_variables(_environment().parse(source))
+
+
+class _Generation(Extension):
+    """The block tag {% generation %}, which marks answers for training; here its content is simply rendered."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return a sandbox with the functions that authors of chat templates rely on."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own escapes HTML characters
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return copies of the messages with plain text as content; raises RequestError naming the field at fault."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise RequestError("messages must be a non-empty list", "messages")
+    plain = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f"messages[{i}] must be an object with a role", "messages")
+        plain.append({**message, "content": _plain_content(message, f"messages[{i}].content")})
+    return plain
+
+
+def _plain_content(message: Mapping[str, Any], field: str) -> str:
+    """Return a message's content as one text, its parts joined by newlines; parts other than text are refused."""
+    content = message.get("content")
+    if content is None and message["role"] == "assistant" and message.get("tool_calls"):
+        return ""
+    parts = [content] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not parts:
+        raise RequestError(f"{field} must be text or a list of text parts, got {content!r}", field)
+    texts = []
+    for j, part in enumerate(parts):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RequestError(f"{field}[{j}] must be of type text, got {kind!r}: this model reads text only", field)
+        check_unicode(text, field)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _cut_at_tag(prompt: str) -> str:
+    """Return the prompt, as the template has written it, up to the end of the last message."""
+    at = prompt.rfind(CONTINUE_TAG.strip())
+    if at < 0:
+        raise RequestError("the chat template leaves out the message to continue", "continue_final_message")
+    # If the space after the tag is gone, the template strips contents, and without the tag would strip spaces there.
+    return prompt[:at] if prompt.startswith(CONTINUE_TAG, at) else prompt[:at].rstrip()
+
+
+def check_unicode(text: str, field: str) -> None:
+    """Raise RequestError if the text has half of a surrogate pair, which JSON can express and no tokenizer can read."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{field} is not Unicode text: lone surrogate at character {error.start}", field) from None

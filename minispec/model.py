@@ -40,6 +40,10 @@ _SCALING_KEYS = {
 }
 
 
+class ModelError(ValueError):
+    """A model that cannot be found or read; the message is for the user."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The numbers that make a decoder, read once from a Hugging Face `config.json`."""

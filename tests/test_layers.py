@@ -24,8 +24,8 @@ SOURCES = {
 
 # A module may import from strictly lower ranks, never from its own. `load/` and `train/` span ranks.
 RANKS = {
-    -1: "load.machine",
-    0: "request metrics tree kv radix model compiled load.weights load.packed load.token_map "
+    -1: "load.machine model",
+    0: "request metrics tree kv radix compiled load.weights load.packed load.token_map "
     "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.__init__ train.__init__ "
     "http.__init__ http.page watchdog routing products load.huge_pages",
     1: "shards http.fields http.reasoning config sampling attention eagle load.fp8 load.tokenizer load.default_model",

@@ -46,8 +46,7 @@ from minispec.drafter import Plain
 from minispec.eagle import Eagle3Head
 from minispec.grammar import Constraints
 from minispec.load.memory import size_of
-from minispec.load.weights import ModelError
-from minispec.model import Model, published_tensors
+from minispec.model import Model, ModelError, published_tensors
 from minispec.parallel import Lead, Ranks, SharedLink
 from minispec.request import Logprobs, Request, Trace
 from minispec.scheduler import Scheduler

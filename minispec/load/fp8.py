@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from minispec.load.weights import ModelError, Wanted, read_json, read_tensors, some
-from minispec.model import JOINED
+from minispec.load.weights import Wanted, read_json, read_tensors, some
+from minispec.model import JOINED, ModelError
 
 logger = logging.getLogger("minispec")
 

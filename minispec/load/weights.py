@@ -2,7 +2,7 @@
 
 A model is a folder of data files. This module finds it (a path, or an id of the Hugging Face hub), reads config.json in
 either of its two spellings, streams the tensors one by one, and copies them in place into a module, be it the target or
-a draft head. It imports no model: the caller says which tensor of the module has which name in the files.
+a draft head. It knows no model: the caller says which tensor of the module has which name in the files.
 
 A model with one random matrix still talks, so an incomplete load could go unnoticed. Hence a tensor that is missing,
 left over, misshapen or there twice is an error that names it. And since anybody may have written a model folder, no
@@ -35,6 +35,8 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from minispec.model import ModelError
+
 DATA_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model"]
 # Second copies of the weights, and other parts of a pipeline, which are not read here; "*" matches "/" as well.
 SECOND_COPIES = ["consolidated*", "*/*.safetensors", "*/*.bin"]
@@ -44,10 +46,6 @@ NAMES_SHOWN = 8
 
 Progress = Callable[[str], None]
 Wanted = Callable[[str], bool]  # whether the tensor of a name is read
-
-
-class ModelError(ValueError):
-    """A model that cannot be found or read; the message is for the user."""
 
 
 class Vocabulary(Protocol):

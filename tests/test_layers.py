@@ -29,8 +29,8 @@ RANKS = {
     "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.__init__ train.__init__ "
     "http.__init__ http.page watchdog routing products load.huge_pages",
     1: "shards http.fields http.reasoning config sampling attention eagle load.fp8 load.tokenizer load.default_model",
-    2: "http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 "
-    "train.prompts",
+    2: "http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.fp8_weights "
+    "load.int8 train.prompts",
     3: "bucket intake policy http.message trace beam ngram load.heads http.traces",
     4: "standalone lookup crossing seams",
     5: "late load.draft_models",

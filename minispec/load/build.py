@@ -32,7 +32,8 @@ from minispec.engine import Engine
 from minispec.graphs import capture
 from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter, with_own_head
-from minispec.load.fp8 import check_fp8, read_weights, stored_in_fp8, use_fp8
+from minispec.load.fp8 import check_fp8, use_fp8
+from minispec.load.fp8_weights import read_weights, stored_in_fp8
 from minispec.load.huge_pages import Mover, move_to_huge_pages, sparse
 from minispec.load.int8 import TEXT, check_int8, compile_head, prompt_rows, quantize, replace_weights
 from minispec.load.machine import host_memory, limit_threads

@@ -12,7 +12,7 @@ import hashlib
 import logging
 from pathlib import Path
 
-from minispec.load.fp8 import read_weights
+from minispec.load.fp8_weights import read_weights
 from minispec.load.tokenizer import Tokenizer, load_tokenizer
 from minispec.load.weights import load_weights, read_config
 from minispec.model import Model, ModelConfig, ModelError, published_tensors

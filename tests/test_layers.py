@@ -37,16 +37,17 @@ RANKS = {
     6: "engine load.drafters",
     7: "asked graphs scheduler load.selftest load.memory load.warm_up",
     8: "parallel",
-    9: "load.build http.schema http.prometheus",
-    10: "llm follower http.answers http.streams http.draining",
-    11: "warming explain train.corpus http.about",
-    12: "desk http.bodies train.rounds train.export",
-    13: "engine_thread train.trainer train.small",
-    14: "replica train.__main__",
-    15: "cluster",
-    16: "replicas",
-    17: "server",
-    18: "__init__",  # the package's face: hands out LLM and SamplingParams
+    9: "load.ranks",
+    10: "load.build http.schema http.prometheus",
+    11: "llm follower http.answers http.streams http.draining",
+    12: "warming explain train.corpus http.about",
+    13: "desk http.bodies train.rounds train.export",
+    14: "engine_thread train.trainer train.small",
+    15: "replica train.__main__",
+    16: "cluster",
+    17: "replicas",
+    18: "server",
+    19: "__init__",  # the package's face: hands out LLM and SamplingParams
 }
 RANK = {module: rank for rank, modules in RANKS.items() for module in modules.split()}
 ALGORITHMS = {"NONE", "NGRAM", "EAGLE", "EAGLE3", "NEXTN", "MTP", "STANDALONE"}

@@ -39,12 +39,13 @@ from minispec.load.int8 import TEXT, check_int8, compile_head, prompt_rows, quan
 from minispec.load.machine import host_memory, limit_threads
 from minispec.load.memory import Budget, Memory, free_bytes, largest_graph, make_kv, measure, unsaid
 from minispec.load.packed import FEW_ROWS, can_pack, pack_linears, room_for_both
+from minispec.load.ranks import gather
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.load.warm_up import shapes, steps_of, time_steps, warm_up
 from minispec.load.weights import load_weights, read_config, resolve_model
 from minispec.model import Model, ModelConfig, published_tensors
-from minispec.parallel import Elsewhere, Lead, Ranks, gather
+from minispec.parallel import Elsewhere, Lead, Ranks
 from minispec.parallel import follow as follow_rank
 from minispec.shards import Shard
 from minispec.standalone import StandaloneDrafter

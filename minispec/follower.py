@@ -5,7 +5,7 @@
 It is told on standard input which rank it is, and it ends when that ends, however its parent ended. Its first error is
 one line, which its parent repeats as it ends all.
 
-Read next: `parallel.py`; `load/build.py`, whose `follow` puts the engine together.
+Read next: `load/ranks.py`; `load/build.py`, whose `follow` puts the engine together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from minispec.config import Config
 
 if TYPE_CHECKING:
-    from minispec.parallel import RankPlace
+    from minispec.load.ranks import RankPlace
 
 logger = logging.getLogger("minispec")
 
@@ -30,7 +30,7 @@ def main() -> None:
     line = sys.stdin.buffer.readline()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stdout)
-    from minispec.parallel import understood  # torch takes seconds to import, and the parent may end meanwhile
+    from minispec.load.ranks import understood  # torch takes seconds to import, and the parent may end meanwhile
 
     _be(*understood(line))
 
@@ -48,9 +48,9 @@ def serve_machine(config: Config) -> None:
 
 
 def _be(config: Config, place: RankPlace | None) -> None:
-    """Meet the others, at a `parallel.RankPlace` if one is given, and follow rank 0; an error ends the process."""
+    """Meet the others, at a `RankPlace` if one is given, and follow rank 0; an error ends the process."""
     from minispec.load.build import choose_device, follow
-    from minispec.parallel import end_all, gather, join, open_store
+    from minispec.load.ranks import end_all, gather, join, open_store
 
     try:
         device, timeout = choose_device(config), config.dist_timeout

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 FINAL = "final"  # the tap that asks for the normed last hidden state, what the LM head reads
+NAMES_SHOWN = 8  # of tensors, in a message
 
 _ARCHITECTURES = {  # architecture: (bias on q, k, v whatever the config says, norms on q and k)
     "LlamaForCausalLM": (False, False),
@@ -38,6 +39,10 @@ _SCALING_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+
+
+class ModelError(ValueError):
+    """A model that cannot be found or read; the message is for the user."""
 
 
 @dataclass(frozen=True)
@@ -343,3 +348,9 @@ def published_tensors(module: nn.Module) -> dict[str, Tensor]:
         for one, view in zip(names, parameter.detach().split(rows), strict=True):
             published[f"{prefix}{one}.{kind}"] = view
     return published
+
+
+def some(names: list[str]) -> str:
+    """Return the first few names and how many there are in all."""
+    shown = ", ".join(names[:NAMES_SHOWN])
+    return shown if len(names) <= NAMES_SHOWN else f"{shown}, ... ({len(names)} in all)"

@@ -31,8 +31,7 @@ import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 
-from minispec.load.weights import ModelError
-from minispec.model import Model, ModelConfig
+from minispec.model import Model, ModelConfig, ModelError
 
 # ---- what ranks do together; in compiled code and in captured steps too ------------------------------------------
 

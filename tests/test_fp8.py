@@ -27,10 +27,10 @@ import minispec.load.build as build_module
 from minispec.config import Config
 from minispec.llm import LLM
 from minispec.load.build import choose_device, load_model
-from minispec.load.fp8 import FP8, Fp8Linear, check_fp8, read_weights, rowwise, use_fp8
+from minispec.load.fp8 import FP8, Fp8Linear, check_fp8, rowwise, use_fp8
+from minispec.load.fp8_weights import read_weights
 from minispec.load.heads import load_head
-from minispec.load.weights import ModelError
-from minispec.model import Model, ModelConfig, published_tensors
+from minispec.model import Model, ModelConfig, ModelError, published_tensors
 from minispec.request import SamplingParams
 
 # ---- the format and the arithmetic, written once more ------------------------------------------------------------

@@ -27,8 +27,7 @@ from minispec.eagle import DraftHead, HeadConfig
 from minispec.load.heads import ARCHITECTURES, HEAD_KINDS, head_tensors, load_head
 from minispec.load.packed import PackedLinear, can_pack, pack_linears
 from minispec.load.tokenizer import byte_tokenizer
-from minispec.load.weights import ModelError
-from minispec.model import FINAL, Model, ModelConfig, published_tensors
+from minispec.model import FINAL, Model, ModelConfig, ModelError, published_tensors
 
 V, D, H, INNER, LAYERS = 61, 17, 32, 40, 9
 TOKENS, STEPS = 11, 3

@@ -24,28 +24,29 @@ SOURCES = {
 
 # A module may import from strictly lower ranks, never from its own. `load/` and `train/` span ranks.
 RANKS = {
-    0: "compiled http.__init__ http.page kv load.__init__ load.chat_templates load.machine load.packed "
-    "load.reply_formats load.sglang_flags load.token_map load.weights load.wheels metrics model products radix "
+    0: "compiled http.__init__ http.page kv load.__init__ load.chat_templates load.huge_pages load.machine "
+    "load.packed load.reply_formats load.sglang_flags load.token_map load.wheels metrics model products radix "
     "request routing train.__init__ tree watchdog",
     1: "attention config direct eagle http.draining http.fields http.reasoning http.traces load.chat "
-    "load.default_model load.fp8 load.huge_pages logprobs output sampling seats shards",
-    2: "drafter gather grammar http.door http.openapi http.tools load.int8 load.tokenizer mtp train.prompts "
-    "verify",
+    "load.default_model load.fp8 load.weights logprobs output sampling seats shards",
+    2: "drafter gather grammar http.door http.openapi http.tools load.fp8_weights load.int8 load.tokenizer mtp "
+    "train.prompts verify",
     3: "beam bucket http.logprobs http.message intake load.heads ngram policy trace",
     4: "crossing http.schema late lookup seams standalone",
     5: "engine http.answers http.bodies http.streams load.draft_models",
     6: "asked graphs load.drafters load.memory load.selftest load.warm_up scheduler",
     7: "http.prometheus parallel",
-    8: "load.build",
-    9: "follower llm",
-    10: "explain http.about train.corpus warming",
-    11: "desk train.export train.rounds",
-    12: "engine_thread train.small train.trainer",
-    13: "replica train.__main__",
-    14: "cluster",
-    15: "replicas",
-    16: "server",
-    17: "__init__",
+    8: "load.ranks",
+    9: "load.build",
+    10: "follower llm",
+    11: "explain http.about train.corpus warming",
+    12: "desk train.export train.rounds",
+    13: "engine_thread train.small train.trainer",
+    14: "replica train.__main__",
+    15: "cluster",
+    16: "replicas",
+    17: "server",
+    18: "__init__",
 }
 RANK = {module: rank for rank, modules in RANKS.items() for module in modules.split()}
 ALGORITHMS = {"NONE", "NGRAM", "EAGLE", "EAGLE3", "NEXTN", "MTP", "STANDALONE"}

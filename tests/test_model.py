@@ -37,8 +37,8 @@ from minispec.load import packed
 from minispec.load.build import _context_length
 from minispec.load.packed import PackedLinear, can_pack, pack_linears, room_for_both
 from minispec.load.tokenizer import load_tokenizer
-from minispec.load.weights import ModelError, load_weights, read_config, read_tensors
-from minispec.model import FINAL, Model, ModelConfig, RMSNorm, published_tensors, rope_frequencies
+from minispec.load.weights import load_weights, read_config, read_tensors
+from minispec.model import FINAL, Model, ModelConfig, ModelError, RMSNorm, published_tensors, rope_frequencies
 
 TOKENS = 300
 VOCAB = 211

@@ -46,8 +46,8 @@ from minispec.drafter import Plain
 from minispec.eagle import Eagle3Head
 from minispec.grammar import Constraints
 from minispec.load.memory import size_of
-from minispec.load.weights import ModelError
-from minispec.model import Model, published_tensors
+from minispec.load.ranks import RankPlace, RankProcess, described, gather, join, open_store, understood
+from minispec.model import Model, ModelError, published_tensors
 from minispec.parallel import Lead, Ranks, SharedLink
 from minispec.request import Logprobs, Request, Trace
 from minispec.scheduler import Scheduler
@@ -443,14 +443,14 @@ def test_a_port_that_is_taken_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ValueError, match=f"--dist-init-addr {address}: machine 0 cannot listen there: the port is"):
-            parallel.open_store(parallel.RankPlace(0, 2, 0, address), 1.0)
+            open_store(RankPlace(0, 2, 0, address), 1.0)
 
 
 def test_an_address_at_which_nobody_is_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(ValueError, match=f"--dist-init-addr {address}: nobody answered in 1 s .*start machine 0 first"):
-        parallel.open_store(parallel.RankPlace(1, 2, 0, address), 1.0)
+        open_store(RankPlace(1, 2, 0, address), 1.0)
 
 
 def test_an_address_that_is_not_machine_0_s_is_one_line() -> None:
@@ -459,15 +459,15 @@ def test_an_address_that_is_not_machine_0_s_is_one_line() -> None:
     address = f"203.0.113.9:{port}"  # of nobody, kept for documentation
     said = f"--dist-init-addr {address}: machine 0 cannot be reached there; give an address of its own: "
     with pytest.raises(ValueError, match=said):
-        parallel.open_store(parallel.RankPlace(0, 2, 0, address), 0.5)
+        open_store(RankPlace(0, 2, 0, address), 0.5)
 
 
 def test_ranks_meet_at_an_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        places = [parallel.RankPlace(rank, 2, 0, f"localhost:{free.getsockname()[1]}") for rank in range(2)]
+        places = [RankPlace(rank, 2, 0, f"localhost:{free.getsockname()[1]}") for rank in range(2)]
     with ThreadPoolExecutor(1) as pool:
-        later = pool.submit(parallel.open_store, places[1], 10.0)  # before anybody listens there
-        first = parallel.open_store(places[0], 10.0)
+        later = pool.submit(open_store, places[1], 10.0)  # before anybody listens there
+        first = open_store(places[0], 10.0)
         first.set("word", "met")
         assert later.result().get("word") == b"met"
 
@@ -476,18 +476,18 @@ def test_more_ranks_than_gpus_are_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     with pytest.raises(ValueError, match="--tp-size: 4 ranks on this machine need a GPU each, and it has 2; give"):
-        parallel.gather(Config(model_path="x", tp_size=4), torch.device("cuda"))
+        gather(Config(model_path="x", tp_size=4), torch.device("cuda"))
 
 
 def test_a_process_is_a_rank_of_one_model(pair: Pair) -> None:
     with pytest.raises(ValueError, match="--tp-size 2: this process is a rank of another model"):
-        parallel.gather(Config(model_path="x", tp_size=2), torch.device("cpu"))
+        gather(Config(model_path="x", tp_size=2), torch.device("cpu"))
 
 
 def test_ranks_that_do_not_come_are_counted(tmp_path: Path) -> None:
-    place = parallel.RankPlace(0, 3, 0, str(tmp_path / "meet"))
+    place = RankPlace(0, 3, 0, str(tmp_path / "meet"))
     with pytest.raises(RuntimeError, match=r"--tp-size 3: only 1 ranks met within 0.2 s \(--dist-timeout\)"):
-        parallel.join(place, parallel.open_store(place, 1.0), torch.device("cpu"), 0.2)
+        join(place, open_store(place, 1.0), torch.device("cpu"), 0.2)
 
 
 def test_a_step_that_fails_on_rank_0_is_nothing_to_go_on_from(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,10 +522,10 @@ def test_torchrun_says_which_rank_a_process_is() -> None:
 
 def test_a_follower_is_told_its_flags_and_ends_with_its_parent(tmp_path: Path) -> None:
     config = Config(model_path="x", tp_size=2, cuda_graph_bs=(2, 1))
-    place = parallel.RankPlace(1, 2, 1, str(tmp_path / "meeting"))
-    line = parallel.described(config, place)
-    assert parallel.understood(line) == (config, place)
-    process = subprocess.Popen(parallel.RankProcess.COMMAND, stdin=subprocess.PIPE, process_group=0)
+    place = RankPlace(1, 2, 1, str(tmp_path / "meeting"))
+    line = described(config, place)
+    assert understood(line) == (config, place)
+    process = subprocess.Popen(RankProcess.COMMAND, stdin=subprocess.PIPE, process_group=0)
     process.stdin.write(line)
     process.stdin.close()  # as when the parent has ended
     assert process.wait(30) == -signal.SIGKILL

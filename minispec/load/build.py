@@ -36,18 +36,20 @@ from minispec.grammar import Grammars
 from minispec.graphs import capture
 from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter, with_own_head
-from minispec.load.fp8 import check_fp8, read_weights, stored_in_fp8, use_fp8
+from minispec.load.fp8 import check_fp8, use_fp8
+from minispec.load.fp8_weights import read_weights, stored_in_fp8
 from minispec.load.huge_pages import Mover, move_to_huge_pages, sparse
 from minispec.load.int8 import TEXT, check_int8, compile_head, prompt_rows, quantize, replace_weights
 from minispec.load.machine import host_memory, limit_threads
 from minispec.load.memory import Budget, Memory, free_bytes, largest_graph, make_kv, measure, unsaid
 from minispec.load.packed import FEW_ROWS, can_pack, pack_linears, room_for_both
+from minispec.load.ranks import gather
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.load.warm_up import shapes, steps_of, time_steps, warm_up
 from minispec.load.weights import eos_token_ids, load_weights, read_config, resolve_model
 from minispec.model import Model, ModelConfig, published_tensors
-from minispec.parallel import Elsewhere, Lead, Ranks, gather
+from minispec.parallel import Elsewhere, Lead, Ranks
 from minispec.parallel import follow as follow_rank
 from minispec.shards import Shard
 from minispec.standalone import StandaloneDrafter

@@ -12,10 +12,10 @@ import hashlib
 import logging
 from pathlib import Path
 
-from minispec.load.fp8 import read_weights
+from minispec.load.fp8_weights import read_weights
 from minispec.load.tokenizer import Tokenizer, load_tokenizer
-from minispec.load.weights import ModelError, load_weights, read_config
-from minispec.model import Model, ModelConfig, published_tensors
+from minispec.load.weights import load_weights, read_config
+from minispec.model import Model, ModelConfig, ModelError, published_tensors
 from minispec.standalone import DraftModel
 
 logger = logging.getLogger("minispec")

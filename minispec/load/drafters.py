@@ -23,9 +23,9 @@ from minispec.load.draft_models import load_draft
 from minispec.load.heads import load_head
 from minispec.load.token_map import read_token_map
 from minispec.load.tokenizer import Tokenizer
-from minispec.load.weights import ModelError, read_tensors, resolve_file, resolve_model
+from minispec.load.weights import read_tensors, resolve_file, resolve_model
 from minispec.lookup import Lookups, Texts
-from minispec.model import Model
+from minispec.model import Model, ModelError
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.standalone import StandaloneDrafter
 

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
-from minispec.load.fp8 import read_weights
-from minispec.load.weights import ModelError, load_weights, read_config
-from minispec.model import FINAL, Model, ModelConfig, published_tensors
+from minispec.load.fp8_weights import read_weights
+from minispec.load.weights import load_weights, read_config
+from minispec.model import FINAL, Model, ModelConfig, ModelError, published_tensors
 from minispec.mtp import MtpHead
 
 logger = logging.getLogger("minispec")

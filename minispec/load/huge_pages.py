@@ -27,8 +27,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minispec.load.machine import text_of
-
 logger = logging.getLogger("minispec")
 
 HUGE = 2 << 20  # bytes of a page on x86-64 and, where a small one has 4 KiB, on Arm
@@ -46,11 +44,11 @@ def use_huge_pages() -> int:
     """
     if not _allowed():
         return 0
-    smaps = text_of(MAPPINGS)
+    smaps = _text_of(MAPPINGS)
     for start, end in full_mappings(smaps):
         _madvise(start, end, MADV_HUGEPAGE)  # so that what is split later, by a fork say, is put together again
         _madvise(start, end, MADV_COLLAPSE)
-    return _in_huge_pages(text_of(MAPPINGS)) - _in_huge_pages(smaps)
+    return _in_huge_pages(_text_of(MAPPINGS)) - _in_huge_pages(smaps)
 
 
 def move_to_huge_pages(device: torch.device) -> None:
@@ -103,7 +101,14 @@ def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _allowed() -> bool:
     """Return whether the system has huge pages for who asks."""
-    return sys.platform.startswith("linux") and "[never]" not in text_of(SETTING)
+    return sys.platform.startswith("linux") and "[never]" not in _text_of(SETTING)
+
+
+def _text_of(path: Path) -> str:
+    """Return a file's text, empty where it cannot be read."""
+    with suppress(OSError):
+        return path.read_text("ascii", "replace")
+    return ""
 
 
 def _whole(begin: int, finish: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,6 @@ from minispec.attention import QUERY_BLOCK, Causal
 from minispec.compiled import Compiler, Key, runs_eagerly
 from minispec.load.packed import sums_of_rows
 from minispec.model import Model
-from minispec.shards import SplitEmbedding
 
 LANES = 16  # the kernel reads so many inputs at once and does not look whether there are any left
 PIECE = 2**20  # weights quantized at once, so that loading needs little memory beside the model
@@ -235,14 +234,10 @@ def quantize(model: Model, ids: list[int], prompt_rows: int = QUERY_BLOCK) -> Co
 def replace_weights(model: Model, prompt_rows: int = QUERY_BLOCK) -> None:
     """Replace the layers as `quantize` does, and measure nothing; on the meta device this gives their sizes."""
     _quantize_linears(model, prompt_rows)
-    if not model.config.tied:
-        return
-    if isinstance(model.embed_tokens, SplitEmbedding):
-        around: Any = model.embed_tokens
-        around.rows = Int8Embedding(cast(Any, model.lm_head).linear)
-    else:
-        head = cast(Int8Linear, model.lm_head)
-        model.embed_tokens = Int8Embedding(head)  # type: ignore[assignment]  # is called, and no more
+    if model.config.tied:  # by type, since among several ranks other layers are around the two
+        head = next(part for part in model.modules() if isinstance(part, Int8Head))
+        name = next(name for name, part in model.named_modules() if isinstance(part, nn.Embedding))
+        model.set_submodule(name, Int8Embedding(head))
 
 
 def compile_head(model: Model, compiler: Compiler) -> None:

@@ -2,15 +2,15 @@
 
 A model is a folder of data files. This module finds it (a path, or an id of the Hugging Face hub), reads config.json in
 either of its two spellings, streams the tensors one by one, and copies them in place into a module, be it the target or
-a draft head. It imports no model: the caller says which tensor of the module has which name in the files.
+a draft head. It knows no model: the caller says which tensor of the module has which name in the files.
 
 A model with one random matrix still talks, so an incomplete load could go unnoticed. Hence a tensor that is missing,
 left over, misshapen or there twice is an error that names it. And since anybody may have written a model folder, no
 code in it is ever run: no Python file is imported (`auto_map` is ignored), and pickles are read only by PyTorch's
 restricted unpickler.
 
-Read next: `model.py` for the module that is filled, `fp8.py` for weights of 8 bits, `heads.py` for the folder of a
-draft head, `tokenizer.py` for the other half of a model's folder.
+Read next: `model.py` for the module that is filled, `fp8_weights.py` for weights of 8 bits, `heads.py` for the folder
+of a draft head, `tokenizer.py` for the other half of a model's folder.
 """
 
 from __future__ import annotations
@@ -35,19 +35,16 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from minispec.model import ModelError, some
+
 DATA_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model"]
 # Second copies of the weights, and other parts of a pipeline, which are not read here; "*" matches "/" as well.
 SECOND_COPIES = ["consolidated*", "*/*.safetensors", "*/*.bin"]
 # Pickles of a training run, which lie beside the weights but hold none.
 TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
-NAMES_SHOWN = 8
 
 Progress = Callable[[str], None]
 Wanted = Callable[[str], bool]  # whether the tensor of a name is read
-
-
-class ModelError(ValueError):
-    """A model that cannot be found or read; the message is for the user."""
 
 
 class Vocabulary(Protocol):
@@ -136,7 +133,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     `rope_theta` (float), `rope_scaling` (dict with `rope_type`, or None for plain rotation) and `torch_dtype` (a name
     like "bfloat16", or None) are always there; `rope_parameters` and `dtype`, the newer spelling, never. What it says
-    of quantized weights `fp8.py` reads. Raises ModelError.
+    of quantized weights `fp8_weights.py` reads. Raises ModelError.
     """
     config = read_json(folder / "config.json")
     config["torch_dtype"] = _dtype_name(config.pop("dtype", None) or config.get("torch_dtype"))
@@ -345,9 +342,3 @@ def load_weights(module_tensors: Mapping[str, Tensor], tensors: Iterable[tuple[s
     problems = {"missing tensors": missing, "unknown tensors": unknown, "wrong shapes": misshapen}
     if found := [f"{kind}: {some(names)}" for kind, names in problems.items() if names]:
         raise ModelError(f"the weights are not those that config.json describes; {'; '.join(found)}")
-
-
-def some(names: list[str]) -> str:
-    """Return the first few names and how many there are in all."""
-    shown = ", ".join(names[:NAMES_SHOWN])
-    return shown if len(names) <= NAMES_SHOWN else f"{shown}, ... ({len(names)} in all)"

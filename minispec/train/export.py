@@ -23,8 +23,8 @@ from torch import Tensor
 
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
 from minispec.load.heads import HEAD_KINDS, Published, head_tensors, naming, read_head, slice_head
-from minispec.load.weights import ModelError, load_weights
-from minispec.model import Model, ModelConfig
+from minispec.load.weights import load_weights
+from minispec.model import Model, ModelConfig, ModelError
 from minispec.mtp import MtpHead
 from minispec.train.corpus import TrainingReply
 

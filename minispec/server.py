@@ -43,6 +43,7 @@ from minispec.http.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
 from minispec.http.door import Door
 from minispec.http.draining import Signals, drained, shutting_down
 from minispec.http.message import Formats
+from minispec.http.routes import ROUTES
 from minispec.http.streams import Exchange, SlowReader, delivered, delivering, stream
 from minispec.load.machine import own_compile_cache
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
@@ -126,32 +127,9 @@ class Server:
         app = web.Application(middlewares=steps, client_max_size=MAX_BODY)
         app.on_response_prepare.append(set_request_id)
         app.on_response_prepare.append(self.origins.allow)
-        get, post = app.router.add_get, app.router.add_post
-        get("/health", self.health)
-        get("/health_generate", self.health_generate)
-        get("/v1/models", self.models)
-        get("/v1/models/{id:.+}", self.model)
-        post("/v1/chat/completions", self.chat)
-        post("/v1/completions", self.completion)
-        for add in (post, app.router.add_put):
-            add("/generate", self.generate)
-            add("/set_internal_state", self.set_internal_state)
-        for path in ("/model_info", "/get_model_info"):
-            get(path, self.model_info)
-        for path in ("/server_info", "/get_server_info"):
-            get(path, self.server_info)
-        get("/v1/loads", self.loads)
-        get("/tokenizer_info", self.tokenizer_info)
-        get("/", page.show)
-        get("/openapi.json", self.openapi)
-        get("/metrics", self.metrics)
-        for add in (get, post):
-            add("/flush_cache", self.flush_cache)
-        post("/abort_request", self.abort_request)
-        post("/replicas/{number:[0-9]{1,6}}/restart", self.restart)
-        for prefix in ("", "/v1"):
-            post(prefix + "/tokenize", self.tokenize)
-            post(prefix + "/detokenize", self.detokenize)
+        for route in ROUTES:
+            add = getattr(app.router, f"add_{route.method}")  # `add_get` answers HEAD as well
+            add(route.served_path, getattr(self, route.handler))
         return app
 
     def _deliver(self, updates: list[Update]) -> None:
@@ -359,6 +337,10 @@ class Server:
     async def tokenizer_info(self, http: web.Request) -> web.Response:
         """The special tokens and the chat template, for clients that count or tokenize themselves."""
         return json_answer(self._ready().intake.tokenizer.info)
+
+    async def page(self, http: web.Request) -> web.Response:
+        """The page to talk to the model."""
+        return page.answer()
 
     async def openapi(self, http: web.Request) -> web.Response:
         """The description of this API."""

@@ -30,9 +30,9 @@ RANKS = {
     "http.__init__ http.page watchdog routing products load.huge_pages",
     1: "shards http.fields http.reasoning config sampling direct attention eagle load.fp8 load.tokenizer "
     "load.default_model",
-    2: "gather http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 "
+    2: "gather http.routes http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 "
     "train.prompts",
-    3: "bucket intake policy http.message trace beam ngram load.heads http.traces",
+    3: "bucket intake policy http.openapi http.door http.message trace beam ngram load.heads http.traces",
     4: "standalone lookup crossing seams",
     5: "late load.draft_models",
     6: "engine load.drafters",

@@ -11,7 +11,7 @@ hangs up is aborted, in the queue, in prefill and in decode; a step that raises 
 server, and one that hangs ends the process (`watchdog.py`); Ctrl-C and SIGTERM let what runs finish, and a second
 signal ends it.
 
-Read next: `http/schema.py` for the schema, `scheduler.py` for what a step is.
+Read next: `http/parse.py` and `http/reply.py` for what goes in and out, `scheduler.py` for what a step is.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from aiohttp import web
 from minispec.config import Config
 from minispec.desk import Desk
 from minispec.engine_thread import Build, EngineThread, build_llm, build_sealed_llm
-from minispec.http import about, fields, openapi, page, prometheus, schema
+from minispec.http import about, fields, openapi, page, parse, prometheus
 from minispec.http.answers import AccessLog, Origins, access_logger, errors, json_answer, set_request_id
 from minispec.http.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
 from minispec.http.door import Door
 from minispec.http.draining import Signals, drained, shutting_down
 from minispec.http.message import Formats
+from minispec.http.reply import Reply, Served, model_card
 from minispec.http.routes import ROUTES
 from minispec.http.streams import Exchange, SlowReader, delivered, delivering, stream
 from minispec.load.machine import own_compile_cache
@@ -168,20 +169,20 @@ class Server:
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """OpenAI's chat completions."""
-        return await self._answer(http, lambda body: schema.parse_chat(body, self._ready().defaults))
+        return await self._answer(http, lambda body: parse.parse_chat(body, self._ready().defaults))
 
     async def completion(self, http: web.Request) -> web.StreamResponse:
         """OpenAI's completions."""
-        return await self._answer(http, lambda body: schema.parse_completion(body, self._ready().defaults))
+        return await self._answer(http, lambda body: parse.parse_completion(body, self._ready().defaults))
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """SGLang's native generate."""
-        return await self._answer(http, schema.parse_generate)
+        return await self._answer(http, parse.parse_generate)
 
-    async def _answer(self, http: web.Request, parse: Callable[[dict[str, Any]], schema.Job]) -> web.StreamResponse:
+    async def _answer(self, http: web.Request, understand: Callable[[dict[str, Any]], parse.Job]) -> web.StreamResponse:
         """Answer a request for text, streaming or whole."""
         desk = self._open()
-        job = await self.bodies.read(http, parse)
+        job = await self.bodies.read(http, understand)
         self._check_model(job.model)
         try:
             return await self._answer_job(http, Exchange(job), desk)
@@ -269,7 +270,7 @@ class Server:
         """200 as soon as the engine has generated a token, 503 if that takes longer than 20 seconds."""
         intake = self._open().intake
         body = {"input_ids": intake.tokenizer.encode("a"), "rid": f"health-{uuid.uuid4().hex}"}
-        exchange = Exchange(schema.parse_generate({**body, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}))
+        exchange = Exchange(parse.parse_generate({**body, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}))
         with self._kept(exchange):
             exchange.requests = _prepare(exchange.job, intake, self._served).requests
             self.produced.clear()
@@ -292,7 +293,7 @@ class Server:
 
     async def model(self, http: web.Request) -> web.Response:
         """The model by its name, which may contain slashes."""
-        schema.check_model(http.match_info["id"], self._names)
+        parse.check_model(http.match_info["id"], self._names)
         return json_answer(self._card())
 
     async def model_info(self, http: web.Request) -> web.Response:
@@ -407,7 +408,7 @@ class Server:
         """Text to token ids."""
         intake, asked = self._open().intake, await self.bodies.read(http, partial(fields.read, fields.Tokenize))
         self._check_model(asked.model)
-        messages = schema.conversation(asked)
+        messages = parse.conversation(asked)
         batched, special = isinstance(asked.prompt, list), asked.add_special_tokens is not False
         alone: Any = asked.prompt if messages is None else messages
         texts: list[Any] = cast(list[Any], asked.prompt) if batched else [alone]
@@ -418,7 +419,7 @@ class Server:
         def work() -> dict[str, Any]:
             """Tokenize, in a thread."""
             for text in texts:
-                schema.check_size(text, context)
+                parse.check_size(text, context)
             rows = [encode(text) for text in texts]
             counts = [len(row) for row in rows]
             first = slice(None) if batched else 0
@@ -434,7 +435,7 @@ class Server:
         rows, skip = asked.tokens if batched else [asked.tokens], asked.skip_special_tokens is not False
 
         def work() -> dict[str, Any]:
-            schema.check_ids(rows, intake.limits.vocab_size)
+            parse.check_ids(rows, intake.limits.vocab_size)
             texts = [intake.tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
             return {"text": texts if batched else texts[0]}
 
@@ -445,7 +446,7 @@ class Server:
     async def _worked_out(self, work: Callable[[], dict[str, Any]]) -> web.Response:
         """Answer with what a tokenizer's thread finds; it counts as one prompt against the bound of the queue."""
         with self._counted(1):
-            body = await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: schema.dump(work()))
+            body = await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: parse.dump(work()))
         return web.Response(body=body, content_type="application/json")
 
     def _ready(self) -> Desk:
@@ -464,22 +465,22 @@ class Server:
         return self._ready()
 
     @cached_property
-    def _served(self) -> schema.Served:
+    def _served(self) -> Served:
         """What answers tell of the server; known once it is ready."""
         config, desk = self.config, self._ready()
         facts, tokenizer = desk.facts, desk.intake.tokenizer
         shown = calls_of(tokenizer.tool_template or "")
         formats = Formats(CALLS.get(config.tool_call_parser or "", shown), THOUGHTS.get(config.reasoning_parser or ""))
-        return schema.Served(config.served_name, about.fingerprint(config, facts.numbers), facts.nodes,
+        return Served(config.served_name, about.fingerprint(config, facts.numbers), facts.nodes,
                              config.stream_interval, config.enable_cache_report, formats, tokenizer)  # fmt: skip
 
     def _check_model(self, name: str | None) -> None:
         """Raise RequestError where, with --strict-model-name, a request names another model."""
-        schema.check_model(name, self._names if self.config.strict_model_name else None)
+        parse.check_model(name, self._names if self.config.strict_model_name else None)
 
     def _card(self) -> dict[str, Any]:
         context = self._ready().intake.limits.context_length
-        return schema.model_card(self.config.served_name, self.created, context)
+        return model_card(self.config.served_name, self.created, context)
 
     @web.middleware
     async def _counted_answer(self, http: web.Request, handler: Any) -> web.StreamResponse:
@@ -496,16 +497,16 @@ class Server:
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _prepare(job: schema.Job, intake: Intake, served: schema.Served) -> schema.Reply:
+def _prepare(job: parse.Job, intake: Intake, served: Served) -> Reply:
     """Return the reply to a job, with its requests, tokenized and checked; slow, and safe on any thread."""
     sizes = intake.limits.context_length, intake.limits.longest_prompt
-    requests = schema.tokenize(job, intake.tokenizer, *sizes, served.formats)
+    requests = parse.tokenize(job, intake.tokenizer, *sizes, served.formats)
     try:
         for request in requests:
             intake.validate(request)
     except RequestError as error:
-        raise schema.in_clients_words(error, job.names) from None
-    return schema.Reply(job, requests, served)
+        raise parse.in_clients_words(error, job.names) from None
+    return Reply(job, requests, served)
 
 
 def _log_request(exchange: Exchange) -> None:

@@ -9,7 +9,7 @@ The one idea: a model carries names, types and structure, and nothing else. Rang
 `SamplingParams` is made, so that `LLM` has them too. Types are strict (no 1 for true, no "1" for 1), lists end at
 their first error (a million wrong ids are one error), and null means the same as leaving a field out.
 
-Read next: `schema.py`, which makes requests of what is read here; `openapi.py`, which describes it.
+Read next: `parse.py`, which makes requests of what is read here; `openapi.py`, which describes it.
 """
 
 from __future__ import annotations

@@ -38,6 +38,18 @@ Kind = Literal["chat", "completion", "generate"]
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 T = TypeVar("T")
 
+# Fields of a /v1 body that SamplingParams has under another name. In order: a later one wins.
+_RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed", "sampling_seed": "sampling_seed",
+            "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens",
+            "include_stop_str_in_output": "no_stop_trim"}  # fmt: skip
+# Names the template's own machinery uses: a client may not set them.
+_TEMPLATE_NAMES = frozenset(
+    """messages tools documents conversation chat_template template add_generation_prompt continue_final_message
+    tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
+    raise_exception strftime_now bos_token eos_token unk_token pad_token loop range dict lipsum cycler joiner
+    namespace self caller varargs kwargs""".split()
+)
+
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 
@@ -130,7 +142,7 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
     """Return the job of a /v1/chat/completions body; `defaults` are the sampling values of the model, if used."""
     asked = read(fields.Chat, body)
     continued = asked.continue_final_message is True
-    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(asked.messages)]
+    messages = _messages(asked.messages)
     if continued and messages[-1]["role"] != "assistant":
         raise RequestError("continue_final_message needs a last message of role assistant", "continue_final_message")
     wish, prediction = _wish(asked), _text(asked.prediction.content) if asked.prediction else None
@@ -151,7 +163,7 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
             raise RequestError(f"{form.origin} may not be given where tool_choice asks for a call", form.origin)
         wish = replace(wish, separate=False)  # the form leaves no room for reasoning either
     job = replace(job, chat=chat, wish=wish, prediction=prediction)
-    return _with_logprobs(job, report, [_scores({"top_logprobs": top}, None)] * len(job.params))
+    return _with_logprobs(job, report, _scores({"top_logprobs": top}, None))
 
 
 def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
@@ -162,7 +174,7 @@ def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Jo
     report = Report(asked.logprobs, asked.prompt_logprobs, asked.echo is True, as_ids=as_ids)
     from_start = report.prompt is not None or (report.echo and report.top is not None)
     job = _openai_job("completion", asked, _listed(asked.prompt), defaults, 16)
-    job = _with_logprobs(job, report, [_scores(counts, 0 if from_start else None)] * len(job.params))
+    job = _with_logprobs(job, report, _scores(counts, 0 if from_start else None))
     return replace(job, add_special_tokens=asked.add_special_tokens is not False)
 
 
@@ -181,22 +193,19 @@ def _openai_job(
         params = SamplingParams(**wish)
     except RequestError as error:
         raise in_clients_words(error, names) from None
-    n, options = asked.n or 1, asked.stream_options or fields.StreamOptions()
-    rid, count = asked.request_id if asked.rid is None else asked.rid, len(prompts) * n
-    return Job(
-        kind, asked.model, _repeated(prompts, n), _choices([params] * len(prompts), n),
-        rids=_rids(rid, len(prompts), "chatcmpl-" if kind == "chat" else "cmpl-", n),
-        n=n,
-        salt=_salt(asked),
-        limited=["max_new_tokens" in names] * count,
-        intervals=[asked.stream_interval] * count,
-        stream=asked.stream is True,
+    options = asked.stream_options or fields.StreamOptions()
+    rid, count, n = asked.request_id if asked.rid is None else asked.rid, len(prompts), asked.n or 1
+    return _job(
+        kind, asked, prompts, [params] * count, n,
+        rids=_rids(rid, count, "chatcmpl-" if kind == "chat" else "cmpl-", n),
+        limited=["max_new_tokens" in names] * (count * n),
+        intervals=[asked.stream_interval] * (count * n),
         include_usage=options.include_usage is True,
         continuous_usage=options.continuous_usage_stats is True,
         return_ids=asked.return_token_ids is True,
-        truncate=asked.truncate_prompt_tokens,
         names=names,
     )  # fmt: skip
+
 
 
 def parse_generate(body: Mapping[str, Any]) -> Job:
@@ -218,24 +227,28 @@ def parse_generate(body: Mapping[str, Any]) -> Job:
         raise RequestError(f"n must be the same for all prompts, got {sorted(counts)}", "n")
     params, n = [SamplingParams(**_given(wish, names), grammar=_grammar(wish, None)) for wish in wishes], counts.pop()
     scored = [replace(p, logprobs=wish) for p, wish in zip(params, _native_wishes(asked, len(prompts)), strict=True)]
-    return Job(
-        "generate", asked.model, _repeated(prompts, n),
-        params=_choices(scored, n),
+    return _job(
+        "generate", asked, prompts, scored, n,
         rids=_rids(asked.rid, len(prompts), "", n),
         limited=_repeated([wish.max_new_tokens is not None for wish in wishes], n),
         intervals=_repeated([wish.stream_interval or asked.stream_interval for wish in wishes], n),
-        n=n,
-        salt=_salt(asked),
         report=Report(texts=asked.return_text_in_logprobs is True),
         batched=prompts is prompt or n > 1,
-        stream=asked.stream is True,
-        truncate=asked.truncate_prompt_tokens,
         trace=asked.trace is True,
         names={"prompt": given[0], "max_tokens": "max_new_tokens"},
     )  # fmt: skip
 
 
-def _rids(given: str | list[str] | None, prompts: int, prefix: str, n: int = 1) -> list[str]:
+def _job(
+    kind: Kind, asked: fields.Prompted, prompts: list[Prompt], params: list[SamplingParams], n: int, **own: Any
+) -> Job:
+    """Return a job with what all dialects have in common; each of the n choices for a prompt has a seed of its own."""
+    seeded = [replace(p, sampling_seed=choice_seed(p.sampling_seed, choice)) for p in params for choice in range(n)]
+    return Job(kind, asked.model, _repeated(prompts, n), seeded, n=n, salt=_salt(asked), stream=asked.stream is True,
+               truncate=asked.truncate_prompt_tokens, **own)  # fmt: skip
+
+
+def _rids(given: str | list[str] | None, prompts: int, prefix: str, n: int) -> list[str]:
     """Return one id per choice: the client's, or new ones with a common stem so that one prefix aborts them all."""
     if isinstance(given, list):
         if len(given) != prompts:
@@ -248,11 +261,6 @@ def _rids(given: str | list[str] | None, prompts: int, prefix: str, n: int = 1) 
 def _repeated(items: Sequence[T], n: int) -> list[T]:
     """Return each item n times, once for each choice."""
     return [item for item in items for _ in range(n)]
-
-
-def _choices(params: Sequence[SamplingParams], n: int) -> list[SamplingParams]:
-    """Return the parameters of n choices for each prompt, each with a seed of its own."""
-    return [replace(p, sampling_seed=choice_seed(p.sampling_seed, choice)) for p in params for choice in range(n)]
 
 
 def _salt(asked: fields.Prompted) -> str:
@@ -272,12 +280,6 @@ def _listed(prompt: Any) -> list[Prompt]:
 
 
 # ---- what is sampled -------------------------------------------------------------------------------------------------
-
-
-# Fields of a /v1 body that SamplingParams has under another name. In order: a later one wins.
-_RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed", "sampling_seed": "sampling_seed",
-            "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens",
-            "include_stop_str_in_output": "no_stop_trim"}  # fmt: skip
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -307,42 +309,41 @@ def _grammar(asked: fields.Constrained, form: fields.ResponseFormat | None) -> G
     if len(given) > 1:
         raise RequestError(f"at most one of {', '.join(given)} may be given", list(given)[-1])
     for name, value in given.items():
-        kind = name
-        if isinstance(value, fields.ResponseFormat):
-            kind, value = value.type, _form_of(value)
-        kind = "json_schema" if kind == "json_object" else kind
-        return Grammar(kind, value if isinstance(value, str) else dump(value).decode(), name)
+        kind, rule = _form_of(value) if isinstance(value, fields.ResponseFormat) else (name, value)
+        return Grammar(kind, rule if isinstance(rule, str) else dump(rule).decode(), name)
     return None
 
 
-def _form_of(form: fields.ResponseFormat) -> dict[str, Any] | bool:
-    """Return the schema or the structural tag of a response_format."""
+def _form_of(form: fields.ResponseFormat) -> tuple[str, dict[str, Any] | bool]:
+    """Return the kind of grammar that a response_format asks for, and its schema or structural tag."""
     if form.type == "structural_tag":
-        return _given(form, ("structures", "triggers"))
+        return form.type, _given(form, ("structures", "triggers"))
     if form.type == "json_object":
-        return {"type": "object"}
+        return "json_schema", {"type": "object"}
     schema = (form.json_schema or {}).get("schema")
     if not isinstance(schema, (dict, bool)):
         raise RequestError(f"response_format.json_schema.schema must be a JSON schema, got {short(schema)}",
                            "response_format")  # fmt: skip
-    return schema
+    return form.type, schema
+
+
+def _with_logprobs(job: Job, report: Report, wish: Logprobs | None) -> Job:
+    """Return the job with the same logprobs for each of its choices."""
+    return replace(job, report=report, params=[replace(p, logprobs=wish) for p in job.params])
 
 
 def _scores(counts: Mapping[str, int | None], start: int | None) -> Logprobs | None:
     """Return the logprobs to compute for the numbers of likeliest tokens in these fields; None if none are asked."""
-    given = {name: count for name, count in counts.items() if count is not None}
-    for name, count in given.items():
-        try:
-            Logprobs(top=count)
-        except RequestError as error:
-            raise in_clients_words(error, {"top_logprobs": name}) from None
-    return Logprobs(top=max(given.values()), start=start) if given else None
+    wishes = [_logprobs(name, top=count, start=start) for name, count in counts.items() if count is not None]
+    return max(wishes, key=lambda wish: wish.top, default=None)
 
 
-def _with_logprobs(job: Job, report: Report, wishes: Sequence[Logprobs | None]) -> Job:
-    """Return the job with logprobs for each of its choices."""
-    params = [replace(p, logprobs=wish) for p, wish in zip(job.params, wishes, strict=True)]
-    return replace(job, params=params, report=report)
+def _logprobs(counted: str, **wish: Any) -> Logprobs:
+    """Return what is wished; an error about the number of likeliest tokens names the field `counted`."""
+    try:
+        return Logprobs(**wish)
+    except RequestError as error:
+        raise in_clients_words(error, {"top_logprobs": counted}) from None
 
 
 def _native_wishes(asked: fields.Generate, prompts: int) -> list[Logprobs | None]:
@@ -358,10 +359,8 @@ def _native_wishes(asked: fields.Generate, prompts: int) -> list[Logprobs | None
             raise RequestError(f"{name} has {len(each[name])} entries for {prompts} prompts", name)
     wishes: list[Logprobs | None] = []
     for wanted, start, top, ids in zip(*each.values(), strict=True):
-        try:
-            wish = Logprobs(top=top or 0, ids=tuple(ids or ()), start=None if start in (None, -1) else start)
-        except RequestError as error:
-            raise in_clients_words(error, {"top_logprobs": "top_logprobs_num"}) from None
+        first = None if start in (None, -1) else start
+        wish = _logprobs("top_logprobs_num", top=top or 0, ids=tuple(ids or ()), start=first)
         wishes.append(wish if wanted else None)
     return wishes
 
@@ -369,26 +368,20 @@ def _native_wishes(asked: fields.Generate, prompts: int) -> list[Logprobs | None
 # ---- chats -----------------------------------------------------------------------------------------------------------
 
 
-# Names the template's own machinery uses: a client may not set them.
-_TEMPLATE_NAMES = frozenset(
-    """messages tools documents conversation chat_template template add_generation_prompt continue_final_message
-    tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
-    raise_exception strftime_now bos_token eos_token unk_token pad_token loop range dict lipsum cycler joiner
-    namespace self caller varargs kwargs""".split()
-)
-
-
 def conversation(asked: fields.Tokenize) -> list[dict[str, Any]] | None:
     """Return the messages of a /tokenize body, None where it has a prompt; RequestError where it is not one of both."""
     if (asked.messages is None) == (asked.prompt is None):
         raise RequestError("exactly one of prompt and messages must be given", "prompt")
-    if asked.messages is None:
-        return None
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(asked.messages)]
+    return None if asked.messages is None else _messages(asked.messages)
+
+
+def _messages(given: Sequence[fields.Message]) -> list[dict[str, Any]]:
+    """Return messages ready for a template."""
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
 
 
 def _message(message: fields.Message, where: str) -> dict[str, Any]:
-    """Return a message with text as its content, ready for a template."""
+    """Return a message with text as its content; `where` names it in errors."""
     clean, content = _given(message, fields.Message.model_fields), message.content
     if content is not None:
         content = _text(content)
@@ -420,10 +413,10 @@ def _made(call: fields.ToolCall, where: str) -> dict[str, Any]:
 
 def _wish(asked: fields.Chat) -> Wish:
     """Return what a chat says of tools and reasoning; RequestError 400 where its parts do not fit together."""
-    choice, tools = asked.tool_choice, list[dict[str, Any]]()
-    for tool in asked.tools or []:
-        told = _given(tool.function, fields.Function.model_fields)
-        tools.append({"type": "function", "function": told})
+    choice, told = asked.tool_choice, fields.Function.model_fields
+    tools: list[dict[str, Any]] = [
+        {"type": "function", "function": _given(tool.function, told)} for tool in asked.tools or []
+    ]
     names = [tool["function"]["name"] for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise RequestError(f"tools must have names of their own, got {twice!r} twice", "tools")
@@ -469,31 +462,15 @@ def tokenize(
 
     longest: tokens of the longest possible prompt, to which a prompt is cut if the client wants it cut to what fits.
     """
-    check_tools(job, tokenizer, formats)
+    _check_tools(job, tokenizer, formats)
     requests: list[Request] = []
     if job.prediction:
         check_size(job.prediction, context_length, "prediction")
     if job.wish.tools:
         check_size(list(job.wish.tools), context_length, "tools")
-    for i, (prompt, params, rid, limited) in enumerate(
-        zip(job.prompts, job.params, job.rids, job.limited, strict=True)
-    ):
+    for i, (params, rid, limited) in enumerate(zip(job.params, job.rids, job.limited, strict=True)):
         leader = requests[i - i % job.n] if i % job.n else None
-        check_size(prompt, context_length)
-        if leader is not None:
-            ids = leader.prompt_ids
-        elif job.kind == "chat":
-            ids = tokenizer.encode_chat(cast(list[dict[str, Any]], prompt), **job.chat)
-        elif isinstance(prompt, str):
-            ids = tokenizer.encode(prompt, job.add_special_tokens)
-        else:
-            ids = cast(list[int], prompt)
-        if not ids:
-            raise RequestError("the prompt is empty", job.names.get("prompt", "prompt"))
-        if job.truncate is not None and leader is None:
-            output = params.max_new_tokens if limited and params.max_new_tokens is not None else 1
-            fits = max(min(longest or context_length, context_length - output), 1)
-            ids = ids[-(fits if job.truncate == -1 else job.truncate) :]
+        ids = _prompt_ids(job, i, tokenizer, context_length, longest) if leader is None else leader.prompt_ids
         if not limited and params.max_new_tokens is not None:  # the dialect's default gives way to the context
             room = max(context_length - len(ids), 0)
             params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
@@ -509,7 +486,27 @@ def tokenize(
     return requests
 
 
-def check_tools(job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
+def _prompt_ids(
+    job: Job, i: int, tokenizer: Tokenizer, context_length: int, longest: int | None
+) -> list[int]:
+    """Return the ids of a job's i-th prompt, cut to the length that the client wants."""
+    prompt, wanted = job.prompts[i], job.params[i].max_new_tokens
+    check_size(prompt, context_length)
+    if job.kind == "chat":
+        ids = tokenizer.encode_chat(cast(list[dict[str, Any]], prompt), **job.chat)
+    elif isinstance(prompt, str):
+        ids = tokenizer.encode(prompt, job.add_special_tokens)
+    else:
+        ids = cast(list[int], prompt)
+    if not ids:
+        raise RequestError("the prompt is empty", job.names.get("prompt", "prompt"))
+    if job.truncate == -1:
+        output = wanted if job.limited[i] and wanted is not None else 1
+        return ids[-max(min(longest or context_length, context_length - output), 1) :]
+    return ids if job.truncate is None else ids[-job.truncate :]
+
+
+def _check_tools(job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
     """Raise RequestError 400 for tools that the model cannot be shown, or whose calls could not be told from text."""
     if job.wish.tools and tokenizer.tool_template is None:
         raise RequestError("tools: the chat template of this model has no place for them; start the server with one "

@@ -77,6 +77,14 @@ class Reply:
         self.traces = [Telling(request, self._piece) for request in self.requests]
         self._index = {id(request): i for i, request in enumerate(self.requests)}
 
+    def opening(self) -> list[dict[str, Any]]:
+        """Return the events that open a stream: the assistant's role, in a chat."""
+        if self.job.kind != "chat":
+            return []
+        role = {"delta": {"role": "assistant", "content": ""}}
+        first, *others = (self._chunk(i, role, None) for i in range(len(self.requests)))
+        return [{**first, **self._prompt_ids(0)}, *others]
+
     @property
     def done(self) -> bool:
         return all(finish is not None for finish in self.finishes)
@@ -96,23 +104,12 @@ class Reply:
         self.ids[i] += update.ids
         self.finishes[i] = finish
         if self.job.kind == "chat":
-            self._write(self.messages[i], update.text, finish)
+            self.messages[i].feed(update.text)
+            if finish is not None:
+                self.messages[i].finish(finish.kind == "length")
         if not self.job.stream or (finish is None and len(self.ids[i]) - self.sent[i][1] < self.intervals[i]):
             return []
         return self._events(i)
-
-    def _piece(self, token: int) -> str:
-        """Return the text of a token alone."""
-        tokenizer = self.served.tokenizer
-        return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
-
-    def opening(self) -> list[dict[str, Any]]:
-        """Return the events that open a stream: the assistant's role, in a chat."""
-        if self.job.kind != "chat":
-            return []
-        role = {"delta": {"role": "assistant", "content": ""}}
-        first, *others = (self._chunk(i, role, None) for i in range(len(self.requests)))
-        return [{**first, **self._prompt_ids(0)}, *others]
 
     def closing(self) -> list[dict[str, Any]]:
         """Return the events that close a stream: the usage, if it was asked for."""
@@ -153,7 +150,7 @@ class Reply:
         new_text, new_ids, finish = self.texts[i][self.sent[i][0] :], self._new(i), self.finishes[i]
         first, self.sent[i] = self.sent[i] == (0, 0), (len(self.texts[i]), len(self.ids[i]))
         if self.job.kind == "generate":
-            return [{**self._native(i), "index": i} if self.job.batched else self._native(i)]
+            return [{**self._native(i), **({"index": i} if self.job.batched else {})}]
         if self.job.kind == "completion":
             body = {"text": new_text, **new_ids, **(self._prompt_ids(i) if first else {})}
             return [self._chunk(i, body, finish)] if new_text or new_ids or finish else []
@@ -161,12 +158,33 @@ class Reply:
         events = [self._chunk(i, {"delta": delta or {"content": ""}, **new_ids}, None)] if delta or new_ids else []
         return [*events, self._chunk(i, {"delta": {}}, finish)] if finish else events
 
-    @staticmethod
-    def _write(message: Message, text: str, finish: Finish | None) -> None:
-        """Add text to a chat's message."""
-        message.feed(text)
-        if finish is not None:
-            message.finish(finish.kind == "length")
+    def _native(self, i: int) -> dict[str, Any]:
+        ids = self.ids[i]
+        info = meta_info(self.requests[i], len(ids), self.finishes[i], self.served.nodes)
+        info["id"] = self.job.rids[i]
+        info |= logprobs.native_lists(self.requests[i], len(ids), self.spelling if self.job.report.texts else None)
+        trace = {"trace": self.traces[i].upto(len(ids))} if self.job.trace else {}
+        return {"text": self.texts[i], "output_ids": list(ids), "meta_info": info, **trace}
+
+    def _head(self, stream: bool) -> dict[str, Any]:
+        kind = "text_completion" if self.job.kind == "completion" else "chat.completion" + ".chunk" * stream
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.served.model,
+                "system_fingerprint": self.served.fingerprint}  # fmt: skip
+
+    def _choice(self, i: int, body: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
+        reason: str | None = finish.kind if finish else None
+        if reason == "stop" and self.job.kind == "chat" and self.messages[i].called:
+            reason = "tool_calls"
+        return {"index": i, "logprobs": None, **body, "finish_reason": reason,
+                "matched_stop": finish and finish.matched}  # fmt: skip
+
+    def _chunk(self, i: int, body: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
+        chunk = {**self._head(stream=True), "choices": [self._choice(i, body, finish)]}
+        if self.job.continuous_usage:
+            chunk["usage"] = self.usage()
+        elif self.job.include_usage:
+            chunk["usage"] = None
+        return chunk
 
     def _prompt_ids(self, i: int) -> dict[str, list[int]]:
         """Return the field with the prompt's ids, if it was asked for."""
@@ -202,30 +220,7 @@ class Reply:
             return prompt
         return tokenizer.decode(self.requests[i].prompt_ids, skip) if tokenizer else ""
 
-    def _native(self, i: int) -> dict[str, Any]:
-        ids = self.ids[i]
-        info = meta_info(self.requests[i], len(ids), self.finishes[i], self.served.nodes)
-        info["id"] = self.job.rids[i]
-        info |= logprobs.native_lists(self.requests[i], len(ids), self.spelling if self.job.report.texts else None)
-        trace = {"trace": self.traces[i].upto(len(ids))} if self.job.trace else {}
-        return {"text": self.texts[i], "output_ids": list(ids), "meta_info": info, **trace}
-
-    def _head(self, stream: bool) -> dict[str, Any]:
-        kind = "text_completion" if self.job.kind == "completion" else "chat.completion" + ".chunk" * stream
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.served.model,
-                "system_fingerprint": self.served.fingerprint}  # fmt: skip
-
-    def _choice(self, i: int, body: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
-        reason: str | None = finish.kind if finish else None
-        if reason == "stop" and self.job.kind == "chat" and self.messages[i].called:
-            reason = "tool_calls"
-        return {"index": i, "logprobs": None, **body, "finish_reason": reason,
-                "matched_stop": finish and finish.matched}  # fmt: skip
-
-    def _chunk(self, i: int, body: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
-        chunk = {**self._head(stream=True), "choices": [self._choice(i, body, finish)]}
-        if self.job.continuous_usage:
-            chunk["usage"] = self.usage()
-        elif self.job.include_usage:
-            chunk["usage"] = None
-        return chunk
+    def _piece(self, token: int) -> str:
+        """Return the text of a token alone."""
+        tokenizer = self.served.tokenizer
+        return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)

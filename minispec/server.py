@@ -71,7 +71,7 @@ class Server:
         self.created = int(time.time())
         self.port = config.port
         self.exchanges: set[Exchange] = set()
-        self.routes: dict[Request, Exchange] = {}
+        self.routes: dict[Request, Exchange] = {}  # of what the engine has
         self.admitted = 0  # prompts in flight, counted from before they are tokenized
         self.produced = asyncio.Event()  # set whenever a step has given tokens
         self.must_end = asyncio.Event()  # the process, since this server will never answer, or never again
@@ -179,10 +179,10 @@ class Server:
         """SGLang's native generate."""
         return await self._answer(http, parse.parse_generate)
 
-    async def _answer(self, http: web.Request, understand: Callable[[dict[str, Any]], parse.Job]) -> web.StreamResponse:
-        """Answer a request for text, streaming or whole."""
+    async def _answer(self, http: web.Request, parsed: Callable[[dict[str, Any]], parse.Job]) -> web.StreamResponse:
+        """Answer a request for text, streaming or whole; `parsed` makes a job of its body."""
         desk = self._open()
-        job = await self.bodies.read(http, understand)
+        job = await self.bodies.read(http, parsed)
         self._check_model(job.model)
         try:
             return await self._answer_job(http, Exchange(job), desk)
@@ -201,7 +201,9 @@ class Server:
                 await exchange.next()  # ended while its prompt was tokenized: raises
             self._submit(exchange)
             if self.config.log_requests:
-                _log_request(exchange)
+                for request in reply.requests:
+                    size = len(request.prompt_ids)
+                    logger.info("request %s: %d prompt tokens, %s", request.rid, size, request.params)
             if job.stream:
                 return await stream(http, exchange, reply)
             while not reply.done:
@@ -258,12 +260,11 @@ class Server:
     async def health(self, http: web.Request) -> web.Response:
         """200 once ready, with what is compiled by then, else 503 with a progress line."""
         state = "shutting_down" if self.draining else self.engine.state
+        line = self._progress()
         if state == "ready" and self.watchdog.late:
-            line = f"a step has taken longer than {self.watchdog.seconds:g} seconds"
-            return json_answer({"status": "hung", "progress": line}, 503, {"Retry-After": "5"})
+            state, line = "hung", f"a step has taken longer than {self.watchdog.seconds:g} seconds"
         if state == "ready":
             return json_answer({"status": "ready", "graphs": self.engine.graphs})
-        line = one_line(self.engine.error) if state == "failed" else self.engine.progress
         return json_answer({"status": state, "progress": line}, 503, {"Retry-After": "5"})
 
     async def health_generate(self, http: web.Request) -> web.Response:
@@ -373,7 +374,7 @@ class Server:
     async def set_internal_state(self, http: web.Request) -> web.Response:
         """Change flags between two steps, and count accepted drafts anew, as SGLang does."""
         self._ready()
-        asked = (await self.bodies.read(http, partial(fields.read, fields.InternalState))).server_args
+        asked = (await self._body(http, fields.InternalState)).server_args
         given = {name: value for name, value in asked.model_dump().items() if value is not None}
         try:
             config = dataclasses.replace(self.config, **given)
@@ -389,7 +390,7 @@ class Server:
 
         Who lacks the admin key, where there is one, must name a whole rid, which shows that it is their own.
         """
-        asked = await self.bodies.read(http, partial(fields.read, fields.Abort))
+        asked = await self._body(http, fields.Abort)
         if not asked.abort_all and asked.rid is None:
             raise RequestError("give rid, a non-empty string, or abort_all, true", "rid")
         begin = "" if asked.abort_all else asked.rid or ""
@@ -406,15 +407,14 @@ class Server:
 
     async def tokenize(self, http: web.Request) -> web.Response:
         """Text to token ids."""
-        intake, asked = self._open().intake, await self.bodies.read(http, partial(fields.read, fields.Tokenize))
+        intake, asked = self._open().intake, await self._body(http, fields.Tokenize)
         self._check_model(asked.model)
         messages = parse.conversation(asked)
-        batched, special = isinstance(asked.prompt, list), asked.add_special_tokens is not False
-        alone: Any = asked.prompt if messages is None else messages
-        texts: list[Any] = cast(list[Any], asked.prompt) if batched else [alone]
+        batched = isinstance(asked.prompt, list)
+        texts: Any = asked.prompt if batched else [messages or asked.prompt]
         context, tokenizer = intake.limits.context_length, intake.tokenizer
-        plain = partial(tokenizer.encode, add_special_tokens=special)
-        encode: Callable[[Any], list[int]] = tokenizer.encode_chat if messages else plain
+        plain = partial(tokenizer.encode, add_special_tokens=asked.add_special_tokens is not False)
+        encode: Any = tokenizer.encode_chat if messages else plain
 
         def work() -> dict[str, Any]:
             """Tokenize, in a thread."""
@@ -429,10 +429,11 @@ class Server:
 
     async def detokenize(self, http: web.Request) -> web.Response:
         """Token ids to text."""
-        intake, asked = self._open().intake, await self.bodies.read(http, partial(fields.read, fields.Detokenize))
+        intake, asked = self._open().intake, await self._body(http, fields.Detokenize)
         self._check_model(asked.model)
-        batched = bool(asked.tokens) and isinstance(asked.tokens[0], list)
-        rows, skip = asked.tokens if batched else [asked.tokens], asked.skip_special_tokens is not False
+        tokens: Any = asked.tokens
+        batched = bool(tokens) and isinstance(tokens[0], list)
+        rows, skip = tokens if batched else [tokens], asked.skip_special_tokens is not False
 
         def work() -> dict[str, Any]:
             parse.check_ids(rows, intake.limits.vocab_size)
@@ -443,19 +444,27 @@ class Server:
 
     # ---- shared by the endpoints -------------------------------------------------------------------------------------
 
+    async def _body(self, http: web.Request, kind: type[fields.Model]) -> fields.Model:
+        """Return the body of a request as its model."""
+        return await self.bodies.read(http, partial(fields.read, kind))
+
     async def _worked_out(self, work: Callable[[], dict[str, Any]]) -> web.Response:
         """Answer with what a tokenizer's thread finds; it counts as one prompt against the bound of the queue."""
         with self._counted(1):
             body = await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: parse.dump(work()))
         return web.Response(body=body, content_type="application/json")
 
+    def _progress(self) -> str:
+        """Return how far the start is, or what has failed."""
+        return one_line(self.engine.error) if self.engine.state == "failed" else self.engine.progress
+
     def _ready(self) -> Desk:
         """Return what is known of the model; RequestError 503 while loading, in the end, or after a failure."""
         if self.stopping:
             raise shutting_down()
         if self.engine.state == "failed" or self.engine.desk is None:
-            line = one_line(self.engine.error) if self.engine.state == "failed" else self.engine.progress
-            raise RequestError(f"the server is not ready ({self.engine.state}): {line}", None, 503, "not_ready")
+            line = f"the server is not ready ({self.engine.state}): {self._progress()}"
+            raise RequestError(line, None, 503, "not_ready")
         return self.engine.desk
 
     def _open(self) -> Desk:
@@ -509,11 +518,6 @@ def _prepare(job: parse.Job, intake: Intake, served: Served) -> Reply:
     return Reply(job, requests, served)
 
 
-def _log_request(exchange: Exchange) -> None:
-    for request in exchange.requests:
-        logger.info("request %s: %d prompt tokens, %s", request.rid, len(request.prompt_ids), request.params)
-
-
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -526,8 +530,7 @@ async def serve(config: Config, temporary: Path | None = None) -> int:
     try:
         server = Server(config, build_sealed_llm)
     except ValueError as error:  # a certificate that is none
-        print(f"minispec: error: {error}", file=sys.stderr)
-        return 1
+        return _failed(error)
     signals, loop = Signals(), asyncio.get_running_loop()
     server.watchdog = Watchdog(config.watchdog_timeout, lambda: loop.call_soon_threadsafe(server.hung))
     try:
@@ -535,30 +538,30 @@ async def serve(config: Config, temporary: Path | None = None) -> int:
     except OSError as error:
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror or str(error)
-        print(f"minispec: error: cannot listen on {config.host}:{config.port}: {reason}", file=sys.stderr)
-        return 1
+        return _failed(f"cannot listen on {config.host}:{config.port}: {reason}")
     waits = [asyncio.ensure_future(event.wait()) for event in (signals.first, server.must_end)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    code = 0 if signals.first.is_set() else 1
-    if code:
-        print(f"minispec: error: {one_line(server.engine.error)}", file=sys.stderr)
     for wait in waits:
         wait.cancel()
-    if not code:
+    if signals.first.is_set():
         await server.drain(signals.second)
         code = int(server.must_end.is_set())  # the engine was lost meanwhile
+    else:
+        code = _failed(one_line(server.engine.error))
     await server.stop()
     # A compilation, or a long prompt in a tokenizer's thread, cannot be interrupted, and the loop's own end would wait.
-    _remove(temporary)
+    if temporary is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _remove(folder: Path | None) -> None:
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+def _failed(why: object) -> int:
+    """Say why there is no server, and return the code to exit with."""
+    print(f"minispec: error: {why}", file=sys.stderr)
+    return 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -569,10 +572,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # its errors quote raw request lines, which may hold keys
     for note in config.notes:
         logger.warning("%s", note)
-    temporary, code = own_compile_cache(), 0
-    if config.tp_size == 1 or _serves(config):
-        code = asyncio.run(serve(config, temporary))
-    _remove(temporary)
+    temporary = own_compile_cache()
+    code = asyncio.run(serve(config, temporary)) if config.tp_size == 1 or _serves(config) else 0
+    if temporary is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
     sys.exit(code)
 
 

@@ -66,7 +66,7 @@ def test_ordinary_json_passes_unchanged() -> None:
 # ---- fields ----------------------------------------------------------------------------------------------------------
 
 
-REFUSED = [name for name, (fate, _) in fields.inactive().items() if fate == "refused"]
+REFUSED = [name for name, (fate, _) in fields.INACTIVE.items() if fate == "refused"]
 SAMPLES = [None, True, False, 0, 7, -1, 1.5, "", "x", [], [7], ["x"], [[7]], [{}], [None], {}, {"a": 1}, [1.5],
            ["a", 7], ["a"] * 200]  # fmt: skip
 DOCUMENT = openapi.document("0")

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minispec.config import Config
-from minispec.http import schema
 from minispec.http.about import numbers_of
+from minispec.http.parse import sampling_defaults
 from minispec.intake import Intake
 from minispec.request import Limits
 
@@ -77,7 +77,7 @@ def _read_defaults(config: Config, folder: Path) -> dict[str, Any]:
     if config.sampling_defaults != "model":
         return {}
     try:
-        found = schema.sampling_defaults(json.loads((folder / "generation_config.json").read_text("utf-8")))
+        found = sampling_defaults(json.loads((folder / "generation_config.json").read_text("utf-8")))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:  # RequestError is a ValueError

@@ -11,7 +11,7 @@ hangs up is aborted, in the queue, in prefill and in decode; a step that raises 
 server, and one that hangs ends the process (`watchdog.py`); Ctrl-C and SIGTERM let what runs finish, and a second
 signal ends it.
 
-Read next: `http/schema.py` for the schema, `scheduler.py` for what a step is.
+Read next: `http/parse.py` and `http/reply.py` for what goes in and out, `scheduler.py` for what a step is.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from aiohttp import web
 from minispec.config import Config
 from minispec.desk import Desk
 from minispec.engine_thread import Build, EngineThread, build_llm, build_sealed_llm
-from minispec.http import about, fields, openapi, page, prometheus, schema
+from minispec.http import about, fields, openapi, page, parse, prometheus
 from minispec.http.answers import AccessLog, Origins, access_logger, errors, json_answer, set_request_id
 from minispec.http.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
 from minispec.http.door import Door
 from minispec.http.draining import Signals, drained, shutting_down
 from minispec.http.message import Formats
+from minispec.http.reply import Reply, Served, model_card
+from minispec.http.routes import ROUTES
 from minispec.http.streams import Exchange, SlowReader, delivered, delivering, stream
 from minispec.load.machine import own_compile_cache
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
@@ -69,7 +71,7 @@ class Server:
         self.created = int(time.time())
         self.port = config.port
         self.exchanges: set[Exchange] = set()
-        self.routes: dict[Request, Exchange] = {}
+        self.routes: dict[Request, Exchange] = {}  # of what the engine has
         self.admitted = 0  # prompts in flight, counted from before they are tokenized
         self.produced = asyncio.Event()  # set whenever a step has given tokens
         self.must_end = asyncio.Event()  # the process, since this server will never answer, or never again
@@ -126,32 +128,9 @@ class Server:
         app = web.Application(middlewares=steps, client_max_size=MAX_BODY)
         app.on_response_prepare.append(set_request_id)
         app.on_response_prepare.append(self.origins.allow)
-        get, post = app.router.add_get, app.router.add_post
-        get("/health", self.health)
-        get("/health_generate", self.health_generate)
-        get("/v1/models", self.models)
-        get("/v1/models/{id:.+}", self.model)
-        post("/v1/chat/completions", self.chat)
-        post("/v1/completions", self.completion)
-        for add in (post, app.router.add_put):
-            add("/generate", self.generate)
-            add("/set_internal_state", self.set_internal_state)
-        for path in ("/model_info", "/get_model_info"):
-            get(path, self.model_info)
-        for path in ("/server_info", "/get_server_info"):
-            get(path, self.server_info)
-        get("/v1/loads", self.loads)
-        get("/tokenizer_info", self.tokenizer_info)
-        get("/", page.show)
-        get("/openapi.json", self.openapi)
-        get("/metrics", self.metrics)
-        for add in (get, post):
-            add("/flush_cache", self.flush_cache)
-        post("/abort_request", self.abort_request)
-        post("/replicas/{number:[0-9]{1,6}}/restart", self.restart)
-        for prefix in ("", "/v1"):
-            post(prefix + "/tokenize", self.tokenize)
-            post(prefix + "/detokenize", self.detokenize)
+        for route in ROUTES:
+            add = getattr(app.router, f"add_{route.method}")  # `add_get` answers HEAD as well
+            add(route.served_path, getattr(self, route.handler))
         return app
 
     def _deliver(self, updates: list[Update]) -> None:
@@ -190,20 +169,20 @@ class Server:
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """OpenAI's chat completions."""
-        return await self._answer(http, lambda body: schema.parse_chat(body, self._ready().defaults))
+        return await self._answer(http, lambda body: parse.parse_chat(body, self._ready().defaults))
 
     async def completion(self, http: web.Request) -> web.StreamResponse:
         """OpenAI's completions."""
-        return await self._answer(http, lambda body: schema.parse_completion(body, self._ready().defaults))
+        return await self._answer(http, lambda body: parse.parse_completion(body, self._ready().defaults))
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """SGLang's native generate."""
-        return await self._answer(http, schema.parse_generate)
+        return await self._answer(http, parse.parse_generate)
 
-    async def _answer(self, http: web.Request, parse: Callable[[dict[str, Any]], schema.Job]) -> web.StreamResponse:
-        """Answer a request for text, streaming or whole."""
+    async def _answer(self, http: web.Request, parsed: Callable[[dict[str, Any]], parse.Job]) -> web.StreamResponse:
+        """Answer a request for text, streaming or whole; `parsed` makes a job of its body."""
         desk = self._open()
-        job = await self.bodies.read(http, parse)
+        job = await self.bodies.read(http, parsed)
         self._check_model(job.model)
         try:
             return await self._answer_job(http, Exchange(job), desk)
@@ -222,7 +201,9 @@ class Server:
                 await exchange.next()  # ended while its prompt was tokenized: raises
             self._submit(exchange)
             if self.config.log_requests:
-                _log_request(exchange)
+                for request in reply.requests:
+                    size = len(request.prompt_ids)
+                    logger.info("request %s: %d prompt tokens, %s", request.rid, size, request.params)
             if job.stream:
                 return await stream(http, exchange, reply)
             while not reply.done:
@@ -279,19 +260,18 @@ class Server:
     async def health(self, http: web.Request) -> web.Response:
         """200 once ready, with what is compiled by then, else 503 with a progress line."""
         state = "shutting_down" if self.draining else self.engine.state
+        line = self._progress()
         if state == "ready" and self.watchdog.late:
-            line = f"a step has taken longer than {self.watchdog.seconds:g} seconds"
-            return json_answer({"status": "hung", "progress": line}, 503, {"Retry-After": "5"})
+            state, line = "hung", f"a step has taken longer than {self.watchdog.seconds:g} seconds"
         if state == "ready":
             return json_answer({"status": "ready", "graphs": self.engine.graphs})
-        line = one_line(self.engine.error) if state == "failed" else self.engine.progress
         return json_answer({"status": state, "progress": line}, 503, {"Retry-After": "5"})
 
     async def health_generate(self, http: web.Request) -> web.Response:
         """200 as soon as the engine has generated a token, 503 if that takes longer than 20 seconds."""
         intake = self._open().intake
         body = {"input_ids": intake.tokenizer.encode("a"), "rid": f"health-{uuid.uuid4().hex}"}
-        exchange = Exchange(schema.parse_generate({**body, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}))
+        exchange = Exchange(parse.parse_generate({**body, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}))
         with self._kept(exchange):
             exchange.requests = _prepare(exchange.job, intake, self._served).requests
             self.produced.clear()
@@ -314,7 +294,7 @@ class Server:
 
     async def model(self, http: web.Request) -> web.Response:
         """The model by its name, which may contain slashes."""
-        schema.check_model(http.match_info["id"], self._names)
+        parse.check_model(http.match_info["id"], self._names)
         return json_answer(self._card())
 
     async def model_info(self, http: web.Request) -> web.Response:
@@ -360,6 +340,10 @@ class Server:
         """The special tokens and the chat template, for clients that count or tokenize themselves."""
         return json_answer(self._ready().intake.tokenizer.chat.info)
 
+    async def page(self, http: web.Request) -> web.Response:
+        """The page to talk to the model."""
+        return page.answer()
+
     async def openapi(self, http: web.Request) -> web.Response:
         """The description of this API."""
         return json_answer(openapi.document(about.version()))
@@ -390,7 +374,7 @@ class Server:
     async def set_internal_state(self, http: web.Request) -> web.Response:
         """Change flags between two steps, and count accepted drafts anew, as SGLang does."""
         self._ready()
-        asked = (await self.bodies.read(http, partial(fields.read, fields.InternalState))).server_args
+        asked = (await self._body(http, fields.InternalState)).server_args
         given = {name: value for name, value in asked.model_dump().items() if value is not None}
         try:
             config = dataclasses.replace(self.config, **given)
@@ -406,7 +390,7 @@ class Server:
 
         Who lacks the admin key, where there is one, must name a whole rid, which shows that it is their own.
         """
-        asked = await self.bodies.read(http, partial(fields.read, fields.Abort))
+        asked = await self._body(http, fields.Abort)
         if not asked.abort_all and asked.rid is None:
             raise RequestError("give rid, a non-empty string, or abort_all, true", "rid")
         begin = "" if asked.abort_all else asked.rid or ""
@@ -423,20 +407,19 @@ class Server:
 
     async def tokenize(self, http: web.Request) -> web.Response:
         """Text to token ids."""
-        intake, asked = self._open().intake, await self.bodies.read(http, partial(fields.read, fields.Tokenize))
+        intake, asked = self._open().intake, await self._body(http, fields.Tokenize)
         self._check_model(asked.model)
-        messages = schema.conversation(asked)
-        batched, special = isinstance(asked.prompt, list), asked.add_special_tokens is not False
-        alone: Any = asked.prompt if messages is None else messages
-        texts: list[Any] = cast(list[Any], asked.prompt) if batched else [alone]
+        messages = parse.conversation(asked)
+        batched = isinstance(asked.prompt, list)
+        texts: Any = asked.prompt if batched else [messages or asked.prompt]
         context, tokenizer = intake.limits.context_length, intake.tokenizer
-        plain = partial(tokenizer.encode, add_special_tokens=special)
-        encode: Callable[[Any], list[int]] = tokenizer.encode_chat if messages else plain
+        plain = partial(tokenizer.encode, add_special_tokens=asked.add_special_tokens is not False)
+        encode: Any = tokenizer.encode_chat if messages else plain
 
         def work() -> dict[str, Any]:
             """Tokenize, in a thread."""
             for text in texts:
-                schema.check_size(text, context)
+                parse.check_size(text, context)
             rows = [encode(text) for text in texts]
             counts = [len(row) for row in rows]
             first = slice(None) if batched else 0
@@ -446,13 +429,14 @@ class Server:
 
     async def detokenize(self, http: web.Request) -> web.Response:
         """Token ids to text."""
-        intake, asked = self._open().intake, await self.bodies.read(http, partial(fields.read, fields.Detokenize))
+        intake, asked = self._open().intake, await self._body(http, fields.Detokenize)
         self._check_model(asked.model)
-        batched = bool(asked.tokens) and isinstance(asked.tokens[0], list)
-        rows, skip = asked.tokens if batched else [asked.tokens], asked.skip_special_tokens is not False
+        tokens: Any = asked.tokens
+        batched = bool(tokens) and isinstance(tokens[0], list)
+        rows, skip = tokens if batched else [tokens], asked.skip_special_tokens is not False
 
         def work() -> dict[str, Any]:
-            schema.check_ids(rows, intake.limits.vocab_size)
+            parse.check_ids(rows, intake.limits.vocab_size)
             texts = [intake.tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
             return {"text": texts if batched else texts[0]}
 
@@ -460,19 +444,27 @@ class Server:
 
     # ---- shared by the endpoints -------------------------------------------------------------------------------------
 
+    async def _body(self, http: web.Request, kind: type[fields.Model]) -> fields.Model:
+        """Return the body of a request as its model."""
+        return await self.bodies.read(http, partial(fields.read, kind))
+
     async def _worked_out(self, work: Callable[[], dict[str, Any]]) -> web.Response:
         """Answer with what a tokenizer's thread finds; it counts as one prompt against the bound of the queue."""
         with self._counted(1):
-            body = await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: schema.dump(work()))
+            body = await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: parse.dump(work()))
         return web.Response(body=body, content_type="application/json")
+
+    def _progress(self) -> str:
+        """Return how far the start is, or what has failed."""
+        return one_line(self.engine.error) if self.engine.state == "failed" else self.engine.progress
 
     def _ready(self) -> Desk:
         """Return what is known of the model; RequestError 503 while loading, in the end, or after a failure."""
         if self.stopping:
             raise shutting_down()
         if self.engine.state == "failed" or self.engine.desk is None:
-            line = one_line(self.engine.error) if self.engine.state == "failed" else self.engine.progress
-            raise RequestError(f"the server is not ready ({self.engine.state}): {line}", None, 503, "not_ready")
+            line = f"the server is not ready ({self.engine.state}): {self._progress()}"
+            raise RequestError(line, None, 503, "not_ready")
         return self.engine.desk
 
     def _open(self) -> Desk:
@@ -482,22 +474,22 @@ class Server:
         return self._ready()
 
     @cached_property
-    def _served(self) -> schema.Served:
+    def _served(self) -> Served:
         """What answers tell of the server; known once it is ready."""
         config, desk = self.config, self._ready()
         facts, tokenizer = desk.facts, desk.intake.tokenizer
         shown = calls_of(tokenizer.chat.tool_template or "")
         formats = Formats(CALLS.get(config.tool_call_parser or "", shown), THOUGHTS.get(config.reasoning_parser or ""))
-        return schema.Served(config.served_name, about.fingerprint(config, facts.numbers), facts.nodes,
+        return Served(config.served_name, about.fingerprint(config, facts.numbers), facts.nodes,
                              config.stream_interval, config.enable_cache_report, formats, tokenizer)  # fmt: skip
 
     def _check_model(self, name: str | None) -> None:
         """Raise RequestError where, with --strict-model-name, a request names another model."""
-        schema.check_model(name, self._names if self.config.strict_model_name else None)
+        parse.check_model(name, self._names if self.config.strict_model_name else None)
 
     def _card(self) -> dict[str, Any]:
         context = self._ready().intake.limits.context_length
-        return schema.model_card(self.config.served_name, self.created, context)
+        return model_card(self.config.served_name, self.created, context)
 
     @web.middleware
     async def _counted_answer(self, http: web.Request, handler: Any) -> web.StreamResponse:
@@ -514,21 +506,16 @@ class Server:
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _prepare(job: schema.Job, intake: Intake, served: schema.Served) -> schema.Reply:
+def _prepare(job: parse.Job, intake: Intake, served: Served) -> Reply:
     """Return the reply to a job, with its requests, tokenized and checked; slow, and safe on any thread."""
     sizes = intake.limits.context_length, intake.limits.longest_prompt
-    requests = schema.tokenize(job, intake.tokenizer, *sizes, served.formats)
+    requests = parse.tokenize(job, intake.tokenizer, *sizes, served.formats)
     try:
         for request in requests:
             intake.validate(request)
     except RequestError as error:
-        raise schema.in_clients_words(error, job.names) from None
-    return schema.Reply(job, requests, served)
-
-
-def _log_request(exchange: Exchange) -> None:
-    for request in exchange.requests:
-        logger.info("request %s: %d prompt tokens, %s", request.rid, len(request.prompt_ids), request.params)
+        raise parse.in_clients_words(error, job.names) from None
+    return Reply(job, requests, served)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -543,8 +530,7 @@ async def serve(config: Config, temporary: Path | None = None) -> int:
     try:
         server = Server(config, build_sealed_llm)
     except ValueError as error:  # a certificate that is none
-        print(f"minispec: error: {error}", file=sys.stderr)
-        return 1
+        return _failed(error)
     signals, loop = Signals(), asyncio.get_running_loop()
     server.watchdog = Watchdog(config.watchdog_timeout, lambda: loop.call_soon_threadsafe(server.hung))
     try:
@@ -552,30 +538,30 @@ async def serve(config: Config, temporary: Path | None = None) -> int:
     except OSError as error:
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror or str(error)
-        print(f"minispec: error: cannot listen on {config.host}:{config.port}: {reason}", file=sys.stderr)
-        return 1
+        return _failed(f"cannot listen on {config.host}:{config.port}: {reason}")
     waits = [asyncio.ensure_future(event.wait()) for event in (signals.first, server.must_end)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    code = 0 if signals.first.is_set() else 1
-    if code:
-        print(f"minispec: error: {one_line(server.engine.error)}", file=sys.stderr)
     for wait in waits:
         wait.cancel()
-    if not code:
+    if signals.first.is_set():
         await server.drain(signals.second)
         code = int(server.must_end.is_set())  # the engine was lost meanwhile
+    else:
+        code = _failed(one_line(server.engine.error))
     await server.stop()
     # A compilation, or a long prompt in a tokenizer's thread, cannot be interrupted, and the loop's own end would wait.
-    _remove(temporary)
+    if temporary is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _remove(folder: Path | None) -> None:
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+def _failed(why: object) -> int:
+    """Say why there is no server, and return the code to exit with."""
+    print(f"minispec: error: {why}", file=sys.stderr)
+    return 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -586,10 +572,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # its errors quote raw request lines, which may hold keys
     for note in config.notes:
         logger.warning("%s", note)
-    temporary, code = own_compile_cache(), 0
-    if config.tp_size == 1 or _serves(config):
-        code = asyncio.run(serve(config, temporary))
-    _remove(temporary)
+    temporary = own_compile_cache()
+    code = asyncio.run(serve(config, temporary)) if config.tp_size == 1 or _serves(config) else 0
+    if temporary is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
     sys.exit(code)
 
 

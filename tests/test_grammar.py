@@ -28,7 +28,7 @@ import minispec.grammar as grammar_module
 from minispec.drafter import Plain
 from minispec.engine import CAPTURED
 from minispec.grammar import Constraint, Constraints, Grammars, Stuck, mask
-from minispec.http import schema
+from minispec.http import parse
 from minispec.load.tokenizer import Detokenizer, load_tokenizer
 from minispec.model import Model
 from minispec.request import Finish, Grammar, Logprobs, Request, RequestError, SamplingParams
@@ -600,27 +600,27 @@ def test_a_draft_that_leads_to_a_limit_is_cut_and_the_request_lives(monkeypatch:
 def test_every_way_to_ask_for_a_grammar_ends_in_the_same_one() -> None:
     body, own = {"messages": [{"role": "user", "content": "hi"}]}, {"type": "object", "properties": {"a": {}}}
     ways = [
-        schema.parse_chat({**body, "response_format": {"type": "json_schema", "json_schema": {
+        parse.parse_chat({**body, "response_format": {"type": "json_schema", "json_schema": {
             "name": "x", "schema": own, "strict": True}}}, {}),
-        schema.parse_completion({"prompt": "hi", "json_schema": json.dumps(own)}, {}),
-        schema.parse_generate({"text": "hi", "sampling_params": {"json_schema": own}}),
+        parse.parse_completion({"prompt": "hi", "json_schema": json.dumps(own)}, {}),
+        parse.parse_generate({"text": "hi", "sampling_params": {"json_schema": own}}),
     ]  # fmt: skip
     assert [p.grammar.kind for job in ways for p in job.params] == ["json_schema"] * 3
     assert all(json.loads(job.params[0].grammar.text) == own for job in ways)
     assert [job.params[0].grammar.origin for job in ways] == ["response_format", "json_schema", "json_schema"]
     for kind in ("regex", "ebnf", "structural_tag"):
-        native = schema.parse_generate({"text": "hi", "sampling_params": [{kind: "a"}]})
+        native = parse.parse_generate({"text": "hi", "sampling_params": [{kind: "a"}]})
         assert native.params[0].grammar == Grammar(kind, "a")
     tag = {"type": "structural_tag", "structures": [{"begin": "a"}], "triggers": ["a"]}
-    asked = schema.parse_chat({**body, "response_format": tag}, {}).params[0].grammar
+    asked = parse.parse_chat({**body, "response_format": tag}, {}).params[0].grammar
     assert asked.kind == "structural_tag" and json.loads(asked.text)["triggers"] == ["a"]
-    anything = schema.parse_chat({**body, "response_format": {"type": "json_object"}}, {}).params[0].grammar
+    anything = parse.parse_chat({**body, "response_format": {"type": "json_object"}}, {}).params[0].grammar
     assert json.loads(anything.text) == {"type": "object"}
     for idle in ({"response_format": {"type": "text"}}, {"regex": ""}, {"json_schema": None}):
-        assert schema.parse_chat({**body, **idle}, {}).params[0].grammar is None
+        assert parse.parse_chat({**body, **idle}, {}).params[0].grammar is None
     for wrong, said in (
         ({"response_format": {"type": "json_schema"}}, "json_schema.schema"), ({"regex": "a", "ebnf": "b"}, "one of"),
         ({"response_format": {"type": "xml"}}, "response_format.type"), ({"regex": 7}, "a string"),
     ):  # fmt: skip
         with pytest.raises(RequestError, match=said):
-            schema.parse_chat({**body, **wrong}, {})
+            parse.parse_chat({**body, **wrong}, {})

@@ -14,7 +14,7 @@ from test_server import Running, native, options, ready, tiny  # noqa: F401  the
 
 from benchmarks.hostile import HOSTILE
 from minispec.config import Config
-from minispec.http import schema
+from minispec.http import parse
 from minispec.http.message import Formats
 from minispec.load.reply_formats import CALLS
 from minispec.request import RequestError
@@ -66,5 +66,5 @@ def test_tools_have_the_bound_of_a_prompt_and_are_not_rendered_beyond_it() -> No
     function = {"name": "f", "description": "x" * 70_000}
     body = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": function}]}
     with pytest.raises(RequestError, match="tools has 70") as caught:
-        schema.tokenize(schema.parse_chat(body, {}), Shows(), 1024, formats=Formats(CALLS["hermes"], None))
+        parse.tokenize(parse.parse_chat(body, {}), Shows(), 1024, formats=Formats(CALLS["hermes"], None))
     assert (caught.value.param, caught.value.status) == ("tools", 400)

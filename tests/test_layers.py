@@ -29,12 +29,12 @@ RANKS = {
     "request routing train.__init__ tree watchdog",
     1: "attention config direct eagle http.draining http.fields http.reasoning http.traces load.chat "
     "load.default_model load.fp8 load.weights logprobs output sampling seats shards",
-    2: "drafter gather grammar http.door http.openapi http.tools load.fp8_weights load.int8 load.tokenizer mtp "
+    2: "drafter gather grammar http.routes http.tools load.fp8_weights load.int8 load.tokenizer mtp "
     "train.prompts verify",
-    3: "beam bucket http.logprobs http.message intake load.heads ngram policy trace",
-    4: "crossing http.schema late lookup seams standalone",
-    5: "engine http.answers http.bodies http.streams load.draft_models",
-    6: "asked graphs load.drafters load.memory load.selftest load.warm_up scheduler",
+    3: "beam bucket http.door http.logprobs http.message http.openapi intake load.heads ngram policy trace",
+    4: "crossing http.parse late lookup seams standalone",
+    5: "engine http.bodies http.reply load.draft_models",
+    6: "asked graphs http.answers http.streams load.drafters load.memory load.selftest load.warm_up scheduler",
     7: "http.prometheus parallel",
     8: "load.ranks",
     9: "load.build",

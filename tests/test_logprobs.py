@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 import minispec.asked as asked_module
 import minispec.logprobs as logprobs_module
 from minispec.attention import Causal
-from minispec.http import schema
+from minispec.http import parse
+from minispec.http.reply import Reply, Served
 from minispec.model import Model
 from minispec.ngram import NgramDrafter
 from minispec.request import Logprobs, Request, RequestError, Scored, choice_seed
@@ -238,11 +239,11 @@ def kept_scheduler(name: str, overlap: bool) -> Scheduler:
 
 def answers(scheduler: Scheduler, body: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the answer to a completion and the events of the same as a stream."""
-    job = schema.parse_completion(body, {})
-    requests = schema.tokenize(job, None, 256)
-    served = schema.Served("m", tokenizer=Spelled())
-    whole = schema.Reply(job, requests, served)
-    stream = schema.Reply(schema.parse_completion({**body, "stream": True}, {}), requests, served)
+    job = parse.parse_completion(body, {})
+    requests = parse.tokenize(job, None, 256)
+    served = Served("m", tokenizer=Spelled())
+    whole = Reply(job, requests, served)
+    stream = Reply(parse.parse_completion({**body, "stream": True}, {}), requests, served)
     for r in requests:
         scheduler.validate(r)
         scheduler.submit(r)
@@ -311,7 +312,7 @@ def _validated(subject: Subject, one: Request) -> Request:
 def choices(prompt: Sequence[int], n: int, **params: Any) -> list[Request]:
     """Return the choices of one prompt, as the schema makes them."""
     body = {"prompt": list(prompt), "n": n, "temperature": 1.0, "seed": 5, "max_tokens": 10, **params}
-    return schema.tokenize(schema.parse_completion(body, {}), None, 256)
+    return parse.tokenize(parse.parse_completion(body, {}), None, 256)
 
 
 @pytest.mark.parametrize("name", ["none", "eagle3-tree"])

@@ -21,7 +21,7 @@ import bench
 import minispec
 from minispec import LLM
 from minispec.config import Config
-from minispec.http import schema
+from minispec.http import parse
 from minispec.train.__main__ import _parser as train_parser
 from minispec.tree import ancestors, depth
 
@@ -69,7 +69,7 @@ def check(words: list[str]) -> None:
     elif program == "curl":
         url, body = next(w for w in rest if w.startswith("http")), json.loads(rest[rest.index("-d") + 1])
         assert url == f"http://127.0.0.1:{Config().port}/v1/chat/completions"
-        assert schema.parse_chat(body, {}).stream and ends(body)
+        assert parse.parse_chat(body, {}).stream and ends(body)
     elif program == "pytest" or rest[:2] == ["-m", "pytest"]:
         files = [word for word in rest if word.endswith(".py")]
         assert all((ROOT / file).is_file() for file in files)

@@ -16,23 +16,24 @@ from openai.types.chat import completion_create_params as openai_chat
 from pydantic import ValidationError
 
 from minispec.config import Config
-from minispec.http import fields, openapi, schema
+from minispec.http import fields, openapi, parse
+from minispec.http.reply import Reply, Served, error_body, sse
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update, meta_info
 from minispec.server import Server
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-def chat(**fields: Any) -> schema.Job:
-    return schema.parse_chat({**CHAT, **fields}, {})
+def chat(**fields: Any) -> parse.Job:
+    return parse.parse_chat({**CHAT, **fields}, {})
 
 
-def completion(prompt: Any = "hi", **fields: Any) -> schema.Job:
-    return schema.parse_completion({"prompt": prompt, **fields}, {})
+def completion(prompt: Any = "hi", **fields: Any) -> parse.Job:
+    return parse.parse_completion({"prompt": prompt, **fields}, {})
 
 
-def generate(text: Any = "hi", **fields: Any) -> schema.Job:
-    return schema.parse_generate({"text": text, **fields})
+def generate(text: Any = "hi", **fields: Any) -> parse.Job:
+    return parse.parse_generate({"text": text, **fields})
 
 
 def refused(call: Any, *args: Any, **kwargs: Any) -> RequestError:
@@ -54,18 +55,18 @@ def refused(call: Any, *args: Any, **kwargs: Any) -> RequestError:
     ],
 )  # fmt: skip
 def test_hostile_json_is_refused(body: bytes) -> None:
-    refused(schema.parse_json, body)
+    refused(parse.parse_json, body)
 
 
 def test_ordinary_json_passes_unchanged() -> None:
     value = {"a": [1, 2.5, -3e-7, True, None, "😀 中文 \u0000"], "b": {"c": 2**64 - 1}}
-    assert schema.parse_json(json.dumps(value).encode()) == value
+    assert parse.parse_json(json.dumps(value).encode()) == value
 
 
 # ---- fields ----------------------------------------------------------------------------------------------------------
 
 
-REFUSED = [name for name, (fate, _) in fields.inactive().items() if fate == "refused"]
+REFUSED = [name for name, (fate, _) in fields.INACTIVE.items() if fate == "refused"]
 SAMPLES = [None, True, False, 0, 7, -1, 1.5, "", "x", [], [7], ["x"], [[7]], [{}], [None], {}, {"a": 1}, [1.5],
            ["a", 7], ["a"] * 200]  # fmt: skip
 DOCUMENT = openapi.document("0")
@@ -259,9 +260,9 @@ def test_errors_name_the_clients_own_field() -> None:
 
 def test_model_defaults_fill_what_the_request_leaves_out() -> None:
     given = {"temperature": 0.3, "top_k": 0, "top_p": None, "max_length": 20, "min_p": 0.05}
-    defaults = schema.sampling_defaults(given)
+    defaults = parse.sampling_defaults(given)
     assert defaults == {"temperature": 0.3, "top_k": -1, "min_p": 0.05}
-    params = schema.parse_chat({**CHAT, "temperature": 0.0, "min_p": None}, defaults).params[0]
+    params = parse.parse_chat({**CHAT, "temperature": 0.0, "min_p": None}, defaults).params[0]
     assert (params.temperature, params.min_p, params.top_p) == (0.0, 0.05, 1.0)
 
 
@@ -278,12 +279,12 @@ def test_model_defaults_fill_what_the_request_leaves_out() -> None:
     ],
 )  # fmt: skip
 def test_malformed_messages_are_refused(messages: Any) -> None:
-    assert refused(schema.parse_chat, {"messages": messages}, {}).param == "messages"
+    assert refused(parse.parse_chat, {"messages": messages}, {}).param == "messages"
 
 
 def test_text_parts_become_text_and_unknown_message_fields_vanish() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    job = schema.parse_chat({"messages": [{"role": "user", "content": parts, "refusal": None, "evil": 1}]}, {})
+    job = parse.parse_chat({"messages": [{"role": "user", "content": parts, "refusal": None, "evil": 1}]}, {})
     assert job.prompts == [[{"role": "user", "content": "a\nb"}]]
 
 
@@ -297,10 +298,10 @@ def test_a_matched_stop_stays_by_either_name() -> None:
 def test_a_prompt_is_cut_at_its_beginning(keep: int, left: list[int]) -> None:
     native = {"input_ids": list(range(10)), "sampling_params": {"max_new_tokens": 6}, "truncate_prompt_tokens": keep}
     job = completion(list(range(10)), truncate_prompt_tokens=keep, max_tokens=6)
-    for wish in (job, schema.parse_generate(native)):
-        assert schema.tokenize(wish, None, 12)[0].prompt_ids == left
+    for wish in (job, parse.parse_generate(native)):
+        assert parse.tokenize(wish, None, 12)[0].prompt_ids == left
     if keep == -1:  # where trees need room, prompts end earlier
-        assert schema.tokenize(job, None, 12, 4)[0].prompt_ids == [6, 7, 8, 9]
+        assert parse.tokenize(job, None, 12, 4)[0].prompt_ids == [6, 7, 8, 9]
     assert refused(completion, truncate_prompt_tokens=0).param == "truncate_prompt_tokens"
 
 
@@ -316,7 +317,7 @@ def test_template_variables_are_plain_values_under_free_names() -> None:
 def test_continuing_the_final_message_needs_one_of_the_assistant() -> None:
     assert refused(chat, continue_final_message=True).param == "continue_final_message"
     messages = [*CHAT["messages"], {"role": "assistant", "content": "Once"}]
-    job = schema.parse_chat({"messages": messages, "continue_final_message": True}, {})
+    job = parse.parse_chat({"messages": messages, "continue_final_message": True}, {})
     assert (job.chat["continue_final_message"], job.chat["add_generation_prompt"]) == (True, False)
 
 
@@ -342,9 +343,9 @@ def test_native_batches_pair_prompts_with_parameters() -> None:
     for wrong in ({"sampling_params": [{}]}, {"rid": ["x"]}, {"rid": ""}, {"input_ids": [1]}, {"sampling_params": 3},
                   {"sampling_params": {"tempreature": 1}}):  # fmt: skip
         refused(generate, ["a", "b"], **wrong)
-    refused(schema.parse_generate, {})
-    refused(schema.parse_generate, {"input_ids": "text"})
-    refused(schema.parse_generate, {"text": [1, 2]})
+    refused(parse.parse_generate, {})
+    refused(parse.parse_generate, {"input_ids": "text"})
+    refused(parse.parse_generate, {"text": [1, 2]})
 
 
 def test_rids_of_one_job_share_a_stem() -> None:
@@ -360,32 +361,32 @@ def test_an_oversized_prompt_is_refused_before_the_tokenizer_sees_it() -> None:
         encode_chat = encode
 
     for job in (completion("x" * 2000), chat(messages=[{"role": "user", "content": "é" * 1000}])):
-        assert refused(schema.tokenize, job, Untouchable(), 20).code == "context_length_exceeded"
+        assert refused(parse.tokenize, job, Untouchable(), 20).code == "context_length_exceeded"
     with pytest.raises(AssertionError, match="tokenized"):
-        schema.tokenize(completion("x" * 100), Untouchable(), 20)
+        parse.tokenize(completion("x" * 100), Untouchable(), 20)
 
 
 def test_the_default_limit_gives_way_to_the_context_and_an_explicit_one_does_not() -> None:
     ids = list(range(10))
     for job, limit in ((completion(ids), 2), (completion(ids, max_tokens=16), 16), (chat(), None)):
         job = dataclasses.replace(job, kind="completion", prompts=[ids])
-        assert schema.tokenize(job, None, 12)[0].params.max_new_tokens == limit
+        assert parse.tokenize(job, None, 12)[0].params.max_new_tokens == limit
     for wish, limit in (({}, 2), ({"max_new_tokens": 100}, 100), ({"max_new_tokens": None}, 2)):
-        job = schema.parse_generate({"input_ids": ids, "sampling_params": wish})
-        assert schema.tokenize(job, None, 12)[0].params.max_new_tokens == limit
+        job = parse.parse_generate({"input_ids": ids, "sampling_params": wish})
+        assert parse.tokenize(job, None, 12)[0].params.max_new_tokens == limit
 
 
 def test_only_the_served_names_are_models() -> None:
     for name in (None, "", "default", "served", "/path/to/it"):
-        schema.check_model(name, ("served", "/path/to/it"))
+        parse.check_model(name, ("served", "/path/to/it"))
     with pytest.raises(RequestError) as caught:
-        schema.check_model("gpt-4", ("served", None))
+        parse.check_model("gpt-4", ("served", None))
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
 
 
 def test_any_name_is_a_model_where_none_are_told_apart_but_a_name_it_must_be() -> None:
     for name in (None, "", "gpt-4"):
-        schema.check_model(name, None)
+        parse.check_model(name, None)
     for wrong in (7, ["gpt-4"], {}):
         assert refused(chat, model=wrong).param == refused(generate, model=wrong).param == "model"
 
@@ -394,8 +395,8 @@ def test_spaces_between_special_tokens_is_taken_and_asks_for_nothing() -> None:
     for value in (True, False, None):
         wish = {"spaces_between_special_tokens": value}
         assert chat(**wish).params == chat().params and completion("a", **wish).params == completion("a").params
-        native = schema.parse_generate({"text": "a", "sampling_params": wish})
-        assert native.params == schema.parse_generate({"text": "a"}).params
+        native = parse.parse_generate({"text": "a", "sampling_params": wish})
+        assert native.params == parse.parse_generate({"text": "a"}).params
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
@@ -403,10 +404,10 @@ def test_spaces_between_special_tokens_is_taken_and_asks_for_nothing() -> None:
 PIECES = [([5], "He"), ([6, 7], ""), ([8], "llo 😀"), ([9, 10, 11], "!")]
 
 
-def run(job: schema.Job, **options: Any) -> tuple[schema.Reply, list[dict[str, Any]]]:
+def run(job: parse.Job, **options: Any) -> tuple[Reply, list[dict[str, Any]]]:
     """Feed every request of the job the same updates; return the reply and the events of its stream."""
     requests = [Request(rid, [1, 2, 3], params) for rid, params in zip(job.rids, job.params, strict=True)]
-    reply = schema.Reply(job, requests, schema.Served("m", **options))
+    reply = Reply(job, requests, Served("m", **options))
     events = reply.opening() if job.stream else []
     for n, (ids, text) in enumerate(PIECES):
         finish = Finish("stop", 11) if n == len(PIECES) - 1 else None
@@ -512,13 +513,13 @@ def test_an_abort_becomes_an_error() -> None:
     request = Request(job.rids[0], [1], job.params[0])
     with pytest.raises(RequestError, match="gone") as caught:
         end = Update(request, [], "", Finish("abort", message="gone", status=503))
-        schema.Reply(job, [request], schema.Served("m")).take(end)
+        Reply(job, [request], Served("m")).take(end)
     assert caught.value.status == 503
 
 
 def test_errors_are_wrapped_as_openai_does() -> None:
-    body = schema.error_body("no", 404, "model", "model_not_found")
+    body = error_body("no", 404, "model", "model_not_found")
     assert body == {"error": {"message": "no", "type": "not_found_error", "param": "model", "code": "model_not_found"}}
-    assert schema.error_body("no", 400)["error"]["type"] == "invalid_request_error"
-    assert schema.error_body("no", 503)["error"]["type"] == "server_error"
-    assert schema.sse({"a": "é"}) == 'data: {"a":"é"}\n\n'.encode()
+    assert error_body("no", 400)["error"]["type"] == "invalid_request_error"
+    assert error_body("no", 503)["error"]["type"] == "server_error"
+    assert sse({"a": "é"}) == 'data: {"a":"é"}\n\n'.encode()

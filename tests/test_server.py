@@ -32,7 +32,7 @@ from json_schema import is_valid
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from minispec.config import Config
-from minispec.http import fields, schema, streams
+from minispec.http import fields, parse, streams
 from minispec.server import Build, Server, build_llm
 
 PIECES = "Once upon a time 😀 there was 中 文 语 한 🎉 é ü ∑ good people who lived by some river near".split(" ")
@@ -673,7 +673,7 @@ def test_a_prompt_is_aborted_in_the_queue_and_before_it_gets_there(
     held = served.open("/generate", {"text": ["x"] * 4, "sampling_params": LONG})
     served.wait(lambda s: s["num_running_reqs"] == 4)
     tokenizing, go_on = threading.Event(), threading.Event()
-    real = schema.tokenize
+    real = parse.tokenize
 
     def slow(*given: Any) -> Any:
         tokenizing.set()
@@ -683,7 +683,7 @@ def test_a_prompt_is_aborted_in_the_queue_and_before_it_gets_there(
     with ThreadPoolExecutor(2) as pool:
         queued = pool.submit(served.ok, "/generate", {**native(**LONG), "rid": "queued"})
         served.wait(lambda s: s["num_queue_reqs"] == 1)
-        monkeypatch.setattr(schema, "tokenize", slow)
+        monkeypatch.setattr(parse, "tokenize", slow)
         early = pool.submit(served.ok, "/generate", {**native(**LONG), "rid": "early"})
         assert tokenizing.wait(20)
         for rid in ("queued", "early"):

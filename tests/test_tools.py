@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from minispec.http import schema
+from minispec.http import parse
 from minispec.http.message import Formats, Message, Wish
 from minispec.http.reasoning import Thoughts, overlap
+from minispec.http.reply import Reply, Served
 from minispec.http.tools import constraint
 from minispec.load.chat_templates import NAMED, WITH_TOOLS
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
@@ -231,8 +232,8 @@ def test_overlap_is_the_longest_beginning_of_the_tag_that_ends_the_text() -> Non
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 
-def job(**more: Any) -> schema.Job:
-    return schema.parse_chat({"messages": [{"role": "user", "content": "hi"}], **more}, {})
+def job(**more: Any) -> parse.Job:
+    return parse.parse_chat({"messages": [{"role": "user", "content": "hi"}], **more}, {})
 
 
 def refusal(call: Any) -> RequestError:
@@ -247,9 +248,9 @@ def templated(source: str | None) -> Tokenizer:
     return Tokenizer(byte_tokenizer(256).backend, frozenset(), source, {"bos_token": ""})
 
 
-def prompt_of(job: schema.Job, tokenizer: Tokenizer, form: str = "hermes") -> str:
+def prompt_of(job: parse.Job, tokenizer: Tokenizer, form: str = "hermes") -> str:
     formats = Formats(CALLS.get(form))
-    return tokenizer.decode(schema.tokenize(job, tokenizer, 10**6, formats=formats)[0].prompt_ids)
+    return tokenizer.decode(parse.tokenize(job, tokenizer, 10**6, formats=formats)[0].prompt_ids)
 
 
 def test_tools_are_shown_to_the_model_in_one_form_and_hidden_by_none() -> None:
@@ -315,8 +316,8 @@ def test_how_a_model_writes_calls_is_seen_in_its_template() -> None:
 ])  # fmt: skip
 def test_whether_the_prompt_leaves_the_model_thinking_is_seen_at_its_end(template: str, thinking: bool | None) -> None:
     formats, tokenizer = Formats(None, THOUGHTS["qwen3"]), templated(template)
-    assert schema.tokenize(job(), tokenizer, 10**6, formats=formats)[0].thinking is thinking
-    assert schema.tokenize(job(), tokenizer, 10**6)[0].thinking is None
+    assert parse.tokenize(job(), tokenizer, 10**6, formats=formats)[0].thinking is thinking
+    assert parse.tokenize(job(), tokenizer, 10**6)[0].thinking is None
 
 
 def test_a_message_to_continue_says_whether_it_is_thinking() -> None:
@@ -324,7 +325,7 @@ def test_a_message_to_continue_says_whether_it_is_thinking() -> None:
         messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]
         ask = job(messages=messages, continue_final_message=True)
         formats, tokenizer = Formats(None, THOUGHTS["deepseek-r1"]), templated("{{ messages[1].content }}")
-        assert schema.tokenize(ask, tokenizer, 10**6, formats=formats)[0].thinking is thinking
+        assert parse.tokenize(ask, tokenizer, 10**6, formats=formats)[0].thinking is thinking
 
 
 def test_a_request_without_parallel_calls_ends_at_the_token_that_completes_the_first() -> None:
@@ -332,26 +333,26 @@ def test_a_request_without_parallel_calls_ends_at_the_token_that_completes_the_f
     text = f"<think><tool_call>{PARIS}</tool_call></think><tool_call>{PARIS}</tool_call>" * 2
     for most, size in ((None, text.index("</tool_call>", text.index("</think>"))), (5, 5)):
         ask = job(tools=[WEATHER], parallel_tool_calls=False, max_tokens=most)
-        request = schema.tokenize(ask, tokenizer, 10**6, formats=Formats(CALLS["hermes"], THOUGHTS["qwen3"]))[0]
+        request = parse.tokenize(ask, tokenizer, 10**6, formats=Formats(CALLS["hermes"], THOUGHTS["qwen3"]))[0]
         request.max_new_tokens = most or 10**6
         output = Output(request, tokenizer, frozenset())
         ends = [output.append(token) for token in text.encode()[:size]]
         assert ends[:-1] == [None] * (size - 1) and ends[-1] == (Finish("length") if most else Finish("stop"))
-    assert schema.tokenize(job(tools=[WEATHER]), tokenizer, 10**6, formats=Formats(CALLS["hermes"]))[0].ends is None
+    assert parse.tokenize(job(tools=[WEATHER]), tokenizer, 10**6, formats=Formats(CALLS["hermes"]))[0].ends is None
 
 
 def test_tags_that_are_special_tokens_are_not_left_out_of_the_text(demo_folder: Path) -> None:
     tokenizer = load_tokenizer(demo_folder, NAMED["hermes"].source)
     marked = Formats(CALLS["hermes"]._replace(begin="<|im_start|>"))
     for formats, skips in ((marked, False), (Formats(CALLS["hermes"]), True)):
-        request = schema.tokenize(job(tools=[WEATHER]), tokenizer, 10**6, formats=formats)[0]
+        request = parse.tokenize(job(tools=[WEATHER]), tokenizer, 10**6, formats=formats)[0]
         assert request.params.skip_special_tokens is skips
 
 
-def answers(ask: schema.Job, text: str, formats: Formats, kind: str = "stop") -> tuple[dict, list[dict]]:
+def answers(ask: parse.Job, text: str, formats: Formats, kind: str = "stop") -> tuple[dict, list[dict]]:
     """Return the whole answer, and the choices of a stream, to a job whose request gives this text by characters."""
     request = Request(ask.rids[0], [1], ask.params[0])
-    reply, choices = schema.Reply(ask, [request], schema.Served("m", formats=formats)), []
+    reply, choices = Reply(ask, [request], Served("m", formats=formats)), []
     for i, character in enumerate(text):
         finish = Finish(kind) if i == len(text) - 1 else None
         choices += reply.take(Update(request, [i], character, finish))

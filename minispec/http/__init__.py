@@ -1,1 +1,1 @@
-"""What is sent over HTTP. Begin with `schema.py`."""
+"""What is sent over HTTP. Begin with `parse.py`."""

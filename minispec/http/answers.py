@@ -2,7 +2,7 @@
 
 Every failure is OpenAI's error object, also where the framework or a bug makes it.
 
-Read next: `schema.py` for what answers say, `server.py` for who gives them.
+Read next: `reply.py` for what answers say, `server.py` for who gives them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
-from minispec.http import schema
+from minispec.http.parse import dump
+from minispec.http.reply import error_body
 from minispec.request import RequestError
 
 logger = logging.getLogger("minispec")
@@ -38,7 +39,7 @@ class AccessLog(AbstractAccessLogger):
 
 def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     """Return a response of JSON."""
-    return web.Response(body=schema.dump(value), status=status, headers=headers, content_type="application/json")
+    return web.Response(body=dump(value), status=status, headers=headers, content_type="application/json")
 
 
 def error_answer(message: str, status: int, param: str | None = None, code: str | None = None,
@@ -47,7 +48,7 @@ def error_answer(message: str, status: int, param: str | None = None, code: str 
     advice = {503: {"Retry-After": "5" if code == "not_ready" else "1"}, 500: {"x-should-retry": "false"},
               401: {"WWW-Authenticate": "Bearer"}}  # fmt: skip
     headers = {**advice.get(status, {}), **(headers or {})}
-    return json_answer(schema.error_body(message, status, param, code), status, headers)
+    return json_answer(error_body(message, status, param, code), status, headers)
 
 
 async def set_request_id(http: web.Request, response: web.StreamResponse) -> None:

@@ -4,7 +4,7 @@ Three things are bounded: the size of a body (by aiohttp, after decompression), 
 the bytes of all bodies under way, since many clients who each send half a body and fall silent would otherwise fill the
 memory. Large bodies are parsed by a thread of their own.
 
-Read next: `schema.py`, which parses; `server.py`, which asks.
+Read next: `parse.py` for what is in them; `server.py`, which asks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from aiohttp import ClientPayloadError, http_exceptions, web
 
-from minispec.http import schema
+from minispec.http.parse import parse_json
 from minispec.request import RequestError, one_line
 
 MAX_BODY = 16 * 2**20  # bytes of one HTTP body, after decompression
@@ -44,7 +44,7 @@ class Bodies:
         self.held += size
         try:
             raw = await _arrived(http)
-            work = lambda: parse(schema.parse_json(raw))  # noqa: E731
+            work = lambda: parse(parse_json(raw))  # noqa: E731
             if len(raw) <= INLINE_BODY:
                 return work()
             return await asyncio.get_running_loop().run_in_executor(self.thread, work)

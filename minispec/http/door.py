@@ -1,8 +1,8 @@
 """Who may do what: two keys, TLS, and which paths are open.
 
-Without keys everything is open. With --api-key every path but /health* and the page at / needs it, decided on the
-matched route and not on the path, which can be spelled in many ways. With --admin-api-key what changes the server for
-others needs that one, and it opens all the rest too. Keys are compared in constant time and never logged.
+Without keys everything is open. With --api-key every path needs it, but those that `routes.py` says need none, decided
+on the matched route and not on the path, which can be spelled in many ways. With --admin-api-key what changes the
+server for others needs that one, and it opens all the rest too. Keys are compared in constant time and never logged.
 
 Read next: `server.py`, which puts the guard in front of its handlers.
 """
@@ -16,10 +16,10 @@ from typing import Any
 from aiohttp import web
 
 from minispec.config import Config
+from minispec.http.routes import ROUTES
 from minispec.request import RequestError
 
-# These need the admin key where there is one; /abort_request too, in part.
-ADMIN = ("/flush_cache", "/set_internal_state", "/replicas/{number}/restart")
+KEYS = {route.path: route.key for route in ROUTES}  # /abort_request needs the admin key too, in part: see its handler
 
 
 class Door:
@@ -49,10 +49,11 @@ class Door:
         """Let a request through that has the key its route needs; RequestError 401 or 403 for the others."""
         resource = http.match_info.route.resource
         path = "" if resource is None else resource.canonical
-        if self.key is not None and not (path == "/" or path.startswith("/health")):
+        needed = KEYS.get(path, "user")
+        if self.key is not None and needed is not None:
             if not (_is(http, self.key) or (self.admin_key is not None and _is(http, self.admin_key))):
                 raise RequestError("a valid API key is needed: Authorization: Bearer KEY", None, 401, "invalid_api_key")
-        if path in ADMIN and not self.is_admin(http):
+        if needed == "admin" and not self.is_admin(http):
             raise self.forbidden(path)
         return await handler(http)
 

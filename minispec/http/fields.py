@@ -9,7 +9,7 @@ The one idea: a model carries names, types and structure, and nothing else. Rang
 `SamplingParams` is made, so that `LLM` has them too. Types are strict (no 1 for true, no "1" for 1), lists end at
 their first error (a million wrong ids are one error), and null means the same as leaving a field out.
 
-Read next: `schema.py`, which makes requests of what is read here; `openapi.py`, which describes it.
+Read next: `parse.py`, which makes requests of what is read here; `openapi.py`, which describes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import functools
 import json
 import logging
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -95,11 +95,16 @@ Number = float | None
 Text = str | None
 Each = Annotated[list[T], Field(fail_fast=True)]
 Batch = Annotated[list[T], Field(fail_fast=True, min_length=1, max_length=MAX_BATCH)]
+Turns = Annotated[list[T], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+OfTools = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TOOLS)]
 Filled = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[int], Field(fail_fast=True, min_length=1)]
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID)]
 Salt = Rid  # kept with every first page in the prefix cache
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
+Interval = Annotated[int, Field(ge=1)]  # tokens between two events
+Integers = told_apart("an integer or a list of integers", number=int, ids=Batch[int])
+Rows = told_apart("token ids or a list of such lists", ids=Each[int], rows=Batch[Each[int]])
 # An object of any size, whose values are looked at one by one later: as a dict of numbers, a million errors.
 Biases = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
 
@@ -178,21 +183,18 @@ def _refused(name: str, why: str) -> Any:
     return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": list(passes)})]
 
 
-def inactive() -> dict[str, tuple[str, str]]:
-    """Return name -> ("refused" or "ignored", why) for every field of the two tables."""
-    return {
-        name: (fate, why)
-        for fate, table in (("refused", REFUSED), ("ignored", IGNORED))
-        for why, names in table.items() for name in names.split()
-    }  # fmt: skip
+INACTIVE = {  # name -> "refused" or "ignored", and why
+    name: (fate, why)
+    for fate, table in (("refused", REFUSED), ("ignored", IGNORED))
+    for why, names in table.items() for name in names.split()
+}  # fmt: skip
 
 
-def _inactive_fields(*wanted: str) -> dict[str, Any]:
-    """Return the pydantic fields of the tables, or of those names."""
-    table = inactive()
+def _inactive_fields(names: Iterable[str]) -> dict[str, Any]:
+    """Return the pydantic fields of these names."""
     return {
         name: (_refused(name, why) if fate == "refused" else Any, Field(None, description=f"{fate}: {why}"))
-        for name, (fate, why) in table.items() if name in (wanted or table)
+        for name, (fate, why) in INACTIVE.items() if name in names
     }  # fmt: skip
 
 
@@ -205,14 +207,14 @@ class Fields(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class Prompted(create_model("Inactive", __base__=Fields, **_inactive_fields())):  # type: ignore[misc]
+class Prompted(create_model("Inactive", __base__=Fields, **_inactive_fields(INACTIVE))):  # type: ignore[misc]
     """What every request for text may say."""
 
     model: Text = does("ignored, unless --strict-model-name: then another name than the served one is a 404")
     stream: Flag = does("answer by server-sent events")
     rid: told_apart(f"a string of 1 to {MAX_RID} characters or a list of such", text=Rid, texts=Batch[Rid]) | None = (
         does("the answer's id, and what /abort_request looks for; a list for a list of prompts"))  # fmt: skip
-    stream_interval: Annotated[int, Field(ge=1)] | None = does("tokens between two events, in place of the server's")
+    stream_interval: Interval | None = does("tokens between two events, in place of the server's")
     truncate_prompt_tokens: Annotated[int, AfterValidator(_truncation)] | None = does(
         "keep so many last tokens of the prompt; -1 as many as leave room for the tokens to generate")
     best_of: Annotated[int | None, AfterValidator(_equal_to_n)] = does("must equal n, as nothing ranks choices")
@@ -293,6 +295,9 @@ class TextPart(Fields):
     text: str
 
 
+Content = told_apart("text or a list of text parts", text=str, objects=Batch[TextPart])
+
+
 class CalledFunction(Fields):
     """The function of a call that was made."""
 
@@ -339,18 +344,17 @@ class Prediction(Fields):
     """What the answer is expected to be like."""
 
     type: Literal["content"]
-    content: told_apart("text or a list of text parts", text=str, objects=Batch[TextPart])
+    content: Content
 
 
 class Message(Fields):
     """A message of a chat; what it says besides these is ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(description="whose it is")
-    content: told_apart("text or a list of text parts", text=str, objects=Batch[TextPart]) | None = does(
+    content: Content | None = does(
         "text, or parts joined by newlines; only the assistant's may be null, where it called tools")
     name: Text = does(TEMPLATE)
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = does(
-        "handed to the chat template, arguments as objects")
+    tool_calls: OfTools[ToolCall] | None = does("handed to the chat template, arguments as objects")
     tool_call_id: Text = does(TEMPLATE)
     reasoning_content: Text = does(TEMPLATE)
 
@@ -358,15 +362,13 @@ class Message(Fields):
 class Chat(OpenAI):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] = Field(
-        description="the conversation")
+    messages: Turns[Message] = Field(description="the conversation")
     max_completion_tokens: Integer = does("as max_tokens, and wins; with neither the context is the limit")
     logprobs: Flag = does("add the log-probability of each token")
     top_logprobs: Integer = does("and so many likeliest tokens beside it, at most 20; needs logprobs")
     add_generation_prompt: Flag = does("let the answer begin a new message (the default)")
     continue_final_message: Flag = does("let the answer continue the last message, the assistant's")
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = does(
-        "functions that may be called, shown to the model by the chat template")
+    tools: OfTools[Tool] | None = does("functions that may be called, shown to the model by the chat template")
     tool_choice: told_apart(
         "none, auto, required, or an object that names a function", text=Literal["none", "auto", "required"],
         object=Choice) | None = does("none hides the tools; auto, the default, leaves it to the model; required, or a "
@@ -410,16 +412,14 @@ class Closed(Fields):
 
 class NativeParams(Closed, Constrained, Sampling, create_model(  # type: ignore[misc]
     "InactiveNative", __base__=Fields, **_inactive_fields(
-        *"beam_width stop_regex custom_params watermark".split(),
-        "spaces_between_special_tokens",
-    ))):  # fmt: skip
+        "beam_width stop_regex custom_params watermark spaces_between_special_tokens".split()))):  # fmt: skip
     """The object `sampling_params`."""
 
     n: Choices | None = does("choices for each prompt, at most 16, each an item of the answer's list")
     max_new_tokens: Integer = does("tokens to generate at most; 128 if not given")
     min_new_tokens: Integer = does("tokens before which nothing ends the text")
     sampling_seed: Integer = does("the same seed, prompt and parameters give the same text in float32")
-    stream_interval: Annotated[int, Field(ge=1)] | None = does("tokens between two events, in place of the server's")
+    stream_interval: Interval | None = does("tokens between two events, in place of the server's")
 
 
 class Generate(Prompted):
@@ -434,12 +434,10 @@ class Generate(Prompted):
                                 ) | None = does("how to generate, for all prompts or for each")  # fmt: skip
     return_logprob: told_apart("true, false or a list of these", flag=bool, ids=Batch[bool]) | None = does(
         "add the log-probability of each token to meta_info; this and the next three for all prompts or for each")
-    logprob_start_len: told_apart("an integer or a list of integers", number=int, ids=Batch[int]) | None = does(
+    logprob_start_len: Integers | None = does(
         "the first token of the prompt whose log-probability is told; -1, the default, for none")
-    top_logprobs_num: told_apart("an integer or a list of integers", number=int, ids=Batch[int]) | None = does(
-        "so many likeliest tokens beside each, at most 20")
-    token_ids_logprob: told_apart("token ids or a list of such lists", ids=Each[int], rows=Batch[Each[int]]
-                                  ) | None = does("and these tokens")  # fmt: skip
+    top_logprobs_num: Integers | None = does("so many likeliest tokens beside each, at most 20")
+    token_ids_logprob: Rows | None = does("and these tokens")
     return_text_in_logprobs: Flag = does("and their texts")
 
 
@@ -448,7 +446,7 @@ class Tokenize(Fields):
 
     model: Text = does("as in a request for text")
     prompt: told_apart("text or a list of texts", text=str, texts=Batch[str]) | None = does("what to tokenize")
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = does(
+    messages: Turns[Message] | None = does(
         "a conversation to tokenize by the chat template, ready for an answer")
     add_special_tokens: Flag = does("begin with BOS where the model expects it (the default)")
 
@@ -457,8 +455,7 @@ class Detokenize(Fields):
     """The body of POST /detokenize and /v1/detokenize."""
 
     model: Text = does("as in a request for text")
-    tokens: told_apart("token ids or a list of such lists", ids=Each[int], rows=Batch[Each[int]]) = Field(
-        description="what to turn into text")
+    tokens: Rows = Field(description="what to turn into text")
     skip_special_tokens: Flag = does("leave special tokens out of the text (the default)")
 
 
@@ -485,10 +482,9 @@ class InternalState(Fields):
 
 def acting(kind: type[Fields]) -> dict[str, FieldInfo]:
     """Return the fields of a model that act, and so are in none of the tables or are switched on."""
-    table = inactive()
     return {
         name: field for name, field in kind.model_fields.items()
-        if name not in table or field.description != ": ".join(table[name])
+        if name not in INACTIVE or field.description != ": ".join(INACTIVE[name])
     }  # fmt: skip
 
 

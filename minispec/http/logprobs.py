@@ -4,7 +4,7 @@ The scheduler keeps numbers and ids (`request.Scored`); here they get texts and 
 those numbers, are in `request.meta_info`. There is one entry for each
 token, whatever a stream's events hold, and the entries of the events add up to those of the whole answer.
 
-Read next: `schema.py`, whose `Reply` calls this; `logprobs.py` one folder up for where the numbers come from.
+Read next: `reply.py`, whose `Reply` calls this; `logprobs.py` one folder up for where the numbers come from.
 """
 
 from __future__ import annotations

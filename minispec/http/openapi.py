@@ -1,9 +1,7 @@
 """The API described: /openapi.json for programs, the tables of docs/serving.md for people.
 
-Both are made of the models in `fields.py`, so they say what the server checks. `ROUTES` has a line for each path; a
-test compares it with the paths that are served. `python -m minispec.http.openapi` prints the tables.
-
-Read next: `fields.py`; `server.py`, which serves it.
+Both are made of the models in `fields.py` and the table in `routes.py`, so they say what the server checks and serves.
+`python -m minispec.http.openapi` prints the tables.
 """
 
 from __future__ import annotations
@@ -11,56 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic.json_schema import models_json_schema
 
 from minispec.http import fields
-
-JSON, TEXT, EVENTS, HTML = "application/json", "text/plain", "text/event-stream", "text/html"
-PROMPT = {"prompt": "Once upon a time", "max_tokens": 8}
-CHAT = {"messages": [{"role": "user", "content": "Say something."}], "max_tokens": 8}
-NATIVE = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
-
-
-class Route(NamedTuple):
-    """A path: its method, what it does, the model of its body with an example, what it answers with."""
-
-    method: str
-    path: str
-    summary: str
-    body: type[fields.Fields] | None = None
-    example: dict[str, Any] | None = None
-    answers: tuple[str, ...] = (JSON,)
-
-
-ROUTES = [
-    Route("post", "/v1/chat/completions", "OpenAI's chat completions", fields.Chat, CHAT, (JSON, EVENTS)),
-    Route("post", "/v1/completions", "OpenAI's completions", fields.Completion, PROMPT, (JSON, EVENTS)),
-    Route("post", "/generate", "SGLang's native generate", fields.Generate, NATIVE, (JSON, EVENTS)),
-    Route("put", "/generate", "the same", fields.Generate, NATIVE, (JSON, EVENTS)),
-    Route("get", "/v1/models", "the model served"),
-    Route("get", "/v1/models/{id}", "the model by its name, which may contain slashes"),
-    *(Route("get", path, "SGLang's description of the model") for path in ("/model_info", "/get_model_info")),
-    *(Route("get", path, "flags, sizes, counters") for path in ("/server_info", "/get_server_info")),
-    Route("get", "/v1/loads", "how busy the server is, in SGLang's words"),
-    Route("get", "/tokenizer_info", "the special tokens and the chat template"),
-    *(Route("post", path + "/tokenize", "text to token ids", fields.Tokenize, {"prompt": "Once upon a time"})
-      for path in ("", "/v1")),
-    *(Route("post", path + "/detokenize", "token ids to text", fields.Detokenize, {"tokens": [5, 6]})
-      for path in ("", "/v1")),
-    Route("post", "/abort_request", "end requests by the beginning of their ids", fields.Abort, {"rid": "nobody"}, ()),
-    *(Route(method, "/set_internal_state", "change a flag while the server runs", fields.InternalState,
-            {"server_args": {"speculative_accept_threshold_single": 1.0}}) for method in ("post", "put")),
-    *(Route(method, "/flush_cache", "empty the prefix cache; 400 while requests run", None, None, (TEXT,))
-      for method in ("get", "post")),
-    Route("post", "/replicas/{number}/restart", "start a replica again, when it has done what it has; 404 without one"),
-    Route("get", "/health", "200 once ready; needs no key"),
-    Route("get", "/health_generate", "200 once a token was generated; needs no key"),
-    Route("get", "/", "a page to talk to the model and watch speculation; needs no key", None, None, (HTML,)),
-    Route("get", "/openapi.json", "this description"),
-    Route("get", "/metrics", "counters for Prometheus; 404 without --enable-metrics", None, None, (TEXT,)),
-]  # fmt: skip
+from minispec.http.routes import JSON, ROUTES, Route
 
 FAILURES = {
     "400": "something in the request is wrong; param names the field", "401": "a valid API key is needed",
@@ -103,26 +57,16 @@ def document(version: str) -> dict[str, Any]:
 def _operation(route: Route) -> dict[str, Any]:
     """Return the description of one method of one path."""
     failure = {"content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}}
-    types = {kind: "object" if kind == JSON else "string" for kind in route.answers}
-    answer: dict[str, Any] = {kind: {"schema": {"type": name}} for kind, name in types.items()}
-    if route.path == "/set_internal_state":
-        answer[JSON] = {"schema": {"type": "array"}}
-    if route.path == "/generate":  # a list of prompts gives a list of answers
-        answer[JSON] = {"schema": {"type": ["object", "array"]}}
+    answer = {kind: {"schema": {"type": name}} for kind, name in route.answers.items()}
     operation: dict[str, Any] = {
-        "summary": route.summary,
+        "summary": route.summary + "; needs no key" * (route.key is None),
         "responses": {
             "200": {"description": "done", **({"content": answer} if answer else {})},
             **{status: {"description": why, **failure} for status, why in FAILURES.items()},
         },
     }
-    if "{id}" in route.path:
-        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
-    if "{number}" in route.path:
-        operation["parameters"] = [{"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}]
-    if route.path == "/v1/loads":
-        names = {"type": "string", "description": "core, spec or all, separated by commas"}
-        operation["parameters"] = [{"name": "include", "in": "query", "schema": names}]
+    if route.parameter is not None:
+        operation["parameters"] = [route.parameter]
     if route.body is not None:
         schema = {"$ref": f"#/components/schemas/{route.body.__name__}"}
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema, "example": route.example}}}

@@ -34,8 +34,8 @@ def _hashes(text: str, tag: str) -> str:
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-async def show(http: web.Request) -> web.Response:
-    """Answer with the page; it needs no key, and asks for one where the server wants it."""
+def answer() -> web.Response:
+    """Return the page as an answer; it needs no key, and asks for one where the server wants it."""
     text, policy = page()
     return web.Response(text=text, content_type="text/html", headers={
         "Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",

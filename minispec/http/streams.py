@@ -5,7 +5,7 @@ by one, and what comes on top as a part of the last of them, so that a reader wh
 and larger events, and memory grows with the text alone. Who stays more than `LAG` seconds behind is cut off: the stream
 ends with an error event that says so, which lies in the socket should the reader come back within `GRACE` seconds.
 
-Read next: `server.py`, which has the exchanges; `schema.py` for what events say.
+Read next: `server.py`, which has the exchanges; `reply.py` for what events say.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 from aiohttp import web
 
-from minispec.http import schema
+from minispec.http.parse import Job
+from minispec.http.reply import DONE, Reply, error_body, sse
 from minispec.request import Finish, Request, RequestError, Update
 
 logger = logging.getLogger("minispec")
@@ -52,7 +53,7 @@ class Waiting:
 class Exchange:
     """One HTTP request being answered: its job and the road on which its updates arrive."""
 
-    def __init__(self, job: schema.Job) -> None:
+    def __init__(self, job: Job) -> None:
         self.job = job
         self.requests: list[Request] = []
         self.aborted: set[int] = set()  # indices of prompts to end, maybe before they are submitted
@@ -110,7 +111,7 @@ def _too_slow() -> RequestError:
                         "slow_reader")  # fmt: skip
 
 
-async def stream(http: web.Request, exchange: Exchange, reply: schema.Reply) -> web.StreamResponse:
+async def stream(http: web.Request, exchange: Exchange, reply: Reply) -> web.StreamResponse:
     """Send an exchange's events, the first at once, since the request is checked and in the queue; or SlowReader.
 
     What fails from here on becomes an error event, never a quiet end. While nothing comes, comments tell client and
@@ -122,17 +123,17 @@ async def stream(http: web.Request, exchange: Exchange, reply: schema.Reply) -> 
         await response.prepare(http)
         try:
             await _send_events(response, exchange, reply)
-            closing = b"".join(map(schema.sse, reply.closing()))
+            closing = b"".join(map(sse, reply.closing()))
         except ConnectionResetError:
             raise
         except Exception as error:
             if not isinstance(error, RequestError):
                 logger.exception("a stream failed")
                 error = RequestError(f"{type(error).__name__} in the server", None, 500)
-            closing = schema.sse(schema.error_body(error.message, error.status, error.param, error.code))
+            closing = sse(error_body(error.message, error.status, error.param, error.code))
             if error.code == "slow_reader":
-                raise SlowReader(response, closing + schema.DONE) from None
-        await _within(LAG, response.write_eof(closing + schema.DONE))
+                raise SlowReader(response, closing + DONE) from None
+        await _within(LAG, response.write_eof(closing + DONE))
     except ConnectionResetError:
         logger.debug("a client hung up on its stream")
     except RequestError:  # it has all its text, but does not take the end of it
@@ -140,12 +141,12 @@ async def stream(http: web.Request, exchange: Exchange, reply: schema.Reply) -> 
     return response
 
 
-async def _send_events(response: web.StreamResponse, exchange: Exchange, reply: schema.Reply) -> None:
+async def _send_events(response: web.StreamResponse, exchange: Exchange, reply: Reply) -> None:
     """Write events until the reply is complete."""
     events = reply.opening()
     while True:
         if events:
-            await _within(LAG, response.write(b"".join(map(schema.sse, events))))
+            await _within(LAG, response.write(b"".join(map(sse, events))))
         if reply.done:
             return
         events = reply.take(await _next(exchange, response))

@@ -179,7 +179,7 @@ class Build:
         if self.compiled:
             network.compile_blocks(compiler)
             drafter.compile(compiler)
-        kv = make_kv(self.config, network, drafter, sizes, pages)
+        kv = make_kv(self.config, network, sizes, pages)
         accept = Accept(self.config.thresholds, self.config.simulate_acc_len)
         engine = Engine(network, kv, drafter, sizes, compiled=self.compiled, accept=accept)
         engine.beside, engine.asked = beside, Asking(engine)

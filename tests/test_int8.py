@@ -61,6 +61,7 @@ from minispec.load.int8 import (
 )
 from minispec.model import Model, RMSNorm
 from minispec.request import SamplingParams
+from minispec.shards import Shard, SplitEmbedding
 
 IDS = list(range(40))
 # (in, out) of the default model's layers and LM head; then a layer whose rows the kernel has to be given padded.
@@ -258,6 +259,15 @@ def test_a_tied_embedding_is_the_lm_head_s_rows_and_another_one_stays() -> None:
     assert tied.embed(tokens).dtype == torch.bfloat16
     assert torch.equal(tied.embed(tokens), weight_of(tied.lm_head)[tokens].bfloat16())
     assert apart.embed_tokens.weight is kept
+
+
+def test_a_tied_embedding_of_one_of_two_ranks_is_the_rows_of_its_part_of_the_lm_head() -> None:
+    shard = Shard(replace(tiny_config(), tied=True), 1, 2, "")
+    model = Model.empty(shard.config, torch.bfloat16, torch.device("meta"))
+    shard.join(model)
+    int8.replace_weights(model)
+    assert isinstance(model.embed_tokens, SplitEmbedding) and isinstance(model.embed_tokens.rows, Int8Embedding)
+    assert model.embed_tokens.weight is model.lm_head.weight and model.lm_head.weight.dtype == torch.int8
 
 
 def test_the_cost_is_what_the_distributions_say() -> None:

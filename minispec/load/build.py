@@ -184,7 +184,7 @@ class Build:
         if self.compiled:
             network.compile_blocks(compiler)
             drafter.compile(compiler)
-        kv = make_kv(self.config, network, drafter, sizes, pages)
+        kv = make_kv(self.config, network, sizes, pages)
         accept = Accept(self.config.thresholds, self.config.simulate_acc_len)
         attend_kind: AttendKind = PagedFlex if self.compiled and kv.pool.is_cuda else PagedGather
         engine = Engine(network, kv, drafter, sizes, attend_kind=attend_kind, accept=accept)

@@ -155,8 +155,8 @@ def coarse(pages: int) -> int:
     return pages >> shift << shift
 
 
-def make_kv(config: Config, network: Model, drafter: Drafter, sizes: Sizes, pages: int) -> PagedKV:
-    """Return the target's pool of `pages` pages, whose sibling holds the drafter's rows."""
+def make_kv(config: Config, network: Model, sizes: Sizes, pages: int) -> PagedKV:
+    """Return the target's pool of `pages` pages; a drafter's is its sibling."""
     shape, weight = network.config, network.norm.weight
     return PagedKV(
         KVShape(shape.layers, shape.kv_heads, shape.head_dim),
@@ -203,7 +203,7 @@ class Budget:
 
     def _pool_sizes(self, pages: int) -> tuple[int, int]:
         """Return the bytes of the target's pool of so many pages, tables included, and of the drafter's beside it."""
-        kv = make_kv(self.config, self.network, self.drafter, self.sizes, pages)
+        kv = make_kv(self.config, self.network, self.sizes, pages)
         kv.sibling(self.drafter.kv_shape)
         seen: set[int] = set()
         draft = size_of(kv.pools[1:], seen)

@@ -36,12 +36,6 @@ def sse(event: Any) -> bytes:
     return b"data: " + dump(event) + b"\n\n"
 
 
-def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
-    """Return the entry of /v1/models."""
-    return {"id": name, "object": "model", "created": created, "owned_by": "minispec", "root": name, "parent": None,
-            "max_model_len": max_model_len}  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Served:
     """What answers tell of the server."""

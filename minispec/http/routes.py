@@ -41,8 +41,7 @@ class Route(NamedTuple):
     pattern: str = ""  # of the parameter, where it is a part of the path
 
     @property
-    def served_path(self) -> str:
-        """Return the path as aiohttp takes it, with the pattern of its parameter."""
+    def served_path(self) -> str:  # as aiohttp takes it
         return self.path.replace("}", f":{self.pattern}}}")
 
 

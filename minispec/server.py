@@ -43,7 +43,7 @@ from minispec.http.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
 from minispec.http.door import Door
 from minispec.http.draining import Signals, drained, shutting_down
 from minispec.http.message import Formats
-from minispec.http.reply import Reply, Served, model_card
+from minispec.http.reply import Reply, Served
 from minispec.http.routes import ROUTES
 from minispec.http.streams import Exchange, SlowReader, delivered, delivering, stream
 from minispec.load.machine import own_compile_cache
@@ -201,9 +201,8 @@ class Server:
                 await exchange.next()  # ended while its prompt was tokenized: raises
             self._submit(exchange)
             if self.config.log_requests:
-                for request in reply.requests:
-                    size = len(request.prompt_ids)
-                    logger.info("request %s: %d prompt tokens, %s", request.rid, size, request.params)
+                for one in reply.requests:
+                    logger.info("request %s: %d prompt tokens, %s", one.rid, len(one.prompt_ids), one.params)
             if job.stream:
                 return await stream(http, exchange, reply)
             while not reply.done:
@@ -313,10 +312,9 @@ class Server:
         desk = self._ready()
         answers = await self.engine.each("stats")
         stats: dict[str, Any] = next(filter(None, answers), {})
-        secret = ("api_key", "admin_api_key", "notes")
-        flags = {k: v for k, v in dataclasses.asdict(self.config).items() if k not in secret}
-        flags["speculative_algorithm"] = desk.facts.algorithm
-        flags = {name: value for name, value in flags.items() if name not in stats}  # as resolved, not as asked for
+        given = {**dataclasses.asdict(self.config), "speculative_algorithm": desk.facts.algorithm}
+        hidden = {"api_key", "admin_api_key", "notes", *stats}  # what stats have is as resolved, not as asked for
+        flags = {name: value for name, value in given.items() if name not in hidden}
         states = [{**flags, **answer, "dp_rank": rank} for rank, answer in enumerate(answers) if answer]
         info = {**stats, **flags, "version": about.version(), "internal_states": states}
         if isinstance(self.engine, Replicas):
@@ -375,9 +373,8 @@ class Server:
         """Change flags between two steps, and count accepted drafts anew, as SGLang does."""
         self._ready()
         asked = (await self._body(http, fields.InternalState)).server_args
-        given = {name: value for name, value in asked.model_dump().items() if value is not None}
         try:
-            config = dataclasses.replace(self.config, **given)
+            config = dataclasses.replace(self.config, **asked.model_dump(exclude_none=True))
         except ValueError as error:
             raise RequestError(str(error), "server_args") from None
         await self.engine.each("reconfigure", config.thresholds, config.adaptive)
@@ -420,10 +417,8 @@ class Server:
             """Tokenize, in a thread."""
             for text in texts:
                 parse.check_size(text, context)
-            rows = [encode(text) for text in texts]
-            counts = [len(row) for row in rows]
-            first = slice(None) if batched else 0
-            return {"tokens": rows[first], "count": counts[first], "max_model_len": context}
+            rows, first = [encode(text) for text in texts], slice(None) if batched else 0
+            return {"tokens": rows[first], "count": [len(row) for row in rows][first], "max_model_len": context}
 
         return await self._worked_out(work)
 
@@ -463,8 +458,8 @@ class Server:
         if self.stopping:
             raise shutting_down()
         if self.engine.state == "failed" or self.engine.desk is None:
-            line = f"the server is not ready ({self.engine.state}): {self._progress()}"
-            raise RequestError(line, None, 503, "not_ready")
+            raise RequestError(f"the server is not ready ({self.engine.state}): {self._progress()}", None, 503,
+                               "not_ready")  # fmt: skip
         return self.engine.desk
 
     def _open(self) -> Desk:
@@ -481,15 +476,17 @@ class Server:
         shown = calls_of(tokenizer.chat.tool_template or "")
         formats = Formats(CALLS.get(config.tool_call_parser or "", shown), THOUGHTS.get(config.reasoning_parser or ""))
         return Served(config.served_name, about.fingerprint(config, facts.numbers), facts.nodes,
-                             config.stream_interval, config.enable_cache_report, formats, tokenizer)  # fmt: skip
+                      config.stream_interval, config.enable_cache_report, formats, tokenizer)  # fmt: skip
 
     def _check_model(self, name: str | None) -> None:
         """Raise RequestError where, with --strict-model-name, a request names another model."""
         parse.check_model(name, self._names if self.config.strict_model_name else None)
 
     def _card(self) -> dict[str, Any]:
-        context = self._ready().intake.limits.context_length
-        return model_card(self.config.served_name, self.created, context)
+        """Return the entry of /v1/models."""
+        name, context = self.config.served_name, self._ready().intake.limits.context_length
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "minispec", "root": name,
+                "parent": None, "max_model_len": context}  # fmt: skip
 
     @web.middleware
     async def _counted_answer(self, http: web.Request, handler: Any) -> web.StreamResponse:

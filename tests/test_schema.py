@@ -518,8 +518,8 @@ def test_an_abort_becomes_an_error() -> None:
 
 
 def test_errors_are_wrapped_as_openai_does() -> None:
-    body = error_body("no", 404, "model", "model_not_found")
+    body = error_body(RequestError("no", "model", 404, "model_not_found"))
     assert body == {"error": {"message": "no", "type": "not_found_error", "param": "model", "code": "model_not_found"}}
-    assert error_body("no", 400)["error"]["type"] == "invalid_request_error"
-    assert error_body("no", 503)["error"]["type"] == "server_error"
+    assert error_body(RequestError("no"))["error"]["type"] == "invalid_request_error"
+    assert error_body(RequestError("no", None, 503))["error"]["type"] == "server_error"
     assert sse({"a": "é"}) == 'data: {"a":"é"}\n\n'.encode()

@@ -42,13 +42,11 @@ def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = 
     return web.Response(body=dump(value), status=status, headers=headers, content_type="application/json")
 
 
-def error_answer(message: str, status: int, param: str | None = None, code: str | None = None,
-                 headers: dict[str, str] | None = None) -> web.Response:  # fmt: skip
+def error_answer(error: RequestError, headers: dict[str, str] | None = None) -> web.Response:
     """Return an error response: a 503 is worth trying again soon, a 500 is not worth trying again."""
-    advice = {503: {"Retry-After": "5" if code == "not_ready" else "1"}, 500: {"x-should-retry": "false"},
+    advice = {503: {"Retry-After": "5" if error.code == "not_ready" else "1"}, 500: {"x-should-retry": "false"},
               401: {"WWW-Authenticate": "Bearer"}}  # fmt: skip
-    headers = {**advice.get(status, {}), **(headers or {})}
-    return json_answer(error_body(message, status, param, code), status, headers)
+    return json_answer(error_body(error), error.status, {**advice.get(error.status, {}), **(headers or {})})
 
 
 async def set_request_id(http: web.Request, response: web.StreamResponse) -> None:
@@ -63,15 +61,15 @@ async def errors(http: web.Request, handler: Any) -> web.StreamResponse:
     try:
         return await handler(http)
     except RequestError as error:
-        return error_answer(error.message, error.status, error.param, error.code)
+        return error_answer(error)
     except web.HTTPException as error:
         if error.status < 400:
             raise
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        return error_answer(f"{error.reason}: {http.method} {http.path}"[:300], error.status, headers=allow)
+        return error_answer(RequestError(f"{error.reason}: {http.method} {http.path}"[:300], None, error.status), allow)
     except Exception as error:
         logger.exception("a handler failed")
-        return error_answer(f"{type(error).__name__} in the server", 500)
+        return error_answer(RequestError(f"{type(error).__name__} in the server", None, 500))
 
 
 class Origins:

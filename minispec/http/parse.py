@@ -61,8 +61,6 @@ def parse_json(body: bytes) -> dict[str, Any]:
         _check_values(value, 0)
     except RecursionError:
         raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels") from None
-    except RequestError:
-        raise
     except ValueError as error:  # JSONDecodeError and UnicodeError are ValueErrors
         raise RequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -413,11 +411,9 @@ def _made(call: fields.ToolCall, where: str) -> dict[str, Any]:
 
 def _wish(asked: fields.Chat) -> Wish:
     """Return what a chat says of tools and reasoning; RequestError 400 where its parts do not fit together."""
-    choice, told = asked.tool_choice, fields.Function.model_fields
-    tools: list[dict[str, Any]] = [
-        {"type": "function", "function": _given(tool.function, told)} for tool in asked.tools or []
-    ]
-    names = [tool["function"]["name"] for tool in tools]
+    choice, functions = asked.tool_choice, [tool.function for tool in asked.tools or []]
+    tools = [{"type": "function", "function": _given(told, fields.Function.model_fields)} for told in functions]
+    names = [told.name for told in functions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise RequestError(f"tools must have names of their own, got {twice!r} twice", "tools")
     only = choice.function.name if isinstance(choice, fields.Choice) else None
@@ -486,9 +482,7 @@ def tokenize(
     return requests
 
 
-def _prompt_ids(
-    job: Job, i: int, tokenizer: Tokenizer, context_length: int, longest: int | None
-) -> list[int]:
+def _prompt_ids(job: Job, i: int, tokenizer: Tokenizer, context_length: int, longest: int | None) -> list[int]:
     """Return the ids of a job's i-th prompt, cut to the length that the client wants."""
     prompt, wanted = job.prompts[i], job.params[i].max_new_tokens
     check_size(prompt, context_length)
@@ -523,10 +517,9 @@ def _prepare_answer(request: Request, job: Job, tokenizer: Tokenizer, formats: F
         must = Grammar("lark", constraint(wish.tools, calls, wish.only, wish.parallel), "tool_choice")
         request.params = replace(request.params, grammar=must)
     if thoughts is not None:
-        messages = cast(list[dict[str, Any]], job.prompts[0])
         tail = tokenizer.decode(request.prompt_ids[-32:], skip_special_tokens=False).rstrip()
         if job.chat["continue_final_message"]:
-            tail = messages[-1]["content"]
+            tail = cast(list[dict[str, Any]], job.prompts[0])[-1]["content"]
             request.thinking = tail.rfind(thoughts.begin) > tail.rfind(thoughts.end)
         elif tail.endswith((thoughts.begin, thoughts.end)):
             request.thinking = tail.endswith(thoughts.begin)

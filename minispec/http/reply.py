@@ -25,21 +25,15 @@ DONE = b"data: [DONE]\n\n"
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def error_body(error: RequestError) -> dict[str, Any]:
     """Return OpenAI's error object, the body of every failure."""
-    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message[:2000], "type": kind, "param": param, "code": code}}
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": error.message[:2000], "type": kind, "param": error.param, "code": error.code}}
 
 
 def sse(event: Any) -> bytes:
     """Return one server-sent event."""
     return b"data: " + dump(event) + b"\n\n"
-
-
-def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
-    """Return the entry of /v1/models."""
-    return {"id": name, "object": "model", "created": created, "owned_by": "minispec", "root": name, "parent": None,
-            "max_model_len": max_model_len}  # fmt: skip
 
 
 @dataclass(frozen=True)

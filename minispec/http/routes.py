@@ -20,11 +20,10 @@ CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "Say something."}], "ma
 PROMPT_EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 8}
 NATIVE_EXAMPLE = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
 FLAG_EXAMPLE = {"server_args": {"speculative_accept_threshold_single": 1.0}}
-
 ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 NUMBER = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}
-INCLUDE = {"name": "include", "in": "query", "schema": {
-    "type": "string", "description": "core, spec or all, separated by commas"}}  # fmt: skip
+SECTIONS = {"type": "string", "description": "core, spec or all, separated by commas"}
+INCLUDE = {"name": "include", "in": "query", "schema": SECTIONS}
 
 
 class Route(NamedTuple):
@@ -42,8 +41,7 @@ class Route(NamedTuple):
     pattern: str = ""  # of the parameter, where it is a part of the path
 
     @property
-    def served_path(self) -> str:
-        """Return the path as aiohttp takes it, with the pattern of its parameter."""
+    def served_path(self) -> str:  # as aiohttp takes it
         return self.path.replace("}", f":{self.pattern}}}")
 
 

@@ -130,7 +130,7 @@ async def stream(http: web.Request, exchange: Exchange, reply: Reply) -> web.Str
             if not isinstance(error, RequestError):
                 logger.exception("a stream failed")
                 error = RequestError(f"{type(error).__name__} in the server", None, 500)
-            closing = sse(error_body(error.message, error.status, error.param, error.code))
+            closing = sse(error_body(error))
             if error.code == "slow_reader":
                 raise SlowReader(response, closing + DONE) from None
         await _within(LAG, response.write_eof(closing + DONE))

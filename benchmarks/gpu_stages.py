@@ -39,9 +39,9 @@ import bench
 from benchmarks import throughput
 from benchmarks.parity import Reference
 from minispec import LLM, SamplingParams
-from minispec.bucket import Sizes
+from minispec.buffers import Sizes
+from minispec.cuda.graphs import Recorder
 from minispec.eagle import HeadConfig
-from minispec.graphs import Recorder
 from minispec.load.heads import HEAD_KINDS
 from minispec.load.weights import read_config
 from minispec.model import Model, ModelConfig

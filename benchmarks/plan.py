@@ -6,7 +6,7 @@ Weights are counted by the constructors that make them, on PyTorch's meta device
 tensor that a rank gives; what goes over a wire is some multiple of it, by algorithm. tests/test_parallel.py compares
 both with what is counted in a run.
 
-Read next: docs/scaling.md; `minispec/shards.py` for who has what.
+Read next: docs/scaling.md; `minispec/ranks/shards.py` for who has what.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from minispec.load.build import choose_folder
 from minispec.load.memory import size_of
 from minispec.load.weights import read_config
 from minispec.model import Model, ModelConfig
-from minispec.parallel import SHORT
-from minispec.shards import Shard
+from minispec.ranks.link import SHORT
+from minispec.ranks.shards import Shard
 
 WORD = torch.int64.itemsize
 

@@ -15,7 +15,7 @@ two candidates must have been so close that ten times the absolute difference co
 after noise, penalties and filters, as `sampling.pick` has them. A swap at a wider margin fails, and so does a run that
 compares less than 95 % of all tokens.
 
-Read next: `minispec/shards.py`; tests/test_parallel.py has the same on tiny models, exactly.
+Read next: `minispec/ranks/shards.py`; tests/test_parallel.py has the same on tiny models, exactly.
 """
 
 from __future__ import annotations

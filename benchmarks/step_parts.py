@@ -40,11 +40,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bench
 from benchmarks import throughput
 from minispec import LLM, SamplingParams
-from minispec.bucket import Chunk
+from minispec.buffers import Chunk
+from minispec.cpu.int8 import Int8Linear
+from minispec.cpu.linear import FEW_ROWS
 from minispec.engine import Engine
 from minispec.load.build import compile_step
-from minispec.load.int8 import Int8Linear
-from minispec.load.packed import FEW_ROWS
 from minispec.model import Block
 from minispec.request import Request
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from minispec.attention import AttendKind, Plan, prefill_block
-from minispec.bucket import Bucket, Chunk, PrefillBucket, Prefills, Sizes
+from minispec.buffers import Bucket, Chunk, PrefillBucket, Prefills, Sizes
 from minispec.compiled import CompileFor, Compiler, Small, Step, within_step
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter
 from minispec.kv import PagedKV

@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from minispec.bucket import Bucket, Chunk, PrefillBucket, Prefills
+from minispec.buffers import Bucket, Chunk, PrefillBucket, Prefills
 from minispec.compiled import within_step
 from minispec.drafter import Committed, Drafter
 

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from minispec.bucket import Chunk
+from minispec.buffers import Chunk
 from minispec.engine import Engine, Pending
 from minispec.metrics import Load, Metrics
 from minispec.output import Output, TextMaker

@@ -1,7 +1,7 @@
 """Where that attaches which only some requests or some machines need: what requests ask, and the ranks of one model.
 
 `engine.py` calls these two and knows nothing of what is behind them. As they stand here they do nothing: no request
-asks for more than tokens, and the model is in one process. `asked.py` and `parallel.py` derive from them, and whoever
+asks for more than tokens, and the model is in one process. `steps.py` and `link.py` derive from them, and whoever
 puts an engine together sets its `asked` and `link`.
 
 Read next: `engine.py`.
@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from minispec.bucket import Bucket, Chunk, PrefillBucket
+from minispec.buffers import Bucket, Chunk, PrefillBucket
 from minispec.output import Output
 from minispec.request import Request
 from minispec.sampling import Needs

@@ -2,7 +2,7 @@
 
     python -m minispec.server [--model PATH] [--port 30000] ...
 
-Two threads: the event loop parses, counts and streams; the engine thread (`engine_thread.py`) owns the `LLM`, is the
+Two threads: the event loop parses, counts and streams; the engine thread (`worker.py`) owns the `LLM`, is the
 only one that touches the scheduler, and steps. What the loop needs to know of the model stands on a `Desk`.
 
 What a client may rely on: the server listens at once and says 503 with a progress line until it is ready, on a CPU
@@ -11,7 +11,7 @@ hangs up is aborted, in the queue, in prefill and in decode; a step that raises 
 server, and one that hangs ends the process (`watchdog.py`); Ctrl-C and SIGTERM let what runs finish, and a second
 signal ends it.
 
-Read next: `http/parse.py` and `http/reply.py` for what goes in and out, `scheduler.py` for what a step is.
+Read next: `serve/parse.py` and `serve/reply.py` for what goes in and out, `scheduler.py` for what a step is.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import web
 
 from minispec.config import Config
-from minispec.desk import Desk
-from minispec.engine_thread import Build, EngineThread, build_llm, build_sealed_llm
-from minispec.http import about, fields, openapi, page, parse, prometheus
-from minispec.http.answers import AccessLog, Origins, access_logger, errors, json_answer, set_request_id
-from minispec.http.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
-from minispec.http.door import Door
-from minispec.http.draining import Signals, drained, shutting_down
-from minispec.http.message import Formats
-from minispec.http.reply import Reply, Served
-from minispec.http.routes import ROUTES
-from minispec.http.streams import Exchange, SlowReader, delivered, delivering, stream
 from minispec.load.machine import own_compile_cache
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
-from minispec.replicas import Replicas
+from minispec.replicas.workers import Replicas
 from minispec.request import Request, RequestError, Update, one_line
-from minispec.watchdog import Watchdog
+from minispec.serve import fields, openapi, page, parse, prometheus
+from minispec.serve.answers import AccessLog, Origins, access_logger, errors, json_answer, set_request_id
+from minispec.serve.auth import Door
+from minispec.serve.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
+from minispec.serve.front import Desk
+from minispec.serve.info import fingerprint, version
+from minispec.serve.message import Formats
+from minispec.serve.reply import Reply, Served
+from minispec.serve.routes import ROUTES
+from minispec.serve.shutdown import Signals, drained, shutting_down
+from minispec.serve.streams import Exchange, SlowReader, delivered, delivering, stream
+from minispec.serve.watchdog import Watchdog
+from minispec.serve.worker import Build, EngineThread, build_llm, build_sealed_llm
 
 if TYPE_CHECKING:
-    from minispec.intake import Intake
+    from minispec.serve.intake import Intake
 
 logger = logging.getLogger("minispec")
 
@@ -316,7 +317,7 @@ class Server:
         hidden = {"api_key", "admin_api_key", "notes", *stats}  # what stats have is as resolved, not as asked for
         flags = {name: value for name, value in given.items() if name not in hidden}
         states = [{**flags, **answer, "dp_rank": rank} for rank, answer in enumerate(answers) if answer]
-        info = {**stats, **flags, "version": about.version(), "internal_states": states}
+        info = {**stats, **flags, "version": version(), "internal_states": states}
         if isinstance(self.engine, Replicas):
             info["replicas"] = self.engine.listed(answers)
         return json_answer(info)
@@ -332,7 +333,7 @@ class Server:
         loads = [{**load, "dp_rank": rank} for rank, load in found if load]
         for load in loads if not include & {"spec", "all"} else ():
             load.pop("speculative", None)
-        return json_answer({"timestamp": time.time(), "version": about.version(), "loads": loads})
+        return json_answer({"timestamp": time.time(), "version": version(), "loads": loads})
 
     async def tokenizer_info(self, http: web.Request) -> web.Response:
         """The special tokens and the chat template, for clients that count or tokenize themselves."""
@@ -344,7 +345,7 @@ class Server:
 
     async def openapi(self, http: web.Request) -> web.Response:
         """The description of this API."""
-        return json_answer(openapi.document(about.version()))
+        return json_answer(openapi.document(version()))
 
     async def metrics(self, http: web.Request) -> web.Response:
         """The counters, for Prometheus."""
@@ -475,7 +476,7 @@ class Server:
         facts, tokenizer = desk.facts, desk.intake.tokenizer
         shown = calls_of(tokenizer.chat.tool_template or "")
         formats = Formats(CALLS.get(config.tool_call_parser or "", shown), THOUGHTS.get(config.reasoning_parser or ""))
-        return Served(config.served_name, about.fingerprint(config, facts.numbers), facts.nodes,
+        return Served(config.served_name, fingerprint(config, facts.numbers), facts.nodes,
                       config.stream_interval, config.enable_cache_report, formats, tokenizer)  # fmt: skip
 
     def _check_model(self, name: str | None) -> None:
@@ -583,7 +584,7 @@ def _serves(config: Config) -> bool:
             return True
     except ValueError as error:
         sys.exit(f"minispec: error: {error}")
-    from minispec.follower import serve_machine  # here, since the server listens before torch is imported
+    from minispec.load.rank import serve_machine  # here, since the server listens before torch is imported
 
     serve_machine(config)
     return False

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from minispec.asked import Asking
+from minispec.asked.grammar import Grammars
+from minispec.asked.steps import Asking
 from minispec.attention import AttendKind, Causal, PagedFlex
-from minispec.bucket import Sizes
+from minispec.buffers import Sizes
+from minispec.cpu.gather import PagedGather
 from minispec.drafter import Draft, Drafter, HostDrafter, as_drafter
 from minispec.engine import Engine
-from minispec.gather import PagedGather
-from minispec.grammar import Grammars
 from minispec.kv import KVShape, PagedKV
 from minispec.load.tokenizer import Detokenizer
 from minispec.model import Model, ModelConfig

@@ -15,8 +15,8 @@ from exactness import Oracle, build, mixed_requests, reference, run, tiny_model,
 import minispec.engine as engine_module
 import minispec.verify as verify_module
 from minispec.attention import Plan
+from minispec.cpu.gather import PagedGather
 from minispec.drafter import Plain
-from minispec.gather import PagedGather
 from minispec.kv import PagedKV
 from minispec.request import Request
 from minispec.scheduler import Scheduler

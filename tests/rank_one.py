@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from minispec.bucket import Sizes
+from minispec.buffers import Sizes
+from minispec.cpu.gather import PagedGather
 from minispec.engine import Engine
-from minispec.gather import PagedGather
 from minispec.kv import KVShape, PagedKV
 from minispec.load.weights import load_weights
 from minispec.model import Model, ModelConfig, published_tensors
-from minispec.parallel import Elsewhere, Ranks, follow
-from minispec.shards import Shard
+from minispec.ranks.link import Elsewhere, Ranks, follow
+from minispec.ranks.shards import Shard
 
 LOOK, FOUND = "look", "found"
 

@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from minispec import gather as gather_module
-from minispec import products as products_module
 from minispec.attention import QUERY_BLOCK, AttendKind, Causal, FlexLayer, PagedFlex, Plan
-from minispec.direct import any_size
-from minispec.gather import GatherLayer, PagedGather, PromptLayer
+from minispec.cpu import gather as gather_module
+from minispec.cpu import products as products_module
+from minispec.cpu.direct import any_size
+from minispec.cpu.gather import GatherLayer, PagedGather, PromptLayer
+from minispec.cpu.products import TILE, Products, Tile, attend_at_once
 from minispec.kv import KVShape, PagedKV
-from minispec.products import TILE, Products, Tile, attend_at_once
 
 GROUPS = (1, 3, 4, 7, 8)  # query heads per KV head
 TREES = (1, 2, 3, 8, 17, 33, 64)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minispec.beam import BeamDrafter
-from minispec.bucket import PrefillBucket
+from minispec.buffers import PrefillBucket
 from minispec.engine import CAPTURED, Engine
 from minispec.kv import PagedKV
 from minispec.request import Logprobs

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from benchmarks.bits import ThreeWays
 from minispec.compiled import Key
+from minispec.cpu.gather import GatherLayer
 from minispec.engine import Engine
-from minispec.gather import GatherLayer
 from minispec.load.build import compile_step
 from minispec.scheduler import Scheduler
 

@@ -34,15 +34,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import minispec.attention as attention_module
+from minispec.asked.scores import Scores
 from minispec.attention import QUERY_BLOCK, FlexLayer, Plan, most_nodes
 from minispec.config import Config
+from minispec.cpu.gather import PagedGather
+from minispec.cuda.fp8 import Fp8Linear, use_fp8
 from minispec.engine import Engine, Pending
-from minispec.gather import PagedGather
 from minispec.kv import KVShape, PagedKV
 from minispec.load.drafters import make_drafter
-from minispec.load.fp8 import Fp8Linear, use_fp8
 from minispec.load.warm_up import step_seconds
-from minispec.logprobs import Scores
 from minispec.request import Logprobs, Request
 from minispec.scheduler import Scheduler
 

@@ -18,10 +18,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from minispec import desk
 from minispec.config import Config
-from minispec.http import parse
 from minispec.load import default_model
+from minispec.serve import front, parse
 
 TEXTS = [
     "The quick brown fox jumps over 13 lazy dogs in 2024.",
@@ -132,14 +131,14 @@ def test_control_tokens_vanish_when_special_tokens_are_skipped(folder: Path) -> 
 
 
 def test_requests_that_leave_out_how_to_sample_get_what_keeps_the_model_sensible(folder: Path) -> None:
-    found = desk._read_defaults(Config(), folder)
+    found = front._read_defaults(Config(), folder)
     assert found == {name: value for name, value in default_model.SAMPLING.items() if name != "do_sample"}
     body = {"messages": [{"role": "user", "content": "Tell me about trees."}]}
     params = parse.parse_chat(body, found).params[0]
     assert (params.temperature, params.top_p, params.repetition_penalty) == (0.6, 0.9, 1.1)
     own = parse.parse_chat({**body, "temperature": 0, "repetition_penalty": 1}, found).params[0]
     assert (own.temperature, own.top_p, own.repetition_penalty) == (0, 0.9, 1)
-    assert desk._read_defaults(Config(sampling_defaults="openai"), folder) == {}
+    assert front._read_defaults(Config(sampling_defaults="openai"), folder) == {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

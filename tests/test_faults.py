@@ -20,8 +20,8 @@ from conformance import SUBJECTS, WISHES, Subject, truth
 from exactness import request, run
 
 from minispec.beam import Inputs
+from minispec.cpu.gather import PagedGather
 from minispec.engine import AskedStep, Engine
-from minispec.gather import PagedGather
 from minispec.kv import PagedKV
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import Logprobs, Request, Update

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 import minispec.load.build as build_module
 from minispec.config import Config
+from minispec.cuda.fp8 import FP8, Fp8Linear, check_fp8, rowwise, use_fp8
 from minispec.llm import LLM
 from minispec.load.build import choose_device, load_model
-from minispec.load.fp8 import FP8, Fp8Linear, check_fp8, rowwise, use_fp8
 from minispec.load.fp8_weights import read_weights
 from minispec.load.heads import load_head
 from minispec.model import Model, ModelConfig, ModelError, published_tensors

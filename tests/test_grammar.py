@@ -23,17 +23,17 @@ from constrained import SCHEMAS, problem
 from exactness import CPU, VOCAB, Oracle, build, next_logits, request, run, tiny_model
 from llguidance import LLMatcher
 
-import minispec.asked as asked_module
-import minispec.grammar as grammar_module
+import minispec.asked.grammar as grammar_module
+import minispec.asked.steps as asked_module
+from minispec.asked.grammar import Constraint, Constraints, Grammars, Stuck, mask
 from minispec.drafter import Plain
 from minispec.engine import CAPTURED
-from minispec.grammar import Constraint, Constraints, Grammars, Stuck, mask
-from minispec.http import parse
 from minispec.load.tokenizer import Detokenizer, load_tokenizer
 from minispec.model import Model
 from minispec.request import Finish, Grammar, Logprobs, Request, RequestError, SamplingParams
 from minispec.sampling import SamplingState, pick
 from minispec.scheduler import Scheduler
+from minispec.serve import parse
 from minispec.tree import PADDING
 
 EOS = 0

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from minispec import LLM
 from minispec.attention import Causal
+from minispec.cpu.linear import PackedLinear, can_pack, pack_linears
 from minispec.eagle import DraftHead, HeadConfig
 from minispec.load.heads import ARCHITECTURES, HEAD_KINDS, head_tensors, load_head
-from minispec.load.packed import PackedLinear, can_pack, pack_linears
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.model import FINAL, Model, ModelConfig, ModelError, published_tensors
 

@@ -14,10 +14,10 @@ from test_server import Running, native, options, ready, tiny  # noqa: F401  the
 
 from benchmarks.hostile import HOSTILE
 from minispec.config import Config
-from minispec.http import parse
-from minispec.http.message import Formats
 from minispec.load.reply_formats import CALLS
 from minispec.request import RequestError
+from minispec.serve import parse
+from minispec.serve.message import Formats
 
 STREAM = native("Once upon", temperature=1.1, sampling_seed=3, max_new_tokens=150, ignore_eos=True)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minispec.load import huge_pages
-from minispec.load.huge_pages import HUGE, full_mappings
+from minispec.cpu import huge_pages
+from minispec.cpu.huge_pages import HUGE, full_mappings
 
 SMAPS = """\
 10000000-10900000 rw-p 00000000 00:00 0                                  [heap]
@@ -67,7 +67,7 @@ def test_sparse_pools_take_memory_where_they_are_written() -> None:
     code = """
         import torch
         from pathlib import Path
-        from minispec.load.huge_pages import sparse, zeros
+        from minispec.cpu.huge_pages import sparse, zeros
         def taken():
             return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
         device, before = torch.device("cpu"), taken()
@@ -87,7 +87,7 @@ def test_memory_moves_and_keeps_what_is_in_it() -> None:
         pytest.skip("this system has no huge pages for who asks")
     script = """
         import torch
-        from minispec.load.huge_pages import use_huge_pages, zeros
+        from minispec.cpu.huge_pages import use_huge_pages, zeros
         torch.manual_seed(0)
         tensors = [torch.randn(300_000) for _ in range(40)]
         copies = [tensor.tolist() for tensor in tensors]

@@ -44,12 +44,8 @@ from trained import trained_model
 import minispec.load.build as build_module
 from minispec.compiled import Key, within_step
 from minispec.config import Config
-from minispec.eagle import Eagle3Head, HeadConfig
-from minispec.llm import LLM
-from minispec.load import int8
-from minispec.load.build import choose_device, compile_step
-from minispec.load.drafters import make_drafter
-from minispec.load.int8 import (
+from minispec.cpu import int8
+from minispec.cpu.int8 import (
     Int8Embedding,
     Int8Head,
     Int8Linear,
@@ -59,9 +55,13 @@ from minispec.load.int8 import (
     quantize,
     quantized,
 )
+from minispec.eagle import Eagle3Head, HeadConfig
+from minispec.llm import LLM
+from minispec.load.build import choose_device, compile_step
+from minispec.load.drafters import make_drafter
 from minispec.model import Model, RMSNorm
+from minispec.ranks.shards import Shard, SplitEmbedding
 from minispec.request import SamplingParams
-from minispec.shards import Shard, SplitEmbedding
 
 IDS = list(range(40))
 # (in, out) of the default model's layers and LM head; then a layer whose rows the kernel has to be given padded.

@@ -22,33 +22,14 @@ SOURCES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-# A module may import from strictly lower ranks, never from its own. `load/` and `train/` span ranks.
-RANKS = {
-    0: "compiled http.__init__ http.page kv load.__init__ load.chat_templates load.huge_pages load.machine "
-    "load.packed load.reply_formats load.sglang_flags load.token_map load.wheels metrics model products radix "
-    "request routing train.__init__ tree watchdog",
-    1: "attention config direct eagle http.draining http.fields http.reasoning http.traces load.chat "
-    "load.default_model load.fp8 load.weights logprobs output sampling seats shards",
-    2: "drafter gather grammar http.routes http.tools load.fp8_weights load.int8 load.tokenizer mtp "
-    "train.prompts verify",
-    3: "beam bucket http.door http.logprobs http.message http.openapi intake load.heads ngram policy trace",
-    4: "crossing http.parse late lookup seams standalone",
-    5: "engine http.bodies http.reply load.draft_models",
-    6: "asked graphs http.answers http.streams load.drafters load.memory load.selftest load.warm_up scheduler",
-    7: "http.prometheus parallel",
-    8: "load.ranks",
-    9: "load.build",
-    10: "follower llm",
-    11: "explain http.about train.corpus warming",
-    12: "desk train.export train.rounds",
-    13: "engine_thread train.small train.trainer",
-    14: "replica train.__main__",
-    15: "cluster",
-    16: "replicas",
-    17: "server",
-    18: "__init__",
-}
-RANK = {module: rank for rank, modules in RANKS.items() for module in modules.split()}
+# Floors from the ground up. A file imports from its own folder and from the floors below, never from above or beside.
+# "" is the core, the files at the top of the package but for those named here, which put folders together.
+FLOORS = (
+    ("",), ("asked", "cpu", "cuda"), ("ranks",), ("config",), ("load",), ("llm",), ("serve", "train", "explain"),
+    ("replicas",), ("server",), ("__init__",),
+)  # fmt: skip
+FLOOR = {place: floor for floor, places in enumerate(FLOORS) for place in places}
+TABLES = ("load.chat_templates", "load.reply_formats", "load.sglang_flags")  # import nothing: the flags read them
 ALGORITHMS = {"NONE", "NGRAM", "EAGLE", "EAGLE3", "NEXTN", "MTP", "STANDALONE"}
 
 Rule = Callable[[str, str], Iterator[str]]
@@ -64,16 +45,33 @@ def imported(source: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
 
 
-def imports_point_strictly_down(module: str, source: str) -> Iterator[str]:
-    """No module imports one of its own rank or above; imports inside the package are absolute and by module."""
+def place_of(module: str) -> str:
+    """Return the folder or the file at the top that a module belongs to, as FLOORS names it; "" for the core."""
+    first, _, rest = module.partition(".")
+    return first if rest or first in FLOOR else ""
+
+
+def named_module(name: str) -> str:
+    """Return the module of the package that a full name, as `imported` yields it, lies in."""
+    parts = name.split(".")
+    return next((".".join(parts[1:n]) for n in (3, 2) if ".".join(parts[1:n]) in SOURCES), "__init__")
+
+
+def imports_point_down(module: str, source: str) -> Iterator[str]:
+    """No file imports from a floor above its own or from another place of its floor; imports are absolute."""
     for line, name in imported(source):
-        parts = name.split(".")
         if name.startswith("."):
             yield f"{module}:{line}: relative import {name}"
-        elif parts[0] == "minispec":
-            other = next((".".join(parts[1:n]) for n in (3, 2) if ".".join(parts[1:n]) in RANK), "__init__")
-            if RANK[other] >= RANK[module]:
+        elif name.split(".")[0] == "minispec" and (other := named_module(name)) not in TABLES:
+            here, there = place_of(module), place_of(other)
+            if here != there and FLOOR[there] >= FLOOR[here]:
                 yield f"{module}:{line}: imports {name}, which is not below it"
+
+
+def tables_import_nothing(module: str, source: str) -> Iterator[str]:
+    """The tables that flags are made of need nothing of the package."""
+    if module in TABLES:
+        yield from (f"{module}:{line}: {name}" for line, name in imported(source) if name.startswith("minispec"))
 
 
 def only_attention_knows_flex_attention(module: str, source: str) -> Iterator[str]:
@@ -84,7 +82,7 @@ def only_attention_knows_flex_attention(module: str, source: str) -> Iterator[st
 
 def only_the_schema_knows_pydantic(module: str, source: str) -> Iterator[str]:
     """`LLM` and all that it is made of work without pydantic; models of what is sent over HTTP are in one folder."""
-    if not module.startswith("http."):
+    if not module.startswith("serve."):
         yield from (f"{module}:{line}: {name}" for line, name in imported(source) if name.startswith("pydantic"))
 
 
@@ -103,11 +101,10 @@ def model_knows_attend_alone(module: str, source: str) -> Iterator[str]:
 
 def the_core_has_no_word_for_what_attaches(module: str, source: str) -> Iterator[str]:
     """What only some requests or machines need attaches at `seams.py`: the core neither imports nor names it."""
-    if module not in ("engine", "scheduler", "bucket"):
+    if module not in ("engine", "scheduler", "buffers"):
         return
-    attached = {"asked", "grammar", "logprobs", "trace", "parallel", "shards", "lookup", "config"}
     for line, name in imported(source):
-        if name.split(".")[0] == "minispec" and name.split(".")[1] in attached:
+        if name.startswith("minispec.lookup"):
             yield f"{module}:{line}: imports {name}"
     words = {"grammar", "score", "scored", "logprob", "trace", "traced", "sight", "rank", "permit", "ring", "lookup"}
     for node in ast.walk(ast.parse(source)):
@@ -229,7 +226,8 @@ def missing_files(text: str) -> Iterator[str]:
 
 
 RULES: dict[Rule, tuple[str, str]] = {  # rule: a module name and lines in it that break the rule
-    imports_point_strictly_down: ("kv", "def f():\n    from minispec.tree import ancestors"),
+    imports_point_down: ("kv", "def f():\n    from minispec.cpu import huge_pages"),
+    tables_import_nothing: ("load.reply_formats", "from minispec.tree import PADDING"),
     only_attention_knows_flex_attention: ("engine", "from torch.nn.attention.flex_attention import BlockMask"),
     only_the_schema_knows_pydantic: ("request", "from pydantic import BaseModel"),
     model_knows_attend_alone: ("model", "def forward(x, page_table): pass"),
@@ -244,9 +242,34 @@ RULES: dict[Rule, tuple[str, str]] = {  # rule: a module name and lines in it th
 }
 
 
-def test_every_module_has_a_rank() -> None:
-    assert set(SOURCES) <= set(RANK), "a new file takes its place in RANKS"
-    assert len(SOURCES) > 15
+def test_every_folder_has_its_floor() -> None:
+    folders = {module.partition(".")[0] for module in SOURCES if "." in module}
+    assert folders <= set(FLOOR), "a new folder takes its place in FLOORS"
+    assert len(SOURCES) > 15 and set(FLOOR) - {""} <= {place_of(module) for module in SOURCES}
+
+
+def circles(imports: dict[str, set[str]]) -> list[str]:
+    """Return the modules that import each other round about: those left when modules without imports are taken away."""
+    left = dict(imports)
+    while ready := [module for module, needs in left.items() if not needs & left.keys()]:
+        for module in ready:
+            del left[module]
+    return sorted(left)
+
+
+def test_no_imports_go_round_about() -> None:
+    """Within a folder there are no floors; a circle would mean that two of its files are one."""
+    outside = {path.stem: path for path in (ROOT / "bench.py", *sorted((ROOT / "benchmarks").glob("*.py")))}
+    names = {f"minispec.{module}": source for module, source in SOURCES.items() if module != "__init__"}
+    names |= {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path.read_text("utf-8")
+              for path in outside.values()}  # fmt: skip
+    imports = {}
+    for name, source in names.items():
+        found = {part for _, full in imported(source) for part in (full, full.rpartition(".")[0]) if part in names}
+        imports[name] = found - {name}
+    assert not circles(imports) and sum(map(len, imports.values())) > 300
+    assert circles(imports | {"minispec.tree": {"minispec.kv"}, "minispec.kv": {"minispec.tree"}})[:2] != []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()}) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -263,33 +286,34 @@ def test_a_breach_is_seen_of(rule: Rule) -> None:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("kv", "from minispec.radix import Node"),  # sideways
-        ("kv", "import minispec.engine"),  # up
+        ("asked.steps", "from minispec.cpu.direct import DirectStep"),  # beside
+        ("kv", "import minispec.config"),  # up
         ("engine", "from minispec import LLM"),  # round about
         ("kv", "from .tree import ancestors"),
-        ("server", "from minispec.nowhere import main"),  # a file without a rank
-        ("load.weights", "from minispec.load.tokenizer import Tokenizer"),  # up, within a folder
-        ("load.weights", "from minispec.load import tokenizer"),
+        ("server", "from minispec.nowhere import main"),  # no file
+        ("load.weights", "from minispec.serve.auth import keys"),  # up, between folders
+        ("load.weights", "from minispec.serve import auth"),
+        ("ranks.link", "from minispec.config import Config"),
     ],
 )
 def test_forbidden_imports_are_seen(module: str, line: str) -> None:
-    assert list(imports_point_strictly_down(module, line))
+    assert list(imports_point_down(module, line))
 
 
 @pytest.mark.parametrize(
     ("module", "line"),
     [
         ("scheduler", "request.prompt_scores.clear()"),
-        ("bucket", "class Chunk:\n    scored: int"),
+        ("buffers", "class Chunk:\n    scored: int"),
         ("engine", "def launch(trace: int) -> None: ..."),
-        ("engine", "from minispec.asked import Asking"),
+        ("engine", "from minispec.lookup import Lookups"),
         ("scheduler", "class TreeLookups: ..."),
         ("engine", "run(of_ranks=1)"),
     ],
 )
 def test_words_of_what_attaches_are_seen_in_the_core(module: str, line: str) -> None:
     assert list(the_core_has_no_word_for_what_attaches(module, line))
-    assert not list(the_core_has_no_word_for_what_attaches("asked", line))
+    assert not list(the_core_has_no_word_for_what_attaches("asked.steps", line))
     assert not list(the_core_has_no_word_for_what_attaches(module, "looks_up = wiring = tracer = None"))
 
 
@@ -300,7 +324,9 @@ def test_a_long_function_is_seen() -> None:
 
 
 def test_allowed_imports_pass() -> None:
-    assert not list(imports_point_strictly_down("engine", "from minispec.kv import PagedKV\nimport torch"))
+    assert not list(imports_point_down("engine", "from minispec.kv import PagedKV\nimport torch"))
+    assert not list(imports_point_down("load.build", "from minispec.cpu.direct import DirectStep"))
+    assert not list(imports_point_down("config", "from minispec.load.reply_formats import CALLS"))
 
 
 def unlisted_files(page: str) -> list[str]:
@@ -321,7 +347,7 @@ def test_the_readme_lists_every_file_of_the_package() -> None:
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not unlisted_files(page)
     assert unlisted_files(page.replace("  kv.py ", "  vk.py ")) == ["kv.py"]
-    assert unlisted_files(page.replace("about.py ", "")) == ["http/about.py"]
+    assert unlisted_files(page.replace("info.py ", "")) == ["serve/info.py"]
 
 
 def test_heads_of_modules_follow_the_readme_s_path() -> None:

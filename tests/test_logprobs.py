@@ -18,15 +18,15 @@ from exactness import Letters, any_ids, next_logits, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import minispec.asked as asked_module
-import minispec.logprobs as logprobs_module
+import minispec.asked.scores as logprobs_module
+import minispec.asked.steps as asked_module
 from minispec.attention import Causal
-from minispec.http import parse
-from minispec.http.reply import Reply, Served
 from minispec.model import Model
 from minispec.ngram import NgramDrafter
 from minispec.request import Logprobs, Request, RequestError, Scored, choice_seed
 from minispec.scheduler import Scheduler
+from minispec.serve import parse
+from minispec.serve.reply import Reply, Served
 
 NAMES = ("none", "ngram", "oracle", "standalone-tree", "eagle-tree", "eagle3-tree", "mtp-tree")
 NAMED = (0, 5, 60)

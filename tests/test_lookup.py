@@ -15,7 +15,7 @@ from test_beam import MODEL, assert_slow_trees, drafter
 from trained import sentence, trained_head, trained_model
 
 from minispec.beam import BeamDrafter
-from minispec.bucket import Sizes
+from minispec.buffers import Sizes
 from minispec.config import Config
 from minispec.drafter import NOTHING, Batch, Draft, HostTrees
 from minispec.engine import Engine

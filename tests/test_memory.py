@@ -22,7 +22,7 @@ from torch import nn
 import minispec.load.build as build_module
 import minispec.load.memory as memory_module
 from minispec import LLM
-from minispec.bucket import WEIGHT_BOUND, Sizes, coarse_batches
+from minispec.buffers import WEIGHT_BOUND, Sizes, coarse_batches
 from minispec.config import Config
 from minispec.drafter import Plain
 from minispec.load.build import captured_batches, resolve_sizes

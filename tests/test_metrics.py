@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_server import Running, chat, native, options, ready, tiny  # noqa: F401  the fixture
 
 from minispec.config import Config
-from minispec.http.routes import ROUTES
 from minispec.metrics import Histogram, Load, Metrics
+from minispec.serve.routes import ROUTES
 from minispec.server import build_llm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -248,7 +248,7 @@ def test_half_a_pair_for_tls_is_refused(given: dict[str, str], said: str) -> Non
 
 
 def test_files_that_are_no_certificate_end_the_start_with_one_line() -> None:
-    from minispec.http.door import Door
+    from minispec.serve.auth import Door
 
     with pytest.raises(ValueError, match="are no certificate with its key, in PEM form"):
         Door(Config(ssl_certfile=__file__, ssl_keyfile=__file__))

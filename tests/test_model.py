@@ -33,9 +33,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minispec.attention import Causal
 from minispec.config import Config
-from minispec.load import packed
+from minispec.cpu import linear
+from minispec.cpu.linear import PackedLinear, can_pack, pack_linears, room_for_both
 from minispec.load.build import _context_length
-from minispec.load.packed import PackedLinear, can_pack, pack_linears, room_for_both
 from minispec.load.tokenizer import load_tokenizer
 from minispec.load.weights import load_weights, read_config, read_tensors
 from minispec.model import FINAL, Model, ModelConfig, ModelError, RMSNorm, published_tensors, rope_frequencies
@@ -527,8 +527,8 @@ def test_one_compiled_graph_serves_packed_layers_of_one_shape() -> None:
 
 @needs_packing
 def test_packed_weight_goes_with_its_module() -> None:
-    before = set(packed._weights)
+    before = set(linear._weights)
     layer = PackedLinear(nn.Linear(8, 8))
-    assert len(packed._weights) == len(before) + 1
+    assert len(linear._weights) == len(before) + 1
     del layer
-    assert set(packed._weights) == before
+    assert set(linear._weights) == before

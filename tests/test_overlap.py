@@ -26,7 +26,7 @@ from conformance import (
 from conftest import slow_unless
 from exactness import request, run
 
-from minispec.bucket import Bucket
+from minispec.buffers import Bucket
 from minispec.engine import Engine
 from minispec.request import Request
 from minispec.scheduler import Scheduler

@@ -22,7 +22,7 @@ import pytest
 from test_server import Running, options, ready, tiny  # noqa: F401  the fixture
 
 from minispec.config import Config
-from minispec.http.page import page
+from minispec.serve.page import page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 AXE = Path(os.environ.get("AXE_CORE", "node_modules/axe-core")) / "axe.min.js"

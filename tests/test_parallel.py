@@ -34,24 +34,24 @@ from test_grammar import HOW as GRAMMATICAL
 from test_grammar import TERSE
 from test_lookup import PAIRS, adversary, repeating
 
+import minispec.asked.grammar as grammar
 import minispec.engine as engine_module
-import minispec.grammar as grammar
-import minispec.parallel as parallel
-import minispec.shards as shards
+import minispec.ranks.link as parallel
+import minispec.ranks.shards as shards
 import minispec.verify as verify_module
 from benchmarks import plan, ranks
+from minispec.asked.grammar import Constraints
 from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.drafter import Plain
 from minispec.eagle import Eagle3Head
-from minispec.grammar import Constraints
 from minispec.load.memory import size_of
 from minispec.load.ranks import RankPlace, RankProcess, described, gather, join, open_store, understood
 from minispec.model import Model, ModelError, published_tensors
-from minispec.parallel import Lead, Ranks, SharedLink
+from minispec.ranks.link import Lead, Ranks, SharedLink
+from minispec.ranks.shards import Shard, share
 from minispec.request import Logprobs, Request, Trace
 from minispec.scheduler import Scheduler
-from minispec.shards import Shard, share
 
 
 class Pair:

@@ -17,7 +17,7 @@ from exactness import VOCAB, Oracle, build, mixed_requests, reference, request, 
 from test_beam import assert_slow_trees, record
 
 from minispec.beam import BeamDrafter
-from minispec.bucket import PrefillBucket
+from minispec.buffers import PrefillBucket
 from minispec.drafter import Committed, Drafter, HostDrafter
 from minispec.eagle import Eagle3Head
 from minispec.engine import Engine

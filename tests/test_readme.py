@@ -21,7 +21,7 @@ import bench
 import minispec
 from minispec import LLM
 from minispec.config import Config
-from minispec.http import parse
+from minispec.serve import parse
 from minispec.train.__main__ import _parser as train_parser
 from minispec.tree import ancestors, depth
 

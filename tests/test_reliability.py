@@ -22,7 +22,7 @@ from test_server import LONG, Running, events, launch, native, options, ready, t
 
 from benchmarks.soak import Soak, rss, spread, wishes
 from minispec.config import Config
-from minispec.http import bodies, streams
+from minispec.serve import bodies, streams
 
 SOAK_SECONDS = float(os.environ.get("MINISPEC_SOAK_SECONDS", "8"))  # 120 is what a release is tested with
 QUEUE = {"max_queued_requests": 16, "max_total_tokens": 320, "enable_metrics": False}  # and four may run

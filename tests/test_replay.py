@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 from test_server import options, tiny  # noqa: F401  the fixture
 
-import minispec.replicas as replicas_module
+import minispec.replicas.workers as replicas_module
 from minispec.config import Config
-from minispec.engine_thread import build_llm
 from minispec.llm import LLM
-from minispec.replica import Replica, given_flags
-from minispec.replicas import Place, Replicas
+from minispec.replicas.replica import Replica, given_flags
+from minispec.replicas.routing import Routing
+from minispec.replicas.workers import Place, Replicas
 from minispec.request import Grammar, Logprobs, Request, SamplingParams
-from minispec.routing import Routing
+from minispec.serve.worker import build_llm
 
 ONCE = [4027, 1980]  # " Once upon", after which the scripted text follows
 
@@ -99,7 +99,7 @@ class Local:
 def unsealed() -> Iterator[None]:
     """Replicas here share a process with all other tests, in which compiling must stay allowed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minispec.replica.build_sealed_llm", build_llm)
+        patch.setattr("minispec.replicas.replica.build_sealed_llm", build_llm)
         yield
 
 

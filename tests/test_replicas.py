@@ -25,9 +25,9 @@ import pytest
 from deadly import CRAWLING, PACED, POISON
 from test_server import Running, client, options, ready, tiny  # noqa: F401  the fixture
 
-import minispec.replicas
 from minispec.config import Config
-from minispec.replicas import Place
+from minispec.replicas import workers
+from minispec.replicas.workers import Place
 
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parent
@@ -87,7 +87,7 @@ class Killer:
                 self.killed.set()
 
         def leaving(place: Place) -> None:
-            self.hit += copy.deepcopy([minispec.replicas.packed(request) for request in place.requests.values()])
+            self.hit += copy.deepcopy([workers.packed(request) for request in place.requests.values()])
             gone(place)
 
         monkeypatch.setattr(engine, "_take", taking)

@@ -16,9 +16,9 @@ from openai.types.chat import completion_create_params as openai_chat
 from pydantic import ValidationError
 
 from minispec.config import Config
-from minispec.http import fields, openapi, parse
-from minispec.http.reply import Reply, Served, error_body, sse
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update, meta_info
+from minispec.serve import fields, openapi, parse
+from minispec.serve.reply import Reply, Served, error_body, sse
 from minispec.server import Server
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -159,7 +159,7 @@ def test_every_field_that_openai_s_client_knows_is_known() -> None:
 
 def test_the_page_has_the_tables_of_the_models() -> None:
     page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text("utf-8")
-    assert openapi.tables() in page, "python -m minispec.http.openapi prints them"
+    assert openapi.tables() in page, "python -m minispec.serve.openapi prints them"
     for name in ("`temperature`", "`tools`", "`user`", "`truncate_prompt_tokens`"):
         assert name in openapi.tables()
 

@@ -32,7 +32,7 @@ from json_schema import is_valid
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from minispec.config import Config
-from minispec.http import fields, parse, streams
+from minispec.serve import fields, parse, streams
 from minispec.server import Build, Server, build_llm
 
 PIECES = "Once upon a time 😀 there was 中 文 语 한 🎉 é ü ∑ good people who lived by some river near".split(" ")
@@ -885,7 +885,8 @@ def test_a_second_sigterm_ends_streams_and_compilers_within_five_seconds(
         tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
         beside = {int(pid) for children in tasks for pid in children.read_text().split()}
         lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in beside if os.path.exists(f"/proc/{pid}/exe")]
-        assert sum("minispec.warming" in line for line in lines) == 2, "the server answers while two processes compile"
+        compilers = sum("minispec.serve.warming" in line for line in lines)
+        assert compilers == 2, "the server answers while two processes compile"
         asked = time.monotonic()
         process.send_signal(signal.SIGTERM)
         other = http.client.HTTPConnection("127.0.0.1", port, timeout=30)

@@ -21,10 +21,10 @@ from exactness import CPU, build, mixed_requests, reference, request, run, tiny_
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from minispec.beam import BeamDrafter
+from minispec.cpu.gather import PagedGather
 from minispec.drafter import Drafter, Plain
 from minispec.eagle import Eagle3Head
 from minispec.engine import CAPTURED, Engine
-from minispec.gather import PagedGather
 from minispec.load.build import compile_step
 from minispec.sampling import GREEDY
 from minispec.scheduler import Scheduler

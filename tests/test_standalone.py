@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from test_beam import moved_inputs, paths, record, siblings_see_each_other
 from torch._dynamo import lookup_backend
 
-import minispec.direct as direct_module
+import minispec.cpu.direct as direct_module
 from minispec import LLM, SamplingParams
 from minispec.attention import Plan
-from minispec.bucket import Sizes
+from minispec.buffers import Sizes
 from minispec.drafter import Drafter, Plain
 from minispec.load.build import compile_step
 from minispec.load.draft_models import ids_differ, load_draft, tokenizer_digest

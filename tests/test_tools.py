@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from minispec.http import parse
-from minispec.http.message import Formats, Message, Wish
-from minispec.http.reasoning import Thoughts, overlap
-from minispec.http.reply import Reply, Served
-from minispec.http.tools import constraint
 from minispec.load.chat_templates import NAMED, WITH_TOOLS
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.output import Output
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update
+from minispec.serve import parse
+from minispec.serve.message import Formats, Message, Wish
+from minispec.serve.reasoning import Thoughts, overlap
+from minispec.serve.reply import Reply, Served
+from minispec.serve.tools import constraint
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a place", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}  # fmt: skip

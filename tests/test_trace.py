@@ -23,9 +23,9 @@ from test_standalone import MODEL, near
 from minispec.config import Config
 from minispec.engine import CAPTURED
 from minispec.explain import Screen, explain, tree_lines
-from minispec.http.traces import Telling
 from minispec.request import Request, Trace
 from minispec.sampling import gumbel
+from minispec.serve.traces import Telling
 from minispec.standalone import DraftModel, StandaloneDrafter
 
 NEAR = near(0.01)

@@ -28,16 +28,16 @@ from test_engine import MODEL, eagle3
 from test_llm import config_of
 
 from minispec import LLM
-from minispec.bucket import Bucket, PrefillBucket
+from minispec.buffers import Bucket, PrefillBucket
 from minispec.config import Config
-from minispec.direct import NotCached, one_graph
+from minispec.cpu.direct import NotCached, one_graph
 from minispec.drafter import Draft, Drafter, HostDrafter
 from minispec.engine import Engine
 from minispec.load.build import compile_step, rehearse
 from minispec.load.warm_up import make_graph, shapes, steps_of, time_steps
 from minispec.model import Block
 from minispec.scheduler import Scheduler
-from minispec.warming import NICENESS, CompilerProcess, CompilerTask, Warming
+from minispec.serve.warming import NICENESS, CompilerProcess, CompilerTask, Warming
 
 MAKE_GRAPH = "minispec.load.warm_up.make_graph"
 PROMPT = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9]
@@ -190,7 +190,7 @@ def test_the_rehearsal_has_the_graphs_of_the_engine(algorithm: str, tmp_path: Pa
         graphs.append((graph.code, described))
         return graph.forward
 
-    monkeypatch.setattr("minispec.direct.lookup_backend", lambda name: note)
+    monkeypatch.setattr("minispec.cpu.direct.lookup_backend", lambda name: note)
     target, draft = DRAFTERS[algorithm](tmp_path)
     weights = "dummy" if algorithm == "EAGLE3" else "auto"
     config = Config(
@@ -233,7 +233,7 @@ def warming(monkeypatch: pytest.MonkeyPatch, command: str) -> tuple[Warming, Sch
     llm = SimpleNamespace(scheduler=scheduler, compiled=True, compile_later=True, config=Config(),
                           try_out=lambda: iter(()), move_weights=lambda: None)  # fmt: skip
     monkeypatch.setattr(Warming, "_compiler_is_known", lambda self: True)
-    monkeypatch.setattr("minispec.direct.cache_is_empty", lambda: False)
+    monkeypatch.setattr("minispec.cpu.direct.cache_is_empty", lambda: False)
     return Warming(llm, lambda: None), scheduler
 
 
@@ -292,7 +292,7 @@ def test_what_the_process_compiled_and_the_cache_lacks_is_compiled_while_nobody_
             self.ended, self.idle = True, False
 
     beside, scheduler = warming(monkeypatch, "")
-    monkeypatch.setattr("minispec.warming.CompilerProcess", Done)
+    monkeypatch.setattr("minispec.serve.warming.CompilerProcess", Done)
     engine, made = scheduler.engine, []
 
     def noted(engine: Engine, step: Bucket, from_cache: bool = False) -> bool:
@@ -321,7 +321,7 @@ def test_weights_move_to_huge_pages_at_once_or_after_the_graphs_of_the_cache(emp
         moved.append(threading.current_thread().name)
         return 0
 
-    monkeypatch.setattr("minispec.load.huge_pages.use_huge_pages", move)
+    monkeypatch.setattr("minispec.cpu.huge_pages.use_huge_pages", move)
     monkeypatch.setattr("minispec.load.build.cache_is_empty", lambda: empty)
     target = config_of(tiny_model(), tmp_path / "target")
     llm = LLM(config=Config(model_path=str(target), load_format="dummy", dtype="float32", device="cpu",
@@ -342,7 +342,7 @@ def test_what_importing_made_is_not_looked_through_for_garbage() -> None:
     code = """
         import gc, sys
         from minispec.config import Config
-        from minispec.engine_thread import build_llm
+        from minispec.serve.worker import build_llm
         before = gc.get_freeze_count()
         try:
             build_llm(Config(model_path="nowhere"), print)
@@ -363,12 +363,12 @@ def test_a_busy_engine_gives_its_requests_as_long_as_the_graph_before_took(monke
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=str)
 def test_the_process_and_what_it_runs_end_with_the_server(number: signal.Signals) -> None:
-    beside = ("import subprocess, minispec.warming as w; "
+    beside = ("import subprocess, minispec.serve.warming as w; "
               "w.compile_steps = lambda recipe, names: subprocess.run(['sleep', '99']); w.main()")  # fmt: skip
     server = f"""
 import sys, time
 from minispec.config import Config
-from minispec.warming import CompilerProcess, CompilerTask
+from minispec.serve.warming import CompilerProcess, CompilerTask
 CompilerProcess.COMMAND = [sys.executable, "-c", {beside!r}]
 print(CompilerProcess(CompilerTask(Config(), 2, 1), lambda: None).process.pid, flush=True)
 time.sleep(99)

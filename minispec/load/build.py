@@ -8,7 +8,7 @@ weights move to huge pages, and `Build.engine_of` makes the engine around the pa
     Rehearsal    an engine that only compiles, beside a server: its layers are one without meaning
     Follow       another rank: its part of the model, and no drafter but what rank 0 sends
 
-Read next: `memory.py`, which counts what is made here; `parallel.py` for ranks, `warming.py` for rehearsals.
+Read next: `memory.py`, which counts what is made here; `link.py` for ranks, `warming.py` for rehearsals.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from minispec.asked import Asking
+from minispec.asked.grammar import Grammars
+from minispec.asked.steps import Asking
 from minispec.attention import AttendKind, PagedFlex
-from minispec.bucket import Sizes, coarse_batches
+from minispec.buffers import Sizes, coarse_batches
 from minispec.compiled import CompileFor, Compiler, Step, autotuned
 from minispec.config import Config, flag_name
-from minispec.direct import DirectStep, cache_is_empty, prepare
+from minispec.cpu.direct import DirectStep, cache_is_empty, prepare
+from minispec.cpu.gather import PagedGather
+from minispec.cpu.huge_pages import Mover, move_to_huge_pages, sparse
+from minispec.cpu.int8 import TEXT, check_int8, compile_head, prompt_rows, quantize, replace_weights
+from minispec.cpu.linear import FEW_ROWS, can_pack, pack_linears, room_for_both
+from minispec.cuda.fp8 import check_fp8, use_fp8
+from minispec.cuda.graphs import capture
 from minispec.drafter import Drafter, Plain
 from minispec.engine import Engine
-from minispec.gather import PagedGather
-from minispec.grammar import Grammars
-from minispec.graphs import capture
 from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter, with_own_head
-from minispec.load.fp8 import check_fp8, use_fp8
 from minispec.load.fp8_weights import read_weights, stored_in_fp8
-from minispec.load.huge_pages import Mover, move_to_huge_pages, sparse
-from minispec.load.int8 import TEXT, check_int8, compile_head, prompt_rows, quantize, replace_weights
 from minispec.load.machine import host_memory, limit_threads
 from minispec.load.memory import Budget, Memory, free_bytes, largest_graph, make_kv, measure, unsaid
-from minispec.load.packed import FEW_ROWS, can_pack, pack_linears, room_for_both
 from minispec.load.ranks import gather
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.load.warm_up import shapes, steps_of, time_steps, warm_up
 from minispec.load.weights import eos_token_ids, load_weights, read_config, resolve_model
 from minispec.model import Model, ModelConfig, published_tensors
-from minispec.parallel import Elsewhere, Lead, Ranks
-from minispec.parallel import follow as follow_rank
-from minispec.shards import Shard
+from minispec.ranks.link import Elsewhere, Lead, Ranks
+from minispec.ranks.link import follow as follow_rank
+from minispec.ranks.shards import Shard
 from minispec.standalone import StandaloneDrafter
 from minispec.verify import Accept
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minispec.load.fp8 import FP8, rowwise
+from minispec.cuda.fp8 import FP8, rowwise
 from minispec.load.weights import Wanted, read_json, read_tensors
 from minispec.model import ModelError, some
 

@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minispec.bucket import Sizes
+from minispec.buffers import Sizes
 from minispec.config import Config
+from minispec.cpu import huge_pages
+from minispec.cpu.linear import PackedLinear
 from minispec.drafter import Drafter
 from minispec.engine import Engine
 from minispec.kv import KVShape, PagedKV
 from minispec.late import Late
-from minispec.load import huge_pages
 from minispec.load.machine import host_memory
-from minispec.load.packed import PackedLinear
 from minispec.model import Model
 from minispec.sampling import SamplingState
 

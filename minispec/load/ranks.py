@@ -1,10 +1,10 @@
 """How the processes of one model, its ranks, find each other: one starts the others of its machine, and all meet.
 
 Ranks meet at a file where all are on one machine, else at an address on machine 0 (--dist-init-addr), or as torchrun
-has them meet. When they have met they are a process group, and `parallel.py` says what they do in it. A process that
+has them meet. When they have met they are a process group, and `link.py` says what they do in it. A process that
 has started others watches them: if one of them dies it ends itself, and when it ends, they do.
 
-Read next: `parallel.py`; `follower.py` for the process that is started; docs/scaling.md.
+Read next: `link.py`; `rank.py` for the process that is started; docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from minispec.config import TORCHRUN, Config
-from minispec.parallel import Ranks
+from minispec.ranks.link import Ranks
 
 logger = logging.getLogger("minispec")
 
@@ -165,7 +165,7 @@ def end_all(message: str) -> NoReturn:
 class RankProcess:
     """Another rank's process on this machine, seen from the one that started it."""
 
-    COMMAND = (sys.executable, "-m", "minispec.follower")
+    COMMAND = (sys.executable, "-m", "minispec.load.rank")
 
     def __init__(self, config: Config, place: RankPlace, files: Sequence[int] = ()) -> None:
         """Start it; it has these open files too, under the same numbers."""

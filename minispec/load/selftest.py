@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from minispec.attention import QUERY_BLOCK
-from minispec.bucket import Chunk
+from minispec.buffers import Chunk
 from minispec.drafter import Drafter
 from minispec.engine import Engine
 from minispec.request import Request, SamplingParams

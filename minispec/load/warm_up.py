@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from minispec.bucket import Bucket, PrefillBucket
-from minispec.direct import OneMade, one_graph
+from minispec.buffers import Bucket, PrefillBucket
+from minispec.cpu.direct import OneMade, one_graph
 from minispec.engine import COMPILED, Engine
 from minispec.sampling import GREEDY
 

@@ -31,12 +31,12 @@ import torch
 from safetensors.torch import save_file
 
 from minispec.config import Config
+from minispec.cpu.linear import can_pack, pack_linears
 from minispec.llm import LLM
 from minispec.load.build import choose_device, choose_dtype, choose_folder, load_model
 from minispec.load.default_model import DefaultModelError
 from minispec.load.draft_models import tokenizer_digest
 from minispec.load.heads import HEAD_KINDS
-from minispec.load.packed import can_pack, pack_linears
 from minispec.load.tokenizer import load_tokenizer
 from minispec.load.weights import read_config
 from minispec.model import FINAL, Model, ModelConfig

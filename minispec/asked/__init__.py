@@ -1,0 +1,1 @@
+"""What some requests ask of a step: log-probabilities, a grammar, a trace."""

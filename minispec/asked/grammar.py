@@ -1,0 +1,413 @@
+"""Constrained output: which tokens a grammar allows after each node of a draft tree. Host side, by `llguidance`.
+
+A request may carry a grammar: a JSON schema, a regular expression, a context-free grammar, tags within free text.
+`Grammars` compiles it to a matcher, once; a `Constraint` is one request's copy of that matcher, which follows the
+request's output; `Constraints` holds those of the running slots and fills the masks of a step.
+
+The one idea: a matcher that can go back one token can walk a tree. Depth first, at each node: a child whose token the
+node's mask lacks is cut; for any other the matcher consumes the token, fills the child's mask, goes on from there, and
+rolls back. So the target's pick at every node is one that the grammar allows, whatever was drafted, and the output is
+that of plain decoding under the same masks. A mask is applied to logits before anything else: penalties, filters and
+noise see the allowed tokens only.
+
+The text of a grammar is hostile until it ends. Compiling and stepping have limits in llguidance's own units (LIMITS),
+and what those do not bound is refused before (`_check_multiples`). A matcher that hits a limit never works again, so
+its request fails and no other. Drafts may take DRAFT_SECONDS of a step, all requests together; those that were not
+looked at by then are cut, which costs speed and no exactness.
+
+For code that calls this one: `SamplingParams(grammar=Grammar("regex", "[a-z]+"))` constrains a request. A kind that no
+HTTP field has is "lark", llguidance's own language, in which `%json {...}` embeds a schema and
+`<name>` a special token; tool calls can be written in it. `Scheduler.validate` compiles and raises RequestError, which
+names `Grammar.origin`.
+
+The engine's reading of constrained decoding follows Willard, Louf, "Efficient guided generation for large language
+models", arXiv 2307.09702. Read next: `steps.py`, which cuts a step in two around `Constraints.fill`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minispec.output import TokenizerBackend
+from minispec.request import Grammar, Request, RequestError
+from minispec.tree import PADDING
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# Some 20 ms at most for a mask and a few tenths of a second for a compilation, on one core.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 400_000, "step_lexer_fuel": 100_000, "step_max_items": 10_000, "max_lexer_states": 30_000,
+    "max_grammar_size": 100_000, "max_items_in_row": 500,
+}  # fmt: skip
+MOST_MULTIPLE = 10_000  # of the least common multiple of a schema's `multipleOf`: their automata have so many states
+KEPT = 64  # compiled grammars
+DRAFT_SECONDS = 0.05  # a step may spend on the masks of drafts
+# Between two tokens of JSON. Left without an end, it is where small models never stop.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
+
+
+def check_installed(field: str) -> None:
+    """Raise RequestError, for a request whose `field` asks for a grammar, where llguidance is not installed."""
+    try:
+        import llguidance  # noqa: F401
+    except ImportError:
+        raise RequestError(f"{field} needs llguidance, which is not installed here: pip install 'minispec[grammar]'",
+                           field) from None  # fmt: skip
+
+
+# ---- from text to a matcher ------------------------------------------------------------------------------------------
+
+
+class Compiled(NamedTuple):
+    """A grammar that requests may follow."""
+
+    matcher: LLMatcher  # at the beginning; to be copied, not used
+    words: int  # W, of 32 bits, in a mask
+
+
+def _words(vocab_size: int) -> int:
+    return -(-vocab_size // 32)
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary and keeps the newest; any thread may ask, and should not be the event loop.
+
+    vocab_size: of the model, whose ids beyond the tokenizer's are never allowed. eos_ids: what may follow where a
+    grammar can end, and alone where it must.
+    """
+
+    def __init__(self, backend: TokenizerBackend, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        self.backend, self.vocab_size, self.eos_ids = backend, vocab_size, sorted(eos_ids)
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._compiling = threading.Lock()  # one at a time, so that compilations leave cores to the engine
+
+    def prepare(self, request: Request) -> None:
+        """Compile a request's grammar, if it has one; RequestError 400 if it is wrong."""
+        if request.params.grammar is not None:
+            request.compiled = self.compile(request.params.grammar)
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """Return a grammar compiled; RequestError 400 if it is wrong.
+
+        Takes up to half a second, at the first call a second more.
+        """
+        if (known := self._compiled.get(grammar)) is not None:
+            return known
+        check_installed(grammar.origin)
+        from llguidance import LLMatcher, LLParserLimits
+
+        with self._compiling:
+            try:
+                source = self._source(grammar)
+            except (ValueError, RecursionError) as error:  # RequestError is a ValueError
+                raise _refused(grammar, str(error)) from None
+            limits = LLParserLimits(verbose_errors=False, **LIMITS)
+            matcher = LLMatcher(self._tokenizer(grammar), source, log_level=0, limits=limits)
+            if not matcher.get_error():
+                matcher.deep_copy().compute_bitmask()  # a lexer is built at the first mask, which is not to cost a step
+            if wrong := matcher.get_error():
+                raise _refused(grammar, wrong)
+            compiled = self._compiled[grammar] = Compiled(matcher, _words(self._size))
+            if len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+            return compiled
+
+    @property
+    def _size(self) -> int:
+        return max(self.vocab_size, self.backend.vocab_size)
+
+    def _source(self, grammar: Grammar) -> str:
+        """Return a grammar in llguidance's own form; ValueError where it is wrong already."""
+        from llguidance import LLMatcher, grammar_from
+
+        text = grammar.text
+        if grammar.kind == "json_schema":
+            return LLMatcher.grammar_from_json_schema(_schema(_parsed(text)))
+        if grammar.kind == "regex":
+            return LLMatcher.grammar_from_regex(text)
+        if grammar.kind == "structural_tag":
+            return _tags(_parsed(text), self.backend)
+        for schema in _embedded(text):
+            _check_multiples(schema)
+        return LLMatcher.grammar_from_lark(text) if grammar.kind == "lark" else grammar_from("ebnf", text)
+
+    def _tokenizer(self, grammar: Grammar) -> LLTokenizer:
+        """Return the vocabulary as llguidance has it, made at the first call."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        if not self.eos_ids:
+            raise _refused(grammar, "this model has no EOS token, with which a grammar ends")
+        if self._vocabulary is None:
+            serialized: Any = self.backend.serialized()
+            if serialized is None:
+                serialized = TokenizerWrapper(_Bytes(self.backend, self._size, self.eos_ids[0]))
+            self._vocabulary = LLTokenizer(serialized, n_vocab=self._size, eos_token=self.eos_ids)
+        return self._vocabulary
+
+
+class _Bytes:
+    """A tokenizer as llguidance reads one that is a table of bytes; an id without a token has none."""
+
+    bos_token_id = None
+
+    def __init__(self, backend: TokenizerBackend, size: int, eos_id: int) -> None:
+        self.eos_token_id, self._encode = eos_id, backend.encode
+        self.tokens = [backend.token_bytes(i) for i in range(size)]
+        self.special_token_ids = sorted(backend.special_ids)
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("text must be a str")
+        return self._encode(text, False)
+
+
+def _refused(grammar: Grammar, error: str) -> RequestError:
+    line = " ".join(error.replace("<non-verbose/>", "").split())
+    return RequestError(f"{grammar.origin} cannot be used: {line[:300]}", grammar.origin)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"it is not valid JSON: {error}") from None
+
+
+def _schema(schema: Any) -> str:
+    """Return a schema as text, checked, with a bound on the whitespace between tokens unless it brings its own."""
+    if not isinstance(schema, (dict, bool)):
+        raise ValueError(f"a JSON schema must be an object or a boolean, got {type(schema).__name__}")
+    _check_multiples(schema)
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    if not isinstance(own := schema.get("x-guidance", {}), dict):
+        raise ValueError("x-guidance must be an object")
+    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, **own}})
+
+
+def _check_multiples(schema: Any) -> None:
+    """Raise ValueError where `multipleOf` makes automata of more than MOST_MULTIPLE states, which no limit bounds.
+
+    Those that meet in an allOf become one, of their least common multiple; so that of all is looked at.
+    """
+    common, values = 1, list(_multiples(schema))
+    for value in values:
+        number = Decimal(repr(value)).as_tuple()
+        digits = int("".join(map(str, number.digits))) * 10 ** max(int(number.exponent), 0)
+        if digits > 0 and (common := math.lcm(common, digits)) > MOST_MULTIPLE:
+            raise ValueError("multipleOf is bounded: the least common multiple of all in a schema, decimal points left "
+                             f"out, may be {MOST_MULTIPLE}, got {value!r} among them")  # fmt: skip
+
+
+def _multiples(value: Any) -> Iterator[int | float]:
+    """Yield the numbers that stand under `multipleOf` anywhere in a schema, properties of that name left out."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            found = value.get("multipleOf")
+            if isinstance(found, (int, float)) and math.isfinite(found):
+                yield found
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+
+
+def _embedded(lark: str) -> Iterator[Any]:
+    """Yield the schemas that a lark grammar embeds."""
+    at, decoder = lark.find("%json"), json.JSONDecoder()
+    while at >= 0:
+        start = at + len("%json")
+        start += len(lark[start:]) - len(lark[start:].lstrip())
+        try:
+            yield decoder.raw_decode(lark, start)[0]
+        except ValueError:  # a comment, or wrong: then compiling says so
+            pass
+        at = lark.find("%json", start)
+
+
+def _tags(given: Any, backend: TokenizerBackend) -> str:
+    """Return the grammar of a structural tag in SGLang's form: free text, in which triggers begin structures."""
+    from llguidance import StructTag
+
+    structures = given.get("structures") if isinstance(given, dict) else None
+    triggers = given.get("triggers") if isinstance(given, dict) else None
+    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures or not triggers:
+        raise ValueError('it must be {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}')
+    tags = []
+    for i, structure in enumerate(structures):
+        parts: list[Any] = [structure.get(name) for name in ("begin", "end")] if isinstance(structure, dict) else [None]
+        if not all(isinstance(part, str) for part in (*parts, *triggers)):
+            raise ValueError(f"structures[{i}] must have begin and end, and they and triggers must be strings")
+        begin, end = parts
+        trigger = next((trigger for trigger in triggers if trigger and begin.startswith(trigger)), None)
+        if trigger is None:
+            raise ValueError(f"structures[{i}].begin must begin with one of the triggers, got {begin[:100]!r}")
+        body = _schema(structure.get("schema", {}))
+        tags.append((trigger, StructTag(trigger=trigger, begin=begin, grammar=body, end=end)))
+    special = all(backend.token_id(trigger) in backend.special_ids for trigger, _ in tags)
+    return StructTag.to_grammar([tag for _, tag in tags], assume_special=special)
+
+
+# ---- a request's masks -----------------------------------------------------------------------------------------------
+
+
+class Stuck(Exception):
+    """A request's grammar cannot go on; the message is for the client."""
+
+
+class Constraint:
+    """One request's matcher. It has consumed the output up to the newest token that the host knows, the tree's root."""
+
+    def __init__(self, request: Request, stop_ids: Iterable[int]) -> None:
+        self.request, self.stop_ids, self.words = request, frozenset(stop_ids), request.compiled.words
+        self.listed: np.ndarray | None = None  # the bits of allowed_token_ids
+        if (listed := request.params.allowed_token_ids) is not None:
+            self.listed = np.zeros(self.words, np.uint32)
+            for token in listed:
+                self.listed[token >> 5] |= np.uint32(1 << (token & 31))
+        self._restart()
+
+    def _restart(self) -> None:
+        """Begin with a matcher that has consumed nothing: a matcher with an error is of no use."""
+        self.matcher, self.consumed = self.request.compiled.matcher.deep_copy(), 0
+
+    def catch_up(self) -> None:
+        """Consume what was output since the last call, or all of it after a restart; raises Stuck."""
+        new = self.request.output_ids[self.consumed :]
+        if new and not self.matcher.consume_tokens(new):
+            raise Stuck(_failure(self.matcher))
+        self.consumed += len(new)
+
+    def fill(self, row: np.ndarray, depth: int) -> None:
+        """Write the mask after what the matcher has consumed, `depth` drafted tokens among it, into `row [W] uint32`.
+
+        Raises Stuck where no token is left: the stop ids are not among them before min_new_tokens.
+        """
+        self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self.matcher.is_error():
+            raise Stuck(_failure(self.matcher))
+        waiting = self.request.params.min_new_tokens > self.consumed + depth
+        for token in self.stop_ids if waiting else ():
+            row[token >> 5] &= ~np.uint32(1 << (token & 31))
+        if self.listed is not None:
+            row &= self.listed
+        if not row.any():
+            reasons = {"min_tokens forbids to end here": waiting, "allowed_token_ids": self.listed is not None}
+            reason = " and ".join(why for why, holds in reasons.items() if holds) or "no token continues it"
+            raise Stuck(f"the grammar leaves no token to choose from ({reason})")
+
+    def walk(self, tokens: Sequence[int], parents: Sequence[int], rows: np.ndarray, until: float) -> set[int]:
+        """Fill `rows [N, W] uint32` of the legal nodes of a tree and return them; raises Stuck where the root's fails.
+
+        until: the time of `time.perf_counter` from which on drafts are not looked at any more.
+        """
+        self.catch_up()
+        self.fill(rows[0], 0)
+        children: list[list[int]] = [[] for _ in tokens]
+        for node in range(1, len(tokens)):
+            if tokens[node] != PADDING:
+                children[parents[node]].append(node)
+        legal = {0}
+
+        def visit(node: int, depth: int) -> None:
+            for child in children[node]:
+                token = tokens[child]
+                if not rows[node, token >> 5] >> np.uint32(token & 31) & 1:
+                    continue
+                if token in self.stop_ids:  # the request ends with it, so nobody looks at a mask beyond
+                    legal.add(child)
+                elif time.perf_counter() < until:
+                    self._enter(token)
+                    try:
+                        self.fill(rows[child], depth + 1)
+                        legal.add(child)
+                        visit(child, depth + 1)
+                    except Stuck:  # the node is cut: if the target picks its token, the next step says what is wrong
+                        if self.matcher.is_error():
+                            raise
+                    if not self.matcher.rollback(1):
+                        raise Stuck(_failure(self.matcher))
+
+        try:
+            visit(0, 0)
+        except Stuck:  # a draft led to a limit, and plain decoding might never go there
+            self._restart()
+        return legal
+
+    def _enter(self, token: int) -> None:
+        if not self.matcher.consume_token(token):
+            raise Stuck(_failure(self.matcher))
+
+
+def _failure(matcher: LLMatcher) -> str:
+    error = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+    return f"the grammar cannot be followed: {error[:300]}"
+
+
+class Masks(NamedTuple):
+    """What a step must know of its grammars."""
+
+    tokens: list[list[int]]  # [B, N] of the trees, the nodes that are cut padded
+    bits: Tensor  # [B * N, 4 W] uint8 on the host: bit i of a row says whether token i may follow the node
+    failed: dict[int, str]  # slots that may go nowhere -> why
+
+
+class Constraints:
+    """The constraints of the running slots. One thread uses it."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.words = _words(vocab_size)
+        self.slots: dict[int, Constraint] = {}
+
+    def assign(self, slot: int, request: Request, stop_ids: Iterable[int]) -> None:
+        """Follow a request from here on, if it has a grammar; what it has output already is consumed when needed."""
+        if request.params.grammar is not None:
+            self.slots[slot] = Constraint(request, stop_ids)
+
+    def release(self, slot: int) -> None:
+        """Forget a slot."""
+        self.slots.pop(slot, None)
+
+    def fill(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]],
+             pinned: bool = False) -> Masks:  # fmt: skip
+        """Return the masks of a step over slots [B] with trees [B, N]; slots without a grammar may go anywhere.
+
+        A slot that may go nowhere has failed, and its row is left as if it had no grammar.
+        """
+        nodes, kept, failed = len(tokens[0]), [list(row) for row in tokens], dict[int, str]()
+        width = max((constraint.words for constraint in self.slots.values()), default=self.words)
+        words = torch.full((len(slots) * nodes, width), -1, dtype=torch.int32, pin_memory=pinned)
+        rows, until = words.numpy().view(np.uint32), time.perf_counter() + DRAFT_SECONDS
+        for at, slot in enumerate(slots):
+            if (constraint := self.slots.get(slot)) is None:
+                continue
+            own = rows[at * nodes : (at + 1) * nodes]
+            try:
+                legal = constraint.walk(tokens[at], parents[at], own, until)
+            except Stuck as error:
+                failed[slot] = str(error)
+                own.fill(0xFFFFFFFF)
+                legal = {0}
+            kept[at] = [token if node in legal else PADDING for node, token in enumerate(tokens[at])]
+        return Masks(kept, words.view(torch.uint8), failed)
+
+
+def mask(logits: Tensor, bits: Tensor) -> Tensor:
+    """Return `logits [.., V]` with -inf where a bit of `bits [rows, 4 W] uint8` is 0; the rows are those of logits."""
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    allowed = ((bits[..., None] >> places) & 1).view(len(bits), -1)[:, : logits.shape[-1]]
+    return logits.masked_fill(allowed.view(logits.shape) == 0, -torch.inf)

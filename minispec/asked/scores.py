@@ -1,0 +1,144 @@
+"""Log-probabilities of the tokens of a text: what the model itself gave them, whatever the sampler did to its logits.
+
+A decode step scores the tokens that it emitted, a prefill step also the known tokens after rows of a prompt. Both have
+their rows at hand anyway, so a score costs a softmax of its row and no forward pass of its own. Only rows of requests
+that ask are looked at, a few at a time, so a long prompt never has all its logits at once.
+
+The one idea: a token's score and its entry among the likeliest are read from the same tensor, so they are one float.
+
+What a step is asked is known on the host before its launch (`Questions`) and goes up in one copy. The answers
+(`Scores`) come back with the step's tokens. Such steps run uncaptured, since their shapes depend on who asks for what.
+
+Read next: `steps.py`, which asks; `serve/logprobs.py` and `request.meta_info` for what clients see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minispec.kv import upload
+from minispec.request import Logprobs, Scored
+
+ROWS_AT_ONCE = 128  # rows whose logits are looked at together
+UNLIKELY = -9999.0  # told in place of minus infinity and NaN, which JSON lacks; OpenAI's number
+
+
+class Question(NamedTuple):
+    """What one request asks of a step."""
+
+    row: int  # its row in a decode step, its chunk in a prefill step
+    wish: Logprobs
+    picks: bool = True  # whether it is told of the tokens that the step picks
+    known: range = range(0)  # rows of a prefill step's T whose next, known tokens it is told of
+
+
+class Questions:
+    """What a step is asked about; n = p * A + m rows, where A is the most tokens that it picks for a request."""
+
+    def __init__(self, asked: Sequence[Question], device: torch.device) -> None:
+        self.asked = asked
+        self.top = max(question.wish.top for question in asked)
+        self.width = max(len(question.wish.ids) for question in asked)  # I
+        picks = [(question.row, owner) for owner, question in enumerate(asked) if question.picks]
+        known = [(row, owner) for owner, question in enumerate(asked) for row in question.known]
+        table = [token for question in asked for token in (*question.wish.ids, *[0] * self.width)[: self.width]]
+        pairs = [*picks, *known]
+        flat = upload([*(row for row, _ in pairs), *(owner for _, owner in pairs), *table], torch.int64, device)
+        rows, owners, ids = flat.split((len(pairs), len(pairs), len(table)))
+        self.picks, self.known = rows.split((len(picks), len(known)))  # [p] and [m] int64
+        self._owners, self._ids = owners, ids.view(len(asked), self.width)
+
+    def ids(self, most: int) -> Tensor:
+        """Return `[n, I] int64`, the named ids of each row's request; `most` is A."""
+        count = len(self.picks)
+        owners = torch.cat((self._owners[:count].repeat_interleave(most), self._owners[count:]))
+        return self._ids.index_select(0, owners)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A step's answers: first those of the tokens picked, A a request, then those of the known tokens."""
+
+    questions: Questions
+    values: Tensor  # [n, 1 + K + I] fp32: of the token, of the K likeliest, of the named ids
+    top: Tensor  # [n, K] int64, the likeliest ids
+
+    def to_host(self) -> Scores:
+        """Start the copy to the host."""
+        values, top = (part.to("cpu", non_blocking=True, copy=True) for part in (self.values, self.top))
+        return replace(self, values=values, top=top)
+
+    def read(self, most: int) -> dict[int, tuple[list[Scored], list[Scored]]]:
+        """Return, by row or chunk, the scores of known tokens and of all A = `most` picks; the copy must be done."""
+        values, top = self.values.tolist(), self.top.tolist()
+        picked, known = 0, len(self.questions.picks) * most
+        told = {}
+        for question in self.questions.asked:
+            count, wish = most * question.picks, question.wish
+            spans = ((known, len(question.known)), (picked, count))
+            told[question.row] = tuple(
+                [self._scored(values[at], top[at], wish) for at in range(first, first + size)] for first, size in spans
+            )
+            picked, known = picked + count, known + len(question.known)
+        return told  # type: ignore[return-value]
+
+    def _scored(self, values: list[float], top: list[int], wish: Logprobs) -> Scored:
+        """Return one row as its request wishes it; among equals the lowest id comes first, as in a greedy pick."""
+        count = len(top)
+        likeliest = sorted(zip(top, values[1:], strict=False), key=lambda pair: (-pair[1], pair[0]))
+        return Scored(values[0], likeliest[: wish.top], values[1 + count : 1 + count + len(wish.ids)])
+
+
+def score(questions: Questions, tokens: Tensor, logits: Callable[[slice], Tensor], most: int) -> Scores:
+    """Score `tokens [n] int64`; `logits(part)` returns the logits [r, V] of the rows in that slice of n."""
+    ids, parts = questions.ids(most), []
+    for first in range(0, len(tokens), ROWS_AT_ONCE):
+        part = slice(first, min(first + ROWS_AT_ONCE, len(tokens)))
+        parts.append(_score(logits(part), tokens[part], ids[part], questions.top))
+    values, top = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Scores(questions, values, top)
+
+
+def _score(logits: Tensor, tokens: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the values and the likeliest ids of `Scores` for rows `logits [r, V]`, `tokens [r]`, `ids [r, I]`."""
+    scores = logits.float().log_softmax(-1)
+    likeliest, top = scores.topk(min(count, scores.shape[1]), dim=-1)
+    values = torch.cat((scores.gather(1, tokens[:, None]), likeliest, scores.gather(1, ids)), dim=1)
+    return values.nan_to_num(nan=UNLIKELY, neginf=UNLIKELY), top
+
+
+def score_picks(questions: Questions, logits: Tensor, path: Tensor, emitted: Tensor) -> Scores:
+    """Score what a decode step emitted: `logits [B, N, V]`, `path` and `emitted [B, A] int64` of its verdict.
+
+    Rows at and beyond a verdict's count are scored too, and nobody is told.
+    """
+    (_, nodes, vocab), most = logits.shape, path.shape[1]
+    flat, rows = logits.reshape(-1, vocab), questions.picks
+    index = (rows[:, None] * nodes + path.index_select(0, rows)).flatten()
+    return score(questions, emitted.index_select(0, rows).flatten(), lambda part: flat[index[part]], most)
+
+
+def score_known(
+    questions: Questions, picked: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor], head: Callable[[Tensor], Tensor]
+) -> Scores:
+    """Score what a prefill step picked and what it knew.
+
+    picked: the logits `[c, V]` after each chunk and the tokens `[c] int64` that they gave. rows: hidden states `[T, d]`
+    and the tokens `[T] int64` after them, of which `head` makes logits.
+    """
+    (logits, tokens), (hidden, following), count = picked, rows, len(questions.picks)
+
+    def part_of(part: slice) -> Tensor:
+        """Return the logits of some of the rows; the first `count` of them are there already."""
+        ready = questions.picks[part]
+        known = questions.known[max(part.start - count, 0) : max(part.stop - count, 0)]
+        made = [logits.index_select(0, ready)] if len(ready) else []
+        return torch.cat([*made, head(hidden.index_select(0, known))] if len(known) else made)
+
+    given = torch.cat((tokens.index_select(0, questions.picks), following.index_select(0, questions.known)))
+    return score(questions, given, part_of, 1)

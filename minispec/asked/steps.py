@@ -1,0 +1,234 @@
+"""What some requests ask of a step beyond its tokens: the masks of a grammar, log-probabilities, a trace.
+
+A step over such a request runs here, from the same pieces as `Engine.decode` and `Engine.known` and in the same order.
+So the engine's own steps have no branch for any of this, and a step that nobody asks anything of pays nothing for it.
+A grammar changes the step: between the forward pass and the verdict it takes away drafts and masks logits, which needs
+the trees on the host. Log-probabilities and traces only watch. All of these run uncaptured, since what they compute
+depends on who asks for what; the blocks are the compiled ones.
+
+Answers travel with the step (`Pending.asked`), because a step's buffers are used again before it is collected.
+
+Read next: `grammar.py`, `scores.py`, `trace.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from minispec.asked.grammar import Constraints, Grammars, mask
+from minispec.asked.scores import Question, Questions, Scores, score_known, score_picks
+from minispec.asked.trace import SeenStep, Sight
+from minispec.buffers import Bucket, Chunk, PrefillBucket
+from minispec.engine import Engine
+from minispec.kv import upload
+from minispec.model import Rope
+from minispec.output import Output
+from minispec.request import Logprobs, Request, Scored
+from minispec.sampling import Needs
+from minispec.seams import Asked, AskedStep
+from minispec.tree import PADDING, DraftTree
+
+Step = TypeVar("Step", bound=Bucket | PrefillBucket)
+Crossed = list[list[list[int]]]  # tensors of a step that have come to the host, as lists
+
+
+class Allowed(NamedTuple):
+    """What grammars leave of a step."""
+
+    tokens: Tensor  # [B, N] of trees, without the drafts that are forbidden
+    logits: Tensor  # -inf where a token is forbidden
+    failed: dict[int, str]  # slots that may go nowhere -> why
+
+
+class Asking(Asked):
+    """What the requests in an engine's slots ask for."""
+
+    def __init__(self, engine: Engine, grammars: Grammars | None = None) -> None:
+        """`grammars`: None on a rank that follows, where no request arrives."""
+        self.engine, self.grammars = engine, grammars
+        self.constraints = Constraints(engine.model.config.vocab_size)
+        self.requests: dict[int, Request] = {}  # by slot, of those who ask for anything
+
+    def prepare(self, request: Request) -> None:
+        """Compile a request's grammar, if it has one; raises RequestError if the grammar is wrong."""
+        if self.grammars is not None:
+            self.grammars.prepare(request)
+
+    def assign(self, request: Request, stop_ids: Iterable[int]) -> None:
+        """Note what a request that has its slot asks for."""
+        params = request.params
+        if params.logprobs is not None or params.grammar is not None or request.trace is not None:
+            self.requests[request.slot] = request
+            self.constraints.assign(request.slot, request, stop_ids)
+
+    def release(self, slot: int) -> None:
+        """Forget a slot."""
+        self.requests.pop(slot, None)
+        self.constraints.release(slot)
+
+    def slows(self, slots: Sequence[int]) -> bool:
+        """Return whether masks or log-probabilities take time of a step over these slots."""
+        asking = [self.requests[slot].params for slot in slots if slot in self.requests]
+        return any(params.logprobs is not None or params.grammar is not None for params in asking)
+
+    def decode(self, step: Bucket, slots: Sequence[int]) -> AskedStep | None:
+        """Return the decode step that answers the requests in these slots; None where nobody asks."""
+        asking = {row: self.requests[slot] for row, slot in enumerate(slots) if slot in self.requests}
+        questions = [Question(row, r.params.logprobs) for row, r in asking.items() if r.params.logprobs is not None]
+        return AskedDecode(self, step, asking, questions) if asking else None
+
+    def prefill(self, step: PrefillBucket, chunks: Sequence[Chunk]) -> AskedStep | None:
+        """Return the prefill step that answers the requests of these chunks; None where nobody asks."""
+        asking, questions, first = {}, [], 0
+        for row, chunk in enumerate(chunks):
+            request, end = self.requests.get(chunk.slot), chunk.start + len(chunk.tokens)
+            if request is not None:
+                unscored = request.unscored
+                known = range(max(chunk.start, unscored.start), min(end, unscored.stop))
+                if known or chunk.last:
+                    asking[row] = request
+                if (wish := request.params.logprobs) is not None and row in asking:
+                    shift = first - chunk.start  # where the chunk lies among the step's T rows
+                    rows = range(known.start + shift, known.stop + shift) if known else range(0)
+                    questions.append(Question(row, wish, chunk.last, rows))
+            first += self.engine.prefills.blocks_of(len(chunk.tokens)) * step.width
+        return AskedPrefill(self, step, asking, questions) if asking else None
+
+    def constrain(self, logits: Tensor, trees: Callable[[], Crossed]) -> Allowed:
+        """Return what grammars leave of trees.
+
+        logits [B, N, V], or [B, V] after rows without a tree, of which `trees` gives the slots alone.
+        """
+        slots, *tree = trees()
+        tokens, parents = tree or ([[PADDING]] * len(slots), [[-1]] * len(slots))
+        masks = self.constraints.fill([slot for slot, in slots], tokens, parents, pinned=logits.is_cuda)
+        bits = masks.bits.to(logits.device, non_blocking=logits.is_cuda)
+        return Allowed(upload(masks.tokens, torch.int64, logits.device), mask(logits, bits), masks.failed)
+
+    def follow(self, step: PrefillBucket, numbers: Sequence[int]) -> AskedStep:
+        """Return a prefill step that asks the LM head for the same rows as rank 0's, whose `numbers` these are."""
+        picks, *known = numbers
+        nothing = Logprobs()
+        questions = [Question(0, nothing)] * picks
+        questions += [Question(0, nothing, False, range(row, row + 1)) for row in known]
+        return AskedPrefill(self, step, {}, questions)
+
+
+class Answered(AskedStep, Generic[Step]):
+    """What both kinds of step have in common."""
+
+    def __init__(self, asking: Asking, step: Step, who: dict[int, Request], questions: Sequence[Question]) -> None:
+        """`who`: by row or chunk, the requests that ask."""
+        self.asking, self.engine, self.step, self.failed = asking, asking.engine, step, {}
+        self.masked = any(request.params.grammar is not None for request in who.values())
+        self.questions = Questions(questions, step.slots.device) if questions else None
+        self.timed = all(request.trace is None for request in who.values())  # watching takes time of its own
+        known = [row for question in questions for row in question.known]
+        self.numbers = [sum(question.picks for question in questions), *known] if questions else []
+        self.scores: Scores | None = None
+        self.seen: SeenStep | None = None
+        self._told: dict[int, tuple[list[Scored], list[Scored]]] | None = None
+
+    def to_host(self) -> None:
+        """Start the copies to the host."""
+        self.scores = None if self.scores is None else self.scores.to_host()
+        self.seen = None if self.seen is None else self.seen.to_host()
+
+    @property
+    def told(self) -> dict[int, tuple[list[Scored], list[Scored]]]:
+        """By row or chunk, the scores of known tokens and of picks; of a step whose copies are done."""
+        if self._told is None:
+            self._told = {} if self.scores is None else self.scores.read(self.step.most)
+        return self._told
+
+    def tell_prompt(self, row: int, request: Request) -> None:
+        """Tell a request what was asked of known tokens of its prompt."""
+        if row in self.told:
+            request.prompt_scores += self.told[row][0]
+
+    def tell(self, row: int, output: Output, ids: Sequence[int], seconds: float) -> None:
+        """Tell a request what was asked of the tokens that it has kept of this step, which took so many seconds."""
+        request = output.request
+        if row in self.told:
+            request.output_scores += self.told[row][1][: len(ids)]
+        if request.trace is not None:
+            request.trace.ends += output.ends[len(request.trace.ends) :]
+            if self.seen is not None:
+                at = len(request.output_ids) - len(ids)
+                step = self.seen.step(row, list(ids))
+                request.trace.steps.append({"at": at, "seconds": round(seconds, 6), **step})
+
+    def allow(self, logits: Tensor, trees: Callable[[], Crossed]) -> tuple[Tensor, Tensor]:
+        """Return the tokens [B, N] that grammars leave of trees, and the logits of what they allow."""
+        allowed = self.asking.constrain(logits, trees)
+        self.failed |= allowed.failed
+        return allowed.tokens, allowed.logits
+
+
+class AskedDecode(Answered[Bucket]):
+    """`Engine.decode` for requests that ask."""
+
+    def run(self, needs: Needs) -> None:
+        """Run the step; what is asked of it lies here afterwards."""
+        engine, step = self.engine, self.step
+        wishes = engine.sampling.wishes(step.slots, needs) if needs else None
+        sight = None if self.timed else Sight(step.batch, step.nodes, engine.device)
+        lens, root, drafted = engine.begin(step, wishes, None if sight is None else sight.scores)
+        before, _ = engine.around(step, needs)
+        inputs = before(engine, step, lens, root, None if drafted is step.tree else drafted)
+        tokens, parents = inputs.tokens, inputs.parents
+        trees = to_host(step.slots[:, None], tokens, parents) if self.masked else None
+        rope = Rope(inputs.cos, inputs.sin)
+        streams = engine.model.run_blocks(inputs.embedding, rope, step.attend, engine.drafter.taps)
+        logits, features = engine.logits(streams)
+        tokens, allowed = (tokens, logits) if trees is None else self.allow(logits, trees)
+        tree = DraftTree(tokens, parents)
+        verdict = engine.judge(step, tree, inputs.above, allowed, wishes, lens)
+        if sight is not None:
+            sight.look(tree, logits, verdict, wishes, lens)
+            self.seen = sight.seen
+        path = engine.keep(step, lens, tokens, verdict, features, wishes)
+        if self.questions is not None:
+            self.scores = score_picks(self.questions, logits, verdict.path, verdict.emitted)
+        engine.hand_over(step, path)
+
+
+class AskedPrefill(Answered[PrefillBucket]):
+    """`Engine.known` for requests that ask."""
+
+    def run(self, needs: Needs) -> None:
+        """Run the step; what is asked of it lies here afterwards."""
+        engine, step = self.engine, self.step
+        # After a chunk that is not its request's last nothing is picked: as if its slot were 0, which has no grammar.
+        ends = to_host((step.chunk_slots * step.picked)[:, None]) if self.masked else None
+        read = engine.read(step)
+        logits = engine.model.logits(read.hidden.index_select(0, step.ends))
+        allowed = logits if ends is None else self.allow(logits, ends)[1]
+        token = engine.pick(step, allowed, needs)
+        if self.questions is not None:
+            rows = (read.hidden, step.following)
+            self.scores = score_known(self.questions, (logits, token), rows, engine.model.logits)
+        engine.keep_known(step, read, token, allowed, needs)
+
+
+def to_host(*parts: Tensor) -> Callable[[], Crossed]:
+    """Start a copy of `[B, ..] int64` tensors to the host; returns what waits for it and gives them as lists.
+
+    What is launched after this call runs while the host waits and works on them.
+    """
+    packed = torch.cat(parts, dim=1)
+    on_host, ready = packed.to("cpu", non_blocking=packed.is_cuda), None
+    if packed.is_cuda:
+        ready = torch.cuda.Event()
+        ready.record()
+
+    def arrived() -> Crossed:
+        if ready is not None:
+            ready.synchronize()
+        return [part.tolist() for part in on_host.split([part.shape[1] for part in parts], dim=1)]
+
+    return arrived

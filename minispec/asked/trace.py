@@ -1,0 +1,98 @@
+"""Watching a step: its trees, what the drafter and the target thought of each node, and which nodes were accepted.
+
+The one idea: a step that is watched runs the same operations and a few more behind them. `Sight` makes the tensors of
+those few, and only `steps.py` knows of it: a step with a watched request runs there, uncaptured. The output is the
+same, token for token.
+
+Read next: `steps.py`, which looks; `serve/traces.py` for what clients see.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minispec.sampling import Wishes, gumbel
+from minispec.tree import PADDING, DraftTree
+from minispec.verify import Verdict
+
+
+class Sight:
+    """What is seen of one decode step; the drafter writes `scores`, `look` all the rest."""
+
+    def __init__(self, batch: int, nodes: int, device: torch.device) -> None:
+        # The drafter's log-probability of each node's path from the root; NaN where it has none.
+        self.scores = torch.full((batch, nodes), torch.nan, device=device)
+        self.seen: SeenStep | None = None
+
+    def look(
+        self, tree: DraftTree, logits: Tensor, verdict: Verdict, wishes: Wishes | None, lens: Tensor
+    ) -> None:
+        """Note the trees [B, N], the target's `logits [B, N, V]` at their nodes and its verdict; lens [B] int64."""
+        batch, most = verdict.path.shape
+        row = torch.arange(batch, device=logits.device)[:, None]
+        known = logits.float().log_softmax(-1)
+        target = known[row, tree.parents.clamp(min=0), tree.tokens.clamp(min=0)]
+        score = logits[row, verdict.path].float()
+        if wishes is not None and wishes.temperature is not None:
+            position = lens[:, None] + torch.arange(1, most + 1, device=logits.device)
+            noise = gumbel(wishes.seed[:, None].expand(batch, most), position, logits.shape[-1])
+            score = score + wishes.temperature[:, None, None] * noise
+        best = score.topk(2, dim=-1).values
+        picked = known[row, verdict.path, verdict.emitted]
+        margin = best[..., 0] - best[..., 1]
+        self.seen = SeenStep(*tree, self.scores, target, verdict.path, verdict.count, picked, margin)
+
+
+class SeenStep(NamedTuple):
+    """What was seen of a step, a row for each request; on the device, and then as a copy on the host."""
+
+    tokens: Tensor  # [B, N] int64
+    parents: Tensor  # [B, N] int64
+    drafted: Tensor  # [B, N] fp32, `Sight.scores`
+    target: Tensor  # [B, N] fp32, log-probability of each node's token after its parent, as the model has it
+    path: Tensor  # [B, A] int64
+    count: Tensor  # type: ignore[assignment]  # [B] int64; it hides tuple.count, which nobody calls
+    picked: Tensor  # [B, A] fp32, log-probability of each emitted token
+    margin: Tensor  # [B, A] fp32, how far ahead of all others the best token's score was (`pick`, before filters)
+
+    def to_host(self) -> SeenStep:
+        """Return a copy on the host, which on CUDA is complete once the step's event has come."""
+        return SeenStep(*(tensor.to("cpu", non_blocking=True) for tensor in self))
+
+    def step(self, row: int, emitted: list[int]) -> dict[str, Any]:
+        """Return what was seen of one request, as JSON has it; `emitted` are its tokens, as far as they were kept.
+
+        Nodes are numbered without padding. `draft` and `target` are probabilities of a node's token after its parent's,
+        None at the root, and in `draft` where the drafter has no such thing. `accepted` are nodes, from the root on.
+        """
+        tokens, above = self.tokens[row].tolist(), self.parents[row].tolist()
+        real = [node for node, token in enumerate(tokens) if token != PADDING or node == 0]
+        place = {node: index for index, node in enumerate(real)}
+        scores, target = self.drafted[row].tolist(), self.target[row].tolist()
+        draft = [None if node == 0 else _ratio(scores[node], scores[above[node]] if above[node] else 0.0)
+                 for node in real]  # fmt: skip
+        count = int(self.count[row])
+        return {
+            "tokens": [tokens[node] for node in real],
+            "parents": [place.get(above[node], -1) for node in real],
+            "draft": draft,
+            "target": [None if node == 0 else _ratio(target[node], 0.0) for node in real],
+            "accepted": [place[node] for node in self.path[row, :count].tolist()],
+            "emitted": emitted,
+            "logprobs": [_rounded(value) for value in self.picked[row, : len(emitted)].tolist()],
+            "margins": [_rounded(value) for value in self.margin[row, : len(emitted)].tolist()],
+        }
+
+
+def _ratio(score: float, above: float) -> float | None:
+    """Return the probability of which these are a node's and its parent's logarithms; None where there is none."""
+    return None if math.isnan(score) or math.isinf(above) else _rounded(math.exp(min(score - above, 0.0)))
+
+
+def _rounded(value: float) -> float | None:
+    """Return a number as JSON can have it: short, and None where it is none."""
+    return round(value, 5) if math.isfinite(value) else None

@@ -1,0 +1,1 @@
+"""What only CUDA has: captured steps, and linear layers in fp8."""

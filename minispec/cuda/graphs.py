@@ -1,0 +1,67 @@
+"""CUDA graphs: the kernels of a step, recorded once and then launched together.
+
+A step of EAGLE-3 is some hundreds of launches, and for a small batch the host takes longer to make them than the device
+to run them. The one idea: a step is a function of tensors that stay where they are (`buffers.py`), so the list of its
+kernels with their arguments never changes. It is recorded for each shape, and from then on one launch does it all.
+
+What a recording may not contain: a look at a value, a tensor made at the first call that is to outlive it, a number
+from Python that changes. `tests/test_capture.py` replays steps on a CPU in the way that a graph would. And as long as a
+graph lives, every tensor that it reads must stay the same object: a weight or a table that is put in another's place is
+not seen.
+
+Read next: `engine.py`, whose steps are recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from minispec.buffers import Bucket, PrefillBucket
+from minispec.engine import CAPTURED, Engine
+from minispec.sampling import Needs
+
+
+class Recorder:
+    """Makes CUDA graphs that share one pool of memory for what they compute in between; they never run side by side."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def record(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Return the graph of a step. It is run twice before, so that nothing is tuned, loaded or made while recording.
+
+        Other threads may use the device meanwhile, which is why only this thread's unsafe calls are errors.
+        """
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            step()
+            step()
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            step()
+        return graph
+
+
+def capture(engine: Engine, batches: Sequence[int], progress: Callable[[str], None]) -> None:
+    """Capture the decode steps of these batch sizes and the smallest prefill step, on CUDA and after warm-up.
+
+    Each is captured for greedy batches, for those with a temperature, and for those with filters; batches with
+    penalties, bias or min_new_tokens run uncaptured. The largest come first, so that the smaller ones fit
+    into the memory that those leave to the pool.
+    """
+    engine.link.tell("capture", batches)
+    recorder = Recorder(engine.device)
+    steps: list[tuple[Callable[[Any, Needs], None], Bucket | PrefillBucket]] = [
+        (engine.decode, engine.buckets[key]) for key in sorted(engine.buckets, reverse=True) if key[0] in batches
+    ]
+    steps.append((engine.known, engine.prefills[engine.sizes.prefill_sizes[0]]))
+    for done, (step, bucket) in enumerate(steps, start=1):
+        progress(f"capture {done}/{len(steps)}: {bucket.name}")
+        for needs in CAPTURED:
+            engine.graphs[bucket, needs] = recorder.record(lambda: step(bucket, needs))  # noqa: B023  called at once

@@ -1,1 +1,0 @@
-"""What is sent over HTTP. Begin with `parse.py`."""

@@ -1,0 +1,67 @@
+"""The process of a rank other than 0: it loads its part of the model and does what rank 0 calls.
+
+    python -m minispec.load.rank        started by rank 0's process, or by the first one of another machine
+
+It is told on standard input which rank it is, and it ends when that ends, however its parent ended. Its first error is
+one line, which its parent repeats as it ends all.
+
+Read next: `load/ranks.py`; `load/build.py`, whose `follow` puts the engine together.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from minispec.config import Config
+
+if TYPE_CHECKING:
+    from minispec.load.ranks import RankPlace
+
+logger = logging.getLogger("minispec")
+
+
+def main() -> None:
+    """Be the rank that standard input describes."""
+    line = sys.stdin.buffer.readline()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stdout)
+    from minispec.load.ranks import understood  # torch takes seconds to import, and the parent may end meanwhile
+
+    _be(*understood(line))
+
+
+def _end_with_parent() -> None:
+    """Kill this process, and the compilers that it runs, when standard input ends."""
+    while os.read(0, 4096):  # not by way of `sys.stdin`, whose lock the end of Python would wait for
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+def serve_machine(config: Config) -> None:
+    """Be the first rank of a machine that does not serve, until machine 0 ends; the others here are started."""
+    _be(config, None)
+
+
+def _be(config: Config, place: RankPlace | None) -> None:
+    """Meet the others, at a `RankPlace` if one is given, and follow rank 0; an error ends the process."""
+    from minispec.load.build import choose_device, follow
+    from minispec.load.ranks import end_all, gather, join, open_store
+
+    try:
+        device, timeout = choose_device(config), config.dist_timeout
+        met = gather(config, device) if place is None else join(place, open_store(place, timeout), device, timeout)
+        follow(config, met)
+    except Exception as error:
+        logger.debug("the rank ends", exc_info=True)
+        text = " ".join(str(error).split())
+        says_all = text and isinstance(error, (ValueError, RuntimeError, OSError))
+        end_all(text if says_all else f"{type(error).__name__}: {text}")
+
+
+if __name__ == "__main__":
+    main()

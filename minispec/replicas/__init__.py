@@ -1,0 +1,1 @@
+"""Several engines in processes of their own behind one server; Ray."""

@@ -1,0 +1,99 @@
+"""What every answer has, whatever it answers: its form, its id, its line in the log, and whose web pages may read it.
+
+Every failure is OpenAI's error object, also where the framework or a bug makes it.
+
+Read next: `reply.py` for what answers say, `server.py` for who gives them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from typing import Any
+
+from aiohttp import web
+from aiohttp.abc import AbstractAccessLogger
+
+from minispec.request import RequestError
+from minispec.serve.parse import dump
+from minispec.serve.reply import error_body
+
+logger = logging.getLogger("minispec")
+access_logger = logging.getLogger("minispec.access")  # a line for each answer, at --log-level-http info
+
+
+class AccessLog(AbstractAccessLogger):
+    """One line for each answer: who asked for what, its status, bytes and seconds."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether aiohttp should call `log` at all."""
+        return self.logger.isEnabledFor(logging.INFO)
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        """Log an answer; the path stays encoded, since newlines would forge lines, and a query may hold keys."""
+        self.logger.info("%s %s %s %d %d bytes %.3f s", request.remote, request.method, request.rel_url.raw_path,
+                         response.status, response.body_length, time)  # fmt: skip
+
+
+def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """Return a response of JSON."""
+    return web.Response(body=dump(value), status=status, headers=headers, content_type="application/json")
+
+
+def error_answer(error: RequestError, headers: dict[str, str] | None = None) -> web.Response:
+    """Return an error response: a 503 is worth trying again soon, a 500 is not worth trying again."""
+    advice = {503: {"Retry-After": "5" if error.code == "not_ready" else "1"}, 500: {"x-should-retry": "false"},
+              401: {"WWW-Authenticate": "Bearer"}}  # fmt: skip
+    return json_answer(error_body(error), error.status, {**advice.get(error.status, {}), **(headers or {})})
+
+
+async def set_request_id(http: web.Request, response: web.StreamResponse) -> None:
+    """Name every response: the client's x-request-id if it is harmless, else a new one."""
+    given = http.headers.get("x-request-id", "")
+    response.headers["x-request-id"] = given if re.fullmatch(r"[\w.:-]{1,128}", given) else uuid.uuid4().hex
+
+
+@web.middleware
+async def errors(http: web.Request, handler: Any) -> web.StreamResponse:
+    """Turn every failure into OpenAI's error object."""
+    try:
+        return await handler(http)
+    except RequestError as error:
+        return error_answer(error)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        return error_answer(RequestError(f"{error.reason}: {http.method} {http.path}"[:300], None, error.status), allow)
+    except Exception as error:
+        logger.exception("a handler failed")
+        return error_answer(RequestError(f"{type(error).__name__} in the server", None, 500))
+
+
+class Origins:
+    """The web pages that may call the server, --cors-origins."""
+
+    def __init__(self, allowed: frozenset[str]) -> None:
+        self.allowed = allowed
+
+    @web.middleware
+    async def ask(self, http: web.Request, handler: Any) -> web.StreamResponse:
+        """Answer a browser that asks before it sends what a page wants; it asks without a key."""
+        if http.method != "OPTIONS" or "Access-Control-Request-Method" not in http.headers or not self.allowed:
+            return await handler(http)
+        headers = http.headers.get("Access-Control-Request-Headers", "")
+        return web.Response(status=204, headers={
+            "Access-Control-Allow-Methods": "GET, POST, PUT", "Access-Control-Allow-Headers": headers,
+            "Access-Control-Max-Age": "600",
+        })  # fmt: skip
+
+    async def allow(self, http: web.Request, response: web.StreamResponse) -> None:
+        """Let pages of the origins in --cors-origins read the response; browsers keep it from all others."""
+        origin, allowed = http.headers.get("Origin"), self.allowed
+        if "*" in allowed or origin in allowed:
+            response.headers["Access-Control-Allow-Origin"] = "*" if "*" in allowed else str(origin)
+            response.headers["Access-Control-Expose-Headers"] = "x-request-id, Retry-After"
+        if allowed:
+            response.headers["Vary"] = "Origin"

@@ -1,0 +1,87 @@
+"""What a server must know of the model that it serves to take requests and answer them, without the model itself.
+
+In one process it is read off the `LLM`. With replicas the process at the door has no model: a replica tells its
+`Facts`, and the door reads tokenizer and sampling defaults from the model's folder.
+
+Read next: `server.py`, which asks nothing else of a model; `intake.py` for the checks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from minispec.config import Config
+from minispec.request import Limits
+from minispec.serve.info import numbers_of
+from minispec.serve.intake import Intake
+from minispec.serve.parse import sampling_defaults
+
+if TYPE_CHECKING:
+    from minispec.llm import LLM
+
+logger = logging.getLogger("minispec")
+
+
+class Facts(NamedTuple):
+    """What an engine is like, in plain values."""
+
+    limits: tuple[Any, ...]  # the fields of `request.Limits`
+    max_running: int  # requests decoded together
+    nodes: int  # N, nodes of a draft tree
+    page_size: int
+    pages: int
+    algorithm: str  # the drafter that runs
+    numbers: str  # `about.numbers_of`
+
+
+class Desk(NamedTuple):
+    """What a server knows of the model; safe on any thread."""
+
+    folder: Path
+    intake: Intake
+    facts: Facts
+    defaults: dict[str, Any]  # sampling values for what a /v1 request leaves out
+
+
+def facts_of(llm: LLM) -> Facts:
+    """Return the facts of an engine in this process."""
+    scheduler = llm.scheduler
+    return Facts(tuple(scheduler.limits), scheduler.sizes.max_running, scheduler.sizes.nodes,
+                 scheduler.kv.page_size, scheduler.kv.pages, llm.config.algorithm, numbers_of(llm))  # fmt: skip
+
+
+def desk_of(llm: LLM, config: Config) -> Desk:
+    """Return the desk in front of an engine in this process."""
+    scheduler = llm.scheduler
+    intake = Intake(scheduler.limits, llm.tokenizer, scheduler.engine.asked.prepare)
+    return Desk(llm.folder, intake, facts_of(llm), _read_defaults(config, llm.folder))
+
+
+def desk_for(facts: Facts, config: Config) -> Desk:
+    """Return the desk in front of an engine elsewhere; reads the tokenizer, so it takes a second."""
+    from minispec.asked.grammar import Grammars  # here, since the server listens before torch is imported
+    from minispec.load.build import choose_folder, choose_tokenizer
+
+    limits = Limits(*facts.limits)
+    folder = choose_folder(config, logger.info)
+    tokenizer = choose_tokenizer(config, folder, limits.vocab_size)
+    grammars = Grammars(tokenizer.backend, limits.vocab_size, limits.eos_ids)
+    return Desk(folder, Intake(limits, tokenizer, grammars.prepare), facts, _read_defaults(config, folder))
+
+
+def _read_defaults(config: Config, folder: Path) -> dict[str, Any]:
+    """Return the sampling values of generation_config.json; none if it is not to be read, or not there, or wrong."""
+    if config.sampling_defaults != "model":
+        return {}
+    try:
+        found = sampling_defaults(json.loads((folder / "generation_config.json").read_text("utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:  # RequestError is a ValueError
+        logger.warning("generation_config.json is not used: %s", error)
+        return {}
+    logger.info("sampling defaults of the model: %s", found or "none")
+    return found

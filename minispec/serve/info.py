@@ -1,0 +1,82 @@
+"""What a server says of itself: its memory, its load, and the digest of what decides its tokens.
+
+`QUESTIONS` are what a server asks an engine between two steps, by name, so that they can be asked of another process as
+well; what goes in and comes out are plain values.
+
+Read next: `server.py`, which answers with them; `prometheus.py` for the counters in another form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from minispec.config import Config
+from minispec.serve import prometheus
+
+if TYPE_CHECKING:
+    from minispec.llm import LLM
+    from minispec.scheduler import Scheduler
+
+
+def memory_stats(llm: LLM) -> dict[str, Any]:
+    """Return what memory is taken: by part in bytes, and in SGLang's form, in GiB."""
+    parts, gib = dataclasses.asdict(llm.memory), lambda *names: round(sum(parts[n] or 0 for n in names) / 2**30, 3)
+    scheduler = llm.scheduler
+    return {"memory_bytes": parts, "memory_usage": {
+        "weight": gib("target_weights", "draft_weights"), "kvcache": gib("target_kv_pool", "draft_kv_pool"),
+        "graph": None if parts["graphs_and_workspace"] is None else gib("graphs_and_workspace"),
+        "token_capacity": (scheduler.kv.pages - 1) * scheduler.kv.page_size,
+    }}  # fmt: skip
+
+
+def load_of(scheduler: Scheduler) -> dict[str, Any]:
+    """Return the entry of /v1/loads, under SGLang's names; totals are since the start or the last flush."""
+    stats, kv = scheduler.stats(), scheduler.kv
+    used = kv.pages - 1 - len(kv.free) - len(scheduler.cache.idle)
+    computed, cached = stats["prompt_tokens"], stats["cached_tokens"]
+    load = {
+        "num_running_reqs": stats["num_running_reqs"], "num_waiting_reqs": stats["num_queue_reqs"],
+        "num_used_tokens": used * kv.page_size, "max_total_num_tokens": stats["max_total_num_tokens"],
+        "max_running_requests": scheduler.sizes.max_running, "token_usage": used / max(kv.pages - 1, 1),
+        "gen_throughput": stats["last_gen_throughput"], "cache_hit_rate": cached / max(computed + cached, 1),
+    }  # fmt: skip
+    if scheduler.sizes.nodes > 1:
+        rate = scheduler.metrics.accept_rate
+        load["speculative"] = {"accept_length": stats["avg_spec_accept_length"], "accept_rate": rate}
+    return load
+
+
+QUESTIONS: dict[str, Callable[..., Any]] = {
+    "stats": lambda llm: {**llm.scheduler.stats(), **memory_stats(llm)},
+    "load": lambda llm: load_of(llm.scheduler),
+    "counters": lambda llm: prometheus.counters(llm.scheduler),
+    "flush": lambda llm: llm.scheduler.flush_cache(),
+    "reconfigure": lambda llm, thresholds, adaptive: llm.scheduler.reconfigure(thresholds, adaptive),
+}
+
+
+def numbers_of(llm: LLM) -> str:
+    """Return what the tokens of a seed depend on beside the flags: the model's sizes, its dtype, its device."""
+    weight = llm.scheduler.engine.model.norm.weight
+    return f"{weight.dtype} {weight.device.type} {llm.model_config}"
+
+
+def fingerprint(config: Config, numbers: str) -> str:
+    """Return a digest of what decides which tokens a seed gives: versions, model and numbers, and no drafter."""
+    names = """model_path revision tokenizer_path load_format quantization chat_template random_seed context_length
+        sampling_defaults tp_size""".split()
+    parts = [version(), importlib.metadata.version("torch"), config.thresholds, numbers,
+             *(getattr(config, name) for name in names)]  # fmt: skip
+    return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
+
+
+def version() -> str:
+    """Return the version of this package, if it is installed."""
+    try:
+        return importlib.metadata.version("minispec")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "unknown"

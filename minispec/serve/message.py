@@ -1,0 +1,160 @@
+"""The assistant's message while it grows: text in, and out come reasoning, content and calls of tools.
+
+`Wish` is what one request says about these, `Formats` how the model that is served writes them. Streams send what each
+step added (`delta`), whole answers the same added up (`whole`).
+
+Read next: `reasoning.py` and `tools.py`, which take the text apart.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from minispec.load.reply_formats import CallFormat, ThoughtFormat
+from minispec.serve.reasoning import Thoughts
+from minispec.serve.tools import Calls, Piece
+
+
+class Formats(NamedTuple):
+    """How the served model writes calls and reasoning; None where that is not known, and so not looked for."""
+
+    calls: CallFormat | None = None
+    thoughts: ThoughtFormat | None = None
+
+
+PLAIN_FORMATS = Formats()
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a chat request says about calls and reasoning."""
+
+    tools: tuple[dict[str, Any], ...] = ()  # that may be called; empty with tool_choice none
+    must: bool = False  # the reply must be a call
+    only: str | None = None  # the one tool to be called
+    parallel: bool = True  # several calls in a reply
+    separate: bool = True  # tell reasoning apart
+    stream_reasoning: bool = True  # send reasoning as it comes, not at its end
+    include_reasoning: bool = True
+
+
+class Message:
+    """One assistant's message. `thinking`: the prompt ends inside its reasoning, or before it (None: unknown)."""
+
+    def __init__(self, wish: Wish, formats: Formats, thinking: bool | None = None) -> None:
+        self.wish = wish
+        form = None if wish.must or not wish.separate else formats.thoughts  # a call alone leaves no room for reasoning
+        self._thoughts = None if form is None else Thoughts(form, form.always if thinking is None else thinking)
+        names = [tool["function"]["name"] for tool in wish.tools]
+        self._calls = Calls(formats.calls, names, not wish.parallel) if names and formats.calls else None
+        self.content = self.reasoning = ""
+        self._withheld = ""  # reasoning, until it is complete
+        self._by_number: dict[int, dict[str, Any]] = {}
+        self._delta: dict[str, Any] = {}
+
+    @property
+    def called(self) -> bool:
+        """Whether there is a complete call."""
+        return self._calls is not None and self._calls.complete > 0
+
+    def feed(self, text: str) -> None:
+        """Add the next piece of text."""
+        reasoning, answer = ("", text) if self._thoughts is None else self._thoughts.feed(text)
+        self._think(reasoning)
+        self._say(answer)
+
+    def finish(self, cut: bool) -> None:
+        """Add what was held back; `cut`: a limit has ended the text."""
+        if self._thoughts is not None:
+            reasoning, answer = self._thoughts.finish()
+            self._thoughts.inside = False
+            self._think(reasoning)
+            self._say(answer)
+        if self._calls is not None:
+            for piece in self._calls.finish(cut):
+                self._take(piece)
+
+    def delta(self) -> dict[str, Any]:
+        """Return what came since the last call, as the delta of an event; {} for nothing."""
+        delta, self._delta = self._delta, {}
+        return delta
+
+    def whole(self) -> dict[str, Any]:
+        """Return the message so far."""
+        calls = [{**call, "function": dict(call["function"])} for call in self._by_number.values()] or None
+        message: dict[str, Any] = {"role": "assistant", "content": self.content, "tool_calls": calls}
+        if calls and not self.content:
+            message["content"] = None
+        if self._thoughts is not None:
+            message["reasoning_content"] = self.reasoning or None
+        return message
+
+    def _think(self, text: str) -> None:
+        """Add reasoning."""
+        if self._thoughts is None or not self.wish.include_reasoning:
+            return
+        self.reasoning += text
+        self._withheld += text
+        if self._withheld and (self.wish.stream_reasoning or not self._thoughts.inside):
+            self._delta["reasoning_content"] = self._delta.get("reasoning_content", "") + self._withheld
+            self._withheld = ""
+
+    def _say(self, text: str) -> None:
+        """Add text that is no reasoning."""
+        for piece in [Piece(text)] if self._calls is None else self._calls.feed(text):
+            self._take(piece)
+
+    def _take(self, piece: Piece) -> None:
+        """Add a piece of content or of a call."""
+        if piece.call is None:
+            self.content += piece.text
+            if piece.text:
+                self._delta["content"] = self._delta.get("content", "") + piece.text
+            return
+        if piece.name is not None:
+            call: dict[str, Any] = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function",
+                    "function": {"name": piece.name, "arguments": ""}}  # fmt: skip
+            self._by_number[piece.call] = call
+            new = {"index": piece.call, **call, "function": dict(call["function"])}
+            self._delta.setdefault("tool_calls", []).append(new)
+        elif piece.end is False:
+            del self._by_number[piece.call]
+            self._forget(piece.call)
+        elif piece.text:
+            self._by_number[piece.call]["function"]["arguments"] += piece.text
+            news = self._delta.setdefault("tool_calls", [])
+            if not news or news[-1]["index"] != piece.call:
+                news.append({"index": piece.call, "function": {"arguments": ""}})
+            news[-1]["function"]["arguments"] += piece.text
+
+    def _forget(self, number: int) -> None:
+        """Take what no event carried yet of a malformed call back; what went out cannot be."""
+        kept = [call for call in self._delta.pop("tool_calls", ()) if call["index"] != number]
+        if kept:
+            self._delta["tool_calls"] = kept
+
+
+class OneCall:
+    """The rule of a request whose answer ends with its first call: `Request.ends`."""
+
+    def __init__(self, wish: Wish, formats: Formats, thinking: bool | None) -> None:
+        self._given = wish, formats, thinking
+        self._message = Message(*self._given)
+
+    def __call__(self, text: str) -> bool:
+        """Take the next piece of text, and return whether the answer ends with it."""
+        self._message.feed(text)
+        return self._message.called
+
+    def packed(self) -> tuple[Any, ...]:
+        """Return the rule in plain values, as it is before any text."""
+        wish, formats, thinking = self._given
+        return asdict(wish), *(form and tuple(form) for form in formats), thinking
+
+    @classmethod
+    def unpacked(cls, values: tuple[Any, ...]) -> OneCall:
+        """Return the rule that `packed` has described."""
+        wish, calls, thoughts, thinking = values
+        return cls(Wish(**wish), Formats(calls and CallFormat(*calls), thoughts and ThoughtFormat(*thoughts)), thinking)

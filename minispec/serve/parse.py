@@ -1,0 +1,565 @@
+"""Requests: JSON in, requests for the scheduler out. Pure functions, no sockets and no engine.
+
+Three dialects share one path: OpenAI's chat and completions, and SGLang's native `/generate`. A body becomes a `Job`
+(what was asked, checked, with prompts still as text), and `tokenize` makes its `Request`s. Which fields there are
+stands in `fields.py`.
+
+Everything a client sends is hostile until parsed: `parse_json` lets through no NaN, no infinity, no lone surrogate,
+no integer beyond 64 bits and no deep nesting, before any model sees it.
+
+Read next: `fields.py`; `reply.py` for the way back; `request.py` for the sampling parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+from minispec.load.chat_templates import WITH_TOOLS
+from minispec.request import Grammar, Logprobs, Request, RequestError, SamplingParams, Trace, choice_seed, short
+from minispec.serve import fields
+from minispec.serve.fields import read
+from minispec.serve.logprobs import Report
+from minispec.serve.message import PLAIN_FORMATS, Formats, OneCall, Wish
+from minispec.serve.tools import constraint
+
+if TYPE_CHECKING:
+    from minispec.load.tokenizer import Tokenizer
+
+MAX_DEPTH = 64  # of nested JSON
+BYTES_PER_TOKEN = 64  # a longer prompt per token of context is refused before it costs time in the tokenizer
+
+Kind = Literal["chat", "completion", "generate"]
+Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
+T = TypeVar("T")
+
+# Fields of a /v1 body that SamplingParams has under another name. In order: a later one wins.
+_RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed", "sampling_seed": "sampling_seed",
+            "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens",
+            "include_stop_str_in_output": "no_stop_trim"}  # fmt: skip
+# Names the template's own machinery uses: a client may not set them.
+_TEMPLATE_NAMES = frozenset(
+    """messages tools documents conversation chat_template template add_generation_prompt continue_final_message
+    tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
+    raise_exception strftime_now bos_token eos_token unk_token pad_token loop range dict lipsum cycler joiner
+    namespace self caller varargs kwargs""".split()
+)
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """Parse a request body strictly; RequestError 400 for anything but an object of finite, encodable values."""
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_number, parse_float=_finite, parse_int=_bounded)
+        _check_values(value, 0)
+    except RecursionError:
+        raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels") from None
+    except ValueError as error:  # JSONDecodeError and UnicodeError are ValueErrors
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"the body must be a JSON object, got {short(value)}")
+    return value
+
+
+def _no_number(literal: str) -> float:
+    raise ValueError(f"{literal} is no JSON number")
+
+
+def _finite(literal: str) -> float:
+    if not math.isfinite(value := float(literal)):
+        raise ValueError(f"the number {literal[:40]} is too large")
+    return value
+
+
+def _bounded(literal: str) -> int:
+    if len(literal) > 20 or not -(2**63) <= (value := int(literal)) < 2**64:
+        raise ValueError(f"the integer {literal[:40]} does not fit 64 bits")
+    return value
+
+
+def _check_values(value: Any, depth: int) -> None:
+    """Raise for nesting beyond MAX_DEPTH and for strings that are not Unicode text (lone surrogates)."""
+    if depth > MAX_DEPTH:
+        raise RecursionError
+    if isinstance(value, str):
+        value.encode("utf-8")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            key.encode("utf-8")
+            _check_values(item, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            if not isinstance(item, int):
+                _check_values(item, depth + 1)
+
+
+def dump(value: Any) -> bytes:
+    """Return `value` as compact UTF-8 JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+
+
+# ---- jobs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """One HTTP request for text, checked: prompts, parameters, rids and their like have one entry per choice."""
+
+    kind: Kind
+    model: str | None  # the name the client gave
+    prompts: list[Prompt]
+    params: list[SamplingParams]
+    rids: list[str]
+    limited: list[bool]  # per prompt: the client set max_new_tokens, so beyond the context it is an error
+    intervals: list[int | None]  # per prompt: tokens between two events; None: as the server likes
+    n: int = 1  # choices for each prompt, which follow each other
+    salt: str = ""  # of the prefix cache
+    report: Report = Report()  # what of the logprobs goes into the answer
+    batched: bool = False  # a list was sent, so a list goes back (native)
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_ids: bool = False
+    trace: bool = False  # tell how each token came about (native)
+    add_special_tokens: bool = True
+    truncate: int | None = None  # prompt tokens to keep; -1: as many as leave room for the output
+    chat: dict[str, Any] = field(default_factory=dict)  # keyword arguments of Tokenizer.encode_chat
+    wish: Wish = Wish()  # what becomes of a chat's answer
+    prediction: str | None = None  # what the answer is expected to be like
+    names: dict[str, str] = field(default_factory=dict)  # what our errors call a field -> what the client does
+
+
+def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
+    """Return the job of a /v1/chat/completions body; `defaults` are the sampling values of the model, if used."""
+    asked = read(fields.Chat, body)
+    continued = asked.continue_final_message is True
+    messages = _messages(asked.messages)
+    if continued and messages[-1]["role"] != "assistant":
+        raise RequestError("continue_final_message needs a last message of role assistant", "continue_final_message")
+    wish, prediction = _wish(asked), _text(asked.prediction.content) if asked.prediction else None
+    shown = {"tools": list(wish.tools)} if wish.tools else {}
+    chat = {
+        "add_generation_prompt": asked.add_generation_prompt is not False and not continued,
+        "continue_final_message": continued,
+        "template_kwargs": {**_template_kwargs(asked), **shown},
+    }
+    top = (asked.top_logprobs or 0) if asked.logprobs is True else None
+    if top is None and asked.top_logprobs:
+        raise RequestError(f"top_logprobs must be left out unless logprobs is true, got {asked.top_logprobs}",
+                           "top_logprobs")  # fmt: skip
+    report = Report(top, as_ids=asked.return_tokens_as_token_ids is True)
+    job = _openai_job("chat", asked, [messages], defaults, None)
+    if (form := job.params[0].grammar) is not None:
+        if wish.must:
+            raise RequestError(f"{form.origin} may not be given where tool_choice asks for a call", form.origin)
+        wish = replace(wish, separate=False)  # the form leaves no room for reasoning either
+    job = replace(job, chat=chat, wish=wish, prediction=prediction)
+    return _with_logprobs(job, report, _scores({"top_logprobs": top}, None))
+
+
+def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
+    """Return the job of a /v1/completions body: a prompt of text or ids, or a list of such prompts."""
+    asked = read(fields.Completion, body)
+    counts = {name: getattr(asked, name) for name in ("logprobs", "prompt_logprobs")}
+    as_ids = asked.return_tokens_as_token_ids is True
+    report = Report(asked.logprobs, asked.prompt_logprobs, asked.echo is True, as_ids=as_ids)
+    from_start = report.prompt is not None or (report.echo and report.top is not None)
+    job = _openai_job("completion", asked, _listed(asked.prompt), defaults, 16)
+    job = _with_logprobs(job, report, _scores(counts, 0 if from_start else None))
+    return replace(job, add_special_tokens=asked.add_special_tokens is not False)
+
+
+def _openai_job(
+    kind: Kind, asked: fields.OpenAI, prompts: list[Prompt], defaults: Mapping[str, Any], max_tokens: int | None
+) -> Job:
+    """Return what chat and completions have in common; `max_tokens` is the limit where the client sets none."""
+    wish = {**defaults, **_given(asked, fields.Sampling.model_fields), "max_new_tokens": max_tokens,
+            "grammar": _grammar(asked, asked.response_format)}  # fmt: skip
+    names = {"prompt": "messages" if kind == "chat" else "prompt"}
+    for name, inner in _RENAMED.items():
+        if (value := getattr(asked, name)) is not None:
+            wish[inner], names[inner] = value, name
+    names["max_tokens"] = names.get("max_new_tokens", "max_tokens")
+    try:
+        params = SamplingParams(**wish)
+    except RequestError as error:
+        raise in_clients_words(error, names) from None
+    options = asked.stream_options or fields.StreamOptions()
+    rid, count, n = asked.request_id if asked.rid is None else asked.rid, len(prompts), asked.n or 1
+    return _job(
+        kind, asked, prompts, [params] * count, n,
+        rids=_rids(rid, count, "chatcmpl-" if kind == "chat" else "cmpl-", n),
+        limited=["max_new_tokens" in names] * (count * n),
+        intervals=[asked.stream_interval] * (count * n),
+        include_usage=options.include_usage is True,
+        continuous_usage=options.continuous_usage_stats is True,
+        return_ids=asked.return_token_ids is True,
+        names=names,
+    )  # fmt: skip
+
+
+
+def parse_generate(body: Mapping[str, Any]) -> Job:
+    """Return the job of a native /generate body: `text` or `input_ids`, one or a list, and `sampling_params`."""
+    asked = read(fields.Generate, body)
+    given = [name for name in ("text", "input_ids") if getattr(asked, name) is not None]
+    if len(given) != 1:
+        raise RequestError(f"exactly one of text and input_ids must be given, got {given or 'neither'}",
+                           given[-1] if given else "text")  # fmt: skip
+    prompt = getattr(asked, given[0])
+    prompts, wishes = _listed(prompt), asked.sampling_params
+    if not isinstance(wishes, list):
+        wishes = [wishes or fields.NativeParams()] * len(prompts)
+    if len(wishes) != len(prompts):
+        raise RequestError(f"sampling_params has {len(wishes)} entries for {len(prompts)} prompts", "sampling_params")
+    names = [f.name for f in dataclasses.fields(SamplingParams) if f.name in fields.NativeParams.model_fields]
+    counts = {wish.n or 1 for wish in wishes}
+    if len(counts) > 1:
+        raise RequestError(f"n must be the same for all prompts, got {sorted(counts)}", "n")
+    params, n = [SamplingParams(**_given(wish, names), grammar=_grammar(wish, None)) for wish in wishes], counts.pop()
+    scored = [replace(p, logprobs=wish) for p, wish in zip(params, _native_wishes(asked, len(prompts)), strict=True)]
+    return _job(
+        "generate", asked, prompts, scored, n,
+        rids=_rids(asked.rid, len(prompts), "", n),
+        limited=_repeated([wish.max_new_tokens is not None for wish in wishes], n),
+        intervals=_repeated([wish.stream_interval or asked.stream_interval for wish in wishes], n),
+        report=Report(texts=asked.return_text_in_logprobs is True),
+        batched=prompts is prompt or n > 1,
+        trace=asked.trace is True,
+        names={"prompt": given[0], "max_tokens": "max_new_tokens"},
+    )  # fmt: skip
+
+
+def _job(
+    kind: Kind, asked: fields.Prompted, prompts: list[Prompt], params: list[SamplingParams], n: int, **own: Any
+) -> Job:
+    """Return a job with what all dialects have in common; each of the n choices for a prompt has a seed of its own."""
+    seeded = [replace(p, sampling_seed=choice_seed(p.sampling_seed, choice)) for p in params for choice in range(n)]
+    return Job(kind, asked.model, _repeated(prompts, n), seeded, n=n, salt=_salt(asked), stream=asked.stream is True,
+               truncate=asked.truncate_prompt_tokens, **own)  # fmt: skip
+
+
+def _rids(given: str | list[str] | None, prompts: int, prefix: str, n: int) -> list[str]:
+    """Return one id per choice: the client's, or new ones with a common stem so that one prefix aborts them all."""
+    if isinstance(given, list):
+        if len(given) != prompts:
+            raise RequestError(f"rid has {len(given)} entries for {prompts} prompts", "rid")
+        return given if n == 1 else [f"{rid}-{choice}" for rid in given for choice in range(n)]
+    stem = prefix + uuid.uuid4().hex if given is None else given
+    return [stem] if prompts * n == 1 else [f"{stem}-{i}" for i in range(prompts * n)]
+
+
+def _repeated(items: Sequence[T], n: int) -> list[T]:
+    """Return each item n times, once for each choice."""
+    return [item for item in items for _ in range(n)]
+
+
+def _salt(asked: fields.Prompted) -> str:
+    """Return the salt of a request; the two fields are told apart, so that no pair equals another."""
+    given = [asked.cache_salt, asked.extra_key]
+    return json.dumps(given) if any(given) else ""
+
+
+def _given(asked: fields.Fields, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of the fields that the client has set."""
+    return {name: value for name in names if (value := getattr(asked, name)) is not None}
+
+
+def _listed(prompt: Any) -> list[Prompt]:
+    """Return a prompt, or a list of them, as a list."""
+    return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+
+
+# ---- what is sampled -------------------------------------------------------------------------------------------------
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling values a model's generation_config.json sets; RequestError if one is out of range."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
+    if found.get("top_k") == 0:  # transformers' way to say: the whole vocabulary
+        found["top_k"] = -1
+    SamplingParams(**found)
+    return found
+
+
+def in_clients_words(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """Return an error about a field of ours as one about the client's; `names` as in `Job.names`."""
+    message = error.message
+    for ours in set(names) & {*_RENAMED.values(), "top_logprobs"}:
+        message = message.replace(ours, names[ours])
+    return RequestError(message, names.get(error.param or "", error.param), error.status, error.code)
+
+
+def _grammar(asked: fields.Constrained, form: fields.ResponseFormat | None) -> Grammar | None:
+    """Return what the client wants the output to be, if anything; RequestError if it wants several things."""
+    given = {name: value for name in fields.Constrained.model_fields
+             if (value := getattr(asked, name)) not in (None, "")}  # fmt: skip
+    if form is not None and form.type != "text":
+        given["response_format"] = form
+    if len(given) > 1:
+        raise RequestError(f"at most one of {', '.join(given)} may be given", list(given)[-1])
+    for name, value in given.items():
+        kind, rule = _form_of(value) if isinstance(value, fields.ResponseFormat) else (name, value)
+        return Grammar(kind, rule if isinstance(rule, str) else dump(rule).decode(), name)
+    return None
+
+
+def _form_of(form: fields.ResponseFormat) -> tuple[str, dict[str, Any] | bool]:
+    """Return the kind of grammar that a response_format asks for, and its schema or structural tag."""
+    if form.type == "structural_tag":
+        return form.type, _given(form, ("structures", "triggers"))
+    if form.type == "json_object":
+        return "json_schema", {"type": "object"}
+    schema = (form.json_schema or {}).get("schema")
+    if not isinstance(schema, (dict, bool)):
+        raise RequestError(f"response_format.json_schema.schema must be a JSON schema, got {short(schema)}",
+                           "response_format")  # fmt: skip
+    return form.type, schema
+
+
+def _with_logprobs(job: Job, report: Report, wish: Logprobs | None) -> Job:
+    """Return the job with the same logprobs for each of its choices."""
+    return replace(job, report=report, params=[replace(p, logprobs=wish) for p in job.params])
+
+
+def _scores(counts: Mapping[str, int | None], start: int | None) -> Logprobs | None:
+    """Return the logprobs to compute for the numbers of likeliest tokens in these fields; None if none are asked."""
+    wishes = [_logprobs(name, top=count, start=start) for name, count in counts.items() if count is not None]
+    return max(wishes, key=lambda wish: wish.top, default=None)
+
+
+def _logprobs(counted: str, **wish: Any) -> Logprobs:
+    """Return what is wished; an error about the number of likeliest tokens names the field `counted`."""
+    try:
+        return Logprobs(**wish)
+    except RequestError as error:
+        raise in_clients_words(error, {"top_logprobs": counted}) from None
+
+
+def _native_wishes(asked: fields.Generate, prompts: int) -> list[Logprobs | None]:
+    """Return the logprobs that each prompt of a native body asks for."""
+    each: dict[str, list[Any]] = {}
+    for name in ("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"):
+        given = getattr(asked, name)
+        listed = isinstance(given, list)
+        if name == "token_ids_logprob":  # one list of ids is for all prompts
+            listed = bool(given) and isinstance(given[0], list)
+        each[name] = given if listed else [given] * prompts
+        if len(each[name]) != prompts:
+            raise RequestError(f"{name} has {len(each[name])} entries for {prompts} prompts", name)
+    wishes: list[Logprobs | None] = []
+    for wanted, start, top, ids in zip(*each.values(), strict=True):
+        first = None if start in (None, -1) else start
+        wish = _logprobs("top_logprobs_num", top=top or 0, ids=tuple(ids or ()), start=first)
+        wishes.append(wish if wanted else None)
+    return wishes
+
+
+# ---- chats -----------------------------------------------------------------------------------------------------------
+
+
+def conversation(asked: fields.Tokenize) -> list[dict[str, Any]] | None:
+    """Return the messages of a /tokenize body, None where it has a prompt; RequestError where it is not one of both."""
+    if (asked.messages is None) == (asked.prompt is None):
+        raise RequestError("exactly one of prompt and messages must be given", "prompt")
+    return None if asked.messages is None else _messages(asked.messages)
+
+
+def _messages(given: Sequence[fields.Message]) -> list[dict[str, Any]]:
+    """Return messages ready for a template."""
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+
+
+def _message(message: fields.Message, where: str) -> dict[str, Any]:
+    """Return a message with text as its content; `where` names it in errors."""
+    clean, content = _given(message, fields.Message.model_fields), message.content
+    if content is not None:
+        content = _text(content)
+    elif message.role == "assistant" and message.tool_calls:
+        content = ""
+    else:
+        raise RequestError(f"{where}.content must be text or a list of text parts, got None", "messages")
+    if message.tool_calls:
+        clean["tool_calls"] = [_made(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+    return {**clean, "content": content}
+
+
+def _text(content: str | list[fields.TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _made(call: fields.ToolCall, where: str) -> dict[str, Any]:
+    """Return an earlier call as templates know it, its arguments as an object."""
+    arguments = call.function.arguments or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments.encode("utf-8"))
+        except RequestError as error:
+            raise RequestError(f"{where}.function.arguments must be the text of a JSON object: {error.message}",
+                               "messages") from None  # fmt: skip
+    given = {"id": call.id} if call.id is not None else {}
+    return {**given, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _wish(asked: fields.Chat) -> Wish:
+    """Return what a chat says of tools and reasoning; RequestError 400 where its parts do not fit together."""
+    choice, functions = asked.tool_choice, [tool.function for tool in asked.tools or []]
+    tools = [{"type": "function", "function": _given(told, fields.Function.model_fields)} for told in functions]
+    names = [told.name for told in functions]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise RequestError(f"tools must have names of their own, got {twice!r} twice", "tools")
+    only = choice.function.name if isinstance(choice, fields.Choice) else None
+    if only is not None and only not in names:
+        raise RequestError(f"tool_choice must name one of the tools, got {short(only)}", "tool_choice")
+    if choice == "required" and not tools:
+        raise RequestError("tool_choice must be none or auto where there are no tools, got 'required'", "tool_choice")
+    hidden = {"none": True}.get(choice, False) if isinstance(choice, str) else False
+    return Wish(
+        () if hidden else tuple(tools),
+        must=only is not None or choice == "required",
+        only=only,
+        parallel=asked.parallel_tool_calls is not False,
+        separate=asked.separate_reasoning is not False,
+        stream_reasoning=asked.stream_reasoning is not False,
+        include_reasoning=asked.include_reasoning is not False,
+    )
+
+
+def _template_kwargs(asked: fields.Chat) -> dict[str, Any]:
+    """Return the variables a client may set in the chat template: plain values under names of its own."""
+    kwargs = asked.chat_template_kwargs or {}
+    if len(kwargs) > 16:
+        raise RequestError(f"chat_template_kwargs must have at most 16 names, got {len(kwargs)}",
+                           "chat_template_kwargs")  # fmt: skip
+    for name, value in kwargs.items():
+        if not name.isidentifier() or name.startswith("_") or name in _TEMPLATE_NAMES:
+            raise RequestError(f"chat_template_kwargs may not set {short(name)}", "chat_template_kwargs")
+        if not isinstance(value, (str, bool, int, float, type(None))) or (isinstance(value, str) and len(value) > 1000):
+            raise RequestError(f"chat_template_kwargs.{name} must be a short string, a number, a bool or null",
+                               "chat_template_kwargs")  # fmt: skip
+    return {**_given(asked, ["reasoning_effort"]), **kwargs}
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+def tokenize(
+    job: Job, tokenizer: Tokenizer, context_length: int, longest: int | None = None, formats: Formats = PLAIN_FORMATS
+) -> list[Request]:
+    """Return one request per prompt of the job; slow for long prompts, so not to be called on the event loop.
+
+    longest: tokens of the longest possible prompt, to which a prompt is cut if the client wants it cut to what fits.
+    """
+    _check_tools(job, tokenizer, formats)
+    requests: list[Request] = []
+    if job.prediction:
+        check_size(job.prediction, context_length, "prediction")
+    if job.wish.tools:
+        check_size(list(job.wish.tools), context_length, "tools")
+    for i, (params, rid, limited) in enumerate(zip(job.params, job.rids, job.limited, strict=True)):
+        leader = requests[i - i % job.n] if i % job.n else None
+        ids = _prompt_ids(job, i, tokenizer, context_length, longest) if leader is None else leader.prompt_ids
+        if not limited and params.max_new_tokens is not None:  # the dialect's default gives way to the context
+            room = max(context_length - len(ids), 0)
+            params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
+        # The scheduler's rid is unique whatever the client sends, and no prefix of another: aborts go by prefix.
+        own = f"{rid}/{uuid.uuid4().hex}"
+        request = Request(own, list(ids), params, leader=leader, salt=job.salt)
+        request.trace = Trace() if job.trace else None
+        if job.prediction:
+            request.prediction = tokenizer.encode(job.prediction, False)[:context_length]
+        if job.kind == "chat":
+            _prepare_answer(request, job, tokenizer, formats)
+        requests.append(request)
+    return requests
+
+
+def _prompt_ids(job: Job, i: int, tokenizer: Tokenizer, context_length: int, longest: int | None) -> list[int]:
+    """Return the ids of a job's i-th prompt, cut to the length that the client wants."""
+    prompt, wanted = job.prompts[i], job.params[i].max_new_tokens
+    check_size(prompt, context_length)
+    if job.kind == "chat":
+        ids = tokenizer.encode_chat(cast(list[dict[str, Any]], prompt), **job.chat)
+    elif isinstance(prompt, str):
+        ids = tokenizer.encode(prompt, job.add_special_tokens)
+    else:
+        ids = cast(list[int], prompt)
+    if not ids:
+        raise RequestError("the prompt is empty", job.names.get("prompt", "prompt"))
+    if job.truncate == -1:
+        output = wanted if job.limited[i] and wanted is not None else 1
+        return ids[-max(min(longest or context_length, context_length - output), 1) :]
+    return ids if job.truncate is None else ids[-job.truncate :]
+
+
+def _check_tools(job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
+    """Raise RequestError 400 for tools that the model cannot be shown, or whose calls could not be told from text."""
+    if job.wish.tools and tokenizer.chat.tool_template is None:
+        raise RequestError("tools: the chat template of this model has no place for them; start the server with one "
+                           f"that has, --chat-template FILE or {' or '.join(WITH_TOOLS)}", "tools")  # fmt: skip
+    if job.wish.tools and formats.calls is None:
+        raise RequestError("tools: the chat template does not show how the model writes a call; start the server with "
+                           "--tool-call-parser", "tools")  # fmt: skip
+
+
+def _prepare_answer(request: Request, job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
+    """Note with a chat's request what its answer depends on: must it be a call, does its prompt leave it thinking."""
+    wish, thoughts, calls = job.wish, formats.thoughts, formats.calls
+    if wish.must and calls is not None:
+        must = Grammar("lark", constraint(wish.tools, calls, wish.only, wish.parallel), "tool_choice")
+        request.params = replace(request.params, grammar=must)
+    if thoughts is not None:
+        tail = tokenizer.decode(request.prompt_ids[-32:], skip_special_tokens=False).rstrip()
+        if job.chat["continue_final_message"]:
+            tail = cast(list[dict[str, Any]], job.prompts[0])[-1]["content"]
+            request.thinking = tail.rfind(thoughts.begin) > tail.rfind(thoughts.end)
+        elif tail.endswith((thoughts.begin, thoughts.end)):
+            request.thinking = tail.endswith(thoughts.begin)
+    marks = [calls.begin] if wish.tools and calls is not None else []
+    marks += [thoughts.begin, thoughts.end] if thoughts is not None and wish.separate else []
+    if any(tokenizer.token_id(mark) in tokenizer.backend.special_ids for mark in marks):
+        request.params = replace(request.params, skip_special_tokens=False)  # they must be seen to be found
+    if wish.tools and not wish.parallel:
+        request.ends = OneCall(wish, formats, request.thinking)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_size(prompt: Prompt, context_length: int, param: str | None = None) -> None:
+    """Raise RequestError 400 for a prompt that cannot fit the context, before any time is spent on it.
+
+    param: another field that is tokenized, if it is not the prompt.
+    """
+    if not isinstance(prompt, str) and isinstance(prompt[0], int):
+        return  # ids are no work
+    size = len(prompt.encode("utf-8") if isinstance(prompt, str) else dump(prompt))
+    limit = BYTES_PER_TOKEN * context_length
+    if size > limit:
+        raise RequestError(f"the {param or 'prompt'} has {size} bytes; at most {limit} are looked at with a context of "
+                           f"{context_length} tokens", param, code="context_length_exceeded")  # fmt: skip
+
+
+def check_ids(rows: Iterable[Sequence[int]], vocab_size: int) -> None:
+    """Raise RequestError 400 where the `tokens` of a /detokenize body are not in the vocabulary."""
+    for token in (token for row in rows for token in row):
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"tokens must be ids in [0, {vocab_size - 1}], got {token}", "tokens")
+
+
+def check_model(name: str | None, accepted: Iterable[str | None] | None) -> None:
+    """Raise RequestError 404 unless `name` is missing, empty, "default" or one of the accepted names; None: any."""
+    if name in (None, "", "default") or accepted is None:
+        return
+    names = [n for n in accepted if n]
+    if name not in names:
+        raise RequestError(f"the model {short(name)} does not exist here; there is {names[0]!r}", "model", 404,
+                           "model_not_found")  # fmt: skip

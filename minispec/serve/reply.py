@@ -1,0 +1,220 @@
+"""Answers: the scheduler's updates in, stream events or one JSON answer out. Pure functions, no sockets and no engine.
+
+A `Reply` is the answer to one job. It speaks the dialect in which the job was asked.
+
+Read next: `streams.py`, which sends these bytes; `message.py` for what a chat's text is made into.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update, meta_info
+from minispec.serve import logprobs
+from minispec.serve.message import PLAIN_FORMATS, Formats, Message
+from minispec.serve.parse import Job, dump
+from minispec.serve.traces import Telling
+
+if TYPE_CHECKING:
+    from minispec.load.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """Return OpenAI's error object, the body of every failure."""
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": error.message[:2000], "type": kind, "param": error.param, "code": error.code}}
+
+
+def sse(event: Any) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + dump(event) + b"\n\n"
+
+
+@dataclass(frozen=True)
+class Served:
+    """What answers tell of the server."""
+
+    model: str
+    fingerprint: str | None = None  # of all that decides which tokens come out
+    nodes: int = 1  # N, nodes of a draft tree
+    stream_interval: int = 1  # tokens between two events, where the request does not say
+    cache_report: bool = False
+    formats: Formats = PLAIN_FORMATS
+    tokenizer: Tokenizer | None = None  # that spells tokens; without it they have no text
+
+
+class Reply:
+    """The answer to one job while it grows: `take` every update, send what it returns, or ask `result` at the end.
+
+    Deltas are pieces of the same text that `result` holds, so concatenated they are equal to it.
+    """
+
+    def __init__(self, job: Job, requests: Sequence[Request], served: Served) -> None:
+        self.job, self.requests, self.served = job, list(requests), served
+        self.intervals = [own or served.stream_interval for own in job.intervals]
+        count = len(self.requests)
+        self.created = int(time.time())
+        self.id = job.rids[0] if count == 1 else job.rids[0].removesuffix("-0")
+        self.spelling = logprobs.Spelling(served.tokenizer, job.report.as_ids)
+        self.texts: list[str] = [self._echoed(i) for i in range(count)]
+        self.lists: dict[int, logprobs.CompletionLists] = {}  # of a completion's choices
+        self.messages = [Message(job.wish, served.formats, request.thinking) for request in self.requests]  # of a chat
+        self.ids: list[list[int]] = [[] for _ in range(count)]
+        self.finishes: list[Finish | None] = [None] * count
+        self.sent = [(0, 0)] * count  # characters and tokens already in events
+        self.traces = [Telling(request, self._piece) for request in self.requests]
+        self._index = {id(request): i for i, request in enumerate(self.requests)}
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Return the events that open a stream: the assistant's role, in a chat."""
+        if self.job.kind != "chat":
+            return []
+        role = {"delta": {"role": "assistant", "content": ""}}
+        first, *others = (self._chunk(i, role, None) for i in range(len(self.requests)))
+        return [{**first, **self._prompt_ids(0)}, *others]
+
+    @property
+    def done(self) -> bool:
+        return all(finish is not None for finish in self.finishes)
+
+    def take(self, update: Update) -> list[dict[str, Any]]:
+        """Add one update and return the events to send now, if streaming; RequestError if the request has failed.
+
+        An abort that was asked for ends a native prompt with the text so far, and its siblings go on, as in SGLang.
+        OpenAI's schema has no finish_reason for it, so there it is a RequestError too.
+        """
+        i = self._index[id(update.request)]
+        finish = update.finish
+        if finish is not None and finish.kind == "abort":
+            if finish.status != ABORT_WANTED or self.job.kind != "generate":
+                raise RequestError(finish.message or "the request was aborted", None, finish.status, finish.code)
+        self.texts[i] += update.text
+        self.ids[i] += update.ids
+        self.finishes[i] = finish
+        if self.job.kind == "chat":
+            self.messages[i].feed(update.text)
+            if finish is not None:
+                self.messages[i].finish(finish.kind == "length")
+        if not self.job.stream or (finish is None and len(self.ids[i]) - self.sent[i][1] < self.intervals[i]):
+            return []
+        return self._events(i)
+
+    def closing(self) -> list[dict[str, Any]]:
+        """Return the events that close a stream: the usage, if it was asked for."""
+        if not self.job.include_usage or self.job.kind == "generate":
+            return []
+        return [{**self._head(stream=True), "choices": [], "usage": self.usage()}]
+
+    def result(self) -> dict[str, Any] | list[dict[str, Any]]:
+        """Return the whole answer, once done."""
+        count = range(len(self.requests))
+        if self.job.kind == "generate":
+            items = [self._native(i) for i in count]
+            return items if self.job.batched else items[0]
+        is_chat, choices = self.job.kind == "chat", []
+        for i in count:
+            body = {"message": self.messages[i].whole()} if is_chat else {"text": self.texts[i], **self._prompt_ids(i)}
+            choices.append(self._choice(i, {**body, **self._new(i)}, self.finishes[i]))
+        prompt = self._prompt_ids(0) if is_chat else {}
+        return {**self._head(stream=False), "choices": choices, "usage": self.usage(), **prompt}
+
+    def usage(self) -> dict[str, Any]:
+        """Return OpenAI's usage object over all choices so far; a prompt counts once, as its first choice found it."""
+        asked = self.requests[:: self.job.n]
+        prompt, output = sum(len(r.prompt_ids) for r in asked), sum(map(len, self.ids))
+        cached = sum(r.cached_tokens for r in asked)
+        details = {"cached_tokens": cached} if self.served.cache_report and cached else None
+        usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
+                 "prompt_tokens_details": details}  # fmt: skip
+        if self.job.prediction is not None:
+            drafted, accepted = (sum(getattr(r, name) for r in self.requests)
+                                 for name in ("drafted_tokens", "accepted_drafts"))  # fmt: skip
+            usage["completion_tokens_details"] = {"accepted_prediction_tokens": accepted,
+                                                  "rejected_prediction_tokens": drafted - accepted}  # fmt: skip
+        return usage
+
+    def _events(self, i: int) -> list[dict[str, Any]]:
+        """Return the events that bring choice i up to date."""
+        new_text, new_ids, finish = self.texts[i][self.sent[i][0] :], self._new(i), self.finishes[i]
+        first, self.sent[i] = self.sent[i] == (0, 0), (len(self.texts[i]), len(self.ids[i]))
+        if self.job.kind == "generate":
+            return [{**self._native(i), **({"index": i} if self.job.batched else {})}]
+        if self.job.kind == "completion":
+            body = {"text": new_text, **new_ids, **(self._prompt_ids(i) if first else {})}
+            return [self._chunk(i, body, finish)] if new_text or new_ids or finish else []
+        delta = self.messages[i].delta()
+        events = [self._chunk(i, {"delta": delta or {"content": ""}, **new_ids}, None)] if delta or new_ids else []
+        return [*events, self._chunk(i, {"delta": {}}, finish)] if finish else events
+
+    def _native(self, i: int) -> dict[str, Any]:
+        ids = self.ids[i]
+        spell = self.spelling.text if self.job.report.texts else None
+        info = meta_info(self.requests[i], len(ids), self.finishes[i], self.served.nodes, spell)
+        info["id"] = self.job.rids[i]
+        trace = {"trace": self.traces[i].upto(len(ids))} if self.job.trace else {}
+        return {"text": self.texts[i], "output_ids": list(ids), "meta_info": info, **trace}
+
+    def _head(self, stream: bool) -> dict[str, Any]:
+        kind = "text_completion" if self.job.kind == "completion" else "chat.completion" + ".chunk" * stream
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.served.model,
+                "system_fingerprint": self.served.fingerprint}  # fmt: skip
+
+    def _choice(self, i: int, body: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
+        reason: str | None = finish.kind if finish else None
+        if reason == "stop" and self.job.kind == "chat" and self.messages[i].called:
+            reason = "tool_calls"
+        return {"index": i, "logprobs": None, **body, "finish_reason": reason,
+                "matched_stop": finish and finish.matched}  # fmt: skip
+
+    def _chunk(self, i: int, body: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
+        chunk = {**self._head(stream=True), "choices": [self._choice(i, body, finish)]}
+        if self.job.continuous_usage:
+            chunk["usage"] = self.usage()
+        elif self.job.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _prompt_ids(self, i: int) -> dict[str, list[int]]:
+        """Return the field with the prompt's ids, if it was asked for."""
+        return {"prompt_token_ids": self.requests[i].prompt_ids} if self.job.return_ids else {}
+
+    def _new(self, i: int) -> dict[str, Any]:
+        """Return ids and logprobs that are in no event yet, where asked for; so that those of events add up to all."""
+        first, end = self.sent[i][1], len(self.ids[i])
+        found: dict[str, Any] = {"token_ids": self.ids[i][first:]} if self.job.return_ids else {}
+        report, request, begins = self.job.report, self.requests[i], self.sent[i] == (0, 0)
+        if report.prompt is not None and begins:
+            found["prompt_logprobs"] = logprobs.prompt_logprobs(request, report.prompt, self.spelling)
+        if report.top is None:
+            return found
+        if self.job.kind == "chat":
+            new = (request.output_ids[first:end], request.output_scores[first:end])
+            content = logprobs.chat_entries(*new, report.top, self.spelling)
+            return {**found, "logprobs": {"content": content, "refusal": None}} if content else found
+        if i not in self.lists:
+            spoken = len(self._echoed(i))
+            self.lists[i] = logprobs.CompletionLists(self.served.tokenizer, request, report, spoken)
+        lists = self.lists[i].output(first, end)
+        if begins and report.echo:
+            lists = logprobs.joined(self.lists[i].prompt(), lists)
+        return {**found, "logprobs": lists} if lists["tokens"] else found
+
+    def _echoed(self, i: int) -> str:
+        """Return the prompt as text, if the text is to begin with it."""
+        prompt, tokenizer, skip = self.job.prompts[i], self.served.tokenizer, self.job.params[i].skip_special_tokens
+        if not self.job.report.echo:
+            return ""
+        if isinstance(prompt, str) and self.job.truncate is None:
+            return prompt
+        return tokenizer.decode(self.requests[i].prompt_ids, skip) if tokenizer else ""
+
+    def _piece(self, token: int) -> str:
+        """Return the text of a token alone."""
+        tokenizer = self.served.tokenizer
+        return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)

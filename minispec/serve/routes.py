@@ -1,0 +1,79 @@
+"""The routes: one line for each path and method, with its handler, its key, and what goes in and comes out.
+
+The server makes its routes of this table, `auth.py` takes the keys from it, and `openapi.py` the description.
+
+Read next: `server.py`, which has the handlers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from minispec.serve import fields
+
+JSON, TEXT, EVENTS, HTML = "application/json", "text/plain", "text/event-stream", "text/html"
+OBJECT: dict[str, Any] = {JSON: "object"}  # content type -> JSON type
+STREAMED: dict[str, Any] = {JSON: "object", EVENTS: "string"}
+NATIVE: dict[str, Any] = {JSON: ["object", "array"], EVENTS: "string"}  # a list of prompts gives a list of answers
+
+CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "Say something."}], "max_tokens": 8}
+PROMPT_EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 8}
+NATIVE_EXAMPLE = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
+FLAG_EXAMPLE = {"server_args": {"speculative_accept_threshold_single": 1.0}}
+ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+NUMBER = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}
+SECTIONS = {"type": "string", "description": "core, spec or all, separated by commas"}
+INCLUDE = {"name": "include", "in": "query", "schema": SECTIONS}
+
+
+class Route(NamedTuple):
+    """A method of a path: who answers, what it does, the model of its body with an example, what it answers with."""
+
+    method: str
+    path: str
+    handler: str  # a method of `Server`
+    summary: str
+    body: type[fields.Fields] | None = None
+    example: dict[str, Any] | None = None
+    answers: dict[str, Any] = OBJECT
+    key: Literal["user", "admin"] | None = "user"  # None: open to all
+    parameter: dict[str, Any] | None = None  # in OpenAPI's words
+    pattern: str = ""  # of the parameter, where it is a part of the path
+
+    @property
+    def served_path(self) -> str:  # as aiohttp takes it
+        return self.path.replace("}", f":{self.pattern}}}")
+
+
+ROUTES = [
+    Route("post", "/v1/chat/completions", "chat", "OpenAI's chat completions", fields.Chat, CHAT_EXAMPLE, STREAMED),
+    Route("post", "/v1/completions", "completion", "OpenAI's completions", fields.Completion, PROMPT_EXAMPLE, STREAMED),
+    Route("post", "/generate", "generate", "SGLang's native generate", fields.Generate, NATIVE_EXAMPLE, NATIVE),
+    Route("put", "/generate", "generate", "the same", fields.Generate, NATIVE_EXAMPLE, NATIVE),
+    Route("get", "/v1/models", "models", "the model served"),
+    Route("get", "/v1/models/{id}", "model", "the model by its name, which may contain slashes", parameter=ID,
+          pattern=".+"),
+    *(Route("get", path, "model_info", "SGLang's description of the model")
+      for path in ("/model_info", "/get_model_info")),
+    *(Route("get", path, "server_info", "flags, sizes, counters") for path in ("/server_info", "/get_server_info")),
+    Route("get", "/v1/loads", "loads", "how busy the server is, in SGLang's words", parameter=INCLUDE),
+    Route("get", "/tokenizer_info", "tokenizer_info", "the special tokens and the chat template"),
+    *(Route("post", path, "tokenize", "text to token ids", fields.Tokenize, {"prompt": "Once upon a time"})
+      for path in ("/tokenize", "/v1/tokenize")),
+    *(Route("post", path, "detokenize", "token ids to text", fields.Detokenize, {"tokens": [5, 6]})
+      for path in ("/detokenize", "/v1/detokenize")),
+    Route("post", "/abort_request", "abort_request", "end requests by the beginning of their ids", fields.Abort,
+          {"rid": "nobody"}, {}),
+    *(Route(method, "/set_internal_state", "set_internal_state", "change a flag while the server runs",
+            fields.InternalState, FLAG_EXAMPLE, {JSON: "array"}, "admin") for method in ("post", "put")),
+    *(Route(method, "/flush_cache", "flush_cache", "empty the prefix cache; 400 while requests run",
+            answers={TEXT: "string"}, key="admin") for method in ("get", "post")),
+    Route("post", "/replicas/{number}/restart", "restart", "start a replica again, when it has done what it has; 404 "
+          "without one", key="admin", parameter=NUMBER, pattern="[0-9]{1,6}"),
+    Route("get", "/health", "health", "200 once ready", key=None),
+    Route("get", "/health_generate", "health_generate", "200 once a token was generated", key=None),
+    Route("get", "/", "page", "a page to talk to the model and watch speculation", answers={HTML: "string"}, key=None),
+    Route("get", "/openapi.json", "openapi", "this description"),
+    Route("get", "/metrics", "metrics", "counters for Prometheus; 404 without --enable-metrics",
+          answers={TEXT: "string"}),
+]  # fmt: skip

@@ -1,0 +1,201 @@
+"""Answers on their way to clients, however slowly those read: what waits for them, and for how long.
+
+The engine never waits for a client. What it gives is kept until the client's connection takes it: a few dozen steps one
+by one, and what comes on top as a part of the last of them, so that a reader who is behind gets the same text in fewer
+and larger events, and memory grows with the text alone. Who stays more than `LAG` seconds behind is cut off: the stream
+ends with an error event that says so, which lies in the socket should the reader come back within `GRACE` seconds.
+
+Read next: `server.py`, which has the exchanges; `reply.py` for what events say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from aiohttp import web
+
+from minispec.request import Finish, Request, RequestError, Update
+from minispec.serve.parse import Job
+from minispec.serve.reply import DONE, Reply, error_body, sse
+
+logger = logging.getLogger("minispec")
+
+KEEP_ALIVE = 5.0  # seconds without an event after which a stream sends a comment
+BEHIND = 64  # updates that wait one by one for a reader
+LAG = 60.0  # seconds a reader may be behind
+GRACE = 5.0  # seconds in which a reader who was cut off may read why
+
+
+class Waiting:
+    """What one or several steps gave a request, until its reader takes it."""
+
+    def __init__(self, update: Update) -> None:
+        self.request, self.since = update.request, time.monotonic()
+        self.ids: list[int] = []
+        self.pieces: list[str] = []
+        self.finish: Finish | None = None
+        self.add(update)
+
+    def add(self, update: Update) -> None:
+        """Append what a further step gave."""
+        self.ids += update.ids
+        self.pieces.append(update.text)
+        self.finish = update.finish
+
+    def whole(self) -> Update:
+        """Return all of it as if one step had given it."""
+        return Update(self.request, self.ids, "".join(self.pieces), self.finish)
+
+
+class Exchange:
+    """One HTTP request being answered: its job and the road on which its updates arrive."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.requests: list[Request] = []
+        self.aborted: set[int] = set()  # indices of prompts to end, maybe before they are submitted
+        self.items: asyncio.Queue[Waiting | RequestError] = asyncio.Queue()
+        self.newest: dict[Request, Waiting] = {}  # of each request, the last of what waits
+
+    def add(self, update: Update) -> None:
+        """Let an update wait for the reader."""
+        last = self.newest.get(update.request)
+        if last is not None and self.items.qsize() >= BEHIND:
+            last.add(update)
+        else:
+            self.newest[update.request] = Waiting(update)
+            self.items.put_nowait(self.newest[update.request])
+
+    def end(self, error: RequestError) -> None:
+        """Let the exchange end with an error, behind what waits already."""
+        self.items.put_nowait(error)
+
+    async def next(self) -> Update:
+        """Return the next update; raises the RequestError that ends it all, or 408 for a reader too far behind."""
+        item = await self.items.get()
+        if isinstance(item, RequestError):
+            raise item
+        if self.newest.get(item.request) is item:
+            del self.newest[item.request]
+        if time.monotonic() - item.since > LAG:
+            raise _too_slow()
+        return item.whole()
+
+
+class SlowReader(Exception):
+    """A stream whose reader does not read: raised out of what keeps the exchange, so the engine ends it at once."""
+
+    def __init__(self, response: web.StreamResponse, closing: bytes) -> None:
+        super().__init__("a stream is not read")
+        self.response, self.closing = response, closing
+
+    async def leave(self, http: web.Request) -> web.StreamResponse:
+        """Put the end of the stream behind what was not taken, wait a little whether it is, and hang up."""
+        logger.info("a stream is not read, and ends")
+        # To write puts it into the transport's buffer at once; only the waiting for the client would not come back.
+        writing, end = asyncio.ensure_future(self.response.write_eof(self.closing)), time.monotonic() + GRACE
+        await asyncio.sleep(0)
+        while http.transport is not None and http.transport.get_write_buffer_size() and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        _cut(http)
+        return self.response
+
+
+def _too_slow() -> RequestError:
+    return RequestError(f"the answer was not read: its reader is more than {LAG:g} seconds behind", None, 408,
+                        "slow_reader")  # fmt: skip
+
+
+async def stream(http: web.Request, exchange: Exchange, reply: Reply) -> web.StreamResponse:
+    """Send an exchange's events, the first at once, since the request is checked and in the queue; or SlowReader.
+
+    What fails from here on becomes an error event, never a quiet end. While nothing comes, comments tell client and
+    proxies that the connection lives.
+    """
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    response = web.StreamResponse(headers=headers)
+    try:
+        await response.prepare(http)
+        try:
+            await _send_events(response, exchange, reply)
+            closing = b"".join(map(sse, reply.closing()))
+        except ConnectionResetError:
+            raise
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                logger.exception("a stream failed")
+                error = RequestError(f"{type(error).__name__} in the server", None, 500)
+            closing = sse(error_body(error))
+            if error.code == "slow_reader":
+                raise SlowReader(response, closing + DONE) from None
+        await _within(LAG, response.write_eof(closing + DONE))
+    except ConnectionResetError:
+        logger.debug("a client hung up on its stream")
+    except RequestError:  # it has all its text, but does not take the end of it
+        _cut(http)
+    return response
+
+
+async def _send_events(response: web.StreamResponse, exchange: Exchange, reply: Reply) -> None:
+    """Write events until the reply is complete."""
+    events = reply.opening()
+    while True:
+        if events:
+            await _within(LAG, response.write(b"".join(map(sse, events))))
+        if reply.done:
+            return
+        events = reply.take(await _next(exchange, response))
+
+
+async def _next(exchange: Exchange, response: web.StreamResponse) -> Update:
+    """Return an exchange's next update, and send comments until it comes."""
+    while True:
+        try:
+            async with asyncio.timeout(KEEP_ALIVE):
+                return await exchange.next()
+        except TimeoutError:
+            await _within(LAG, response.write(b": keep-alive\n\n"))
+
+
+async def _within(seconds: float, writing: Any) -> None:
+    """Write; RequestError where the client takes nothing for so long."""
+    try:
+        async with asyncio.timeout(seconds):
+            await writing
+    except TimeoutError:
+        raise _too_slow() from None
+
+
+def _cut(http: web.Request) -> None:
+    """End a connection, with whatever was not taken."""
+    if http.transport is not None:
+        http.transport.abort()
+
+
+async def delivered(http: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    """Send a whole answer, if it is not sent yet, and return it; who does not take it is cut off."""
+    try:
+        if isinstance(response, web.Response):
+            await _within(LAG, _send(http, response))
+    except RequestError:
+        logger.info("an answer is not read, and its connection ends")
+        _cut(http)
+    except ConnectionResetError:
+        logger.debug("a client hung up on its answer")
+    return response
+
+
+async def _send(http: web.Request, response: web.Response) -> None:
+    await response.prepare(http)
+    await response.write_eof()
+
+
+@web.middleware
+async def delivering(http: web.Request, handler: Any) -> web.StreamResponse:
+    """Send the answers of all routes so."""
+    return await delivered(http, await handler(http))

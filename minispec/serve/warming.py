@@ -1,0 +1,296 @@
+"""Compiling beside a server that serves already: a process fills Inductor's cache, and the engine takes graphs from it.
+
+On a CPU compiling takes minutes, and meanwhile the engine can serve eagerly, at two thirds of the speed. Compiling in
+the server's own process would stop it for ten seconds at a time, since a compiler in Python holds the interpreter.
+
+The one idea: what is compiled belongs to Inductor's cache on disk, so another process may compile it. That process
+builds the same engine, all of whose layers are one without meaning (`build.rehearse`), is told one kind of step after
+the other (`steps_of`), and prints a line when it has compiled it. The engine thread then makes the step's graphs by
+the same function, between two steps of its own: each costs half a second, since the cache has what takes long. Where
+the cache is not empty it tries at first without any process, so that a warm start needs none. There are two processes,
+as a compiler uses one core.
+
+The server has the processor before them (NICENESS), and they end with it, however that ends: when its standard input,
+a pipe from the server, closes, a process kills itself and the compilers that it started.
+
+Until all of its graphs are there, a step runs eagerly (`ready` in `buffers.py`). Read next: `make_graph` in
+`load/warm_up.py`, and `direct.one_graph`, which ends a run on padding after one graph.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING, NamedTuple, cast
+
+if TYPE_CHECKING:
+    from minispec.buffers import Bucket, PrefillBucket
+    from minispec.config import Config
+    from minispec.llm import LLM
+
+logger = logging.getLogger("minispec")
+
+MADE = "made: "  # begins the lines that a process prints for steps
+PROCESSES = 2  # each of them holds some 0.7 GB while it compiles
+# Were they nicer, a stream would be faster meanwhile, and leave them next to nothing once its own steps are compiled.
+NICENESS = 5
+
+
+class CompilerTask(NamedTuple):
+    """What makes two engines have the same graphs."""
+
+    config: Config
+    pages: int
+    threads: int
+
+
+# ---- in the server ---------------------------------------------------------------------------------------------------
+
+
+class CompilerProcess:
+    """The process that compiles, seen from the server."""
+
+    COMMAND = (sys.executable, "-m", "minispec.serve.warming")
+
+    def __init__(self, recipe: CompilerTask, wake: Callable[[], None]) -> None:
+        """`wake` is called, by a thread, whenever there is news."""
+        self.told: list[str] = []  # names of steps
+        self.made: set[str] = set()
+        self.ended, self.last_words = False, "it said nothing"
+        self._wake = wake
+        self.process = subprocess.Popen(
+            self.COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, process_group=0, env=os.environ | {"TORCH_WARM_POOL": "0"},
+        )  # fmt: skip
+        self._send(pickle.dumps(recipe))
+        threading.Thread(target=self._listen, name="warming", daemon=True).start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether it waits to be told a step."""
+        return not self.ended and self.made.issuperset(self.told)
+
+    def tell(self, step: str) -> None:
+        """Have a step compiled."""
+        self.told.append(step)
+        self._send(f"{step}\n".encode())
+
+    def _send(self, what: bytes) -> None:
+        with suppress(BrokenPipeError):  # `_listen` sees that the process has ended
+            given = cast(IO[bytes], self.process.stdin)
+            given.write(what)
+            given.flush()
+
+    def _listen(self) -> None:
+        """Read lines until the process ends."""
+        for raw in cast(IO[bytes], self.process.stdout):
+            line = raw.decode(errors="replace").strip()
+            if line.startswith(MADE):
+                self.made.add(line.removeprefix(MADE))
+                self._wake()
+            elif line:
+                self.last_words = line
+        self.process.wait()
+        self.ended = True
+        self._wake()
+
+    def stop(self) -> None:
+        """End the process and what it has started."""
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class Warming:
+    """Which steps of a serving engine have their graphs; `turn` makes the next one. Every method runs on its thread."""
+
+    def __init__(self, llm: LLM, wake: Callable[[], None]) -> None:
+        """`wake` makes the engine thread call `turn` soon, and may be called from any thread."""
+        from minispec.load.warm_up import steps_of  # here, since the server listens before torch is imported
+
+        self.llm, self.engine, self._wake = llm, llm.scheduler.engine, wake
+        self.todo = deque(steps_of(self.engine) if llm.compile_later else ())
+        self.total = len(self.todo)
+        self.untold = deque(step.name for step in self.todo)  # what no process was told yet
+        self.children: list[CompilerProcess] = []
+        self.failed = ""  # why steps go on eagerly for good
+        self._trial = llm.try_out() if llm.compile_later else iter(())  # times steps and tests the head, in parts
+        self._missed = False  # whether the cache lacked what the process had compiled
+        self._rest_until = 0.0
+        self._threads = 0  # that torch used before the processes were started
+        self._waits = False  # for what the compiler can do
+
+    @property
+    def state(self) -> str:
+        """What /health says of it; any thread may ask."""
+        if not self.llm.compiled:
+            return "eager"
+        done = self.total - len(self.todo)
+        if done == self.total:
+            return "compiled"
+        if not done and not self.children:
+            return "eager"
+        return f"{'incomplete' if self.failed else 'warming'} {done}/{self.total}"
+
+    def turn(self, busy: bool) -> bool:
+        """Make at most one graph, between two steps; returns whether anything was done.
+
+        busy: requests are under way, so after each graph they get as long as it took, and nothing is compiled here.
+        """
+        from minispec.cpu.direct import cache_is_empty  # here, since the server listens before torch is imported
+
+        if self.engine.settled:
+            return self._try_out(busy)
+        self._tell_children()
+        if not self.todo or self.failed:
+            return self._end()
+        if not self.children and cache_is_empty():
+            self._start_children()
+            return True
+        if (step := self._next()) is None or not self._compiler_is_known():
+            return False
+        if busy and (self._missed or time.monotonic() < self._rest_until):
+            return False
+        started = time.monotonic()
+        self._make(step, started)
+        self._rest_until = 2 * time.monotonic() - started
+        return True
+
+    def _tell_children(self) -> None:
+        """Tell processes that wait what to compile next; one that ended too early is the end of compiling."""
+        for child in self.children:
+            if child.ended and not self.failed and (self.untold or not child.made.issuperset(child.told)):
+                self.failed = child.last_words
+            if child.idle and self.untold:
+                child.tell(self.untold.popleft())
+
+    def _next(self) -> Bucket | PrefillBucket | None:
+        """Return the first step whose graphs can be made: any, or one that a process has compiled."""
+        made = set().union(*(child.made for child in self.children))
+        return next((step for step in self.todo if not self.children or step.name in made), None)
+
+    def _compiler_is_known(self) -> bool:
+        """Return whether it is known what the compiler can do; if not, `wake` is called as soon as it is."""
+        from minispec.cpu.direct import compiler_known
+
+        asking = compiler_known()
+        if asking.is_alive() and not self._waits:
+            self._waits = True
+            threading.Thread(target=self._wake_after, args=(asking,), name="wake", daemon=True).start()
+        return not asking.is_alive()
+
+    def _wake_after(self, asking: threading.Thread) -> None:
+        asking.join()
+        self._wake()
+
+    def _make(self, step: Bucket | PrefillBucket, started: float) -> None:
+        """Make a graph of the next step, from the cache unless what a process had compiled was not there."""
+        from minispec.cpu.direct import NotCached
+        from minispec.load.warm_up import make_graph
+
+        try:
+            complete = make_graph(self.engine, step, from_cache=not self._missed)
+        except NotCached:
+            if not self.children:
+                self._start_children()
+            else:
+                self._missed = True
+                logger.warning("compiled code of %s is not in the cache: it will be compiled here, while nobody waits",
+                               step.name)  # fmt: skip
+        except Exception as error:
+            logger.exception("%s cannot be compiled", step.name)
+            self.failed = f"{type(error).__name__}: {error}"
+        else:
+            if complete:
+                self.todo.remove(step)
+                if not self.children:
+                    self.untold.remove(step.name)
+                logger.info("compiled %d/%d: %s, %.1f s", self.total - len(self.todo), self.total, step.name,
+                            time.monotonic() - started)  # fmt: skip
+
+    def _start_children(self) -> None:
+        """Have what is left compiled by processes."""
+        import torch
+
+        self.llm.move_weights()  # for these minutes, so that it need not wait for the last graph
+        self._threads = torch.get_num_threads()
+        recipe = CompilerTask(self.llm.config, self.engine.kv.pages, self._threads)
+        self.children = [CompilerProcess(recipe, self._wake) for _ in range(PROCESSES)]
+        torch.set_num_threads(max(1, self._threads // 2))  # or a stream would leave the processes no time at all
+        self._tell_children()
+        logger.info("processes beside the server compile %d kinds of steps, which run eagerly until then",
+                    len(self.todo))  # fmt: skip
+
+    def _end(self) -> bool:
+        """Settle the engine, as soon as the processes are gone: until then times of steps are not those to come."""
+        import torch
+
+        self.stop()
+        if not all(child.ended for child in self.children):
+            return False  # they call `wake` when they have ended
+        if self.failed:
+            logger.error("%d of %d kinds of steps stay eager, since compiling failed: %s", len(self.todo), self.total,
+                         self.failed)  # fmt: skip
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        self.engine.settle()
+        return True
+
+    def _try_out(self, busy: bool) -> bool:
+        """Time steps and test the head once, while nobody waits; that needs slots and pages, and counts nowhere."""
+        return not busy and next(self._trial, self) is not self
+
+    def stop(self) -> None:
+        """End the processes, if there are any."""
+        for child in self.children:
+            child.stop()
+
+
+# ---- in the process beside it ----------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Compile steps of the recipe on standard input, by the names that follow it there; prints a line for each."""
+    os.nice(NICENESS)
+    recipe: CompilerTask = pickle.load(sys.stdin.buffer)
+    names: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(names,), daemon=True).start()
+    compile_steps(recipe, names)
+
+
+def _read(names: queue.SimpleQueue[str]) -> None:
+    """Pass on lines until the pipe from the server closes, then kill this process and the compilers that it runs."""
+    for line in sys.stdin.buffer:
+        names.put(line.decode().rstrip("\n"))
+    os.killpg(0, signal.SIGKILL)
+
+
+def compile_steps(recipe: CompilerTask, names: queue.SimpleQueue[str]) -> None:
+    """Compile steps as they are named, for good."""
+    import torch
+
+    from minispec.load.build import rehearse
+    from minispec.load.warm_up import make_graph, steps_of
+
+    torch.set_num_threads(recipe.threads)
+    engine = rehearse(recipe.config, recipe.pages)
+    steps = {step.name: step for step in steps_of(engine)}
+    while True:
+        name = names.get()
+        while not make_graph(engine, steps[name]):
+            pass
+        print(f"{MADE}{name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

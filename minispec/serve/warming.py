@@ -13,7 +13,7 @@ as a compiler uses one core.
 The server has the processor before them (NICENESS), and they end with it, however that ends: when its standard input,
 a pipe from the server, closes, a process kills itself and the compilers that it started.
 
-Until all of its graphs are there, a step runs eagerly (`ready` in `buffers.py`). Read next: `make_graph` in
+Until all of its graphs are there, a step runs eagerly (`ready` in `compiled.py`). Read next: `make_graph` in
 `load/warm_up.py`, and `direct.one_graph`, which ends a run on padding after one graph.
 """
 

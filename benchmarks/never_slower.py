@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import bench
 from minispec import LLM, SamplingParams
 from minispec.metrics import Metrics
+from minispec.tree import PLAIN, Shape
 
 METHODS = ("eagle3", "ngram", "eagle", "mtp", "standalone")
 WHOLE_GRID = ("eagle3", "ngram")  # the others at context 256 and temperature 0
@@ -42,7 +43,7 @@ WARM_UP = 2000  # tokens
 SHORT = min(CONTEXTS)
 LONGEST = 4  # times as many tokens as in the mean one request may have
 
-Force = Callable[[Sequence[int]], int] | None
+Force = Callable[[Sequence[Shape]], Shape] | None
 
 
 class Cell(NamedTuple):
@@ -155,11 +156,11 @@ class Field:
 
     def measure(self, cell: Cell, rounds: int) -> Result:
         """Measure a cell once."""
-        plain: Force = lambda shapes: 1  # noqa: E731
+        plain: Force = lambda shapes: PLAIN  # noqa: E731
         who: dict[str | int, Force] = {"served": None, "plain": plain, "control": plain}
         if cell.batch == 1 and cell.context == SHORT:
             for nodes in self.llm.scheduler.sizes.tree_sizes[1:]:
-                who[nodes] = lambda shapes, nodes=nodes: nodes
+                who[nodes] = lambda shapes, nodes=nodes: Shape(nodes, True)
         speeds: dict[str | int, list[float]] = {name: [] for name in who}
         shares: list[dict[str, float]] = []
         for number in range(rounds):

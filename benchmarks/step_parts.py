@@ -47,6 +47,7 @@ from minispec.engine import Engine
 from minispec.load.build import compile_step
 from minispec.model import Block
 from minispec.request import Request
+from minispec.tree import PLAIN, Shape
 
 PREFILL = 512  # tokens of a prefill step
 
@@ -273,17 +274,17 @@ def in_block(product: Product) -> bool:
 def kinds(slot: int, ids: Sequence[int], context: int, starts: Sequence[int]) -> list[Kind]:
     """Return the steps to be timed, on a slot that holds the request `ids`."""
 
-    def decode(engine: Engine, nodes: int) -> None:
+    def decode(engine: Engine, shape: Shape | None) -> None:
         engine.lens[slot : slot + 1].fill_(context)
-        engine.collect(engine.launch([slot], nodes))
+        engine.collect(engine.launch([slot], shape))
 
     def prefill(engine: Engine, start: int) -> None:
         chunk = Chunk(slot, list(ids[start : start + PREFILL]), start, last=True)
         engine.collect(engine.prefill([chunk]))
 
     return [
-        Kind(f"plain, context {context}", lambda engine: decode(engine, 1)),
-        Kind(f"tree, context {context}", lambda engine: decode(engine, engine.sizes.nodes)),
+        Kind(f"plain, context {context}", lambda engine: decode(engine, PLAIN)),
+        Kind(f"tree, context {context}", lambda engine: decode(engine, None)),
         *(
             Kind(f"prefill of {PREFILL} tokens from row {start}", lambda engine, start=start: prefill(engine, start))
             for start in starts

@@ -288,7 +288,11 @@ class Flat:
 
 
 class Folders(Flat):
-    """The layout with a core at the top and the rest in folders."""
+    """The layout with a core at the top and the rest in folders, in which a step's shape is `Shape(nodes, drafts)`.
+
+    Flat speaks of shapes by number: 1 is plain, n a tree of n nodes that the drafter proposes, -n one of the host. So
+    what it asks of an engine is translated here, and both layouts tell the same of the same steps.
+    """
 
     generators = {"flags.md": "minispec.config", "serving.md": "minispec.serve.openapi"}
 
@@ -305,6 +309,50 @@ class Folders(Flat):
 
         ngram.NgramDrafter.seconds = property(lambda drafter: None, lambda drafter, value: None)
         grammar.time = SimpleNamespace(perf_counter=lambda: 0.0)
+
+    @staticmethod
+    def number(shape: Any) -> int:
+        """Return the number by which Flat speaks of a shape."""
+        return shape.nodes if shape.drafts or shape.nodes == 1 else -shape.nodes
+
+    def shapes(self) -> list[tuple[str, Any, Any, bool]]:
+        """Return what Flat tells of an engine with this one's steps and graphs."""
+        engine, names = self.engine, self.names_of_shapes()
+        self.engine = SimpleNamespace(
+            drafter=engine.drafter, prefills=engine.prefills, shapes=lambda: names,
+            buckets=[(batch, self.number(shape)) for batch, shape in engine.buckets],
+        )  # fmt: skip
+        try:
+            return super().shapes()
+        finally:
+            self.engine = engine
+
+    def force(self, how: str) -> None:
+        """Have every step's shape chosen as Flat chooses it."""
+        super().force(how)
+        policy = self.scheduler.policy
+        if (choose := policy.forced) is not None:
+
+            def chosen(shapes: Sequence[Any]) -> Any:
+                numbered = {self.number(shape): shape for shape in shapes}
+                return numbered[choose([*numbered])]
+
+            policy.forced = chosen
+
+    @contextmanager
+    def counting(self, counted: Counted) -> Iterator[None]:
+        """Count the operations of each kind of step while this is entered."""
+        engine, launch = self.engine, self.engine.launch
+        shapes = {self.number(shape): shape for _, shape in engine.buckets}
+        engine.launch = lambda slots, number, drafts: launch(slots, shapes.get(number), drafts)
+        with super().counting(counted):
+            numbered = engine.launch
+
+            def launched(slots: Sequence[int], shape: Any = None, drafts: Any = None) -> Any:
+                return numbered(slots, None if shape is None else self.number(shape), drafts)
+
+            engine.launch = launched
+            yield
 
 
 LAYOUTS = (Folders, Flat)  # the newest first

@@ -24,7 +24,7 @@ from minispec.attention import QUERY_BLOCK, AttendKind, Plan
 from minispec.compiled import Key
 from minispec.drafter import NOTHING, Draft, Drafter, TreeSize
 from minispec.kv import PagedKV
-from minispec.tree import PADDING, DraftTree
+from minispec.tree import PADDING, PLAIN, DraftTree, Shape
 
 WEIGHT_BOUND = 128  # rows up to which a GPU's step takes as long as reading the weights; see `coarse_batches`
 
@@ -76,17 +76,18 @@ class Sizes:
         """Nodes of the trees that steps verify, ascending: 1 in a plain step, and what the drafter can draft."""
         return tuple(sorted({1, self.nodes} | ({self.smaller.nodes} if self.smaller else set())))
 
-    def sizes_of(self, batch: int) -> tuple[int, ...]:
-        """Return the shapes that steps of this batch size may have: 1, nodes of trees, and, negative, nodes of lookups.
+    def shapes_of(self, batch: int) -> tuple[Shape, ...]:
+        """Return the shapes that steps of this batch size may have: plain, trees that the drafter proposes, the host's.
 
-        In a step of lookups every request takes the host's tree, so the drafter need not draft. Larger batches have one
-        size. Where trees are the host's, it is the smaller: the larger is for what a lookup finds, which few of many
-        requests have at once, while all of them pay for it.
+        Both kinds of trees stand in ascending order. If every request takes the host's tree, the drafter need not
+        draft. Larger batches have one size. If the host offers trees, that is the smaller: the larger is for what a
+        lookup finds, which few of many requests have at once, while all of them pay for it.
         """
         host = self.looks_up or self.steps is None
         one = self.smaller.nodes if host and self.smaller else self.nodes
-        trees = tuple(n for n in self.tree_sizes if n in (1, one) or batch <= self.both_up_to)
-        return (*trees, *(-n for n in trees if n > 1)) if self.looks_up else trees
+        trees = [n for n in self.tree_sizes if n > 1 and (n == one or batch <= self.both_up_to)]
+        looked_up = trees if self.looks_up else []
+        return (PLAIN, *(Shape(n, True) for n in trees), *(Shape(n, False) for n in looked_up))
 
     @property
     def tree_rows(self) -> int:
@@ -130,17 +131,13 @@ def fill(buffer: Tensor, values: Sequence[int]) -> None:
 
 
 class Bucket(Key):
-    """A decode step of B requests with trees of N nodes, which emits at most A tokens a request.
+    """A decode step of B requests with trees of N nodes, which emits at most A tokens a request."""
 
-    rounds: whether the drafter grows trees in the step; else every request takes the host's.
-    """
-
-    rounds = True
-
-    def __init__(self, kv: PagedKV, batch: int, nodes: int, most: int, attend: tuple[AttendKind, int]) -> None:
+    def __init__(self, kv: PagedKV, batch: int, shape: Shape, most: int, attend: tuple[AttendKind, int]) -> None:
         """`attend`: the kind of attention and the number of the target's layers; `most` is A."""
-        device = kv.pool.device
-        self.batch, self.nodes, self.name = batch, nodes, f"decode, batch {batch}, {nodes} nodes a tree"
+        device, nodes = kv.pool.device, shape.nodes
+        self.batch, self.shape, self.nodes = batch, shape, nodes
+        self.name = f"decode, batch {batch}, {nodes} nodes a tree"
         self.inputs = torch.zeros(batch * (1 + 2 * nodes), dtype=torch.int64, device=device)
         self.slots, tokens, parents = self.inputs.split((batch, batch * nodes, batch * nodes))
         self.tree = DraftTree(tokens.view(batch, nodes), parents.view(batch, nodes))  # the host's; node 0 is `root`
@@ -166,7 +163,7 @@ class Bucket(Key):
         """Return the step on the same tensors in which every request takes the tree of the host."""
         twin = copy.copy(self)
         twin.original = self  # whose graphs are this one's too, and who says whether they are there
-        twin.rounds, twin.name = False, f"{self.name}, all the host's"
+        twin.shape, twin.name = self.shape._replace(drafts=False), f"{self.name}, all the host's"
         return twin
 
 

@@ -38,7 +38,7 @@ from minispec.model import Model, Rope
 from minispec.request import Request
 from minispec.sampling import FILTERED, GREEDY, TEMPERED, Needs, SamplingState, Wishes, largest, pick
 from minispec.seams import Asked, AskedStep, Link
-from minispec.tree import PADDING, DraftTree, ancestors, depth
+from minispec.tree import PADDING, DraftTree, Shape, ancestors, depth
 from minispec.verify import Accept, Trees, Verdict
 
 logger = logging.getLogger("minispec")
@@ -139,27 +139,27 @@ class Engine:
         self.reach = torch.full((slots,), sizes.context_length, dtype=torch.int64, device=device)
         self.asked, self.link = Asked(), Link()
         self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
-        self.step_seconds: dict[tuple[int, int], float] = {}  # (B, N): `time_steps` fills it, at `timed_rows`
+        self.step_seconds: dict[tuple[int, Shape], float] = {}  # by batch: `time_steps` fills it, at `timed_rows`
         self.timed_rows = 0
         self.small = Small(Engine._before_blocks, Engine._after_blocks)  # of a decode step
         self.graphs: dict[tuple[Bucket | PrefillBucket, Needs], torch.cuda.CUDAGraph] = {}  # `capture` fills it
         self.amended = False  # whether thresholds were changed since the start
         self.changes = 0  # how often anything began to change what belongs to slots: after an exception, whether it did
         attend = (attend_kind, model.config.layers)
-        self.buckets = {  # by batch and shape, as `Sizes.sizes_of` has it
-            (batch, nodes): Bucket(kv, batch, nodes, self._most(nodes), attend)
-            for batch in sizes.batch_sizes
-            for nodes in sizes.sizes_of(batch)
-            if nodes > 0
+        keys = [(batch, shape) for batch in sizes.batch_sizes for shape in sizes.shapes_of(batch)]
+        self.buckets = {
+            (batch, shape): Bucket(kv, batch, shape, self._most(shape.nodes), attend)
+            for batch, shape in keys
+            if not shape.of_host
         }
-        for batch, shape in [(b, s) for b in sizes.batch_sizes for s in sizes.sizes_of(b) if s < 0]:
-            self.buckets[batch, shape] = self.buckets[batch, -shape].of_the_host()
+        for batch, shape in [key for key in keys if key[1].of_host]:
+            self.buckets[batch, shape] = self.buckets[batch, Shape(shape.nodes, True)].of_the_host()
         self.prefills = Prefills(kv, sizes.prefill_sizes, prefill_block(device), attend)
         self.late = Late(drafter, slots, model.norm.weight)
         self.late.attach(self.prefills, self.lens, self.root)
         drafter.attach(kv, attend_kind, sizes.batch_sizes, [size // self.prefills.width for size in self.prefills])
         # By batch and A: the accepted path as a chain.
-        paths = {(batch, self._most(nodes)) for batch, nodes in self.buckets if nodes > 1 and drafter.commits}
+        paths = {(batch, self._most(shape.nodes)) for batch, shape in self.buckets if shape.drafts and drafter.commits}
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
@@ -245,18 +245,18 @@ class Engine:
         return drafts
 
     def launch(
-        self, slots: Sequence[int], shape: int | None = None, drafts: Sequence[Draft] | None = None
+        self, slots: Sequence[int], shape: Shape | None = None, drafts: Sequence[Draft] | None = None
     ) -> Pending:
         """Launch one decode step for these slots: verify a tree each, keep the accepted path, emit its tokens.
 
-        shape: one of those that this batch has (`Sizes.sizes_of`), by default the largest trees. drafts: what
-        `host_drafts` returned for these slots, which is asked here if they are not given; trees of more than N nodes
-        are cut. Of a drafter that `looks_up`, those that are to be verified, by default none.
+        shape: one of those that this batch has (`Sizes.shapes_of`). Default: the drafter's largest trees. drafts: what
+        `host_drafts` returned for these slots. If they are not given, it is asked here. Trees of more than N nodes are
+        cut. If the drafter looks texts up, pass only the trees to verify. Default: none.
         """
         batch = self.batch_of(len(slots))
         if drafts is None:
             drafts = [NOTHING] * len(slots) if self.drafter.looks_up else self.host_drafts(slots)
-        bucket = self.buckets[batch, max(self.sizes.sizes_of(batch)) if shape is None else shape]
+        bucket = self.buckets[batch, max(self.sizes.shapes_of(batch)) if shape is None else shape]
         started = time.perf_counter()
         # First what may fail over one of the requests, since it changes nothing yet.
         bucket.upload(slots, [draft.cut(bucket.nodes) for draft in drafts])
@@ -329,7 +329,7 @@ class Engine:
 
     def _propose(self, bucket: Bucket, batch: Batch) -> DraftTree:
         """Ask the drafter for the trees of this step, unless all are the host's."""
-        if not bucket.rounds:
+        if not bucket.shape.drafts:
             return DraftTree(*(part.clone() for part in bucket.tree))  # what is compiled meets the bucket's own once
         return self.drafter.propose(batch)
 

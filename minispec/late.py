@@ -52,8 +52,7 @@ class Late:
 
     def keeps(self, step: Bucket) -> bool:
         """Return whether a step leaves its rows here, since the drafter has no part in it."""
-        drafts = step.nodes > 1 and step.rounds
-        return self.tokens is not None and not drafts and step.most <= KEPT_ROWS
+        return self.tokens is not None and not step.shape.drafts and step.most <= KEPT_ROWS
 
     def keep(self, slots: Tensor, rows: Tensor, tokens: Tensor, features: Tensor | None) -> None:
         """Keep the tokens [B, A] and the features [B, A, F] of rows [B, A] of slots [B]; runs inside a step.

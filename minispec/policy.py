@@ -12,7 +12,7 @@ is free, since plain decoding is what speculation must not fall below. After ste
 with a network must first take in what they left, and its trees have to pay for that too (`Returns`).
 
 A row's tree comes from the step, from the host, or from whichever of the two promises more (`lookup.py`). In the last
-case a shape can also be negative: trees of so many nodes that are all the host's, for which the step drafts nothing.
+case there are also shapes in which every row takes the host's tree, so that the step drafts nothing (`Shape.of_host`).
 `expected` is the question for one row and one shape. `before` chooses a step's shape and the trees of the host that it
 verifies, and `after` learns from what came of it. Nothing here knows of tensors, or of a request more than its identity
 and whether it wants drafts.
@@ -31,8 +31,8 @@ from typing import NamedTuple
 
 from minispec.drafter import NOTHING, Draft
 from minispec.request import Request
+from minispec.tree import PLAIN, Shape
 
-PLAIN = 1  # nodes of a plain step
 GAIN = 1.03  # what a change must gain
 PROBES = 0.01  # the share of decode time that probes may cost
 HORIZON = 0.999  # how much of the accounts of probes is left after a step
@@ -70,15 +70,11 @@ class Row(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The shape of a step."""
+    """The shape that was chosen for a step, and why."""
 
-    shape: int  # nodes of its trees, negative where all are the host's
+    shape: Shape
     probe: bool = False  # whether it was taken to learn something
     lookups: Sequence[bool] = ()  # for each row whether it takes the host's tree in place of the step's; none does
-
-    @property
-    def nodes(self) -> int:
-        return abs(self.shape)
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class Planned:
 
 
 class Times:
-    """What steps took, by kind and nodes: the median of the newest.
+    """What steps took, by kind and shape: the median of the newest.
 
     Times of two shapes are seldom of the same minute, and a machine that others use as well may be half as fast in the
     next one. The shape in use would then look slow beside one that was measured before. So a shape that is not in use
@@ -101,65 +97,65 @@ class Times:
     """
 
     def __init__(self) -> None:
-        self._samples: dict[Kind, dict[int, deque[float]]] = defaultdict(dict)
-        self._newest: dict[Kind, deque[int]] = defaultdict(lambda: deque(maxlen=AROUND))  # shapes of the newest steps
-        self._used: dict[Kind, int] = {}  # the shape of most of them
-        self._multiples: dict[tuple[Kind, int, int], deque[float]] = defaultdict(lambda: deque(maxlen=AROUND))
+        self._samples: dict[Kind, dict[Shape, deque[float]]] = defaultdict(dict)
+        self._newest: dict[Kind, deque[Shape]] = defaultdict(lambda: deque(maxlen=AROUND))  # of the newest steps
+        self._used: dict[Kind, Shape] = {}  # the shape of most of them
+        self._multiples: dict[tuple[Kind, Shape, Shape], deque[float]] = defaultdict(lambda: deque(maxlen=AROUND))
         self._steps: dict[Kind, int] = defaultdict(int)  # steps of the kind
-        self._last: dict[tuple[Kind, int], int] = {}  # the one of them in which this shape was last measured
+        self._last: dict[tuple[Kind, Shape], int] = {}  # the one of them in which this shape was last measured
         self._medians: dict[tuple[object, ...], float] = {}  # of samples and multiples, until there is a newer one
 
-    def add(self, kind: Kind, nodes: int, seconds: float) -> None:
+    def add(self, kind: Kind, shape: Shape, seconds: float) -> None:
         """Take in the time of a step."""
-        of, used = self._samples[kind], self._used.setdefault(kind, nodes)
+        of, used = self._samples[kind], self._used.setdefault(kind, shape)
         newest = self._newest[kind]
-        newest.append(nodes)
-        if used != nodes:
+        newest.append(shape)
+        if used != shape:
             multiple = seconds / statistics.median(list(of[used])[-AROUND:])
-            self._multiples[kind, nodes, used].append(multiple)
-            self._multiples[kind, used, nodes].append(1 / multiple)
-            self._medians.pop((kind, nodes, used), None)
-            self._medians.pop((kind, used, nodes), None)
+            self._multiples[kind, shape, used].append(multiple)
+            self._multiples[kind, used, shape].append(1 / multiple)
+            self._medians.pop((kind, shape, used), None)
+            self._medians.pop((kind, used, shape), None)
             self._used[kind] = statistics.mode(newest)
-        of.setdefault(nodes, deque(maxlen=SAMPLES)).append(seconds)
-        self._medians.pop((kind, nodes), None)
+        of.setdefault(shape, deque(maxlen=SAMPLES)).append(seconds)
+        self._medians.pop((kind, shape), None)
         self._steps[kind] += 1
-        self._last[kind, nodes] = self._steps[kind]
+        self._last[kind, shape] = self._steps[kind]
 
     def clear(self) -> None:
         """Forget all times."""
         for known in vars(self).values():
             known.clear()
 
-    def stale(self, kind: Kind, nodes: int) -> bool:
+    def stale(self, kind: Kind, shape: Shape) -> bool:
         """Return whether this shape was not measured in many steps of the kind."""
-        last = self._last.get((kind, nodes))
+        last = self._last.get((kind, shape))
         return last is None or self._steps[kind] - last >= STALE
 
-    def known(self, kind: Kind, nodes: int) -> bool:
+    def known(self, kind: Kind, shape: Shape) -> bool:
         """Return whether such a step was measured."""
-        return nodes in self._samples.get(kind, ())
+        return shape in self._samples.get(kind, ())
 
-    def of(self, kind: Kind, nodes: int) -> float:
+    def of(self, kind: Kind, shape: Shape) -> float:
         """Return the seconds of a step: measured, or carried over from the nearest kind in which it was measured.
 
         There it is scaled by what a shape measured in both takes more or less here. Of what nobody knows, a step takes
         the time of any other, so that it is tried.
         """
         here = self._samples.get(kind, {})
-        if nodes in here:
+        if shape in here:
             used = self._used[kind]
-            if (kind, nodes, used) not in self._multiples:
-                return self._median((kind, nodes), here[nodes])
-            multiple = self._median((kind, nodes, used), self._multiples[kind, nodes, used])
+            if (kind, shape, used) not in self._multiples:
+                return self._median((kind, shape), here[shape])
+            multiple = self._median((kind, shape, used), self._multiples[kind, shape, used])
             return multiple * self._median((kind, used), here[used])
-        near = [other for other, of in self._samples.items() if nodes in of and other.batch == kind.batch]
+        near = [other for other, of in self._samples.items() if shape in of and other.batch == kind.batch]
         if not near:
-            return min((self._median((kind, shape), times) for shape, times in here.items()), default=1.0)
+            return min((self._median((kind, of), times) for of, times in here.items()), default=1.0)
         other = min(near, key=lambda k: (abs(k.octave - kind.octave), k.sampled != kind.sampled))
         both = [m for m in here if m in self._samples[other]]
         scale = self.of(kind, both[0]) / self.of(other, both[0]) if both else 1.0
-        return scale * self.of(other, nodes)
+        return scale * self.of(other, shape)
 
     def _median(self, key: tuple[object, ...], values: Sequence[float]) -> float:
         """Return the median of what lies at a key."""
@@ -234,7 +230,7 @@ class Returns:
 
     def add(self, batch: int, choice: Choice, seconds: float) -> None:
         """Take in a step, and how long the drafter took before it. Probes are no part of a run, and end none."""
-        drafts = choice.shape > PLAIN
+        drafts = choice.shape.drafts
         if drafts and self._behind:
             self._seconds[batch].append(seconds)
             self._median[batch] = statistics.median(self._seconds[batch])
@@ -247,9 +243,9 @@ class Returns:
             self._steps[batch] += self.rate * (self._run - self._steps[batch])
             self._run = 0
 
-    def of(self, batch: int, shape: int) -> float:
+    def of(self, batch: int, shape: Shape) -> float:
         """Return the seconds that the next step has to bear if it has this shape."""
-        if shape <= PLAIN or not self._behind or batch not in self._median:
+        if not shape.drafts or not self._behind or batch not in self._median:
             return 0.0
         return self._median[batch] / self._steps[batch]
 
@@ -291,18 +287,18 @@ class Policy:
         self.trees, self.adaptive, self.looks_up = dict(trees), adaptive, looks_up
         self.times, self.matches, self.everyone = Times(), Matches(), Acceptance(ALL_KEEP)
         self.returns, self.prospects = Returns(), Prospects()
-        self.forced: Callable[[Sequence[int]], int] | None = None
+        self.forced: Callable[[Sequence[Shape]], Shape] | None = None
         self.forced_lookup: Callable[[], bool] | None = None  # and whether a row takes the tree that was looked up
         self.spent = self.probing = 0.0  # aged seconds of decode steps, and of them what probes cost
         self._own: weakref.WeakKeyDictionary[object, Acceptance] = weakref.WeakKeyDictionary()
-        self._shape = max(self.trees, default=PLAIN)  # the one in use
+        self._shape = max((Shape(nodes, True) for nodes in self.trees), default=PLAIN)  # the one in use
         self._probed = 0  # probes since the start
         self._after_probe = False
         self._pace = 0.0  # expected seconds of a token with the shape in use
         self._chances: dict[int, list[float]] = {}  # of the engine, by nodes, until it learns
 
     def before(
-        self, kind: Kind, shapes: Sequence[int], requests: Sequence[Request], offer: Callable[[], Sequence[Draft]]
+        self, kind: Kind, shapes: Sequence[Shape], requests: Sequence[Request], offer: Callable[[], Sequence[Draft]]
     ) -> Planned:
         """Choose the shape of the next step, one of `shapes`, and which of the host's trees it verifies.
 
@@ -343,8 +339,8 @@ class Policy:
             row, draft = plan.rows[request]
             if draft is not None:
                 self._follow(request, draft, given)
-            if row.match is None and plan.choice.shape > PLAIN and request not in plan.of_host:
-                self.learn(row, plan.choice.nodes, len(given))
+            if row.match is None and plan.choice.shape.drafts and request not in plan.of_host:
+                self.learn(row, plan.choice.shape.nodes, len(given))
 
     def _follow(self, request: Request, draft: Draft, tokens: Sequence[int]) -> None:
         """Learn what a tree of the host gives, verified or not: this one, or an older one."""
@@ -353,21 +349,20 @@ class Policy:
             draft, tokens = decided
             self.learn_of_host(draft.match, {n: draft.emits(tokens, n) for n in self.trees})
 
-    def restart(self, seconds: Mapping[tuple[int, int], float], rows: int) -> None:
-        """Forget what steps took, and begin with measured seconds by batch and nodes, of texts with so many rows."""
+    def restart(self, seconds: Mapping[tuple[int, Shape], float], rows: int) -> None:
+        """Forget what steps took, and begin with measured seconds by batch and shape, of texts with so many rows."""
         self.times.clear()
-        for (batch, nodes), taken in seconds.items():
-            self.times.add(Kind.of(batch, False, rows), nodes, taken)
+        for (batch, shape), taken in seconds.items():
+            self.times.add(Kind.of(batch, False, rows), shape, taken)
 
-    def expected(self, row: Row, shape: int) -> float:
+    def expected(self, row: Row, shape: Shape) -> float:
         """Return the tokens that a step of this shape is expected to emit for a row, at least 1."""
         if shape == PLAIN or not row.drafts:
             return 1.0
-        nodes = abs(shape)
         if row.match is not None:
-            return self.matches.expected(nodes, row.match)
-        found = self.matches.expected(nodes, row.lookup)
-        return found if shape < 0 else max(found, self._drafted(row, nodes))
+            return self.matches.expected(shape.nodes, row.match)
+        found = self.matches.expected(shape.nodes, row.lookup)
+        return found if shape.of_host else max(found, self._drafted(row, shape.nodes))
 
     def _drafted(self, row: Row, nodes: int) -> float:
         """Return the tokens expected of a tree that the step drafts."""
@@ -390,14 +385,14 @@ class Policy:
             ]
         return self._chances[nodes]
 
-    def decided(self, shapes: Sequence[int]) -> int | None:
+    def decided(self, shapes: Sequence[Shape]) -> Shape | None:
         """Return the shape of the next step if it does not depend on what there is to verify, else None."""
         if self.forced is not None:
             return self.forced(shapes)
         return PLAIN if len(shapes) == 1 else None
 
-    def choose(self, kind: Kind, shapes: Sequence[int], rows: Sequence[Row]) -> Choice:
-        """Return the shape of the next step, one of `shapes`: plain, trees in ascending order, and those of lookups."""
+    def choose(self, kind: Kind, shapes: Sequence[Shape], rows: Sequence[Row]) -> Choice:
+        """Return the shape of the next step, one of `shapes`, which stand as `Sizes.shapes_of` has them."""
         if not any(row.drafts and row.match != 0 for row in rows):
             return Choice(PLAIN)
         if not self.adaptive:
@@ -406,16 +401,17 @@ class Policy:
 
     def with_lookups(self, choice: Choice, rows: Sequence[Row]) -> Choice:
         """Return a choice of a shape with that of each row's tree; if all are the host's, the step drafts nothing."""
-        if choice.shape == PLAIN or not any(row.lookup for row in rows):
+        shape = choice.shape
+        if shape == PLAIN or not any(row.lookup for row in rows):
             return choice
         takes: Callable[[Row], bool] = lambda row: (  # noqa: E731
             self.forced_lookup() if self.forced_lookup is not None
-            else self.matches.expected(choice.nodes, row.lookup) > self._drafted(row, choice.nodes)
+            else self.matches.expected(shape.nodes, row.lookup) > self._drafted(row, shape.nodes)
         )  # fmt: skip
-        found = tuple([bool(row.lookup) and row.drafts and (choice.shape < 0 or takes(row)) for row in rows])
-        return choice._replace(shape=-choice.nodes if all(found) else choice.shape, lookups=found)
+        found = tuple([bool(row.lookup) and row.drafts and (shape.of_host or takes(row)) for row in rows])
+        return choice._replace(shape=Shape(shape.nodes, False) if all(found) else shape, lookups=found)
 
-    def _best(self, kind: Kind, shapes: Sequence[int], rows: Sequence[Row]) -> Choice:
+    def _best(self, kind: Kind, shapes: Sequence[Shape], rows: Sequence[Row]) -> Choice:
         """Return the shape with the most expected tokens a second, or another one to learn of."""
         speeds = self._speeds(kind, shapes, rows)
         stay = self._shape if self._shape in speeds else PLAIN
@@ -426,22 +422,22 @@ class Policy:
         probe = self._probe(kind, shapes, len(rows))
         return Choice(stay) if probe is None else Choice(probe, True)
 
-    def _speeds(self, kind: Kind, shapes: Sequence[int], rows: Sequence[Row]) -> dict[int, float]:
+    def _speeds(self, kind: Kind, shapes: Sequence[Shape], rows: Sequence[Row]) -> dict[Shape, float]:
         """Return the expected tokens a second of each shape."""
-        return {n: sum(self.expected(row, n) for row in rows) / self._seconds(kind, n) for n in shapes}
+        return {s: sum(self.expected(row, s) for row in rows) / self._seconds(kind, s) for s in shapes}
 
-    def _seconds(self, kind: Kind, shape: int) -> float:
+    def _seconds(self, kind: Kind, shape: Shape) -> float:
         """Return the time of a step; one for which nothing is drafted takes no more than the same with drafting."""
         seconds = self.times.of(kind, shape)
-        seconds = min(seconds, self.times.of(kind, -shape)) if shape < 0 else seconds
+        seconds = min(seconds, self.times.of(kind, Shape(shape.nodes, True))) if shape.of_host else seconds
         return seconds + self.returns.of(kind.batch, shape)
 
-    def _probe(self, kind: Kind, shapes: Sequence[int], rows: int) -> int | None:
+    def _probe(self, kind: Kind, shapes: Sequence[Shape], rows: int) -> Shape | None:
         """Return another shape to try, None where nothing is to be learned or probes have cost enough.
 
         What one will cost is estimated as if it emitted what plain steps do, one token for each of the rows.
         """
-        others = [nodes for nodes in shapes if nodes != self._shape and nodes > 0 and self.times.stale(kind, nodes)]
+        others = [s for s in shapes if s != self._shape and not s.of_host and self.times.stale(kind, s)]
         if not others:
             return None
         probe = others[self._probed % len(others)]

@@ -288,7 +288,7 @@ class Scheduler:
         engine, slots, before = self.engine, [request.slot for request in rows], self._disturbances()
         batch = engine.batch_of(len(slots))
         kind = Kind.of(batch, engine.special(slots), max(request.kv_len for request in rows))
-        plan = self.policy.before(kind, self.sizes.sizes_of(batch), list(rows), lambda: engine.host_drafts(slots))
+        plan = self.policy.before(kind, self.sizes.shapes_of(batch), list(rows), lambda: engine.host_drafts(slots))
         pending = engine.launch(slots, plan.choice.shape, plan.drafts)
         self._launching = NOT_LAUNCHING
         seconds = time.perf_counter() - started

@@ -21,6 +21,24 @@ from torch import Tensor
 PADDING = -1  # the token of a node that is not there; no pick of the target ever equals it
 
 
+class Shape(NamedTuple):
+    """What the decode steps of a batch size differ in: how large their trees are, and who proposes them.
+
+    `max` of the shapes of a batch is the largest tree that the drafter proposes.
+    """
+
+    nodes: int  # N, root included; 1 in a plain step
+    drafts: bool  # whether the drafter proposes the trees; if not, and nodes > 1, all come from a lookup on the host
+
+    @property
+    def of_host(self) -> bool:
+        """Whether every request takes the tree of a lookup on the host."""
+        return self.nodes > 1 and not self.drafts
+
+
+PLAIN = Shape(1, False)
+
+
 class DraftTree(NamedTuple):
     """One tree per request; node 0 is the root, the newest committed token, whose KV is not written yet."""
 

@@ -25,6 +25,7 @@ from minispec.cpu.gather import GatherLayer
 from minispec.engine import Engine
 from minispec.load.build import compile_step
 from minispec.scheduler import Scheduler
+from minispec.tree import Shape
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 PROMPT = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9]
@@ -89,7 +90,7 @@ def test_other_shapes_and_modules_are_refused() -> None:
     run(scheduler, [request("r", PROMPT, max_new_tokens=9)])
     model = engine.model
     with torch.inference_mode():
-        attend = engine.buckets[1, 6].attend.layer(0)
+        attend = engine.buckets[1, Shape(6, True)].attend.layer(0)
         for nodes, layer, message in ((5, 0, "expected size 6==5|expected size 5==6"), (6, 1, "another module")):
             x, rope = torch.zeros(1, nodes, 72), model.rope(torch.zeros(1, nodes, dtype=torch.int64))
             with pytest.raises(AssertionError, match=message):

@@ -45,6 +45,7 @@ from minispec.load.drafters import make_drafter
 from minispec.load.warm_up import step_seconds
 from minispec.request import Logprobs, Request
 from minispec.scheduler import Scheduler
+from minispec.tree import PLAIN
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
@@ -297,7 +298,7 @@ def test_times_are_read_after_the_step_is_done() -> None:
         return dataclasses.replace(made, ready=ready, outputs=outputs)
 
     with torch.inference_mode(), mock.patch.object(engine, "pending", under_way):
-        assert step_seconds(engine, [1], 1, 8) > 0
+        assert step_seconds(engine, [1], PLAIN, 8) > 0
     assert waited == [True]
 
 

@@ -27,7 +27,7 @@ from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import Logprobs, Request, Update
 from minispec.scheduler import NAN, Scheduler
 from minispec.seats import Seats
-from minispec.tree import DraftTree, ancestors
+from minispec.tree import PLAIN, DraftTree, ancestors
 from minispec.verify import Rule, verify, verify_greedy
 
 
@@ -120,7 +120,7 @@ def nan_while_decoding(
     scheduler = subject.build(running=3, pages=40, overlap=overlap)
     steps, fault = itertools.count(), Fault(scheduler.engine)
     if plain:  # NaN comes out of a plain step, and afterwards a drafter that is behind catches up now and then
-        scheduler.policy.forced = lambda shapes: 1 if not victim.finish or next(steps) % 3 < 2 else max(shapes)
+        scheduler.policy.forced = lambda shapes: PLAIN if not victim.finish or next(steps) % 3 < 2 else max(shapes)
     victim = request("victim", subject.text(70, rng), sampling_seed=1, max_new_tokens=40, **wishes)
     neighbour = request("neighbour", subject.text(5, rng), sampling_seed=2, max_new_tokens=24, **wishes)
     submit(scheduler, victim, neighbour)
@@ -334,7 +334,7 @@ def test_halfway_a_step_costs_all_that_have_a_slot_and_leaves_a_sound_engine(
 ) -> None:
     subject, rng = SUBJECTS["eagle3-tree"], random.Random(4)
     scheduler, steps = subject.build(running=2, chunk=32, overlap=overlap, pages=30), itertools.count()
-    scheduler.policy.forced = lambda shapes: max(shapes) if next(steps) % 3 == 2 else 1  # some rows wait in the ring
+    scheduler.policy.forced = lambda shapes: max(shapes) if next(steps) % 3 == 2 else PLAIN  # some rows wait
     texts = [subject.text(size, rng) for size in (5, 200, 7)]
     running, filling, waiting = (request(f"r{len(text)}", text, max_new_tokens=20) for text in texts)
     submit(scheduler, running, filling, waiting)

@@ -27,6 +27,7 @@ from minispec.policy import Choice, Kind, Planned, Policy, Prospects, Row
 from minispec.request import Request
 from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter
+from minispec.tree import PLAIN, Shape
 
 N = 10
 
@@ -86,8 +87,8 @@ def test_no_bet_changes_a_token(name) -> None:
             assert_exact(subject, requests)
         assert how or sum(r.cached_tokens for r in requests) > 50
         assert not how or scheduler.metrics.retractions > 0
-        assert {choice.shape > 0 for choice in made} == {True, False}
-        assert any(len(set(choice.lookups)) == 2 and choice.shape > 1 for choice in made), "no step had both"
+        assert {choice.shape.of_host for choice in made} == {True, False}
+        assert any(len(set(choice.lookups)) == 2 and choice.shape.drafts for choice in made), "no step had both"
         assert scheduler.metrics.lookup_rows > 10
 
 
@@ -103,15 +104,16 @@ def test_a_step_in_which_the_head_drafts_nothing_says_nothing_of_its_trees() -> 
 
     def chosen(*given: object) -> Planned:
         plan = before(*given)
-        if plan.choice.shape < 0:
+        if plan.choice.shape.of_host:
             found[0] += len(plan.of_host)
             found[1] += len(plan.rows) - len(plan.of_host)
         return plan
 
     scheduler.policy.learn, scheduler.policy.before = learned, chosen
     run(scheduler, repeating(subject))
-    assert min(found) > 3, "of the requests in steps without rounds some had a tree looked up, and some had none"
-    assert len(drafted) > 10 and min(drafted) > 1, "a row without a tree counted as one whose drafts were all refused"
+    assert min(found) > 3, "of the requests in steps of lookups some had a tree looked up, and some had none"
+    assert len(drafted) > 10
+    assert all(shape.drafts for shape in drafted), "a row without a tree counted as one whose drafts were all refused"
 
 
 # ---- the head is never behind, and each row has its own tree ------------------------------------------------------
@@ -130,7 +132,7 @@ def served(
     compare: list[tuple] = []
     plans: list[Planned] = []
     propose, grow, before = scheduler.engine.drafter.propose, head.propose, scheduler.policy.before
-    steps = itertools.cycle([-N] * lookup_steps + [N])
+    steps = itertools.cycle([Shape(N, False)] * lookup_steps + [Shape(N, True)])
     scheduler.policy.forced, scheduler.policy.forced_lookup = lambda shapes: next(steps), bets
     rounds, emitted = 0, []
 
@@ -167,7 +169,7 @@ def served(
     after = scheduler.policy.after
 
     def taught(plan, tokens, *times):
-        if plan.choice.shape < 0:
+        if plan.choice.shape.of_host:
             emitted.extend(map(len, tokens.values()))
         after(plan, tokens, *times)
 
@@ -176,7 +178,7 @@ def served(
                 for i in range(4)]
     run(scheduler, requests)
     assert all(r.output_ids == truth(MODEL, r) for r in requests)
-    assert rounds == sum(plan.choice.shape > 1 for plan in plans) > 3, "a step of lookups ran the head's rounds"
+    assert rounds == sum(plan.choice.shape.drafts for plan in plans) > 3, "a step of lookups ran the head's rounds"
     assert not lookup_steps or max(emitted) > head.depth + 1, "a lookup is cut to the depth of the head's trees"
     return compare
 
@@ -308,7 +310,8 @@ def test_ngram_keeps_to_its_share_of_the_time_unless_its_trees_are_given() -> No
     assert isinstance(made(speculative_num_draft_tokens=8).inner, NgramDrafter)
     assert isinstance(made(speculative_adaptive=False).inner, NgramDrafter)
     sizes = Sizes.resolve(made(), context_length=64, max_running=8, chunk_size=128, both_up_to=2)
-    assert [sizes.sizes_of(batch) for batch in (1, 2, 4, 8)] == [(1, 4, 12), (1, 4, 12), (1, 4), (1, 4)]
+    one, both = (PLAIN, Shape(4, True)), (PLAIN, Shape(4, True), Shape(12, True))
+    assert [sizes.shapes_of(batch) for batch in (1, 2, 4, 8)] == [both, both, one, one]
 
 
 def test_what_a_lookup_would_have_given_is_known_when_the_text_has_gone_on() -> None:
@@ -339,14 +342,14 @@ def test_indexing_stays_within_its_share_and_the_rest_waits(monkeypatch) -> None
 
 def test_the_policy_takes_the_better_bet_and_spares_the_head_where_all_are_lookups() -> None:
     policy, kind = Policy({5: 2, 10: 2}, adaptive=True), Kind(2, False, 8)
-    shapes = (1, 5, 10, -5, -10)
+    shapes = (PLAIN, Shape(5, True), Shape(10, True), Shape(5, False), Shape(10, False))
     for shape, seconds in zip(shapes, (1.0, 1.2, 1.3, 1.05, 1.15), strict=True):
         policy.times.add(kind, shape, seconds)
     one, two = object.__new__(Request), object.__new__(Request)
     choice = policy.choose(kind, shapes, [Row(one, lookup=12), Row(two, lookup=0)])
-    assert choice.shape == 10 and choice.lookups == (True, False)
+    assert choice.shape == Shape(10, True) and choice.lookups == (True, False)
     both = [Row(one, lookup=12), Row(two, lookup=11)]
-    assert policy.choose(kind, shapes, both) == Choice(-10, lookups=(True, True))
+    assert policy.choose(kind, shapes, both) == Choice(Shape(10, False), lookups=(True, True))
     for _ in range(50):
         policy.learn_of_host(12, {5: 1, 10: 1})
     assert policy.choose(kind, shapes, [Row(one, lookup=12), Row(two, lookup=12)]).lookups == (False, False)

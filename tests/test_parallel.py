@@ -174,7 +174,7 @@ def test_on_two_ranks_no_shape_and_no_bet_changes_a_token(subject: Subject, pair
     run(scheduler, requests)
     assert [r.output_ids for r in requests] == _truth[truth]
     assert scheduler.metrics.retractions > 0 and scheduler.metrics.accept_length > 1.2 * (subject is not SWITCHING)
-    assert {choice.shape for choice in made} == set(scheduler.sizes.sizes_of(1))
+    assert {choice.shape for choice in made} == set(scheduler.sizes.shapes_of(1))
     assert any(len(set(choice.lookups)) == 2 for choice in made) == (subject is not SWITCHING)
 
 

@@ -24,15 +24,22 @@ from minispec.engine import Engine
 from minispec.late import KEPT_ROWS, Late
 from minispec.lookup import Texts
 from minispec.ngram import NgramDrafter, NgramOptions
-from minispec.policy import PLAIN, PROBES, Choice, Kind, Matches, Policy, Row, Times
+from minispec.policy import PROBES, Choice, Kind, Matches, Policy, Row, Times
 from minispec.request import Request
 from minispec.scheduler import Scheduler
 from minispec.seats import Seats
 from minispec.standalone import DraftModel, StandaloneDrafter
+from minispec.tree import PLAIN, Shape
 
 MODEL = SUBJECTS["none"].model()
 TREES = {5: 1, 6: 2}
-SHAPES = (1, 5, 6)
+FIVE, SIX = Shape(5, True), Shape(6, True)
+SHAPES = (PLAIN, FIVE, SIX)
+
+
+def sized(nodes: int) -> Shape:
+    """Return the shape of a plain step for 1, else of one whose trees the drafter proposes."""
+    return Shape(nodes, nodes > 1)
 
 
 # ---- the policy alone ------------------------------------------------------------------------------------------------
@@ -45,26 +52,27 @@ class World:
         self.seconds, self.chance, self.rng = seconds, chance, random.Random(seed)
         self.policy = Policy(TREES, adaptive=True)
         for (batch, nodes), took in seconds.items():  # as warm-up measures it
-            self.policy.times.add(Kind.of(batch, False, 200), nodes, took)
+            self.policy.times.add(Kind.of(batch, False, 200), sized(nodes), took)
         self.clock = self.probes = 0.0
         self.tokens = 0
 
     def steps(self, count: int, batch: int = 1, rows: Sequence[Row] | None = None) -> list[int]:
-        """Play steps of `batch` requests; returns the shapes taken."""
+        """Play steps of `batch` requests; returns the nodes of the trees in each."""
         rows, taken = rows or [Row(World(self.seconds, 0.0)) for _ in range(batch)], []
         for _ in range(count):
             kind = Kind.of(batch, False, 200)
             choice = self.policy.choose(kind, SHAPES, rows)
-            seconds = self.seconds[batch, choice.nodes] * self.rng.uniform(0.9, 1.1)
-            emitted = [self._emits(choice.nodes) for _ in rows]
+            nodes = choice.shape.nodes
+            seconds = self.seconds[batch, nodes] * self.rng.uniform(0.9, 1.1)
+            emitted = [self._emits(nodes) for _ in rows]
             self.policy.landed(kind, choice, seconds, emitted=sum(emitted))
             for row, count_ in zip(rows, emitted, strict=True):
-                if choice.nodes > PLAIN:
-                    self.policy.learn(row, choice.nodes, count_)
+                if choice.shape.drafts:
+                    self.policy.learn(row, nodes, count_)
             self.clock += seconds
             self.probes += seconds if choice.probe else 0.0
             self.tokens += sum(emitted)
-            taken.append(choice.nodes)
+            taken.append(nodes)
         return taken
 
     def _emits(self, nodes: int) -> int:
@@ -108,8 +116,8 @@ def test_probes_cost_under_a_hundredth_and_go_on(chance: float) -> None:
     world.clock = world.probes = 0.0
     before = world.tokens
     taken = world.steps(5000)
-    probes = sum(nodes != PLAIN for nodes in taken)
-    assert 10 < probes and set(taken) == set(SHAPES), "both trees are tried now and then"
+    probes = sum(nodes != 1 for nodes in taken)
+    assert 10 < probes and set(taken) == {1, 5, 6}, "both trees are tried now and then"
     lost = world.clock - (world.tokens - before) * 20.0  # beyond what plain steps would have taken
     assert lost < 1.5 * PROBES * world.clock, "step times are drawn with noise, so a little more may be spent"
 
@@ -124,36 +132,36 @@ def test_plain_texts_that_become_easy_are_noticed() -> None:
 
 def test_a_single_tree_pays_for_what_the_drafter_must_take_in_and_a_run_shares_it() -> None:
     policy, kind, row = Policy(TREES, adaptive=True), Kind.of(1, False, 200), Row(World(FLAT, 0.0))
-    for nodes, took in ((1, 10.0), (6, 17.0)):
-        policy.times.add(kind, nodes, took)
+    for shape, took in ((PLAIN, 10.0), (SIX, 17.0)):
+        policy.times.add(kind, shape, took)
     for _ in range(1000):
         policy.learn(row, 6, 2)
 
-    def play(shape: int, catching_up: float = 0.0) -> None:
+    def play(shape: Shape, catching_up: float = 0.0) -> None:
         took = 10.0 if shape == PLAIN else 17.0
         policy.landed(kind, Choice(shape), took, emitted=1 if shape == PLAIN else 2, catching_up=catching_up)
 
-    def chosen() -> int:
+    def chosen() -> Shape:
         policy._shape = PLAIN
-        policy.choose(kind, (1, 6), [row])  # which may be a probe
+        policy.choose(kind, (PLAIN, SIX), [row])  # which may be a probe
         return policy._shape
 
     play(PLAIN)
-    assert chosen() == 6, "2 / 17 beats 1 / 10, as far as is known"
-    for shape in (PLAIN, -6):  # of neither the drafter hears anything
+    assert chosen() == SIX, "2 / 17 beats 1 / 10, as far as is known"
+    for shape in (PLAIN, Shape(6, False)):  # of neither the drafter hears anything
         for _ in range(40):
-            play(6, catching_up=3.0)
+            play(SIX, catching_up=3.0)
             play(shape)
         assert chosen() == PLAIN, "2 / 20 does not"
-        assert policy.returns.of(1, -6) == 0 == policy.returns.of(1, PLAIN)
+        assert policy.returns.of(1, Shape(6, False)) == 0 == policy.returns.of(1, PLAIN)
         for _ in range(8):
-            play(6, catching_up=3.0)
+            play(SIX, catching_up=3.0)
             for _ in range(20):
-                play(6)
+                play(SIX)
             play(shape)
-        assert chosen() == 6, "a run of twenty bears it"
-    play(6, catching_up=1e9)
-    assert chosen() == 6, "within a run nothing is to be paid"
+        assert chosen() == SIX, "a run of twenty bears it"
+    play(SIX, catching_up=1e9)
+    assert chosen() == SIX, "within a run nothing is to be paid"
 
 
 def test_load_of_one_eight_and_one_brings_drafts_back() -> None:
@@ -168,20 +176,20 @@ def test_a_request_s_own_record_counts_after_eight_trees() -> None:
     for _ in range(7):
         policy.learn(Row(good), 6, 3)
         policy.learn(Row(bad), 6, 1)
-    assert policy.expected(Row(good), 6) == policy.expected(Row(bad), 6) > 1
+    assert policy.expected(Row(good), SIX) == policy.expected(Row(bad), SIX) > 1
     policy.learn(Row(good), 6, 3)
     policy.learn(Row(bad), 6, 1)
-    assert policy.expected(Row(good), 6) > 2 > 1.7 > policy.expected(Row(bad), 6)
-    assert policy.expected(Row(good), 5) < policy.expected(Row(good), 6), "a deeper tree emits more"
-    assert policy.expected(Row(good, drafts=False), 6) == 1.0
+    assert policy.expected(Row(good), SIX) > 2 > 1.7 > policy.expected(Row(bad), SIX)
+    assert policy.expected(Row(good), FIVE) < policy.expected(Row(good), SIX), "a deeper tree emits more"
+    assert policy.expected(Row(good, drafts=False), SIX) == 1.0
 
 
 def test_a_request_that_wants_no_drafts_is_plain_alone_and_does_not_count_beside_others() -> None:
     policy, kind = Policy(TREES, adaptive=False), Kind(2, False, 8)
     wants, not_ = Row(World(FLAT, 0)), Row(World(FLAT, 0), drafts=False)
-    assert policy.choose(kind, SHAPES, [not_]).nodes == PLAIN
-    assert policy.choose(kind, SHAPES, [not_, wants]).nodes == 6
-    assert policy.choose(kind, SHAPES, [Row(wants.request, match=0)]).nodes == PLAIN, "no tree to verify"
+    assert policy.choose(kind, SHAPES, [not_]).shape == PLAIN
+    assert policy.choose(kind, SHAPES, [not_, wants]).shape == SIX
+    assert policy.choose(kind, SHAPES, [Row(wants.request, match=0)]).shape == PLAIN, "no tree to verify"
     policy.learn(not_, 6, 3)
     assert policy.everyone.steps == 0
 
@@ -189,31 +197,31 @@ def test_a_request_that_wants_no_drafts_is_plain_alone_and_does_not_count_beside
 def test_a_step_s_time_is_the_median_of_the_newest_and_carried_over_where_none_was_measured() -> None:
     times, short, long = Times(), Kind(1, False, 8), Kind(1, False, 12)
     for seconds in (90.0, *[20.0] * 8, *[21.0] * 8):
-        times.add(short, 1, seconds)
-    assert times.of(short, 1) == 21.0
-    times.add(short, 6, 30.0)
-    assert times.of(long, 6) == 30.0 and times.of(Kind(1, True, 8), 6) == 30.0
-    times.add(long, 1, 42.0)
-    assert times.of(long, 6) == 60.0, "the long plain step takes twice the short one's time"
-    assert times.of(Kind(4, False, 8), 6) == 1.0
-    times.add(Kind(4, False, 8), 1, 5.0)
-    assert times.of(Kind(4, False, 8), 6) == 5.0, "so that it is tried"
+        times.add(short, PLAIN, seconds)
+    assert times.of(short, PLAIN) == 21.0
+    times.add(short, SIX, 30.0)
+    assert times.of(long, SIX) == 30.0 and times.of(Kind(1, True, 8), SIX) == 30.0
+    times.add(long, PLAIN, 42.0)
+    assert times.of(long, SIX) == 60.0, "the long plain step takes twice the short one's time"
+    assert times.of(Kind(4, False, 8), SIX) == 1.0
+    times.add(Kind(4, False, 8), PLAIN, 5.0)
+    assert times.of(Kind(4, False, 8), SIX) == 5.0, "so that it is tried"
 
 
 def test_a_slow_minute_is_not_taken_for_a_slow_shape() -> None:
     times, kind = Times(), Kind(8, False, 8)
     for _ in range(20):
-        times.add(kind, 1, 30.0)
-    times.add(kind, 6, 63.0)
+        times.add(kind, PLAIN, 30.0)
+    times.add(kind, SIX, 63.0)
     for _ in range(20):
-        times.add(kind, 1, 60.0)
-    assert times.of(kind, 1) == 60.0 and times.of(kind, 6) == 126.0, "twice as slow, the machine is so for both"
+        times.add(kind, PLAIN, 60.0)
+    assert times.of(kind, PLAIN) == 60.0 and times.of(kind, SIX) == 126.0, "twice as slow, the machine is so for both"
     for _ in range(20):
-        times.add(kind, 6, 50.0)  # now in use, and faster than the one probe said
-    assert times.of(kind, 6) == 50.0 and 58.0 <= times.of(kind, 1) <= 62.0
-    times.add(kind, 1, 25.0)
-    times.add(kind, 1, 25.0)
-    assert times.of(kind, 1) < 62.0
+        times.add(kind, SIX, 50.0)  # now in use, and faster than the one probe said
+    assert times.of(kind, SIX) == 50.0 and 58.0 <= times.of(kind, PLAIN) <= 62.0
+    times.add(kind, PLAIN, 25.0)
+    times.add(kind, PLAIN, 25.0)
+    assert times.of(kind, PLAIN) < 62.0
 
 
 def test_matches_learn_from_a_guess_that_expects_nothing_of_chance() -> None:
@@ -244,15 +252,16 @@ DRAFTERS: dict[str, tuple[Callable[[], Drafter | HostDrafter], dict[str, object]
 }
 
 
-def adversary(seed: int) -> Callable[[Sequence[int]], int]:
+def adversary(seed: int) -> Callable[[Sequence[Shape]], Shape]:
     """Return a choice of shapes that goes on for a while with one and then takes another, after one step or many."""
-    rng, left = random.Random(seed), [0, 1]
+    rng, left, chosen = random.Random(seed), 0, PLAIN
 
-    def choose(shapes: Sequence[int]) -> int:
-        if left[0] == 0:
-            left[:] = [rng.choice((1, 1, 1, 2, 5, 17)), rng.choice(shapes)]
-        left[0] -= 1
-        return left[1] if left[1] in shapes else shapes[-1]
+    def choose(shapes: Sequence[Shape]) -> Shape:
+        nonlocal left, chosen
+        if left == 0:
+            left, chosen = rng.choice((1, 1, 1, 2, 5, 17)), rng.choice(shapes)
+        left -= 1
+        return chosen if chosen in shapes else shapes[-1]
 
     return choose
 
@@ -291,8 +300,8 @@ def test_a_choice_of_its_own_changes_no_token() -> None:
 def serve_with_gaps(compare: list) -> None:
     """Serve texts so long that rings fill up, noting trees; then a second turn that hits pages of plain steps."""
     scheduler = forced("eagle3", running=2, chunk=32)
-    shapes = iter([6, *[1] * 70, 6, 1, 6, 3, *[1] * 9, *[3, 6] * 5])  # 70 plain steps are more than a ring holds
-    scheduler.policy.forced = lambda given: next(shapes, 1)
+    sizes = iter([6, *[1] * 70, 6, 1, 6, 3, *[1] * 9, *[3, 6] * 5])  # 70 plain steps are more than a ring holds
+    scheduler.policy.forced = lambda shapes: sized(next(sizes, 1))
     record(scheduler, compare)
     first = [request("a", range(20), max_new_tokens=140), request("b", [7, 8], max_new_tokens=130)]
     run(scheduler, first)
@@ -334,8 +343,8 @@ def test_what_waits_in_the_ring_is_told_row_by_row(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Late, "_backlog", noted)
     scheduler = forced("eagle3", running=2)
-    shapes = iter([6, *[1] * 45, 6, 6, *[1] * 20, 6])
-    scheduler.policy.forced = lambda given: next(shapes, 6)
+    sizes = iter([6, *[1] * 45, 6, 6, *[1] * 20, 6])
+    scheduler.policy.forced = lambda shapes: sized(next(sizes, 6))
     both = [request("a", range(20), max_new_tokens=90), request("b", [7, 8], max_new_tokens=90)]
     run(scheduler, both)
     assert len(told) >= 2 * (45 + 20)
@@ -372,10 +381,10 @@ def a_ring_that_overflows(patch: pytest.MonkeyPatch) -> None:
     """The drafter does not catch up when the ring is full, only before trees, and takes in what is left there."""
     launch = Engine.launch
 
-    def launched(self: Engine, slots: Sequence[int], nodes: int, drafts: Sequence[object]) -> object:
-        for slot in slots if nodes == 1 else ():
+    def launched(self: Engine, slots: Sequence[int], shape: Shape, drafts: Sequence[object]) -> object:
+        for slot in slots if shape == PLAIN else ():
             self.late.waiting[slot] = min(self.late.waiting[slot], KEPT_ROWS - 1)
-        return launch(self, slots, nodes, drafts)
+        return launch(self, slots, shape, drafts)
 
     patch.setattr(Engine, "launch", launched)
 

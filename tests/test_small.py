@@ -28,6 +28,7 @@ from minispec.engine import CAPTURED, Engine
 from minispec.load.build import compile_step
 from minispec.sampling import GREEDY
 from minispec.scheduler import Scheduler
+from minispec.tree import Shape
 from minispec.verify import Accept
 
 MODEL = tiny_model()
@@ -135,7 +136,7 @@ def operations(engine: Engine, nodes: int) -> tuple[Counter[str], int]:
     if isinstance(drafter, BeamDrafter):
         drafter.run_network = within(BLOCK, drafter.run_network)
         drafter.small.compiled = [within(REGION, function) for function in drafter.small.compiled]
-    bucket = engine.buckets[1, nodes]
+    bucket = engine.buckets[1, Shape(nodes, nodes > 1)]
     strips = mock.patch.object(PagedGather, "_strips", within(GATHERING, PagedGather._strips))
     with strips, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         engine.decode(bucket, GREEDY)
@@ -169,7 +170,7 @@ def test_a_step_is_a_handful_of_launches(
         scheduler = forced(drafter(), running=running)
         engine = scheduler.engine
         run(scheduler, [request("r", [3, 14, 15, 9, 2, 6], max_new_tokens=12)])  # compiles, and then calls directly
-        engine.buckets[1, nodes].upload([1], ())
+        engine.buckets[1, Shape(nodes, nodes > 1)].upload([1], ())
         functions = [*engine.small.compiled, *(engine.drafter.small.compiled if kinds > 2 else ())]
         assert len(functions) == kinds and all(len(function.calls) > 0 for function in functions)
         found, largest = operations(engine, nodes)

@@ -32,7 +32,7 @@ from benchmarks.yardstick import (
     settings,
 )
 from benchmarks.yardstick_lines import Size, size_of, sizes
-from benchmarks.yardstick_probe import Counted, Flat, Recorded, serve
+from benchmarks.yardstick_probe import LAYOUTS, Counted, Flat, Recorded, serve
 from minispec.engine import Engine
 
 QUIET = [0.99 + 0.001 * i for i in range(20)]  # a control around 1
@@ -193,9 +193,10 @@ def test_sizes_are_of_the_package_its_top_level_and_the_files_of_a_step(tmp_path
 # ---- the probe -------------------------------------------------------------------------------------------------------
 
 
-def flat(name: str, **options: Any) -> Flat:
-    """Return the adapter around a tiny engine."""
-    adapter = Flat.__new__(Flat)
+def adapted(name: str, **options: Any) -> Flat:
+    """Return the adapter of this checkout around a tiny engine."""
+    layout = next(layout for layout in LAYOUTS if layout.fits())
+    adapter = layout.__new__(layout)
     adapter.scheduler = SUBJECTS[name].build(**options)
     adapter.engine = adapter.scheduler.engine
     return adapter
@@ -211,13 +212,13 @@ def operations(adapter: Flat) -> dict[str, dict[str, int]]:
 
 
 def test_operations_are_counted_by_kind_of_step_and_one_more_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = operations(flat("eagle3-tree"))
+    before = operations(adapted("eagle3-tree"))
     assert {"plain", "tree", "prefill", "catch-up"} <= set(before)
-    assert before == operations(flat("eagle3-tree")), "the same twice"
+    assert before == operations(adapted("eagle3-tree")), "the same twice"
     assert sum(before["tree"].values()) > sum(before["plain"].values()) > 50
     clear = Engine._clear_padding
     monkeypatch.setattr(Engine, "_clear_padding", lambda engine: (clear(engine), engine.lens[:1].zero_()))
-    after = operations(flat("eagle3-tree"))
+    after = operations(adapted("eagle3-tree"))
     for step in ("plain", "tree", "prefill"):
         finding = judge_operations(step, before[step], after[step])
         assert not finding.passed
@@ -226,7 +227,7 @@ def test_operations_are_counted_by_kind_of_step_and_one_more_is_seen(monkeypatch
 
 
 def test_a_text_tree_is_a_host_tree() -> None:
-    found = operations(flat("ngram"))
+    found = operations(adapted("ngram"))
     assert {"plain", "host tree", "prefill"} <= set(found)
     assert not {"tree", "catch-up"} & set(found), "nobody drafts on the device"
 
@@ -243,7 +244,7 @@ def test_a_recorded_run_is_replayed_on_the_tensors_of_the_first_time() -> None:
 
 
 def test_shapes_are_told_with_batch_nodes_and_who_drafts() -> None:
-    shapes = flat("eagle3-tree", running=2).shapes()
+    shapes = adapted("eagle3-tree", running=2).shapes()
     assert ("decode step", 2, 1, False) in shapes
     assert any(kind == "decode step" and drafts for kind, _, _, drafts in shapes)
     assert all(len(shape) == 4 for shape in shapes)

@@ -22,6 +22,7 @@ import torch
 from minispec.buffers import Bucket, PrefillBucket
 from minispec.engine import CAPTURED, Engine
 from minispec.sampling import Needs
+from minispec.tree import Shape
 
 
 class Recorder:
@@ -53,15 +54,21 @@ def capture(engine: Engine, batches: Sequence[int], progress: Callable[[str], No
 
     Each is captured for greedy batches, for those with a temperature, and for those with filters; batches with
     penalties, bias or min_new_tokens run uncaptured. The largest come first, so that the smaller ones fit
-    into the memory that those leave to the pool.
+    into the memory that those leave to the pool, and those whose trees are all the host's come last of a batch size.
     """
     engine.link.tell("capture", batches)
     recorder = Recorder(engine.device)
     steps: list[tuple[Callable[[Any, Needs], None], Bucket | PrefillBucket]] = [
-        (engine.decode, engine.buckets[key]) for key in sorted(engine.buckets, reverse=True) if key[0] in batches
+        (engine.decode, engine.buckets[key]) for key in sorted(engine.buckets, key=_turn) if key[0] in batches
     ]
     steps.append((engine.known, engine.prefills[engine.sizes.prefill_sizes[0]]))
     for done, (step, bucket) in enumerate(steps, start=1):
         progress(f"capture {done}/{len(steps)}: {bucket.name}")
         for needs in CAPTURED:
             engine.graphs[bucket, needs] = recorder.record(lambda: step(bucket, needs))  # noqa: B023  called at once
+
+
+def _turn(key: tuple[int, Shape]) -> tuple[int, bool, int]:
+    """Return by what the decode steps are sorted that are captured, by batch and shape."""
+    batch, shape = key
+    return -batch, shape.of_host, shape.nodes if shape.of_host else -shape.nodes

@@ -17,6 +17,7 @@ from minispec.buffers import Bucket, PrefillBucket
 from minispec.cpu.direct import OneMade, one_graph
 from minispec.engine import COMPILED, Engine
 from minispec.sampling import GREEDY
+from minispec.tree import Shape
 
 TIMED_CONTEXT = 512  # committed rows of the slots on which steps are timed
 
@@ -25,9 +26,9 @@ def steps_of(engine: Engine) -> list[Bucket | PrefillBucket]:
     """Return every kind of step there is, in the order in which they are worth compiling: one request alone first."""
     prefills = [*engine.prefills.values()]
     short = [step for step in prefills if step.attend.graph == prefills[0].attend.graph]  # on a CPU all have one
-    keys = [key for key in engine.buckets if key[1] > 0]  # steps without rounds have the graphs of those with them
-    decodes: list[Bucket] = [engine.buckets[key] for key in sorted(keys, key=lambda key: (key[0], -key[1]))]
-    first = sum(batch == engine.sizes.batch_sizes[0] for batch, _ in keys)
+    decodes = [step for step in engine.buckets.values() if not step.shape.of_host]  # these have the graphs of others
+    decodes.sort(key=lambda step: (step.batch, -step.nodes))
+    first = sum(step.batch == engine.sizes.batch_sizes[0] for step in decodes)
     return [*decodes[:first], *short, *decodes[first:], *prefills[len(short) :]]
 
 
@@ -96,18 +97,18 @@ def time_steps(engine: Engine, batch: int, repeats: int = 3) -> None:
 
     Padding would not do: all its rows lie in one page, which stays in the caches. Nothing may run meanwhile.
     """
-    kv, sizes = engine.kv, engine.sizes.sizes_of(batch)
+    kv, timed = engine.kv, engine.sizes.shapes_of(batch)
     rows = min(TIMED_CONTEXT, engine.sizes.context_length // 2)
     pages = min(kv.pages_for(rows + engine.sizes.tree_rows), len(kv.free) // batch)
     rows = min(rows, pages * kv.page_size - engine.sizes.tree_rows)
-    if rows < 1 or len(sizes) == 1:
+    if rows < 1 or len(timed) == 1:
         return
     slots, taken = range(1, batch + 1), kv.allocate(pages * batch)
     for index, slot in enumerate(slots):
         kv.map(slot, 0, taken[index * pages : (index + 1) * pages])
     # In turn, and the least of several: the machine's mood at start must not decide about trees.
-    times = [[step_seconds(engine, slots, nodes, rows) for nodes in sizes] for _ in range(repeats)]
-    engine.step_seconds |= {(batch, n): min(t) for n, t in zip(sizes, zip(*times, strict=True), strict=True)}
+    times = [[step_seconds(engine, slots, shape, rows) for shape in timed] for _ in range(repeats)]
+    engine.step_seconds |= {(batch, s): min(t) for s, t in zip(timed, zip(*times, strict=True), strict=True)}
     engine.timed_rows = rows
     for slot in slots:
         kv.unmap(slot)
@@ -115,9 +116,9 @@ def time_steps(engine: Engine, batch: int, repeats: int = 3) -> None:
     kv.give_back(taken[::-1])
 
 
-def step_seconds(engine: Engine, slots: Sequence[int], nodes: int, rows: int) -> float:
+def step_seconds(engine: Engine, slots: Sequence[int], shape: Shape, rows: int) -> float:
     """Return the time of one decode step for slots that have so many rows; nobody is told what it emits."""
-    bucket = engine.buckets[engine.batch_of(len(slots)), nodes]
+    bucket = engine.buckets[engine.batch_of(len(slots)), shape]
     engine.lens[1 : len(slots) + 1].fill_(rows)
     start = time.perf_counter()
     bucket.upload(slots, ())

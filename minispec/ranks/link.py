@@ -49,7 +49,7 @@ from minispec.engine import Engine
 from minispec.ranks.shards import from_first
 from minispec.sampling import GREEDY
 from minispec.seams import AskedStep, Link
-from minispec.tree import DraftTree
+from minispec.tree import DraftTree, Shape
 from minispec.verify import Trees, Verdict
 
 logger = logging.getLogger("minispec")
@@ -210,7 +210,7 @@ class Lead(SharedLink):
             if isinstance(step, PrefillBucket):
                 self.ranks.call("prefill", (step.size, *([] if asked is None else asked.numbers)))
             else:
-                self.ranks.call("decode", (step.batch, step.nodes if step.rounds else -step.nodes))
+                self.ranks.call("decode", (step.batch, *step.shape))
             yield
         except Exception as error:  # and the others wait within the step
             raise self.ranks.part(error) from error
@@ -276,7 +276,7 @@ def follow(engine: Engine, ranks: Ranks) -> None:
         "unmap": lambda n: engine.kv.unmap(*n),
         "reset": lambda n: engine.kv.reset(),
         "clear": lambda n: engine.kv.clear(n),
-        "decode": lambda n: engine.run(engine.buckets[n[0], n[1]], GREEDY),
+        "decode": lambda n: engine.run(engine.buckets[n[0], Shape(n[1], bool(n[2]))], GREEDY),
         "prefill": prefill,
         "capture": lambda n: capture(engine, n, logger.debug), "settle": lambda n: engine.settle(),
     }  # fmt: skip

@@ -27,7 +27,7 @@ RANKS = {
     -1: "load.machine",
     0: "request metrics tree kv radix model compiled load.weights load.packed load.token_map "
     "load.wheels load.chat_templates load.reply_formats load.sglang_flags load.__init__ train.__init__ "
-    "http.__init__ http.page watchdog routing products load.huge_pages",
+    "http.__init__ http.page train.measured watchdog routing products load.huge_pages",
     1: "shards http.fields http.reasoning config sampling attention eagle load.fp8 load.tokenizer load.default_model",
     2: "http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 "
     "train.prompts",

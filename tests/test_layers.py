@@ -40,7 +40,7 @@ RANKS = {
     9: "load.build http.schema http.prometheus",
     10: "llm follower http.answers http.streams http.draining",
     11: "warming explain train.corpus http.about",
-    12: "desk http.bodies train.rounds train.export",
+    12: "desk http.bodies train.rounds train.export train.shards",
     13: "engine_thread train.trainer train.small",
     14: "replica train.__main__",
     15: "cluster",

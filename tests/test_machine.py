@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from minispec import LLM
 from minispec.load.machine import core_count, host_memory
 from minispec.load.memory import coarse
 
+ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
 MEMINFO = "MemTotal: 67108864 kB\nMemFree: 1 kB\nMemAvailable: 33554432 kB\nHugePages_Total: 0\n"  # 64 and 32 GiB
 UNLIMITED = "9223372036854771712\n"  # what version 1 writes where there is no limit
@@ -150,3 +153,32 @@ def test_a_start_lowers_the_threads_to_the_cores_unless_told_otherwise(wish, thr
         assert torch.get_num_threads() == 2, "raised"
     finally:
         torch.set_num_threads(before)
+
+
+KEEPING = """
+import ctypes, resource, sys
+from minispec.load.machine import keep_freed_memory
+if sys.argv[1] == "keep" and not keep_freed_memory():
+    sys.exit("cannot")
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+for number in range(9):
+    if number == 1:
+        begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    memory = libc.malloc(64 << 20)
+    ctypes.memset(memory, 1, 64 << 20)
+    libc.free(memory)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)
+"""
+
+
+def test_memory_that_is_freed_is_kept_for_the_next_to_ask() -> None:
+    """Eight times 64 MiB are new pages each time by default, and none of them where freed memory is kept."""
+    runs = [
+        subprocess.run([sys.executable, "-c", KEEPING, way], capture_output=True, text=True, cwd=ROOT)
+        for way in ("keep", "default")
+    ]
+    if runs[0].stderr.strip() == "cannot":
+        pytest.skip("the C library is not glibc")
+    kept, default = (int(run.stdout) for run in runs)
+    assert default >= 8 * 32 and kept * 10 < default  # pages of 2 MiB at the most

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from minispec.load import default_model, wheels
-from minispec.train import prompts
+from minispec.train import measured, prompts
 
 
 def _fail(requirement: str, folder: Path) -> Path:
@@ -76,6 +76,30 @@ def test_system_turns_are_absent_varied_or_empty(offline: list[str]) -> None:
     assert 160 < systems.count(None) < 240 and 60 < systems.count("") < 140
     assert len(set(systems)) > 20
     assert all([m["role"] for m in c.messages][-1] == "user" and len(c.messages) <= 2 for c in found)
+
+
+def test_eight_words_in_a_row_of_what_is_measured_on_are_known() -> None:
+    """Of the benchmarks' own prompts each run; whatever the capitals and the punctuation around a word."""
+    rows = Path(measured.__file__).parents[2] / "benchmarks" / "prompts.jsonl"
+    own = [json.loads(line)["prompt"] for line in rows.read_text().splitlines()]
+    assert len(own) > 10 and all(measured.hashes(text) <= measured.known() for text in own)
+    assert len(measured.known()) > 4000  # of MT-bench too
+    words = own[0].rstrip(".").split()
+    assert measured.is_measured_on("Yes: " + ", ".join(words[:8]).upper() + "!")
+    assert not measured.is_measured_on(" ".join(words[:7]))
+
+
+@pytest.mark.usefixtures("few_sources")
+def test_no_prompt_repeats_what_is_measured_on_or_another_in_other_letters(
+    offline: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbidden = "Why did the Roman Republic become an empire? Name three causes."
+    assert measured.is_measured_on(forbidden)
+    texts = (forbidden, "What is {concept}?", "what is {concept}", "{limits} " + forbidden)
+    monkeypatch.setitem(prompts.word_lists(), "templates", texts)
+    found = _texts(prompts.collect(300, 0, offline.append))
+    assert not [text for text in found if measured.is_measured_on(text)]
+    assert len({" ".join(re.findall(r"\w+", text.lower())) for text in found}) == 300
 
 
 def test_templates_are_plenty_distinct_and_leave_no_slot_open() -> None:

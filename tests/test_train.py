@@ -7,6 +7,7 @@ out; the trainer does all anchors at once. They must agree to rounding, or a hea
 from __future__ import annotations
 
 import gc
+import json
 import random
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,14 +30,27 @@ from minispec.load.build import choose_dtype
 from minispec.load.default_model import DefaultModelError
 from minispec.load.draft_models import load_draft, tokenizer_digest
 from minispec.load.heads import load_head
-from minispec.load.tokenizer import byte_tokenizer
+from minispec.load.tokenizer import Tokenizer, byte_tokenizer
 from minispec.metrics import loops
 from minispec.model import FINAL, Model
+from minispec.request import SamplingParams
 from minispec.train.__main__ import ON_CUDA, load_target, main
-from minispec.train.corpus import Features, TrainingReply, batches, begin_replies, groups_done, read_replies
+from minispec.train.corpus import (
+    Features,
+    TrainingReply,
+    _Writer,
+    batches,
+    begin_replies,
+    groups_done,
+    held_out,
+    read_replies,
+    runs_alike,
+)
 from minispec.train.export import Recipe, draft_vocabulary, export, new_head
+from minispec.train.prompts import Conversation
 from minispec.train.rounds import SoftCrossEntropy, Teacher, Unrolled, losses, pack, replay, rows_at_once, unroll
-from minispec.train.small import export_small, small_model, train_small
+from minispec.train.shards import read_shards, restore, shard_files, write_shards
+from minispec.train.small import export_small, foreseen, small_model, train_small
 from minispec.train.trainer import Trainer
 
 KINDS = ("eagle3", "eagle", "mtp")
@@ -299,7 +313,8 @@ def test_a_small_model_learns_the_replies_and_loads_as_a_draft(tmp_path: Path) -
     texts = replies(model, 20)
     made = recipe("standalone", epochs=15, learning_rate=5e-3)
     small = small_model(model, 64, 1)
-    assert train_small(made, small, [*texts, *texts, *texts], print) > 0.5
+    train_small(made, small, texts, print)
+    assert foreseen(small, texts) > 0.5
     export_small(small, tokenizer_digest(tokenizer), tmp_path)
     draft = load_draft(tmp_path, model, tokenizer, None)
     ids = torch.tensor([texts[0].ids])
@@ -541,6 +556,128 @@ def test_a_work_folder_that_does_not_say_what_made_it_is_refused(tmp_path: Path)
     assert groups_done(path) == 0 and read_replies(path) == []
     with pytest.raises(ValueError, match="--seed 0, and this run has --seed 1"):
         begin_replies(path, {"--seed": 1})
+
+
+# ---- replies made in runs, kept in shards ---------------------------------------------------------------------------
+
+
+def test_runs_keep_sampled_and_long_prompts_apart_and_each_is_by_length() -> None:
+    """Every prompt is in one run; no run has greedy and sampled, or short and long ones."""
+    lengths, heat = [900, 5, 30, 400, 7, 383, 384], [0.0, 0.0, 0.8, 0.0, 0.0, 0.0, 0.7]
+    assert runs_alike(lengths, heat) == [[1, 4, 5], [3, 0], [2], [6]]
+
+
+def test_what_is_held_out_is_decided_by_the_prompt_for_good() -> None:
+    """More replies behind them change nothing, sampled ones are no measure, and there are at most 200."""
+    made = [TrainingReply([n, 7, 8, n % 5], 3, 0.0 if n % 4 else 0.8, "x") for n in range(20_000)]
+    some = held_out(made[:2000])
+    assert 40 < len(some) < 80 and held_out(made)[: len(some)] == some and len(held_out(made)) == 200
+    assert all(made[i].temperature == 0 for i in held_out(made))
+    other_replies = [replace(reply, ids=[*reply.ids[:3], 1, 2, 3]) for reply in made]
+    assert held_out(other_replies) == held_out(made)
+
+
+class Says:
+    """An LLM that ends every reply with the same text."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.tokenizer = text, Tokenizer(byte_tokenizer(258).backend, frozenset(), TEMPLATE, {})
+
+    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[dict[str, Any]]:
+        """Return it once a prompt."""
+        return [{"text": self.text, "meta_info": {"finish_reason": {"type": "stop"}}} for _ in prompts]
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"), [("Name a good book.", True), ("Why did the Roman Republic become an empire? Well.", False)]
+)
+def test_no_turn_that_is_made_up_repeats_what_is_measured_on(text: str, kept: bool) -> None:
+    """Neither a first turn nor a second."""
+    writer = _Writer(Says(text), random.Random(0), 40, set())  # type: ignore[arg-type]
+    asked = [Conversation([{"role": "user", "content": "hi"}], "x")] * 50
+    assert ("self-prompted" in {each.source for each in writer.make_up(asked)}) is kept
+    writer.replies = dict.fromkeys(range(50), "hello")
+    assert bool(writer.second_turns(asked)) is kept
+
+
+def growing(path: Path, sizes: Sequence[int], half: int = 0) -> None:
+    """Write a file of replies with groups of so many reply tokens, ten a reply, and perhaps a part of another group."""
+    begin_replies(path, {"--model": "m", "--seed": 0})
+    with path.open("a") as file:
+        for group, size in enumerate([*sizes, half]):
+            for number in range(size // 10):
+                ids = [group, number, *range(10)]
+                file.write(json.dumps({"ids": ids, "start": 2, "temperature": 0.0, "source": "x"}) + "\n")
+            if group < len(sizes):
+                file.write(json.dumps({"group": group, "tokens": size}) + "\n")
+
+
+def test_shards_hold_whole_groups_in_order_and_are_never_changed(tmp_path: Path, monkeypatch: Any) -> None:
+    """A shard is written when the next group does not fit; the rest waits, and goes into the last one at the end."""
+    monkeypatch.setattr("minispec.train.shards.SHARD_TOKENS", 250)
+    path, folder = tmp_path / "replies.jsonl", tmp_path / "shards"
+    growing(path, [100, 100, 60], half=50)
+    assert write_shards(path, folder) and len(shard_files(folder)) == 1
+    first = shard_files(folder)[0].read_bytes()
+    assert [len(r.ids) - r.start for r in read_shards(folder, "m")] == [10] * 20
+    path.unlink()
+    growing(path, [100, 100, 60, 240, 10])
+    assert write_shards(path, folder) and len(shard_files(folder)) == 2
+    assert write_shards(path, folder, last=True) and write_shards(path, folder, last=True)
+    assert len(shard_files(folder)) == 3 and shard_files(folder)[0].read_bytes() == first
+    assert read_shards(folder, "m") == read_replies(path)
+
+
+def test_a_lost_work_folder_is_begun_anew_from_the_shards(tmp_path: Path, monkeypatch: Any) -> None:
+    """With all their groups; a file that has more is left alone, and shards made otherwise are refused."""
+    monkeypatch.setattr("minispec.train.shards.SHARD_TOKENS", 100)
+    path, folder, fresh = tmp_path / "replies.jsonl", tmp_path / "shards", tmp_path / "fresh.jsonl"
+    growing(path, [90, 80, 70])
+    write_shards(path, folder)
+    restore(path, folder)
+    assert groups_done(path) == 3
+    begin_replies(fresh, {"--model": "m", "--seed": 0})
+    restore(fresh, folder)
+    assert groups_done(fresh) == len(shard_files(folder)) == 2 and read_replies(fresh) == read_replies(path)[:17]
+    begin_replies(tmp_path / "other.jsonl", {"--model": "m", "--seed": 1})
+    with pytest.raises(ValueError, match="--out .*--seed.: 0.*this run is of .*--seed.: 1"):
+        restore(tmp_path / "other.jsonl", folder)
+
+
+def test_shards_stop_where_their_folder_is_full_and_a_missing_one_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    """No shard beyond the limit is written, and an order with a hole is none."""
+    monkeypatch.setattr("minispec.train.shards.SHARD_TOKENS", 100)
+    path, folder = tmp_path / "replies.jsonl", tmp_path / "shards"
+    growing(path, [100, 100, 100, 100])
+    write_shards(path, tmp_path / "all")
+    size = sum(file.stat().st_size for file in shard_files(tmp_path / "all")[:2])
+    monkeypatch.setattr("minispec.train.shards.ALL_BYTES", size)
+    assert not write_shards(path, folder) and len(shard_files(folder)) == 2
+    with pytest.raises(ValueError, match="was written by m, and this run trains for another"):
+        read_shards(folder, "another")
+    shard_files(folder)[0].unlink()
+    with pytest.raises(ValueError, match="has replies-0001.jsonl.xz but not replies-0000.jsonl.xz"):
+        shard_files(folder)
+    with pytest.raises(ValueError, match="--replies .* holds no shard"):
+        read_shards(tmp_path / "nowhere", "m")
+
+
+def test_the_command_writes_shards_goes_on_from_them_and_learns_from_them(
+    command: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No prompt has two replies; without its work folder it writes nothing again; a head needs the shards alone."""
+    lines = [json.dumps({"prompt": f"say {n}"}) for n in (*range(20), *range(20))]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    command("replies", out=tmp_path / "shards")
+    found = read_shards(tmp_path / "shards", str(tmp_path / "target"))
+    assert found == read_replies(tmp_path / "work" / "replies.jsonl")
+    assert 10 < len(found) == len({tuple(reply.ids[: reply.start]) for reply in found})
+    monkeypatch.setattr("minispec.train.__main__.LLM", None)  # from here on nothing is generated
+    command("replies", out=tmp_path / "shards", work=tmp_path / "other")
+    assert len(shard_files(tmp_path / "shards")) == 1
+    assert read_replies(tmp_path / "other" / "replies.jsonl") == found
+    command("eagle", replies=tmp_path / "shards", work=tmp_path / "third", epochs=1, rounds=2, prompts=None)
+    assert (tmp_path / "out" / "model.safetensors").is_file() and not (tmp_path / "third" / "replies.jsonl").exists()
 
 
 def test_a_default_model_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ Read next: `memory.py`, which sizes the KV pool by these.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import tempfile
@@ -59,6 +60,20 @@ def limit_threads(processes: int = 1) -> None:
     if "OMP_NUM_THREADS" not in os.environ and cores < torch.get_num_threads():
         logger.info("%d threads, as many as the process has cores; OMP_NUM_THREADS sets another number", cores)
         torch.set_num_threads(cores)
+
+
+def keep_freed_memory() -> bool:
+    """Have the C library keep memory that is freed, up to a gigabyte; returns whether it is one that can, glibc.
+
+    Tensors of some megabytes come and go in every layer. By default each is given back to the system, which then has
+    to find and clear as many pages for the next one. To be called once weights lie where they stay.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # of <malloc.h>
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, TypeError, OSError):
+        return False
+    return all([mallopt(which, 10**9) == 1 for which in (trim_threshold, mmap_threshold)])
 
 
 def own_compile_cache() -> Path | None:

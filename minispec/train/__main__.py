@@ -9,6 +9,7 @@ pass gives the target's features, from which its distribution follows; they are 
     python -m minispec.train mtp         a layer in MiMo's format
     python -m minispec.train standalone  a small model with the target's vocabulary, a demonstration
     python -m minispec.train token-map   the most frequent tokens, for FR-Spec (arXiv 2502.14856)
+    python -m minispec.train replies     the replies alone, in shards that `--replies FOLDER` gives to the others
 
 With `--start FOLDER` a head begins with the weights and the draft vocabulary of an exported one, not from scratch.
 
@@ -26,6 +27,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -37,21 +39,29 @@ from minispec.load.build import choose_device, choose_dtype, choose_folder, load
 from minispec.load.default_model import DefaultModelError
 from minispec.load.draft_models import tokenizer_digest
 from minispec.load.heads import HEAD_KINDS
+from minispec.load.machine import keep_freed_memory
 from minispec.load.tokenizer import load_tokenizer
 from minispec.load.weights import read_config
 from minispec.model import FINAL, Model, ModelConfig
 from minispec.train.corpus import Features, TrainingReply, begin_replies, generate, groups, groups_done, read_replies
 from minispec.train.export import Recipe, draft_vocabulary, export, read_start
 from minispec.train.prompts import Tell, collect, read_jsonl
+from minispec.train.shards import read_shards, restore, write_shards
 from minispec.train.small import export_small, small_model, train_small
 from minispec.train.trainer import Trainer
 
-KINDS = (*HEAD_KINDS, "standalone", "token-map")
+KINDS = (*HEAD_KINDS, "standalone", "token-map", "replies")
 FEATURE_WEIGHT = {"eagle": 1.0}  # the target's LM head reads its state, which so must come close to the target's
 ON_CPU = {"count": 3000, "max_new_tokens": 96, "long_share": 0.25, "rounds": 3, "epochs": 4, "batch_tokens": 1500}
 ON_CUDA = {"count": 100_000, "max_new_tokens": 512, "long_share": 1.0, "rounds": 5, "epochs": 3, "batch_tokens": 32768}
 RATE = {"standalone": 2e-3}  # 1e-3 for the others
 LONG = 768  # prompt tokens from which on a conversation counts as long
+# The engine that writes replies: how many at once, and on a CPU a pool for as many of a thousand tokens, in pages so
+# small that the system turn which most prompts begin with is shared.
+ENGINE: dict[str, dict[str, Any]] = {
+    "cpu": {"max_running_requests": 64, "max_total_tokens": 65536, "page_size": 16},
+    "cuda": {"max_running_requests": 256},
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -81,10 +91,15 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
         read_start(recipe, ModelConfig.from_hf(read_config(choose_folder(config, tell))))
     work = options.work or options.out / "work"
     work.mkdir(parents=True, exist_ok=True)
-    begin_replies(work / "replies.jsonl", made_with(options, config))
-    replies = ensure_replies(options, config, work / "replies.jsonl", tell)
+    if options.replies is not None:
+        replies = read_shards(options.replies, config.served_name)
+    else:
+        begin_replies(work / "replies.jsonl", made_with(options, config))
+        replies = ensure_replies(options, config, work / "replies.jsonl", tell)
     tell(f"{len(replies)} replies, {sum(len(r.ids) - r.start for r in replies)} reply tokens, "
          f"{sum(len(r.ids) for r in replies)} in all")  # fmt: skip
+    if options.kind == "replies":
+        return
     model = load_target(config, tell)
     if options.kind == "token-map":
         ids = draft_vocabulary(replies, options.draft_vocab, model.config.vocab_size)
@@ -141,20 +156,27 @@ def made_with(options: argparse.Namespace, config: Config) -> dict[str, object]:
 
 def ensure_replies(options: argparse.Namespace, config: Config, path: Path, tell: Tell) -> list[TrainingReply]:
     """Return the replies in a file that `begin_replies` began, after generating those that are missing."""
-    tokenizer = load_tokenizer(choose_folder(config, tell))
+    tokenizer, shards = load_tokenizer(choose_folder(config, tell)), options.kind == "replies"
     rng, short = random.Random(options.seed), []
     for conversation in read_jsonl(options.prompts) if options.prompts else collect(options.count, options.seed, tell):
         long = len(tokenizer.encode_chat(conversation.messages)) >= LONG
         if not long or rng.random() < options.long_share:
             short.append(conversation)
+    if shards:
+        restore(path, options.out)
     if groups_done(path) < groups(len(short)):
-        running = 32 if choose_device(config).type == "cpu" else 256
-        llm = LLM(config=replace(config, max_running_requests=running), progress=tell)
-        generate(llm, short, path, seed=options.seed, max_new_tokens=options.max_new_tokens, tell=tell)
+        llm = LLM(config=replace(config, **ENGINE[choose_device(config).type]), progress=tell)
+        keep_freed_memory()
+        for _ in generate(llm, short, path, seed=options.seed, max_new_tokens=options.max_new_tokens, tell=tell):
+            if shards and not write_shards(path, options.out):
+                tell(f"{options.out} is full")
+                break
         # The target is loaded again to be learned from, beside which there is no room for this one and its pages.
         del llm
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where there is no GPU
+    if shards and groups_done(path) == groups(len(short)):
+        write_shards(path, options.out, last=True)
     return read_replies(path)
 
 
@@ -167,6 +189,7 @@ def load_target(config: Config, tell: Tell) -> Model:
         model = load_model(config, shape, folder, dtype, device)
         if device.type == "cpu" and can_pack(dtype):
             pack_linears(model.layers)  # not the LM head, since a draft head starts with rows of its matrix
+    keep_freed_memory()
     return model
 
 
@@ -179,10 +202,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("kind", choices=KINDS)
     add("--model", help="Hugging Face id or folder of the target; without it the default model")
-    add("--out", type=Path, required=True, help="folder for the head, its checkpoint and, unless --work, its data")
+    add("--out", type=Path, required=True, help="folder for the head or the shards, and, unless --work, for data")
     add("--work", type=Path, help="folder of replies and features, which several heads can share")
     add("--start", type=Path, help="folder of an exported head to train further, best at a lower --learning-rate")
     add("--prompts", type=Path, help='prompts of your own: JSON lines of {"messages": [...]} or {"prompt": "..."}')
+    add("--replies", type=Path, help="folder of shards that the kind replies wrote, to learn from")
     add("--count", type=int, help="conversations to collect (CPU 3000, CUDA 100000)")
     add("--long-share", type=float, help=f"share kept of the prompts beyond {LONG} tokens (CPU 0.25, CUDA 1)")
     add("--max-new-tokens", type=int, help="longest reply (CPU 96, CUDA 512)")

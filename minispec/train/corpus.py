@@ -7,8 +7,13 @@ pass: `Features` keeps them on disk, so that a second epoch, or a second head, r
 A run may be interrupted, so all that is expensive is in files that grow. Replies are appended a group at a time and
 features one sequence at a time, and the next run goes on where the last one stopped.
 
+A step takes as long as its longest text asks for: attention reads as many rows of every request, and one request that
+samples has noise made for all. So requests run beside their like, greedy or sampled, long or short, in the order of
+their lengths.
+
     replies.jsonl    {"made": {"--model": ..., "--seed": ..., ...}}, what all replies below depend on
                      {"ids": [...], "start": P, "temperature": 0.0, "source": "..."}    ids[P:] is the reply
+                     {"group": 0, "tokens": R}, at the end of each group, with the number of its reply tokens
     features.bin     [tokens, F], the tapped streams of every sequence, one after the other
     digest.txt       of the sequences, taps and dtype that the features belong to
 
@@ -24,9 +29,12 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,14 +46,17 @@ from minispec.load.tokenizer import Tokenizer
 from minispec.metrics import loops
 from minispec.model import Model
 from minispec.request import SamplingParams
+from minispec.train.measured import is_measured_on
 from minispec.train.prompts import Conversation
 
-GROUP = 512  # prompts in a group of replies; an interruption loses at most one group
+GROUP = 1024  # prompts in a group of replies; an interruption loses at most one group
+LONG_PROMPT = 384  # tokens from which on a prompt does not run beside short ones
 SHORTEST = 8  # tokens of the shortest reply that is kept
 SAMPLED = 0.25  # share of replies at a temperature of 0.7 to 1, since such requests are served too
 SELF_PROMPTED = 0.15  # share of first user turns that the target makes up
 SECOND_TURNS = 0.18  # share of conversations that the target continues in the user's place
-HELD_OUT = 48  # replies that are never trained on, by which the result is measured
+HELD_OUT = 200  # replies that are never trained on, by which the result is measured
+HELD_OUT_SHARE = 0.04  # of prompts, by their hash: the replies to them are held out until there are so many
 USER_TOKENS = 96  # tokens of the longest user turn that is made up
 MARK = "\N{LOZENGE}\N{LOZENGE}"
 
@@ -95,33 +106,72 @@ def generate(
     seed: int,
     max_new_tokens: int,
     tell: Callable[[str], None],
-) -> None:
+) -> Iterator[int]:
     """Append the target's replies to all conversations to a file begun by `begin_replies`, going on where it ends.
 
     Some conversations are replaced by ones that the target makes up, and some get a second turn. Very short replies are
-    dropped, and so are those that loop: a loop teaches copying and makes every measurement look too good.
+    dropped, and so are those that loop: a loop teaches copying and makes every measurement look too good. No prompt has
+    two replies. Yields the number of each group when the file has it.
     """
     done = groups_done(path)
+    seen = {prompt_hash(reply.ids[: reply.start]) for reply in read_replies(path)}
     for group in range(done, groups(len(conversations))):
+        begun = time.process_time()
         chosen = list(conversations[group * GROUP : (group + 1) * GROUP])
-        writer = _Writer(llm, random.Random(f"{seed}/{group}"), max_new_tokens)
+        writer = _Writer(llm, random.Random(f"{seed}/{group}"), max_new_tokens, seen)
         with_self = writer.make_up(chosen)
         kept = writer.reply(with_self)
         kept += writer.reply(writer.second_turns(with_self))
+        tokens = sum(len(reply.ids) - reply.start for reply in kept)
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(asdict(sequence)) + "\n" for sequence in kept)
-            file.write(json.dumps({"group": group}) + "\n")
-        tell(f"group {group + 1}: {len(kept)} replies, {sum(len(s.ids) - s.start for s in kept)} tokens")
+            file.writelines(json.dumps(asdict(reply)) + "\n" for reply in kept)
+            file.write(json.dumps({"group": group, "tokens": tokens}) + "\n")
+        rate = tokens / (time.process_time() - begun)
+        tell(f"group {group + 1}: {len(kept)} replies, {tokens} tokens, {rate:.0f} a CPU second")
+        yield group
+
+
+def prompt_hash(ids: Sequence[int]) -> int:
+    """Return 64 bits that stand for a prompt's tokens, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(np.asarray(ids, "<i4").tobytes()).digest()[:8], "big")
+
+
+def held_out(replies: Sequence[TrainingReply]) -> list[int]:
+    """Return which replies are never trained on: the first greedy ones whose prompts have a small hash.
+
+    So it stays decided for good: replies that are added behind them, or another seed, change nothing.
+    """
+    limit = int(HELD_OUT_SHARE * 2**64)
+    greedy = (i for i, reply in enumerate(replies) if reply.temperature == 0)
+    return list(islice((i for i in greedy if prompt_hash(replies[i].ids[: replies[i].start]) < limit), HELD_OUT))
+
+
+def runs_alike(lengths: Sequence[int], temperatures: Sequence[float]) -> list[list[int]]:
+    """Return the indices of prompts in the runs that they are to be generated in, each by length.
+
+    Greedy and sampled ones run apart, since a step with a sampled one makes noise for all, and long ones apart from
+    short ones, which would be padded to them.
+    """
+    runs: dict[tuple[bool, bool], list[int]] = {}
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        runs.setdefault((temperatures[i] > 0, lengths[i] >= LONG_PROMPT), []).append(i)
+    return [runs[kind] for kind in sorted(runs)]
 
 
 def read_replies(path: Path) -> list[TrainingReply]:
     """Return the sequences of a file that `generate` wrote; a group that was cut off is left out."""
+    return parse_replies(path.read_text(encoding="utf-8").splitlines()[1:])
+
+
+def parse_replies(lines: Iterable[str]) -> list[TrainingReply]:
+    """Return the sequences of the lines of whole groups."""
     whole: list[TrainingReply] = []
     group: list[TrainingReply] = []
-    for line in path.read_text(encoding="utf-8").splitlines()[1:]:
+    for line in lines:
         row = json.loads(line)
         if "group" in row:
-            whole, group = whole + group, []
+            whole += group
+            group = []
         else:
             group.append(TrainingReply(**row))
     return whole
@@ -143,8 +193,9 @@ def groups_done(path: Path) -> int:
 class _Writer:
     """Generates one group: user turns made up by the target, and its replies."""
 
-    def __init__(self, llm: LLM, rng: random.Random, max_new_tokens: int) -> None:
-        self.llm, self.rng, self.max_new_tokens = llm, rng, max_new_tokens
+    def __init__(self, llm: LLM, rng: random.Random, max_new_tokens: int, seen: set[int]) -> None:
+        """`seen`: the hashes of all prompts that have a reply, to which this group's are added."""
+        self.llm, self.rng, self.max_new_tokens, self.seen = llm, rng, max_new_tokens, seen
         self.tokenizer: Tokenizer = llm.tokenizer
         self.replies: dict[int, str] = {}  # by index in the group, the replies that ended by themselves
 
@@ -154,7 +205,7 @@ class _Writer:
         texts = self._user_turns([[] for _ in chosen])
         out = list(conversations)
         for index, text in zip(chosen, texts, strict=True):
-            if len(text.split()) >= 3:
+            if len(text.split()) >= 3 and not is_measured_on(text):
                 out[index] = Conversation([{"role": "user", "content": text}], "self-prompted")
         return out
 
@@ -168,26 +219,41 @@ class _Writer:
         return [
             Conversation([*messages, {"role": "user", "content": text}], "second turn")
             for messages, text in zip(grown, texts, strict=True)
-            if len(text.split()) >= 2
+            if len(text.split()) >= 2 and not is_measured_on(text)
         ]
 
     def reply(self, conversations: Sequence[Conversation]) -> list[TrainingReply]:
-        """Return the target's replies to conversations, without short and looping ones."""
+        """Return the target's replies to conversations, without short and looping ones and without a prompt twice."""
         room = self.llm.scheduler.sizes.context_length - self.max_new_tokens
-        prompts = [self.tokenizer.encode_chat(conversation.messages) for conversation in conversations]
-        fitting = [i for i, ids in enumerate(prompts) if len(ids) < room]
-        heat = [round(self.rng.uniform(0.7, 1.0), 2) if self.rng.random() < SAMPLED else 0.0 for _ in prompts]
-        fitting.sort(key=lambda i: heat[i])  # greedy ones together, since a step of them needs no noise of size V
-        params = [self._params(heat[i], self.max_new_tokens) for i in fitting]
+        encoded = [self.tokenizer.encode_chat(conversation.messages) for conversation in conversations]
+        chosen = [i for i, ids in enumerate(encoded) if len(ids) < room and self._is_new(ids)]
+        heat = [round(self.rng.uniform(0.7, 1.0), 2) if self.rng.random() < SAMPLED else 0.0 for _ in chosen]
+        params = [self._params(temperature, self.max_new_tokens) for temperature in heat]
+        results = self._ask([encoded[i] for i in chosen], params)
         kept = []
-        for i, result in zip(fitting, self.llm.generate([prompts[i] for i in fitting], params), strict=True):
-            ids = result["output_ids"]
+        for i, temperature, result in zip(chosen, heat, results, strict=True):
+            ids, prompt = result["output_ids"], encoded[i]
             if len(ids) < SHORTEST or loops(ids):
                 continue
             if result["meta_info"]["finish_reason"]["type"] == "stop":
                 self.replies.setdefault(i, result["text"])
-            kept.append(TrainingReply(prompts[i] + ids, len(prompts[i]), heat[i], conversations[i].source))
+            kept.append(TrainingReply(prompt + ids, len(prompt), temperature, conversations[i].source))
         return kept
+
+    def _is_new(self, ids: Sequence[int]) -> bool:
+        """Return whether no reply to this prompt was asked for yet, and note that one is."""
+        found = prompt_hash(ids)
+        new = found not in self.seen
+        self.seen.add(found)
+        return new
+
+    def _ask(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[dict[str, Any]]:
+        """Return what the target generates, in the order of the prompts; they run beside their like."""
+        results: dict[int, dict[str, Any]] = {}
+        for run in runs_alike([len(ids) for ids in prompts], [wish.temperature for wish in params]):
+            found = self.llm.generate([prompts[i] for i in run], [params[i] for i in run])
+            results.update(zip(run, found, strict=True))
+        return [results[i] for i in range(len(prompts))]
 
     def _user_turns(self, histories: Sequence[list[dict[str, str]]]) -> list[str]:
         """Return one user turn after each history, sampled from the target in the user's place."""
@@ -195,9 +261,7 @@ class _Writer:
         for messages in histories:
             chat = self.tokenizer.chat.render([*messages, {"role": "user", "content": MARK}])
             prompts.append(self.tokenizer.encode(chat[: chat.index(MARK)], False))
-        if not prompts:
-            return []
-        results = self.llm.generate(prompts, [self._params(1.0, USER_TOKENS) for _ in prompts])
+        results = self._ask(prompts, [self._params(1.0, USER_TOKENS) for _ in prompts])
         ended = [result["meta_info"]["finish_reason"]["type"] == "stop" for result in results]
         return [r["text"].strip() if whole else "" for r, whole in zip(results, ended, strict=True)]
 

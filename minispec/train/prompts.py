@@ -6,8 +6,9 @@ function-calling questions, small talk and trivia, descriptions of programs, tem
 lists of words, and two that every installation has anyway, the code and the documentation of its own open-source
 packages. A tenth of the prompts is long, since a head that has only met short ones drafts badly at depth.
 
-A measurement on text that was trained on would show nothing. So nothing that this project measures on is in here, and
-no template copies it (the function-calling questions come from a benchmark of that skill, which is not run here).
+A measurement on text that was trained on would show nothing. So no prompt shares eight words in a row with what this
+project measures on (`measured.py`), and none comes twice, in capitals or not. The function-calling questions come from
+a benchmark of that skill, which is not run here.
 Packages are pinned and checked like the default model's (`default_model.py`) and read without being installed or run.
 
 Read next: `prompt_words.txt`, then `corpus.py`.
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from minispec.load import default_model, wheels
+from minispec.train.measured import is_measured_on
 
 PACKAGES = {  # name -> version, wheel's sha256, licence
     "bfcl-eval": ("2026.3.23", "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a", "Apache-2.0"),
@@ -81,12 +83,21 @@ def collect(count: int, seed: int, tell: Tell = default_model.to_stderr) -> list
     rng, seen, chosen = random.Random(f"{seed} order"), set[str](), list[Conversation]()
     for name, share in SHARES.items():
         wanted = count - len(chosen) if name == "templates" else int(share * count)  # which come last and fill up
-        fresh = (text for text in streams[name] if not (text in seen or seen.add(text)))  # type: ignore[func-returns-value]  # None is false
+        fresh = (text for text in streams[name] if is_fresh(text, seen))
         chosen += [_with_system(text, name, rng) for text in islice(fresh, wanted)]
     if len(chosen) < count:
         raise ValueError(f"{count} prompts were asked for and only {len(chosen)} distinct ones exist")
     rng.shuffle(chosen)
     return chosen
+
+
+def is_fresh(text: str, seen: set[str]) -> bool:
+    """Return whether a prompt is none of `seen`, to which its words are added, and nothing that is measured on."""
+    words = " ".join(re.findall(r"\w+", text.lower())) or text
+    if words in seen:
+        return False
+    seen.add(words)
+    return not is_measured_on(text)
 
 
 def read_jsonl(path: str | Path) -> list[Conversation]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from minispec.attention import Causal
 from minispec.model import Model, published_tensors
-from minispec.train.corpus import HELD_OUT, TrainingReply, batches
+from minispec.train.corpus import TrainingReply, batches, held_out
 from minispec.train.export import Recipe, draft_vocabulary, published_config, write_folder
 from minispec.train.prompts import Tell
 
@@ -57,9 +57,8 @@ def train_small(recipe: Recipe, small: Model, replies: Sequence[TrainingReply], 
     Each update computes logits for the draft vocabulary, for as many tokens drawn at random, and for the tokens of its
     replies. The weights of `small` are changed in place.
     """
-    order = list(range(len(replies)))
-    random.Random(recipe.seed).shuffle(order)
-    held_out, training = order[:HELD_OUT], sorted(order[HELD_OUT:])
+    apart = held_out(replies)
+    training = sorted(set(range(len(replies))) - set(apart))
     updates = [
         chosen
         for epoch in range(recipe.epochs)
@@ -85,7 +84,7 @@ def train_small(recipe: Recipe, small: Model, replies: Sequence[TrainingReply], 
         if time.perf_counter() - told > 15 or step + 1 == len(updates):
             tell(f"update {step + 1}/{len(updates)}  loss {mean:.3f}")
             told = time.perf_counter()
-    return _foreseen(small, [replies[i] for i in held_out])
+    return foreseen(small, [replies[i] for i in apart])
 
 
 def export_small(small: Model, tokenizer_digest: str, folder: Path) -> None:
@@ -96,7 +95,7 @@ def export_small(small: Model, tokenizer_digest: str, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _foreseen(small: Model, replies: Sequence[TrainingReply]) -> float:
+def foreseen(small: Model, replies: Sequence[TrainingReply]) -> float:
     """Return the share of reply tokens that are the small model's first choice."""
     right = total = 0
     for reply in replies:

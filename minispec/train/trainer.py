@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from minispec.eagle import Eagle3Head
 from minispec.load.heads import HEAD_KINDS, slice_head
-from minispec.train.corpus import HELD_OUT, Features, batches
+from minispec.train.corpus import Features, batches, held_out
 from minispec.train.export import Recipe, draft_vocabulary, new_head, read_start
 from minispec.train.prompts import Tell
 from minispec.train.rounds import Packed, Teacher, losses, pack, replay
@@ -37,11 +37,8 @@ class Trainer:
     def __init__(self, recipe: Recipe, features: Features, folder: Path, tell: Tell) -> None:
         self.recipe, self.features, self.folder, self.tell = recipe, features, folder, tell
         self.model, self.replies = model, replies = features.model, features.sequences
-        order = list(range(len(replies)))
-        random.Random(recipe.seed).shuffle(order)
-        greedy = [i for i in order if replies[i].temperature == 0]
-        self.held_out = greedy[: min(HELD_OUT, len(order) // 10)]
-        self.training = sorted(set(order) - set(self.held_out))
+        self.held_out = held_out(replies)
+        self.training = sorted(set(range(len(replies))) - set(self.held_out))
         hidden, vocab = model.config.hidden_size, model.config.vocab_size
         streams = HEAD_KINDS[recipe.kind] is Eagle3Head  # the other kinds read the final state alone
         start = read_start(recipe, model.config)

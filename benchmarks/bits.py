@@ -93,7 +93,7 @@ def _defined(attend: GatherLayer | PromptLayer, out: Tensor, *pools: Tensor) -> 
 
 def target_shapes(engine: Engine) -> set[Shape]:
     """Return the shapes of the target's steps."""
-    return {Shape.of(bucket.plan) for bucket in (*engine.buckets.values(), *engine.prefills.values())}
+    return {Shape.of(buffers.plan) for buffers in (*engine.decodes.values(), *engine.prefills.values())}
 
 
 @torch.inference_mode()

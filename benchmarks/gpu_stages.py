@@ -322,7 +322,7 @@ def state(llm: LLM) -> dict[str, Any]:
         "weight_bytes": {n: sum(p.nbytes for p in m.parameters()) for n, m in weights.items() if m is not None},
         "peak_memory_bytes": peak,
         "overlap": llm.scheduler.overlap,
-        "captured": sorted({bucket.name for bucket, _ in engine.graphs}),
+        "captured": sorted({buffers.name for buffers, _ in engine.graphs}),
     }
 
 
@@ -409,12 +409,12 @@ def graphs_of(llm: LLM) -> dict[str, Any]:
     if engine.device.type != "cuda":
         return made
     asked = partial(torch.cuda.CUDAGraph, keep_graph=True)
-    for bucket in engine.buckets.values():
-        bucket.upload([], ())
+    for buffers in engine.decodes.values():
+        buffers.upload([], ())
         with mock.patch.object(torch.cuda, "CUDAGraph", asked):
-            graph = Recorder(engine.device).record(lambda: engine.decode(bucket, GREEDY))  # noqa: B023  called at once
+            graph = Recorder(engine.device).record(lambda: engine.decode(buffers, GREEDY))  # noqa: B023  called at once
         counted = profiled(graph.replay, engine.device.type)["operations_per_call"]
-        made[bucket.name] = {"nodes": graph_nodes(graph), "operations_of_a_replay": counted or None}
+        made[buffers.name] = {"nodes": graph_nodes(graph), "operations_of_a_replay": counted or None}
     return made
 
 

@@ -320,7 +320,7 @@ class Folders(Flat):
         engine, names = self.engine, self.names_of_shapes()
         self.engine = SimpleNamespace(
             drafter=engine.drafter, prefills=engine.prefills, shapes=lambda: names,
-            buckets=[(batch, self.number(shape)) for batch, shape in engine.buckets],
+            buckets=[(batch, self.number(shape)) for batch, shape in engine.decodes],
         )  # fmt: skip
         try:
             return super().shapes()
@@ -343,7 +343,7 @@ class Folders(Flat):
     def counting(self, counted: Counted) -> Iterator[None]:
         """Count the operations of each kind of step while this is entered."""
         engine, launch = self.engine, self.engine.launch
-        shapes = {self.number(shape): shape for _, shape in engine.buckets}
+        shapes = {self.number(shape): shape for _, shape in engine.decodes}
         engine.launch = lambda slots, number, drafts: launch(slots, shapes.get(number), drafts)
         with super().counting(counted):
             numbered = engine.launch

@@ -14,7 +14,7 @@ the ancestors in a draft tree, the lower triangle in a chunk of prompt. So one m
 
 This is the only file with FlexAttention. Which kind an engine has is decided where it is put together (`AttendKind`).
 
-`Plan` owns every tensor that describes a step, allocated once per bucket and refilled in place: compiled graphs and
+`Plan` owns every tensor that describes a step, allocated once per shape and refilled in place: compiled graphs and
 captured ones hold on to these addresses. Block lists are written directly; `create_block_mask` costs milliseconds.
 
 Read next: `drafter.py`, which proposes the trees; `engine.py`, which fills a plan and runs the model on it.
@@ -70,7 +70,7 @@ def prefill_block(device: torch.device) -> int:
 
 
 class Plan:
-    """The static tensors of one bucket: whose rows each query block reads, what each node sees, where new rows go.
+    """The static tensors of one step: whose rows each query block reads, what each node sees, where new rows go.
 
     batch and blocks: the queries are [batch, H, T, D] with T = blocks * width; r = batch * blocks query blocks.
     slots [r] int64, starts [r] int64, visible [r, W, M] bool, rows [r * W] int64, and ends [r] int64, the row after the

@@ -4,7 +4,7 @@ The one idea: a step is a function of tensors that stay where they are. The host
 step reads it, works on the engine's state, and writes one buffer that is copied out. So a step can be captured once and
 replayed for whatever requests come, and while one runs the host can prepare the next.
 
-There is a bucket for each shape: a decode step of B requests with trees of N nodes, a prefill step of T tokens.
+There are buffers for each shape: a decode step of B requests with trees of N nodes, a prefill step of T tokens.
 
 Read next: `engine.py`, whose steps run on these.
 """
@@ -130,7 +130,7 @@ def fill(buffer: Tensor, values: Sequence[int]) -> None:
     buffer[: len(values)].copy_(staged, non_blocking=True)
 
 
-class Bucket(Key):
+class DecodeBuffers(Key):
     """A decode step of B requests with trees of N nodes, which emits at most A tokens a request."""
 
     def __init__(self, kv: PagedKV, batch: int, shape: Shape, most: int, attend: tuple[AttendKind, int]) -> None:
@@ -167,7 +167,7 @@ class Bucket(Key):
         return twin
 
 
-class PrefillBucket(Key):
+class PrefillBuffers(Key):
     """A prefill step of T tokens in query blocks of W rows; every chunk starts on a block of its own.
 
     n = T / W is the number of blocks, and the most chunks there can be.
@@ -218,18 +218,18 @@ class PrefillBucket(Key):
         return starts[:, None] + self._row
 
 
-class Prefills(dict[int, PrefillBucket]):
+class Prefills(dict[int, PrefillBuffers]):
     """The prefill steps by T, ascending, all with query blocks of W rows."""
 
     def __init__(self, kv: PagedKV, sizes: Sequence[int], width: int, attend: tuple[AttendKind, int]) -> None:
-        """`attend` and `width` as in `PrefillBucket`."""
-        super().__init__((size, PrefillBucket(kv, size, width, attend)) for size in sizes)
+        """`attend` and `width` as in `PrefillBuffers`."""
+        super().__init__((size, PrefillBuffers(kv, size, width, attend)) for size in sizes)
         self.width, self.blocks = width, sizes[-1] // width  # the query blocks of the largest step
 
     def blocks_of(self, tokens: int) -> int:
         """Return how many query blocks a chunk of this many tokens takes."""
         return -(-tokens // self.width)
 
-    def of(self, blocks: int) -> PrefillBucket:
+    def of(self, blocks: int) -> PrefillBuffers:
         """Return the smallest step of so many query blocks."""
         return next(step for size, step in self.items() if size >= blocks * self.width)

@@ -4,7 +4,7 @@
 `Pending`, and `collect(pending)` waits for the tokens they emitted. Between the two nothing crosses to the host, so the
 next step may be launched before this one is collected.
 
-A launch has three parts: the host's, which asks the drafter, chooses the shape and fills the bucket's inputs; the step
+A launch has three parts: the host's, which asks the drafter, chooses the shape and fills the step's inputs; the step
 itself, `decode` or `known`, a function of tensors that stay where they are; and the copy of what it emitted.
 
 The one idea: a step has static shapes. The batch is padded to a bucket (slot 0 is padding), the tree to N nodes (-1 is
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from minispec.attention import AttendKind, Plan, prefill_block
-from minispec.buffers import Bucket, Chunk, PrefillBucket, Prefills, Sizes
+from minispec.buffers import Chunk, DecodeBuffers, PrefillBuffers, Prefills, Sizes
 from minispec.compiled import CompileFor, Compiler, Small, Step, within_step
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter
 from minispec.kv import PagedKV
@@ -142,24 +142,24 @@ class Engine:
         self.step_seconds: dict[tuple[int, Shape], float] = {}  # by batch: `time_steps` fills it, at `timed_rows`
         self.timed_rows = 0
         self.small = Small(Engine._before_blocks, Engine._after_blocks)  # of a decode step
-        self.graphs: dict[tuple[Bucket | PrefillBucket, Needs], torch.cuda.CUDAGraph] = {}  # `capture` fills it
+        self.graphs: dict[tuple[DecodeBuffers | PrefillBuffers, Needs], torch.cuda.CUDAGraph] = {}  # `capture` fills it
         self.amended = False  # whether thresholds were changed since the start
         self.changes = 0  # how often anything began to change what belongs to slots: after an exception, whether it did
         attend = (attend_kind, model.config.layers)
         keys = [(batch, shape) for batch in sizes.batch_sizes for shape in sizes.shapes_of(batch)]
-        self.buckets = {
-            (batch, shape): Bucket(kv, batch, shape, self._most(shape.nodes), attend)
+        self.decodes = {
+            (batch, shape): DecodeBuffers(kv, batch, shape, self._most(shape.nodes), attend)
             for batch, shape in keys
             if not shape.of_host
         }
         for batch, shape in [key for key in keys if key[1].of_host]:
-            self.buckets[batch, shape] = self.buckets[batch, Shape(shape.nodes, True)].of_the_host()
+            self.decodes[batch, shape] = self.decodes[batch, Shape(shape.nodes, True)].of_the_host()
         self.prefills = Prefills(kv, sizes.prefill_sizes, prefill_block(device), attend)
         self.late = Late(drafter, slots, model.norm.weight)
         self.late.attach(self.prefills, self.lens, self.root)
         drafter.attach(kv, attend_kind, sizes.batch_sizes, [size // self.prefills.width for size in self.prefills])
         # By batch and A: the accepted path as a chain.
-        paths = {(batch, self._most(shape.nodes)) for batch, shape in self.buckets if shape.drafts and drafter.commits}
+        paths = {(batch, self._most(shape.nodes)) for batch, shape in self.decodes if shape.drafts and drafter.commits}
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
@@ -178,8 +178,8 @@ class Engine:
         if thresholds == self.accept.thresholds:
             return
         self.accept.thresholds, self.amended = thresholds, True
-        self.graphs = {(bucket, needs): graph for (bucket, needs), graph in self.graphs.items()
-                       if not needs or isinstance(bucket, PrefillBucket)}  # fmt: skip
+        self.graphs = {(buffers, needs): graph for (buffers, needs), graph in self.graphs.items()
+                       if not needs or isinstance(buffers, PrefillBuffers)}  # fmt: skip
 
     # ---- slots ---------------------------------------------------------------------------------------------------
 
@@ -256,18 +256,18 @@ class Engine:
         batch = self.batch_of(len(slots))
         if drafts is None:
             drafts = [NOTHING] * len(slots) if self.drafter.looks_up else self.host_drafts(slots)
-        bucket = self.buckets[batch, max(self.sizes.shapes_of(batch)) if shape is None else shape]
+        buffers = self.decodes[batch, max(self.sizes.shapes_of(batch)) if shape is None else shape]
         started = time.perf_counter()
         # First what may fail over one of the requests, since it changes nothing yet.
-        bucket.upload(slots, [draft.cut(bucket.nodes) for draft in drafts])
-        asked = self.asked.decode(bucket, slots)
+        buffers.upload(slots, [draft.cut(buffers.nodes) for draft in drafts])
+        asked = self.asked.decode(buffers, slots)
         began = time.perf_counter()
         self.changes += 1
-        self.late.before(bucket, slots)
+        self.late.before(buffers, slots)
         catching_up = time.perf_counter() - began
-        captured = self.run(bucket, self.sampling.needs(slots), asked)
-        keeps = bucket.nodes > 1 and self.late.keeps(bucket)
-        return self.pending(list(slots), bucket, asked, captured=captured, keeps=keeps,
+        captured = self.run(buffers, self.sampling.needs(slots), asked)
+        keeps = buffers.nodes > 1 and self.late.keeps(buffers)
+        return self.pending(list(slots), buffers, asked, captured=captured, keeps=keeps,
                              launched=started + catching_up, catching_up=catching_up)  # fmt: skip
 
     @torch.inference_mode()
@@ -279,7 +279,7 @@ class Engine:
         """Return whether a step over these slots takes other time than a greedy one."""
         return bool(self.sampling.needs(slots)) or self.asked.slows(slots)
 
-    def run(self, step: Bucket | PrefillBucket, needs: Needs, asked: AskedStep | None = None) -> bool:
+    def run(self, step: DecodeBuffers | PrefillBuffers, needs: Needs, asked: AskedStep | None = None) -> bool:
         """Run a step; returns whether that was a replay, which it is where the step was captured.
 
         Members of `Wishes` that nobody wants have neutral values, so a step that serves more needs serves fewer too.
@@ -292,73 +292,75 @@ class Engine:
                 if needs <= covering and (graph := self.graphs.get((step, covering))) is not None:
                     graph.replay()
                     return True
-            self.known(step, needs) if isinstance(step, PrefillBucket) else self.decode(step, needs)
+            self.prefill_step(step, needs) if isinstance(step, PrefillBuffers) else self.decode(step, needs)
             return False
 
-    def decode(self, bucket: Bucket, needs: Needs) -> None:
-        """Run the decode step that a bucket's inputs describe, and write its outputs.
+    def decode(self, buffers: DecodeBuffers, needs: Needs) -> None:
+        """Run the decode step that these buffers describe, and write its outputs.
 
         It reads and writes tensors that stay where they are, and what it does depends on shapes and `needs` alone.
         """
-        wishes = self.sampling.wishes(bucket.slots, needs) if needs else None
-        before, after = self.around(bucket, needs)
-        lens, root, drafted = self.begin(bucket, wishes)
-        step = before(self, bucket, lens, root, None if drafted is bucket.tree else drafted)
-        streams = self.model.run_blocks(step.embedding, Rope(step.cos, step.sin), bucket.attend, self.drafter.taps)
+        wishes = self.sampling.wishes(buffers.slots, needs) if needs else None
+        before, after = self.around(buffers, needs)
+        lens, root, drafted = self.begin(buffers, wishes)
+        step = before(self, buffers, lens, root, None if drafted is buffers.tree else drafted)
+        streams = self.model.run_blocks(step.embedding, Rope(step.cos, step.sin), buffers.attend, self.drafter.taps)
         step = step._replace(embedding=None, cos=None, sin=None)  # the first of the streams may be the embedding itself
-        self.hand_over(bucket, after(self, bucket, lens, step, streams, wishes))
+        self.hand_over(buffers, after(self, buffers, lens, step, streams, wishes))
 
-    def around(self, bucket: Bucket, needs: Needs) -> Sequence[Step]:
+    def around(self, buffers: DecodeBuffers, needs: Needs) -> Sequence[Step]:
         """Return `_before_blocks` and `_after_blocks`, compiled or not."""
         holds = needs in COMPILED and not (needs and self.amended)
-        return self.small.of(bucket, bool(needs)) if holds else self.small.eager
+        return self.small.of(buffers, bool(needs)) if holds else self.small.eager
 
     def begin(
-        self, bucket: Bucket, wishes: Wishes | None, told: Tensor | None = None
+        self, buffers: DecodeBuffers, wishes: Wishes | None, told: Tensor | None = None
     ) -> tuple[Tensor, Tensor, DraftTree]:
         """Return what a decode step begins with: lens and root [B], and the trees [B, N] that the drafter proposes.
 
         told: [B, N] fp32, to be filled with what the drafter thinks of each node (`Batch`).
         """
-        lens, root = self.lens[bucket.slots], self.root[bucket.slots]
+        lens, root = self.lens[buffers.slots], self.root[buffers.slots]
         knows = wishes is not None and self.accept.couples
         temperature, seed = (wishes.temperature, wishes.seed) if wishes is not None and knows else (None, None)
-        batch = Batch(bucket.slots, lens, root, bucket.tree, temperature, seed, told)
-        drafted = self._propose(bucket, batch) if bucket.nodes > 1 else bucket.tree
-        return self.link.begin(bucket, lens, root, drafted)
+        batch = Batch(buffers.slots, lens, root, buffers.tree, temperature, seed, told)
+        drafted = self._propose(buffers, batch) if buffers.nodes > 1 else buffers.tree
+        return self.link.begin(buffers, lens, root, drafted)
 
-    def _propose(self, bucket: Bucket, batch: Batch) -> DraftTree:
+    def _propose(self, buffers: DecodeBuffers, batch: Batch) -> DraftTree:
         """Ask the drafter for the trees of this step, unless all are the host's."""
-        if not bucket.shape.drafts:
-            return DraftTree(*(part.clone() for part in bucket.tree))  # what is compiled meets the bucket's own once
+        if not buffers.shape.drafts:
+            return DraftTree(*(part.clone() for part in buffers.tree))  # compiled code takes the buffers' own tree once
         return self.drafter.propose(batch)
 
-    def _before_blocks(self, bucket: Bucket, lens: Tensor, root: Tensor, drafted: DraftTree | None) -> TreeInputs:
-        """Put the trees into the bucket's plan, and return what the blocks and `_after_blocks` read of them.
+    def _before_blocks(
+        self, buffers: DecodeBuffers, lens: Tensor, root: Tensor, drafted: DraftTree | None
+    ) -> TreeInputs:
+        """Put the trees into the step's plan, and return what the blocks and `_after_blocks` read of them.
 
-        lens and root [B] int64; the trees of the host, which are in the bucket, need not be given.
+        lens and root [B] int64; the trees of the host, which are in the buffers, need not be given.
         """
-        tokens, parents = bucket.tree if drafted is None else drafted
+        tokens, parents = buffers.tree if drafted is None else drafted
         tokens = torch.cat((root[:, None], tokens[:, 1:]), dim=1)
         above = ancestors(parents)
         positions = lens[:, None] + depth(above)
-        end = (lens + self.reach[bucket.slots]).clamp(max=self.sizes.context_length)
+        end = (lens + self.reach[buffers.slots]).clamp(max=self.sizes.context_length)
         tokens = tokens.masked_fill(positions >= end[:, None], PADDING)
-        bucket.plan.fill(bucket.slots, lens, above, tokens != PADDING)
+        buffers.plan.fill(buffers.slots, lens, above, tokens != PADDING)
         known = tokens.clamp(min=0)
         # A copy of the parents: compiled, a function may not return what it was given.
         return TreeInputs(tokens, parents.clone(), above, self.model.embed(known), *self.model.rope(positions))
 
     def _after_blocks(
-        self, bucket: Bucket, lens: Tensor, step: TreeInputs, streams: Sequence[Tensor], wishes: Wishes | None
+        self, buffers: DecodeBuffers, lens: Tensor, step: TreeInputs, streams: Sequence[Tensor], wishes: Wishes | None
     ) -> Path | None:
         """Verify the trees, keep the accepted paths, and write the outputs; streams: what `Model.run_blocks` returned.
 
         Returns the paths for a drafter on the device, None where there is nobody to tell.
         """
         logits, features = self.logits(streams)
-        verdict = self.judge(bucket, DraftTree(step.tokens, step.parents), step.above, logits, wishes, lens)
-        return self.keep(bucket, lens, step.tokens, verdict, features, wishes)
+        verdict = self.judge(buffers, DraftTree(step.tokens, step.parents), step.above, logits, wishes, lens)
+        return self.keep(buffers, lens, step.tokens, verdict, features, wishes)
 
     def logits(self, streams: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return the target's logits [B, N, V] at every node, and the features [B, N, F] that a drafter reads."""
@@ -366,50 +368,53 @@ class Engine:
         return self.model.logits(hidden), features
 
     def judge(
-        self, bucket: Bucket, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None, lens: Tensor
-    ) -> Verdict:
+        self, buffers: DecodeBuffers, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None,
+        lens: Tensor,
+    ) -> Verdict:  # fmt: skip
         """Return which drafts are accepted; logits [B, N, V], above [B, N, N] of `tree.ancestors`."""
         looks = self.kv.host_looks and not torch.compiler.is_compiling()
-        trees = Trees(tree, above, bucket.slots, lens, bucket.most)
+        trees = Trees(tree, above, buffers.slots, lens, buffers.most)
         return self.link.verdict(self.accept.judge(trees, logits, wishes, looks))
 
     def keep(
-        self, bucket: Bucket, lens: Tensor, tokens: Tensor, verdict: Verdict, features: Tensor | None,
+        self, buffers: DecodeBuffers, lens: Tensor, tokens: Tensor, verdict: Verdict, features: Tensor | None,
         wishes: Wishes | None,
     ) -> Path | None:  # fmt: skip
         """Keep the accepted paths of trees with these tokens [B, N], and write the outputs; returns as `_after_blocks`.
         """
-        slots, nodes = bucket.slots, bucket.nodes
+        slots, nodes = buffers.slots, buffers.nodes
         if nodes > 1:
             self.kv.compact(slots, lens, verdict.path, verdict.count)
-        elif self.late.keeps(bucket):
+        elif self.late.keeps(buffers):
             self.late.keep(slots, lens[:, None], tokens, features)
         self.sampling.commit(slots, verdict.emitted, verdict.count, wishes is not None and wishes.counts is not None)
         self.lens[slots] = lens + verdict.count
         self.root[slots] = verdict.bonus
         self._clear_padding()
-        bucket.emitted.copy_(verdict.emitted)
-        bucket.count.copy_(verdict.count)
-        bucket.nan.copy_(verdict.nan)
-        return self._path(bucket, lens, verdict, tokens, features) if nodes > 1 and self.drafter.commits else None
+        buffers.emitted.copy_(verdict.emitted)
+        buffers.count.copy_(verdict.count)
+        buffers.nan.copy_(verdict.nan)
+        return self._path(buffers, lens, verdict, tokens, features) if nodes > 1 and self.drafter.commits else None
 
-    def hand_over(self, bucket: Bucket, path: Path | None) -> None:
+    def hand_over(self, buffers: DecodeBuffers, path: Path | None) -> None:
         """Give the accepted paths to a drafter on the device, now or late."""
         if path is None:
             return
         tokens, following, positions, features, ends = path
-        if self.late.keeps(bucket):
-            self.late.keep(bucket.slots, positions, tokens, features)
+        if self.late.keeps(buffers):
+            self.late.keep(buffers.slots, positions, tokens, features)
             return
-        plan = self.path_plans[bucket.batch, bucket.most]
-        self.drafter.commit(Committed(bucket.slots, tokens, following, positions, features, ends, plan, prefill=False))
+        plan = self.path_plans[buffers.batch, buffers.most]
+        self.drafter.commit(Committed(buffers.slots, tokens, following, positions, features, ends, plan, prefill=False))
 
-    def _path(self, bucket: Bucket, lens: Tensor, verdict: Verdict, tokens: Tensor, features: Tensor | None) -> Path:
+    def _path(
+        self, buffers: DecodeBuffers, lens: Tensor, verdict: Verdict, tokens: Tensor, features: Tensor | None
+    ) -> Path:
         """Return the accepted path as a chain of A rows from `lens` on, and describe it in the plan of paths."""
         batch, most = verdict.path.shape
         step = torch.arange(most, device=self.device)
         visible = (step <= step[:, None]).expand(batch, -1, -1)
-        self.path_plans[batch, most].fill(bucket.slots, lens, visible, step < verdict.count[:, None])
+        self.path_plans[batch, most].fill(buffers.slots, lens, visible, step < verdict.count[:, None])
         if features is not None:
             features = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
         ends = torch.arange(batch, device=self.device) * most + verdict.count - 1
@@ -426,45 +431,47 @@ class Engine:
 
         Emits one token for every chunk that is its request's last, none for the others.
         """
-        bucket = self.prefills.of(sum(self.prefills.blocks_of(len(chunk.tokens)) for chunk in chunks))
-        bucket.upload(chunks)
+        buffers = self.prefills.of(sum(self.prefills.blocks_of(len(chunk.tokens)) for chunk in chunks))
+        buffers.upload(chunks)
         self.changes += 1
-        asked = self.asked.prefill(bucket, chunks)
-        captured = self.run(bucket, self.sampling.needs([chunk.slot for chunk in chunks if chunk.last]), asked)
-        return self.pending([chunk.slot for chunk in chunks], bucket, asked, chunks=chunks, captured=captured)
+        asked = self.asked.prefill(buffers, chunks)
+        captured = self.run(buffers, self.sampling.needs([chunk.slot for chunk in chunks if chunk.last]), asked)
+        return self.pending([chunk.slot for chunk in chunks], buffers, asked, chunks=chunks, captured=captured)
 
-    def known(self, bucket: PrefillBucket, needs: Needs) -> None:
-        """Run the prefill step over the known tokens that a bucket's inputs describe, and write its outputs."""
-        read = self.read(bucket)
-        logits = self.model.logits(read.hidden.index_select(0, bucket.ends))
-        self.keep_known(bucket, read, self.pick(bucket, logits, needs), logits, needs)
+    def prefill_step(self, buffers: PrefillBuffers, needs: Needs) -> None:
+        """Run the prefill step over the known tokens that these buffers describe, and write its outputs."""
+        read = self.read(buffers)
+        logits = self.model.logits(read.hidden.index_select(0, buffers.ends))
+        self.keep_prefill(buffers, read, self.pick(buffers, logits, needs), logits, needs)
 
-    def read(self, bucket: PrefillBucket) -> Read:
+    def read(self, buffers: PrefillBuffers) -> Read:
         """Run the blocks over the known tokens, and return what the target says of them."""
-        self.link.share(bucket)
-        positions = bucket.place(bucket.starts).view(1, -1)
-        hidden, features = self.model(bucket.tokens[None], positions, bucket.attend, self.drafter.taps)
+        self.link.share(buffers)
+        positions = buffers.place(buffers.starts).view(1, -1)
+        hidden, features = self.model(buffers.tokens[None], positions, buffers.attend, self.drafter.taps)
         return Read(hidden[0], features, positions)
 
-    def pick(self, bucket: PrefillBucket, logits: Tensor, needs: Needs) -> Tensor:
+    def pick(self, buffers: PrefillBuffers, logits: Tensor, needs: Needs) -> Tensor:
         """Return the tokens [n] that the target picks after the chunks, from logits [n, V]."""
-        return pick(logits, self.sampling.wishes(bucket.chunk_slots, needs), bucket.lens) if needs else largest(logits)
+        if not needs:
+            return largest(logits)
+        return pick(logits, self.sampling.wishes(buffers.chunk_slots, needs), buffers.lens)
 
-    def keep_known(
-        self, bucket: PrefillBucket, read: Read, token: Tensor, logits: Tensor, needs: Needs
+    def keep_prefill(
+        self, buffers: PrefillBuffers, read: Read, token: Tensor, logits: Tensor, needs: Needs
     ) -> None:
         """Commit the known tokens and the one picked after each last chunk, and write the outputs."""
-        slots, picked = bucket.chunk_slots, bucket.picked
+        slots, picked = buffers.chunk_slots, buffers.picked
         if self.drafter.commits:
             # The pick follows the last row of a last chunk. Added, not assigned: padding repeats row 0.
-            after = bucket.following.index_add(0, bucket.ends, picked * (token - bucket.following[bucket.ends]))
-            self.drafter.commit(Committed(slots, bucket.tokens[None], after[None], read.positions, read.features,
-                                          bucket.ends, bucket.plan, prefill=True))  # fmt: skip
+            after = buffers.following.index_add(0, buffers.ends, picked * (token - buffers.following[buffers.ends]))
+            self.drafter.commit(Committed(slots, buffers.tokens[None], after[None], read.positions, read.features,
+                                          buffers.ends, buffers.plan, prefill=True))  # fmt: skip
         self.sampling.commit(slots, token[:, None], picked, "counts" in needs)
-        self.lens[slots] = bucket.lens
+        self.lens[slots] = buffers.lens
         self.root[slots] = token
         self._clear_padding()
-        bucket.outputs.copy_(torch.stack((token, picked, logits.amax(-1).isnan()), dim=1))
+        buffers.outputs.copy_(torch.stack((token, picked, logits.amax(-1).isnan()), dim=1))
 
     # ---- the end of a step ---------------------------------------------------------------------------------------
 
@@ -474,7 +481,7 @@ class Engine:
         self.lens[:1].zero_()
 
     def pending(
-        self, slots: list[int], step: Bucket | PrefillBucket, asked: AskedStep | None = None, **what: Any
+        self, slots: list[int], step: DecodeBuffers | PrefillBuffers, asked: AskedStep | None = None, **what: Any
     ) -> Pending:
         """Start the copy to the host; the next step may overwrite the outputs."""
         outputs = step.outputs

@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from minispec.buffers import Bucket, Chunk, PrefillBucket, Prefills
+from minispec.buffers import Chunk, DecodeBuffers, PrefillBuffers, Prefills
 from minispec.compiled import within_step
 from minispec.drafter import Committed, Drafter
 
@@ -50,7 +50,7 @@ class Late:
         """Tell through which steps the drafter catches up, and where the engine has lengths and roots [R]."""
         self.prefills, self.lens, self.root = prefills, lens, root
 
-    def keeps(self, step: Bucket) -> bool:
+    def keeps(self, step: DecodeBuffers) -> bool:
         """Return whether a step leaves its rows here, since the drafter has no part in it."""
         return self.tokens is not None and not step.shape.drafts and step.most <= KEPT_ROWS
 
@@ -65,7 +65,7 @@ class Late:
         if self.features is not None:
             self.features[slots, place] = cast(Tensor, features)
 
-    def before(self, step: Bucket, slots: Sequence[int]) -> None:
+    def before(self, step: DecodeBuffers, slots: Sequence[int]) -> None:
         """Make ready for a decode step: catch up where it drafts, or where one of the slots has no room for its rows.
 
         Then all slots of the step catch up in one pass.
@@ -94,7 +94,7 @@ class Late:
                 self.drafter.commit(self._backlog(step))
             self.release(part)
 
-    def _backlog(self, step: PrefillBucket) -> Committed:
+    def _backlog(self, step: PrefillBuffers) -> Committed:
         """Return what waits of the slots in a prefill step's inputs as such a step would tell it."""
         assert self.tokens is not None, "nothing waits for a drafter that takes in nothing"
         slots, ends = step.slots[:, None], self.lens[step.slots]

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from minispec.buffers import Bucket, Chunk, PrefillBucket
+from minispec.buffers import Chunk, DecodeBuffers, PrefillBuffers
 from minispec.output import Output
 from minispec.request import Request
 from minispec.sampling import Needs
@@ -63,10 +63,10 @@ class Asked:
         """Return whether answers take time of a step over these slots."""
         return False
 
-    def decode(self, step: Bucket, slots: Sequence[int]) -> AskedStep | None:
+    def decode(self, step: DecodeBuffers, slots: Sequence[int]) -> AskedStep | None:
         """Return the decode step that answers the requests in these slots; None where nobody asks."""
 
-    def prefill(self, step: PrefillBucket, chunks: Sequence[Chunk]) -> AskedStep | None:
+    def prefill(self, step: PrefillBuffers, chunks: Sequence[Chunk]) -> AskedStep | None:
         """Return the prefill step that answers the requests of these chunks; None where nobody asks."""
 
 
@@ -76,17 +76,17 @@ class Link:
     def tell(self, name: str, numbers: Sequence[int] = ()) -> None:
         """Have the others do the same: what the name says, with these numbers."""
 
-    def led(self, step: Bucket | PrefillBucket, asked: AskedStep | None) -> AbstractContextManager[object]:
+    def led(self, step: DecodeBuffers | PrefillBuffers, asked: AskedStep | None) -> AbstractContextManager[object]:
         """Have the others run this step while this one does, which it does within the context."""
         return nullcontext()
 
     def begin(
-        self, step: Bucket, lens: Tensor, root: Tensor, tree: DraftTree
+        self, step: DecodeBuffers, lens: Tensor, root: Tensor, tree: DraftTree
     ) -> tuple[Tensor, Tensor, DraftTree]:
         """Return what all begin a decode step with: lens and root [B] and the trees."""
         return lens, root, tree
 
-    def share(self, step: PrefillBucket) -> None:
+    def share(self, step: PrefillBuffers) -> None:
         """Have all the same inputs of a prefill step, in place."""
 
     def verdict(self, verdict: Verdict) -> Verdict:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minispec.beam import BeamDrafter
-from minispec.buffers import PrefillBucket
+from minispec.buffers import PrefillBuffers
 from minispec.engine import CAPTURED, Engine
 from minispec.kv import PagedKV
 from minispec.request import Logprobs
@@ -68,12 +68,12 @@ class Recording(TorchDispatchMode):
 def state_of(engine: Engine) -> list[Tensor]:
     """Return every tensor that a step may change and a later one may read."""
     sampling, drafter = engine.sampling, engine.drafter
-    buckets = [*engine.buckets.values(), *engine.prefills.values()]
+    every = [*engine.decodes.values(), *engine.prefills.values()]
     kept = [engine.late.tokens, engine.late.features]
     return [
         engine.lens, engine.root, *(tensor for tensor in kept if tensor is not None), *engine.kv.pools,
         sampling._floats, sampling._ints, *sampling.tables.values(),
-        *([drafter.state] if isinstance(drafter, BeamDrafter) else []), *(bucket.outputs for bucket in buckets),
+        *([drafter.state] if isinstance(drafter, BeamDrafter) else []), *(buffers.outputs for buffers in every),
     ]  # fmt: skip
 
 
@@ -90,22 +90,22 @@ class Replays:
     def compare(self, step: Callable[..., None]) -> Callable[..., None]:
         """Return the step with the comparison around it."""
 
-        def compared(bucket: Any, needs: frozenset[str]) -> None:
+        def compared(buffers: Any, needs: frozenset[str]) -> None:
             if needs not in CAPTURED:
-                return step(bucket, needs)
-            if (bucket, needs) not in self.recordings:
+                return step(buffers, needs)
+            if (buffers, needs) not in self.recordings:
                 with Recording() as recording:
-                    step(bucket, needs)
-                self.recordings[bucket, needs] = recording
+                    step(buffers, needs)
+                self.recordings[buffers, needs] = recording
                 return None
             before = [tensor.clone() for tensor in state_of(self.engine)]
-            step(bucket, needs)
+            step(buffers, needs)
             after = [tensor.clone() for tensor in state_of(self.engine)]
             for tensor, value in zip(state_of(self.engine), before, strict=True):
                 tensor.copy_(value)
-            self.recordings[bucket, needs].replay()
+            self.recordings[buffers, needs].replay()
             for index, (tensor, value) in enumerate(zip(state_of(self.engine), after, strict=True)):
-                assert torch.equal(tensor, value), f"{bucket.name}: a replay leaves another state ({index})"
+                assert torch.equal(tensor, value), f"{buffers.name}: a replay leaves another state ({index})"
             self.compared += 1
             return None
 
@@ -146,7 +146,7 @@ def test_a_replayed_step_is_the_step(name: str, wishes: dict) -> None:
     assert replays.compared > 8
     needed = {0: GREEDY, 1: TEMPERED, 4: FILTERED}[len(wishes)]
     steps = [step for step, needs in replays.recordings if needs == needed]
-    nodes = {0 if isinstance(step, PrefillBucket) else step.nodes for step in steps}
+    nodes = {0 if isinstance(step, PrefillBuffers) else step.nodes for step in steps}
     assert nodes >= {0, SUBJECTS[name].build().sizes.nodes}, "a prefill step and the tree's were replayed"
 
 
@@ -158,18 +158,18 @@ def test_a_step_is_replayed_by_the_least_graph_that_serves_its_needs(monkeypatch
     class Graph:
         """Stands for a captured step."""
 
-        def __init__(self, step: Callable[..., None], bucket: Any, needs: frozenset[str]) -> None:
-            self.given = (step, bucket, needs)
+        def __init__(self, step: Callable[..., None], buffers: Any, needs: frozenset[str]) -> None:
+            self.given = (step, buffers, needs)
 
         def replay(self) -> None:
             """Run the step."""
-            step, bucket, needs = self.given
+            step, buffers, needs = self.given
             replays.append(needs)
-            step(bucket, needs)
+            step(buffers, needs)
 
-    steps = [(engine.decode, bucket) for bucket in engine.buckets.values()]
-    steps += [(engine.known, bucket) for bucket in engine.prefills.values()]
-    engine.graphs = {(bucket, needs): Graph(step, bucket, needs) for step, bucket in steps for needs in CAPTURED}
+    steps = [(engine.decode, buffers) for buffers in engine.decodes.values()]
+    steps += [(engine.prefill_step, buffers) for buffers in engine.prefills.values()]
+    engine.graphs = {(buffers, needs): Graph(step, buffers, needs) for step, buffers in steps for needs in CAPTURED}
     top_p = {"temperature": 1.0, "top_p": 0.8}
     for wishes, least in (({}, GREEDY), ({"temperature": 1.0}, TEMPERED), (top_p, FILTERED),
                           ({"frequency_penalty": 1.0}, None), ({"logprobs": Logprobs()}, None)):  # fmt: skip

@@ -57,7 +57,7 @@ def test_every_shape_has_the_bits_of_torch_compile_and_eager_is_near() -> None:
 
 def keys_of(engine: Engine) -> list[Tensor]:
     """Return the tensors through which the target's layers reach their keys."""
-    attends = [bucket.attend for bucket in (*engine.prefills.values(), *engine.buckets.values())]
+    attends = [buffers.attend for buffers in (*engine.prefills.values(), *engine.decodes.values())]
     with torch.inference_mode():  # as steps have it, since layer 0 writes what a step reads
         return [attend.layer(index).keys for attend in attends for index in range(engine.model.config.layers)]
 
@@ -90,7 +90,7 @@ def test_other_shapes_and_modules_are_refused() -> None:
     run(scheduler, [request("r", PROMPT, max_new_tokens=9)])
     model = engine.model
     with torch.inference_mode():
-        attend = engine.buckets[1, Shape(6, True)].attend.layer(0)
+        attend = engine.decodes[1, Shape(6, True)].attend.layer(0)
         for nodes, layer, message in ((5, 0, "expected size 6==5|expected size 5==6"), (6, 1, "another module")):
             x, rope = torch.zeros(1, nodes, 72), model.rope(torch.zeros(1, nodes, dtype=torch.int64))
             with pytest.raises(AssertionError, match=message):

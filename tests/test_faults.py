@@ -54,10 +54,10 @@ class Fault:
         self.slot, self.rows = 0, 0
         before, after = engine.small.eager
 
-        def broken(owner: Engine, bucket: object, lens: torch.Tensor, *given: object) -> object:
-            step = before(owner, bucket, lens, *given)
+        def broken(owner: Engine, buffers: object, lens: torch.Tensor, *given: object) -> object:
+            step = before(owner, buffers, lens, *given)
             if self.slot:
-                step.embedding[(bucket.slots == self.slot) & (lens >= self.rows), 0] = torch.nan
+                step.embedding[(buffers.slots == self.slot) & (lens >= self.rows), 0] = torch.nan
             return step
 
         engine.small.eager = engine.small.compiled = (broken, after)

@@ -283,8 +283,8 @@ def test_a_constrained_step_is_captured_by_no_graph() -> None:
             """Must not be called."""
             raise AssertionError("replayed")
 
-    for bucket in (*engine.buckets.values(), *engine.prefills.values()):
-        engine.graphs |= {(bucket, needs): Graph() for needs in CAPTURED}
+    for buffers in (*engine.decodes.values(), *engine.prefills.values()):
+        engine.graphs |= {(buffers, needs): Graph() for needs in CAPTURED}
     requests = ten_requests()[:2]
     run(scheduler, requests)
     assert_valid(requests)

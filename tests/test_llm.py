@@ -247,7 +247,7 @@ def test_a_token_map_slices_the_head_of_an_untied_target_and_changes_no_token(fo
     state = torch.randn(4, target.config.hidden_size)
     with torch.inference_mode():
         torch.testing.assert_close(drafter.network.logits(state), network.logits(state)[:, ids])
-        tree = few.scheduler.engine.buckets[1, Shape(drafter.nodes, True)].tree
+        tree = few.scheduler.engine.decodes[1, Shape(drafter.nodes, True)].tree
         proposed = drafter.propose(Batch(*torch.zeros(3, 1, dtype=torch.int64), tree))
     assert set(proposed.tokens[0, 1:].tolist()) <= set(ids)
     want, got = (llm.generate([list(range(20)), [7] * 9], GREEDY) for llm in (plain, few))

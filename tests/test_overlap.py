@@ -26,7 +26,7 @@ from conformance import (
 from conftest import slow_unless
 from exactness import request, run
 
-from minispec.buffers import Bucket
+from minispec.buffers import DecodeBuffers
 from minispec.engine import Engine
 from minispec.request import Request
 from minispec.scheduler import Scheduler
@@ -180,7 +180,7 @@ def an_old_step_s_tokens(patch: pytest.MonkeyPatch) -> None:
     """The host's copy of a step's tokens is the buffer that the next step overwrites."""
     pending = Engine.pending
 
-    def shared(self: Engine, slots: list[int], step: Bucket, *asked: object, **what: object) -> object:
+    def shared(self: Engine, slots: list[int], step: DecodeBuffers, *asked: object, **what: object) -> object:
         made = pending(self, slots, step, *asked, **what)
         made.outputs = step.outputs
         return made

@@ -17,7 +17,7 @@ from exactness import VOCAB, Oracle, build, mixed_requests, reference, request, 
 from test_beam import assert_slow_trees, record
 
 from minispec.beam import BeamDrafter
-from minispec.buffers import PrefillBucket
+from minispec.buffers import PrefillBuffers
 from minispec.drafter import Committed, Drafter, HostDrafter
 from minispec.eagle import Eagle3Head
 from minispec.engine import Engine
@@ -332,11 +332,11 @@ def test_what_waits_in_the_ring_is_told_row_by_row(monkeypatch: pytest.MonkeyPat
     served: dict[int, Request] = {}
     backlog = Late._backlog
 
-    def noted(self: Late, bucket: PrefillBucket) -> Committed:
-        new = backlog(self, bucket)
+    def noted(self: Late, buffers: PrefillBuffers) -> Committed:
+        new = backlog(self, buffers)
         served.update({one.slot: one for one in scheduler.running})
-        live = (torch.arange(bucket.width) < bucket.sizes[:, None]).flatten()
-        of_row = bucket.slots.repeat_interleave(bucket.width)
+        live = (torch.arange(buffers.width) < buffers.sizes[:, None]).flatten()
+        of_row = buffers.slots.repeat_interleave(buffers.width)
         rows = torch.stack((of_row, new.positions[0], new.tokens[0], new.following[0]), dim=1)
         told.extend(map(tuple, rows[live].tolist()))
         return new
@@ -361,8 +361,8 @@ def a_row_off_by_one(patch: pytest.MonkeyPatch) -> None:
 def a_position_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """The drafter takes rows in as if they stood one further."""
     backlog = Late._backlog
-    patch.setattr(Late, "_backlog", lambda self, bucket: (
-        lambda new: new._replace(positions=new.positions + 3))(backlog(self, bucket)))  # fmt: skip
+    patch.setattr(Late, "_backlog", lambda self, buffers: (
+        lambda new: new._replace(positions=new.positions + 3))(backlog(self, buffers)))  # fmt: skip
 
 
 def taps_of_the_step_before(patch: pytest.MonkeyPatch) -> None:

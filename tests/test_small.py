@@ -90,7 +90,7 @@ def swapped(fresh: Scheduler, scheduler: Scheduler, low: tuple[float, float]) ->
     sampled = {"temperature": 1.2}
     exact, wanted = served(scheduler, **sampled), served(fresh, **sampled)
     assert exact != wanted and "_after_blocks" in ran, "thresholds so low change tokens"
-    engine.graphs = {(step, needs): None for step in engine.buckets.values() for needs in CAPTURED}
+    engine.graphs = {(step, needs): None for step in engine.decodes.values() for needs in CAPTURED}
     scheduler.reconfigure(low, False)
     assert {needs for _, needs in engine.graphs} == {GREEDY}, "of decode steps, greedy graphs alone are as they were"
     engine.graphs.clear()
@@ -136,10 +136,10 @@ def operations(engine: Engine, nodes: int) -> tuple[Counter[str], int]:
     if isinstance(drafter, BeamDrafter):
         drafter.run_network = within(BLOCK, drafter.run_network)
         drafter.small.compiled = [within(REGION, function) for function in drafter.small.compiled]
-    bucket = engine.buckets[1, Shape(nodes, nodes > 1)]
+    buffers = engine.decodes[1, Shape(nodes, nodes > 1)]
     strips = mock.patch.object(PagedGather, "_strips", within(GATHERING, PagedGather._strips))
     with strips, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        engine.decode(bucket, GREEDY)
+        engine.decode(buffers, GREEDY)
     top: Counter[str] = Counter()
 
     def walk(events: list[Any]) -> Iterator[str]:
@@ -170,7 +170,7 @@ def test_a_step_is_a_handful_of_launches(
         scheduler = forced(drafter(), running=running)
         engine = scheduler.engine
         run(scheduler, [request("r", [3, 14, 15, 9, 2, 6], max_new_tokens=12)])  # compiles, and then calls directly
-        engine.buckets[1, Shape(nodes, nodes > 1)].upload([1], ())
+        engine.decodes[1, Shape(nodes, nodes > 1)].upload([1], ())
         functions = [*engine.small.compiled, *(engine.drafter.small.compiled if kinds > 2 else ())]
         assert len(functions) == kinds and all(len(function.calls) > 0 for function in functions)
         found, largest = operations(engine, nodes)

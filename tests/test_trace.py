@@ -111,7 +111,7 @@ def test_a_watched_step_is_none_of_the_captured_ones() -> None:
     engine = scheduler.engine
     replayed = []
     graph = SimpleNamespace(replay=lambda: replayed.append(1))
-    engine.graphs = {(step, needs): graph for step in engine.buckets.values() for needs in CAPTURED}
+    engine.graphs = {(step, needs): graph for step in engine.decodes.values() for needs in CAPTURED}
     watched = request("watched", [1, 2], max_new_tokens=4)
     watched.trace = Trace()
     run(scheduler, [watched])

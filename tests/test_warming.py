@@ -28,7 +28,7 @@ from test_engine import MODEL, eagle3
 from test_llm import config_of
 
 from minispec import LLM
-from minispec.buffers import Bucket, PrefillBucket
+from minispec.buffers import DecodeBuffers, PrefillBuffers
 from minispec.config import Config
 from minispec.cpu.direct import NotCached, one_graph
 from minispec.drafter import Draft, Drafter, HostDrafter
@@ -70,7 +70,7 @@ def test_a_takeover_before_any_step_of_a_reply_leaves_its_tokens(make: Callable[
     with torch.inference_mode():
         scheduler = deferred(make())
     engine = scheduler.engine
-    alone = [step for step in steps_of(engine) if isinstance(step, PrefillBucket) or step.batch == 1]
+    alone = [step for step in steps_of(engine) if isinstance(step, PrefillBuffers) or step.batch == 1]
     blocks, eagerly = engine.model.run_block, []
 
     def eager(block: Block, *given: Any) -> torch.Tensor:
@@ -224,7 +224,7 @@ def warming(monkeypatch: pytest.MonkeyPatch, command: str) -> tuple[Warming, Sch
     """Return what makes graphs for an engine whose cache is empty; the process runs this Python code."""
     scheduler = deferred(Oracle(truth_of(MODEL), nodes=6))
 
-    def no_graph(engine: Engine, step: Bucket, from_cache: bool = False) -> bool:
+    def no_graph(engine: Engine, step: DecodeBuffers, from_cache: bool = False) -> bool:
         """Have no graph."""
         raise NotCached
 
@@ -295,7 +295,7 @@ def test_what_the_process_compiled_and_the_cache_lacks_is_compiled_while_nobody_
     monkeypatch.setattr("minispec.serve.warming.CompilerProcess", Done)
     engine, made = scheduler.engine, []
 
-    def noted(engine: Engine, step: Bucket, from_cache: bool = False) -> bool:
+    def noted(engine: Engine, step: DecodeBuffers, from_cache: bool = False) -> bool:
         """Find nothing in the cache."""
         if from_cache:
             raise NotCached

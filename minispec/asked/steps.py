@@ -22,7 +22,7 @@ from torch import Tensor
 from minispec.asked.grammar import Constraints, Grammars, mask
 from minispec.asked.scores import Question, Questions, Scores, score_known, score_picks
 from minispec.asked.trace import SeenStep, Sight
-from minispec.buffers import Bucket, Chunk, PrefillBucket
+from minispec.buffers import Chunk, DecodeBuffers, PrefillBuffers
 from minispec.engine import Engine
 from minispec.kv import upload
 from minispec.model import Rope
@@ -32,7 +32,7 @@ from minispec.sampling import Needs
 from minispec.seams import Asked, AskedStep
 from minispec.tree import PADDING, DraftTree
 
-Step = TypeVar("Step", bound=Bucket | PrefillBucket)
+Step = TypeVar("Step", bound=DecodeBuffers | PrefillBuffers)
 Crossed = list[list[list[int]]]  # tensors of a step that have come to the host, as lists
 
 
@@ -75,13 +75,13 @@ class Asking(Asked):
         asking = [self.requests[slot].params for slot in slots if slot in self.requests]
         return any(params.logprobs is not None or params.grammar is not None for params in asking)
 
-    def decode(self, step: Bucket, slots: Sequence[int]) -> AskedStep | None:
+    def decode(self, step: DecodeBuffers, slots: Sequence[int]) -> AskedStep | None:
         """Return the decode step that answers the requests in these slots; None where nobody asks."""
         asking = {row: self.requests[slot] for row, slot in enumerate(slots) if slot in self.requests}
         questions = [Question(row, r.params.logprobs) for row, r in asking.items() if r.params.logprobs is not None]
         return AskedDecode(self, step, asking, questions) if asking else None
 
-    def prefill(self, step: PrefillBucket, chunks: Sequence[Chunk]) -> AskedStep | None:
+    def prefill(self, step: PrefillBuffers, chunks: Sequence[Chunk]) -> AskedStep | None:
         """Return the prefill step that answers the requests of these chunks; None where nobody asks."""
         asking, questions, first = {}, [], 0
         for row, chunk in enumerate(chunks):
@@ -109,7 +109,7 @@ class Asking(Asked):
         bits = masks.bits.to(logits.device, non_blocking=logits.is_cuda)
         return Allowed(upload(masks.tokens, torch.int64, logits.device), mask(logits, bits), masks.failed)
 
-    def follow(self, step: PrefillBucket, numbers: Sequence[int]) -> AskedStep:
+    def follow(self, step: PrefillBuffers, numbers: Sequence[int]) -> AskedStep:
         """Return a prefill step that asks the LM head for the same rows as rank 0's, whose `numbers` these are."""
         picks, *known = numbers
         nothing = Logprobs()
@@ -169,7 +169,7 @@ class Answered(AskedStep, Generic[Step]):
         return allowed.tokens, allowed.logits
 
 
-class AskedDecode(Answered[Bucket]):
+class AskedDecode(Answered[DecodeBuffers]):
     """`Engine.decode` for requests that ask."""
 
     def run(self, needs: Needs) -> None:
@@ -197,7 +197,7 @@ class AskedDecode(Answered[Bucket]):
         engine.hand_over(step, path)
 
 
-class AskedPrefill(Answered[PrefillBucket]):
+class AskedPrefill(Answered[PrefillBuffers]):
     """`Engine.known` for requests that ask."""
 
     def run(self, needs: Needs) -> None:
@@ -212,7 +212,7 @@ class AskedPrefill(Answered[PrefillBucket]):
         if self.questions is not None:
             rows = (read.hidden, step.following)
             self.scores = score_known(self.questions, (logits, token), rows, engine.model.logits)
-        engine.keep_known(step, read, token, allowed, needs)
+        engine.keep_prefill(step, read, token, allowed, needs)
 
 
 def to_host(*parts: Tensor) -> Callable[[], Crossed]:

@@ -10,7 +10,7 @@ that graph on those tensors, with the new activations in place of the old ones. 
 itself refuses inputs of other sizes and strides.
 
 One argument, the key, stands for all that stays (`compiled.Key`): a layer's attention under one plan, or a step's
-bucket. The notes on it end with it. If it names tensors of `any_size`, one graph serves all keys of its kind, whatever
+buffers. The notes on it end with it. If it names tensors of `any_size`, one graph serves all keys of its kind, whatever
 these sizes and those of the arguments, so that compiling takes a fraction of the time. If it has `moving` tensors,
 others may take their places between calls, of other sizes too.
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from minispec.buffers import Bucket, PrefillBucket
+from minispec.buffers import DecodeBuffers, PrefillBuffers
 from minispec.engine import CAPTURED, Engine
 from minispec.sampling import Needs
 from minispec.tree import Shape
@@ -58,14 +58,14 @@ def capture(engine: Engine, batches: Sequence[int], progress: Callable[[str], No
     """
     engine.link.tell("capture", batches)
     recorder = Recorder(engine.device)
-    steps: list[tuple[Callable[[Any, Needs], None], Bucket | PrefillBucket]] = [
-        (engine.decode, engine.buckets[key]) for key in sorted(engine.buckets, key=_turn) if key[0] in batches
+    steps: list[tuple[Callable[[Any, Needs], None], DecodeBuffers | PrefillBuffers]] = [
+        (engine.decode, engine.decodes[key]) for key in sorted(engine.decodes, key=_turn) if key[0] in batches
     ]
-    steps.append((engine.known, engine.prefills[engine.sizes.prefill_sizes[0]]))
-    for done, (step, bucket) in enumerate(steps, start=1):
-        progress(f"capture {done}/{len(steps)}: {bucket.name}")
+    steps.append((engine.prefill_step, engine.prefills[engine.sizes.prefill_sizes[0]]))
+    for done, (step, buffers) in enumerate(steps, start=1):
+        progress(f"capture {done}/{len(steps)}: {buffers.name}")
         for needs in CAPTURED:
-            engine.graphs[bucket, needs] = recorder.record(lambda: step(bucket, needs))  # noqa: B023  called at once
+            engine.graphs[buffers, needs] = recorder.record(lambda: step(buffers, needs))  # noqa: B023  called at once
 
 
 def _turn(key: tuple[int, Shape]) -> tuple[int, bool, int]:

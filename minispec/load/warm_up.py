@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from minispec.buffers import Bucket, PrefillBucket
+from minispec.buffers import DecodeBuffers, PrefillBuffers
 from minispec.cpu.direct import OneMade, one_graph
 from minispec.engine import COMPILED, Engine
 from minispec.sampling import GREEDY
@@ -22,11 +22,11 @@ from minispec.tree import Shape
 TIMED_CONTEXT = 512  # committed rows of the slots on which steps are timed
 
 
-def steps_of(engine: Engine) -> list[Bucket | PrefillBucket]:
+def steps_of(engine: Engine) -> list[DecodeBuffers | PrefillBuffers]:
     """Return every kind of step there is, in the order in which they are worth compiling: one request alone first."""
     prefills = [*engine.prefills.values()]
     short = [step for step in prefills if step.attend.graph == prefills[0].attend.graph]  # on a CPU all have one
-    decodes = [step for step in engine.buckets.values() if not step.shape.of_host]  # these have the graphs of others
+    decodes = [step for step in engine.decodes.values() if not step.shape.of_host]  # these have the graphs of others
     decodes.sort(key=lambda step: (step.batch, -step.nodes))
     first = sum(step.batch == engine.sizes.batch_sizes[0] for step in decodes)
     return [*decodes[:first], *short, *decodes[first:], *prefills[len(short) :]]
@@ -40,7 +40,7 @@ def shapes(engine: Engine) -> list[str]:
     names: list[str] = []
     for step in steps_of(engine):
         names.append(f"target, {step.attend.graph}")
-        if isinstance(step, PrefillBucket):
+        if isinstance(step, PrefillBuffers):
             names += [f"draft, {attend.graph}" for attend in engine.drafter.attends(step.plan, prefill=True)]
             continue
         if step.nodes > 1 and engine.drafter.commits:
@@ -63,9 +63,9 @@ def warm_up(engine: Engine, progress: Callable[[str], None]) -> None:
         _run_on_padding(engine, step)
 
 
-def _run_on_padding(engine: Engine, step: Bucket | PrefillBucket) -> None:
+def _run_on_padding(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> None:
     """Run a step for nobody: it writes to page 0 and slot 0 alone, so it may be run between two others."""
-    if isinstance(step, PrefillBucket):
+    if isinstance(step, PrefillBuffers):
         step.upload([])
         engine.run(step, GREEDY)
         return
@@ -75,7 +75,7 @@ def _run_on_padding(engine: Engine, step: Bucket | PrefillBucket) -> None:
 
 
 @torch.inference_mode()
-def make_graph(engine: Engine, step: Bucket | PrefillBucket, from_cache: bool = False) -> bool:
+def make_graph(engine: Engine, step: DecodeBuffers | PrefillBuffers, from_cache: bool = False) -> bool:
     """Make one graph at most of those that a step lacks; returns whether it has all of them and is ready now.
 
     from_cache: raise `direct.NotCached` where the graph would have to be compiled. After this or another
@@ -118,10 +118,10 @@ def time_steps(engine: Engine, batch: int, repeats: int = 3) -> None:
 
 def step_seconds(engine: Engine, slots: Sequence[int], shape: Shape, rows: int) -> float:
     """Return the time of one decode step for slots that have so many rows; nobody is told what it emits."""
-    bucket = engine.buckets[engine.batch_of(len(slots)), shape]
+    buffers = engine.decodes[engine.batch_of(len(slots)), shape]
     engine.lens[1 : len(slots) + 1].fill_(rows)
     start = time.perf_counter()
-    bucket.upload(slots, ())
-    engine.run(bucket, GREEDY)
-    engine.collect(engine.pending([], bucket))  # waits for the device
+    buffers.upload(slots, ())
+    engine.run(buffers, GREEDY)
+    engine.collect(engine.pending([], buffers))  # waits for the device
     return time.perf_counter() - start

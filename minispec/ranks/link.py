@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minispec.asked.steps import Allowed, Asking
-from minispec.buffers import Bucket, PrefillBucket, Sizes
+from minispec.buffers import DecodeBuffers, PrefillBuffers, Sizes
 from minispec.cuda.graphs import capture
 from minispec.drafter import Batch, Drafter, TreeSize
 from minispec.engine import Engine
@@ -152,7 +152,7 @@ class SharedLink(Link):
         self.engine, self.ranks = engine, ranks
 
     def begin(
-        self, step: Bucket, lens: Tensor, root: Tensor, tree: DraftTree
+        self, step: DecodeBuffers, lens: Tensor, root: Tensor, tree: DraftTree
     ) -> tuple[Tensor, Tensor, DraftTree]:
         """Return rank 0's lens, root and trees; slots and reach are written where the engine has them."""
         reach = self.engine.reach
@@ -165,7 +165,7 @@ class SharedLink(Link):
         tokens, parents = (part.view(step.batch, step.nodes).clone() for part in flat)
         return lens.clone(), root.clone(), DraftTree(tokens, parents)
 
-    def share(self, step: PrefillBucket) -> None:
+    def share(self, step: PrefillBuffers) -> None:
         """Take over rank 0's inputs."""
         step.inputs.copy_(from_first(step.inputs, self.ranks.group))
 
@@ -200,14 +200,14 @@ class Lead(SharedLink):
         self.ranks.call(name, numbers)
 
     @contextmanager
-    def led(self, step: Bucket | PrefillBucket, asked: AskedStep | None) -> Iterator[None]:
+    def led(self, step: DecodeBuffers | PrefillBuffers, asked: AskedStep | None) -> Iterator[None]:
         """Have all ranks run a step.
 
         What fails of rank 0's own part is raised when the others have done the step too; RanksParted for all else.
         """
         self._leads, self._lost = True, None
         try:
-            if isinstance(step, PrefillBucket):
+            if isinstance(step, PrefillBuffers):
                 self.ranks.call("prefill", (step.size, *([] if asked is None else asked.numbers)))
             else:
                 self.ranks.call("decode", (step.batch, *step.shape))
@@ -276,7 +276,7 @@ def follow(engine: Engine, ranks: Ranks) -> None:
         "unmap": lambda n: engine.kv.unmap(*n),
         "reset": lambda n: engine.kv.reset(),
         "clear": lambda n: engine.kv.clear(n),
-        "decode": lambda n: engine.run(engine.buckets[n[0], Shape(n[1], bool(n[2]))], GREEDY),
+        "decode": lambda n: engine.run(engine.decodes[n[0], Shape(n[1], bool(n[2]))], GREEDY),
         "prefill": prefill,
         "capture": lambda n: capture(engine, n, logger.debug), "settle": lambda n: engine.settle(),
     }  # fmt: skip

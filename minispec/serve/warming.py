@@ -34,7 +34,7 @@ from contextlib import suppress
 from typing import IO, TYPE_CHECKING, NamedTuple, cast
 
 if TYPE_CHECKING:
-    from minispec.buffers import Bucket, PrefillBucket
+    from minispec.buffers import DecodeBuffers, PrefillBuffers
     from minispec.config import Config
     from minispec.llm import LLM
 
@@ -174,7 +174,7 @@ class Warming:
             if child.idle and self.untold:
                 child.tell(self.untold.popleft())
 
-    def _next(self) -> Bucket | PrefillBucket | None:
+    def _next(self) -> DecodeBuffers | PrefillBuffers | None:
         """Return the first step whose graphs can be made: any, or one that a process has compiled."""
         made = set().union(*(child.made for child in self.children))
         return next((step for step in self.todo if not self.children or step.name in made), None)
@@ -193,7 +193,7 @@ class Warming:
         asking.join()
         self._wake()
 
-    def _make(self, step: Bucket | PrefillBucket, started: float) -> None:
+    def _make(self, step: DecodeBuffers | PrefillBuffers, started: float) -> None:
         """Make a graph of the next step, from the cache unless what a process had compiled was not there."""
         from minispec.cpu.direct import NotCached
         from minispec.load.warm_up import make_graph

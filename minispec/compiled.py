@@ -37,7 +37,7 @@ class Key:
 
     ready = True  # of a step: whether all its graphs are there
     original: Key | None = None  # the key of which this is a copy but for a few values, with its tensors and graphs
-    few = False  # whether the arguments' sizes stay what they are, since there are few rows
+    few = False  # whether there are so few rows that each number of them has a graph of its own
     moving: tuple[Tensor, ...] = ()  # its tensors that may be replaced; a new tuple announces a replacement
 
     @property

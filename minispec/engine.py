@@ -4,14 +4,14 @@
 `Pending`, and `collect(pending)` waits for the tokens they emitted. Between the two nothing crosses to the host, so the
 next step may be launched before this one is collected.
 
-A launch has three parts: the host's, which asks the drafter, chooses the shape and fills the step's inputs; the step
-itself, `decode` or `known`, a function of tensors that stay where they are; and the copy of what it emitted.
+A launch has three parts: on the host the step's inputs are filled; the step itself, `decode` or `prefill_step`, is a
+function of tensors that stay where they are; then what it emitted is copied out.
 
-The one idea: a step has static shapes. The batch is padded to a bucket (slot 0 is padding), the tree to N nodes (-1 is
-padding), prompt chunks to whole query blocks, so that each (B, T) has its compiled graph and nothing recompiles when
-lengths, trees or requests change. There are two or three tree sizes, 1 and one or two others, and who launches a step
-says which it has (`policy.py`). Steps that do not run the head save their tokens and features (`late.py`). Before the
-head drafts again it processes this backlog, like a chunk of a prompt.
+The one idea: a step has static shapes. The batch is padded to one of a few sizes (slot 0 is padding), the tree to N
+nodes (-1 is padding), prompt chunks to whole query blocks. So each (B, T) has its compiled graph, and nothing is
+compiled again when lengths, trees or requests change. The scheduler asks `policy.py` for the shape of each decode step,
+a plain one or one of two trees, and hands it to `launch`. Steps that do not run the head save their tokens and features
+(`late.py`). Before the head drafts again it processes this backlog, like a chunk of a prompt.
 
 Speculative decoding by trees: SpecInfer, arXiv 2305.09781. Read next: `scheduler.py`, which decides who is in
 a step.
@@ -57,7 +57,7 @@ class Pending:
     nodes: int = 1  # tree size of a decode step
     launched: float = 0.0  # when its own work began, in seconds of `perf_counter`
     catching_up: float = 0.0  # seconds before that in which the drafter caught up
-    keeps: bool = False  # whether it leaves to the drafter as many rows as it emits, for later
+    keeps: bool = False  # whether the rows that it emits wait in `Engine.late`, counted once they are known
     chunks: Sequence[Chunk] = ()
     captured: bool = False  # whether a CUDA graph ran it
     asked: AskedStep | None = None  # the step, where a request asks for more than tokens; its answers are on their way
@@ -135,16 +135,18 @@ class Engine:
         self.lens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.root = torch.zeros(slots, dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
-        # Beyond how many rows after its committed ones a slot's tree is padding: 1 for a request that wants no drafts.
+        # How many rows of its tree a slot may verify; 1, the root alone, for a request that wants no drafts.
         self.reach = torch.full((slots,), sizes.context_length, dtype=torch.int64, device=device)
         self.asked, self.link = Asked(), Link()
         self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
         self.step_seconds: dict[tuple[int, Shape], float] = {}  # by batch: `time_steps` fills it, at `timed_rows`
         self.timed_rows = 0
         self.small = Small(Engine._before_blocks, Engine._after_blocks)  # of a decode step
-        self.graphs: dict[tuple[DecodeBuffers | PrefillBuffers, Needs], torch.cuda.CUDAGraph] = {}  # `capture` fills it
+        # Captured steps; `cuda/graphs.py` fills it.
+        self.graphs: dict[tuple[DecodeBuffers | PrefillBuffers, Needs], torch.cuda.CUDAGraph] = {}
         self.amended = False  # whether thresholds were changed since the start
-        self.changes = 0  # how often anything began to change what belongs to slots: after an exception, whether it did
+        # Steps that began to change what belongs to slots. After an exception it tells whether that one had begun.
+        self.changes = 0
         attend = (attend_kind, model.config.layers)
         keys = [(batch, shape) for batch in sizes.batch_sizes for shape in sizes.shapes_of(batch)]
         self.decodes = {
@@ -173,7 +175,8 @@ class Engine:
     def set_thresholds(self, thresholds: tuple[float, float] | None) -> None:
         """Accept sampled drafts by these (single, acc) from the next step on, None: exactly.
 
-        What was compiled or captured holds the old ones. So sampled steps with trees run eagerly from then on.
+        What was compiled or captured holds the old ones. So from then on sampled decode steps run uncaptured, and what
+        surrounds their blocks runs eagerly.
         """
         if thresholds == self.accept.thresholds:
             return
@@ -258,7 +261,7 @@ class Engine:
             drafts = [NOTHING] * len(slots) if self.drafter.looks_up else self.host_drafts(slots)
         buffers = self.decodes[batch, max(self.sizes.shapes_of(batch)) if shape is None else shape]
         started = time.perf_counter()
-        # First what may fail over one of the requests, since it changes nothing yet.
+        # What may fail because of one request comes first, while nothing has changed: then only that step is lost.
         buffers.upload(slots, [draft.cut(buffers.nodes) for draft in drafts])
         asked = self.asked.decode(buffers, slots)
         began = time.perf_counter()
@@ -309,7 +312,7 @@ class Engine:
         self.hand_over(buffers, after(self, buffers, lens, step, streams, wishes))
 
     def around(self, buffers: DecodeBuffers, needs: Needs) -> Sequence[Step]:
-        """Return `_before_blocks` and `_after_blocks`, compiled or not."""
+        """Return `_before_blocks` and `_after_blocks`, compiled where `compile_small` was told so."""
         holds = needs in COMPILED and not (needs and self.amended)
         return self.small.of(buffers, bool(needs)) if holds else self.small.eager
 
@@ -504,7 +507,7 @@ class Engine:
         found = [[] if row[-1] else row[: row[-2]] for row in rows]
         pending.nan = [slot for slot, row in zip(pending.slots, rows, strict=True) if row[-1]]
         if pending.keeps:
-            self.late.landed(pending.slots, found)
+            self.late.landed({slot: len(tokens) for slot, tokens in zip(pending.slots, found, strict=True)})
         started = time.perf_counter()
         for chunk in pending.chunks:
             self.drafter.observe(chunk.slot, chunk.tokens, again=chunk.again)

@@ -13,7 +13,7 @@ Invariants owned here:
   - Page 0 is the trash page: it is in no free list and in no request's table. Slot 0 is padding. What is padding
     writes to page 0, so it needs no branch, and no output is computed from that page.
   - Rows at or beyond a slot's length are garbage; only a tree mask may read them.
-  - Each page is in exactly one place: the free list, the prefix cache, or owned by one request.
+  - Each page is in exactly one place: the free list, the prefix cache, or owned by one request (`seats.py`).
 
 Read next: `attention.py`, which reads these rows, and `radix.py`, which shares pages.
 """

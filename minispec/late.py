@@ -15,7 +15,7 @@ Read next: `engine.py`, whose steps keep and catch up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -57,7 +57,8 @@ class Late:
     def keep(self, slots: Tensor, rows: Tensor, tokens: Tensor, features: Tensor | None) -> None:
         """Keep the tokens [B, A] and the features [B, A, F] of rows [B, A] of slots [B]; runs inside a step.
 
-        Rows that do not count may be among them, behind the others, if those that wait and A together are at most 64.
+        The rows of an accepted path come first, then padding. The padding is overwritten later, and until then it must
+        not fall on rows that wait: `before` sees to it that those that wait and A are at most 64 together.
         """
         assert self.tokens is not None, "nothing is kept for a drafter that takes in nothing"
         slots, place = slots[:, None], rows % KEPT_ROWS
@@ -72,14 +73,13 @@ class Late:
         """
         if not self.keeps(step) or any(self.waiting[slot] + step.most > KEPT_ROWS for slot in slots):
             self.catch_up(slots)
-        if step.nodes == 1:
-            self.landed(slots, [[0]] * len(slots))
+        if step.nodes == 1:  # it adds one row a slot, which is known before it has run
+            self.landed(dict.fromkeys(slots, 1))
 
-    def landed(self, slots: Sequence[int], emitted: Sequence[Sequence[int]]) -> None:
-        """Count the rows that a step has left here."""
-        if self.tokens is not None:
-            for slot, tokens in zip(slots, emitted, strict=True):
-                self.waiting[slot] += len(tokens)
+    def landed(self, added: Mapping[int, int]) -> None:
+        """Count the rows that a step has left here, by slot."""
+        for slot, rows in added.items() if self.tokens is not None else ():
+            self.waiting[slot] += rows
 
     def catch_up(self, slots: Iterable[int]) -> None:
         """Let the drafter take in what waits of these slots, as chunks of prompts."""

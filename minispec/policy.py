@@ -5,11 +5,11 @@ batch, with the length of the texts, with what the texts are, with the machine. 
 they happen. `Times` has what real steps took, `Acceptance` and `Matches` what real trees gave, and the shape with the
 most expected tokens a second over the whole batch is taken.
 
-What a tree of the host would have given is known once the text has gone on. Any other shape that is not taken teaches
-nothing. So now and then another one is tried, a probe, as long as all probes together have cost less than a hundredth
-of the time. A change must gain 3 %, so that noise does not move the engine to and fro; only the way back to plain steps
-is free, since plain decoding is what speculation must not fall below. After steps in which it has no part a drafter
-with a network must first take in what they left, and its trees have to pay for that too (`Returns`).
+What a tree of the host would have given is known once the text has gone on. A tree of the drafter that was not drafted
+teaches nothing. So now and then another shape is tried, a probe, as long as all probes together have cost less than a
+hundredth of the time. A change must gain 3 %, so that noise does not move the engine to and fro; only the way back to
+plain steps is free, since plain decoding is what speculation must not fall below. Before a drafter with a network
+drafts again, it takes in what the steps without it left, and its trees have to pay for that too (`Returns`).
 
 A row's tree comes from the step, from the host, or from whichever of the two promises more (`lookup.py`). In the last
 case there are also shapes in which every row takes the host's tree, so that the step drafts nothing (`Shape.of_host`).
@@ -64,9 +64,10 @@ class Row(NamedTuple):
     """One request of the next step."""
 
     request: object  # whose record counts; compared by identity
-    match: int | None = None  # how much of the text the host's tree follows from, 0: no tree; None: the step drafts it
+    # Tokens of text that the host's tree follows from, 0: it offers none. None: the drafter proposes in the step.
+    match: int | None = None
     drafts: bool = True  # False: the request verifies no drafts, whatever the shape
-    lookup: int = 0  # how much of the text a tree of the host follows from that may take the place of the step's
+    lookup: int = 0  # the same of a looked-up tree that may take the place of the drafter's; match is None then
 
 
 class Choice(NamedTuple):
@@ -253,8 +254,8 @@ class Returns:
 class Prospects:
     """What lookups give, verified or not: their trees wait until the texts have gone on far enough to tell.
 
-    So a tree that was verified in part, or not at all, says as much as one that was verified. A request has one tree
-    that waits at a time, as if it verified one and then the next.
+    So a tree that was verified in part, or not at all, says as much as one that was verified. Of each request one tree
+    waits; trees offered before it is decided are not looked at.
     """
 
     def __init__(self) -> None:

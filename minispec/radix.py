@@ -10,7 +10,7 @@ its parent, and the front of the queue is always a leaf. To evict is therefore t
 Invariants owned here: only full pages enter; a page in the cache is never written again; held nodes are never evicted.
 This file deals in page ids and knows nothing of what a page holds.
 
-Read next: `scheduler.py`, which holds and releases paths.
+Read next: `seats.py`, which holds paths, enters pages and gives them back.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ class Request:
     last_step: int = 0  # tokens kept of the newest verify step; if the request is finished, a stop may have cut some
     retractions: int = 0
     finished_at: float = 0.0
-    compiled: Any = None  # params.grammar, as `Grammars.compile` returned it; set by `Asked.prepare`
+    compiled_grammar: Any = None  # params.grammar, as `Grammars.compile` returned it; set by `Asked.prepare`
 
     @property
     def speculative(self) -> bool:
@@ -307,9 +307,8 @@ class Request:
         """Prompt and output as one list (a copy)."""
         return self.prompt_ids + self.output_ids
 
-
     @property
-    def reads_text(self) -> bool:
+    def needs_tokens(self) -> bool:
         """Whether its next step needs the tokens of the one before on the host: a mask depends on all of them."""
         return self.params.grammar is not None
 
@@ -336,7 +335,7 @@ class Request:
         self.accept_histogram += [0] * (kept - len(self.accept_histogram))
         self.accept_histogram[kept - 1] += 1
 
-    def share(self, leader: Request) -> None:
+    def take_scores(self, leader: Request) -> None:
         """Take over what another request with the same prompt was told of it."""
         self.prompt_scores += leader.prompt_scores[len(self.prompt_scores) :]
 

@@ -234,7 +234,7 @@ class Scheduler:
         if self._flight is not None:
             if all(self._grow(request) for request in self.running if self._goes_on(request)):
                 return
-            self._settle()  # its longest outcome does not fit, but the real one may; this step then runs alone
+            self._land_flight()  # its longest outcome does not fit, but the real one may; this step then runs alone
         for request in list(self.running):
             while request.slot and not self._grow(request):
                 newest = max([*self.prefilling, *self.running], key=lambda r: r.arrived)
@@ -243,8 +243,8 @@ class Scheduler:
     def _grow(self, request: Request) -> bool:
         """Extend a request's pages to its rows, those that its flight may add, and one tree; False if the pool cannot.
 
-        Rows beyond the context are no rows of a tree: a flight that ends there leaves nothing to do but scratch. What a
-        flight may add and does not stays with the request, which will need it soon.
+        A flight adds no rows beyond the context. Pages that it might have filled and did not stay with the request,
+        which will need them soon.
         """
         rows = request.kv_len
         if self._flight is not None and not self._flight.pending.chunks and self._flies(request):
@@ -272,8 +272,8 @@ class Scheduler:
 
     def _launch(self) -> Flight | None:
         """Launch the next step; None where there is nothing to do until the flight under way has landed."""
-        if any(request.reads_text for request in self.running):
-            self._settle()
+        if any(request.needs_tokens for request in self.running):
+            self._land_flight()
         decoding = [request for request in self.running if self._goes_on(request)]
         # Where there is both to do, in turn: a long prompt slows the others and never stops them.
         self._prefilled_last = bool(self.prefilling and not (decoding and self._prefilled_last))
@@ -328,7 +328,7 @@ class Scheduler:
         return chunks, requests
 
     def _goes_on(self, request: Request) -> bool:
-        """Return whether a running request has a token to wait for beyond the one that its flight brings at least."""
+        """Return whether another step is of use to a running request: its flight alone may bring its last token."""
         return len(request.output_ids) + self._flies(request) < request.max_new_tokens
 
     def _flies(self, request: Request) -> bool:
@@ -366,7 +366,7 @@ class Scheduler:
         if emitted:
             self._after_decode(flight, emitted, flight.seconds + waited)
 
-    def _settle(self) -> None:
+    def _land_flight(self) -> None:
         """Take in the flight under way, if there is one."""
         flight, self._flight = self._flight, None
         if flight is not None:
@@ -480,7 +480,7 @@ class Scheduler:
         """Queue the other choices, in front, since they arrived with the first one; what it was told is theirs too."""
         choices = self.parked.pop(leader, [])
         for request in choices:
-            request.share(leader)
+            request.take_scores(leader)
         self.waiting.extendleft(reversed(choices))
 
     @torch.inference_mode()
@@ -560,7 +560,7 @@ class Scheduler:
         """Empty prefix cache, drafter and totals; False, and nothing done, while requests are here."""
         if self.waiting or self.prefilling or self.running:
             return False
-        self._settle()  # no row of it counts any more, but pages come back
+        self._land_flight()  # no row of it counts any more, but pages come back
         self._refused = None
         self.kv.give_back(self.cache.evict(self.cache.count))
         self.engine.drafter.clear()

@@ -1,8 +1,8 @@
 """The pages that requests hold while they have a slot: some are their own, some the prefix cache's.
 
 A request is seated with the cached pages of what is known of it, and with fresh pages for the rest and for one tree.
-Before each decode step its pages grow. Pages that are full enter the prefix cache, so that others read them too, when
-its prompt is complete and when it leaves.
+Before each decode step its pages grow. When the prompt is complete, and again when the request leaves, its full pages
+enter the prefix cache, so that others read them too.
 
 Invariant owned here: a page is free, in the cache, or owned by one seat; the scheduler keeps the pages of seats that
 were left during a step until that step has landed.

@@ -3,7 +3,7 @@
     python -m minispec.server [--model PATH] [--port 30000] ...
 
 Two threads: the event loop parses, counts and streams; the engine thread (`worker.py`) owns the `LLM`, is the
-only one that touches the scheduler, and steps. What the loop needs to know of the model stands on a `Desk`.
+only one that touches the scheduler, and steps. What the loop needs to know of the model stands on a `Front`.
 
 What a client may rely on: the server listens at once and says 503 with a progress line until it is ready, on a CPU
 before it has compiled anything (`warming.py`); every failure is OpenAI's error object, in a stream as an event; whoever
@@ -41,9 +41,9 @@ from minispec.replicas.workers import Replicas
 from minispec.request import Request, RequestError, Update, one_line
 from minispec.serve import fields, openapi, page, parse, prometheus
 from minispec.serve.answers import AccessLog, Origins, access_logger, errors, json_answer, set_request_id
-from minispec.serve.auth import Door
+from minispec.serve.auth import Auth
 from minispec.serve.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
-from minispec.serve.front import Desk
+from minispec.serve.front import Front
 from minispec.serve.info import fingerprint, version
 from minispec.serve.message import Formats
 from minispec.serve.reply import Reply, Served
@@ -67,7 +67,7 @@ class Server:
 
     def __init__(self, config: Config, build: Build = build_llm) -> None:
         self.config, self.build = config, build
-        self.door, self.origins, self.seen = Door(config), Origins(config.origins), prometheus.Seen()
+        self.auth, self.origins, self.seen = Auth(config), Origins(config.origins), prometheus.Seen()
         self._names = (config.served_name, config.model_path)
         self.created = int(time.time())
         self.port = config.port
@@ -99,10 +99,10 @@ class Server:
             access_log_class=AccessLog, keepalive_timeout=HEAD_TIMEOUT,
         )  # fmt: skip
         await self.runner.setup()
-        site = web.TCPSite(self.runner, self.config.host, self.config.port, ssl_context=self.door.tls)
+        site = web.TCPSite(self.runner, self.config.host, self.config.port, ssl_context=self.auth.tls)
         await site.start()
         self.port = self.runner.addresses[0][1]
-        scheme = "http" if self.door.tls is None else "https"
+        scheme = "http" if self.auth.tls is None else "https"
         logger.info("listening on %s://%s:%d; /health tells when it is ready", scheme, self.config.host, self.port)
         self.engine.start()
 
@@ -125,7 +125,7 @@ class Server:
 
     def application(self) -> web.Application:
         """Return the application with its routes and middlewares."""
-        steps: list[Any] = [delivering, self._counted_answer, errors, self.origins.ask, self.door.guard]
+        steps: list[Any] = [delivering, self._counted_answer, errors, self.origins.ask, self.auth.guard]
         app = web.Application(middlewares=steps, client_max_size=MAX_BODY)
         app.on_response_prepare.append(set_request_id)
         app.on_response_prepare.append(self.origins.allow)
@@ -182,20 +182,20 @@ class Server:
 
     async def _answer(self, http: web.Request, parsed: Callable[[dict[str, Any]], parse.Job]) -> web.StreamResponse:
         """Answer a request for text, streaming or whole; `parsed` makes a job of its body."""
-        desk = self._open()
+        front = self._open()
         job = await self.bodies.read(http, parsed)
         self._check_model(job.model)
         try:
-            return await self._answer_job(http, Exchange(job), desk)
+            return await self._answer_job(http, Exchange(job), front)
         except SlowReader as slow:
             return await slow.leave(http)
 
-    async def _answer_job(self, http: web.Request, exchange: Exchange, desk: Desk) -> web.StreamResponse:
+    async def _answer_job(self, http: web.Request, exchange: Exchange, front: Front) -> web.StreamResponse:
         """Answer a job, if the queue has room for it."""
         job = exchange.job
         with self._counted(len(job.prompts)), self._kept(exchange):
             threads = self.compiling if any(params.grammar for params in job.params) else self.tokenizing
-            prepare = partial(_prepare, job, desk.intake, self._served)
+            prepare = partial(_prepare, job, front.intake, self._served)
             reply = await asyncio.get_running_loop().run_in_executor(threads, prepare)
             exchange.requests = reply.requests
             if not exchange.items.empty():
@@ -310,10 +310,10 @@ class Server:
 
     async def server_info(self, http: web.Request) -> web.Response:
         """The launch flags, the sizes, and in internal_states[0] the scheduler's current numbers."""
-        desk = self._ready()
+        front = self._ready()
         answers = await self.engine.each("stats")
         stats: dict[str, Any] = next(filter(None, answers), {})
-        given = {**dataclasses.asdict(self.config), "speculative_algorithm": desk.facts.algorithm}
+        given = {**dataclasses.asdict(self.config), "speculative_algorithm": front.facts.algorithm}
         hidden = {"api_key", "admin_api_key", "notes", *stats}  # what stats have is as resolved, not as asked for
         flags = {name: value for name, value in given.items() if name not in hidden}
         states = [{**flags, **answer, "dp_rank": rank} for rank, answer in enumerate(answers) if answer]
@@ -392,9 +392,9 @@ class Server:
         if not asked.abort_all and asked.rid is None:
             raise RequestError("give rid, a non-empty string, or abort_all, true", "rid")
         begin = "" if asked.abort_all else asked.rid or ""
-        may_all = self.door.is_admin(http)
+        may_all = self.auth.is_admin(http)
         if asked.abort_all and not may_all:
-            raise self.door.forbidden("abort_all")
+            raise self.auth.forbidden("abort_all")
         for exchange in self.exchanges:
             named = exchange.job.rids
             if not may_all and begin not in (*named, named[0].removesuffix("-0")):
@@ -454,16 +454,16 @@ class Server:
         """Return how far the start is, or what has failed."""
         return one_line(self.engine.error) if self.engine.state == "failed" else self.engine.progress
 
-    def _ready(self) -> Desk:
+    def _ready(self) -> Front:
         """Return what is known of the model; RequestError 503 while loading, in the end, or after a failure."""
         if self.stopping:
             raise shutting_down()
-        if self.engine.state == "failed" or self.engine.desk is None:
+        if self.engine.state == "failed" or self.engine.front is None:
             raise RequestError(f"the server is not ready ({self.engine.state}): {self._progress()}", None, 503,
                                "not_ready")  # fmt: skip
-        return self.engine.desk
+        return self.engine.front
 
-    def _open(self) -> Desk:
+    def _open(self) -> Front:
         """Return the same for new work; RequestError 503 as above, and from the first signal on."""
         if self.draining:
             raise shutting_down()
@@ -472,8 +472,8 @@ class Server:
     @cached_property
     def _served(self) -> Served:
         """What answers tell of the server; known once it is ready."""
-        config, desk = self.config, self._ready()
-        facts, tokenizer = desk.facts, desk.intake.tokenizer
+        config, front = self.config, self._ready()
+        facts, tokenizer = front.facts, front.intake.tokenizer
         shown = calls_of(tokenizer.chat.tool_template or "")
         formats = Formats(CALLS.get(config.tool_call_parser or "", shown), THOUGHTS.get(config.reasoning_parser or ""))
         return Served(config.served_name, fingerprint(config, facts.numbers), facts.nodes,

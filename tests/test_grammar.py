@@ -322,7 +322,7 @@ def masks_check() -> None:
         for slot in slots:
             what = rng.choice(list(SCHEMAS))
             r = request(what, [1], grammar=TERSE[what], min_new_tokens=3)
-            r.compiled = GRAMMARS.compile(r.params.grammar)
+            r.compiled_grammar = GRAMMARS.compile(r.params.grammar)
             output = [t for t in truth("none")[what] if t != EOS]
             r.output_ids = output[: rng.randrange(len(output))]
             outputs[slot] = r
@@ -538,7 +538,7 @@ def test_a_hostile_grammar_costs_little_before_it_fails_or_does_no_harm(what: st
     assert time.thread_time() - started < 1
     if compiled is None:
         return
-    r = Request(what, [1], SamplingParams(grammar=HOSTILE[what]), compiled=compiled)
+    r = Request(what, [1], SamplingParams(grammar=HOSTILE[what]), compiled_grammar=compiled)
     constraint, row, rng = Constraint(r, [2]), np.zeros(compiled.words, np.uint32), random.Random(1)
     for _ in range(40):
         started = time.thread_time()
@@ -566,8 +566,8 @@ def test_ordinary_schemas_are_far_from_the_limits(real_vocabulary: Grammars) -> 
         {"type": "string", "maxLength": 20000}, {"type": "array", "items": {"type": "integer"}, "maxItems": 10000},
     ):  # fmt: skip
         r = Request("r", [1], SamplingParams(grammar=Grammar("json_schema", json.dumps(wanted))))
-        r.compiled = real_vocabulary.compile(r.params.grammar)
-        constraint, row, rng = Constraint(r, [2]), np.zeros(r.compiled.words, np.uint32), random.Random(1)
+        r.compiled_grammar = real_vocabulary.compile(r.params.grammar)
+        constraint, row, rng = Constraint(r, [2]), np.zeros(r.compiled_grammar.words, np.uint32), random.Random(1)
         for _ in range(30):
             constraint.catch_up()
             constraint.fill(row, 0)
@@ -581,7 +581,7 @@ def test_a_draft_that_leads_to_a_limit_is_cut_and_the_request_lives(monkeypatch:
     grammar = Grammar("lark", 'start: "x" /[0-9]{2}/ | "y" ' + "a " * 3000 + '\na: "z" | ')
     x, y, one, two, three = (TOKENS.index(text) for text in "xy123")
     r = request("r", [1], grammar=grammar)
-    r.compiled = GRAMMARS.compile(grammar)
+    r.compiled_grammar = GRAMMARS.compile(grammar)
     constraints = Constraints(VOCAB)
     constraints.assign(1, r, [EOS])
     masks = constraints.fill([1], [[5, y, x, one]], [[-1, 0, 0, 2]])

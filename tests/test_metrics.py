@@ -248,7 +248,7 @@ def test_half_a_pair_for_tls_is_refused(given: dict[str, str], said: str) -> Non
 
 
 def test_files_that_are_no_certificate_end_the_start_with_one_line() -> None:
-    from minispec.serve.auth import Door
+    from minispec.serve.auth import Auth
 
     with pytest.raises(ValueError, match="are no certificate with its key, in PEM form"):
-        Door(Config(ssl_certfile=__file__, ssl_keyfile=__file__))
+        Auth(Config(ssl_certfile=__file__, ssl_keyfile=__file__))

@@ -179,7 +179,7 @@ class Door:
 
     async def serve(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self.replicas.desk.intake.validate(request)
+            self.replicas.front.intake.validate(request)
         self.replicas.submit(requests)
         await self.until(lambda: set(requests) <= set(self.ends))
 

@@ -97,7 +97,7 @@ class Grammars:
     def prepare(self, request: Request) -> None:
         """Compile a request's grammar, if it has one; RequestError 400 if it is wrong."""
         if request.params.grammar is not None:
-            request.compiled = self.compile(request.params.grammar)
+            request.compiled_grammar = self.compile(request.params.grammar)
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Return a grammar compiled; RequestError 400 if it is wrong.
@@ -273,7 +273,7 @@ class Constraint:
     """One request's matcher. It has consumed the output up to the newest token that the host knows, the tree's root."""
 
     def __init__(self, request: Request, stop_ids: Iterable[int]) -> None:
-        self.request, self.stop_ids, self.words = request, frozenset(stop_ids), request.compiled.words
+        self.request, self.stop_ids, self.words = request, frozenset(stop_ids), request.compiled_grammar.words
         self.listed: np.ndarray | None = None  # the bits of allowed_token_ids
         if (listed := request.params.allowed_token_ids) is not None:
             self.listed = np.zeros(self.words, np.uint32)
@@ -283,7 +283,7 @@ class Constraint:
 
     def _restart(self) -> None:
         """Begin with a matcher that has consumed nothing: a matcher with an error is of no use."""
-        self.matcher, self.consumed = self.request.compiled.matcher.deep_copy(), 0
+        self.matcher, self.consumed = self.request.compiled_grammar.matcher.deep_copy(), 0
 
     def catch_up(self) -> None:
         """Consume what was output since the last call, or all of it after a restart; raises Stuck."""

@@ -128,7 +128,7 @@ class Replica:
         self._deliver([Update(self.told[rid].request, [], "", finish)])
 
     async def ask(self, question: str, *given: Any) -> Any:
-        """Return the answer to one of `about.QUESTIONS`, asked between two steps."""
+        """Return the answer to one of `info.QUESTIONS`, asked between two steps."""
         return await self._begun.answer(question, *given)
 
     async def updates(self, incarnation: str) -> AsyncIterator[tuple[str, list[Values]]]:

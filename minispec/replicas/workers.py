@@ -33,7 +33,7 @@ from minispec.replicas.cluster import Cluster
 from minispec.replicas.routing import Routing
 from minispec.replicas.wire import Values, packed, taken
 from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update
-from minispec.serve.front import Desk, Facts, desk_for
+from minispec.serve.front import Facts, Front, front_for
 
 logger = logging.getLogger("minispec")
 
@@ -61,7 +61,7 @@ class Place:
 
 
 class Replicas:
-    """What `engine_thread.EngineThread` is to a server, for several engines elsewhere. All on the event loop."""
+    """What `worker.EngineThread` is to a server, for several engines elsewhere. All on the event loop."""
 
     def __init__(
         self, config: Config, deliver: Callable[[list[Update]], None], died: Callable[[], None]
@@ -69,8 +69,8 @@ class Replicas:
         self.config, self.deliver, self.died = config, deliver, died
         self.error: BaseException | None = None
         self.lost, self.loaded = True, threading.Event()  # a failure here is always the end
-        self.desk: Desk | None = None
-        self.routing: Routing  # known with the desk
+        self.front: Front | None = None
+        self.routing: Routing  # known with the front
         self.places: list[Place] = []
         self.waiting: list[Request] = []
         self.deaths: Counter[Request] = Counter()
@@ -96,7 +96,7 @@ class Replicas:
                 return
             self.places = [Place(number, self._cluster.actor()) for number in range(self.config.dp_size)]
             self._tasks |= {asyncio.ensure_future(self._keep(place)) for place in self.places}
-            await asyncio.to_thread(import_module, "minispec.load.build")  # which the desk needs, while replicas load
+            await asyncio.to_thread(import_module, "minispec.load.build")  # which the front needs, while replicas load
         except Exception as error:
             self._fail(error)
 
@@ -142,7 +142,7 @@ class Replicas:
             return "failed"
         if any(place.state == "ready" for place in self.places):
             return "ready"
-        return "starting" if self.desk is None else "recovering"
+        return "starting" if self.front is None else "recovering"
 
     @property
     def progress(self) -> str:
@@ -203,7 +203,7 @@ class Replicas:
         """Start a replica again that could not load, after a while; RuntimeError where none ever could."""
         loads = place.known["state"] == "failed"
         line = place.known["progress"] if loads else f"replica {place.number} dies while it loads"
-        if self.desk is None:
+        if self.front is None:
             raise RuntimeError(line)
         logger.error("replica %d: %s; it is started again", place.number, line)
         await asyncio.sleep(GLANCE)
@@ -213,11 +213,11 @@ class Replicas:
 
     async def _open(self, place: Place) -> None:
         """Let a replica that is ready have requests."""
-        if self.desk is None:
+        if self.front is None:
             facts = Facts(*place.known["facts"])
-            desk = await asyncio.to_thread(desk_for, facts, self.config)
-            if self.desk is None:
-                self.desk, self.routing = desk, Routing(facts.page_size, facts.pages)
+            front = await asyncio.to_thread(front_for, facts, self.config)
+            if self.front is None:
+                self.front, self.routing = front, Routing(facts.page_size, facts.pages)
                 logger.info("The server is fired up and ready to roll!")
         if self.setting:
             await place.actor.ask.remote("reconfigure", *self.setting)
@@ -237,7 +237,7 @@ class Replicas:
         lost, place.requests = list(place.requests.values()), {}
         was, place.state = place.state, "starting"
         place.last, place.incarnation = place.incarnation, ""
-        if self.desk is None:
+        if self.front is None:
             return
         self.routing.forget(place.number)
         if lost and not place.planned:
@@ -382,7 +382,7 @@ class Replicas:
     # ---- questions -----------------------------------------------------------------------------------------------
 
     async def each(self, question: str, *given: Any) -> list[Any]:
-        """Return every replica's answer to one of `about.QUESTIONS`; None where there is none in time."""
+        """Return every replica's answer to one of `info.QUESTIONS`; None where there is none in time."""
         if question == "reconfigure":
             self.setting = given
         if question == "flush" and self.waiting:

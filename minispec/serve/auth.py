@@ -22,7 +22,7 @@ from minispec.serve.routes import ROUTES
 KEYS = {route.path: route.key for route in ROUTES}  # /abort_request needs the admin key too, in part: see its handler
 
 
-class Door:
+class Auth:
     """The keys and the certificate of a server."""
 
     def __init__(self, config: Config) -> None:

@@ -34,10 +34,10 @@ class Facts(NamedTuple):
     page_size: int
     pages: int
     algorithm: str  # the drafter that runs
-    numbers: str  # `about.numbers_of`
+    numbers: str  # `info.numbers_of`
 
 
-class Desk(NamedTuple):
+class Front(NamedTuple):
     """What a server knows of the model; safe on any thread."""
 
     folder: Path
@@ -53,15 +53,15 @@ def facts_of(llm: LLM) -> Facts:
                  scheduler.kv.page_size, scheduler.kv.pages, llm.config.algorithm, numbers_of(llm))  # fmt: skip
 
 
-def desk_of(llm: LLM, config: Config) -> Desk:
-    """Return the desk in front of an engine in this process."""
+def front_of(llm: LLM, config: Config) -> Front:
+    """Return the front in front of an engine in this process."""
     scheduler = llm.scheduler
     intake = Intake(scheduler.limits, llm.tokenizer, scheduler.engine.asked.prepare)
-    return Desk(llm.folder, intake, facts_of(llm), _read_defaults(config, llm.folder))
+    return Front(llm.folder, intake, facts_of(llm), _read_defaults(config, llm.folder))
 
 
-def desk_for(facts: Facts, config: Config) -> Desk:
-    """Return the desk in front of an engine elsewhere; reads the tokenizer, so it takes a second."""
+def front_for(facts: Facts, config: Config) -> Front:
+    """Return the front in front of an engine elsewhere; reads the tokenizer, so it takes a second."""
     from minispec.asked.grammar import Grammars  # here, since the server listens before torch is imported
     from minispec.load.build import choose_folder, choose_tokenizer
 
@@ -69,7 +69,7 @@ def desk_for(facts: Facts, config: Config) -> Desk:
     folder = choose_folder(config, logger.info)
     tokenizer = choose_tokenizer(config, folder, limits.vocab_size)
     grammars = Grammars(tokenizer.backend, limits.vocab_size, limits.eos_ids)
-    return Desk(folder, Intake(limits, tokenizer, grammars.prepare), facts, _read_defaults(config, folder))
+    return Front(folder, Intake(limits, tokenizer, grammars.prepare), facts, _read_defaults(config, folder))
 
 
 def _read_defaults(config: Config, folder: Path) -> dict[str, Any]:

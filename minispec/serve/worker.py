@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from minispec.config import Config
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update, one_line
-from minispec.serve.front import Desk, desk_of
+from minispec.serve.front import Front, front_of
 from minispec.serve.info import QUESTIONS
 from minispec.serve.warming import Warming
 from minispec.serve.watchdog import Watchdog
@@ -94,7 +94,7 @@ class EngineThread(threading.Thread):
         self.lost = False  # whether this process can compute nothing any more
         self.llm: LLM | None = None  # read by the event loop once ready; its scheduler is this thread's alone
         self.warming: Warming | None = None
-        self.desk: Desk | None = None  # known once ready
+        self.front: Front | None = None  # known once ready
         self.loaded, self.stopped = threading.Event(), threading.Event()
         self.questions: set[Future[Any]] = set()
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -214,7 +214,7 @@ class EngineThread(threading.Thread):
         self.llm = self.build(self.config, self._tell)
         if not self.config.skip_server_warmup:
             self._warm_up(self.llm)
-        self.desk = desk_of(self.llm, self.config)
+        self.front = front_of(self.llm, self.config)
         self.state = "ready"
         self.loaded.set()
         logger.info("%s", self.ready_line)

@@ -42,7 +42,7 @@ PREAMBLE = (
     "that the library opens at nine, that the reading room is on the first floor, that the children's corner has a "
     "blue carpet, that the catalogue is kept by Mrs. Lind, and that returned books go into the wooden box beside the "
     "door. You answer every question as well as you can, in plain words, and you never send anybody away without an "
-    "answer. The next visitor steps up to the front and asks you this, word for word: "
+    "answer. The next visitor steps up to the desk and asks you this, word for word: "
 )  # it has more than 64 tokens, so that prompts which begin with it share a page
 
 

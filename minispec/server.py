@@ -54,7 +54,7 @@ from minispec.serve.watchdog import Watchdog
 from minispec.serve.worker import Build, EngineThread, build_llm, build_sealed_llm
 
 if TYPE_CHECKING:
-    from minispec.serve.intake import Intake
+    from minispec.serve.front import Intake
 
 logger = logging.getLogger("minispec")
 

@@ -3,26 +3,43 @@
 In one process it is read off the `LLM`. With replicas the process at the door has no model: a replica tells its
 `Facts`, and the door reads tokenizer and sampling defaults from the model's folder.
 
-Read next: `server.py`, which asks nothing else of a model; `intake.py` for the checks.
+Requests are checked here before they are handed on (`Intake`). Everything is constant: any thread may ask, and none
+waits for a step.
+
+Read next: `server.py`, which asks nothing else of a model.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minispec.config import Config
-from minispec.request import Limits
+from minispec.request import Limits, Request
 from minispec.serve.info import numbers_of
-from minispec.serve.intake import Intake
 from minispec.serve.parse import sampling_defaults
 
 if TYPE_CHECKING:
     from minispec.llm import LLM
+    from minispec.load.tokenizer import Tokenizer
 
 logger = logging.getLogger("minispec")
+
+
+class Intake(NamedTuple):
+    """Checks requests against `limits`, and has ready what they ask for."""
+
+    limits: Limits
+    tokenizer: Tokenizer
+    prepare: Callable[[Request], None]  # that of `Grammars`, or of an engine's `Asked`
+
+    def validate(self, request: Request) -> None:
+        """Do what `Scheduler.validate` does."""
+        self.limits.check(request)
+        self.prepare(request)
 
 
 class Facts(NamedTuple):

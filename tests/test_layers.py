@@ -31,7 +31,7 @@ RANKS = {
     1: "shards http.fields http.reasoning config sampling direct attention eagle load.fp8 load.tokenizer "
     "load.default_model",
     2: "gather http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 "
-    "train.prompts",
+    "train.prompts load.flags",
     3: "bucket intake policy http.message trace beam ngram load.heads http.traces",
     4: "standalone lookup crossing seams",
     5: "late load.draft_models",

@@ -29,17 +29,15 @@ LEARNED = ("EAGLE", "EAGLE3")  # drafters with a trained head; NEXTN is another 
 GROWN = (*LEARNED, "STANDALONE")  # drafters that grow their trees on the device, with a draft model path
 HEADS = Path(__file__).parent / "heads"  # what ships for the default model; NEXTN is its MTP layer
 SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "standalone"}
-CPU_SHAPE = (2, 3, 4)  # steps/topk/nodes: the fastest for them on two CPU cores, where each round costs (README)
-LOOKUP_NODES = 12  # of the larger trees where texts are looked up too: what a lookup finds may hold for long
-INT8_SHAPE = (1, 3, 4)  # in place of larger trees with int8 weights, whose products take four rows at a time
-# steps/topk/nodes -> steps and nodes of the smaller tree beside it, which a step may have instead
-SMALLER = {(5, 4, 8): (2, 5), (3, 1, 4): (1, 2)}
+INT8_NODES = 4  # of a tree with int8 weights, whose products take four rows at a time
 BEST = ("EAGLE3", "NGRAM")  # the default model's default, the first whose files are here
 MAX_NODES = 128  # of a draft tree: the nodes of one request are one query block of FlexAttention
 OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class, a drafter of the operator's own
 # Flags of every drafter that drafts.
 _SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative_adaptive",
            "speculative_accept_threshold_single", "speculative_accept_threshold_acc")  # fmt: skip
+# The numbers of a tree, in the order in which shapes are written: steps/topk/nodes.
+NUMBERS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # a variable that is set in processes started by torchrun
 _DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
@@ -370,11 +368,10 @@ class Config:
             if self.algorithm not in owners:
                 self._note(f"{flag_name(f.name)} does nothing with --speculative-algorithm {self.algorithm}; "
                            f"it belongs to {', '.join(owners)}")  # fmt: skip
-        shape = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        missing = [flag_name(name) for name in shape if getattr(self, name) is None]
-        is_chain = self.speculative_eagle_topk == 1 and missing == [flag_name(shape[2])]  # its length says the rest
-        if self.algorithm in GROWN and 0 < len(missing) < len(shape) and not is_chain:
-            raise ValueError(f"{', '.join(map(flag_name, shape))} go together, all or none; not given: "
+        missing = [flag_name(name) for name in NUMBERS if getattr(self, name) is None]
+        is_chain = self.speculative_eagle_topk == 1 and missing == [flag_name(NUMBERS[2])]  # its length says the rest
+        if self.algorithm in GROWN and 0 < len(missing) < len(NUMBERS) and not is_chain:
+            raise ValueError(f"{', '.join(map(flag_name, NUMBERS))} go together, all or none; not given: "
                              f"{', '.join(missing)}")  # fmt: skip
         if self.algorithm in GROWN and self.speculative_num_draft_tokens == 1:
             raise ValueError("--speculative-num-draft-tokens must be at least 2, the root and a draft, got 1")
@@ -401,28 +398,10 @@ class Config:
         """Add a line to `notes`."""
         object.__setattr__(self, "notes", (*self.notes, line))
 
-    def tree_shape(self, architecture: str, on_cpu: bool = False) -> tuple[int, int, int]:
-        """Return (steps, topk, draft tokens) of a tree grown on the device.
-
-        If none is given: SGLang's choice, by method and the target's architecture; for a head that ships, on a CPU, the
-        fastest; with int8 weights four nodes. With topk 1 the tree is a chain of steps + 1; more nodes than candidates
-        exist are not asked for.
-        """
-        steps, topk, nodes = self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens
-        if steps is None or topk is None or (nodes is None and topk > 1):
-            ships = self.model_path is None and self.speculative_draft_model_path is None
-            if on_cpu and ships and self.algorithm in LEARNED:
-                return INT8_SHAPE if self.quantization == "int8" else CPU_SHAPE
-            bushy = self.algorithm in LEARNED and architecture == "LlamaForCausalLM"
-            return (3, 1, 4) if not bushy else INT8_SHAPE if self.quantization == "int8" else (5, 4, 8)
-        candidates = topk + (steps - 1) * topk * topk
-        return steps, topk, candidates + 1 if nodes is None or topk == 1 else min(nodes, candidates + 1)
-
     @property
     def gives_numbers(self) -> bool:
         """Whether flags say what shape trees have."""
-        return any(number is not None for number in (
-            self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens))  # fmt: skip
+        return any(getattr(self, name) is not None for name in NUMBERS)
 
     @property
     def adaptive(self) -> bool:
@@ -431,31 +410,17 @@ class Config:
             return not self.gives_numbers and self.simulate_acc_len is None
         return self.speculative_adaptive
 
+    @property
+    def several_sizes(self) -> bool:
+        """Whether there may be trees of more than one size: shapes are chosen, and no flag gives numbers."""
+        return self.adaptive and not self.gives_numbers
+
     def looks_up(self, on_cpu: bool) -> bool:
         """Return whether texts are looked up beside a drafter that grows its trees on the device."""
         wanted = self.speculative_lookup
         if wanted is None:  # on CUDA it would cost the overlap of steps
-            wanted = on_cpu and self.adaptive and not self.gives_numbers
+            wanted = on_cpu and self.several_sizes
         return wanted and self.algorithm in GROWN
-
-    def lookup_nodes(self, nodes: int) -> int:
-        """Return N, the nodes of the larger trees with lookups, beside a drafter whose trees have `nodes`."""
-        if self.gives_numbers or not self.adaptive:
-            return nodes
-        return max(nodes, INT8_SHAPE[2] if self.quantization == "int8" else LOOKUP_NODES)
-
-    def smaller_tree(self, shape: tuple[int, int, int]) -> tuple[int, int] | None:
-        """Return rounds and nodes of the smaller tree beside one grown on the device; None where there is one size."""
-        return SMALLER.get(shape) if self.adaptive and not self.gives_numbers else None
-
-    def smaller_nodes(self, nodes: int, on_cpu: bool) -> int | None:
-        """Return the nodes to which trees of the host may be cut, None where that gains nothing: half of eight or more.
-
-        Fewer nodes than that cost a step what a few more do, but on a CPU four are faster than six.
-        """
-        if nodes < 8 or not self.adaptive or self.gives_numbers:
-            return None
-        return CPU_SHAPE[2] if on_cpu else nodes // 2
 
     @property
     def algorithm(self) -> str:
@@ -521,7 +486,7 @@ class Config:
         """Nodes of a tree drafted on the host, root included (N); 1 without speculation."""
         if self.algorithm == "NONE":
             return 1
-        most = INT8_SHAPE[2] if self.quantization == "int8" else MAX_NODES
+        most = INT8_NODES if self.quantization == "int8" else MAX_NODES
         return self.speculative_num_draft_tokens or min(self.speculative_ngram_max_match_window_size, most)
 
     @property

@@ -12,6 +12,7 @@ import torch
 from minispec.config import Config, flag_name
 from minispec.load.flags import config_from_args, flags_page
 from minispec.load.sglang_flags import INSTEAD, LINES, REFUSED, SPEC_V2, VARIABLES, foreign_flags
+from minispec.load.tree_shape import tree_shape
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -372,8 +373,8 @@ def test_thresholds_are_none_where_verification_is_exact() -> None:
 )
 def test_tree_shapes_are_the_seed_systems_and_possible(given, architecture, shape) -> None:
     wishes = dict(zip(SHAPE, given, strict=False))
-    assert Config(model_path="x", speculative_algorithm="NEXTN", **wishes).tree_shape(architecture) == shape
-    alone = Config(model_path="x", speculative_algorithm="STANDALONE", **wishes).tree_shape(architecture)
+    assert tree_shape(Config(model_path="x", speculative_algorithm="NEXTN", **wishes), architecture) == shape
+    alone = tree_shape(Config(model_path="x", speculative_algorithm="STANDALONE", **wishes), architecture)
     assert alone == (shape if given else (3, 1, 4))
 
 

@@ -59,6 +59,7 @@ from minispec.load.int8 import (
     quantize,
     quantized,
 )
+from minispec.load.tree_shape import tree_shape
 from minispec.model import Model, RMSNorm
 from minispec.request import SamplingParams
 
@@ -329,7 +330,7 @@ def test_compiled_steps_are_exact() -> None:
 
 def test_trees_have_four_nodes_unless_flags_say_otherwise() -> None:
     def shape(on_cpu: bool = True, **flags: object) -> tuple[int, int, int]:
-        return Config(quantization="int8", **flags).tree_shape("LlamaForCausalLM", on_cpu)
+        return tree_shape(Config(quantization="int8", **flags), "LlamaForCausalLM", on_cpu)
 
     head = {"model_path": "m", "speculative_draft_model_path": "h"}
     for algorithm in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"):

@@ -33,7 +33,7 @@ RANKS = {
     2: "gather http.openapi http.door http.logprobs http.tools logprobs verify output grammar drafter mtp load.int8 "
     "train.prompts load.flags",
     3: "bucket intake policy http.message trace beam ngram load.heads http.traces",
-    4: "standalone lookup crossing seams",
+    4: "standalone lookup crossing seams load.tree_shape",
     5: "late load.draft_models",
     6: "engine load.drafters",
     7: "asked graphs scheduler load.selftest load.memory load.warm_up",

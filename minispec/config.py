@@ -257,25 +257,24 @@ class Config:
     notes: tuple[str, ...] = ()  # one line for each flag in whose place something else is done; to be logged
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen: normalise once, here
         for name in ("speculative_algorithm", "speculative_ngram_match_type"):
             value = getattr(self, name)
             if isinstance(value, str) and ":" not in value:  # a module's name is kept as it is
-                put(name, value.upper())
+                self._put(name, value.upper())
         for name, values in INSTEAD.items():
             given = getattr(self, name)
             if type(given) in (int, str) and given in values:
-                put(name, values[given][0])
+                self._put(name, values[given][0])
                 self._note(f"{flag_name(name)} {given} is taken as {values[given][0]}: {values[given][1]}")
         asked = self.speculative_algorithm
         if asked == "NEXTN":
-            put("speculative_algorithm", "EAGLE")
+            self._put("speculative_algorithm", "EAGLE")
         for f in FLAGS:
             _check(f, getattr(self, f.name))
         self._put_graph_batches()
-        put("draft_path", self.speculative_draft_model_path or self._shipped(asked or self.algorithm))
-        put("speculative_accept_threshold_acc", max(self.speculative_accept_threshold_acc, 1e-9))  # it divides
-        put("dtype", _DTYPES.get(self.dtype, self.dtype))
+        self._put("draft_path", self.speculative_draft_model_path or self._shipped(asked or self.algorithm))
+        self._put("speculative_accept_threshold_acc", max(self.speculative_accept_threshold_acc, 1e-9))  # it divides
+        self._put("dtype", _DTYPES.get(self.dtype, self.dtype))
         self._check_together()
 
     def _check_together(self) -> None:
@@ -302,6 +301,7 @@ class Config:
                                  f"got {template!r}, which is no file")  # fmt: skip
         ordered = (
             ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size", 0),
+            # The longest match could never draft anything if paths had no room for one more token.
             ("speculative_ngram_max_match_window_size", "speculative_ngram_branch_length", 1),
             ("speculative_ngram_min_bfs_breadth", "speculative_ngram_max_bfs_breadth", 0),
         )
@@ -332,8 +332,7 @@ class Config:
         address = self.dist_init_addr
         if address is None and self.nnodes > 1:
             raise ValueError(f"--nnodes {self.nnodes} needs --dist-init-addr, HOST:PORT of machine 0, the same on all")
-        port = (address or "").rpartition(":")[2]
-        if address is not None and not (address.rpartition(":")[0] and port.isdecimal() and 0 < int(port) < 65536):
+        if address is not None and not _is_address(address):
             raise ValueError(f"--dist-init-addr must be HOST:PORT with a port in [1, 65535], got {address!r}")
         if address is not None and self.tp_size == 1:
             self._note("--dist-init-addr does nothing with --tp-size 1: there is nobody to meet")
@@ -347,8 +346,7 @@ class Config:
         address = self.ray_address
         if address is None:
             return
-        host, _, port = address.rpartition(":")
-        if address != "auto" and not (host and "/" not in host and port.isdecimal() and 0 < int(port) < 65536):
+        if address != "auto" and ("/" in address or not _is_address(address)):
             raise ValueError(f"--ray-address must be HOST:PORT with a port in [1, 65535], or auto, got {address!r}")
         if self.dp_size == 1:
             self._note("--ray-address does nothing with --dp-size 1: there are no replicas to place")
@@ -388,15 +386,19 @@ class Config:
             batches = tuple(sorted(set(self.cuda_graph_bs)))
             if largest not in (None, batches[-1]):
                 self._note(f"--cuda-graph-max-bs {largest} is taken as {batches[-1]}, the largest of --cuda-graph-bs")
-            object.__setattr__(self, "cuda_graph_bs", batches)
-            object.__setattr__(self, "cuda_graph_max_bs", batches[-1])
+            self._put("cuda_graph_bs", batches)
+            self._put("cuda_graph_max_bs", batches[-1])
         if self.disable_cuda_graph and self.cuda_graph_max_bs is not None:
             given = "cuda_graph_bs" if self.cuda_graph_bs else "cuda_graph_max_bs"
             self._note(f"{flag_name(given)} does nothing beside --disable-cuda-graph")
 
     def _note(self, line: str) -> None:
         """Add a line to `notes`."""
-        object.__setattr__(self, "notes", (*self.notes, line))
+        self._put("notes", (*self.notes, line))
+
+    def _put(self, name: str, value: Any) -> None:
+        """Set a field while the config is made; it is frozen for everyone else."""
+        object.__setattr__(self, name, value)
 
     @property
     def gives_numbers(self) -> bool:
@@ -512,6 +514,12 @@ FLAGS: tuple[Any, ...] = tuple(f for f in fields(Config) if f.metadata)  # the f
 def flag_name(name: str) -> str:
     """Return the flag of a field, e.g. page_size -> --page-size."""
     return "--" + name.replace("_", "-")
+
+
+def _is_address(text: str) -> bool:
+    """Return whether a text is HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
 
 
 def _check(f: Any, value: Any) -> None:

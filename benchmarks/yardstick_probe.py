@@ -294,7 +294,7 @@ class Folders(Flat):
     what it asks of an engine is translated here, and both layouts tell the same of the same steps.
     """
 
-    generators = {"flags.md": "minispec.config", "serving.md": "minispec.serve.openapi"}
+    generators = {"flags.md": "minispec.load.flags", "serving.md": "minispec.serve.openapi"}
 
     @staticmethod
     def fits() -> bool:

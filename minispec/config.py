@@ -5,51 +5,44 @@ is ever parsed and ignored: a flag acts, or one line at start says what is done 
 for a flag that would change what clients get, or would open or close a door. Flags that act are the fields of `Config`;
 SGLang's others are in the tables of `load/sglang_flags.py`; an unknown flag is an error.
 
-`Config.from_args` serves the command line, `Config(...)` the library (`LLM(model, page_size=32)`): same checks, same
+A command line (`load/flags.py`) and the library (`LLM(model, page_size=32)`) both make a `Config`: same checks, same
 messages. What depends on the machine (dtype auto, chunk size, pool size) is resolved by whoever knows the machine.
-`python -m minispec.config` prints docs/flags.md.
 
-Read next: `load/build.py`, which turns a `Config` into an engine.
+Read next: `load/flags.py`, the command line, and `load/build.py`, which turns a `Config` into an engine.
 """
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from minispec.load.chat_templates import NAMED, is_template
 from minispec.load.reply_formats import CALLS, THOUGHTS
-from minispec.load.sglang_flags import INSTEAD, SPEC_V2, VARIABLES, Foreign, foreign_flags
+from minispec.load.sglang_flags import INSTEAD
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # served when no model is named
 LEARNED = ("EAGLE", "EAGLE3")  # drafters with a trained head; NEXTN is another name of EAGLE
 GROWN = (*LEARNED, "STANDALONE")  # drafters that grow their trees on the device, with a draft model path
 HEADS = Path(__file__).parent / "heads"  # what ships for the default model; NEXTN is its MTP layer
 SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "standalone"}
-CPU_SHAPE = (2, 3, 4)  # steps/topk/nodes: the fastest for them on two CPU cores, where each round costs (README)
-LOOKUP_NODES = 12  # of the larger trees where texts are looked up too: what a lookup finds may hold for long
-INT8_SHAPE = (1, 3, 4)  # in place of larger trees with int8 weights, whose products take four rows at a time
-# steps/topk/nodes -> steps and nodes of the smaller tree beside it, which a step may have instead
-SMALLER = {(5, 4, 8): (2, 5), (3, 1, 4): (1, 2)}
+INT8_NODES = 4  # of a tree with int8 weights, whose products take four rows at a time
 BEST = ("EAGLE3", "NGRAM")  # the default model's default, the first whose files are here
 MAX_NODES = 128  # of a draft tree: the nodes of one request are one query block of FlexAttention
 OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class, a drafter of the operator's own
 # Flags of every drafter that drafts.
 _SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative_adaptive",
            "speculative_accept_threshold_single", "speculative_accept_threshold_acc")  # fmt: skip
+# The numbers of a tree, in the order in which shapes are written: steps/topk/nodes.
+NUMBERS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # a variable that is set in processes started by torchrun
 _DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
-_TYPES = {"str": str, "int": int, "float": float, "Ints": int}  # the last takes one or several after its flag
-Ints = tuple[int, ...]
+Ints = tuple[int, ...]  # one or several after their flag
 
 
 def _flag(default: Any, group: str, help: str, *, choices: Sequence[Any] = (), low: float | None = None,
@@ -264,25 +257,24 @@ class Config:
     notes: tuple[str, ...] = ()  # one line for each flag in whose place something else is done; to be logged
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen: normalise once, here
         for name in ("speculative_algorithm", "speculative_ngram_match_type"):
             value = getattr(self, name)
             if isinstance(value, str) and ":" not in value:  # a module's name is kept as it is
-                put(name, value.upper())
+                self._put(name, value.upper())
         for name, values in INSTEAD.items():
             given = getattr(self, name)
             if type(given) in (int, str) and given in values:
-                put(name, values[given][0])
+                self._put(name, values[given][0])
                 self._note(f"{flag_name(name)} {given} is taken as {values[given][0]}: {values[given][1]}")
         asked = self.speculative_algorithm
         if asked == "NEXTN":
-            put("speculative_algorithm", "EAGLE")
-        for f in _flags():
+            self._put("speculative_algorithm", "EAGLE")
+        for f in FLAGS:
             _check(f, getattr(self, f.name))
         self._put_graph_batches()
-        put("draft_path", self.speculative_draft_model_path or self._shipped(asked or self.algorithm))
-        put("speculative_accept_threshold_acc", max(self.speculative_accept_threshold_acc, 1e-9))  # it divides
-        put("dtype", _DTYPES.get(self.dtype, self.dtype))
+        self._put("draft_path", self.speculative_draft_model_path or self._shipped(asked or self.algorithm))
+        self._put("speculative_accept_threshold_acc", max(self.speculative_accept_threshold_acc, 1e-9))  # it divides
+        self._put("dtype", _DTYPES.get(self.dtype, self.dtype))
         self._check_together()
 
     def _check_together(self) -> None:
@@ -309,6 +301,7 @@ class Config:
                                  f"got {template!r}, which is no file")  # fmt: skip
         ordered = (
             ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size", 0),
+            # The longest match could never draft anything if paths had no room for one more token.
             ("speculative_ngram_max_match_window_size", "speculative_ngram_branch_length", 1),
             ("speculative_ngram_min_bfs_breadth", "speculative_ngram_max_bfs_breadth", 0),
         )
@@ -339,8 +332,7 @@ class Config:
         address = self.dist_init_addr
         if address is None and self.nnodes > 1:
             raise ValueError(f"--nnodes {self.nnodes} needs --dist-init-addr, HOST:PORT of machine 0, the same on all")
-        port = (address or "").rpartition(":")[2]
-        if address is not None and not (address.rpartition(":")[0] and port.isdecimal() and 0 < int(port) < 65536):
+        if address is not None and not _is_address(address):
             raise ValueError(f"--dist-init-addr must be HOST:PORT with a port in [1, 65535], got {address!r}")
         if address is not None and self.tp_size == 1:
             self._note("--dist-init-addr does nothing with --tp-size 1: there is nobody to meet")
@@ -354,15 +346,14 @@ class Config:
         address = self.ray_address
         if address is None:
             return
-        host, _, port = address.rpartition(":")
-        if address != "auto" and not (host and "/" not in host and port.isdecimal() and 0 < int(port) < 65536):
+        if address != "auto" and ("/" in address or not _is_address(address)):
             raise ValueError(f"--ray-address must be HOST:PORT with a port in [1, 65535], or auto, got {address!r}")
         if self.dp_size == 1:
             self._note("--ray-address does nothing with --dp-size 1: there are no replicas to place")
 
     def _check_drafter(self) -> None:
         """Note the flags of other drafters than the one that runs; raise ValueError where a shape is half given."""
-        for f in _flags():
+        for f in FLAGS:
             if not f.name.startswith("speculative_") or getattr(self, f.name) in (f.default, "NONE"):
                 continue
             owners: tuple[str, ...] = ("NGRAM", *GROWN) if f.name in _SHARED else GROWN
@@ -375,11 +366,10 @@ class Config:
             if self.algorithm not in owners:
                 self._note(f"{flag_name(f.name)} does nothing with --speculative-algorithm {self.algorithm}; "
                            f"it belongs to {', '.join(owners)}")  # fmt: skip
-        shape = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        missing = [flag_name(name) for name in shape if getattr(self, name) is None]
-        is_chain = self.speculative_eagle_topk == 1 and missing == [flag_name(shape[2])]  # its length says the rest
-        if self.algorithm in GROWN and 0 < len(missing) < len(shape) and not is_chain:
-            raise ValueError(f"{', '.join(map(flag_name, shape))} go together, all or none; not given: "
+        missing = [flag_name(name) for name in NUMBERS if getattr(self, name) is None]
+        is_chain = self.speculative_eagle_topk == 1 and missing == [flag_name(NUMBERS[2])]  # its length says the rest
+        if self.algorithm in GROWN and 0 < len(missing) < len(NUMBERS) and not is_chain:
+            raise ValueError(f"{', '.join(map(flag_name, NUMBERS))} go together, all or none; not given: "
                              f"{', '.join(missing)}")  # fmt: skip
         if self.algorithm in GROWN and self.speculative_num_draft_tokens == 1:
             raise ValueError("--speculative-num-draft-tokens must be at least 2, the root and a draft, got 1")
@@ -396,38 +386,24 @@ class Config:
             batches = tuple(sorted(set(self.cuda_graph_bs)))
             if largest not in (None, batches[-1]):
                 self._note(f"--cuda-graph-max-bs {largest} is taken as {batches[-1]}, the largest of --cuda-graph-bs")
-            object.__setattr__(self, "cuda_graph_bs", batches)
-            object.__setattr__(self, "cuda_graph_max_bs", batches[-1])
+            self._put("cuda_graph_bs", batches)
+            self._put("cuda_graph_max_bs", batches[-1])
         if self.disable_cuda_graph and self.cuda_graph_max_bs is not None:
             given = "cuda_graph_bs" if self.cuda_graph_bs else "cuda_graph_max_bs"
             self._note(f"{flag_name(given)} does nothing beside --disable-cuda-graph")
 
     def _note(self, line: str) -> None:
         """Add a line to `notes`."""
-        object.__setattr__(self, "notes", (*self.notes, line))
+        self._put("notes", (*self.notes, line))
 
-    def tree_shape(self, architecture: str, on_cpu: bool = False) -> tuple[int, int, int]:
-        """Return (steps, topk, draft tokens) of a tree grown on the device.
-
-        If none is given: SGLang's choice, by method and the target's architecture; for a head that ships, on a CPU, the
-        fastest; with int8 weights four nodes. With topk 1 the tree is a chain of steps + 1; more nodes than candidates
-        exist are not asked for.
-        """
-        steps, topk, nodes = self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens
-        if steps is None or topk is None or (nodes is None and topk > 1):
-            ships = self.model_path is None and self.speculative_draft_model_path is None
-            if on_cpu and ships and self.algorithm in LEARNED:
-                return INT8_SHAPE if self.quantization == "int8" else CPU_SHAPE
-            bushy = self.algorithm in LEARNED and architecture == "LlamaForCausalLM"
-            return (3, 1, 4) if not bushy else INT8_SHAPE if self.quantization == "int8" else (5, 4, 8)
-        candidates = topk + (steps - 1) * topk * topk
-        return steps, topk, candidates + 1 if nodes is None or topk == 1 else min(nodes, candidates + 1)
+    def _put(self, name: str, value: Any) -> None:
+        """Set a field while the config is made; it is frozen for everyone else."""
+        object.__setattr__(self, name, value)
 
     @property
     def gives_numbers(self) -> bool:
         """Whether flags say what shape trees have."""
-        return any(number is not None for number in (
-            self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens))  # fmt: skip
+        return any(getattr(self, name) is not None for name in NUMBERS)
 
     @property
     def adaptive(self) -> bool:
@@ -436,31 +412,17 @@ class Config:
             return not self.gives_numbers and self.simulate_acc_len is None
         return self.speculative_adaptive
 
+    @property
+    def several_sizes(self) -> bool:
+        """Whether there may be trees of more than one size: shapes are chosen, and no flag gives numbers."""
+        return self.adaptive and not self.gives_numbers
+
     def looks_up(self, on_cpu: bool) -> bool:
         """Return whether texts are looked up beside a drafter that grows its trees on the device."""
         wanted = self.speculative_lookup
         if wanted is None:  # on CUDA it would cost the overlap of steps
-            wanted = on_cpu and self.adaptive and not self.gives_numbers
+            wanted = on_cpu and self.several_sizes
         return wanted and self.algorithm in GROWN
-
-    def lookup_nodes(self, nodes: int) -> int:
-        """Return N, the nodes of the larger trees with lookups, beside a drafter whose trees have `nodes`."""
-        if self.gives_numbers or not self.adaptive:
-            return nodes
-        return max(nodes, INT8_SHAPE[2] if self.quantization == "int8" else LOOKUP_NODES)
-
-    def smaller_tree(self, shape: tuple[int, int, int]) -> tuple[int, int] | None:
-        """Return rounds and nodes of the smaller tree beside one grown on the device; None where there is one size."""
-        return SMALLER.get(shape) if self.adaptive and not self.gives_numbers else None
-
-    def smaller_nodes(self, nodes: int, on_cpu: bool) -> int | None:
-        """Return the nodes to which trees of the host may be cut, None where that gains nothing: half of eight or more.
-
-        Fewer nodes than that cost a step what a few more do, but on a CPU four are faster than six.
-        """
-        if nodes < 8 or not self.adaptive or self.gives_numbers:
-            return None
-        return CPU_SHAPE[2] if on_cpu else nodes // 2
 
     @property
     def algorithm(self) -> str:
@@ -526,7 +488,7 @@ class Config:
         """Nodes of a tree drafted on the host, root included (N); 1 without speculation."""
         if self.algorithm == "NONE":
             return 1
-        most = INT8_SHAPE[2] if self.quantization == "int8" else MAX_NODES
+        most = INT8_NODES if self.quantization == "int8" else MAX_NODES
         return self.speculative_num_draft_tokens or min(self.speculative_ngram_max_match_window_size, most)
 
     @property
@@ -545,25 +507,8 @@ class Config:
         """The model's name in answers: the one given, else the path given, else the default model's."""
         return self.served_model_name or self.model_path or DEFAULT_MODEL
 
-    @classmethod
-    def from_args(cls, argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> Config:
-        """Parse a command line (default: the process's own); a bad one prints one line and exits with status 2.
 
-        environ: looked through for SGLang's variables, to note that they are not read.
-        """
-        parser = _parser()
-        given, unknown = parser.parse_known_args(None if argv is None else list(argv))
-        if unknown:
-            parser.error(_unknown(unknown[0], parser))
-        values = vars(given)
-        notes = values.pop("notes", [])
-        if values.get("trust_remote_code"):
-            notes = [*notes, "--trust-remote-code is without effect: code of a model repository never runs here"]
-        notes += _variables(environ, values.get("speculative_eagle_topk"))
-        try:
-            return cls(**values, notes=tuple(notes))
-        except ValueError as error:
-            parser.error(str(error))
+FLAGS: tuple[Any, ...] = tuple(f for f in fields(Config) if f.metadata)  # the fields that are flags, in order
 
 
 def flag_name(name: str) -> str:
@@ -571,9 +516,10 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _flags() -> list[Any]:
-    """Return the dataclass fields that are flags, in order."""
-    return [f for f in fields(Config) if f.metadata]
+def _is_address(text: str) -> bool:
+    """Return whether a text is HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
 
 
 def _check(f: Any, value: Any) -> None:
@@ -605,148 +551,3 @@ def _check_one(flag: str, meta: Mapping[str, Any], kind: str, value: Any) -> Non
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         allowed = f"in [{low:g}, {high:g}]" if high is not None else f"at least {low}"
         raise ValueError(f"{flag} must be {allowed}, got {value}")
-
-
-# ---- the command line ------------------------------------------------------------------------------------------------
-
-_ALIASES = {  # other spellings, SGLang's own and those of its documents' history
-    "model_path": ("--model",),
-    "tp_size": ("--tp", "--tensor-parallel-size"),
-    "dp_size": ("--dp", "--data-parallel-size"),
-    "mem_fraction_static": ("--mem-fraction", "--mem-frac"),
-    "cuda_graph_max_bs": ("--cuda-graph-max",),
-    "speculative_algorithm": ("--speculative-algo",),
-    "speculative_draft_model_path": ("--speculative-draft-model", "--speculative-draft"),
-    "speculative_ngram_branch_length": ("--speculative-ngram-max-trie-depth",),  # its name since SGLang 0.5.23
-}
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are one line; --help tells the rest."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse with underscores accepted for dashes in flag names."""
-        words = []
-        for word in sys.argv[1:] if args is None else args:
-            name, equals, value = word.partition("=")
-            words.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
-        return super().parse_known_args(words, namespace)
-
-
-class _Foreign(argparse.Action):
-    """A flag of SGLang's with no meaning here: a note, or an error where it asks for what is refused."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        flag: Foreign = self.const
-        given = " ".join([option_string or "", *values])
-        if flag.accepted is not None and " ".join(values) not in flag.accepted:
-            also = "".join(f"; {v} is accepted" for v in sorted(flag.accepted) if v)
-            parser.error(f"{given}: {flag.reason}{also}")
-        namespace.notes = [*getattr(namespace, "notes", []), f"{given} changes nothing: {flag.reason}"]
-
-
-def _variables(environ: Mapping[str, str], topk: int | None) -> list[str]:
-    """Return the notes on SGLang's environment variables that are set."""
-    names = sorted(name for name in environ if name.startswith("SGLANG_"))
-    notes = []
-    if environ.get(SPEC_V2, "").lower() in ("1", "true", "yes", "y"):
-        names.remove(SPEC_V2)
-        trees = f"; with --speculative-eagle-topk {topk} trees are served all the same" if (topk or 1) > 1 else ""
-        notes.append(f"{SPEC_V2} changes nothing: on CUDA steps overlap without it, unless --disable-overlap-schedule "
-                     f"is given{trees}")
-    if names:
-        notes.append(f"these environment variables of SGLang's are not read here: {', '.join(names)}")
-    return notes
-
-
-def _parser() -> _Parser:
-    """Build the command-line parser from the fields of `Config` and the table of foreign flags."""
-    parser = _Parser(
-        prog="python -m minispec.server", allow_abbrev=False, argument_default=argparse.SUPPRESS,
-        description="Serve a language model over HTTP, OpenAI's and SGLang's endpoints, with speculative decoding.",
-        epilog="Underscores may stand for dashes. docs/flags.md says what SGLang's other flags do here.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=120),
-    )  # fmt: skip
-    groups: dict[str, Any] = {}
-    for f in _flags():
-        meta, kind = f.metadata, f.type.split(" ")[0]
-        if meta["group"] not in groups:
-            groups[meta["group"]] = parser.add_argument_group(meta["group"])
-        group = groups[meta["group"]]
-        names = (flag_name(f.name), *_ALIASES.get(f.name, ()))
-        shown = "" if f.default is None or f.default is False else f" (default: {f.default})"
-        if kind == "bool":
-            action = "store_true" if f.default is False else argparse.BooleanOptionalAction
-            group.add_argument(*names, dest=f.name, action=action, help=meta["help"])
-            continue
-        several = {"nargs": "+"} if kind == "Ints" else {}
-        metavar = "{" + ",".join(map(str, meta["choices"])) + "}" if meta["choices"] else _TYPES[kind].__name__.upper()
-        kwargs = {"type": _TYPES[kind], "metavar": metavar, "help": meta["help"] + shown, **several}
-        group.add_argument(*names, dest=f.name, **kwargs)
-    for flag, const in foreign_flags().items():
-        parser.add_argument(flag, dest="notes", action=_Foreign, nargs="*", const=const, help=argparse.SUPPRESS)
-    return parser
-
-
-def _unknown(word: str, parser: _Parser) -> str:
-    """Return the error for a word that is no flag, naming the closest flag there is."""
-    known = [name for action in parser._actions for name in action.option_strings]
-    close = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.8)
-    return f"unknown argument {word}" + (f"; did you mean {close[0]}?" if close else "; --help lists the flags")
-
-
-# ---- docs/flags.md ---------------------------------------------------------------------------------------------------
-
-
-def flags_page() -> str:
-    """Return the text of docs/flags.md: what each flag and environment variable of SGLang's does here."""
-    lines, refused = [], []
-    for flag, (accepted, reason) in sorted(foreign_flags().items()):
-        if accepted is None:
-            lines.append((flag, reason))
-        else:
-            passes = ", ".join(f"`{value}`" if value else "the bare switch" for value in sorted(accepted))
-            refused.append((flag, reason, passes))
-    acting = []
-    for f in _flags():
-        off = (flag_name(f"no_{f.name}"),) if f.type == "bool | None" else ()
-        names = ", ".join(f"`{name}`" for name in (flag_name(f.name), *off, *_ALIASES.get(f.name, ())))
-        acting.append((names, "" if f.default is None else f"`{f.default}`", f.metadata["help"]))
-    instead = [
-        (f"{flag_name(name)} {value}", str(taken), why)
-        for name, values in INSTEAD.items() for value, (taken, why) in values.items()
-    ]  # fmt: skip
-    return "\n\n".join([
-        "# Launch flags",
-        "Written by `python -m minispec.config` from the tables that the command line is parsed with; do not edit.\n"
-        "A flag acts, or one line at start says what is done instead; the server refuses to start only for a flag that "
-        "would change what clients get, or would open or close a door. Underscores may stand for dashes.",
-        "## Flags that act", _table(("flag", "default", "what it does"), acting),
-        "## Values taken as another one, with a line at start",
-        _table(("given", "taken as", "why"), [(f"`{given}`", f"`{taken}`", why) for given, taken, why in instead]),
-        "A chain (`--speculative-eagle-topk 1`) needs no `--speculative-num-draft-tokens`: it has one node more than "
-        "steps. A flag of another drafter than the one that runs does nothing, and a line says so.",
-        "NGRAM on a CPU and lookups beside a head read two sources, a dictionary of each request's own text and the "
-        "trie of all texts. The two match window sizes bound both, except that the dictionary knows no suffix of one "
-        "token; what begins with \"trie:\" is of the trie alone. NGRAM on CUDA reads the trie alone, and so it does "
-        "on a CPU with `--no-speculative-adaptive` or a number of draft tokens.",
-        "## Flags with a line at start, whatever their value",
-        _table(("flag", "what is done instead"), [(f"`{flag}`", reason) for flag, reason in lines]),
-        "## Flags that are refused",
-        _table(("flag", "why", "accepted"), [(f"`{flag}`", reason, passes) for flag, reason, passes in refused]),
-        "## SGLang's environment variables", "They are not read, and those that are set are named in a line at start.",
-        _table(("variable", "what holds here"), [(f"`{name}`", text) for name, text in VARIABLES.items()]),
-    ]) + "\n"  # fmt: skip
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    cells = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(flags_page())

@@ -34,21 +34,10 @@ CROWDED = 64  # a node with more children than this remembers the likeliest, sin
 ROOT = 0  # the empty path. No child, leaf or bucket entry is ever the root, so 0 also means "no node" in every link
 MOST = 2**31 - 1
 
-_FLAGS = {
-    "min_match": "--speculative-ngram-min-match-window-size",
-    "max_match": "--speculative-ngram-max-match-window-size",
-    "min_breadth": "--speculative-ngram-min-bfs-breadth",
-    "max_breadth": "--speculative-ngram-max-bfs-breadth",
-    "match_type": "--speculative-ngram-match-type",
-    "branch_length": "--speculative-ngram-branch-length",
-    "capacity": "--speculative-ngram-capacity",
-    "nodes": "--speculative-num-draft-tokens",
-}
-
 
 @dataclass(frozen=True)
 class NgramOptions:
-    """The NGRAM flags; raises ValueError naming the flag, what was given and what is allowed."""
+    """The NGRAM flags, which `Config` has checked but for the capacity: a path must fit, and nodes are 32 bits wide."""
 
     min_match: int = 1  # shortest suffix looked up
     max_match: int = 12  # longest suffix looked up
@@ -60,25 +49,12 @@ class NgramOptions:
     nodes: int = 12  # N: nodes of a draft, root included
 
     def __post_init__(self) -> None:
-        if self.match_type not in ("BFS", "PROB"):
-            raise ValueError(f"{_FLAGS['match_type']} must be BFS or PROB, got {self.match_type!r}")
-        self._check("nodes", 1, MOST)
-        self._check("min_match", 1, MOST)
-        self._check("max_match", self.min_match, MOST, low_is="min_match")
-        self._check("min_breadth", 1, MOST)
-        self._check("max_breadth", self.min_breadth, MOST, low_is="min_breadth")
-        # The longest match could never draft anything if paths had no room for one more token.
-        self._check("branch_length", max(2, self.max_match + 1), MOST, low_is="max_match")
-        self._check("capacity", self.branch_length + 1, MOST, low_is="branch_length")
-
-    def _check(self, name: str, low: int, high: int, low_is: str | None = None) -> None:
-        """Raise unless the field is an int in [low, high]; `low_is` names the field the lower bound comes from."""
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{_FLAGS[name]} must be an integer, got {value!r}")
-        if not low <= value <= high:
-            why = f" ({_FLAGS[low_is]} is {getattr(self, low_is)})" if low_is else ""
-            raise ValueError(f"{_FLAGS[name]} must be in [{low}, {high}]{why}, got {value}")
+        low = self.branch_length + 1
+        if not low <= self.capacity <= MOST:
+            raise ValueError(
+                f"--speculative-ngram-capacity must be in [{low}, {MOST}] "
+                f"(--speculative-ngram-branch-length is {self.branch_length}), got {self.capacity}"
+            )
 
 
 class Match(NamedTuple):

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import web
 
 from minispec.config import Config
+from minispec.load.flags import config_from_args
 from minispec.load.machine import own_compile_cache
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.replicas.workers import Replicas
@@ -564,7 +565,7 @@ def _failed(why: object) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the server from the command line; exits with 0 after Ctrl-C or SIGTERM, non-zero on failure."""
-    config = Config.from_args(argv)
+    config = config_from_args(argv)
     logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S", stream=sys.stderr,
                         level=getattr(logging, config.log_level.upper()))  # fmt: skip
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # its errors quote raw request lines, which may hold keys

@@ -26,6 +26,7 @@ from minispec import LLM
 from minispec.config import Config
 from minispec.drafter import Draft
 from minispec.load.drafters import make_drafter
+from minispec.load.flags import config_from_args
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.tree import PADDING
 
@@ -149,7 +150,7 @@ def test_its_trees_are_trees_and_every_branch_stood_in_the_text(subject: Subject
 def test_the_page_names_files_that_exist_and_the_flags_it_shows_parse() -> None:
     assert set(missing_files(PAGE)) == {"prompt_lookup.py", "pairs.py"}
     (line,) = re.findall(r"^python -m minispec.server (.*)$", PAGE, re.MULTILINE)
-    config = Config.from_args(line.split())
+    config = config_from_args(line.split())
     assert config.algorithm == NAME and config.draft_tokens == 8
 
 

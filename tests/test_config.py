@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from minispec.config import Config, flag_name, flags_page
+from minispec.config import Config, flag_name
+from minispec.load.flags import config_from_args, flags_page
 from minispec.load.sglang_flags import INSTEAD, LINES, REFUSED, SPEC_V2, VARIABLES, foreign_flags
+from minispec.load.tree_shape import tree_shape
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -18,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """Return the one line a bad command line prints; assert that it exits with status 2."""
     with pytest.raises(SystemExit) as stop:
-        Config.from_args(argv)
+        config_from_args(argv)
     assert stop.value.code == 2
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1, printed
@@ -45,7 +47,7 @@ DOCUMENTED = documented()
 def test_every_documented_command_is_accepted_as_written(number: int) -> None:
     environ, argv = DOCUMENTED[number]
     assert len(DOCUMENTED) == 22
-    config = Config.from_args(argv, environ)
+    config = config_from_args(argv, environ)
     asked = dict(zip(argv, argv[1:], strict=False))
     assert config.model_path == (asked.get("--model") or asked["--model-path"])
     assert config.algorithm == (asked.get("--speculative-algorithm") or asked["--speculative-algo"])
@@ -56,7 +58,7 @@ def test_every_documented_command_is_accepted_as_written(number: int) -> None:
 
 
 def test_defaults_are_those_of_the_contract() -> None:
-    config = Config.from_args([])
+    config = config_from_args([])
     expected = {
         "host": "127.0.0.1", "port": 30000, "page_size": 64, "decode_log_interval": 40, "stream_interval": 1,
         "sampling_defaults": "model", "speculative_ngram_min_match_window_size": 1,
@@ -104,7 +106,7 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
                 argv += ["--model", "somewhere"]
             argv += {"nnodes": TOGETHER, "node_rank": ["--nnodes", "8", *TOGETHER]}.get(f.name, [])
             argv = ["--speculative-ngram-max-bfs-breadth=9", *argv] if f.name == "speculative_ngram_capacity" else argv
-            assert getattr(Config.from_args(argv), f.name) != f.default, argv
+            assert getattr(config_from_args(argv), f.name) != f.default, argv
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
     ],
 )
 def test_old_spellings_and_aliases_work(argv: list[str], field: str, value: object) -> None:
-    assert getattr(Config.from_args(argv), field) == value
+    assert getattr(config_from_args(argv), field) == value
 
 
 def test_speculation_is_on_for_the_default_model_only() -> None:
@@ -163,8 +165,12 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         (["--max-queued-requests", "0"], "--max-queued-requests must be at least 1, got 0"),
         (["--speculative-algo", "NGRAM", "--speculative-ngram-branch-length", "12"],
          "must be below --speculative-ngram-branch-length, got 12 and 12"),
+        (["--speculative-algo", "NGRAM", "--speculative-ngram-min-match-window-size", "13"],
+         "must be at most --speculative-ngram-max-match-window-size, got 13 and 12"),
         (["--speculative-algo", "NGRAM", "--speculative-ngram-min-bfs-breadth", "11"],
-         "--speculative-ngram-max-bfs-breadth"),
+         "must be at most --speculative-ngram-max-bfs-breadth, got 11 and 10"),
+        (["--speculative-ngram-min-bfs-breadth", "0"], "--speculative-ngram-min-bfs-breadth must be at least 1, got 0"),
+        (["--speculative-ngram-match-type", "dfs"], "ngram-match-type must be one of BFS, PROB, got 'DFS'"),
         (["--speculative-accept-threshold-single", "1.5"], "-single must be in [0, 1], got 1.5"),
         (["--speculative-accept-threshold-acc", "nan"], "--speculative-accept-threshold-acc must be in [0, 1]"),
         (["--cuda-graph-max-bs", "0"], "--cuda-graph-max-bs must be at least 1, got 0"),
@@ -197,14 +203,14 @@ def test_refusals_are_one_line_that_names_the_flag(
              ["--json-model-override-args", "{}"], ["--pp-size", "1"], ["--disaggregation-mode", "null"]],
 )  # fmt: skip
 def test_flags_that_ask_for_what_is_so_leave_one_note(argv: list[str]) -> None:
-    notes = Config.from_args(argv).notes
+    notes = config_from_args(argv).notes
     assert len(notes) == 1 and argv[0].partition("=")[0].replace("_", "-") in notes[0]
 
 
 @pytest.mark.parametrize("flag", [flag for flags in LINES.values() for flag in flags.split()])
 def test_what_changes_no_output_is_taken_with_any_value_and_one_line(flag: str) -> None:
     for words in ([flag], [flag, "7"], [flag, "1", "2", "4"], [f"{flag}=auto"]):
-        config = Config.from_args(words)
+        config = config_from_args(words)
         assert len(config.notes) == 1 and config.notes[0].startswith(words[0].partition("=")[0])
         assert dataclasses.replace(config, notes=()) == Config()
 
@@ -216,7 +222,7 @@ def test_what_opens_a_door_is_refused_but_for_the_value_that_describes_what_is_s
     name, equals, value = flag.partition("=")
     assert name in refusal(capsys, name, "another")
     if equals:
-        assert len(Config.from_args([name, value]).notes) == 1
+        assert len(config_from_args([name, value]).notes) == 1
 
 
 @pytest.mark.parametrize("name", INSTEAD)
@@ -225,7 +231,7 @@ def test_values_that_stand_for_another_are_taken_as_it_with_a_line(name: str) ->
         drafting = {"speculative_algorithm": "EAGLE", "model_path": "x"}
         for config in (
             Config(**drafting, **{name: given}),
-            Config.from_args(["--model=x", "--speculative-algo=EAGLE", flag_name(name), str(given)]),
+            config_from_args(["--model=x", "--speculative-algo=EAGLE", flag_name(name), str(given)]),
         ):
             assert getattr(config, name) == taken
             assert len(config.notes) == 1 and f"{flag_name(name)} {given} is taken as {taken}" in config.notes[0]
@@ -243,23 +249,23 @@ def test_values_that_stand_for_another_are_taken_as_it_with_a_line(name: str) ->
     ],
 )
 def test_a_flag_of_another_drafter_does_nothing_and_says_so(argv: list[str], said: str) -> None:
-    (note,) = Config.from_args(argv).notes
+    (note,) = config_from_args(argv).notes
     assert said in note
 
 
 def test_variables_of_sglang_that_are_set_are_named_in_one_line() -> None:
     environ = {"SGLANG_B": "1", "SGLANG_A": "", "HOME": "/", SPEC_V2: "False"}
-    (note,) = Config.from_args([], environ).notes
+    (note,) = config_from_args([], environ).notes
     assert note.endswith(f"not read here: SGLANG_A, SGLANG_B, {SPEC_V2}")
-    assert Config.from_args([], {"HOME": "/"}).notes == ()
+    assert config_from_args([], {"HOME": "/"}).notes == ()
 
 
 def test_spec_v2_says_that_trees_are_served() -> None:
     tree = ["--model=x", "--speculative-algo=EAGLE", "--speculative-num-steps=3", "--speculative-eagle-topk=4",
             "--speculative-num-draft-tokens=16"]  # fmt: skip
-    (note,) = Config.from_args(tree, {SPEC_V2: "True"}).notes
+    (note,) = config_from_args(tree, {SPEC_V2: "True"}).notes
     assert SPEC_V2 in note and "--speculative-eagle-topk 4 trees are served" in note
-    (note,) = Config.from_args([], {SPEC_V2: "1"}).notes
+    (note,) = config_from_args([], {SPEC_V2: "1"}).notes
     assert SPEC_V2 in note and "trees" not in note
 
 
@@ -290,12 +296,12 @@ def test_the_page_of_flags_is_what_the_tables_say_and_lists_the_whole_contract(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = (ROOT / "docs/flags.md").read_text(encoding="utf-8")
-    assert page == flags_page(), "python -m minispec.config > docs/flags.md"
+    assert page == flags_page(), "python -m minispec.load.flags > docs/flags.md"
     assert [flag for flag in CONTRACT if f"`{flag}`" not in page] == []
     assert [name for name in VARIABLES if f"`{name}`" not in page] == [] and len(VARIABLES) == 10
     for flag in CONTRACT:  # and the parser knows each: whatever else it says, it is not that it never heard of it
         try:
-            Config.from_args([flag, "1"])
+            config_from_args([flag, "1"])
         except SystemExit:
             assert "unknown argument --" not in capsys.readouterr().err, flag
 
@@ -316,30 +322,30 @@ def test_the_library_gets_the_same_checks() -> None:
 
 def test_the_draft_is_read_in_the_target_s_format_unless_it_has_one_of_its_own() -> None:
     flags = ["--speculative-algo=EAGLE3", "--load-format=pt"]
-    assert Config.from_args(flags).draft_load_format == "pt"
-    assert Config.from_args([*flags, "--speculative-draft-load-format=safetensors"]).draft_load_format == "safetensors"
+    assert config_from_args(flags).draft_load_format == "pt"
+    assert config_from_args([*flags, "--speculative-draft-load-format=safetensors"]).draft_load_format == "safetensors"
     assert Config().draft_load_format == Config(load_format="dummy").draft_load_format == "auto"
 
 
 def test_a_chat_template_is_a_name_a_file_or_a_template(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("{{ messages }}")
     for given in ("llama-2", str(tmp_path / "mine"), "{% for m in messages %}{% endfor %}"):
-        assert Config.from_args(["--chat-template", given]).chat_template == given
+        assert config_from_args(["--chat-template", given]).chat_template == given
 
 
 def test_help_lists_every_flag_and_hides_the_foreign_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        Config.from_args(["--help"])
+        config_from_args(["--help"])
     text = capsys.readouterr().out
     assert stop.value.code == 0 and "--pp" not in text
     assert [f.name for f in dataclasses.fields(Config) if f.metadata and flag_name(f.name) not in text] == []
 
 
 def test_the_batches_of_graphs_are_sorted_and_their_largest_is_the_largest() -> None:
-    for config in (Config.from_args(["--cuda-graph-bs", "8", "2", "8"]), Config(cuda_graph_bs=[8, 2, 8])):
+    for config in (config_from_args(["--cuda-graph-bs", "8", "2", "8"]), Config(cuda_graph_bs=[8, 2, 8])):
         assert (config.cuda_graph_bs, config.cuda_graph_max_bs, config.notes) == ((2, 8), 8, ())
     assert Config(cuda_graph_bs=(2,), cuda_graph_max_bs=2).notes == ()
-    (note,) = Config.from_args(["--cuda-graph-bs", "2", "--cuda-graph-max", "4"]).notes
+    (note,) = config_from_args(["--cuda-graph-bs", "2", "--cuda-graph-max", "4"]).notes
     assert note == "--cuda-graph-max-bs 4 is taken as 2, the largest of --cuda-graph-bs"
     (note,) = Config(cuda_graph_bs=(2,), disable_cuda_graph=True).notes
     assert note == "--cuda-graph-bs does nothing beside --disable-cuda-graph"
@@ -350,7 +356,7 @@ def test_the_batches_of_graphs_are_sorted_and_their_largest_is_the_largest() -> 
 
 def test_thresholds_are_none_where_verification_is_exact() -> None:
     name = "speculative_accept_threshold_"
-    assert Config().thresholds is None and Config.from_args(["--speculative-accept-threshold-acc=1"]).thresholds is None
+    assert Config().thresholds is None and config_from_args(["--speculative-accept-threshold-acc=1"]).thresholds is None
     assert Config(**{name + "single": 0.25}).thresholds == (0.25, 1.0)
     assert Config(**{name + "single": 0, name + "acc": 0}).thresholds == (0, 1e-9)  # acc divides
     eagle = Config(model_path="x", speculative_algorithm="EAGLE", **{name + "acc": 0.5})
@@ -371,8 +377,8 @@ def test_thresholds_are_none_where_verification_is_exact() -> None:
 )
 def test_tree_shapes_are_the_seed_systems_and_possible(given, architecture, shape) -> None:
     wishes = dict(zip(SHAPE, given, strict=False))
-    assert Config(model_path="x", speculative_algorithm="NEXTN", **wishes).tree_shape(architecture) == shape
-    alone = Config(model_path="x", speculative_algorithm="STANDALONE", **wishes).tree_shape(architecture)
+    assert tree_shape(Config(model_path="x", speculative_algorithm="NEXTN", **wishes), architecture) == shape
+    alone = tree_shape(Config(model_path="x", speculative_algorithm="STANDALONE", **wishes), architecture)
     assert alone == (shape if given else (3, 1, 4))
 
 

@@ -24,6 +24,7 @@ from test_layers import ROOT
 from test_server import Running, events, options, ready, tiny  # noqa: F401  the fixture
 
 from minispec.config import Config
+from minispec.load.flags import config_from_args
 
 DEPLOY = ROOT / "deploy"
 sys.path.insert(0, str(DEPLOY))
@@ -156,7 +157,7 @@ def test_the_unit_is_one_and_starts_the_server(tmp_path: Path) -> None:
     text = (DEPLOY / "minispec.service").read_text(encoding="utf-8")
     (command,) = re.findall(r"^ExecStart=(.+)$", text, re.MULTILINE)
     python, *rest = shlex.split(command)
-    assert rest[:2] == ["-m", "minispec.server"] and Config.from_args(rest[2:]).host == "127.0.0.1"
+    assert rest[:2] == ["-m", "minispec.server"] and config_from_args(rest[2:]).host == "127.0.0.1"
     if shutil.which("systemd-analyze") is None:
         pytest.skip("needs systemd-analyze")
     unit = tmp_path / "minispec.service"
@@ -185,7 +186,7 @@ def test_a_dockerfile_names_what_there_is(name: str) -> None:
     (torch,) = re.findall(r'"(torch[^"]*)"', (DEPLOY / name).read_text())
     assert torch in project["dependencies"], "the build that is installed first is the one that is kept"
     (entry,) = (json.loads(rest) for kind, rest in lines if kind == "ENTRYPOINT")
-    assert entry[:3] == ["python", "-m", "minispec.server"] and Config.from_args(entry[3:]).host == "0.0.0.0"
+    assert entry[:3] == ["python", "-m", "minispec.server"] and config_from_args(entry[3:]).host == "0.0.0.0"
     kinds = [line[0] for line in lines]
     assert kinds.index("USER") < kinds.index("ENTRYPOINT") and "RUN" not in kinds[kinds.index("USER") :]
 

@@ -30,6 +30,7 @@ from minispec.llm import LLM
 from minispec.load.build import choose_device, load_model
 from minispec.load.fp8_weights import read_weights
 from minispec.load.heads import load_head
+from minispec.load.tree_shape import tree_shape
 from minispec.model import Model, ModelConfig, ModelError, published_tensors
 from minispec.request import SamplingParams
 
@@ -473,7 +474,7 @@ def test_a_drafter_follows_its_target_to_fp8_unless_told_otherwise() -> None:
     assert draft("fp8", None, "my.module:Class") == draft("fp8", None, "STANDALONE") == "fp8"
     assert draft("fp8", None, "NGRAM") is draft("fp8", "fp8", "NONE") is None
     fp8 = Config(quantization="fp8", model_path="m", speculative_algorithm="EAGLE", speculative_draft_model_path="h")
-    assert fp8.tree_shape("LlamaForCausalLM") == (5, 4, 8), "trees are as large as without it"
+    assert tree_shape(fp8, "LlamaForCausalLM") == (5, 4, 8), "trees are as large as without it"
     assert Config(quantization="fp8", speculative_algorithm="NGRAM").draft_tokens == 12
 
 

@@ -743,14 +743,6 @@ def test_eagle3_ignores_a_token_map_with_a_warning(
     assert furthest(head, expected(form, target)) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"), [([1, V], "0 to 60"), ([-1, 2], "from -1"), ([4, 5, 4], "more than once"), ([], "list of")]
-)
-def test_broken_token_map_is_refused(ids: list[int], message: str, target: Model, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=f"--speculative-token-map .*{message}"):
-        load(write(tmp_path, eagle_original(target)), target, token_map=torch.tensor(ids, dtype=torch.int64))
-
-
 # ---- what is read -------------------------------------------------------------------------------------------------
 
 
@@ -860,8 +852,8 @@ REFUSED: dict[str, tuple[MakeFormat, Callable[[Format], None], str]] = {
     "no size": (eagle3_official, set_config(intermediate_size=None), "config.json lacks intermediate_size"),
     "rope": (eagle3_official, set_config(rope_scaling={"type": "yarn", "factor": 2}), "rope_scaling type 'yarn'"),
     "window": (eagle_original, set_config(use_sliding_window=True, sliding_window=64), "sliding_window 64"),
-    "d2t range": (eagle3_official, bad_d2t, "d2t.*0 to 60"),
-    "d2t twice": (eagle3_official, two_of_one_id, "d2t.*more than once"),
+    "d2t range": (eagle3_official, bad_d2t, r"d2t.*\[0, 60\]"),
+    "d2t twice": (eagle3_official, two_of_one_id, "d2t.*stands in it twice"),
     "d2t length": (eagle3_official, set_config(draft_vocab_size=D + 1), r"d2t has the shape \[17\].* is 18"),
     "residual unsaid": (eagle3_speculators, set_config(norm_before_residual=None), "lacks norm_before_residual"),
     "speculators' EAGLE-1": (eagle3_speculators, set_config(speculators_model_type="eagle"), "model_type 'eagle'"),

@@ -59,6 +59,7 @@ from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.llm import LLM
 from minispec.load.build import choose_device, compile_step
 from minispec.load.drafters import make_drafter
+from minispec.load.tree_shape import tree_shape
 from minispec.model import Model, RMSNorm
 from minispec.ranks.shards import Shard, SplitEmbedding
 from minispec.request import SamplingParams
@@ -343,7 +344,7 @@ def test_compiled_steps_are_exact() -> None:
 
 def test_trees_have_four_nodes_unless_flags_say_otherwise() -> None:
     def shape(on_cpu: bool = True, **flags: object) -> tuple[int, int, int]:
-        return Config(quantization="int8", **flags).tree_shape("LlamaForCausalLM", on_cpu)
+        return tree_shape(Config(quantization="int8", **flags), "LlamaForCausalLM", on_cpu)
 
     head = {"model_path": "m", "speculative_draft_model_path": "h"}
     for algorithm in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"):

@@ -35,7 +35,7 @@ from test_server import Running, script
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from minispec.config import Config
+from minispec.load.flags import config_from_args
 
 Tensors = dict[str, Tensor]
 APPENDED = ["--device", "cpu", "--disable-torch-compile", "--max-total-tokens", "8192",
@@ -244,7 +244,7 @@ class InThread:
         environ, argv = DOCUMENTED[number]
         patch.chdir(folder)
         patch.setenv("HF_HUB_OFFLINE", "1")
-        config = Config.from_args([*argv, "--port", "0", *APPENDED], environ)
+        config = config_from_args([*argv, "--port", "0", *APPENDED], environ)
         self.running, self.notes, self.log = Running(config), config.notes, log
         self.port = self.running.port
 

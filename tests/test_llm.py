@@ -293,7 +293,9 @@ def test_a_token_map_limits_what_is_drafted_not_what_is_said(tmp_path) -> None:
     torch.save(ids, tmp_path / "list.pt")
     for name in ("map.json", "map.pt", "list.pt"):
         assert read_token_map(tmp_path / name, 300).tolist() == ids
-    for bad in ([1, 1], [-1], [300], [], ["a"]):
+    wrong = {"stands in it twice": [1, 1], "got -1 to 2": [-1, 2], "got 1 to 300": [1, 300], "1 to 300 integer": [],
+             "not readable": ["a"]}  # fmt: skip
+    for message, bad in wrong.items():
         (tmp_path / "bad.json").write_text(json.dumps(bad))
-        with pytest.raises(ValueError, match="--speculative-token-map"):
+        with pytest.raises(ValueError, match=f"--speculative-token-map .*{message}"):
             read_token_map(tmp_path / "bad.json", 300)

@@ -21,6 +21,7 @@ from minispec.drafter import NOTHING, Batch, Draft, HostTrees
 from minispec.engine import Engine
 from minispec.late import KEPT_ROWS, Late
 from minispec.load.drafters import _texts, make_drafter
+from minispec.load.tree_shape import lookup_nodes
 from minispec.lookup import SHARE, Echo, Lookups, Texts
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.policy import Choice, Kind, Planned, Policy, Prospects, Row
@@ -362,8 +363,8 @@ def test_texts_are_looked_up_where_that_is_asked_for_beside_what_drafts_on_the_d
     assert asked.looks_up(True) and asked.looks_up(False) and not Config(speculative_lookup=False).looks_up(True)
     assert Config().looks_up(True) and not Config().looks_up(False) and not Config(**numbers).looks_up(True)
     assert not Config(speculative_algorithm="NGRAM", speculative_lookup=True).looks_up(True)
-    assert Config(**numbers).lookup_nodes(6) == 6 and asked.lookup_nodes(6) == 12
-    assert Config(quantization="int8").lookup_nodes(4) == 4
+    assert lookup_nodes(Config(**numbers), 6) == 6 and lookup_nodes(asked, 6) == 12
+    assert lookup_nodes(Config(quantization="int8"), 4) == 4
     assert not Config(speculative_ngram_capacity=1000, speculative_lookup=True).notes, "they act beside a head"
     assert Config(speculative_ngram_capacity=1000, speculative_lookup=False).notes
 

@@ -14,8 +14,8 @@ import pytest
 from test_served import TURNS, assert_exact
 from test_server import Running
 
-from minispec.config import Config
 from minispec.load.default_model import ensure_default_model
+from minispec.load.flags import config_from_args
 
 FLAGS = ["--dtype", "float32", "--disable-torch-compile", "--chunked-prefill-size", "64", "--port", "0",
          "--max-running-requests", "8", "--max-total-tokens", "8192", "--log-level", "error"]  # fmt: skip
@@ -26,7 +26,7 @@ SAMPLES = 12  # tokens of each
 @contextlib.contextmanager
 def serve(drafter: str) -> Iterator[str]:
     """Start a server in a thread, yield its URL when it is ready, and stop it."""
-    running = Running(Config.from_args([*FLAGS, *parity.drafter_flags(drafter)]))
+    running = Running(config_from_args([*FLAGS, *parity.drafter_flags(drafter)]))
     try:
         assert running.server.engine.loaded.wait(120)
         assert running.server.engine.error is None

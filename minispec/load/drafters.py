@@ -1,9 +1,9 @@
-"""From a config to a drafter: this file finds its folder, reads its weights and chooses the shape of its tree.
+"""From a config to a drafter: this file finds its folder and reads its weights.
 
 It has the one table of drafters. A user's own drafter is named as module:Class, and called as the entries of the table
 are. Errors about a draft model name the flag that named the model.
 
-Read next: `drafter.py` for what a drafter is, `build.py` for the caller.
+Read next: `drafter.py` for what a drafter is, `tree_shape.py` for its trees, `build.py` for the caller.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from minispec.attention import QUERY_BLOCK, most_nodes
-from minispec.beam import BeamDrafter, candidate_count
-from minispec.config import LEARNED, MAX_NODES, Config
+from minispec.beam import BeamDrafter
+from minispec.config import MAX_NODES, Config
 from minispec.drafter import Drafter, HostDrafter, Plain, as_drafter
 from minispec.load.draft_models import load_draft
 from minispec.load.heads import load_head
 from minispec.load.token_map import read_token_map
 from minispec.load.tokenizer import Tokenizer
+from minispec.load.tree_shape import beam_shape, lookup_nodes, smaller_nodes, tree_shape
 from minispec.load.weights import read_tensors, resolve_file, resolve_model
 from minispec.lookup import Lookups, Texts
 from minispec.model import Model, ModelError
@@ -58,10 +59,6 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
     `module:Class` is no entry of it: the class is imported and called as the entries are. Raises ValueError naming the
     flag if a head or draft model is missing or does not fit target and tokenizer, or if the class is no drafter.
     """
-    if config.is_own_drafter:
-        drafter = _own(config, model, folder, tokenizer)
-        _check_size(config, drafter, model)
-        return as_drafter(drafter, model.config.vocab_size, config.smaller_nodes(drafter.nodes, _on_cpu(config, model)))
     table: dict[str, Callable[[Config, Model, Path, Tokenizer], Drafter | HostDrafter]] = {
         "NONE": lambda *_: Plain(),
         "NGRAM": lambda config, model, *_: _texts(config, model),
@@ -69,12 +66,13 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
         "EAGLE3": _learned,
         "STANDALONE": _standalone,
     }
-    if config.speculative_token_map is not None and config.algorithm not in LEARNED:
+    if config.speculative_token_map is not None and not config.reads_target:
         logger.warning("--speculative-token-map is ignored: --speculative-algorithm %s drafts without the target's LM "
                        "head", config.algorithm)  # fmt: skip
-    drafter = table[config.algorithm](config, model, folder, tokenizer)
+    make = _own if config.is_own_drafter else table[config.algorithm]
+    drafter = make(config, model, folder, tokenizer)
     _check_size(config, drafter, model)
-    return as_drafter(drafter, model.config.vocab_size, config.smaller_nodes(drafter.nodes, _on_cpu(config, model)))
+    return as_drafter(drafter, model.config.vocab_size, smaller_nodes(config, drafter.nodes, _on_cpu(config, model)))
 
 
 def _check_size(config: Config, drafter: Drafter | HostDrafter, model: Model) -> None:
@@ -146,7 +144,7 @@ def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -
     if head.positions < context:
         logger.info("the draft head states %d positions, the context has %d: it drafts on beyond them, perhaps worse",
                     head.positions, context)  # fmt: skip
-    shape = _tree_shape(config, model)
+    shape = beam_shape(config, model.config.architecture, _on_cpu(config, model))
     if shape["topk"] > head.draft_vocab:
         raise ValueError(f"--speculative-eagle-topk {shape['topk']}: the head drafts {head.draft_vocab} tokens only")
     return _with_lookups(config, model, BeamDrafter(head, **shape))
@@ -160,7 +158,8 @@ def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer
                          "a smaller model with the target's tokenizer")  # fmt: skip
     where, context = _draft_folder(config, path), config.context_length
     draft = load_draft(where, model, tokenizer, context, config.draft_load_format)
-    return _with_lookups(config, model, StandaloneDrafter(draft, **_tree_shape(config, model)))
+    shape = beam_shape(config, model.config.architecture, _on_cpu(config, model))
+    return _with_lookups(config, model, StandaloneDrafter(draft, **shape))
 
 
 def _ngram(config: Config, nodes: int) -> NgramDrafter:
@@ -182,14 +181,15 @@ def _ngram(config: Config, nodes: int) -> NgramDrafter:
 def _texts(config: Config, model: Model) -> HostDrafter:
     """Build the drafter over texts alone: on a CPU within a share of the time, unless trees are to be as given."""
     drafter = _ngram(config, config.draft_tokens)
-    return Texts(drafter) if config.adaptive and not config.gives_numbers and _on_cpu(config, model) else drafter
+    return Texts(drafter) if config.several_sizes and _on_cpu(config, model) else drafter
 
 
 def _with_lookups(config: Config, model: Model, drafter: BeamDrafter) -> Drafter:
     """Return a drafter with texts looked up beside it, where that is wanted."""
-    if not config.looks_up(_on_cpu(config, model)):
+    on_cpu = _on_cpu(config, model)
+    if not config.looks_up(on_cpu):
         return drafter
-    nodes = config.lookup_nodes(config.tree_shape(model.config.architecture, _on_cpu(config, model))[2])
+    nodes = lookup_nodes(config, tree_shape(config, model.config.architecture, on_cpu)[2])
     return Lookups(drafter, _ngram(config, nodes), model.config.vocab_size)
 
 
@@ -208,24 +208,6 @@ def _token_map_file(config: Config) -> Path:
         return resolve_file(cast(str, config.token_map), config.download_dir)
     except ModelError as error:
         raise ModelError(f"--speculative-token-map {config.token_map}: {error}") from error
-
-
-def _tree_shape(config: Config, model: Model) -> dict[str, Any]:
-    """Return steps, topk and nodes of a tree grown on the device, and those of the smaller one beside it.
-
-    With lookups the larger trees have as many nodes as those, if there are as many candidates, and the smaller are what
-    the larger would be without. Logs it if the given size is impossible.
-    """
-    on_cpu = _on_cpu(config, model)
-    steps, topk, nodes = config.tree_shape(model.config.architecture, on_cpu)
-    if config.speculative_num_draft_tokens not in (None, nodes):
-        why = "the tree is a chain" if topk == 1 else "no more candidates exist"
-        logger.warning("--speculative-num-draft-tokens %d becomes %d: with --speculative-num-steps %d and "
-                       "--speculative-eagle-topk %d %s", config.speculative_num_draft_tokens, nodes, steps, topk,
-                       why)  # fmt: skip
-    shape = {"steps": steps, "topk": topk, "nodes": nodes, "smaller": config.smaller_tree((steps, topk, nodes))}
-    wider = min(config.lookup_nodes(nodes), candidate_count(steps, topk) + 1) if config.looks_up(on_cpu) else nodes
-    return shape | ({"nodes": wider, "smaller": (steps, nodes)} if wider > nodes else {})
 
 
 def _on_cpu(config: Config, model: Model) -> bool:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
 from minispec.load.fp8_weights import read_weights
+from minispec.load.token_map import map_problem
 from minispec.load.weights import load_weights, read_config
 from minispec.model import FINAL, Model, ModelConfig, ModelError, published_tensors
 from minispec.mtp import MtpHead
@@ -129,23 +130,10 @@ def _shared(config: HeadConfig, tensors: Tensors, target: Model) -> HeadConfig:
 
 
 def slice_head(target: Model, token_map: Tensor) -> Tensor:
-    """Return the rows [Vd, d] of the target's LM head for the ids of a token map [Vd] int64; raises ModelError."""
-    if problem := map_problem(token_map, target.config.vocab_size):
-        raise ModelError(f"--speculative-token-map {problem}")
+    """Return the rows [Vd, d] of the target's LM head for the ids of a token map [Vd] int64."""
     assert isinstance(target.lm_head, nn.Linear), "the LM head is sliced before it is packed"
     weight = target.lm_head.weight
     return weight[token_map.to(weight.device)]
-
-
-def map_problem(ids: Tensor, vocab_size: int) -> str | None:
-    """Return what is wrong with a map from draft ids to target ids; siblings in a tree must be distinct tokens."""
-    if ids.dim() != 1 or not len(ids):
-        return f"must be a list of token ids, got the shape {list(ids.shape)}"
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab_size:
-        return f"has ids from {low} to {high}; the target's vocabulary has 0 to {vocab_size - 1}"
-    repeated = len(ids) - len(ids.unique())
-    return f"names {repeated} token ids more than once" if repeated else None
 
 
 def head_tensors(head: DraftHead, layer_name: str | None = None) -> Tensors:
@@ -392,5 +380,5 @@ def _draft_ids(stated: Stated, tensors: Tensors, vocab_size: int) -> Tensor | No
         raise ModelError(f"d2t has the shape {list(offsets.shape)}, but {key} is {draft_vocab}")
     ids = torch.arange(draft_vocab) + offsets.long()
     if problem := map_problem(ids, vocab_size):
-        raise ModelError(f"d2t, draft id plus offset, {problem}")
+        raise ModelError(f"d2t, draft id plus offset: {problem}")
     return None if draft_vocab == vocab_size and not offsets.any() else ids

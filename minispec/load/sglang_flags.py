@@ -5,7 +5,7 @@ at start says what is done instead. One in `REFUSED` would change what clients g
 the server does not start; `--flag=value` there marks a value that describes what is so anyway, and `--flag=` the bare
 switch that does. Variables are never read, except for the wish in SGLANG_ENABLE_SPEC_V2.
 
-docs/flags.md is written from these tables. Read next: `config.py`, which reads them.
+docs/flags.md is written from these tables. Read next: `flags.py`, which reads them.
 """
 
 from __future__ import annotations

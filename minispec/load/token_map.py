@@ -32,12 +32,17 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
         raise ValueError(f"--speculative-token-map {path}: must hold 1 to {vocab_size} integer ids, "
                          f"got {ids.numel()} of {ids.dtype}")  # fmt: skip
     ids = ids.long()
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise ValueError(f"--speculative-token-map {path}: ids must lie in [0, {vocab_size - 1}], "
-                         f"got {int(ids.min())} to {int(ids.max())}")  # fmt: skip
-    if ids.unique().numel() != ids.numel():
-        raise ValueError(f"--speculative-token-map {path}: an id stands in it twice")
+    if problem := map_problem(ids, vocab_size):
+        raise ValueError(f"--speculative-token-map {path}: {problem}")
     return ids
+
+
+def map_problem(ids: Tensor, vocab_size: int) -> str | None:
+    """Return what is wrong with target ids [Vd] int64; siblings in a tree must be distinct tokens of the target."""
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        return f"ids must lie in [0, {vocab_size - 1}], got {low} to {high}"
+    return "an id stands in it twice" if ids.unique().numel() != ids.numel() else None
 
 
 def _read(path: Path) -> Any:

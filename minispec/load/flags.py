@@ -1,0 +1,179 @@
+"""From a command line to a `Config`, and docs/flags.md, which `python -m minispec.load.flags` prints.
+
+The parser is made of the fields of `Config` and of the tables of SGLang's flags, and so is the page.
+
+Read next: `sglang_flags.py`, the tables of SGLang's flags that have no use here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from minispec.config import FLAGS, Config, flag_name
+from minispec.load.sglang_flags import INSTEAD, SPEC_V2, VARIABLES, Foreign, foreign_flags
+
+_TYPES = {"str": str, "int": int, "float": float, "Ints": int}  # of a field -> of a word on the command line
+_ALIASES = {  # other spellings, SGLang's own and those of its documents' history
+    "model_path": ("--model",),
+    "tp_size": ("--tp", "--tensor-parallel-size"),
+    "dp_size": ("--dp", "--data-parallel-size"),
+    "mem_fraction_static": ("--mem-fraction", "--mem-frac"),
+    "cuda_graph_max_bs": ("--cuda-graph-max",),
+    "speculative_algorithm": ("--speculative-algo",),
+    "speculative_draft_model_path": ("--speculative-draft-model", "--speculative-draft"),
+    "speculative_ngram_branch_length": ("--speculative-ngram-max-trie-depth",),  # its name since SGLang 0.5.23
+}
+
+
+def config_from_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> Config:
+    """Parse a command line (default: the process's own); a bad one prints one line and exits with status 2.
+
+    environ: looked through for SGLang's variables, to note that they are not read.
+    """
+    parser = _parser()
+    given, unknown = parser.parse_known_args(None if argv is None else list(argv))
+    if unknown:
+        parser.error(_unknown(unknown[0], parser))
+    values = vars(given)
+    notes = values.pop("notes", [])
+    if values.get("trust_remote_code"):
+        notes = [*notes, "--trust-remote-code is without effect: code of a model repository never runs here"]
+    notes += _variables(environ, values.get("speculative_eagle_topk"))
+    try:
+        return Config(**values, notes=tuple(notes))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are one line; --help tells the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse with underscores accepted for dashes in flag names."""
+        words = []
+        for word in sys.argv[1:] if args is None else args:
+            name, equals, value = word.partition("=")
+            words.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+        return super().parse_known_args(words, namespace)
+
+
+class _Foreign(argparse.Action):
+    """A flag of SGLang's with no meaning here: a note, or an error where it asks for what is refused."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        flag: Foreign = self.const
+        given = " ".join([option_string or "", *values])
+        if flag.accepted is not None and " ".join(values) not in flag.accepted:
+            also = "".join(f"; {v} is accepted" for v in sorted(flag.accepted) if v)
+            parser.error(f"{given}: {flag.reason}{also}")
+        namespace.notes = [*getattr(namespace, "notes", []), f"{given} changes nothing: {flag.reason}"]
+
+
+def _variables(environ: Mapping[str, str], topk: int | None) -> list[str]:
+    """Return the notes on SGLang's environment variables that are set."""
+    names = sorted(name for name in environ if name.startswith("SGLANG_"))
+    notes = []
+    if environ.get(SPEC_V2, "").lower() in ("1", "true", "yes", "y"):
+        names.remove(SPEC_V2)
+        trees = f"; with --speculative-eagle-topk {topk} trees are served all the same" if (topk or 1) > 1 else ""
+        notes.append(f"{SPEC_V2} changes nothing: on CUDA steps overlap without it, unless --disable-overlap-schedule "
+                     f"is given{trees}")
+    if names:
+        notes.append(f"these environment variables of SGLang's are not read here: {', '.join(names)}")
+    return notes
+
+
+def _parser() -> _Parser:
+    """Build the command-line parser from the fields of `Config` and the table of foreign flags."""
+    parser = _Parser(
+        prog="python -m minispec.server", allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        description="Serve a language model over HTTP, OpenAI's and SGLang's endpoints, with speculative decoding.",
+        epilog="Underscores may stand for dashes. docs/flags.md says what SGLang's other flags do here.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=120),
+    )  # fmt: skip
+    groups: dict[str, Any] = {}
+    for f in FLAGS:
+        meta, kind = f.metadata, f.type.split(" ")[0]
+        if meta["group"] not in groups:
+            groups[meta["group"]] = parser.add_argument_group(meta["group"])
+        group = groups[meta["group"]]
+        names = (flag_name(f.name), *_ALIASES.get(f.name, ()))
+        shown = "" if f.default is None or f.default is False else f" (default: {f.default})"
+        if kind == "bool":
+            action = "store_true" if f.default is False else argparse.BooleanOptionalAction
+            group.add_argument(*names, dest=f.name, action=action, help=meta["help"])
+            continue
+        several = {"nargs": "+"} if kind == "Ints" else {}
+        metavar = "{" + ",".join(map(str, meta["choices"])) + "}" if meta["choices"] else _TYPES[kind].__name__.upper()
+        kwargs = {"type": _TYPES[kind], "metavar": metavar, "help": meta["help"] + shown, **several}
+        group.add_argument(*names, dest=f.name, **kwargs)
+    for flag, const in foreign_flags().items():
+        parser.add_argument(flag, dest="notes", action=_Foreign, nargs="*", const=const, help=argparse.SUPPRESS)
+    return parser
+
+
+def _unknown(word: str, parser: _Parser) -> str:
+    """Return the error for a word that is no flag, naming the closest flag there is."""
+    known = [name for action in parser._actions for name in action.option_strings]
+    close = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.8)
+    return f"unknown argument {word}" + (f"; did you mean {close[0]}?" if close else "; --help lists the flags")
+
+
+def flags_page() -> str:
+    """Return the text of docs/flags.md: what each flag and environment variable of SGLang's does here."""
+    lines, refused = [], []
+    for flag, (accepted, reason) in sorted(foreign_flags().items()):
+        if accepted is None:
+            lines.append((flag, reason))
+        else:
+            passes = ", ".join(f"`{value}`" if value else "the bare switch" for value in sorted(accepted))
+            refused.append((flag, reason, passes))
+    acting = []
+    for f in FLAGS:
+        off = (flag_name(f"no_{f.name}"),) if f.type == "bool | None" else ()
+        names = ", ".join(f"`{name}`" for name in (flag_name(f.name), *off, *_ALIASES.get(f.name, ())))
+        acting.append((names, "" if f.default is None else f"`{f.default}`", f.metadata["help"]))
+    instead = [
+        (f"{flag_name(name)} {value}", str(taken), why)
+        for name, values in INSTEAD.items() for value, (taken, why) in values.items()
+    ]  # fmt: skip
+    return "\n\n".join([
+        "# Launch flags",
+        "Written by `python -m minispec.load.flags` from the tables that the command line is parsed with; do not "
+        "edit.\n"
+        "A flag acts, or one line at start says what is done instead; the server refuses to start only for a flag that "
+        "would change what clients get, or would open or close a door. Underscores may stand for dashes.",
+        "## Flags that act", _table(("flag", "default", "what it does"), acting),
+        "## Values taken as another one, with a line at start",
+        _table(("given", "taken as", "why"), [(f"`{given}`", f"`{taken}`", why) for given, taken, why in instead]),
+        "A chain (`--speculative-eagle-topk 1`) needs no `--speculative-num-draft-tokens`: it has one node more than "
+        "steps. A flag of another drafter than the one that runs does nothing, and a line says so.",
+        "NGRAM on a CPU and lookups beside a head read two sources, a dictionary of each request's own text and the "
+        "trie of all texts. The two match window sizes bound both, except that the dictionary knows no suffix of one "
+        "token; what begins with \"trie:\" is of the trie alone. NGRAM on CUDA reads the trie alone, and so it does "
+        "on a CPU with `--no-speculative-adaptive` or a number of draft tokens.",
+        "## Flags with a line at start, whatever their value",
+        _table(("flag", "what is done instead"), [(f"`{flag}`", reason) for flag, reason in lines]),
+        "## Flags that are refused",
+        _table(("flag", "why", "accepted"), [(f"`{flag}`", reason, passes) for flag, reason, passes in refused]),
+        "## SGLang's environment variables", "They are not read, and those that are set are named in a line at start.",
+        _table(("variable", "what holds here"), [(f"`{name}`", text) for name, text in VARIABLES.items()]),
+    ]) + "\n"  # fmt: skip
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    cells = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(flags_page())

@@ -1,0 +1,74 @@
+"""The shapes of trees: rounds, branches and nodes, from what flags say, the target's architecture and the device.
+
+Numbers that flags give hold. Without them the shapes are those that were measured to be fastest, and beside the larger
+trees there may be smaller ones, which a step may have instead.
+
+Read next: `drafters.py`, which builds drafters with these shapes.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from minispec.beam import candidate_count
+from minispec.config import INT8_NODES, LEARNED, NUMBERS, Config
+
+logger = logging.getLogger("minispec")
+
+CPU_SHAPE = (2, 3, 4)  # steps/topk/nodes: the fastest for heads on two CPU cores, where each round costs (README)
+INT8_SHAPE = (1, 3, INT8_NODES)  # in place of larger trees with int8 weights
+LOOKUP_NODES = 12  # of the larger trees where texts are looked up too: what a lookup finds may hold for long
+SMALLER = {(5, 4, 8): (2, 5), (3, 1, 4): (1, 2)}  # steps/topk/nodes -> steps and nodes of the smaller tree beside it
+
+
+def tree_shape(config: Config, architecture: str, on_cpu: bool = False) -> tuple[int, int, int]:
+    """Return (steps, topk, draft tokens) of a tree grown on the device.
+
+    If none is given: SGLang's choice, by method and the target's architecture; for a head that ships, on a CPU, the
+    fastest; with int8 weights four nodes. With topk 1 the tree is a chain of steps + 1; more nodes than candidates
+    exist are not asked for.
+    """
+    steps, topk, nodes = (getattr(config, name) for name in NUMBERS)
+    if steps is None or topk is None or (nodes is None and topk > 1):
+        ships = config.model_path is None and config.speculative_draft_model_path is None
+        if on_cpu and ships and config.algorithm in LEARNED:
+            return INT8_SHAPE if config.quantization == "int8" else CPU_SHAPE
+        bushy = config.algorithm in LEARNED and architecture == "LlamaForCausalLM"
+        return (3, 1, 4) if not bushy else INT8_SHAPE if config.quantization == "int8" else (5, 4, 8)
+    most = candidate_count(steps, topk) + 1
+    return steps, topk, most if nodes is None or topk == 1 else min(nodes, most)
+
+
+def beam_shape(config: Config, architecture: str, on_cpu: bool) -> dict[str, Any]:
+    """Return steps, topk and nodes of a tree grown on the device, and those of the smaller one beside it.
+
+    With lookups the larger trees have as many nodes as those, if there are as many candidates, and the smaller are what
+    the larger would be without. Logs it if the given size is impossible.
+    """
+    steps, topk, nodes = tree_shape(config, architecture, on_cpu)
+    if config.speculative_num_draft_tokens not in (None, nodes):
+        why = "the tree is a chain" if topk == 1 else "no more candidates exist"
+        logger.warning("--speculative-num-draft-tokens %d becomes %d: with --speculative-num-steps %d and "
+                       "--speculative-eagle-topk %d %s", config.speculative_num_draft_tokens, nodes, steps, topk,
+                       why)  # fmt: skip
+    smaller = SMALLER.get((steps, topk, nodes)) if config.several_sizes else None
+    wider = min(lookup_nodes(config, nodes), candidate_count(steps, topk) + 1) if config.looks_up(on_cpu) else nodes
+    return {"steps": steps, "topk": topk, "nodes": wider, "smaller": (steps, nodes) if wider > nodes else smaller}
+
+
+def lookup_nodes(config: Config, nodes: int) -> int:
+    """Return N, the nodes of the larger trees with lookups, beside a drafter whose trees have `nodes`."""
+    if not config.several_sizes:
+        return nodes
+    return max(nodes, INT8_NODES if config.quantization == "int8" else LOOKUP_NODES)
+
+
+def smaller_nodes(config: Config, nodes: int, on_cpu: bool) -> int | None:
+    """Return the nodes to which trees of the host may be cut, None where that gains nothing: half of eight or more.
+
+    Fewer nodes than that cost a step what a few more do, but on a CPU four are faster than six.
+    """
+    if nodes < 8 or not config.several_sizes:
+        return None
+    return CPU_SHAPE[2] if on_cpu else nodes // 2

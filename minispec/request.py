@@ -335,7 +335,7 @@ class Request:
         self.accept_histogram += [0] * (kept - len(self.accept_histogram))
         self.accept_histogram[kept - 1] += 1
 
-    def take_scores(self, leader: Request) -> None:
+    def take_over(self, leader: Request) -> None:
         """Take over what another request with the same prompt was told of it."""
         self.prompt_scores += leader.prompt_scores[len(self.prompt_scores) :]
 

@@ -480,7 +480,7 @@ class Scheduler:
         """Queue the other choices, in front, since they arrived with the first one; what it was told is theirs too."""
         choices = self.parked.pop(leader, [])
         for request in choices:
-            request.take_scores(leader)
+            request.take_over(leader)
         self.waiting.extendleft(reversed(choices))
 
     @torch.inference_mode()

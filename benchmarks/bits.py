@@ -32,7 +32,7 @@ BOUND = 1e-5  # of the largest number, in float32
 NEW_TOKENS = 16
 
 
-class Shape(NamedTuple):
+class PlanShape(NamedTuple):
     """What tells the shapes of one function from one another."""
 
     batch: int
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
     window: int
 
     @classmethod
-    def of(cls, plan: Plan) -> Shape:
+    def of(cls, plan: Plan) -> PlanShape:
         """Return a plan's."""
         return cls(plan.batch, plan.blocks, plan.width, plan.window)
 
@@ -59,7 +59,7 @@ class ThreeWays:
     def __init__(self, step: DirectStep, attend_at: int) -> None:
         self.step, self.attend_at = step, attend_at
         self.reference = torch.compile(step.function, fullgraph=True, dynamic=False)
-        self.seen: dict[Shape, float] = {}
+        self.seen: dict[PlanShape, float] = {}
 
     def __call__(self, module: nn.Module, *args: Any) -> Tensor:
         """Return what the direct call does, after comparing; raises AssertionError where it is not torch.compile's."""
@@ -74,7 +74,7 @@ class ThreeWays:
                 out = way()
             results.append((*_defined(attend, out, attend.keys, attend.values), out))
         (*eager, _), (*reference, _), (*got, out) = results
-        shape = Shape.of(attend.plan)
+        shape = PlanShape.of(attend.plan)
         assert all(torch.equal(a, b) for a, b in zip(got, reference, strict=True)), f"{shape}: torch.compile's bits"
         pairs = zip(got, eager, strict=True)
         distance = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs if a.numel())
@@ -91,9 +91,9 @@ def _defined(attend: GatherLayer | PromptLayer, out: Tensor, *pools: Tensor) -> 
     return out.flatten(0, 1)[live], *(pool[:, :, page_size:].clone() for pool in pools)
 
 
-def target_shapes(engine: Engine) -> set[Shape]:
+def target_shapes(engine: Engine) -> set[PlanShape]:
     """Return the shapes of the target's steps."""
-    return {Shape.of(buffers.plan) for buffers in (*engine.decodes.values(), *engine.prefills.values())}
+    return {PlanShape.of(buffers.plan) for buffers in (*engine.decodes.values(), *engine.prefills.values())}
 
 
 @torch.inference_mode()

@@ -57,7 +57,7 @@ class Echo:
     def draft(self, after: Sequence[int], nodes: int, longest: int, shortest: int = 1) -> Draft:
         """Return the chain of at most `nodes` nodes that followed the last tokens of `after`; a root if nothing did.
 
-        longest: the most tokens that a match counts; shortest: the fewest that it may have. Where a chain
+        longest, shortest: tokens of a match; a longer one counts as `longest`, and a shorter one is none. Where a chain
         would leave the text, the text is periodic as far as one can see, and the chain goes on as if it were.
         """
         places = ((self._behind.get(tuple(after[-key:])), key) for key in KEYS)
@@ -140,8 +140,8 @@ class Texts(HostDrafter):
 class Lookups(Drafter):
     """A drafter with a network, and the trees of `Texts` for the rows that take them.
 
-    The larger of its sizes has N nodes, and a path may be as long, since an n-gram's tree may be a chain; a tree of the
-    network that has fewer nodes is padded.
+    Its larger trees have N nodes for what a lookup finds, which may be one chain of them. If the network's trees have
+    fewer nodes, they are padded to N.
     """
 
     looks_up = True

@@ -262,7 +262,7 @@ class Trace:
 
 @dataclass(eq=False)
 class Request:
-    """One generation and its progress. The scheduler owns every field below `trace`."""
+    """One generation and its progress. Below `trace` every field is the scheduler's, once the request is submitted."""
 
     rid: str
     prompt_ids: list[int]

@@ -132,7 +132,7 @@ def verify(tree: DraftTree, logits: Tensor, wishes: Wishes, lens: Tensor, rule: 
             counts.scatter_add_(1, token[:, None], walking[:, None].to(counts.dtype))
         child = drafted == token[:, None]  # at most one; never padding
         walking = walking & child.any(-1)
-        node = child.to(torch.int8).argmax(-1)  # a walk that has stopped restarts at the root, and is no longer counted
+        node = child.to(torch.int8).argmax(-1)  # a walk that has stopped is at the root again, and no longer counted
         if host_looks and not walking.any():
             break
     return _verdict(path, count, emitted, nan)

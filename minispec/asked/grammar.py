@@ -11,7 +11,7 @@ that of plain decoding under the same masks. A mask is applied to logits before 
 noise see the allowed tokens only.
 
 The text of a grammar is hostile until it ends. Compiling and stepping have limits in llguidance's own units (LIMITS),
-and what those do not bound is refused before (`_check_multiples`). A matcher that hits a limit never works again, so
+and `_check_multiples` refuses beforehand what those do not bound. A matcher that hits a limit never works again, so
 its request fails and no other. Drafts may take DRAFT_SECONDS of a step, all requests together; those that were not
 looked at by then are cut, which costs speed and no exactness.
 

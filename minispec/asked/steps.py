@@ -198,12 +198,12 @@ class AskedDecode(Answered[DecodeBuffers]):
 
 
 class AskedPrefill(Answered[PrefillBuffers]):
-    """`Engine.known` for requests that ask."""
+    """`Engine.prefill_step` for requests that ask."""
 
     def run(self, needs: Needs) -> None:
         """Run the step; what is asked of it lies here afterwards."""
         engine, step = self.engine, self.step
-        # After a chunk that is not its request's last nothing is picked: as if its slot were 0, which has no grammar.
+        # Only a request's last chunk is followed by a pick. Slot 0, which has no grammar, stands for the others.
         ends = to_host((step.chunk_slots * step.picked)[:, None]) if self.masked else None
         read = engine.read(step)
         logits = engine.model.logits(read.hidden.index_select(0, step.ends))

@@ -33,9 +33,10 @@ def steps_of(engine: Engine) -> list[DecodeBuffers | PrefillBuffers]:
 
 
 def shapes(engine: Engine) -> list[str]:
-    """Return a name for every graph that is compiled, the drafter's included: after warm-up there are no others.
+    """Return a name for every graph of blocks and of what surrounds them, the drafter's included.
 
-    They stand in the order of `steps_of`. On a CPU a graph may serve several of them.
+    They stand in the order of `steps_of`. On a CPU a graph may serve several of them. What surrounds the blocks has a
+    name a side, for all of its functions; an int8 LM head has two graphs of its own, which are not named here.
     """
     names: list[str] = []
     for step in steps_of(engine):

@@ -6,7 +6,7 @@ one stream, with everything that one step, or a few, added to all requests.
 
 The one idea: an incarnation. When the process dies, Ray starts another one in its place, which knows nothing. So each
 has a name of its own that stands with every batch of updates, and the door drops what comes from any but the one it
-knows. A replica never repeats anything: who has lost a request sends it again.
+knows. A replica never sends an update twice. If one is lost with its replica, the server sends the request to another.
 
 A step that hangs ends the process (`watchdog.py`), and so does an engine that has failed: that too the door sees as a
 death. The ranks of `--tp-size` and compilers are child processes, which end when this process does.

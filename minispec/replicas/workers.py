@@ -8,9 +8,9 @@ The one idea is replay. A text depends on its prompt and seed alone, not on wher
 dies, its requests go elsewhere as they stand, with the tokens that were delivered, as if they had just been retracted.
 The clients see a pause. Requests wait here while no replica is ready.
 
-A request may be what kills a replica. So each counts the deaths that it may have caused: at a death these are the
-replica's requests with the highest count. One with two deaths goes on only where no other such request is, so that the
-next death shows who it was; at the third it ends with an error, alone.
+A request may be what kills a replica. So each request counts the deaths that it may have caused: when a replica dies,
+its requests with the highest count get one more. A request with two deaths shares no replica with another such one, so
+the next death shows which of them it was. At its third death a request ends with an error.
 
 Read next: `replica.py`, the other end; `routing.py` for who gets a request; docs/scaling.md.
 """

@@ -334,7 +334,7 @@ def test_the_operator_for_cuda_writes_what_index_copy_writes() -> None:
     pool, rows = torch.randn(1, 3, 40, 8), torch.randperm(40)[:6]
     new = torch.randn(2, 3, 3, 8)
     expected = pool.clone()
-    attention_module._write(expected, rows, new)
+    attention_module.write_rows(expected, rows, new)
     torch.ops.minispec.write_rows(pool, rows, new.transpose(0, 1).reshape(1, 3, 6, 8))
     assert torch.equal(pool, expected)
 

@@ -84,7 +84,7 @@ class Replays:
         self.engine = engine
         self.recordings: dict[tuple[Any, frozenset[str]], Recording] = {}
         self.compared = 0
-        for name in ("decode", "known"):
+        for name in ("decode", "prefill_step"):
             setattr(engine, name, self.compare(getattr(engine, name)))
 
     def compare(self, step: Callable[..., None]) -> Callable[..., None]:

@@ -32,9 +32,10 @@ from minispec.tree import PADDING
 
 PAGE = (ROOT / "docs" / "adding-a-drafter.md").read_text(encoding="utf-8")
 NAME = "prompt_lookup:PromptLookup"
+QUICK = (greedy_alone_and_in_a_batch_of_eight, texts_that_repeat_are_drafted_for)
 
 
-EXAMPLE, CHAIN, TREE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+EXAMPLE, CHAIN, TREE, DEVICE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
     return own(NAME)
 
 
-@pytest.mark.parametrize("check", [greedy_alone_and_in_a_batch_of_eight, texts_that_repeat_are_drafted_for])
+@pytest.mark.parametrize("check", QUICK)
 def test_the_chain_of_the_page_passes(
     check: Callable[[Subject], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,6 +54,16 @@ def test_the_chain_of_the_page_passes(
     (tmp_path / "pairs.py").write_text(CHAIN, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     check(own("pairs:Pairs"))
+
+
+@pytest.mark.parametrize("check", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CHECKS],
+                         ids=lambda check: check.__name__)
+def test_the_device_drafter_of_the_page_passes(
+    check: Callable[[Subject], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bigram.py").write_text(DEVICE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    check(own("bigram:Bigram"))
 
 
 def test_the_chain_is_what_followed_the_last_two_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -461,7 +461,7 @@ def rows_written_by_a_kernel(stack: ExitStack) -> None:
     write = lambda pool, rows, new: pool.index_copy_(  # noqa: E731
         2, rows, new.transpose(0, 1).reshape(1, new.shape[1], -1, new.shape[3])
     )
-    stack.enter_context(mock.patch.object(attention_module, "_write", write))
+    stack.enter_context(mock.patch.object(attention_module, "write_rows", write))
 
 
 def pool_copied(stack: ExitStack) -> None:

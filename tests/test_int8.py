@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -177,7 +176,9 @@ def test_a_row_has_the_same_logits_alone_and_among_others_in_compiled_code_and_e
         x = torch.randn(64, 1, model.config.hidden_size).to(dtype)
         kernel = model.logits(model.norm(x))
         compile_head(model, partial(compile_step, device=CPU))
-        with within_step(SimpleNamespace(ready=False)):
+        step = Key()
+        step.ready = False
+        with within_step(step):
             assert torch.equal(kernel, model.logits(model.norm(x))) and not graphs_made()
         model.logits(model.norm(x[:5]))  # the graph of several rows comes first, as in a warm-up
         assert graphs_made() == 2, "with the first call, since a step may ask about any number of rows"

@@ -1,14 +1,14 @@
 """One step on the device, told in order: propose, forward, verify, compact, commit.
 
 `launch(slots)` runs one decode step for a batch of slots and `prefill(chunks)` computes known tokens; both return a
-`Pending`, and `collect(pending)` waits for the tokens they emitted. Between the two nothing crosses to the host, so the
-next step may be launched before this one is collected.
+`Pending`, and `collect(pending)` waits for the tokens they emitted. Between the two nothing crosses to the host, unless
+a request asks for it (`asked/steps.py`), so the next step may be launched before this one is collected.
 
 A launch has three parts: on the host the step's inputs are filled; the step itself, `decode` or `prefill_step`, is a
 function of tensors that stay where they are; then what it emitted is copied out.
 
 The one idea: a step has static shapes. The batch is padded to one of a few sizes (slot 0 is padding), the tree to N
-nodes (-1 is padding), prompt chunks to whole query blocks. So each (B, T) has its compiled graph, and nothing is
+nodes (-1 is padding), prompt chunks to whole query blocks. So each shape has its compiled graphs, and nothing is
 compiled again when lengths, trees or requests change. The scheduler asks `policy.py` for the shape of each decode step,
 a plain one or one of two trees, and hands it to `launch`. Steps that do not run the head save their tokens and features
 (`late.py`). Before the head drafts again it processes this backlog, like a chunk of a prompt.

@@ -1,6 +1,6 @@
 """What some requests ask of a step beyond its tokens: the masks of a grammar, log-probabilities, a trace.
 
-A step over such a request runs here, from the same pieces as `Engine.decode` and `Engine.known` and in the same order.
+A step over such a request runs here, from the same pieces as `Engine.decode` and `Engine.prefill_step` and in the same order.
 So the engine's own steps have no branch for any of this, and a step that nobody asks anything of pays nothing for it.
 A grammar changes the step: between the forward pass and the verdict it takes away drafts and masks logits, which needs
 the trees on the host. Log-probabilities and traces only watch. All of these run uncaptured, since what they compute

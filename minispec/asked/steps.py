@@ -1,10 +1,10 @@
 """What some requests ask of a step beyond its tokens: the masks of a grammar, log-probabilities, a trace.
 
-A step over such a request runs here, from the same pieces as `Engine.decode` and `Engine.prefill_step` and in the same order.
-So the engine's own steps have no branch for any of this, and a step that nobody asks anything of pays nothing for it.
-A grammar changes the step: between the forward pass and the verdict it takes away drafts and masks logits, which needs
-the trees on the host. Log-probabilities and traces only watch. All of these run uncaptured, since what they compute
-depends on who asks for what; the blocks are the compiled ones.
+A step over such a request runs here, from the same pieces as `Engine.decode` and `Engine.prefill_step` and in the same
+order. So the engine's own steps have no branch for any of this, and a step that nobody asks anything of pays nothing
+for it. A grammar changes the step: between the forward pass and the verdict it takes away drafts and masks logits,
+which needs the trees on the host. Log-probabilities and traces only watch. All of these run uncaptured, since what they
+compute depends on who asks for what; the blocks are the compiled ones.
 
 Answers travel with the step (`Pending.asked`), because a step's buffers are used again before it is collected.
 

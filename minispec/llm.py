@@ -20,10 +20,11 @@ from typing import Any, cast
 
 import torch
 
+from minispec.asked.answers import meta_info
 from minispec.config import Config
 from minispec.load.build import Build
 from minispec.load.warm_up import shapes
-from minispec.request import Request, RequestError, SamplingParams, meta_info
+from minispec.request import Request, RequestError, SamplingParams
 from minispec.scheduler import Scheduler, SchedulerOptions
 
 logger = logging.getLogger("minispec")

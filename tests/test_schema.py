@@ -15,8 +15,9 @@ from openai.types import completion_create_params as openai_completion
 from openai.types.chat import completion_create_params as openai_chat
 from pydantic import ValidationError
 
+from minispec.asked.answers import meta_info
 from minispec.config import Config
-from minispec.request import Finish, Request, RequestError, SamplingParams, Update, meta_info
+from minispec.request import Finish, Request, RequestError, SamplingParams, Update
 from minispec.serve import fields, openapi, parse
 from minispec.serve.reply import Reply, Served, error_body, sse
 from minispec.server import Server

@@ -9,7 +9,7 @@ The one idea: a token's score and its entry among the likeliest are read from th
 What a step is asked is known on the host before its launch (`Questions`) and goes up in one copy. The answers
 (`Scores`) come back with the step's tokens. Such steps run uncaptured, since their shapes depend on who asks for what.
 
-Read next: `steps.py`, which asks; `serve/logprobs.py` and `request.meta_info` for what clients see.
+Read next: `steps.py`, which asks; `serve/logprobs.py` and `answers.py` for what clients see.
 """
 
 from __future__ import annotations

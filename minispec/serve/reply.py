@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update, meta_info
+from minispec.asked.answers import meta_info
+from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update
 from minispec.serve import logprobs
 from minispec.serve.message import PLAIN_FORMATS, Formats, Message
 from minispec.serve.parse import Job, dump

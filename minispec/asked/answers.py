@@ -1,0 +1,100 @@
+"""What a request is told beside its text: why it ended, what it cost, log-probabilities, in SGLang's form.
+
+The native endpoints and `LLM.generate` give this as `meta_info`. It needs no torch, since a server answers before torch
+is imported.
+
+Read next: `scores.py`, where log-probabilities come from; `serve/logprobs.py` for the forms of OpenAI and vLLM.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from minispec.request import ABORT_WANTED, Finish, Request, Scored
+
+
+def finish_dict(finish: Finish, length: int) -> dict[str, Any]:
+    """Return SGLang's finish_reason object; `length` is the number of tokens generated.
+
+    An abort that was asked for has no status code there, since it is no failure.
+    """
+    if finish.kind == "stop":
+        return {"type": "stop", "matched": finish.matched}
+    if finish.kind == "length":
+        return {"type": "length", "length": length}
+    status = None if finish.status == ABORT_WANTED else finish.status
+    return {"type": "abort", "message": finish.message, "status_code": status, "err_type": None}
+
+
+def meta_info(
+    request: Request, completion_tokens: int, finish: Finish | None, nodes: int,
+    spell: Callable[[int], str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the native meta_info; the latency and the fields of speculation come with the finish.
+
+    `nodes` is N, the nodes of a tree, root included. `spell` gives the texts beside the ids of log-probabilities.
+    """
+    info: dict[str, Any] = {
+        "id": request.rid,
+        "finish_reason": None if finish is None else finish_dict(finish, completion_tokens),
+        "prompt_tokens": len(request.prompt_ids),
+        "completion_tokens": completion_tokens,
+        "cached_tokens": request.cached_tokens,
+        "cached_tokens_details": {"device": request.cached_tokens, "host": 0},
+        "weight_version": "default",
+        "total_retractions": request.retractions,
+    }
+    if finish is not None:
+        info["e2e_latency"] = (request.finished_at or time.monotonic()) - request.arrived
+        info["response_sent_to_client_ts"] = time.time()
+        info |= _speculation(request) if request.verify_steps and nodes > 1 else {}
+    return info | _logprob_lists(request, completion_tokens, spell)
+
+
+def _speculation(request: Request) -> dict[str, Any]:
+    """Return the fields of speculation.
+
+    spec_accept_rate leaves the root out, as SGLang defines it; spec_accept_length is tokens per verify step and, unlike
+    SGLang's, leaves out the token that prefill gives, so that plain decoding has 1. Plain steps count as verify steps
+    that drafted nothing.
+    """
+    steps, drafted = request.verify_steps, request.drafted_tokens
+    return {
+        "spec_verify_ct": steps,
+        "spec_accept_token_num": request.accepted_drafts,
+        "spec_draft_token_num": drafted,
+        "spec_accept_rate": request.accepted_drafts / max(drafted, 1),
+        "spec_accept_length": 1 + request.accepted_drafts / steps,
+        "spec_accept_histogram": list(request.accept_histogram),
+    }
+
+
+def _logprob_lists(request: Request, count: int, spell: Callable[[int], str] | None) -> dict[str, Any]:
+    """Return SGLang's lists of log-probabilities for a request that asked, with its first `count` output tokens.
+
+    Items are [logprob, id, text], the text null without `spell`. Those of the prompt begin at logprob_start_len,
+    whose token has no logprob there; those of an aborted request end where it ended.
+    """
+    wish = request.params.logprobs
+    if wish is None:
+        return {}
+    start = len(request.prompt_ids) - 1 if wish.start is None else wish.start
+    parts: dict[str, tuple[list[int], list[Scored | None]]] = {
+        "input": (request.prompt_ids[start:], [None, *request.prompt_scores]),
+        "output": (request.output_ids[:count], list(request.output_scores[:count])),
+    }
+
+    def item(token: int, logprob: float | None) -> list[Any]:
+        return [logprob, token, None if spell is None else spell(token)]
+
+    found: dict[str, Any] = {}
+    for name, (ids, scores) in parts.items():
+        found[f"{name}_token_logprobs"] = [item(t, at and at.logprob) for t, at in zip(ids, scores, strict=False)]
+        if wish.top:
+            found[f"{name}_top_logprobs"] = [at and [item(*pair) for pair in at.top] for at in scores]
+        if wish.ids:
+            named = [at and [item(*pair) for pair in zip(wish.ids, at.ids, strict=True)] for at in scores]
+            found[f"{name}_token_ids_logprobs"] = named
+    return found

@@ -159,7 +159,7 @@ def test_its_trees_are_trees_and_every_branch_stood_in_the_text(subject: Subject
 
 
 def test_the_page_names_files_that_exist_and_the_flags_it_shows_parse() -> None:
-    assert set(missing_files(PAGE)) == {"prompt_lookup.py", "pairs.py"}
+    assert set(missing_files(PAGE)) == {"prompt_lookup.py", "pairs.py", "bigram.py"}
     (line,) = re.findall(r"^python -m minispec.server (.*)$", PAGE, re.MULTILINE)
     config = config_from_args(line.split())
     assert config.algorithm == NAME and config.draft_tokens == 8

@@ -5,7 +5,7 @@ the scale of its output channel. A tied embedding reads its rows from the LM hea
 
 The one idea: a quantized model must be the same numbers at every row count, or a tree step would verify another model
 than plain steps decode. So a row has the bits that it has alone, whatever the number of rows. In compiled blocks the
-products of decoding are loops of Inductor's own (`packed.sums_of_rows`), which run together with what is around them:
+products of decoding are loops of Inductor's own (`linear.sums_of_rows`), which run together with what is around them:
 up to four rows share one loop over the weights, and more rows are groups of four. The LM head's are compiled by
 themselves, since it is called from compiled and from eager code. Where nothing is compiled, products are PyTorch's
 kernel `_weight_int8pack_mm`, which computes each row by itself too. Loops and kernel add up in another order, so they

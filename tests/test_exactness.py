@@ -6,9 +6,11 @@ the checks rely on is compared with transformers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from conformance import (
     truth,
 )
 from conftest import TALLY, pytest_terminal_summary
-from exactness import mixed_requests, run
+from exactness import VOCAB, Oracle, mixed_requests, run, truth_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import minispec.verify as verify_module
@@ -60,7 +62,7 @@ def test_tokens_stay_the_same(
     try:
         check(subject)
     finally:
-        record_property(TALLY, [now - then for now, then in zip(astuple(subject.tally), astuple(before), strict=True)])
+        record_property(TALLY, astuple(subject.tally - before))
 
 
 class Rare(NgramDrafter):
@@ -75,9 +77,58 @@ class Rare(NgramDrafter):
 
 def test_a_drafter_that_hardly_drafts_does_not_pass() -> None:
     subject = Subject(lambda model: Rare(NgramOptions(nodes=8)))
-    with pytest.raises(AssertionError, match=r"next to no trees were proposed: \d+, where 30 are the least"):
+    with pytest.raises(AssertionError, match=r"fewer than an eighth of the trees asked for were there: asked for "):
         texts_that_repeat_are_drafted_for(subject)
     assert subject.tally.asked > 60 > 2 * subject.tally.proposed
+
+
+class Knowing(Oracle):
+    """A drafter that knows whole texts, and drafts how they go on as a chain, every token moved on by an offset."""
+
+    known: ClassVar[list[list[int]]] = []
+    offset: ClassVar[int] = 0
+
+    def propose(self, slots: Sequence[int]) -> list[Draft]:
+        """Return a chain per slot."""
+        return [self._chain(self.texts[slot]) for slot in slots]
+
+    def _chain(self, text: list[int]) -> Draft:
+        whole = next((known for known in self.known if known[: len(text)] == text), text)
+        drafts = [(token + self.offset) % VOCAB for token in whole[len(text) : len(text) + self.depth]]
+        return Draft([text[-1], *drafts], list(range(-1, len(drafts))), match_length=1)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[list[int]]:
+    """The texts that `texts_that_repeat_are_drafted_for` makes."""
+
+    class Listener(Oracle):
+        def release(self, slot: int) -> None:
+            heard.append(self.texts.get(slot, []))
+            super().release(slot)
+
+    heard: list[list[int]] = []
+    texts_that_repeat_are_drafted_for(Subject(lambda model: Listener(truth_of(model))))
+    return heard
+
+
+@pytest.mark.parametrize("nodes", [2, 8, 24])
+def test_a_drafter_that_is_always_right_passes_whatever_its_depth(
+    nodes: int, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Knowing, "known", texts)
+    subject = Subject(lambda model: Knowing(truth_of(model), nodes))
+    texts_that_repeat_are_drafted_for(subject)
+    assert subject.tally.asked <= 6 * math.ceil(30 / nodes), "six replies of 30 tokens"
+
+
+def test_a_drafter_that_is_always_wrong_does_not_pass(
+    texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Knowing, "known", texts)
+    monkeypatch.setattr(Knowing, "offset", 1)
+    with pytest.raises(AssertionError, match="fewer than 12 drafts were accepted"):
+        texts_that_repeat_are_drafted_for(Subject(lambda model: Knowing(truth_of(model), 8)))
 
 
 def test_the_last_line_of_a_run_on_one_s_own_drafter_adds_the_trees_of_all_checks_up() -> None:
@@ -87,8 +138,8 @@ def test_the_last_line_of_a_run_on_one_s_own_drafter_adds_the_trees_of_all_check
     for named in ("my:Drafter", None):
         pytest_terminal_summary(reporter, SimpleNamespace(getoption=lambda flag, named=named: named))
     (line,) = lines
-    assert line == ("my:Drafter was asked for 1,010 trees, proposed 22; 4 rows were verified with trees, and of 4 a "
-                    "draft was accepted.")  # fmt: skip
+    assert line == ("my:Drafter was asked for 1,010 trees, proposed 22; 4 rows were verified with trees, and accepted "
+                    "4 drafts.")  # fmt: skip
 
 
 def as_transformers_has_it(model: Model) -> LlamaForCausalLM:

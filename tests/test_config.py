@@ -382,11 +382,11 @@ def test_tree_shapes_are_the_seed_systems_and_possible(given, architecture, shap
     assert alone == (shape if given else (3, 1, 4))
 
 
-def test_what_architecture_md_says_of_prefill_steps_is_so() -> None:
+def test_what_cpu_md_says_of_prefill_steps_is_so() -> None:
     from minispec.attention import prefill_block
     from minispec.load.build import CPU_PREFILLS
 
-    page = (Path(__file__).resolve().parent.parent / "docs/architecture.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parent.parent / "docs/cpu.md").read_text(encoding="utf-8")
     said = r"\(128 tokens on CUDA, (\d+) on a CPU\), of which a step holds one of (\w+) numbers"
     width, count = re.search(said, page).groups()
     assert int(width) == prefill_block(torch.device("cpu")) and prefill_block(torch.device("cuda")) == 128

@@ -1,4 +1,7 @@
-"""The README's commands: the quick ones are run, the others parsed by whoever would read them; its step adds up."""
+"""The README's commands are run, or parsed by whoever reads them; its step adds up; pages have the code's numbers.
+
+The pages are those that no other test file is about.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,14 @@ from test_memory import OPTIONS, folder_of
 
 import bench
 import minispec
-from minispec import LLM
-from minispec.config import Config
+from benchmarks.yardstick_lines import size_of_files
+from minispec import LLM, late, lookup, policy
+from minispec.attention import most_nodes, prefill_block
+from minispec.config import INT8_NODES, Config
+from minispec.cpu import products
+from minispec.cpu.linear import FEW_ROWS
 from minispec.load.flags import config_from_args
+from minispec.load.tree_shape import CPU_SHAPE, LOOKUP_NODES
 from minispec.serve import parse
 from minispec.train.__main__ import _parser as train_parser
 from minispec.tree import ancestors, depth
@@ -90,7 +98,7 @@ def check(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/measured.md", "docs/adding-a-drafter.md", "docs/serving.md",
-                                  "docs/scaling.md", "docs/reliability.md"])  # fmt: skip
+                                  "docs/scaling.md", "docs/reliability.md", "docs/cpu.md", "docs/cuda.md"])  # fmt: skip
 def test_every_command_of_a_page_is_understood(page: str) -> None:
     found = commands((ROOT / page).read_text(encoding="utf-8"))
     assert found
@@ -165,3 +173,74 @@ def test_the_worked_step_is_one() -> None:
     moves = ", ".join(f"{first + node} to {first + i}" for i, node in enumerate(path) if node != i)
     assert table[2] == (f"emitted: {emitted}; rows moved: {moves}; lens: {first} to {first + len(path)}; next root: "
                         f'"{picks[path[-1]]}"')  # fmt: skip
+
+
+AROUND_THE_CORE = {"__init__.py", "config.py", "llm.py", "server.py", "explain.py"}
+
+
+def test_the_core_has_about_as_many_lines_as_the_readme_says() -> None:
+    (said,) = re.findall(r"some ([\d,]+) lines at the top of `minispec/`", README)
+    core = [path for path in (ROOT / "minispec").glob("*.py") if path.name not in AROUND_THE_CORE]
+    lines = size_of_files(core).lines
+    assert abs(lines - int(said.replace(",", ""))) <= 0.1 * lines, f"the core has {lines:,} lines"
+
+
+def test_the_readme_has_the_length_of_one_and_leads_to_every_page() -> None:
+    assert 9_000 <= len(README.encode()) <= 10 * 1024
+    links = set(re.findall(r"\]\(([\w./-]+)\)", README))
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= links
+    (torch_wanted,) = re.findall(r"pip install '(torch[^']*)' --index-url", README)
+    assert f'"{torch_wanted}",' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_readme_s_figures_stand_in_the_page_of_measurements() -> None:
+    measured = (ROOT / "docs/measured.md").read_text(encoding="utf-8")
+    table = README.partition("\n## Measured\n")[2].partition("\n\nRead the first digit")[0]
+    rows = {name: figures for name, *figures in re.findall(r"^\| (\w[^|]*) \| ([\d.]+) \| ([\d.]+) \|$", table, re.M)}
+    assert len(rows) == 6
+    theirs = {"transformers' `generate`": "transformers", "plain decoding": "none", "NGRAM": "ngram",
+              "EAGLE3, the default head, alone": "EAGLE3 alone", "EAGLE3 with lookups": "EAGLE3 + lookup"}  # fmt: skip
+    for name, method in theirs.items():
+        for kind, figure in zip(("ordinary", "copying"), rows.pop(name), strict=True):
+            row = rf"^\| 1, {kind} \| {re.escape(method)} \|[^|]*\|[^|]*\| ([\d.]+) \|"
+            assert float(re.search(row, measured, re.M)[1]) == float(figure), f"{name}, {kind}"
+    ((figures),) = rows.values()
+    newest = measured.partition("### The newest run, all parts")[2]
+    found = re.findall(r"^\| llama\.cpp BF16 \| [\d.]+ \| ([\d.]+) \|", newest, re.M)
+    assert [found[0], found[2]] == figures, "the first table of one stream, and that of copying"
+
+
+def test_the_glossary_has_thirty_terms_of_one_sentence_each() -> None:
+    page = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", page, re.M)[1:]
+    assert len(rows) == 30 and len({term for term, _, _ in rows}) == 30
+    assert all(sentence.endswith(".") and ". " not in sentence for _, sentence, _ in rows)
+    names = {name for _, sentence, where in rows for name in re.findall(r"\b(\w+\.py)\b", sentence + where)}
+    assert not [name for name in names if not (ROOT / "minispec" / name).is_file()]
+    assert f"at most {late.KEPT_ROWS} rows a slot" in page
+
+
+def number(page: str, pattern: str) -> float:
+    """Return the one number that a page has in this place."""
+    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+    (found,) = set(re.findall(pattern, text))
+    words = {"four": 4, "eight": 8, "hundredth": 0.01}
+    return words.get(found) or float(found)
+
+
+def test_pages_have_the_numbers_of_the_code() -> None:
+    steps, topk, nodes = CPU_SHAPE
+    assert f"trees of two sizes, larger batches of one. For the heads that ship these are {steps}/{topk}/{nodes}" in (
+        ROOT / "docs/cpu.md").read_text(encoding="utf-8")  # fmt: skip
+    assert number("cpu", r"and (\d+) nodes for what is looked up") == LOOKUP_NODES
+    assert number("architecture", r"The larger trees have (\d+) nodes") == LOOKUP_NODES
+    assert number("cpu", r"up to (\w+) rows of one request") == FEW_ROWS
+    assert number("cpu", r"so default trees have (\w+) nodes") == INT8_NODES
+    assert number("cpu", r"tiles of (\d+) queries") == products.TILE
+    assert number("cuda", r"Trees have at most (\d+) nodes") == most_nodes(torch.device("cuda"))
+    assert number("cuda", r"query blocks of (\d+) tokens") == prefill_block(torch.device("cuda"))
+    assert number("architecture", r"(\d+) rows a slot at most") == late.KEPT_ROWS
+    assert number("architecture", r"cost under (\d+) % of the time") == 100 * policy.PROBES
+    assert number("architecture", r"must gain (\d+) %") == round(100 * (policy.GAIN - 1), 6)
+    assert number("architecture", r"after (\w+) trees of the request itself") == policy.OWN_AFTER
+    assert number("architecture", r"Lookups take about a (\w+) of the time") == lookup.SHARE

@@ -376,7 +376,7 @@ def test_pages_of_heads_and_docs_run_modules_that_exist() -> None:
     assert named and not [n for n, place in places.items() if not place.is_dir() and not Path(f"{place}.py").is_file()]
 
 
-@pytest.mark.parametrize("page", ["architecture", "cpu", "cuda", "glossary", "serving", "README"])
+@pytest.mark.parametrize("page", ["architecture", "cpu", "cuda", "glossary", "README"])
 def test_pages_name_files_that_exist(page: str) -> None:
     path = ROOT / "README.md" if page == "README" else ROOT / f"docs/{page}.md"
     assert not list(missing_files(path.read_text(encoding="utf-8")))

@@ -23,8 +23,8 @@ from test_memory import OPTIONS, folder_of
 
 import minispec
 from minispec import LLM
-from minispec.config import Config
-from minispec.drafter import Draft
+from minispec.config import FLAGS, Config
+from minispec.drafter import Draft, HostDrafter
 from minispec.load.drafters import make_drafter
 from minispec.load.flags import config_from_args
 from minispec.load.tokenizer import byte_tokenizer
@@ -50,7 +50,7 @@ def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
 def test_the_chain_of_the_page_passes(
     check: Callable[[Subject], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert len(CHAIN.strip().splitlines()) <= 30
+    assert len(CHAIN.strip().splitlines()) <= 32
     (tmp_path / "pairs.py").write_text(CHAIN, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     check(own("pairs:Pairs"))
@@ -64,6 +64,36 @@ def test_the_device_drafter_of_the_page_passes(
     (tmp_path / "bigram.py").write_text(DEVICE, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     check(own("bigram:Bigram"))
+
+
+ENGINES = {"algorithm", "adaptive", "accept_threshold_single", "accept_threshold_acc", "draft_model_revision"}
+VALUES = {"draft_load_format": "pt", "draft_model_quantization": "fp8", "lookup": True, "draft_model_path": "x",
+          "token_map": "x"}  # fmt: skip
+
+
+def test_the_drafters_of_the_page_refuse_every_flag_that_they_do_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f.name.removeprefix("speculative_") for f in FLAGS if f.name.startswith("speculative_")]
+    unread = [name for name in names if not name.startswith("ngram_") and name not in ENGINES]
+    assert len(unread) > 6
+    monkeypatch.syspath_prepend(tmp_path)
+    for code, name in ((CHAIN, "pairs:Pairs"), (TREE, NAME), (DEVICE, "bigram:Bigram")):
+        (tmp_path / f"{name.partition(':')[0]}.py").write_text(code, encoding="utf-8")
+        for flag in unread:
+            given = {f"speculative_{flag}": VALUES.get(flag, 8)}
+            config = Config(model_path="x", speculative_algorithm=name, **given)
+            if (name, flag) == (NAME, "num_draft_tokens"):
+                assert make_drafter(config, tiny_model(), tmp_path, byte_tokenizer(VOCAB)).nodes == 8
+                continue
+            with pytest.raises(ValueError, match=f"--speculative-{flag.replace('_', '-')}: .* does not read it"):
+                make_drafter(config, tiny_model(), tmp_path, byte_tokenizer(VOCAB))
+
+
+def test_the_page_names_every_method_of_a_drafter_on_the_host() -> None:
+    methods = {name for name in vars(HostDrafter) if not name.startswith("_")}
+    part = PAGE.partition("## What each part answers to")[2].partition("\n## ")[0]
+    assert methods > {"propose", "predict"} and methods <= set(re.findall(r"`(\w+)[(`]", part))
 
 
 def test_the_chain_is_what_followed_the_last_two_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

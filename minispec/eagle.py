@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.model import FINAL, Block, LayerAttend, Model, ModelConfig, RMSNorm, Rope, rope_frequencies
@@ -150,16 +149,9 @@ class PairBlock(Block):
 
     def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend) -> Tensor:  # type: ignore[override]
         """Return the state [B, T, H] after this layer, from token embedding and state [B, T, H]."""
-        batch, length, _ = state.shape
         normed = self.hidden_norm(state)
         pair = torch.cat((self.input_layernorm(embedding), normed), dim=-1)
-        qkv = self.qkv_proj(pair).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
-        q, k, v = (part.view(batch, length, -1, self.head_dim).transpose(1, 2) for part in qkv)
-        out = attend(rope.turn(self.q_norm(q)), rope.turn(self.k_norm(k)), v)
-        x = normed if self.norm_before_residual else state
-        x = x + self.o_proj(out.transpose(1, 2).reshape(batch, length, self.q_size))
-        gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, dim=-1)
-        return x + self.down_proj(F.silu(gate) * up)
+        return self.add_to(normed if self.norm_before_residual else state, pair, rope, attend)
 
 
 class Eagle3Head(DraftHead):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minispec.asked.grammar import Constraints, Grammars, mask
 from minispec.asked.scores import Question, Questions, Scores, score_known, score_picks
-from minispec.asked.trace import SeenStep, Sight
+from minispec.asked.trace import SeenStep, look
 from minispec.buffers import Chunk, DecodeBuffers, PrefillBuffers
 from minispec.engine import Engine
 from minispec.kv import upload
@@ -176,8 +176,8 @@ class AskedDecode(Answered[DecodeBuffers]):
         """Run the step; what is asked of it lies here afterwards."""
         engine, step = self.engine, self.step
         wishes = engine.sampling.wishes(step.slots, needs) if needs else None
-        sight = None if self.timed else Sight(step.batch, step.nodes, engine.device)
-        lens, root, drafted = engine.begin(step, wishes, None if sight is None else sight.scores)
+        watched = None if self.timed else torch.full((step.batch, step.nodes), torch.nan, device=engine.device)
+        lens, root, drafted = engine.begin(step, wishes, watched)
         before, _ = engine.around(step, needs)
         inputs = before(engine, step, lens, root, None if drafted is step.tree else drafted)
         tokens, parents = inputs.tokens, inputs.parents
@@ -188,9 +188,8 @@ class AskedDecode(Answered[DecodeBuffers]):
         tokens, allowed = (tokens, logits) if trees is None else self.allow(logits, trees)
         tree = DraftTree(tokens, parents)
         verdict = engine.judge(step, tree, inputs.above, allowed, wishes, lens)
-        if sight is not None:
-            sight.look(tree, logits, verdict, wishes, lens)
-            self.seen = sight.seen
+        if watched is not None:
+            self.seen = look(tree, watched, logits, verdict, wishes, lens)
         path = engine.keep(step, lens, tokens, verdict, features, wishes)
         if self.questions is not None:
             self.scores = score_picks(self.questions, logits, verdict.path, verdict.emitted)

@@ -133,10 +133,6 @@ class Times:
         last = self._last.get((kind, shape))
         return last is None or self._steps[kind] - last >= STALE
 
-    def known(self, kind: Kind, shape: Shape) -> bool:
-        """Return whether such a step was measured."""
-        return shape in self._samples.get(kind, ())
-
     def of(self, kind: Kind, shape: Shape) -> float:
         """Return the seconds of a step: measured, or carried over from the nearest kind in which it was measured.
 
@@ -414,7 +410,7 @@ class Policy:
 
     def _best(self, kind: Kind, shapes: Sequence[Shape], rows: Sequence[Row]) -> Choice:
         """Return the shape with the most expected tokens a second, or another one to learn of."""
-        speeds = self._speeds(kind, shapes, rows)
+        speeds = {s: sum(self.expected(row, s) for row in rows) / self._seconds(kind, s) for s in shapes}
         stay = self._shape if self._shape in speeds else PLAIN
         best = max(shapes, key=speeds.__getitem__)
         if best != stay and speeds[best] > speeds[stay] * (1.0 if best == PLAIN else GAIN):
@@ -422,10 +418,6 @@ class Policy:
         self._shape, self._pace = stay, 1.0 / speeds[stay]
         probe = self._probe(kind, shapes, len(rows))
         return Choice(stay) if probe is None else Choice(probe, True)
-
-    def _speeds(self, kind: Kind, shapes: Sequence[Shape], rows: Sequence[Row]) -> dict[Shape, float]:
-        """Return the expected tokens a second of each shape."""
-        return {s: sum(self.expected(row, s) for row in rows) / self._seconds(kind, s) for s in shapes}
 
     def _seconds(self, kind: Kind, shape: Shape) -> float:
         """Return the time of a step; one for which nothing is drafted takes no more than the same with drafting."""

@@ -124,11 +124,6 @@ class Scheduler:
 
     # ---- a request arrives -----------------------------------------------------------------------------------------
 
-    @property
-    def max_prompt_tokens(self) -> int:
-        """The longest prompt that leaves room for one output token, in context and pool."""
-        return self.limits.longest_prompt
-
     def validate(self, request: Request) -> None:
         """Check a request against model, context and pool, and set its max_new_tokens; raises RequestError (400).
 
@@ -349,7 +344,6 @@ class Scheduler:
         began, self._landed = max(flight.pending.launched, self._landed), time.perf_counter()
         waited = self._landed - started
         self._end_failed(flight)
-        self._tell_of_prompts(flight)
         emitted = {
             request: tokens
             for (request, seat), tokens in zip(flight.rows.items(), found, strict=True)
@@ -395,12 +389,6 @@ class Scheduler:
             elif request.slot in pending.failed:
                 self._end(request, Finish("abort", message=pending.failed[request.slot]))
 
-    def _tell_of_prompts(self, flight: Flight) -> None:
-        """Give the requests that still hold their seats what they asked of their prompts."""
-        for row, (request, seat) in enumerate(flight.rows.items()):
-            if flight.pending.asked is not None and self.seats.get(request) is seat:
-                flight.pending.asked.tell_prompt(row, request)
-
     def _after_prefill(self, flight: Flight, emitted: dict[Request, list[int]]) -> None:
         """Take in a prefill step: share the prompts that are complete, and deliver their first tokens."""
         self.metrics.prefill(
@@ -411,6 +399,8 @@ class Scheduler:
             captured=flight.pending.captured,
         )
         for request, tokens in emitted.items():
+            if flight.pending.asked is not None:
+                flight.pending.asked.tell_prompt([*flight.rows].index(request), request)
             if tokens:
                 self.seats.share(request, self.seats[request].ids)
                 request.prompt_done = True
@@ -598,7 +588,7 @@ class Scheduler:
             "num_running_reqs": len(self.running) + len(self.prefilling),
             "num_queue_reqs": len(self.waiting) + sum(map(len, self.parked.values())),
             "max_total_num_tokens": (self.kv.pages - 1) * self.kv.page_size,
-            "max_req_input_len": self.max_prompt_tokens,
+            "max_req_input_len": self.limits.longest_prompt,
             "effective_max_running_requests_per_dp": self.sizes.max_running,
             "speculative_num_steps": self.sizes.steps,
             "speculative_eagle_topk": self.sizes.topk,

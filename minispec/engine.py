@@ -148,14 +148,13 @@ class Engine:
         # Steps that began to change what belongs to slots. After an exception it tells whether that one had begun.
         self.changes = 0
         attend = (attend_kind, model.config.layers)
-        keys = [(batch, shape) for batch in sizes.batch_sizes for shape in sizes.shapes_of(batch)]
-        self.decodes = {
-            (batch, shape): DecodeBuffers(kv, batch, shape, self._most(shape.nodes), attend)
-            for batch, shape in keys
-            if not shape.of_host
-        }
-        for batch, shape in [key for key in keys if key[1].of_host]:
-            self.decodes[batch, shape] = self.decodes[batch, Shape(shape.nodes, True)].of_the_host()
+        self.decodes: dict[tuple[int, Shape], DecodeBuffers] = {}
+        for batch in sizes.batch_sizes:
+            for shape in sizes.shapes_of(batch):  # those of the host last, on the tensors of the drafter's
+                self.decodes[batch, shape] = (
+                    self.decodes[batch, Shape(shape.nodes, True)].of_the_host() if shape.of_host
+                    else DecodeBuffers(kv, batch, shape, self._most(shape.nodes), attend)
+                )  # fmt: skip
         self.prefills = Prefills(kv, sizes.prefill_sizes, prefill_block(device), attend)
         self.late = Late(drafter, slots, model.norm.weight)
         self.late.attach(self.prefills, self.lens, self.root)
@@ -326,15 +325,13 @@ class Engine:
         lens, root = self.lens[buffers.slots], self.root[buffers.slots]
         knows = wishes is not None and self.accept.couples
         temperature, seed = (wishes.temperature, wishes.seed) if wishes is not None and knows else (None, None)
-        batch = Batch(buffers.slots, lens, root, buffers.tree, temperature, seed, told)
-        drafted = self._propose(buffers, batch) if buffers.nodes > 1 else buffers.tree
+        drafted = buffers.tree
+        if buffers.shape.drafts:
+            batch = Batch(buffers.slots, lens, root, buffers.tree, temperature, seed, told)
+            drafted = self.drafter.propose(batch)
+        elif buffers.shape.of_host:
+            drafted = DraftTree(*(part.clone() for part in buffers.tree))  # compiled code takes the own tree once
         return self.link.begin(buffers, lens, root, drafted)
-
-    def _propose(self, buffers: DecodeBuffers, batch: Batch) -> DraftTree:
-        """Ask the drafter for the trees of this step, unless all are the host's."""
-        if not buffers.shape.drafts:
-            return DraftTree(*(part.clone() for part in buffers.tree))  # compiled code takes the buffers' own tree once
-        return self.drafter.propose(batch)
 
     def _before_blocks(
         self, buffers: DecodeBuffers, lens: Tensor, root: Tensor, drafted: DraftTree | None

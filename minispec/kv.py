@@ -123,10 +123,9 @@ class PagedKV:
         """Take `count` pages off the free list, which must hold them."""
         assert count <= len(self.free), f"asked for {count} pages, {len(self.free)} free"
         pages = [self.free.pop() for _ in range(count)]
-        # A NaN or an infinity left in a page would reach its next owner as NaN, since FlexAttention multiplies masked
-        # values by a weight of 0. The target's rows are looked after by `wipe`, which is called where there was a NaN;
-        # but in float16, whose range is small, a row may overflow without one. A drafter's rows nobody watches, as they
-        # change no token; so that no text spoils the drafts of another, its pages are handed out empty.
+        # The target's rows are looked after by `wipe`, which is called where there was a NaN; but in float16, whose
+        # range is small, a row may overflow without one. A drafter's rows nobody watches, as they change no token; so
+        # that no text spoils the drafts of another, its pages are handed out empty.
         if self.pool.dtype == torch.float16:
             self.clear(pages)
         else:

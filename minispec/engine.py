@@ -11,7 +11,7 @@ The one idea: a step has static shapes. The batch is padded to one of a few size
 nodes (-1 is padding), prompt chunks to whole query blocks. So each shape has its compiled graphs, and nothing is
 compiled again when lengths, trees or requests change. The scheduler asks `policy.py` for the shape of each decode step,
 a plain one or one of two trees, and hands it to `launch`. Steps that do not run the head save their tokens and features
-(`late.py`). Before the head drafts again it processes this backlog, like a chunk of a prompt.
+(`late.py`).
 
 Speculative decoding by trees: SpecInfer, arXiv 2305.09781. Read next: `scheduler.py`, which decides who is in
 a step.
@@ -272,11 +272,6 @@ class Engine:
         return self.pending(list(slots), buffers, asked, captured=captured, keeps=keeps,
                              launched=started + catching_up, catching_up=catching_up)  # fmt: skip
 
-    @torch.inference_mode()
-    def catch_up(self, slots: Iterable[int]) -> None:
-        """Let the drafter take in what steps without it have kept of these slots."""
-        self.late.catch_up(slots)
-
     def special(self, slots: Sequence[int]) -> bool:
         """Return whether a step over these slots takes other time than a greedy one."""
         return bool(self.sampling.needs(slots)) or self.asked.slows(slots)
@@ -457,9 +452,7 @@ class Engine:
             return largest(logits)
         return pick(logits, self.sampling.wishes(buffers.chunk_slots, needs), buffers.lens)
 
-    def keep_prefill(
-        self, buffers: PrefillBuffers, read: Read, token: Tensor, logits: Tensor, needs: Needs
-    ) -> None:
+    def keep_prefill(self, buffers: PrefillBuffers, read: Read, token: Tensor, logits: Tensor, needs: Needs) -> None:
         """Commit the known tokens and the one picked after each last chunk, and write the outputs."""
         slots, picked = buffers.chunk_slots, buffers.picked
         if self.drafter.commits:

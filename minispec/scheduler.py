@@ -116,7 +116,7 @@ class Scheduler:
     def _start_pages(self, share: bool) -> None:
         """Begin with an empty prefix cache, which has pages only if they are to be shared, and no seat."""
         self.cache = PrefixCache(self.kv.page_size, self.engine.drafter.lookahead, enabled=share)
-        self.seats = Seats(self.kv, self.cache, self.engine.catch_up)
+        self.seats = Seats(self.kv, self.cache, lambda slots: self.engine.late.catch_up(slots))
 
     def restart_times(self) -> None:
         """Forget what steps took, and begin with what `warm_up.time_steps` has measured, if it has."""

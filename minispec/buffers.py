@@ -203,9 +203,7 @@ class PrefillBuffers(Key):
             first, count = len(by_block) * width, len(chunk.tokens)
             tokens[first : first + count] = chunk.tokens
             following[first : first + count] = [*chunk.tokens[1:], chunk.following]
-            by_block += [
-                (chunk.slot, chunk.start + at, min(width, count - at)) for at in range(0, count, width)
-            ]
+            by_block += [(chunk.slot, chunk.start + at, min(width, count - at)) for at in range(0, count, width)]
             by_chunk.append((chunk.slot, chunk.start + count, int(chunk.last), first + count - 1))
         by_block += [(0, 0, 0)] * (self.blocks - len(by_block))
         by_chunk += [(0, 0, 0, 0)] * (self.blocks - len(by_chunk))

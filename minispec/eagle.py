@@ -92,9 +92,7 @@ class DraftHead(nn.Module):
         """Return the first state [B, T, H] of target features [B, T, F]; a drafted state is never fused again."""
         return features
 
-    def forward(
-        self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor
-    ) -> Tensor:
+    def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
         """Return the next state [B, T, H] of token embeddings and states [B, T, H] at positions [B, T] int64."""
         raise NotImplementedError
 
@@ -125,9 +123,7 @@ class EagleHead(DraftHead):
         self.layer = Block(shape)
         self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]  # is called, and no more
 
-    def forward(
-        self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor
-    ) -> Tensor:
+    def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
         """Return the next state [B, T, H]; see `DraftHead.forward`."""
         return self.layer(self.fc(torch.cat((embedding, state), dim=-1)), rope, attend)
 
@@ -183,9 +179,7 @@ class Eagle3Head(DraftHead):
             features = self.input_norm(features)
         return features if self.fc is None else self.fc(features)
 
-    def forward(
-        self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor
-    ) -> Tensor:
+    def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
         """Return the next state [B, T, H], not yet normed unless `norm_output`; see `DraftHead.forward`."""
         state = self.layer(embedding, state, rope, attend)
         return self.norm(state) if self.norm_output else state

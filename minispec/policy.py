@@ -300,21 +300,22 @@ class Policy:
         return Row(request, None, wanted, lookup=draft.match)
 
     def after(
-        self, plan: Planned, emitted: Mapping[Request, Sequence[int]], seconds: float | None, catching_up: float = 0.0
-    ) -> None:
+        self, planned: Planned, emitted: Mapping[Request, Sequence[int]], seconds: float | None,
+        catching_up: float = 0.0,
+    ) -> None:  # fmt: skip
         """Learn what a step took and emitted.
 
         seconds: None where something else took its time as well. catching_up: the drafter's seconds before the step.
         """
         if seconds is not None:
             tokens = sum(map(len, emitted.values()))
-            self.landed(plan.kind, plan.choice, seconds, emitted=tokens, catching_up=catching_up)
+            self.landed(planned.kind, planned.choice, seconds, emitted=tokens, catching_up=catching_up)
         for request, given in emitted.items():
-            row, draft = plan.rows[request]
+            row, draft = planned.rows[request]
             if draft is not None:
                 self.follow(request, draft, given)
-            if row.match is None and plan.choice.shape.drafts and request not in plan.of_host:
-                self.learn(row, plan.choice.shape.nodes, len(given))
+            if row.match is None and planned.choice.shape.drafts and request not in planned.of_host:
+                self.learn(row, planned.choice.shape.nodes, len(given))
 
     def follow(self, request: object, draft: Draft, tokens: Sequence[int]) -> None:
         """Take in the tree that the host offered for a step, whatever was verified, and the tokens that came out.

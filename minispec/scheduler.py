@@ -70,7 +70,7 @@ class Flight:
     rows: dict[Request, Seat]  # in the order of the step
     cached: int = 0  # prompt tokens that the prefix cache had, of requests whose first chunk this is
     seconds: float = 0.0  # that the launch of a decode step took
-    plan: Planned | None = None  # of a decode step
+    planned: Planned | None = None  # of a decode step
     disturbances: tuple[int, int] = (0, 0)  # graphs compiled and requests retracted before it
     # Slots and pages of requests that left meanwhile: nobody gets the pages before it is known what was written there.
     left: list[tuple[int, list[int]]] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Scheduler:
     ) -> None:
         self.engine, self.kv, self.tokenizer, self.eos_ids = engine, engine.kv, tokenizer, eos_ids
         self.sizes = engine.sizes
-        self._start_pages(options.radix)
+        self._start_empty(options.radix)
         pool_rows = (self.kv.pages - 1) * self.kv.page_size
         self.limits = Limits(engine.model.config.vocab_size, self.sizes.context_length, pool_rows,
                              self.sizes.tree_rows, tuple(sorted(eos_ids)))  # fmt: skip
@@ -96,10 +96,7 @@ class Scheduler:
         self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval)
         self.waiting: deque[Request] = deque()
         self.parked: dict[Request, list[Request]] = {}  # choices that wait for the prompt of the first of them
-        self.prefilling: list[Request] = []  # in order of admission
-        self.running: list[Request] = []  # in order of admission
         self.outputs: dict[Request, Output] = {}
-        self.free_slots = list(range(self.sizes.max_running, 0, -1))  # slot 0 is padding
         self._seeds = random.Random(options.random_seed)
         # What happened and was not handed out yet. A member, so that a step that raises halfway loses no answer.
         self._updates: list[Update] = []
@@ -108,15 +105,18 @@ class Scheduler:
         self.policy = Policy(trees, options.adaptive, engine.drafter.looks_up)
         self.restart_times()
         self._landed = 0.0  # when the last step was collected
+
+    def _start_empty(self, share: bool) -> None:
+        """Begin with no request in a slot, no step under way, and an empty prefix cache, used only to `share` pages."""
+        self.cache = PrefixCache(self.kv.page_size, self.engine.drafter.lookahead, enabled=share)
+        self.seats = Seats(self.kv, self.cache, lambda slots: self.engine.late.catch_up(slots))
+        self.prefilling: list[Request] = []  # in order of admission
+        self.running: list[Request] = []  # in order of admission
+        self.free_slots = list(range(self.sizes.max_running, 0, -1))  # slot 0 is padding
         self._flight: Flight | None = None  # the step that was launched and not collected yet
         self._launching = NOT_LAUNCHING  # the requests of a step that is being launched, and `Engine.changes` before it
         # The front of the queue if it lacked pages, how many were available, and the cache's insertions at that time.
         self._refused: tuple[Request, int, int] | None = None
-
-    def _start_pages(self, share: bool) -> None:
-        """Begin with an empty prefix cache, which has pages only if they are to be shared, and no seat."""
-        self.cache = PrefixCache(self.kv.page_size, self.engine.drafter.lookahead, enabled=share)
-        self.seats = Seats(self.kv, self.cache, lambda slots: self.engine.late.catch_up(slots))
 
     def restart_times(self) -> None:
         """Forget what steps took, and begin with what `warm_up.time_steps` has measured, if it has."""
@@ -283,12 +283,12 @@ class Scheduler:
         engine, slots, before = self.engine, [request.slot for request in rows], self._disturbances()
         batch = engine.batch_of(len(slots))
         kind = Kind.of(batch, engine.special(slots), max(request.kv_len for request in rows))
-        plan = self.policy.before(kind, self.sizes.shapes_of(batch), list(rows), lambda: engine.host_drafts(slots))
-        pending = engine.launch(slots, plan.choice.shape, plan.drafts)
+        planned = self.policy.before(kind, self.sizes.shapes_of(batch), list(rows), lambda: engine.host_drafts(slots))
+        pending = engine.launch(slots, planned.choice.shape, planned.drafts)
         self._launching = NOT_LAUNCHING
         seconds = time.perf_counter() - started
         self.metrics.step_seconds += seconds
-        return Flight(pending, rows, seconds=seconds, plan=plan, disturbances=before)
+        return Flight(pending, rows, seconds=seconds, planned=planned, disturbances=before)
 
     def _launch_prefill(self) -> Flight:
         """Launch a prefill step. A request whose prompt it completes runs from here on: its first token has no row."""
@@ -353,10 +353,10 @@ class Scheduler:
             self._after_prefill(flight, emitted)
             return
         self.metrics.step_seconds += waited
-        if flight.plan is not None:
+        if flight.planned is not None:
             alone = self._disturbances() == flight.disturbances and flight.pending.timed
             seconds = self._landed - began if alone else None
-            self.policy.after(flight.plan, emitted, seconds, flight.pending.catching_up)
+            self.policy.after(flight.planned, emitted, seconds, flight.pending.catching_up)
         if emitted:
             self._after_decode(flight, emitted, flight.seconds + waited)
 
@@ -418,7 +418,7 @@ class Scheduler:
         self.metrics.decode(
             Load(self.seats.usage, len(emitted), len(self.waiting), sum(request.kv_len for request in emitted)),
             emitted=kept,
-            of_host=[] if flight.plan is None else [request in flight.plan.of_host for request in emitted],
+            of_host=[] if flight.planned is None else [request in flight.planned.of_host for request in emitted],
             nodes=pending.nodes,
             captured=pending.captured,
             seconds=seconds,
@@ -536,10 +536,7 @@ class Scheduler:
             request.slot = request.kv_len = 0
             self._close(request, finish)
         self.waiting = deque(r for r in self.waiting if r in queued)
-        self.prefilling, self.running, self._refused, self._flight = [], [], None, None
-        self._launching = NOT_LAUNCHING
-        self.free_slots = list(range(self.sizes.max_running, 0, -1))
-        self._start_pages(self.cache.enabled)
+        self._start_empty(self.cache.enabled)
         self.engine.restart()
         return self._drain()
 

@@ -16,6 +16,7 @@ Read next: `model.py`, which makes the logits; `sampling.py` for the pick, `engi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -38,12 +39,12 @@ class Trees(NamedTuple):
     most: int  # A, the most tokens emitted per request
 
 
+@dataclass(eq=False)
 class Accept:
     """What an operator may change of acceptance; as it stands, output is exact."""
 
-    def __init__(self, thresholds: tuple[float, float] | None = None, simulated: float | None = None) -> None:
-        """`thresholds`: (single, acc) of `pick_lossy`; simulated: the mean of `simulate`."""
-        self.thresholds, self.simulated = thresholds, simulated
+    thresholds: tuple[float, float] | None = None  # (single, acc) of `pick_lossy`
+    simulated: float | None = None  # the mean of `simulate`
 
     @property
     def couples(self) -> bool:

@@ -54,7 +54,6 @@ class Asking(Asked):
         self.requests: dict[int, Request] = {}  # by slot, of those who ask for anything
 
     def prepare(self, request: Request) -> None:
-        """Compile a request's grammar, if it has one; raises RequestError if the grammar is wrong."""
         if self.grammars is not None:
             self.grammars.prepare(request)
 
@@ -146,7 +145,6 @@ class Answered(AskedStep, Generic[Step]):
         return self._told
 
     def tell_prompt(self, row: int, request: Request) -> None:
-        """Tell a request what was asked of known tokens of its prompt."""
         if row in self.told:
             request.prompt_scores += self.told[row][0]
 

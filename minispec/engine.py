@@ -164,10 +164,7 @@ class Engine:
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
-        """From now on run what surrounds the blocks, in the drafter too, as `compiler` compiles it where `choice` says.
-
-        The two functions here are `_before_blocks` and `_after_blocks`; the drafter has its own.
-        """
+        """From now on run what surrounds the blocks, the drafter's too, as `compiler` makes it where `choice` says."""
         self.small.compile(compiler, choice)
         self.drafter.compile_small(compiler, choice)
 

@@ -64,10 +64,10 @@ class SchedulerOptions:
 
 @dataclass(frozen=True)
 class Flight:
-    """A step under way. A row counts only while its request still holds the seat that it had at the launch."""
+    """A step under way. A request counts only while it still holds the seat that it had at the launch."""
 
     pending: Pending
-    rows: dict[Request, Seat]  # in the order of the step
+    seats: dict[Request, Seat]  # in the order of the step
     cached: int = 0  # prompt tokens that the prefix cache had, of requests whose first chunk this is
     seconds: float = 0.0  # that the launch of a decode step took
     planned: Planned | None = None  # of a decode step
@@ -275,20 +275,20 @@ class Scheduler:
         if self._prefilled_last:
             return self._launch_prefill()
         self._reserve()
-        rows = {request: self.seats[request] for request in self.running if self._goes_on(request)}
-        if not rows:
+        seats = {request: self.seats[request] for request in self.running if self._goes_on(request)}
+        if not seats:
             return None
-        self._launching = list(rows), self.engine.changes
+        self._launching = list(seats), self.engine.changes
         started = time.perf_counter()
-        engine, slots, before = self.engine, [request.slot for request in rows], self._disturbances()
+        engine, slots, before = self.engine, [request.slot for request in seats], self._disturbances()
         batch = engine.batch_of(len(slots))
-        kind = Kind.of(batch, engine.special(slots), max(request.kv_len for request in rows))
-        planned = self.policy.before(kind, self.sizes.shapes_of(batch), list(rows), lambda: engine.host_drafts(slots))
+        kind = Kind.of(batch, engine.special(slots), max(request.kv_len for request in seats))
+        planned = self.policy.before(kind, self.sizes.shapes_of(batch), list(seats), lambda: engine.host_drafts(slots))
         pending = engine.launch(slots, planned.choice.shape, planned.drafts)
         self._launching = NOT_LAUNCHING
         seconds = time.perf_counter() - started
         self.metrics.step_seconds += seconds
-        return Flight(pending, rows, seconds=seconds, planned=planned, disturbances=before)
+        return Flight(pending, seats, seconds=seconds, planned=planned, disturbances=before)
 
     def _launch_prefill(self) -> Flight:
         """Launch a prefill step. A request whose prompt it completes runs from here on: its first token has no row."""
@@ -327,8 +327,8 @@ class Scheduler:
         return len(request.output_ids) + self._flies(request) < request.max_new_tokens
 
     def _flies(self, request: Request) -> bool:
-        """Return whether the flight under way has a row of this request that will count."""
-        return self._flight is not None and self._flight.rows.get(request) is self.seats[request]
+        """Return whether the flight under way is of this request, and counts."""
+        return self._flight is not None and self._flight.seats.get(request) is self.seats[request]
 
     def _disturbances(self) -> tuple[int, int]:
         """Return how often anything happened so far that makes a step's time say nothing about its shape."""
@@ -346,7 +346,7 @@ class Scheduler:
         self._end_failed(flight)
         emitted = {
             request: tokens
-            for (request, seat), tokens in zip(flight.rows.items(), found, strict=True)
+            for (request, seat), tokens in zip(flight.seats.items(), found, strict=True)
             if self.seats.get(request) is seat
         }
         if flight.pending.chunks:
@@ -377,7 +377,7 @@ class Scheduler:
             if slot in pending.nan:
                 self.kv.wipe(pages)
             self.kv.give_back(pages)
-        for request in [request for request, seat in flight.rows.items() if self.seats.get(request) is seat]:
+        for request in [request for request, seat in flight.seats.items() if self.seats.get(request) is seat]:
             if request.slot in pending.nan and pending.nodes > 1 and request.speculative:
                 # What a draft gives spreads to all nodes of its tree. Without drafts there may be no NaN.
                 request.undrafted = True
@@ -400,7 +400,7 @@ class Scheduler:
         )
         for request, tokens in emitted.items():
             if flight.pending.asked is not None:
-                flight.pending.asked.tell_prompt([*flight.rows].index(request), request)
+                flight.pending.asked.tell_prompt([*flight.seats].index(request), request)
             if tokens:
                 self.seats.share(request, self.seats[request].ids)
                 request.prompt_done = True
@@ -438,7 +438,7 @@ class Scheduler:
                 break
         ids = request.output_ids[first:]
         if flight.pending.asked is not None:
-            flight.pending.asked.tell([*flight.rows].index(request), output, ids, seconds)
+            flight.pending.asked.tell([*flight.seats].index(request), output, ids, seconds)
         if finish:
             self._end(request, finish, ids)
         else:

@@ -76,8 +76,7 @@ class PagedKV:
 
         zeros(*sizes) returns a tensor of zeros; its device is that of the tables, and its dtype that of the rows.
         """
-        # With `empty`, a row that nobody has written could hold a NaN, and attention would spread it although the row
-        # is masked, since 0 * NaN is NaN.
+        # Zeros, since a row that nobody has written may hold no NaN either; see `wipe`.
         self.zeros = zeros
         self.pool = zeros(2 * shape.layers, shape.kv_heads, pages * page_size, shape.head_dim)
         device = self.pool.device

@@ -99,7 +99,7 @@ class Read(NamedTuple):
 
 
 class Path(NamedTuple):
-    """Accepted paths; the fields of `Committed` that begin with these names."""
+    """Accepted paths; the fields of `Committed` with these names, in the same order."""
 
     tokens: Tensor  # [B, A] int64
     following: Tensor  # [B, A] int64
@@ -351,30 +351,24 @@ class Engine:
         Returns the paths for a drafter on the device, None where there is nobody to tell.
         """
         logits, features = self.logits(streams)
-        verdict = self.judge(buffers, DraftTree(step.tokens, step.parents), step.above, logits, wishes, lens)
-        return self.keep(buffers, lens, step.tokens, verdict, features, wishes)
+        trees = Trees(DraftTree(step.tokens, step.parents), step.above, buffers.slots, lens, buffers.most)
+        return self.keep(buffers, trees, self.judge(trees, logits, wishes), features, wishes)
 
     def logits(self, streams: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return the target's logits [B, N, V] at every node, and the features [B, N, F] that a drafter reads."""
         hidden, features = self.model.finish(streams, self.drafter.taps)
         return self.model.logits(hidden), features
 
-    def judge(
-        self, buffers: DecodeBuffers, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None,
-        lens: Tensor,
-    ) -> Verdict:  # fmt: skip
-        """Return which drafts are accepted; logits [B, N, V], above [B, N, N] of `tree.ancestors`."""
+    def judge(self, trees: Trees, logits: Tensor, wishes: Wishes | None) -> Verdict:
+        """Return which drafts are accepted; logits [B, N, V]."""
         looks = self.kv.host_looks and not torch.compiler.is_compiling()
-        trees = Trees(tree, above, buffers.slots, lens, buffers.most)
         return self.link.verdict(self.accept.judge(trees, logits, wishes, looks))
 
     def keep(
-        self, buffers: DecodeBuffers, lens: Tensor, tokens: Tensor, verdict: Verdict, features: Tensor | None,
-        wishes: Wishes | None,
-    ) -> Path | None:  # fmt: skip
-        """Keep the accepted paths of trees with these tokens [B, N], and write the outputs; returns as `_after_blocks`.
-        """
-        slots, nodes = buffers.slots, buffers.nodes
+        self, buffers: DecodeBuffers, trees: Trees, verdict: Verdict, features: Tensor | None, wishes: Wishes | None
+    ) -> Path | None:
+        """Keep the accepted paths, and write the outputs; returns as `_after_blocks`."""
+        tokens, slots, lens, nodes = trees.tree.tokens, trees.slots, trees.lens, buffers.nodes
         if nodes > 1:
             self.kv.compact(slots, lens, verdict.path, verdict.count)
         elif self.late.keeps(buffers):
@@ -392,12 +386,11 @@ class Engine:
         """Give the accepted paths to a drafter on the device, now or late."""
         if path is None:
             return
-        tokens, following, positions, features, ends = path
         if self.late.keeps(buffers):
-            self.late.keep(buffers.slots, positions, tokens, features)
+            self.late.keep(buffers.slots, path.positions, path.tokens, path.features)
             return
         plan = self.path_plans[buffers.batch, buffers.most]
-        self.drafter.commit(Committed(buffers.slots, tokens, following, positions, features, ends, plan, prefill=False))
+        self.drafter.commit(Committed(buffers.slots, *path, plan, prefill=False))
 
     def _path(
         self, buffers: DecodeBuffers, lens: Tensor, verdict: Verdict, tokens: Tensor, features: Tensor | None

@@ -31,6 +31,7 @@ from minispec.request import Logprobs, Request, Scored
 from minispec.sampling import Needs
 from minispec.seams import Asked, AskedStep
 from minispec.tree import PADDING, DraftTree
+from minispec.verify import Trees
 
 Step = TypeVar("Step", bound=DecodeBuffers | PrefillBuffers)
 Crossed = list[list[list[int]]]  # tensors of a step that have come to the host, as lists
@@ -179,16 +180,16 @@ class AskedDecode(Answered[DecodeBuffers]):
         before, _ = engine.around(step, needs)
         inputs = before(engine, step, lens, root, None if drafted is step.tree else drafted)
         tokens, parents = inputs.tokens, inputs.parents
-        trees = to_host(step.slots[:, None], tokens, parents) if self.masked else None
+        crossing = to_host(step.slots[:, None], tokens, parents) if self.masked else None
         rope = Rope(inputs.cos, inputs.sin)
         streams = engine.model.run_blocks(inputs.embedding, rope, step.attend, engine.drafter.taps)
         logits, features = engine.logits(streams)
-        tokens, allowed = (tokens, logits) if trees is None else self.allow(logits, trees)
-        tree = DraftTree(tokens, parents)
-        verdict = engine.judge(step, tree, inputs.above, allowed, wishes, lens)
+        tokens, allowed = (tokens, logits) if crossing is None else self.allow(logits, crossing)
+        trees = Trees(DraftTree(tokens, parents), inputs.above, step.slots, lens, step.most)
+        verdict = engine.judge(trees, allowed, wishes)
         if watched is not None:
-            self.seen = look(tree, watched, logits, verdict, wishes, lens)
-        path = engine.keep(step, lens, tokens, verdict, features, wishes)
+            self.seen = look(trees.tree, watched, logits, verdict, wishes, lens)
+        path = engine.keep(step, trees, verdict, features, wishes)
         if self.questions is not None:
             self.scores = score_picks(self.questions, logits, verdict.path, verdict.emitted)
         engine.hand_over(step, path)

@@ -124,7 +124,6 @@ class EagleHead(DraftHead):
         self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]  # is called, and no more
 
     def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
-        """Return the next state [B, T, H]; see `DraftHead.forward`."""
         return self.layer(self.fc(torch.cat((embedding, state), dim=-1)), rope, attend)
 
 
@@ -185,5 +184,4 @@ class Eagle3Head(DraftHead):
         return self.norm(state) if self.norm_output else state
 
     def logits(self, state: Tensor) -> Tensor:
-        """Return the logits [..., Vd] of states [..., H] that `forward` returned."""
         return super().logits(state if self.norm_output else self.norm(state))

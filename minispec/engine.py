@@ -79,15 +79,12 @@ class Pending:
         return self.asked is None or self.asked.timed
 
 
-class TreeInputs(NamedTuple):
+class ReadTrees(NamedTuple):
     """Trees as the target reads them."""
 
     tokens: Tensor  # [B, N] int64, padding beyond the context's end too
     parents: Tensor  # [B, N] int64
     above: Tensor  # [B, N, N] bool, `tree.ancestors`
-    embedding: Tensor | None  # [B, N, d]; not read after the blocks, and these neither:
-    cos: Tensor | None  # of the rotary factors
-    sin: Tensor | None
 
 
 class Read(NamedTuple):
@@ -297,10 +294,9 @@ class Engine:
         wishes = self.sampling.wishes(buffers.slots, needs) if needs else None
         before, after = self.around(buffers, needs)
         lens, root, drafted = self.begin(buffers, wishes)
-        step = before(self, buffers, lens, root, None if drafted is buffers.tree else drafted)
-        streams = self.model.run_blocks(step.embedding, Rope(step.cos, step.sin), buffers.attend, self.drafter.taps)
-        step = step._replace(embedding=None, cos=None, sin=None)  # the first of the streams may be the embedding itself
-        self.hand_over(buffers, after(self, buffers, lens, step, streams, wishes))
+        read, embedding, rope = before(self, buffers, lens, root, None if drafted is buffers.tree else drafted)
+        streams = self.model.run_blocks(embedding, rope, buffers.attend, self.drafter.taps)
+        self.hand_over(buffers, after(self, buffers, lens, read, streams, wishes))
 
     def around(self, buffers: DecodeBuffers, needs: Needs) -> Sequence[Step]:
         """Return `_before_blocks` and `_after_blocks`, compiled where `compile_small` was told so."""
@@ -327,8 +323,8 @@ class Engine:
 
     def _before_blocks(
         self, buffers: DecodeBuffers, lens: Tensor, root: Tensor, drafted: DraftTree | None
-    ) -> TreeInputs:
-        """Put the trees into the step's plan, and return what the blocks and `_after_blocks` read of them.
+    ) -> tuple[ReadTrees, Tensor, Rope]:
+        """Put the trees into the step's plan; return them, their embeddings [B, N, d] and their rotary factors.
 
         lens and root [B] int64; the trees of the host, which are in the buffers, need not be given.
         """
@@ -341,17 +337,17 @@ class Engine:
         buffers.plan.fill(buffers.slots, lens, above, tokens != PADDING)
         known = tokens.clamp(min=0)
         # A copy of the parents: compiled, a function may not return what it was given.
-        return TreeInputs(tokens, parents.clone(), above, self.model.embed(known), *self.model.rope(positions))
+        return ReadTrees(tokens, parents.clone(), above), self.model.embed(known), self.model.rope(positions)
 
     def _after_blocks(
-        self, buffers: DecodeBuffers, lens: Tensor, step: TreeInputs, streams: Sequence[Tensor], wishes: Wishes | None
+        self, buffers: DecodeBuffers, lens: Tensor, read: ReadTrees, streams: Sequence[Tensor], wishes: Wishes | None
     ) -> Path | None:
         """Verify the trees, keep the accepted paths, and write the outputs; streams: what `Model.run_blocks` returned.
 
         Returns the paths for a drafter on the device, None where there is nobody to tell.
         """
         logits, features = self.logits(streams)
-        trees = Trees(DraftTree(step.tokens, step.parents), step.above, buffers.slots, lens, buffers.most)
+        trees = Trees(DraftTree(read.tokens, read.parents), read.above, buffers.slots, lens, buffers.most)
         return self.keep(buffers, trees, self.judge(trees, logits, wishes), features, wishes)
 
     def logits(self, streams: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:

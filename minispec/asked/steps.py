@@ -25,7 +25,6 @@ from minispec.asked.trace import SeenStep, look
 from minispec.buffers import Chunk, DecodeBuffers, PrefillBuffers
 from minispec.engine import Engine
 from minispec.kv import upload
-from minispec.model import Rope
 from minispec.output import Output
 from minispec.request import Logprobs, Request, Scored
 from minispec.sampling import Needs
@@ -178,14 +177,13 @@ class AskedDecode(Answered[DecodeBuffers]):
         watched = None if self.timed else torch.full((step.batch, step.nodes), torch.nan, device=engine.device)
         lens, root, drafted = engine.begin(step, wishes, watched)
         before, _ = engine.around(step, needs)
-        inputs = before(engine, step, lens, root, None if drafted is step.tree else drafted)
-        tokens, parents = inputs.tokens, inputs.parents
+        read, embedding, rope = before(engine, step, lens, root, None if drafted is step.tree else drafted)
+        tokens, parents, above = read
         crossing = to_host(step.slots[:, None], tokens, parents) if self.masked else None
-        rope = Rope(inputs.cos, inputs.sin)
-        streams = engine.model.run_blocks(inputs.embedding, rope, step.attend, engine.drafter.taps)
+        streams = engine.model.run_blocks(embedding, rope, step.attend, engine.drafter.taps)
         logits, features = engine.logits(streams)
         tokens, allowed = (tokens, logits) if crossing is None else self.allow(logits, crossing)
-        trees = Trees(DraftTree(tokens, parents), inputs.above, step.slots, lens, step.most)
+        trees = Trees(DraftTree(tokens, parents), above, step.slots, lens, step.most)
         verdict = engine.judge(trees, allowed, wishes)
         if watched is not None:
             self.seen = look(trees.tree, watched, logits, verdict, wishes, lens)

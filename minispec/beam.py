@@ -107,9 +107,7 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 ToTarget = Callable[[Tensor], Tensor]  # maps draft ids to target ids
 
 
-def sprout(
-    logits: Tensor, state: Tensor, topk: int, width: int, to_target: ToTarget
-) -> tuple[Candidates, Frontier]:
+def sprout(logits: Tensor, state: Tensor, topk: int, width: int, to_target: ToTarget) -> tuple[Candidates, Frontier]:
     """Return the K likeliest children of the root, as candidates and as the first frontier.
 
     logits [B, Vd] and state [B, H] are those at the root; `width` is W, the number of scratch rows.

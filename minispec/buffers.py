@@ -124,7 +124,7 @@ class Chunk(NamedTuple):
     again: bool = False  # replays a retracted request; its own past is nothing new to the drafter
 
 
-def fill(buffer: Tensor, values: Sequence[int]) -> None:
+def write_front(buffer: Tensor, values: Sequence[int]) -> None:
     """Write host values into the front of `buffer [n] int64`; on CUDA from pinned memory, without waiting for it."""
     staged = torch.tensor(values, dtype=torch.int64, pin_memory=buffer.is_cuda)
     buffer[: len(values)].copy_(staged, non_blocking=True)
@@ -157,7 +157,7 @@ class DecodeBuffers(Key):
             padding = [self.nodes - len(draft.tokens) for draft in room]
             values += chain(*([*d.tokens, *[PADDING] * rest] for d, rest in zip(room, padding, strict=True)))
             values += chain(*([*d.parents, *[0] * rest] for d, rest in zip(room, padding, strict=True)))
-        fill(self.inputs, values)
+        write_front(self.inputs, values)
 
     def of_the_host(self) -> Self:
         """Return the step on the same tensors in which every request takes the tree of the host."""
@@ -203,14 +203,12 @@ class PrefillBuffers(Key):
             first, count = len(by_block) * width, len(chunk.tokens)
             tokens[first : first + count] = chunk.tokens
             following[first : first + count] = [*chunk.tokens[1:], chunk.following]
-            by_block += [
-                (chunk.slot, chunk.start + at, min(width, count - at)) for at in range(0, count, width)
-            ]
+            by_block += [(chunk.slot, chunk.start + at, min(width, count - at)) for at in range(0, count, width)]
             by_chunk.append((chunk.slot, chunk.start + count, int(chunk.last), first + count - 1))
         by_block += [(0, 0, 0)] * (self.blocks - len(by_block))
         by_chunk += [(0, 0, 0, 0)] * (self.blocks - len(by_chunk))
         columns = chain(*zip(*by_block, strict=True), *zip(*by_chunk, strict=True))
-        fill(self.inputs, [*tokens, *following, *columns])
+        write_front(self.inputs, [*tokens, *following, *columns])
 
     def place(self, starts: Tensor) -> Tensor:
         """Describe in the plan the rows of blocks that begin at `starts [n] int64`; returns their positions [n, W]."""

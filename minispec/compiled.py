@@ -65,25 +65,19 @@ class Small:
         return self.compiled if self.choice(key.batch, key.nodes, samples) else self.eager
 
 
-class _Steps(threading.local):
-    """What is told to the compiled functions of the step that runs."""
-
-    eager = False  # whether they run as they are, since the step is not ready
-
-
-_steps = _Steps()
+_step = threading.local()  # of a thread: whether the compiled functions of its step run as they are, `eager`
 
 
 @contextmanager
 def within_step(step: Key) -> Iterator[None]:
     """Within this, run what is compiled if all graphs of this step are there (`ready`), else all of it eagerly."""
-    before, _steps.eager = _steps.eager, not (step.original or step).ready
+    before, _step.eager = runs_eagerly(), not (step.original or step).ready
     try:
         yield
     finally:
-        _steps.eager = before
+        _step.eager = before
 
 
 def runs_eagerly() -> bool:
     """Return whether a step runs that is not ready."""
-    return _steps.eager
+    return getattr(_step, "eager", False)

@@ -7,8 +7,7 @@ in the engine asks whether decoding is speculative.
 
 A drafter that works on tensors, inside the step, derives from `Drafter` (`beam.py` with its heads, `standalone.py`).
 One that works on lists of tokens, between the steps, derives from `HostDrafter` (`ngram.py`). `HostTrees` wraps the
-second kind once, so that the engine sees the first, and checks its trees, since a drafter of one's own may be wrong
-and its trees index tensors.
+second kind once, so that the engine sees the first, and checks its trees.
 
 Whether a step has a tree, and how large a one, is not the drafter's choice (`policy.py`). A drafter names the sizes
 that it can draft; one on the device is told the size before it drafts, one on the host proposes and its tree is cut.
@@ -286,10 +285,8 @@ class HostTrees(Drafter):
         return batch.tree
 
     def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
-        """Hand the tokens on."""
-        if slot in self._ignored:
-            return
-        self.inner.commit(slot, tokens, again=again)
+        if slot not in self._ignored:
+            self.inner.commit(slot, tokens, again=again)
 
     def predict(self, slot: int, tokens: Sequence[int]) -> None:
         if slot not in self._ignored:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.model import FINAL, Block, LayerAttend, Model, ModelConfig, RMSNorm, Rope, rope_frequencies
@@ -93,9 +92,7 @@ class DraftHead(nn.Module):
         """Return the first state [B, T, H] of target features [B, T, F]; a drafted state is never fused again."""
         return features
 
-    def forward(
-        self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor
-    ) -> Tensor:
+    def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
         """Return the next state [B, T, H] of token embeddings and states [B, T, H] at positions [B, T] int64."""
         raise NotImplementedError
 
@@ -126,10 +123,7 @@ class EagleHead(DraftHead):
         self.layer = Block(shape)
         self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]  # is called, and no more
 
-    def forward(
-        self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor
-    ) -> Tensor:
-        """Return the next state [B, T, H]; see `DraftHead.forward`."""
+    def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
         return self.layer(self.fc(torch.cat((embedding, state), dim=-1)), rope, attend)
 
 
@@ -150,16 +144,9 @@ class PairBlock(Block):
 
     def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend) -> Tensor:  # type: ignore[override]
         """Return the state [B, T, H] after this layer, from token embedding and state [B, T, H]."""
-        batch, length, _ = state.shape
         normed = self.hidden_norm(state)
         pair = torch.cat((self.input_layernorm(embedding), normed), dim=-1)
-        qkv = self.qkv_proj(pair).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
-        q, k, v = (part.view(batch, length, -1, self.head_dim).transpose(1, 2) for part in qkv)
-        out = attend(rope.turn(self.q_norm(q)), rope.turn(self.k_norm(k)), v)
-        x = normed if self.norm_before_residual else state
-        x = x + self.o_proj(out.transpose(1, 2).reshape(batch, length, self.q_size))
-        gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, dim=-1)
-        return x + self.down_proj(F.silu(gate) * up)
+        return self.add_to(normed if self.norm_before_residual else state, pair, rope, attend)
 
 
 class Eagle3Head(DraftHead):
@@ -191,13 +178,10 @@ class Eagle3Head(DraftHead):
             features = self.input_norm(features)
         return features if self.fc is None else self.fc(features)
 
-    def forward(
-        self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor
-    ) -> Tensor:
+    def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
         """Return the next state [B, T, H], not yet normed unless `norm_output`; see `DraftHead.forward`."""
         state = self.layer(embedding, state, rope, attend)
         return self.norm(state) if self.norm_output else state
 
     def logits(self, state: Tensor) -> Tensor:
-        """Return the logits [..., Vd] of states [..., H] that `forward` returned."""
         return super().logits(state if self.norm_output else self.norm(state))

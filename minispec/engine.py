@@ -11,7 +11,7 @@ The one idea: a step has static shapes. The batch is padded to one of a few size
 nodes (-1 is padding), prompt chunks to whole query blocks. So each shape has its compiled graphs, and nothing is
 compiled again when lengths, trees or requests change. The scheduler asks `policy.py` for the shape of each decode step,
 a plain one or one of two trees, and hands it to `launch`. Steps that do not run the head save their tokens and features
-(`late.py`). Before the head drafts again it processes this backlog, like a chunk of a prompt.
+(`late.py`).
 
 Speculative decoding by trees: SpecInfer, arXiv 2305.09781. Read next: `scheduler.py`, which decides who is in
 a step.
@@ -79,15 +79,12 @@ class Pending:
         return self.asked is None or self.asked.timed
 
 
-class TreeInputs(NamedTuple):
+class ReadTrees(NamedTuple):
     """Trees as the target reads them."""
 
     tokens: Tensor  # [B, N] int64, padding beyond the context's end too
     parents: Tensor  # [B, N] int64
     above: Tensor  # [B, N, N] bool, `tree.ancestors`
-    embedding: Tensor | None  # [B, N, d]; not read after the blocks, and these neither:
-    cos: Tensor | None  # of the rotary factors
-    sin: Tensor | None
 
 
 class Read(NamedTuple):
@@ -99,7 +96,7 @@ class Read(NamedTuple):
 
 
 class Path(NamedTuple):
-    """Accepted paths; the fields of `Committed` that begin with these names."""
+    """Accepted paths; the fields of `Committed` with these names, in the same order."""
 
     tokens: Tensor  # [B, A] int64
     following: Tensor  # [B, A] int64
@@ -148,14 +145,13 @@ class Engine:
         # Steps that began to change what belongs to slots. After an exception it tells whether that one had begun.
         self.changes = 0
         attend = (attend_kind, model.config.layers)
-        keys = [(batch, shape) for batch in sizes.batch_sizes for shape in sizes.shapes_of(batch)]
-        self.decodes = {
-            (batch, shape): DecodeBuffers(kv, batch, shape, self._most(shape.nodes), attend)
-            for batch, shape in keys
-            if not shape.of_host
-        }
-        for batch, shape in [key for key in keys if key[1].of_host]:
-            self.decodes[batch, shape] = self.decodes[batch, Shape(shape.nodes, True)].of_the_host()
+        self.decodes: dict[tuple[int, Shape], DecodeBuffers] = {}
+        for batch in sizes.batch_sizes:
+            for shape in sizes.shapes_of(batch):  # those of the host last, on the tensors of the drafter's
+                self.decodes[batch, shape] = (
+                    self.decodes[batch, Shape(shape.nodes, True)].of_the_host() if shape.of_host
+                    else DecodeBuffers(kv, batch, shape, self._most(shape.nodes), attend)
+                )  # fmt: skip
         self.prefills = Prefills(kv, sizes.prefill_sizes, prefill_block(device), attend)
         self.late = Late(drafter, slots, model.norm.weight)
         self.late.attach(self.prefills, self.lens, self.root)
@@ -165,10 +161,7 @@ class Engine:
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
-        """From now on run what surrounds the blocks, in the drafter too, as `compiler` compiles it where `choice` says.
-
-        The two functions here are `_before_blocks` and `_after_blocks`; the drafter has its own.
-        """
+        """From now on run what surrounds the blocks, the drafter's too, as `compiler` makes it where `choice` says."""
         self.small.compile(compiler, choice)
         self.drafter.compile_small(compiler, choice)
 
@@ -273,11 +266,6 @@ class Engine:
         return self.pending(list(slots), buffers, asked, captured=captured, keeps=keeps,
                              launched=started + catching_up, catching_up=catching_up)  # fmt: skip
 
-    @torch.inference_mode()
-    def catch_up(self, slots: Iterable[int]) -> None:
-        """Let the drafter take in what steps without it have kept of these slots."""
-        self.late.catch_up(slots)
-
     def special(self, slots: Sequence[int]) -> bool:
         """Return whether a step over these slots takes other time than a greedy one."""
         return bool(self.sampling.needs(slots)) or self.asked.slows(slots)
@@ -306,10 +294,9 @@ class Engine:
         wishes = self.sampling.wishes(buffers.slots, needs) if needs else None
         before, after = self.around(buffers, needs)
         lens, root, drafted = self.begin(buffers, wishes)
-        step = before(self, buffers, lens, root, None if drafted is buffers.tree else drafted)
-        streams = self.model.run_blocks(step.embedding, Rope(step.cos, step.sin), buffers.attend, self.drafter.taps)
-        step = step._replace(embedding=None, cos=None, sin=None)  # the first of the streams may be the embedding itself
-        self.hand_over(buffers, after(self, buffers, lens, step, streams, wishes))
+        read, embedding, rope = before(self, buffers, lens, root, None if drafted is buffers.tree else drafted)
+        streams = self.model.run_blocks(embedding, rope, buffers.attend, self.drafter.taps)
+        self.hand_over(buffers, after(self, buffers, lens, read, streams, wishes))
 
     def around(self, buffers: DecodeBuffers, needs: Needs) -> Sequence[Step]:
         """Return `_before_blocks` and `_after_blocks`, compiled where `compile_small` was told so."""
@@ -326,20 +313,18 @@ class Engine:
         lens, root = self.lens[buffers.slots], self.root[buffers.slots]
         knows = wishes is not None and self.accept.couples
         temperature, seed = (wishes.temperature, wishes.seed) if wishes is not None and knows else (None, None)
-        batch = Batch(buffers.slots, lens, root, buffers.tree, temperature, seed, told)
-        drafted = self._propose(buffers, batch) if buffers.nodes > 1 else buffers.tree
+        drafted = buffers.tree
+        if buffers.shape.drafts:
+            batch = Batch(buffers.slots, lens, root, buffers.tree, temperature, seed, told)
+            drafted = self.drafter.propose(batch)
+        elif buffers.shape.of_host:
+            drafted = DraftTree(*(part.clone() for part in buffers.tree))  # compiled code takes the own tree once
         return self.link.begin(buffers, lens, root, drafted)
-
-    def _propose(self, buffers: DecodeBuffers, batch: Batch) -> DraftTree:
-        """Ask the drafter for the trees of this step, unless all are the host's."""
-        if not buffers.shape.drafts:
-            return DraftTree(*(part.clone() for part in buffers.tree))  # compiled code takes the buffers' own tree once
-        return self.drafter.propose(batch)
 
     def _before_blocks(
         self, buffers: DecodeBuffers, lens: Tensor, root: Tensor, drafted: DraftTree | None
-    ) -> TreeInputs:
-        """Put the trees into the step's plan, and return what the blocks and `_after_blocks` read of them.
+    ) -> tuple[ReadTrees, Tensor, Rope]:
+        """Put the trees into the step's plan; return them, their embeddings [B, N, d] and their rotary factors.
 
         lens and root [B] int64; the trees of the host, which are in the buffers, need not be given.
         """
@@ -352,40 +337,34 @@ class Engine:
         buffers.plan.fill(buffers.slots, lens, above, tokens != PADDING)
         known = tokens.clamp(min=0)
         # A copy of the parents: compiled, a function may not return what it was given.
-        return TreeInputs(tokens, parents.clone(), above, self.model.embed(known), *self.model.rope(positions))
+        return ReadTrees(tokens, parents.clone(), above), self.model.embed(known), self.model.rope(positions)
 
     def _after_blocks(
-        self, buffers: DecodeBuffers, lens: Tensor, step: TreeInputs, streams: Sequence[Tensor], wishes: Wishes | None
+        self, buffers: DecodeBuffers, lens: Tensor, read: ReadTrees, streams: Sequence[Tensor], wishes: Wishes | None
     ) -> Path | None:
         """Verify the trees, keep the accepted paths, and write the outputs; streams: what `Model.run_blocks` returned.
 
         Returns the paths for a drafter on the device, None where there is nobody to tell.
         """
         logits, features = self.logits(streams)
-        verdict = self.judge(buffers, DraftTree(step.tokens, step.parents), step.above, logits, wishes, lens)
-        return self.keep(buffers, lens, step.tokens, verdict, features, wishes)
+        trees = Trees(DraftTree(read.tokens, read.parents), read.above, buffers.slots, lens, buffers.most)
+        return self.keep(buffers, trees, self.judge(trees, logits, wishes), features, wishes)
 
     def logits(self, streams: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return the target's logits [B, N, V] at every node, and the features [B, N, F] that a drafter reads."""
         hidden, features = self.model.finish(streams, self.drafter.taps)
         return self.model.logits(hidden), features
 
-    def judge(
-        self, buffers: DecodeBuffers, tree: DraftTree, above: Tensor, logits: Tensor, wishes: Wishes | None,
-        lens: Tensor,
-    ) -> Verdict:  # fmt: skip
-        """Return which drafts are accepted; logits [B, N, V], above [B, N, N] of `tree.ancestors`."""
+    def judge(self, trees: Trees, logits: Tensor, wishes: Wishes | None) -> Verdict:
+        """Return which drafts are accepted; logits [B, N, V]."""
         looks = self.kv.host_looks and not torch.compiler.is_compiling()
-        trees = Trees(tree, above, buffers.slots, lens, buffers.most)
         return self.link.verdict(self.accept.judge(trees, logits, wishes, looks))
 
     def keep(
-        self, buffers: DecodeBuffers, lens: Tensor, tokens: Tensor, verdict: Verdict, features: Tensor | None,
-        wishes: Wishes | None,
-    ) -> Path | None:  # fmt: skip
-        """Keep the accepted paths of trees with these tokens [B, N], and write the outputs; returns as `_after_blocks`.
-        """
-        slots, nodes = buffers.slots, buffers.nodes
+        self, buffers: DecodeBuffers, trees: Trees, verdict: Verdict, features: Tensor | None, wishes: Wishes | None
+    ) -> Path | None:
+        """Keep the accepted paths, and write the outputs; returns as `_after_blocks`."""
+        tokens, slots, lens, nodes = trees.tree.tokens, trees.slots, trees.lens, buffers.nodes
         if nodes > 1:
             self.kv.compact(slots, lens, verdict.path, verdict.count)
         elif self.late.keeps(buffers):
@@ -403,12 +382,11 @@ class Engine:
         """Give the accepted paths to a drafter on the device, now or late."""
         if path is None:
             return
-        tokens, following, positions, features, ends = path
         if self.late.keeps(buffers):
-            self.late.keep(buffers.slots, positions, tokens, features)
+            self.late.keep(buffers.slots, path.positions, path.tokens, path.features)
             return
         plan = self.path_plans[buffers.batch, buffers.most]
-        self.drafter.commit(Committed(buffers.slots, tokens, following, positions, features, ends, plan, prefill=False))
+        self.drafter.commit(Committed(buffers.slots, *path, plan, prefill=False))
 
     def _path(
         self, buffers: DecodeBuffers, lens: Tensor, verdict: Verdict, tokens: Tensor, features: Tensor | None
@@ -460,9 +438,7 @@ class Engine:
             return largest(logits)
         return pick(logits, self.sampling.wishes(buffers.chunk_slots, needs), buffers.lens)
 
-    def keep_prefill(
-        self, buffers: PrefillBuffers, read: Read, token: Tensor, logits: Tensor, needs: Needs
-    ) -> None:
+    def keep_prefill(self, buffers: PrefillBuffers, read: Read, token: Tensor, logits: Tensor, needs: Needs) -> None:
         """Commit the known tokens and the one picked after each last chunk, and write the outputs."""
         slots, picked = buffers.chunk_slots, buffers.picked
         if self.drafter.commits:

@@ -76,8 +76,7 @@ class PagedKV:
 
         zeros(*sizes) returns a tensor of zeros; its device is that of the tables, and its dtype that of the rows.
         """
-        # With `empty`, a row that nobody has written could hold a NaN, and attention would spread it although the row
-        # is masked, since 0 * NaN is NaN.
+        # Zeros, since a row that nobody has written may hold no NaN either; see `wipe`.
         self.zeros = zeros
         self.pool = zeros(2 * shape.layers, shape.kv_heads, pages * page_size, shape.head_dim)
         device = self.pool.device
@@ -123,10 +122,9 @@ class PagedKV:
         """Take `count` pages off the free list, which must hold them."""
         assert count <= len(self.free), f"asked for {count} pages, {len(self.free)} free"
         pages = [self.free.pop() for _ in range(count)]
-        # A NaN or an infinity left in a page would reach its next owner as NaN, since FlexAttention multiplies masked
-        # values by a weight of 0. The target's rows are looked after by `wipe`, which is called where there was a NaN;
-        # but in float16, whose range is small, a row may overflow without one. A drafter's rows nobody watches, as they
-        # change no token; so that no text spoils the drafts of another, its pages are handed out empty.
+        # The target's rows are looked after by `wipe`, which is called where there was a NaN; but in float16, whose
+        # range is small, a row may overflow without one. A drafter's rows nobody watches, as they change no token; so
+        # that no text spoils the drafts of another, its pages are handed out empty.
         if self.pool.dtype == torch.float16:
             self.clear(pages)
         else:

@@ -11,9 +11,6 @@ newest three or two tokens occurred last, which is a step of a microsecond; and 
 (`ngram.py`) is filled at its leisure, within a hundredth of the time. NGRAM alone does the same on a CPU (`Texts`),
 unless flags give numbers: then it drafts whatever that costs, and knows every text as soon as it is there.
 
-What a lookup would have given is known without verifying it, once the text has gone on (`policy.Prospects`). So
-nothing is spent on learning how often lookups hold.
-
 Lookup in the prompt: Saxena, prompt-lookup-decoding (2023); beside a head: SuffixDecoding (arXiv 2411.04975).
 Read next: `ngram.py` for the trie, `beam.py` for the drafter beside it, `policy.py` for the choice.
 """
@@ -133,7 +130,6 @@ class Texts(HostDrafter):
         self.shared.release(slot)
 
     def clear(self) -> None:
-        """Empty the trie; texts in slots go on."""
         self.shared.clear()
 
 
@@ -168,7 +164,6 @@ class Lookups(Drafter):
     def attach(
         self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
     ) -> None:
-        """Hand on; what is looked up lies on the host."""
         self.head.attach(kv, attend_kind, batch_sizes, chunk_counts)
 
     def compile(self, compiler: Compiler) -> None:
@@ -178,7 +173,6 @@ class Lookups(Drafter):
         self.head.compile_small(compiler, choice)
 
     def attends(self, plan: Plan, prefill: bool) -> list[PagedAttend]:
-        """Return those of the network; a lookup needs none."""
         return self.head.attends(plan, prefill)
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
@@ -195,7 +189,6 @@ class Lookups(Drafter):
                          torch.where(taken, host.parents, F.pad(tree.parents, room)))  # fmt: skip
 
     def commit(self, new: Committed) -> None:
-        """Let the network take in what was committed, whoever drafted it."""
         self.head.commit(new)
 
     def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
@@ -205,7 +198,6 @@ class Lookups(Drafter):
         self.texts.predict(slot, tokens)
 
     def ignore(self, slot: int) -> None:
-        """Look up nothing for a slot, and nothing of it for others."""
         self.texts.ignore(slot)
 
     def release(self, slot: int) -> None:

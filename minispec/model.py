@@ -218,8 +218,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope, attend: LayerAttend) -> Tensor:
         """Return the residual stream x [B, T, d] after this layer."""
+        return self.add_to(x, self.input_layernorm(x), rope, attend)
+
+    def add_to(self, x: Tensor, read: Tensor, rope: Rope, attend: LayerAttend) -> Tensor:
+        """Return x [B, T, d] plus what attention makes of `read` [B, T, ...], and plus what the MLP makes of that."""
         batch, length, _ = x.shape
-        qkv = self.qkv_proj(self.input_layernorm(x)).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
+        qkv = self.qkv_proj(read).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
         q, k, v = (part.view(batch, length, -1, self.head_dim).transpose(1, 2) for part in qkv)
         out = attend(rope.turn(self.q_norm(q)), rope.turn(self.k_norm(k)), v)
         x = x + self.o_proj(out.transpose(1, 2).reshape(batch, length, self.q_size))

@@ -37,9 +37,7 @@ class MtpHead(DraftHead):
         self.layer = Block(config.layer)
         self.final_layernorm = RMSNorm(size, eps)
 
-    def forward(
-        self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor
-    ) -> Tensor:
+    def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
         """Return the next state [B, T, H], normed; see `DraftHead.forward`."""
         # SGLang and vLLM serve the layer without a token at position 0, and its known acceptance was measured so.
         embedding = embedding.masked_fill((positions == 0)[..., None], 0)

@@ -96,11 +96,6 @@ class Trie:
     def __len__(self) -> int:
         return len(self._token)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the node arrays take, the spare room for their growth included."""
-        return sum(a.__sizeof__() for a in vars(self).values() if isinstance(a, array))
-
     # ---- insertion
 
     def extend(self, path: Sequence[int], token: int, count: bool = True) -> list[int]:
@@ -450,7 +445,7 @@ class NgramDrafter(HostDrafter):
         text.waiting.extend(tokens)
 
     def tick(self) -> None:
-        """Index at most INDEX_PER_STEP waiting tokens; `propose` calls it, so call it in steps that propose nothing."""
+        """Index at most INDEX_PER_STEP waiting tokens."""
         left, until = INDEX_PER_STEP, None if self.seconds is None else time.perf_counter() + self.seconds
         while left and self._line and (until is None or time.perf_counter() < until):
             text = self._line[0]

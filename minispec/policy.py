@@ -133,10 +133,6 @@ class Times:
         last = self._last.get((kind, shape))
         return last is None or self._steps[kind] - last >= STALE
 
-    def known(self, kind: Kind, shape: Shape) -> bool:
-        """Return whether such a step was measured."""
-        return shape in self._samples.get(kind, ())
-
     def of(self, kind: Kind, shape: Shape) -> float:
         """Return the seconds of a step: measured, or carried over from the nearest kind in which it was measured.
 
@@ -251,31 +247,6 @@ class Returns:
         return self._median[batch] / self._steps[batch]
 
 
-class Prospects:
-    """What lookups give, verified or not: their trees wait until the texts have gone on far enough to tell.
-
-    So a tree that was verified in part, or not at all, says as much as one that was verified. Of each request one tree
-    waits; trees offered before it is decided are not looked at.
-    """
-
-    def __init__(self) -> None:
-        self._open: weakref.WeakKeyDictionary[object, tuple[Draft, list[int]]] = weakref.WeakKeyDictionary()
-
-    def follow(self, request: object, draft: Draft, tokens: Sequence[int]) -> tuple[Draft, list[int]] | None:
-        """Take in the tree offered for a step, whatever was verified, and the tokens that came out.
-
-        Returns the tree that is decided by them, which may be older, and the tokens after it; None if none is.
-        """
-        draft, seen = self._open.pop(request, (draft, []))
-        if not draft.match:
-            return None
-        seen = [*seen, *tokens]
-        if draft.holds(seen) == len(seen):
-            self._open[request] = (draft, seen)
-            return None
-        return draft, seen
-
-
 class Policy:
     """Chooses the shape of every step, and learns from every step."""
 
@@ -287,11 +258,13 @@ class Policy:
         """
         self.trees, self.adaptive, self.looks_up = dict(trees), adaptive, looks_up
         self.times, self.matches, self.everyone = Times(), Matches(), Acceptance(ALL_KEEP)
-        self.returns, self.prospects = Returns(), Prospects()
+        self.returns = Returns()
         self.forced: Callable[[Sequence[Shape]], Shape] | None = None
         self.forced_lookup: Callable[[], bool] | None = None  # and whether a row takes the tree that was looked up
         self.spent = self.probing = 0.0  # aged seconds of decode steps, and of them what probes cost
         self._own: weakref.WeakKeyDictionary[object, Acceptance] = weakref.WeakKeyDictionary()
+        # The host's tree that waits until the text has gone on far enough to tell what it gives, and the text since.
+        self._open: weakref.WeakKeyDictionary[object, tuple[Draft, list[int]]] = weakref.WeakKeyDictionary()
         self._shape = max((Shape(nodes, True) for nodes in self.trees), default=PLAIN)  # the one in use
         self._probed = 0  # probes since the start
         self._after_probe = False
@@ -327,28 +300,38 @@ class Policy:
         return Row(request, None, wanted, lookup=draft.match)
 
     def after(
-        self, plan: Planned, emitted: Mapping[Request, Sequence[int]], seconds: float | None, catching_up: float = 0.0
-    ) -> None:
+        self, planned: Planned, emitted: Mapping[Request, Sequence[int]], seconds: float | None,
+        catching_up: float = 0.0,
+    ) -> None:  # fmt: skip
         """Learn what a step took and emitted.
 
         seconds: None where something else took its time as well. catching_up: the drafter's seconds before the step.
         """
         if seconds is not None:
             tokens = sum(map(len, emitted.values()))
-            self.landed(plan.kind, plan.choice, seconds, emitted=tokens, catching_up=catching_up)
+            self.landed(planned.kind, planned.choice, seconds, emitted=tokens, catching_up=catching_up)
         for request, given in emitted.items():
-            row, draft = plan.rows[request]
+            row, draft = planned.rows[request]
             if draft is not None:
-                self._follow(request, draft, given)
-            if row.match is None and plan.choice.shape.drafts and request not in plan.of_host:
-                self.learn(row, plan.choice.shape.nodes, len(given))
+                self.follow(request, draft, given)
+            if row.match is None and planned.choice.shape.drafts and request not in planned.of_host:
+                self.learn(row, planned.choice.shape.nodes, len(given))
 
-    def _follow(self, request: Request, draft: Draft, tokens: Sequence[int]) -> None:
-        """Learn what a tree of the host gives, verified or not: this one, or an older one."""
-        decided = self.prospects.follow(request, draft, tokens)
-        if decided is not None:
-            draft, tokens = decided
-            self.learn_of_host(draft.match, {n: draft.emits(tokens, n) for n in self.trees})
+    def follow(self, request: object, draft: Draft, tokens: Sequence[int]) -> None:
+        """Take in the tree that the host offered for a step, whatever was verified, and the tokens that came out.
+
+        A tree that was verified in part, or not at all, says as much as one that was verified, once the text has gone
+        on far enough. Of each request one tree waits; trees offered before it is decided are not looked at.
+        """
+        draft, seen = self._open.pop(request, (draft, []))
+        if not draft.match:
+            return
+        seen = [*seen, *tokens]
+        if draft.holds(seen) == len(seen):
+            self._open[request] = (draft, seen)
+            return
+        for nodes in self.trees:
+            self.matches.learn(nodes, draft.match, draft.emits(seen, nodes))
 
     def restart(self, seconds: Mapping[tuple[int, Shape], float], rows: int) -> None:
         """Forget what steps took, and begin with measured seconds by batch and shape, of texts with so many rows."""
@@ -414,7 +397,7 @@ class Policy:
 
     def _best(self, kind: Kind, shapes: Sequence[Shape], rows: Sequence[Row]) -> Choice:
         """Return the shape with the most expected tokens a second, or another one to learn of."""
-        speeds = self._speeds(kind, shapes, rows)
+        speeds = {s: sum(self.expected(row, s) for row in rows) / self._seconds(kind, s) for s in shapes}
         stay = self._shape if self._shape in speeds else PLAIN
         best = max(shapes, key=speeds.__getitem__)
         if best != stay and speeds[best] > speeds[stay] * (1.0 if best == PLAIN else GAIN):
@@ -422,10 +405,6 @@ class Policy:
         self._shape, self._pace = stay, 1.0 / speeds[stay]
         probe = self._probe(kind, shapes, len(rows))
         return Choice(stay) if probe is None else Choice(probe, True)
-
-    def _speeds(self, kind: Kind, shapes: Sequence[Shape], rows: Sequence[Row]) -> dict[Shape, float]:
-        """Return the expected tokens a second of each shape."""
-        return {s: sum(self.expected(row, s) for row in rows) / self._seconds(kind, s) for s in shapes}
 
     def _seconds(self, kind: Kind, shape: Shape) -> float:
         """Return the time of a step; one for which nothing is drafted takes no more than the same with drafting."""
@@ -445,9 +424,7 @@ class Policy:
         cost = self.times.of(kind, probe) - rows * self._pace
         return probe if self.probing + max(cost, 0.0) <= PROBES * self.spent else None
 
-    def landed(
-        self, kind: Kind, choice: Choice, seconds: float, *, emitted: int, catching_up: float = 0.0
-    ) -> None:
+    def landed(self, kind: Kind, choice: Choice, seconds: float, *, emitted: int, catching_up: float = 0.0) -> None:
         """Take in how long a step took for its tokens, and the drafter before it for what plain steps had left.
 
         Not to be called for a step that compiled something or waited for pages.
@@ -464,11 +441,6 @@ class Policy:
             self.probing += max(seconds - emitted * self._pace, 0.0)
             self._probed += 1
         self._after_probe = choice.probe
-
-    def learn_of_host(self, match: int, emitted: Mapping[int, int]) -> None:
-        """Take in what a tree of the host emitted or would have, by the nodes that it is cut to."""
-        for nodes, count in emitted.items():
-            self.matches.learn(nodes, match, count)
 
     def learn(self, row: Row, nodes: int, emitted: int) -> None:
         """Take in how many tokens a tree of this size, which the step has drafted, has emitted for a row."""

@@ -64,13 +64,6 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
     return value
 
 
-def _flag(name: str, value: Any) -> bool:
-    """Return `value` if it is a bool, or raise naming the field."""
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false, got {short(value)}", name)
-    return value
-
-
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "lark")
 MAX_GRAMMAR = 2**16  # characters
 
@@ -180,7 +173,8 @@ class SamplingParams:
             allowed = {_integer("allowed_token_ids", t, 0, 2**31): 1 for t in self.allowed_token_ids}
             put("allowed_token_ids", tuple(allowed))
         for name in ("ignore_eos", "no_stop_trim", "skip_special_tokens", "speculative"):
-            _flag(name, getattr(self, name))
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, got {short(value)}", name)
         if self.sampling_seed is not None:
             _integer("sampling_seed", self.sampling_seed, -(2**63), 2**63 - 1)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):

@@ -64,13 +64,13 @@ class SchedulerOptions:
 
 @dataclass(frozen=True)
 class Flight:
-    """A step under way. A row counts only while its request still holds the seat that it had at the launch."""
+    """A step under way. A request counts only while it still holds the seat that it had at the launch."""
 
     pending: Pending
-    rows: dict[Request, Seat]  # in the order of the step
+    seats: dict[Request, Seat]  # in the order of the step
     cached: int = 0  # prompt tokens that the prefix cache had, of requests whose first chunk this is
     seconds: float = 0.0  # that the launch of a decode step took
-    plan: Planned | None = None  # of a decode step
+    planned: Planned | None = None  # of a decode step
     disturbances: tuple[int, int] = (0, 0)  # graphs compiled and requests retracted before it
     # Slots and pages of requests that left meanwhile: nobody gets the pages before it is known what was written there.
     left: list[tuple[int, list[int]]] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Scheduler:
     ) -> None:
         self.engine, self.kv, self.tokenizer, self.eos_ids = engine, engine.kv, tokenizer, eos_ids
         self.sizes = engine.sizes
-        self._start_pages(options.radix)
+        self._start_empty(options.radix)
         pool_rows = (self.kv.pages - 1) * self.kv.page_size
         self.limits = Limits(engine.model.config.vocab_size, self.sizes.context_length, pool_rows,
                              self.sizes.tree_rows, tuple(sorted(eos_ids)))  # fmt: skip
@@ -96,10 +96,7 @@ class Scheduler:
         self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval)
         self.waiting: deque[Request] = deque()
         self.parked: dict[Request, list[Request]] = {}  # choices that wait for the prompt of the first of them
-        self.prefilling: list[Request] = []  # in order of admission
-        self.running: list[Request] = []  # in order of admission
         self.outputs: dict[Request, Output] = {}
-        self.free_slots = list(range(self.sizes.max_running, 0, -1))  # slot 0 is padding
         self._seeds = random.Random(options.random_seed)
         # What happened and was not handed out yet. A member, so that a step that raises halfway loses no answer.
         self._updates: list[Update] = []
@@ -108,26 +105,24 @@ class Scheduler:
         self.policy = Policy(trees, options.adaptive, engine.drafter.looks_up)
         self.restart_times()
         self._landed = 0.0  # when the last step was collected
+
+    def _start_empty(self, share: bool) -> None:
+        """Begin with no request in a slot, no step under way, and an empty prefix cache, used only to `share` pages."""
+        self.cache = PrefixCache(self.kv.page_size, self.engine.drafter.lookahead, enabled=share)
+        self.seats = Seats(self.kv, self.cache, lambda slots: self.engine.late.catch_up(slots))
+        self.prefilling: list[Request] = []  # in order of admission
+        self.running: list[Request] = []  # in order of admission
+        self.free_slots = list(range(self.sizes.max_running, 0, -1))  # slot 0 is padding
         self._flight: Flight | None = None  # the step that was launched and not collected yet
         self._launching = NOT_LAUNCHING  # the requests of a step that is being launched, and `Engine.changes` before it
         # The front of the queue if it lacked pages, how many were available, and the cache's insertions at that time.
         self._refused: tuple[Request, int, int] | None = None
-
-    def _start_pages(self, share: bool) -> None:
-        """Begin with an empty prefix cache, which has pages only if they are to be shared, and no seat."""
-        self.cache = PrefixCache(self.kv.page_size, self.engine.drafter.lookahead, enabled=share)
-        self.seats = Seats(self.kv, self.cache, self.engine.catch_up)
 
     def restart_times(self) -> None:
         """Forget what steps took, and begin with what `warm_up.time_steps` has measured, if it has."""
         self.policy.restart(self.engine.step_seconds, self.engine.timed_rows)
 
     # ---- a request arrives -----------------------------------------------------------------------------------------
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """The longest prompt that leaves room for one output token, in context and pool."""
-        return self.limits.longest_prompt
 
     def validate(self, request: Request) -> None:
         """Check a request against model, context and pool, and set its max_new_tokens; raises RequestError (400).
@@ -280,20 +275,20 @@ class Scheduler:
         if self._prefilled_last:
             return self._launch_prefill()
         self._reserve()
-        rows = {request: self.seats[request] for request in self.running if self._goes_on(request)}
-        if not rows:
+        seats = {request: self.seats[request] for request in self.running if self._goes_on(request)}
+        if not seats:
             return None
-        self._launching = list(rows), self.engine.changes
+        self._launching = list(seats), self.engine.changes
         started = time.perf_counter()
-        engine, slots, before = self.engine, [request.slot for request in rows], self._disturbances()
+        engine, slots, before = self.engine, [request.slot for request in seats], self._disturbances()
         batch = engine.batch_of(len(slots))
-        kind = Kind.of(batch, engine.special(slots), max(request.kv_len for request in rows))
-        plan = self.policy.before(kind, self.sizes.shapes_of(batch), list(rows), lambda: engine.host_drafts(slots))
-        pending = engine.launch(slots, plan.choice.shape, plan.drafts)
+        kind = Kind.of(batch, engine.special(slots), max(request.kv_len for request in seats))
+        planned = self.policy.before(kind, self.sizes.shapes_of(batch), list(seats), lambda: engine.host_drafts(slots))
+        pending = engine.launch(slots, planned.choice.shape, planned.drafts)
         self._launching = NOT_LAUNCHING
         seconds = time.perf_counter() - started
         self.metrics.step_seconds += seconds
-        return Flight(pending, rows, seconds=seconds, plan=plan, disturbances=before)
+        return Flight(pending, seats, seconds=seconds, planned=planned, disturbances=before)
 
     def _launch_prefill(self) -> Flight:
         """Launch a prefill step. A request whose prompt it completes runs from here on: its first token has no row."""
@@ -332,8 +327,8 @@ class Scheduler:
         return len(request.output_ids) + self._flies(request) < request.max_new_tokens
 
     def _flies(self, request: Request) -> bool:
-        """Return whether the flight under way has a row of this request that will count."""
-        return self._flight is not None and self._flight.rows.get(request) is self.seats[request]
+        """Return whether the flight under way is of this request, and counts."""
+        return self._flight is not None and self._flight.seats.get(request) is self.seats[request]
 
     def _disturbances(self) -> tuple[int, int]:
         """Return how often anything happened so far that makes a step's time say nothing about its shape."""
@@ -349,20 +344,19 @@ class Scheduler:
         began, self._landed = max(flight.pending.launched, self._landed), time.perf_counter()
         waited = self._landed - started
         self._end_failed(flight)
-        self._tell_of_prompts(flight)
         emitted = {
             request: tokens
-            for (request, seat), tokens in zip(flight.rows.items(), found, strict=True)
+            for (request, seat), tokens in zip(flight.seats.items(), found, strict=True)
             if self.seats.get(request) is seat
         }
         if flight.pending.chunks:
             self._after_prefill(flight, emitted)
             return
         self.metrics.step_seconds += waited
-        if flight.plan is not None:
+        if flight.planned is not None:
             alone = self._disturbances() == flight.disturbances and flight.pending.timed
             seconds = self._landed - began if alone else None
-            self.policy.after(flight.plan, emitted, seconds, flight.pending.catching_up)
+            self.policy.after(flight.planned, emitted, seconds, flight.pending.catching_up)
         if emitted:
             self._after_decode(flight, emitted, flight.seconds + waited)
 
@@ -383,7 +377,7 @@ class Scheduler:
             if slot in pending.nan:
                 self.kv.wipe(pages)
             self.kv.give_back(pages)
-        for request in [request for request, seat in flight.rows.items() if self.seats.get(request) is seat]:
+        for request in [request for request, seat in flight.seats.items() if self.seats.get(request) is seat]:
             if request.slot in pending.nan and pending.nodes > 1 and request.speculative:
                 # What a draft gives spreads to all nodes of its tree. Without drafts there may be no NaN.
                 request.undrafted = True
@@ -395,12 +389,6 @@ class Scheduler:
             elif request.slot in pending.failed:
                 self._end(request, Finish("abort", message=pending.failed[request.slot]))
 
-    def _tell_of_prompts(self, flight: Flight) -> None:
-        """Give the requests that still hold their seats what they asked of their prompts."""
-        for row, (request, seat) in enumerate(flight.rows.items()):
-            if flight.pending.asked is not None and self.seats.get(request) is seat:
-                flight.pending.asked.tell_prompt(row, request)
-
     def _after_prefill(self, flight: Flight, emitted: dict[Request, list[int]]) -> None:
         """Take in a prefill step: share the prompts that are complete, and deliver their first tokens."""
         self.metrics.prefill(
@@ -411,6 +399,8 @@ class Scheduler:
             captured=flight.pending.captured,
         )
         for request, tokens in emitted.items():
+            if flight.pending.asked is not None:
+                flight.pending.asked.tell_prompt([*flight.seats].index(request), request)
             if tokens:
                 self.seats.share(request, self.seats[request].ids)
                 request.prompt_done = True
@@ -428,7 +418,7 @@ class Scheduler:
         self.metrics.decode(
             Load(self.seats.usage, len(emitted), len(self.waiting), sum(request.kv_len for request in emitted)),
             emitted=kept,
-            of_host=[] if flight.plan is None else [request in flight.plan.of_host for request in emitted],
+            of_host=[] if flight.planned is None else [request in flight.planned.of_host for request in emitted],
             nodes=pending.nodes,
             captured=pending.captured,
             seconds=seconds,
@@ -448,7 +438,7 @@ class Scheduler:
                 break
         ids = request.output_ids[first:]
         if flight.pending.asked is not None:
-            flight.pending.asked.tell([*flight.rows].index(request), output, ids, seconds)
+            flight.pending.asked.tell([*flight.seats].index(request), output, ids, seconds)
         if finish:
             self._end(request, finish, ids)
         else:
@@ -546,10 +536,7 @@ class Scheduler:
             request.slot = request.kv_len = 0
             self._close(request, finish)
         self.waiting = deque(r for r in self.waiting if r in queued)
-        self.prefilling, self.running, self._refused, self._flight = [], [], None, None
-        self._launching = NOT_LAUNCHING
-        self.free_slots = list(range(self.sizes.max_running, 0, -1))
-        self._start_pages(self.cache.enabled)
+        self._start_empty(self.cache.enabled)
         self.engine.restart()
         return self._drain()
 
@@ -598,7 +585,7 @@ class Scheduler:
             "num_running_reqs": len(self.running) + len(self.prefilling),
             "num_queue_reqs": len(self.waiting) + sum(map(len, self.parked.values())),
             "max_total_num_tokens": (self.kv.pages - 1) * self.kv.page_size,
-            "max_req_input_len": self.max_prompt_tokens,
+            "max_req_input_len": self.limits.longest_prompt,
             "effective_max_running_requests_per_dp": self.sizes.max_running,
             "speculative_num_steps": self.sizes.steps,
             "speculative_eagle_topk": self.sizes.topk,

@@ -9,9 +9,9 @@ Read next: `engine.py`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 from torch import Tensor
 
@@ -23,28 +23,19 @@ from minispec.tree import DraftTree
 from minispec.verify import Verdict
 
 
-class AskedStep(ABC):
+class AskedStep(Protocol):
     """A step some of whose requests ask for more than tokens: it runs in place of the engine's own, and has answers."""
 
     failed: dict[int, str]  # slots that can get no token -> why; known when it has run
     timed: bool  # whether it takes no longer than a step must
     numbers: Sequence[int]  # what another process must know to run it
 
-    @abstractmethod
-    def run(self, needs: Needs) -> None:
-        """Run the step, from the engine's pieces."""
+    def run(self, needs: Needs) -> None: ...  # from the engine's pieces
+    def to_host(self) -> None: ...  # starts the copy of the answers
 
-    @abstractmethod
-    def to_host(self) -> None:
-        """Start the copy of the answers to the host."""
-
-    @abstractmethod
-    def tell_prompt(self, row: int, request: Request) -> None:
-        """Give the request of this row or chunk the answers on its prompt."""
-
-    @abstractmethod
-    def tell(self, row: int, output: Output, ids: Sequence[int], seconds: float) -> None:
-        """Give it the answers on the tokens that it has kept of this step, which took so many seconds."""
+    # Give the request of this row or chunk the answers on its prompt, and on the tokens that it has kept of this step.
+    def tell_prompt(self, row: int, request: Request) -> None: ...
+    def tell(self, row: int, output: Output, ids: Sequence[int], seconds: float) -> None: ...
 
 
 class Asked:

@@ -16,6 +16,7 @@ Read next: `model.py`, which makes the logits; `sampling.py` for the pick, `engi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -38,12 +39,12 @@ class Trees(NamedTuple):
     most: int  # A, the most tokens emitted per request
 
 
+@dataclass(eq=False)
 class Accept:
     """What an operator may change of acceptance; as it stands, output is exact."""
 
-    def __init__(self, thresholds: tuple[float, float] | None = None, simulated: float | None = None) -> None:
-        """`thresholds`: (single, acc) of `pick_lossy`; simulated: the mean of `simulate`."""
-        self.thresholds, self.simulated = thresholds, simulated
+    thresholds: tuple[float, float] | None = None  # (single, acc) of `pick_lossy`
+    simulated: float | None = None  # the mean of `simulate`
 
     @property
     def couples(self) -> bool:
@@ -51,23 +52,17 @@ class Accept:
         return self.thresholds is None
 
     def judge(self, trees: Trees, logits: Tensor, wishes: Wishes | None, host_looks: bool) -> Verdict:
-        """Return the verdict on `logits [B, N, V]`; greedy batches, without wishes, need no walk."""
-        tree, above, slots, lens, most = trees
+        """Return the verdict on `logits [B, N, V]`; greedy batches, without wishes, need no walk.
+
+        host_looks: whether the host may look at values on the way. On a CPU that costs nothing.
+        """
         if wishes is None:
-            verdict = verify_greedy(tree, above, logits, most)
+            verdict = verify_greedy(trees, logits)
         else:
-            verdict = verify(tree, logits, wishes, lens, Rule(most, self.thresholds, host_looks))
+            verdict = verify(trees, logits, wishes, self.thresholds, host_looks)
         if self.simulated is None or logits.shape[1] == 1:
             return verdict
-        return simulate(tree, above, verdict, self.simulated, slots, lens)
-
-
-class Rule(NamedTuple):
-    """How a verdict is reached."""
-
-    most: int  # A, the most tokens emitted per request
-    thresholds: tuple[float, float] | None = None  # (single, acc) of `pick_lossy`; None: exact
-    host_looks: bool = False  # may the host look at values on the way? On a CPU that costs nothing
+        return simulate(trees, verdict, self.simulated)
 
 
 class Verdict(NamedTuple):
@@ -81,19 +76,19 @@ class Verdict(NamedTuple):
     nan: Tensor  # [B] bool: whether a token that counts was picked from logits with a NaN among them
 
 
-def verify_greedy(tree: DraftTree, ancestors: Tensor, logits: Tensor, A: int) -> Verdict:
+def verify_greedy(trees: Trees, logits: Tensor) -> Verdict:
     """Return the verdict of argmax picks on `logits [B, N, V]`, ties to the lowest id, without walking the tree.
 
-    `ancestors [B, N, N]` is `tree.ancestors(parents)`; at most `A` tokens are emitted per request. A node is accepted
-    if it and all its ancestors below the root hold the tokens picked at their parents. Siblings are distinct, so the
-    accepted nodes are one path with one node per depth, and a node's depth is its place in the path.
+    A node is accepted if it and all its ancestors below the root hold the tokens picked at their parents. Siblings are
+    distinct, so the accepted nodes are one path with one node per depth, and a node's depth is its place in the path.
     """
+    tree, A = trees.tree, trees.most
     batch, nodes = tree.tokens.shape
     picks = largest(logits)
     chosen = tree.tokens == picks.gather(1, tree.parents.clamp(min=0))  # a pick is never -1, so padding never matches
     chosen[:, 0] = True
-    level = depth(ancestors)
-    accepted = (chosen[:, None, :] | ~ancestors).all(-1) & (level < A)
+    level = depth(trees.above)
+    accepted = (chosen[:, None, :] | ~trees.above).all(-1) & (level < A)
     place = torch.where(accepted, level, A)  # the other nodes go into a last column that is cut off
     index = torch.arange(nodes, device=picks.device).expand(batch, nodes)
     path = torch.zeros(batch, A + 1, dtype=torch.int64, device=picks.device).scatter_(1, place, index)[:, :A]
@@ -103,15 +98,17 @@ def verify_greedy(tree: DraftTree, ancestors: Tensor, logits: Tensor, A: int) ->
     return _verdict(path, accepted.sum(-1), emitted, nan)
 
 
-def verify(tree: DraftTree, logits: Tensor, wishes: Wishes, lens: Tensor, rule: Rule) -> Verdict:
+def verify(
+    trees: Trees, logits: Tensor, wishes: Wishes, thresholds: tuple[float, float] | None = None,
+    host_looks: bool = False,
+) -> Verdict:  # fmt: skip
     """Return the verdict of `sampling.pick` on `logits [B, N, V]`, walking down from the root for at most A picks.
 
-    `lens [B] int64` is the committed length, the position of the root, so the pick at depth d has position
-    lens + d + 1. `wishes` is not changed: the tokens of the path are added to a copy of its counts, so penalties are
-    those of plain decoding of the same tokens. Temperature 0 without adjustments gives the verdict of `verify_greedy`.
-    With thresholds `pick_lossy` takes the place of `pick`.
+    The pick at depth d has position lens + d + 1. `wishes` is not changed: the tokens of the path are added to a copy
+    of its counts, so penalties are those of plain decoding of the same tokens. Temperature 0 without adjustments gives
+    the verdict of `verify_greedy`. With thresholds `pick_lossy` takes the place of `pick`.
     """
-    A, thresholds, host_looks = rule
+    tree, lens, A = trees.tree, trees.lens, trees.most
     batch, nodes, vocab = logits.shape
     flat, first = logits.reshape(batch * nodes, vocab), torch.arange(batch, device=logits.device) * nodes
     counts = None if wishes.counts is None else wishes.counts.clone()
@@ -159,16 +156,15 @@ def pick_lossy(logits: Tensor, wishes: Wishes, position: Tensor, drafted: Tensor
     return torch.where(accepted.any(-1), chosen, drawn)
 
 
-def simulate(
-    tree: DraftTree, ancestors: Tensor, verdict: Verdict, mean: float, slots: Tensor, lens: Tensor
-) -> Verdict:
+def simulate(trees: Trees, verdict: Verdict, mean: float) -> Verdict:
     """Return a verdict that emits `mean` tokens in the mean, whatever the target picked: output is junk, speed is not.
 
-    `ancestors [B, N, N]` is `tree.ancestors(parents)`. The path goes to the first of the deepest nodes, and its tokens
-    are emitted, the last one the target's bonus. `mean` lies in [1, A]. Its floor or its ceiling is drawn from slot and
-    committed length, `slots, lens [B] int64`, so that a captured step draws anew at every replay and a run repeats. A
-    path too short for the number drawn is accepted whole, so the mean is lower where trees are less than A - 1 deep.
+    The path goes to the first of the deepest nodes, and its tokens are emitted, the last one the target's bonus. `mean`
+    lies in [1, A]. Its floor or its ceiling is drawn from slot and committed length, so that a captured step draws anew
+    at every replay and a run repeats. A path too short for the number drawn is accepted whole, so the mean is lower
+    where trees are less than A - 1 deep.
     """
+    tree, ancestors, slots, lens, _ = trees
     (batch, nodes), most = tree.tokens.shape, verdict.path.shape[1]
     level = depth(ancestors).masked_fill(tree.tokens == PADDING, -1)
     level[:, 0].zero_()  # at the context's end the root is masked as well

@@ -83,8 +83,9 @@ def padding_matches(patch: pytest.MonkeyPatch) -> None:
     original = verify_module.verify_greedy
     common = Counter(token for ids in truth().values() for token in ids).most_common(1)[0][0]
 
-    def verify(tree, above, logits, most):
-        return original(tree._replace(tokens=tree.tokens.masked_fill(tree.tokens == -1, common)), above, logits, most)
+    def verify(trees, logits):
+        tokens = trees.tree.tokens.masked_fill(trees.tree.tokens == -1, common)
+        return original(trees._replace(tree=trees.tree._replace(tokens=tokens)), logits)
 
     patch.setattr(verify_module, "verify_greedy", verify)
 

@@ -28,7 +28,7 @@ from minispec.request import Logprobs, Request, Update
 from minispec.scheduler import NAN, Scheduler
 from minispec.seats import Seats
 from minispec.tree import PLAIN, DraftTree, ancestors
-from minispec.verify import Rule, verify, verify_greedy
+from minispec.verify import Trees, verify, verify_greedy
 
 
 @pytest.fixture
@@ -55,10 +55,10 @@ class Fault:
         before, after = engine.small.eager
 
         def broken(owner: Engine, buffers: object, lens: torch.Tensor, *given: object) -> object:
-            step = before(owner, buffers, lens, *given)
+            read, embedding, rope = before(owner, buffers, lens, *given)
             if self.slot:
-                step.embedding[(buffers.slots == self.slot) & (lens >= self.rows), 0] = torch.nan
-            return step
+                embedding[(buffers.slots == self.slot) & (lens >= self.rows), 0] = torch.nan
+            return read, embedding, rope
 
         engine.small.eager = engine.small.compiled = (broken, after)
 
@@ -261,11 +261,11 @@ def test_a_flag_is_of_the_logits_that_gave_tokens_alone(law: str) -> None:
         tree = DraftTree(torch.stack([torch.zeros(6, dtype=torch.int64), *children], dim=1), parents)
         for row in range(6):
             logits[row, rng.randrange(5), rng.randrange(11)] = torch.nan
+        trees = Trees(tree, ancestors(parents), torch.arange(1, 7), torch.full((6,), 9), 3)
         if law == "greedy":
-            verdict = verify_greedy(tree, ancestors(parents), logits, 3)
+            verdict = verify_greedy(trees, logits)
         else:
-            rule = Rule(3, (0.1, 0.5) if law == "lossy" else None)
-            verdict = verify(tree, logits, wishes, torch.full((6,), 9), rule)
+            verdict = verify(trees, logits, wishes, (0.1, 0.5) if law == "lossy" else None)
         for row, (path, count) in enumerate(zip(verdict.path.tolist(), verdict.count.tolist(), strict=True)):
             hurt = bool(logits[row, path[:count]].isnan().any())
             assert bool(verdict.nan[row]) == hurt

@@ -24,7 +24,7 @@ from minispec.load.drafters import _texts, make_drafter
 from minispec.load.tree_shape import lookup_nodes
 from minispec.lookup import SHARE, Echo, Lookups, Texts
 from minispec.ngram import NgramDrafter, NgramOptions
-from minispec.policy import Choice, Kind, Planned, Policy, Prospects, Row
+from minispec.policy import Choice, Kind, Planned, Policy, Row
 from minispec.request import Request
 from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter
@@ -316,15 +316,19 @@ def test_ngram_keeps_to_its_share_of_the_time_unless_its_trees_are_given() -> No
 
 
 def test_what_a_lookup_would_have_given_is_known_when_the_text_has_gone_on() -> None:
-    prospects, one = Prospects(), object.__new__(Request)
+    policy, one, learned = Policy({4: 3}, True), object.__new__(Request), []
+    policy.matches.learn = lambda nodes, match, emitted: learned.append((nodes, match, emitted))
     tree = Draft([5, 1, 2, 3], [-1, 0, 1, 2], 3)
-    assert prospects.follow(one, NOTHING, [4]) is None
-    assert prospects.follow(one, tree, [1]) is None and prospects.follow(one, NOTHING, [2]) is None
-    decided, tokens = prospects.follow(one, NOTHING, [9, 9])
-    assert decided is tree and tree.emits(tokens) == 3
-    assert prospects.follow(one, tree, [1, 2, 3]) is None
-    assert tree.emits(prospects.follow(one, NOTHING, [8])[1]) == 4, "the whole tree and the target's own token"
-    assert tree.emits(prospects.follow(one, tree, [7])[1]) == 1
+    for offered, tokens in ((NOTHING, [4]), (tree, [1]), (NOTHING, [2])):
+        policy.follow(one, offered, tokens)
+    assert not learned
+    policy.follow(one, NOTHING, [9, 9])
+    assert learned == [(4, 3, 3)]
+    policy.follow(one, tree, [1, 2, 3])
+    policy.follow(one, NOTHING, [8])
+    assert learned[1:] == [(4, 3, 4)], "the whole tree and the target's own token"
+    policy.follow(one, tree, [7])
+    assert learned[2:] == [(4, 3, 1)]
 
 
 def test_indexing_stays_within_its_share_and_the_rest_waits(monkeypatch) -> None:
@@ -352,7 +356,8 @@ def test_the_policy_takes_the_better_bet_and_spares_the_head_where_all_are_looku
     both = [Row(one, lookup=12), Row(two, lookup=11)]
     assert policy.choose(kind, shapes, both) == Choice(Shape(10, False), lookups=(True, True))
     for _ in range(50):
-        policy.learn_of_host(12, {5: 1, 10: 1})
+        for nodes in (5, 10):
+            policy.matches.learn(nodes, 12, 1)
     assert policy.choose(kind, shapes, [Row(one, lookup=12), Row(two, lookup=12)]).lookups == (False, False)
     assert policy.choose(kind, shapes, [Row(one, lookup=11, drafts=False), Row(two)]).lookups == (False, False)
 

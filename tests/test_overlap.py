@@ -134,7 +134,7 @@ def test_aborts_in_flight_leave_the_others_alone(name: str) -> None:
         scheduler.check()
         flight = scheduler._flight
         if flight is not None and len(aborted) < 6 and rng.random() < 0.4:
-            victim = rng.choice(list(flight.rows))  # its slot goes to the next in the queue while its step is under way
+            victim = rng.choice(list(flight.seats))  # its slot goes to the next in the queue while its step is on
             if victim.finish is None:
                 scheduler.abort(victim.rid)
                 aborted.add(victim)
@@ -164,8 +164,8 @@ def rows_without_seats(patch: pytest.MonkeyPatch) -> None:
     land = Scheduler._land
 
     def landed(self: Scheduler, flight: object) -> None:
-        for one in flight.rows:
-            flight.rows[one] = self.seats.get(one)
+        for one in flight.seats:
+            flight.seats[one] = self.seats.get(one)
         land(self, flight)
 
     patch.setattr(Scheduler, "_land", landed)

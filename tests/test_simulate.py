@@ -20,7 +20,7 @@ from test_verify import forest
 from minispec import LLM
 from minispec.scheduler import Scheduler
 from minispec.tree import PADDING, DraftTree, ancestors, depth
-from minispec.verify import simulate, verify_greedy
+from minispec.verify import Trees, simulate, verify_greedy
 
 
 def emitted(scheduler: Scheduler) -> list[int]:
@@ -69,10 +69,10 @@ def test_the_path_goes_to_the_first_of_the_deepest_nodes() -> None:
         batch, nodes, most = 3, rng.randint(2, 9), rng.randint(2, 5)
         tree = forest(rng, batch, nodes, 11)
         tree.tokens[0] = PADDING  # where the context ends the root is masked as well
-        above = ancestors(tree.parents)
-        verdict = verify_greedy(tree, above, torch.rand(batch, nodes, 11), most)
         mean, lens = rng.uniform(1, most), torch.tensor([rng.randrange(99) for _ in range(batch)])
-        made = simulate(tree, above, verdict, mean, torch.arange(batch), lens)
+        trees = Trees(tree, ancestors(tree.parents), torch.arange(batch), lens, most)
+        verdict = verify_greedy(trees, torch.rand(batch, nodes, 11))
+        made = simulate(trees, verdict, mean)
         for row in range(batch):
             tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
             paths = []
@@ -95,10 +95,11 @@ def test_the_number_drawn_has_the_mean_at_every_length() -> None:
     tree = DraftTree(torch.arange(6).expand(4000, 6), torch.arange(-1, 5).expand(4000, 6))
     above, rows = ancestors(tree.parents), torch.arange(4000)
     assert int(depth(above).max()) == 5
-    verdict = verify_greedy(tree, above, torch.rand(4000, 6, 7), 6)
+    trees = Trees(tree, above, rows, rows, 6)
+    verdict = verify_greedy(trees, torch.rand(4000, 6, 7))
     for mean in (1.0, 1.25, 3.5, 5.999, 6.0):
         for slots, lens in ((rows, torch.full_like(rows, 7)), (torch.ones_like(rows), rows)):
-            count = simulate(tree, above, verdict, mean, slots, lens).count
+            count = simulate(trees._replace(slots=slots, lens=lens), verdict, mean).count
             assert count.double().mean() == pytest.approx(mean, abs=0.03) and int(count.max()) <= 6
             assert mean % 1 or len(count.unique()) == 1
 

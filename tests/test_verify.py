@@ -17,7 +17,7 @@ from torch import Tensor
 from minispec.request import SamplingParams
 from minispec.sampling import EVERYTHING, SamplingState, Wishes, law, pick
 from minispec.tree import PADDING, DraftTree, ancestors, depth
-from minispec.verify import Rule, Verdict, verify, verify_greedy
+from minispec.verify import Trees, Verdict, verify, verify_greedy
 
 
 def random_row(rng: random.Random, nodes: int, vocab: int, root: int) -> tuple[list[int], list[int]]:
@@ -62,6 +62,13 @@ def longest(tree: DraftTree) -> int:
     return int(depth(ancestors(tree.parents)).max()) + 1
 
 
+def trees(tree: DraftTree, most: int, lens: Tensor | None = None) -> Trees:
+    """Return trees to verify, of texts of these lengths; default: one token each."""
+    batch = len(tree.tokens)
+    lens = torch.ones(batch, dtype=torch.int64) if lens is None else lens
+    return Trees(tree, ancestors(tree.parents), torch.arange(batch), lens, most)
+
+
 def assert_verdict(verdict: Verdict, row: int, path: list[int], out: list[int], nodes: int) -> None:
     count = int(verdict.count[row])
     assert count == len(out)
@@ -88,8 +95,8 @@ def test_both_verifications_agree_with_a_plain_walk_on_random_trees(dtype: torch
         tree = forest(rng, 3, nodes, vocab)
         logits = torch.randn(3, nodes, vocab).round().to(dtype)  # rounded: many ties
         A = longest(tree) + rng.choice([0, 0, 2])
-        fast = verify_greedy(tree, ancestors(tree.parents), logits, A)
-        slow = verify(tree, logits, greedy_rows(3, vocab), torch.tensor([5, 9, 1]), Rule(A))
+        fast = verify_greedy(trees(tree, A), logits)
+        slow = verify(trees(tree, A, torch.tensor([5, 9, 1])), logits, greedy_rows(3, vocab))
         for row in range(3):
             lists = logits[row].tolist()
             path, out = walk(tree, row, lambda node, _, lists=lists: lists[node].index(max(lists[node])))
@@ -106,8 +113,8 @@ def test_padding_never_matches_even_the_last_id() -> None:
         logits = torch.zeros(1, 3, 3)
         logits[:, :, best] = 1
         for verdict in (
-            verify_greedy(tree, ancestors(tree.parents), logits, 3),
-            verify(tree, logits, greedy_rows(1, 3), torch.tensor([4]), Rule(3)),
+            verify_greedy(trees(tree, 3), logits),
+            verify(trees(tree, 3, torch.tensor([4])), logits, greedy_rows(1, 3)),
         ):
             assert verdict.count.tolist() == [1] and verdict.bonus.tolist() == [best]
 
@@ -116,8 +123,8 @@ def test_one_node_is_plain_decoding() -> None:
     logits = torch.randn(4, 1, 7)
     tree = chain(torch.tensor([[3], [1], [0], [2]]))
     for verdict in (
-        verify_greedy(tree, ancestors(tree.parents), logits, 1),
-        verify(tree, logits, greedy_rows(4, 7), torch.arange(4), Rule(1)),
+        verify_greedy(trees(tree, 1), logits),
+        verify(trees(tree, 1, torch.arange(4)), logits, greedy_rows(4, 7)),
     ):
         assert verdict.path.tolist() == [[0]] * 4 and verdict.count.tolist() == [1] * 4
         assert verdict.bonus.tolist() == logits[:, 0].argmax(-1).tolist() == verdict.emitted[:, 0].tolist()
@@ -128,8 +135,8 @@ def test_no_more_than_A_tokens_are_emitted_from_a_deeper_tree() -> None:
     logits = torch.tensor([0.0, 1.0]).expand(1, 5, 2)
     for A in (1, 2, 3, 5):
         for verdict in (
-            verify_greedy(tree, ancestors(tree.parents), logits, A),
-            verify(tree, logits, greedy_rows(1, 2), torch.tensor([4]), Rule(A)),
+            verify_greedy(trees(tree, A), logits),
+            verify(trees(tree, A, torch.tensor([4])), logits, greedy_rows(1, 2)),
         ):
             assert_verdict(verdict, 0, list(range(A)), [1] * A, 5)
 
@@ -182,7 +189,7 @@ def by_trees(
         tree = forest(rng, batch, rng.choice([1, 3, 8, 16]), VOCAB, [row[-1] for row in ids])
         lens = torch.tensor([len(row) - 1 for row in ids])  # the root is not in the KV cache
         logits = target[tree.tokens.clamp(min=0)]
-        verdict = verify(tree, logits, state.wishes(slots, state.needs(host)), lens, Rule(longest(tree)))
+        verdict = verify(trees(tree, longest(tree), lens), logits, state.wishes(slots, state.needs(host)))
         state.commit(slots, verdict.emitted, verdict.count, counted=True)
         for row in range(batch):
             count = int(verdict.count[row])
@@ -216,7 +223,7 @@ def test_min_new_tokens_is_counted_along_the_path_not_per_step() -> None:
     slot = torch.tensor([1])
     state.commit(slot, torch.tensor([[1]]), torch.tensor([1]), counted=True)
     tree = chain(torch.tensor([[1, 1, 1, 1, 1, 1]]))
-    verdict = verify(tree, logits, state.wishes(slot, state.needs([1])), torch.tensor([1]), Rule(6))
+    verdict = verify(trees(tree, 6, torch.tensor([1])), logits, state.wishes(slot, state.needs([1])))
     assert verdict.emitted[0, : int(verdict.count)].tolist() == [1, 1, 1, 2]
 
 
@@ -226,7 +233,7 @@ def test_penalties_see_the_path_and_leave_the_rows_as_they_were() -> None:
     state.assign(1, SamplingParams(temperature=0.0, presence_penalty=2.0), 0, [0], [], [])
     rows = state.wishes(torch.tensor([1]), state.needs([1]))
     assert rows.counts is not None
-    verdict = verify(chain(torch.tensor([[0, 0, 1, 2]])), logits, rows, torch.tensor([1]), Rule(4))
+    verdict = verify(trees(chain(torch.tensor([[0, 0, 1, 2]])), 4, torch.tensor([1])), logits, rows)
     assert verdict.emitted.tolist() == [[0, 1, 2, 0]]  # each id pays once, then the order is the old one
     assert rows.counts.sum() == 0
 
@@ -238,12 +245,12 @@ def test_stopped_rows_do_not_disturb_walking_ones() -> None:
     state = slots_of(6, PARAMS["penalties"], 50, [])
     logits, A = target[tree.tokens.clamp(min=0)], longest(tree)
     wishes = state.wishes(torch.arange(1, 7), state.needs(range(1, 7)))
-    together = verify(tree, logits, wishes, torch.full((6,), 4), Rule(A))
+    together = verify(trees(tree, A, torch.full((6,), 4)), logits, wishes)
     assert len(set(together.count.tolist())) > 1
     for row in range(6):
         one = DraftTree(tree.tokens[row : row + 1], tree.parents[row : row + 1])
         wishes = state.wishes(torch.tensor([row + 1]), state.needs([row + 1]))
-        alone = verify(one, logits[row : row + 1], wishes, torch.tensor([4]), Rule(A))
+        alone = verify(trees(one, A, torch.tensor([4])), logits[row : row + 1], wishes)
         count = int(alone.count)
         assert_verdict(together, row, alone.path[0, :count].tolist(), alone.emitted[0, :count].tolist(), 12)
 
@@ -255,8 +262,9 @@ def test_the_compiled_walk_has_no_host_decision_and_the_same_verdict() -> None:
     logits, A = torch.randn(VOCAB, VOCAB)[tree.tokens.clamp(min=0)], longest(tree)
     rows = slots_of(4, PARAMS["filters"], 9, []).wishes(torch.arange(1, 5), EVERYTHING)
     lens = torch.tensor([4, 5, 6, 7])
-    compiled = torch.compile(verify, fullgraph=True, dynamic=False, backend="eager")(tree, logits, rows, lens, Rule(A))
-    eager = verify(tree, logits, rows, lens, Rule(A, host_looks=True))
+    given = (trees(tree, A, lens), logits, rows)
+    compiled = torch.compile(verify, fullgraph=True, dynamic=False, backend="eager")(*given)
+    eager = verify(*given, host_looks=True)
     for row in range(4):
         count = int(eager.count[row])
         assert_verdict(compiled, row, eager.path[row, :count].tolist(), eager.emitted[row, :count].tolist(), 8)
@@ -292,8 +300,8 @@ def test_the_published_verdicts_of_two_requests_at_any_threshold(single: float, 
     rows = slots_of(2, SamplingParams(temperature=0.01), 1, []).wishes(torch.arange(1, 3), frozenset({"temperature"}))
     lens = torch.tensor([5, 9])
     for verdict in (
-        verify(tree, logits, rows, lens, Rule(4, (single, acc))),
-        verify_greedy(tree, ancestors(tree.parents), logits, 4),
+        verify(trees(tree, 4, lens), logits, rows, (single, acc)),
+        verify_greedy(trees(tree, 4), logits),
     ):
         assert_verdict(verdict, 0, [0, 3, 4, 5], [3, 4, 5, 18], 6)
         assert_verdict(verdict, 1, [0, 4, 5], [11, 12, 18], 6)
@@ -335,7 +343,7 @@ def test_emitted_paths_follow_the_threshold_rule_in_closed_form(single: float, a
     state.assign(1, params, 0, [], [], [])
     rows = state.wishes(torch.ones(n, dtype=torch.int64), state.needs([1]))._replace(seed=rows_of)
     tree = DraftTree(BUSHY.tokens.expand(n, -1), BUSHY.parents.expand(n, -1))
-    verdict = verify(tree, torch.tensor(LOGITS).expand(n, 8, 5), rows, rows_of % 7, Rule(3, (single, acc)))
+    verdict = verify(trees(tree, 3, rows_of % 7), torch.tensor(LOGITS).expand(n, 8, 5), rows, (single, acc))
     q = (torch.tensor(LOGITS).double() / 0.8).softmax(-1)
     kept = q.argsort(descending=True)[: 2 if top_p < 1 else 5]  # 0.45 and 0.31: the first two have more than 0.6
     q = (torch.zeros_like(q).index_copy_(0, kept, q[kept]) / q[kept].sum()).tolist()
@@ -374,7 +382,7 @@ def test_a_lossy_walk_keeps_greedy_rows_exact_penalised_ones_too() -> None:
             tree = forest(rng, 6, 12, VOCAB)
             logits, A, lens = target[tree.tokens.clamp(min=0)], longest(tree), torch.full((6,), 4)
             rows = state.wishes(slots, state.needs(range(1, 7)))
-            lossy, exact = (verify(tree, logits, rows, lens, Rule(A, lossy)) for lossy in ((0.1, 0.3), None))
+            lossy, exact = (verify(trees(tree, A, lens), logits, rows, lossy) for lossy in ((0.1, 0.3), None))
             for row in range(0, 6, 2):
                 count = int(exact.count[row])
                 assert_verdict(lossy, row, exact.path[row, :count].tolist(), exact.emitted[row, :count].tolist(), 12)
@@ -404,7 +412,7 @@ def test_the_compiled_lossy_walk_has_no_host_decision_and_the_same_verdict() -> 
     logits, A = torch.randn(VOCAB, VOCAB)[tree.tokens.clamp(min=0)], longest(tree)
     rows = slots_of(4, PARAMS["filters"], 9, []).wishes(torch.arange(1, 5), EVERYTHING)
     lens = torch.tensor([4, 5, 6, 7])
-    given = (tree, logits, rows, lens, Rule(A, (0.4, 0.6)))
+    given = (trees(tree, A, lens), logits, rows, (0.4, 0.6))
     compiled = torch.compile(verify, fullgraph=True, dynamic=False, backend="eager")(*given)
     eager = verify(*given)
     for row in range(4):

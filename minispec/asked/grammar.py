@@ -331,7 +331,8 @@ class Constraint:
                 if token in self.stop_ids:  # the request ends with it, so nobody looks at a mask beyond
                     legal.add(child)
                 elif time.perf_counter() < until:
-                    self._enter(token)
+                    if not self.matcher.consume_token(token):
+                        raise Stuck(_failure(self.matcher))
                     try:
                         self.fill(rows[child], depth + 1)
                         legal.add(child)
@@ -347,10 +348,6 @@ class Constraint:
         except Stuck:  # a draft led to a limit, and plain decoding might never go there
             self._restart()
         return legal
-
-    def _enter(self, token: int) -> None:
-        if not self.matcher.consume_token(token):
-            raise Stuck(_failure(self.matcher))
 
 
 def _failure(matcher: LLMatcher) -> str:

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from minispec.asked.grammar import Constraints, Grammars, mask
 from minispec.asked.scores import Question, Questions, Scores, score_known, score_picks
-from minispec.asked.trace import SeenStep, Sight
+from minispec.asked.trace import SeenStep, look
 from minispec.buffers import Chunk, DecodeBuffers, PrefillBuffers
 from minispec.engine import Engine
 from minispec.kv import upload
-from minispec.model import Rope
 from minispec.output import Output
 from minispec.request import Logprobs, Request, Scored
 from minispec.sampling import Needs
 from minispec.seams import Asked, AskedStep
 from minispec.tree import PADDING, DraftTree
+from minispec.verify import Trees
 
 Step = TypeVar("Step", bound=DecodeBuffers | PrefillBuffers)
 Crossed = list[list[list[int]]]  # tensors of a step that have come to the host, as lists
@@ -54,7 +54,6 @@ class Asking(Asked):
         self.requests: dict[int, Request] = {}  # by slot, of those who ask for anything
 
     def prepare(self, request: Request) -> None:
-        """Compile a request's grammar, if it has one; raises RequestError if the grammar is wrong."""
         if self.grammars is not None:
             self.grammars.prepare(request)
 
@@ -146,7 +145,6 @@ class Answered(AskedStep, Generic[Step]):
         return self._told
 
     def tell_prompt(self, row: int, request: Request) -> None:
-        """Tell a request what was asked of known tokens of its prompt."""
         if row in self.told:
             request.prompt_scores += self.told[row][0]
 
@@ -176,22 +174,20 @@ class AskedDecode(Answered[DecodeBuffers]):
         """Run the step; what is asked of it lies here afterwards."""
         engine, step = self.engine, self.step
         wishes = engine.sampling.wishes(step.slots, needs) if needs else None
-        sight = None if self.timed else Sight(step.batch, step.nodes, engine.device)
-        lens, root, drafted = engine.begin(step, wishes, None if sight is None else sight.scores)
+        watched = None if self.timed else torch.full((step.batch, step.nodes), torch.nan, device=engine.device)
+        lens, root, drafted = engine.begin(step, wishes, watched)
         before, _ = engine.around(step, needs)
-        inputs = before(engine, step, lens, root, None if drafted is step.tree else drafted)
-        tokens, parents = inputs.tokens, inputs.parents
-        trees = to_host(step.slots[:, None], tokens, parents) if self.masked else None
-        rope = Rope(inputs.cos, inputs.sin)
-        streams = engine.model.run_blocks(inputs.embedding, rope, step.attend, engine.drafter.taps)
+        read, embedding, rope = before(engine, step, lens, root, None if drafted is step.tree else drafted)
+        tokens, parents, above = read
+        crossing = to_host(step.slots[:, None], tokens, parents) if self.masked else None
+        streams = engine.model.run_blocks(embedding, rope, step.attend, engine.drafter.taps)
         logits, features = engine.logits(streams)
-        tokens, allowed = (tokens, logits) if trees is None else self.allow(logits, trees)
-        tree = DraftTree(tokens, parents)
-        verdict = engine.judge(step, tree, inputs.above, allowed, wishes, lens)
-        if sight is not None:
-            sight.look(tree, logits, verdict, wishes, lens)
-            self.seen = sight.seen
-        path = engine.keep(step, lens, tokens, verdict, features, wishes)
+        tokens, allowed = (tokens, logits) if crossing is None else self.allow(logits, crossing)
+        trees = Trees(DraftTree(tokens, parents), above, step.slots, lens, step.most)
+        verdict = engine.judge(trees, allowed, wishes)
+        if watched is not None:
+            self.seen = look(trees.tree, watched, logits, verdict, wishes, lens)
+        path = engine.keep(step, trees, verdict, features, wishes)
         if self.questions is not None:
             self.scores = score_picks(self.questions, logits, verdict.path, verdict.emitted)
         engine.hand_over(step, path)

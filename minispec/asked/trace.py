@@ -1,8 +1,7 @@
 """Watching a step: its trees, what the drafter and the target thought of each node, and which nodes were accepted.
 
-The one idea: a step that is watched runs the same operations and a few more behind them. `Sight` makes the tensors of
-those few, and only `steps.py` knows of it: a step with a watched request runs there, uncaptured. The output is the
-same, token for token.
+The one idea: a step that is watched runs the same operations and a few more behind them (`look`). Only `steps.py`
+knows of them: a step with a watched request runs there, uncaptured. The output is the same, token for token.
 
 Read next: `steps.py`, which looks; `serve/traces.py` for what clients see.
 """
@@ -20,39 +19,12 @@ from minispec.tree import PADDING, DraftTree
 from minispec.verify import Verdict
 
 
-class Sight:
-    """What is seen of one decode step; the drafter writes `scores`, `look` all the rest."""
-
-    def __init__(self, batch: int, nodes: int, device: torch.device) -> None:
-        # The drafter's log-probability of each node's path from the root; NaN where it has none.
-        self.scores = torch.full((batch, nodes), torch.nan, device=device)
-        self.seen: SeenStep | None = None
-
-    def look(
-        self, tree: DraftTree, logits: Tensor, verdict: Verdict, wishes: Wishes | None, lens: Tensor
-    ) -> None:
-        """Note the trees [B, N], the target's `logits [B, N, V]` at their nodes and its verdict; lens [B] int64."""
-        batch, most = verdict.path.shape
-        row = torch.arange(batch, device=logits.device)[:, None]
-        known = logits.float().log_softmax(-1)
-        target = known[row, tree.parents.clamp(min=0), tree.tokens.clamp(min=0)]
-        score = logits[row, verdict.path].float()
-        if wishes is not None and wishes.temperature is not None:
-            position = lens[:, None] + torch.arange(1, most + 1, device=logits.device)
-            noise = gumbel(wishes.seed[:, None].expand(batch, most), position, logits.shape[-1])
-            score = score + wishes.temperature[:, None, None] * noise
-        best = score.topk(2, dim=-1).values
-        picked = known[row, verdict.path, verdict.emitted]
-        margin = best[..., 0] - best[..., 1]
-        self.seen = SeenStep(*tree, self.scores, target, verdict.path, verdict.count, picked, margin)
-
-
 class SeenStep(NamedTuple):
     """What was seen of a step, a row for each request; on the device, and then as a copy on the host."""
 
     tokens: Tensor  # [B, N] int64
     parents: Tensor  # [B, N] int64
-    drafted: Tensor  # [B, N] fp32, `Sight.scores`
+    drafted: Tensor  # [B, N] fp32, the drafter's log-probability of each path from the root; NaN where it has none
     target: Tensor  # [B, N] fp32, log-probability of each node's token after its parent, as the model has it
     path: Tensor  # [B, A] int64
     count: Tensor  # type: ignore[assignment]  # [B] int64; it hides tuple.count, which nobody calls
@@ -86,6 +58,24 @@ class SeenStep(NamedTuple):
             "logprobs": [_rounded(value) for value in self.picked[row, : len(emitted)].tolist()],
             "margins": [_rounded(value) for value in self.margin[row, : len(emitted)].tolist()],
         }
+
+
+def look(
+    tree: DraftTree, drafted: Tensor, logits: Tensor, verdict: Verdict, wishes: Wishes | None, lens: Tensor
+) -> SeenStep:
+    """Return what is seen of trees [B, N]: `drafted [B, N]` as in `SeenStep`, target's `logits [B, N, V]`, lens [B]."""
+    batch, most = verdict.path.shape
+    row = torch.arange(batch, device=logits.device)[:, None]
+    known = logits.float().log_softmax(-1)
+    target = known[row, tree.parents.clamp(min=0), tree.tokens.clamp(min=0)]
+    score = logits[row, verdict.path].float()
+    if wishes is not None and wishes.temperature is not None:
+        position = lens[:, None] + torch.arange(1, most + 1, device=logits.device)
+        noise = gumbel(wishes.seed[:, None].expand(batch, most), position, logits.shape[-1])
+        score = score + wishes.temperature[:, None, None] * noise
+    best = score.topk(2, dim=-1).values
+    picked = known[row, verdict.path, verdict.emitted]
+    return SeenStep(*tree, drafted, target, verdict.path, verdict.count, picked, best[..., 0] - best[..., 1])
 
 
 def _ratio(score: float, above: float) -> float | None:

@@ -28,6 +28,7 @@ from test_server import Running, client, options, ready, tiny  # noqa: F401  the
 from minispec.config import Config
 from minispec.replicas import workers
 from minispec.replicas.workers import Place
+from minispec.request import Request
 
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parent
@@ -76,7 +77,7 @@ class Killer:
     """Kills a replica as soon as one of its updates has brought its requests into a state."""
 
     def __init__(self, running: Running, condition: Callable[[Place], bool], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.hit: list[dict[str, Any]] = []  # the requests that went elsewhere
+        self.hit: list[Request] = []  # the requests that went elsewhere
         engine, self.killed = running.server.engine, threading.Event()
         take, gone = engine._take, engine._gone
 
@@ -87,7 +88,7 @@ class Killer:
                 self.killed.set()
 
         def leaving(place: Place) -> None:
-            self.hit += copy.deepcopy([workers.packed(request) for request in place.requests.values()])
+            self.hit += copy.deepcopy(workers.packed(list(place.requests.values())))
             gone(place)
 
         monkeypatch.setattr(engine, "_take", taking)
@@ -159,10 +160,10 @@ def test_a_replica_killed_in_prefill_in_decode_and_with_text_held_back_changes_n
         found = {name: future.result() for name, future in futures.items()}
     truth = {name: stream(alone, body) for name, body in NATIVES.items()}
     assert killer.killed.is_set() and len(killer.hit) == len(NATIVES)
-    states = {(len(v["output_ids"]), v["released"]) for v in killer.hit}
+    states = {(len(r.output_ids), r.released) for r in killer.hit}
     assert (0, 0) in states and len(states) >= 2, states  # how far the one with penalties is by then is chance
-    text = alone.ok("/detokenize", {"tokens": next(v["output_ids"] for v in killer.hit if v["params"]["stop"])})["text"]
-    assert any(0 < v["released"] < len(text) for v in killer.hit if v["params"]["stop"]), "something was held back"
+    text = alone.ok("/detokenize", {"tokens": next(r.output_ids for r in killer.hit if r.params.stop)})["text"]
+    assert any(0 < r.released < len(text) for r in killer.hit if r.params.stop), "something was held back"
     for name in NATIVES:
         assert outcome(found[name][-1]) == outcome(truth[name][-1]), name
         texts = [event["text"] for event in found[name]]
@@ -206,7 +207,7 @@ def test_a_replica_killed_in_a_character_in_json_and_with_several_choices_change
             place.state = "ready"
         found = {name: future.result() for name, future in futures.items()}
     assert killer.killed.is_set() and len(killer.hit) == 5
-    assert any(v["output_ids"] and v["output_ids"][-1] == 40303 for v in killer.hit)
+    assert any(r.output_ids and r.output_ids[-1] == 40303 for r in killer.hit)
     truth = {name: spoken(alone, **wish) for name, wish in wishes.items()}
     assert found == truth and sorted(truth["choices"]) == [0, 1] and truth["choices"][0] != truth["choices"][1]
     assert outcome(halved.result()[-1]) == outcome(stream(alone, halves)[-1])

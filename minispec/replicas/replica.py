@@ -1,8 +1,8 @@
 """A replica: the engine thread in a process of its own, which Ray places, starts and starts again.
 
 The class is a plain one; `cluster.py` makes it a Ray actor, so Ray is imported only where there are replicas. Its
-methods are called from the door, and what goes in and comes out are plain values (`wire.py`). Updates go back as
-one stream, with everything that one step, or a few, added to all requests.
+methods are called from the door; `wire.py` has what goes in and comes out. Updates go back as one stream, with
+everything that one step, or a few, added to all requests.
 
 The one idea: an incarnation. When the process dies, Ray starts another one in its place, which knows nothing. So each
 has a name of its own that stands with every batch of updates, and the door drops what comes from any but the one it
@@ -21,6 +21,7 @@ import logging
 import os
 import socket
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from minispec.config import Config
 from minispec.load.machine import own_compile_cache
-from minispec.replicas.wire import Told, Values, unpacked
+from minispec.replicas.wire import Told, Values
 from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update, one_line
 from minispec.serve.front import facts_of
 from minispec.serve.watchdog import Watchdog
@@ -84,20 +85,20 @@ class Replica:
         assert self.engine is not None, "nobody has begun"
         return self.engine
 
-    async def submit(self, incarnation: str, packed: Sequence[Values]) -> None:
+    async def submit(self, incarnation: str, requests: Sequence[Request]) -> None:
         """Take requests that the door has checked, if they are for this incarnation; those of one prompt come together.
         """
         if incarnation != self.incarnation:
             return  # the one they were for has died, and the door sends them again
-        known: dict[str, Request] = {}
-        for values in packed:
-            known[values["rid"]] = unpacked(values, known)
+        known = {request.rid: request for request in requests}
+        for request in requests:
+            request.arrived = time.monotonic()  # of this machine
         self.told |= {rid: Told(request) for rid, request in known.items()}
         self.entering |= set(known)
-        if any(request.params.grammar is not None for request in known.values()):
-            refused = await asyncio.to_thread(self._check, list(known.values()))
+        if any(request.params.grammar is not None for request in requests):
+            refused = await asyncio.to_thread(self._check, requests)
         else:
-            refused = self._check(list(known.values()))
+            refused = self._check(requests)
         for request, error in refused.items():
             self._end(request.rid, Finish("abort", message=error.message, status=error.status))
         fresh = [request for rid, request in known.items() if rid in self.entering]

@@ -324,7 +324,7 @@ class Replicas:
                 place.requests[request.rid] = request
                 batches.setdefault(place, []).append(request)
         for place, batch in batches.items():
-            taking = place.actor.submit.remote(place.incarnation, [packed(request) for request in batch])
+            taking = place.actor.submit.remote(place.incarnation, packed(batch))
             sending = asyncio.ensure_future(self._sent(place, batch, taking))
             self._tasks.add(sending)
             sending.add_done_callback(self._tasks.discard)

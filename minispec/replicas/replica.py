@@ -76,7 +76,7 @@ class Replica:
         return {
             "incarnation": self.incarnation, "pid": os.getpid(), "host": socket.gethostname(), "state": state,
             "progress": one_line(engine.error) if state == "failed" else engine.progress,
-            "graphs": engine.graphs, "facts": tuple(facts_of(cast("LLM", engine.llm))) if state == "ready" else None,
+            "graphs": engine.graphs, "facts": facts_of(cast("LLM", engine.llm)) if state == "ready" else None,
         }  # fmt: skip
 
     @property

@@ -214,7 +214,7 @@ class Replicas:
     async def _open(self, place: Place) -> None:
         """Let a replica that is ready have requests."""
         if self.front is None:
-            facts = Facts(*place.known["facts"])
+            facts: Facts = place.known["facts"]
             front = await asyncio.to_thread(front_for, facts, self.config)
             if self.front is None:
                 self.front, self.routing = front, Routing(facts.page_size, facts.pages)

@@ -43,9 +43,9 @@ class Intake(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What an engine is like, in plain values."""
+    """What an engine is like."""
 
-    limits: tuple[Any, ...]  # the fields of `request.Limits`
+    limits: Limits
     max_running: int  # requests decoded together
     nodes: int  # N, nodes of a draft tree
     page_size: int
@@ -66,7 +66,7 @@ class Front(NamedTuple):
 def facts_of(llm: LLM) -> Facts:
     """Return the facts of an engine in this process."""
     scheduler = llm.scheduler
-    return Facts(tuple(scheduler.limits), scheduler.sizes.max_running, scheduler.sizes.nodes,
+    return Facts(scheduler.limits, scheduler.sizes.max_running, scheduler.sizes.nodes,
                  scheduler.kv.page_size, scheduler.kv.pages, llm.config.algorithm, numbers_of(llm))  # fmt: skip
 
 
@@ -82,8 +82,7 @@ def front_for(facts: Facts, config: Config) -> Front:
     from minispec.asked.grammar import Grammars  # here, since the server listens before torch is imported
     from minispec.load.build import choose_folder, choose_tokenizer
 
-    limits = Limits(*facts.limits)
-    folder = choose_folder(config, logger.info)
+    folder, limits = choose_folder(config, logger.info), facts.limits
     tokenizer = choose_tokenizer(config, folder, limits.vocab_size)
     grammars = Grammars(tokenizer.backend, limits.vocab_size, limits.eos_ids)
     return Front(folder, Intake(limits, tokenizer, grammars.prepare), facts, _read_defaults(config, folder))

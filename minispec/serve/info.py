@@ -53,7 +53,7 @@ def load_of(scheduler: Scheduler) -> dict[str, Any]:
 QUESTIONS: dict[str, Callable[..., Any]] = {
     "stats": lambda llm: {**llm.scheduler.stats(), **memory_stats(llm)},
     "load": lambda llm: load_of(llm.scheduler),
-    "counters": lambda llm: prometheus.counters(llm.scheduler),
+    "counters": lambda llm: prometheus.counters(llm.scheduler, load_of(llm.scheduler)),
     "flush": lambda llm: llm.scheduler.flush_cache(),
     "reconfigure": lambda llm, thresholds, adaptive: llm.scheduler.reconfigure(thresholds, adaptive),
 }

@@ -26,7 +26,7 @@ from minispec.serve import fields
 from minispec.serve.fields import read
 from minispec.serve.logprobs import Report
 from minispec.serve.message import PLAIN_FORMATS, Formats, OneCall, Wish
-from minispec.serve.tools import constraint
+from minispec.serve.tools import constraint, no_number
 
 if TYPE_CHECKING:
     from minispec.load.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ _TEMPLATE_NAMES = frozenset(
 def parse_json(body: bytes) -> dict[str, Any]:
     """Parse a request body strictly; RequestError 400 for anything but an object of finite, encodable values."""
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_number, parse_float=_finite, parse_int=_bounded)
+        value = json.loads(body.decode("utf-8"), parse_constant=no_number, parse_float=_finite, parse_int=_bounded)
         _check_values(value, 0)
     except RecursionError:
         raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels") from None
@@ -66,10 +66,6 @@ def parse_json(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, got {short(value)}")
     return value
-
-
-def _no_number(literal: str) -> float:
-    raise ValueError(f"{literal} is no JSON number")
 
 
 def _finite(literal: str) -> float:
@@ -421,9 +417,8 @@ def _wish(asked: fields.Chat) -> Wish:
         raise RequestError(f"tool_choice must name one of the tools, got {short(only)}", "tool_choice")
     if choice == "required" and not tools:
         raise RequestError("tool_choice must be none or auto where there are no tools, got 'required'", "tool_choice")
-    hidden = {"none": True}.get(choice, False) if isinstance(choice, str) else False
     return Wish(
-        () if hidden else tuple(tools),
+        () if choice == "none" else tuple(tools),
         must=only is not None or choice == "required",
         only=only,
         parallel=asked.parallel_tool_calls is not False,

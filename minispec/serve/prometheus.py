@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from minispec.metrics import WAIT_BOUNDS, Histogram
@@ -66,9 +67,9 @@ Sample = tuple[Labels, float | Timings]
 Family = tuple[str, str, str, list[Sample]]  # kind, name, text
 
 
-def counters(scheduler: Scheduler) -> list[Family]:
-    """Return the scheduler's families of now, as plain values; runs on the engine thread, between two steps."""
-    return [*_gauges(scheduler), *_counters(scheduler.metrics), *_times(scheduler.metrics)]
+def counters(scheduler: Scheduler, load: Mapping[str, Any]) -> list[Family]:
+    """Return the scheduler's families of now; runs on the engine thread, between two steps. `load`: `info.load_of`."""
+    return [*_gauges(scheduler, load), *_counters(scheduler.metrics), *_times(scheduler.metrics)]
 
 
 def exposition(replicas: Sequence[Sequence[Family] | None], seen: Seen, model: str) -> tuple[bytes, str]:
@@ -77,19 +78,11 @@ def exposition(replicas: Sequence[Sequence[Family] | None], seen: Seen, model: s
     replicas: the `counters` of each, None for one that does not answer. Of several, each has its number as dp_rank.
     """
     try:
-        from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
     except ImportError:
         raise RequestError(f"/metrics needs the extra {EXTRA} (prometheus-client)", None, 404, "no_metrics") from None
 
-    class Collected:
-        """What a registry of prometheus-client asks."""
-
-        def collect(self) -> Iterator[Any]:
-            """Yield all families."""
-            yield from _families(replicas, seen, model)
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collected())
+    registry: Any = SimpleNamespace(collect=lambda: _families(replicas, seen, model))
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
@@ -125,18 +118,16 @@ def _one(kind: str, name: str, text: str, value: float | Timings) -> Family:
     return kind, name, text, [({}, value)]
 
 
-def _gauges(scheduler: Scheduler) -> Iterator[Family]:
-    stats, m, kv = scheduler.stats(), scheduler.metrics, scheduler.kv
-    used = kv.pages - 1 - len(kv.free) - len(scheduler.cache.idle)
-    total = m.prompt_tokens + m.cached_tokens
+def _gauges(scheduler: Scheduler, load: Mapping[str, Any]) -> Iterator[Family]:
+    m = scheduler.metrics
     values = {
-        "num_running_reqs": ("Requests with a slot.", stats["num_running_reqs"]),
-        "num_queue_reqs": ("Requests that wait for a slot.", stats["num_queue_reqs"]),
-        "num_used_tokens": ("Rows of KV that requests hold.", used * kv.page_size),
-        "max_total_num_tokens": ("Rows of the KV pool.", stats["max_total_num_tokens"]),
-        "token_usage": ("Share of the KV pool that requests hold.", used / max(kv.pages - 1, 1)),
-        "gen_throughput": ("Tokens per second, over the last logged window.", stats["last_gen_throughput"]),
-        "cache_hit_rate": ("Share of prompt tokens that the prefix cache had.", m.cached_tokens / max(total, 1)),
+        "num_running_reqs": ("Requests with a slot.", load["num_running_reqs"]),
+        "num_queue_reqs": ("Requests that wait for a slot.", load["num_waiting_reqs"]),
+        "num_used_tokens": ("Rows of KV that requests hold.", load["num_used_tokens"]),
+        "max_total_num_tokens": ("Rows of the KV pool.", load["max_total_num_tokens"]),
+        "token_usage": ("Share of the KV pool that requests hold.", load["token_usage"]),
+        "gen_throughput": ("Tokens per second, over the last logged window.", load["gen_throughput"]),
+        "cache_hit_rate": ("Share of prompt tokens that the prefix cache had.", load["cache_hit_rate"]),
     }
     if m.nodes > 1:
         values |= {
@@ -144,7 +135,7 @@ def _gauges(scheduler: Scheduler) -> Iterator[Family]:
                                    m.last_accept_length),
             "spec_accept_rate": ("Accepted over verified drafts, over the last logged window.", m.last_accept_rate),
             "spec_num_draft_tokens": ("Nodes of a tree, root included.", m.nodes),
-            "spec_num_steps": ("Rounds of drafting; 0 for a drafter without.", stats["speculative_num_steps"] or 0),
+            "spec_num_steps": ("Rounds of drafting; 0 for a drafter without.", scheduler.sizes.steps or 0),
         }  # fmt: skip
     yield from (_one("gauge", "sglang:" + name, text, value) for name, (text, value) in values.items())
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from minispec.load.reply_formats import CallFormat
@@ -211,7 +212,7 @@ class Calls:
 def _read_call(text: str) -> tuple[str, dict[str, Any]] | None:
     """Return name and arguments of a call, or None if the text is no JSON object with these."""
     try:
-        value = json.loads(text, parse_constant=_no_number)
+        value = json.loads(text, parse_constant=no_number)
     except (ValueError, RecursionError):
         return None
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
@@ -219,7 +220,8 @@ def _read_call(text: str) -> tuple[str, dict[str, Any]] | None:
     return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
 
 
-def _no_number(literal: str) -> float:
+def no_number(literal: str) -> float:
+    """Refuse NaN and the infinities, which `json.loads` takes unless told otherwise."""
     raise ValueError(f"{literal} is no JSON number")
 
 
@@ -230,21 +232,16 @@ def constraint(
 
     tools: as clients send them. name: of the one tool that must be called, in one call.
     """
-    several = parallel and name is None
+    several, literal = parallel and name is None, partial(json.dumps, ensure_ascii=False)
     calls = []
     for function in (tool["function"] for tool in tools):
         if name in (None, function["name"]):
-            head = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{form.arguments}": '
+            head = f'{{"name": {literal(function["name"])}, "{form.arguments}": '
             schema = {"type": "object", **(function.get("parameters") or {}), "x-guidance": _SPACING}
-            calls.append(f"{_literal(form.spelled[0] + head)} %json {json.dumps(schema)} "
-                         f"{_literal('}' + form.spelled[1])}")  # fmt: skip
+            calls.append(f"{literal(form.spelled[0] + head)} %json {json.dumps(schema)} "
+                         f"{literal('}' + form.spelled[1])}")  # fmt: skip
     return "\n".join([
-        f"start: call ({_literal(form.between)} call)*" if several else "start: call",
+        f"start: call ({literal(form.between)} call)*" if several else "start: call",
         "call: " + " | ".join(f"call_{i}" for i in range(len(calls))),
         *(f"call_{i}: {call}" for i, call in enumerate(calls)),
     ]) + "\n"  # fmt: skip
-
-
-def _literal(text: str) -> str:
-    """Return a text as the grammar's literal of it."""
-    return json.dumps(text, ensure_ascii=False)

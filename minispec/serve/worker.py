@@ -121,14 +121,14 @@ class EngineThread(threading.Thread):
         """End those of the requests that have not finished; their rids are unique and none is a prefix of another."""
         self.inbox.put(lambda scheduler: [u for r in requests if not r.finish for u in scheduler.abort(r.rid)])
 
-    def ask(self, question: Callable[[Scheduler], Any]) -> asyncio.Future[Any]:
-        """Return a future of `question(scheduler)`, which runs between two steps."""
+    def answer(self, question: str, *given: Any) -> asyncio.Future[Any]:
+        """Return a future of the answer to one of `QUESTIONS`, which is asked between two steps."""
         answer: Future[Any] = Future()
 
         def command(scheduler: Scheduler) -> list[Update]:
             if answer.set_running_or_notify_cancel():
                 try:
-                    answer.set_result(question(scheduler))
+                    answer.set_result(QUESTIONS[question](self.llm, *given))
                 except Exception as error:
                     answer.set_exception(error)
             return []
@@ -138,13 +138,8 @@ class EngineThread(threading.Thread):
         self.inbox.put(command)
         return asyncio.wrap_future(answer)
 
-    def answer(self, question: str, *given: Any) -> asyncio.Future[Any]:
-        """Return a future of the answer to one of `QUESTIONS`."""
-        return self.ask(lambda scheduler: QUESTIONS[question](self.llm, *given))
-
     async def each(self, question: str, *given: Any) -> list[Any]:
-        """Return the answers of all engines, of which there may be several elsewhere (`workers.py`), and here is one.
-        """
+        """Return the answers of all engines: here there is one, with replicas several."""
         return [await self.answer(question, *given)]
 
     @property

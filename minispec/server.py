@@ -2,14 +2,9 @@
 
     python -m minispec.server [--model PATH] [--port 30000] ...
 
-Two threads: the event loop parses, counts and streams; the engine thread (`worker.py`) owns the `LLM`, is the
-only one that touches the scheduler, and steps. What the loop needs to know of the model stands on a `Front`.
-
-What a client may rely on: the server listens at once and says 503 with a progress line until it is ready, on a CPU
-before it has compiled anything (`warming.py`); every failure is OpenAI's error object, in a stream as an event; whoever
-hangs up is aborted, in the queue, in prefill and in decode; a step that raises costs the requests in it, not the
-server, and one that hangs ends the process (`watchdog.py`); Ctrl-C and SIGTERM let what runs finish, and a second
-signal ends it.
+Two threads: the event loop parses, counts and streams; the engine thread (`worker.py`) owns the `LLM` and steps. What
+the loop needs to know of the model stands on a `Front`. The server listens at once and says 503 until it is ready.
+Every failure is OpenAI's error object, in a stream as an event. Requests of a client that hangs up are aborted.
 
 Read next: `serve/parse.py` and `serve/reply.py` for what goes in and out, `scheduler.py` for what a step is.
 """

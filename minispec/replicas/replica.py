@@ -1,17 +1,13 @@
 """A replica: the engine thread in a process of its own, which Ray places, starts and starts again.
 
 The class is a plain one; `cluster.py` makes it a Ray actor, so Ray is imported only where there are replicas. Its
-methods are called from the door; `wire.py` has what goes in and comes out. Updates go back as one stream, with
-everything that one step, or a few, added to all requests.
+methods are called from the door. Updates go back as one stream, with everything that one step, or a few, added.
 
-The one idea: an incarnation. When the process dies, Ray starts another one in its place, which knows nothing. So each
-has a name of its own that stands with every batch of updates, and the door drops what comes from any but the one it
-knows. A replica never sends an update twice. If one is lost with its replica, the server sends the request to another.
+When the process dies, Ray starts another one in its place, which knows nothing. So each has a name of its own, the
+incarnation, that stands with every batch of updates, and the door drops what comes from any but the one it knows. A
+step that hangs (`watchdog.py`) or an engine that fails ends the process, and the door sees a death.
 
-A step that hangs ends the process (`watchdog.py`), and so does an engine that has failed: that too the door sees as a
-death. The ranks of `--tp-size` and compilers are child processes, which end when this process does.
-
-Read next: `worker.py`, `workers.py`.
+Read next: `wire.py` for what goes in and comes out; `workers.py`, the other end.
 """
 
 from __future__ import annotations

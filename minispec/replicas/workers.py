@@ -1,12 +1,10 @@
 """Replicas behind one door: who gets a request, and what becomes of it when its replica dies.
 
 The server is the door. It tokenizes, checks, draws seeds, and keeps a `Request` of its own for each, into which it
-takes what updates tell; so the rest of the server knows nothing of replicas. A `Place` is one replica as the door knows
-it. Ray starts replicas, and starts them again when they have died.
+takes what updates tell; so the rest of the server knows nothing of replicas.
 
-The one idea is replay. A text depends on its prompt and seed alone, not on where it is computed; so when a replica
-dies, its requests go elsewhere as they stand, with the tokens that were delivered, as if they had just been retracted.
-The clients see a pause. Requests wait here while no replica is ready.
+A text depends on its prompt and seed alone, not on where it is computed. So when a replica dies, its requests go
+elsewhere as they stand, with the tokens that were delivered, as if they had just been retracted. Clients see a pause.
 
 A request may be what kills a replica. So each request counts the deaths that it may have caused: when a replica dies,
 its requests with the highest count get one more. A request with two deaths shares no replica with another such one, so

@@ -1,12 +1,8 @@
 """What a server must know of the model that it serves to take requests and answer them, without the model itself.
 
 In one process it is read off the `LLM`. With replicas the process at the door has no model: a replica tells its
-`Facts`, and the door reads tokenizer and sampling defaults from the model's folder.
-
-Requests are checked here before they are handed on (`Intake`). Everything is constant: any thread may ask, and none
-waits for a step.
-
-Read next: `server.py`, which asks nothing else of a model.
+`Facts`, and the door reads tokenizer and sampling defaults from the model's folder. Everything is constant, so any
+thread may ask.
 """
 
 from __future__ import annotations

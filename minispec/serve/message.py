@@ -1,7 +1,6 @@
 """The assistant's message while it grows: text in, and out come reasoning, content and calls of tools.
 
-`Wish` is what one request says about these, `Formats` how the model that is served writes them. Streams send what each
-step added (`delta`), whole answers the same added up (`whole`).
+`Wish` is what one request says about these, `Formats` how the model that is served writes them.
 
 Read next: `reasoning.py` and `tools.py`, which take the text apart.
 """

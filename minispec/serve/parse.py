@@ -1,13 +1,10 @@
 """Requests: JSON in, requests for the scheduler out. Pure functions, no sockets and no engine.
 
 Three dialects share one path: OpenAI's chat and completions, and SGLang's native `/generate`. A body becomes a `Job`
-(what was asked, checked, with prompts still as text), and `tokenize` makes its `Request`s. Which fields there are
-stands in `fields.py`.
+(what was asked, checked, with prompts still as text), and `tokenize` makes its `Request`s. Everything a client sends is
+hostile until `parse_json` has read it.
 
-Everything a client sends is hostile until parsed: `parse_json` lets through no NaN, no infinity, no lone surrogate,
-no integer beyond 64 bits and no deep nesting, before any model sees it.
-
-Read next: `fields.py`; `reply.py` for the way back; `request.py` for the sampling parameters.
+Read next: `fields.py` for the fields; `reply.py` for the way back; `request.py` for the sampling parameters.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """What /metrics answers: the counters of the scheduler and of HTTP, under SGLang's names, in Prometheus' text form.
 
-The one idea: nobody counts for Prometheus. The engine thread adds to the plain lists of `metrics.py`, the event loop to
-those of `Seen`, and a scrape makes families of samples of them. So a server that is not scraped pays nothing, and one
-that is pays between two steps. Samples are plain values, so those of a replica come from its process. Names that SGLang
-has too mean what they mean there; what it has no name for begins with `minispec:`. Counters start anew with
-/flush_cache, which Prometheus takes as it takes a restart.
+Nobody counts for Prometheus. The engine thread adds to the plain lists of `metrics.py`, the event loop to those of
+`Seen`, and a scrape makes families of samples of them. Names that SGLang has too mean what they mean there; what it has
+no name for begins with `minispec:`. Counters start anew with /flush_cache, which Prometheus takes as a restart.
 
 prometheus-client, the extra `minispec[metrics]`, is imported at the first scrape.
-
-Read next: `metrics.py`, which counts; docs/grafana.json, a dashboard of it all.
 """
 
 from __future__ import annotations

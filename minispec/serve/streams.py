@@ -2,8 +2,8 @@
 
 The engine never waits for a client. What it gives is kept until the client's connection takes it: a few dozen steps one
 by one, and what comes on top as a part of the last of them, so that a reader who is behind gets the same text in fewer
-and larger events, and memory grows with the text alone. Who stays more than `LAG` seconds behind is cut off: the stream
-ends with an error event that says so, which lies in the socket should the reader come back within `GRACE` seconds.
+and larger events. Who stays more than `LAG` seconds behind is cut off: the stream ends with an error event, which lies
+in the socket should the reader come back within `GRACE` seconds.
 
 Read next: `server.py`, which has the exchanges; `reply.py` for what events say.
 """

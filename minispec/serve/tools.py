@@ -3,9 +3,7 @@
 A call is a JSON object with a name and arguments, between tags or alone (`load/reply_formats.py`). `Calls` reads a
 reply piece by piece, cut anywhere. Once a call has shown its name, which must be that of a tool offered, and has begun
 its arguments, both go out as they come. The call counts when its object is complete and is JSON; one that is malformed
-stays text. The one thing that cannot be taken back is what went out of a call that broke off afterwards.
-
-Read next: `message.py`, which makes a message of this.
+stays text. What went out of a call that breaks off afterwards cannot be taken back.
 """
 
 from __future__ import annotations

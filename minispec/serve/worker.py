@@ -1,8 +1,7 @@
 """The thread that owns an `LLM`: it loads it, does what its inbox asks, and repeats `updates = scheduler.step()`.
 
-Two one-way roads lead to it and back. Commands (submit, abort, questions, stop) go through one inbox and run between
-two steps; updates come back with exactly one `call_soon_threadsafe` per step, whatever the number of requests, because
-a compiled CPU kernel holds the interpreter lock until it returns.
+Commands (submit, abort, questions, stop) go through one inbox and run between two steps. Updates come back with exactly
+one `call_soon_threadsafe` per step, because a compiled CPU kernel holds the interpreter lock until it returns.
 
 Read next: `server.py`, whose event loop is at the other end; `replica.py`, where another process has such a thread.
 """

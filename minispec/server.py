@@ -187,7 +187,6 @@ class Server:
             return await slow.leave(http)
 
     async def _answer_job(self, http: web.Request, exchange: Exchange, front: Front) -> web.StreamResponse:
-        """Answer a job, if the queue has room for it."""
         job = exchange.job
         with self._counted(len(job.prompts)), self._kept(exchange):
             threads = self.compiling if any(params.grammar for params in job.params) else self.tokenizing
@@ -437,7 +436,6 @@ class Server:
     # ---- shared by the endpoints -------------------------------------------------------------------------------------
 
     async def _body(self, http: web.Request, kind: type[fields.Model]) -> fields.Model:
-        """Return the body of a request as its model."""
         return await self.bodies.read(http, partial(fields.read, kind))
 
     async def _worked_out(self, work: Callable[[], dict[str, Any]]) -> web.Response:
@@ -480,7 +478,6 @@ class Server:
         parse.check_model(name, self._names if self.config.strict_model_name else None)
 
     def _card(self) -> dict[str, Any]:
-        """Return the entry of /v1/models."""
         name, context = self.config.served_name, self._ready().intake.limits.context_length
         return {"id": name, "object": "model", "created": self.created, "owned_by": "minispec", "root": name,
                 "parent": None, "max_model_len": context}  # fmt: skip

@@ -77,7 +77,6 @@ class Replica:
 
     @property
     def _begun(self) -> EngineThread:
-        """Return the engine thread, which `begin` has made."""
         assert self.engine is not None, "nobody has begun"
         return self.engine
 
@@ -137,7 +136,6 @@ class Replica:
             yield self.incarnation, batch
 
     def _deliver(self, updates: Sequence[Update]) -> None:
-        """Queue the updates of a step."""
         for update in updates:
             told = self.told.get(update.request.rid)
             if told is not None:

@@ -87,7 +87,6 @@ class Replicas:
         self._tasks.add(asyncio.ensure_future(self._run()))
 
     async def _run(self) -> None:
-        """Enter the cluster and follow every replica until the end."""
         try:
             await asyncio.to_thread(self._enter)
             if self._cluster is None:
@@ -105,7 +104,6 @@ class Replicas:
 
     @property
     def _entered(self) -> Cluster:
-        """Return the cluster, for those who follow a replica in it."""
         assert self._cluster is not None, "the cluster was left"
         return self._cluster
 

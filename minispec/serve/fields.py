@@ -189,7 +189,6 @@ INACTIVE = {  # name -> "refused" or "ignored", and why
 
 
 def _inactive_fields(names: Iterable[str]) -> dict[str, Any]:
-    """Return the pydantic fields of these names."""
     return {
         name: (_refused(name, why) if fate == "refused" else Any, Field(None, description=f"{fate}: {why}"))
         for name, (fate, why) in INACTIVE.items() if name in names

@@ -235,8 +235,9 @@ def _job(
 ) -> Job:
     """Return a job with what all dialects have in common; each of the n choices for a prompt has a seed of its own."""
     seeded = [replace(p, sampling_seed=choice_seed(p.sampling_seed, choice)) for p in params for choice in range(n)]
-    return Job(kind, asked.model, _repeated(prompts, n), seeded, n=n, salt=_salt(asked), stream=asked.stream is True,
-               truncate=asked.truncate_prompt_tokens, **own)  # fmt: skip
+    salts = [asked.cache_salt, asked.extra_key]  # told apart, so that no pair equals another
+    return Job(kind, asked.model, _repeated(prompts, n), seeded, n=n, salt=json.dumps(salts) if any(salts) else "",
+               stream=asked.stream is True, truncate=asked.truncate_prompt_tokens, **own)  # fmt: skip
 
 
 def _rids(given: str | list[str] | None, prompts: int, prefix: str, n: int) -> list[str]:
@@ -250,18 +251,10 @@ def _rids(given: str | list[str] | None, prompts: int, prefix: str, n: int) -> l
 
 
 def _repeated(items: Sequence[T], n: int) -> list[T]:
-    """Return each item n times, once for each choice."""
     return [item for item in items for _ in range(n)]
 
 
-def _salt(asked: fields.Prompted) -> str:
-    """Return the salt of a request; the two fields are told apart, so that no pair equals another."""
-    given = [asked.cache_salt, asked.extra_key]
-    return json.dumps(given) if any(given) else ""
-
-
 def _given(asked: fields.Fields, names: Iterable[str]) -> dict[str, Any]:
-    """Return those of the fields that the client has set."""
     return {name: value for name in names if (value := getattr(asked, name)) is not None}
 
 
@@ -367,7 +360,6 @@ def conversation(asked: fields.Tokenize) -> list[dict[str, Any]] | None:
 
 
 def _messages(given: Sequence[fields.Message]) -> list[dict[str, Any]]:
-    """Return messages ready for a template."""
     return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
 
 
@@ -414,8 +406,9 @@ def _wish(asked: fields.Chat) -> Wish:
         raise RequestError(f"tool_choice must name one of the tools, got {short(only)}", "tool_choice")
     if choice == "required" and not tools:
         raise RequestError("tool_choice must be none or auto where there are no tools, got 'required'", "tool_choice")
+    shown = not isinstance(choice, str) or choice in ("auto", "required")
     return Wish(
-        () if choice == "none" else tuple(tools),
+        tuple(tools) if shown else (),
         must=only is not None or choice == "required",
         only=only,
         parallel=asked.parallel_tool_calls is not False,

@@ -106,7 +106,6 @@ def _families(replicas: Sequence[Sequence[Family] | None], seen: Seen, model: st
 
 
 def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, int]]:
-    """Return cumulative counts by upper bound."""
     return list(zip([*map(repr, bounds), "+Inf"], accumulate(counts), strict=True))
 
 
@@ -168,7 +167,6 @@ def _counters(m: Metrics) -> Iterator[Family]:
 
 
 def _waits(seen: Seen) -> Iterator[Family]:
-    """Yield the waits of requests, as clients have them."""
     waits = {
         "time_to_first_token_seconds": ("From a request's arrival to its first token.", seen.first),
         "inter_token_latency_seconds": ("From token to token; those of one step share its time.", seen.between),
@@ -179,7 +177,6 @@ def _waits(seen: Seen) -> Iterator[Family]:
 
 
 def _times(m: Metrics) -> Iterator[Family]:
-    """Yield the times in queue and steps."""
     yield _one("histogram", "sglang:queue_time_seconds", "From a request's arrival to its slot.",
                _timings(m.queue_times))  # fmt: skip
     yield ("histogram", "minispec:decode_step_seconds", "Launching a decode step and waiting for it, by tree size.",

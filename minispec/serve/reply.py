@@ -216,6 +216,5 @@ class Reply:
         return tokenizer.decode(self.requests[i].prompt_ids, skip) if tokenizer else ""
 
     def _piece(self, token: int) -> str:
-        """Return the text of a token alone."""
         tokenizer = self.served.tokenizer
         return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)

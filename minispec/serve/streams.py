@@ -133,7 +133,7 @@ async def stream(http: web.Request, exchange: Exchange, reply: Reply) -> web.Str
             closing = sse(error_body(error))
             if error.code == "slow_reader":
                 raise SlowReader(response, closing + DONE) from None
-        await _within(LAG, response.write_eof(closing + DONE))
+        await _written(response.write_eof(closing + DONE))
     except ConnectionResetError:
         logger.debug("a client hung up on its stream")
     except RequestError:  # it has all its text, but does not take the end of it
@@ -142,11 +142,10 @@ async def stream(http: web.Request, exchange: Exchange, reply: Reply) -> web.Str
 
 
 async def _send_events(response: web.StreamResponse, exchange: Exchange, reply: Reply) -> None:
-    """Write events until the reply is complete."""
     events = reply.opening()
     while True:
         if events:
-            await _within(LAG, response.write(b"".join(map(sse, events))))
+            await _written(response.write(b"".join(map(sse, events))))
         if reply.done:
             return
         events = reply.take(await _next(exchange, response))
@@ -159,20 +158,19 @@ async def _next(exchange: Exchange, response: web.StreamResponse) -> Update:
             async with asyncio.timeout(KEEP_ALIVE):
                 return await exchange.next()
         except TimeoutError:
-            await _within(LAG, response.write(b": keep-alive\n\n"))
+            await _written(response.write(b": keep-alive\n\n"))
 
 
-async def _within(seconds: float, writing: Any) -> None:
-    """Write; RequestError where the client takes nothing for so long."""
+async def _written(writing: Any) -> None:
+    """Write; RequestError where the client takes nothing within `LAG`."""
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(LAG):
             await writing
     except TimeoutError:
         raise _too_slow() from None
 
 
 def _cut(http: web.Request) -> None:
-    """End a connection, with whatever was not taken."""
     if http.transport is not None:
         http.transport.abort()
 
@@ -181,7 +179,7 @@ async def delivered(http: web.Request, response: web.StreamResponse) -> web.Stre
     """Send a whole answer, if it is not sent yet, and return it; who does not take it is cut off."""
     try:
         if isinstance(response, web.Response):
-            await _within(LAG, _send(http, response))
+            await _written(_send(http, response))
     except RequestError:
         logger.info("an answer is not read, and its connection ends")
         _cut(http)

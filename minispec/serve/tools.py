@@ -99,7 +99,6 @@ class Calls:
         return self._go(_OPEN, self._rest[at + len(self.form.begin) :])
 
     def _open(self) -> bool:
-        """Expect an object."""
         start = self._rest.lstrip()
         self._before += self._rest[: len(self._rest) - len(start)]
         self._rest = start

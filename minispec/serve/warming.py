@@ -87,7 +87,6 @@ class CompilerProcess:
             given.flush()
 
     def _listen(self) -> None:
-        """Read lines until the process ends."""
         for raw in cast(IO[bytes], self.process.stdout):
             line = raw.decode(errors="replace").strip()
             if line.startswith(MADE):
@@ -214,7 +213,6 @@ class Warming:
                             time.monotonic() - started)  # fmt: skip
 
     def _start_children(self) -> None:
-        """Have what is left compiled by processes."""
         import torch
 
         self.llm.move_weights()  # for these minutes, so that it need not wait for the last graph

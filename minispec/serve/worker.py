@@ -152,7 +152,6 @@ class EngineThread(threading.Thread):
         self._wake()
 
     def _wake(self) -> None:
-        """Let the thread look around, if it waits for a command."""
         self.inbox.put(lambda scheduler: [])
 
     def refuse_questions(self, error: RequestError) -> None:
@@ -204,7 +203,6 @@ class EngineThread(threading.Thread):
                 self.warming.stop()
 
     def _load(self) -> Scheduler:
-        """Build the LLM, answer a first request, and report ready."""
         self.llm = self.build(self.config, self._tell)
         if not self.config.skip_server_warmup:
             self._warm_up(self.llm)

@@ -85,19 +85,19 @@ class Replica:
         """
         if incarnation != self.incarnation:
             return  # the one they were for has died, and the door sends them again
-        known = {request.rid: request for request in requests}
         for request in requests:
             request.arrived = time.monotonic()  # of this machine
-        self.told |= {rid: Told(request) for rid, request in known.items()}
-        self.entering |= set(known)
+        self.told |= {request.rid: Told(request) for request in requests}
+        rids = {request.rid for request in requests}
+        self.entering |= rids
         if any(request.params.grammar is not None for request in requests):
             refused = await asyncio.to_thread(self._check, requests)
         else:
             refused = self._check(requests)
         for request, error in refused.items():
             self._end(request.rid, Finish("abort", message=error.message, status=error.status))
-        fresh = [request for rid, request in known.items() if rid in self.entering]
-        self.entering -= set(known)
+        fresh = [request for request in requests if request.rid in self.entering]
+        self.entering -= rids
         self._begun.submit(fresh)
 
     def _check(self, requests: Sequence[Request]) -> dict[Request, RequestError]:

@@ -46,16 +46,10 @@ class Calls:
         self._rest = ""  # not looked at yet
         self._gap = ""  # white space that is content only if text follows
         self._before = ""  # what stood before the object that is being read: content, if it is malformed
-        self._number: int | None  # these are `_new_object`'s
-        self._stop: int | None
-        self._object: str
-        self._depth: int
-        self._quoted: bool
-        self._escaped: bool
         self._bare = form.bare  # whether an object that comes now is a call, tag or not
         self._spoken = False  # whether there is content
         self._started = 0  # calls of which a name went out
-        self._new_object("")
+        self._new_object()
         self._out: list[Piece] = []
 
     def feed(self, text: str) -> list[Piece]:
@@ -146,12 +140,12 @@ class Calls:
 
     # ---- an object ---------------------------------------------------------------------------------------------------
 
-    def _new_object(self, text: str) -> None:
-        self._object, self._depth, self._quoted, self._escaped = text, 0, False, False
-        self._number = None  # of the call, once its name went out
+    def _new_object(self) -> None:
+        self._object, self._depth, self._quoted, self._escaped = "", 0, False, False
+        self._number: int | None = None  # of the call, once its name went out
         self._name = ""
         self._sent = 0  # where in the object the arguments go on that did not go out
-        self._stop = None  # where they end
+        self._stop: int | None = None  # where they end
 
     def _begin(self, name: str, at: int) -> None:
         """Hand out the name of a call whose arguments begin at `at`."""
@@ -182,7 +176,7 @@ class Calls:
             self._send()
         self._out.append(Piece(call=self._number, end=True))
         self.complete += 1
-        self._new_object("")
+        self._new_object()
         self._bare, self._before, self._gap = self.form.bare, "", ""
         return self._go(_OVER if self.single else _AFTER, self._rest)
 
@@ -191,7 +185,7 @@ class Calls:
         if self._number is not None:
             self._out.append(Piece(call=self._number, end=False))
         text = self._before + self._object
-        self._new_object("")
+        self._new_object()
         self._before = ""
         self._say(text)
         return self._go(_BETWEEN, self._rest)

@@ -102,11 +102,6 @@ class CompletionLists:
         return found
 
 
-def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return two parts of a completion's lists as one."""
-    return {name: first[name] + second[name] for name in first}
-
-
 def prompt_logprobs(request: Request, top: int, spelling: Spelling) -> list[dict[str, Any] | None]:
     """Return vLLM's prompt_logprobs: None for the first token, then by id the likeliest tokens and the prompt's own."""
     lists: list[dict[str, Any] | None] = [None]

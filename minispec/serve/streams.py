@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
-from minispec.request import Finish, Request, RequestError, Update
+from minispec.request import Request, RequestError, Update
 from minispec.serve.parse import Job
 from minispec.serve.reply import DONE, Reply, error_body, sse
 
@@ -29,25 +30,17 @@ LAG = 60.0  # seconds a reader may be behind
 GRACE = 5.0  # seconds in which a reader who was cut off may read why
 
 
+@dataclass(eq=False)
 class Waiting:
-    """What one or several steps gave a request, until its reader takes it."""
+    """What one or several steps gave a request, as if one had, until its reader takes it."""
 
-    def __init__(self, update: Update) -> None:
-        self.request, self.since = update.request, time.monotonic()
-        self.ids: list[int] = []
-        self.pieces: list[str] = []
-        self.finish: Finish | None = None
-        self.add(update)
+    update: Update
+    since: float = field(default_factory=time.monotonic)
 
     def add(self, update: Update) -> None:
         """Append what a further step gave."""
-        self.ids += update.ids
-        self.pieces.append(update.text)
-        self.finish = update.finish
-
-    def whole(self) -> Update:
-        """Return all of it as if one step had given it."""
-        return Update(self.request, self.ids, "".join(self.pieces), self.finish)
+        before = self.update
+        self.update = Update(before.request, before.ids + update.ids, before.text + update.text, update.finish)
 
 
 class Exchange:
@@ -78,11 +71,11 @@ class Exchange:
         item = await self.items.get()
         if isinstance(item, RequestError):
             raise item
-        if self.newest.get(item.request) is item:
-            del self.newest[item.request]
+        if self.newest.get(item.update.request) is item:
+            del self.newest[item.update.request]
         if time.monotonic() - item.since > LAG:
             raise _too_slow()
-        return item.whole()
+        return item.update
 
 
 class SlowReader(Exception):

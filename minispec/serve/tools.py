@@ -52,6 +52,13 @@ class Calls:
         self._new_object()
         self._out: list[Piece] = []
 
+    def _new_object(self) -> None:
+        self._object, self._depth, self._quoted, self._escaped = "", 0, False, False
+        self._number: int | None = None  # of the call, once its name went out
+        self._name = ""
+        self._sent = 0  # where in the object the arguments go on that did not go out
+        self._stop: int | None = None  # where they end
+
     def feed(self, text: str) -> list[Piece]:
         """Take the next piece of text, and return what has become certain."""
         self._rest += text
@@ -139,13 +146,6 @@ class Calls:
         return True
 
     # ---- an object ---------------------------------------------------------------------------------------------------
-
-    def _new_object(self) -> None:
-        self._object, self._depth, self._quoted, self._escaped = "", 0, False, False
-        self._number: int | None = None  # of the call, once its name went out
-        self._name = ""
-        self._sent = 0  # where in the object the arguments go on that did not go out
-        self._stop: int | None = None  # where they end
 
     def _begin(self, name: str, at: int) -> None:
         """Hand out the name of a call whose arguments begin at `at`."""

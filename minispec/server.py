@@ -64,7 +64,7 @@ class Server:
     def __init__(self, config: Config, build: Build = build_llm) -> None:
         self.config, self.build = config, build
         self.auth, self.origins, self.seen = Auth(config), Origins(config.origins), prometheus.Seen()
-        self._names = (config.served_name, config.model_path)
+        self._names = [name for name in (config.served_name, config.model_path) if name]
         self.created = int(time.time())
         self.port = config.port
         self.exchanges: set[Exchange] = set()
@@ -475,7 +475,8 @@ class Server:
 
     def _check_model(self, name: str | None) -> None:
         """Raise RequestError where, with --strict-model-name, a request names another model."""
-        parse.check_model(name, self._names if self.config.strict_model_name else None)
+        if self.config.strict_model_name:
+            parse.check_model(name, self._names)
 
     def _card(self) -> dict[str, Any]:
         name, context = self.config.served_name, self._ready().intake.limits.context_length

@@ -540,11 +540,8 @@ def check_ids(rows: Iterable[Sequence[int]], vocab_size: int) -> None:
             raise RequestError(f"tokens must be ids in [0, {vocab_size - 1}], got {token}", "tokens")
 
 
-def check_model(name: str | None, accepted: Iterable[str | None] | None) -> None:
-    """Raise RequestError 404 unless `name` is missing, empty, "default" or one of the accepted names; None: any."""
-    if name in (None, "", "default") or accepted is None:
-        return
-    names = [n for n in accepted if n]
-    if name not in names:
-        raise RequestError(f"the model {short(name)} does not exist here; there is {names[0]!r}", "model", 404,
+def check_model(name: str | None, accepted: Sequence[str]) -> None:
+    """Raise RequestError 404 unless `name` is missing, empty, "default" or one of the accepted names."""
+    if name not in (None, "", "default", *accepted):
+        raise RequestError(f"the model {short(name)} does not exist here; there is {accepted[0]!r}", "model", 404,
                            "model_not_found")  # fmt: skip

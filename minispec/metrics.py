@@ -1,14 +1,9 @@
 """Counters of a running engine, and the two log lines operators read, in SGLang's words.
 
-Counting is lists and additions, a few microseconds a step; what is made of them for Prometheus is made when somebody
-asks, off the engine's thread (`serve/prometheus.py`).
-
 Definitions, as in SGLang's log: a decode forward over B requests counts B verify steps; accept len is the tokens
 emitted per verify step, the target's own included (1.00 is plain decoding); accept rate is the share of the drafts
 that were verified, the nodes of each step's own trees without the roots, that was accepted. Tokens that a step emitted
 beyond a stop are not counted.
-
-Read next: `scheduler.py`, which counts.
 """
 
 from __future__ import annotations

@@ -2,14 +2,9 @@
 
     python -m minispec.server [--model PATH] [--port 30000] ...
 
-Two threads: the event loop parses, counts and streams; the engine thread (`worker.py`) owns the `LLM`, is the
-only one that touches the scheduler, and steps. What the loop needs to know of the model stands on a `Front`.
-
-What a client may rely on: the server listens at once and says 503 with a progress line until it is ready, on a CPU
-before it has compiled anything (`warming.py`); every failure is OpenAI's error object, in a stream as an event; whoever
-hangs up is aborted, in the queue, in prefill and in decode; a step that raises costs the requests in it, not the
-server, and one that hangs ends the process (`watchdog.py`); Ctrl-C and SIGTERM let what runs finish, and a second
-signal ends it.
+Two threads: the event loop parses, counts and streams; the engine thread (`worker.py`) owns the `LLM` and steps. What
+the loop needs to know of the model stands on a `Front`. The server listens at once and says 503 until it is ready.
+Every failure is OpenAI's error object, in a stream as an event. Requests of a client that hangs up are aborted.
 
 Read next: `serve/parse.py` and `serve/reply.py` for what goes in and out, `scheduler.py` for what a step is.
 """
@@ -69,7 +64,7 @@ class Server:
     def __init__(self, config: Config, build: Build = build_llm) -> None:
         self.config, self.build = config, build
         self.auth, self.origins, self.seen = Auth(config), Origins(config.origins), prometheus.Seen()
-        self._names = (config.served_name, config.model_path)
+        self._names = [name for name in (config.served_name, config.model_path) if name]
         self.created = int(time.time())
         self.port = config.port
         self.exchanges: set[Exchange] = set()
@@ -192,7 +187,6 @@ class Server:
             return await slow.leave(http)
 
     async def _answer_job(self, http: web.Request, exchange: Exchange, front: Front) -> web.StreamResponse:
-        """Answer a job, if the queue has room for it."""
         job = exchange.job
         with self._counted(len(job.prompts)), self._kept(exchange):
             threads = self.compiling if any(params.grammar for params in job.params) else self.tokenizing
@@ -442,7 +436,6 @@ class Server:
     # ---- shared by the endpoints -------------------------------------------------------------------------------------
 
     async def _body(self, http: web.Request, kind: type[fields.Model]) -> fields.Model:
-        """Return the body of a request as its model."""
         return await self.bodies.read(http, partial(fields.read, kind))
 
     async def _worked_out(self, work: Callable[[], dict[str, Any]]) -> web.Response:
@@ -482,10 +475,10 @@ class Server:
 
     def _check_model(self, name: str | None) -> None:
         """Raise RequestError where, with --strict-model-name, a request names another model."""
-        parse.check_model(name, self._names if self.config.strict_model_name else None)
+        if self.config.strict_model_name:
+            parse.check_model(name, self._names)
 
     def _card(self) -> dict[str, Any]:
-        """Return the entry of /v1/models."""
         name, context = self.config.served_name, self._ready().intake.limits.context_length
         return {"id": name, "object": "model", "created": self.created, "owned_by": "minispec", "root": name,
                 "parent": None, "max_model_len": context}  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,6 +32,14 @@ def slow_unless(cases: Iterable[Any], quick: Callable[..., bool]) -> list[Any]:
     """Return the cases of a parametrization; those for which `quick` is False are marked slow."""
     several = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*values, marks=() if quick(*values) else pytest.mark.slow) for values in several]
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
+    """Return as soon as a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 NO_MODEL = "the default model cannot be had"

@@ -21,7 +21,7 @@ import pytest
 import torch
 from faulty import BREAK_CUDA, COMPILE, COMPILING, HANG, HANG_WITH_THE_INTERPRETER
 from test_llm import CONFIG
-from test_server import Running, chat, events, native, options, ready, tiny  # noqa: F401  the fixture
+from test_server import Running, await_health, chat, events, native, options, ready, tiny  # noqa: F401  the fixture
 
 from minispec.config import Config
 
@@ -52,15 +52,7 @@ class Child:
 
     def ready(self) -> None:
         """Wait until it serves."""
-        end = time.monotonic() + 120
-        while True:
-            assert self.process.poll() is None and time.monotonic() < end
-            try:
-                if self.get("/health")[0] == 200:
-                    return
-            except OSError:
-                pass
-            time.sleep(0.1)
+        await_health(self.port, self.process)
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, list[Any]]:
         """Return status, and the events of a stream or the one body of an answer."""

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_server import LONG, Running, events, launch, native, options, ready, tiny  # noqa: F401  the fixture
+from conftest import wait_until
+from test_server import LONG, Running, await_health, events, launch, native, options, ready, tiny  # noqa: F401
 
 from benchmarks.soak import Soak, rss, spread, wishes
 from minispec.config import Config
@@ -220,13 +221,6 @@ def test_a_reader_who_stops_reading_is_cut_off_and_finds_the_reason(
     assert served.server.admitted == 0
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def small_buffers(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the kernel keep little of what a stream's client does not read."""
     real = streams.web.StreamResponse.prepare
@@ -361,22 +355,6 @@ def test_a_process_finishes_what_runs_after_ctrl_c_and_leaves_no_file_process_or
     assert not list(Path("/proc").glob(f"[0-9]*/task/{process.pid}")), "it is gone"
     with socket.create_server(("127.0.0.1", port)):
         pass
-
-
-def await_health(port: int, process: Any) -> http.client.HTTPConnection:
-    """Return a connection to a server that is ready."""
-    connection, end = http.client.HTTPConnection("127.0.0.1", port, timeout=30), time.monotonic() + 90
-    while True:
-        assert process.poll() is None and time.monotonic() < end
-        try:
-            connection.request("GET", "/health")
-            answer = connection.getresponse()
-            answer.read()
-            if answer.status == 200:
-                return connection
-        except OSError:
-            connection.close()
-        time.sleep(0.1)
 
 
 def test_the_page_of_promises_names_tests_that_exist() -> None:

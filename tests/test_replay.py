@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,11 @@ class Died(Error):
     """What Ray raises for one that will not come back, and for a call that raised."""
 
 
+def crossed(value: Any) -> Any:
+    """Return a value as another process gets it."""
+    return pickle.loads(pickle.dumps(value))
+
+
 class Actor:
     """A replica in this process, as Ray hands out actors."""
 
@@ -52,7 +58,7 @@ class Actor:
         return SimpleNamespace(remote=call, options=lambda **how: SimpleNamespace(remote=self._stream))
 
     async def _call(self, name: str, *given: Any) -> Any:
-        return await getattr(self._replica, name)(*given)
+        return await getattr(self._replica, name)(*crossed(given))
 
     async def _stream(self, incarnation: str) -> Any:
         dead, updates = self._dead, self._replica.updates(incarnation)
@@ -64,7 +70,7 @@ class Actor:
                 raise Unavailable
             death.cancel()
             future = asyncio.get_running_loop().create_future()
-            future.set_result(batch.result())
+            future.set_result(crossed(batch.result()))
             yield future
 
     def kill(self) -> None:
@@ -254,34 +260,33 @@ def test_a_death_behind_any_token_changes_nothing(config: Config, llm: LLM) -> N
         assert moved > 3 and found == truth
 
 
-def twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def twice(copy: Request, request: Request) -> None:
     """Text that was delivered is sent once more."""
-    original = replicas_module.packed
-    monkeypatch.setattr(replicas_module, "packed", lambda request: original(request) | {"released": 0})
+    copy.released = 0
 
 
-def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+def forgetful(copy: Request, request: Request) -> None:
     """A seed that the door has drawn does not cross."""
-    original = replicas_module.packed
-
-    def packed(request: Request) -> dict[str, Any]:
-        values = original(request)
-        values["params"]["sampling_seed"] = request.params.sampling_seed
-        return values
-
-    monkeypatch.setattr(replicas_module, "packed", packed)
+    copy.params = request.params
 
 
-def from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def from_the_start(copy: Request, request: Request) -> None:
     """Delivered tokens do not cross."""
-    original = replicas_module.packed
-    monkeypatch.setattr(replicas_module, "packed", lambda r: original(r) | {"output_ids": [], "scores": []})
+    copy.output_ids, copy.output_scores = [], []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", [twice, forgetful, from_the_start], ids=lambda m: m.__name__)
 def test_what_is_not_rebuilt_shows(plain: Config, llm: LLM, monkeypatch: pytest.MonkeyPatch, mutation: Any) -> None:
-    mutation(monkeypatch)
+    original = replicas_module.packed
+
+    def packed(requests: Sequence[Request]) -> list[Request]:
+        copies = original(requests)
+        for copy, request in zip(copies, requests, strict=True):
+            mutation(copy, request)
+        return copies
+
+    monkeypatch.setattr(replicas_module, "packed", packed)
     requests, found, _ = played(plain, lambda door: killed_at(door, 5))
     truth = truth_of(llm, requests)
     assert any(found[name] != truth[name] for name in requests)

@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import wait_until
 from deadly import CRAWLING, PACED, POISON
 from test_server import Running, client, options, ready, tiny  # noqa: F401  the fixture
 
 from minispec.config import Config
 from minispec.replicas import workers
 from minispec.replicas.workers import Place
+from minispec.request import Request
 
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parent
@@ -59,24 +61,16 @@ def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
 @pytest.fixture()
 def both(served: Running) -> Running:
     """The server, once both replicas are ready and have nothing to do."""
-    wait_for(lambda: [p.state for p in served.server.engine.places] == ["ready"] * 2)
-    wait_for(lambda: not any(place.requests for place in served.server.engine.places))
+    wait_until(lambda: [p.state for p in served.server.engine.places] == ["ready"] * 2)
+    wait_until(lambda: not any(place.requests for place in served.server.engine.places))
     return served
-
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 class Killer:
     """Kills a replica as soon as one of its updates has brought its requests into a state."""
 
     def __init__(self, running: Running, condition: Callable[[Place], bool], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.hit: list[dict[str, Any]] = []  # the requests that went elsewhere
+        self.hit: list[Request] = []  # the requests that went elsewhere
         engine, self.killed = running.server.engine, threading.Event()
         take, gone = engine._take, engine._gone
 
@@ -87,7 +81,7 @@ class Killer:
                 self.killed.set()
 
         def leaving(place: Place) -> None:
-            self.hit += copy.deepcopy([workers.packed(request) for request in place.requests.values()])
+            self.hit += copy.deepcopy(workers.packed(list(place.requests.values())))
             gone(place)
 
         monkeypatch.setattr(engine, "_take", taking)
@@ -159,10 +153,10 @@ def test_a_replica_killed_in_prefill_in_decode_and_with_text_held_back_changes_n
         found = {name: future.result() for name, future in futures.items()}
     truth = {name: stream(alone, body) for name, body in NATIVES.items()}
     assert killer.killed.is_set() and len(killer.hit) == len(NATIVES)
-    states = {(len(v["output_ids"]), v["released"]) for v in killer.hit}
+    states = {(len(r.output_ids), r.released) for r in killer.hit}
     assert (0, 0) in states and len(states) >= 2, states  # how far the one with penalties is by then is chance
-    text = alone.ok("/detokenize", {"tokens": next(v["output_ids"] for v in killer.hit if v["params"]["stop"])})["text"]
-    assert any(0 < v["released"] < len(text) for v in killer.hit if v["params"]["stop"]), "something was held back"
+    text = alone.ok("/detokenize", {"tokens": next(r.output_ids for r in killer.hit if r.params.stop)})["text"]
+    assert any(0 < r.released < len(text) for r in killer.hit if r.params.stop), "something was held back"
     for name in NATIVES:
         assert outcome(found[name][-1]) == outcome(truth[name][-1]), name
         texts = [event["text"] for event in found[name]]
@@ -201,12 +195,12 @@ def test_a_replica_killed_in_a_character_in_json_and_with_several_choices_change
     with ThreadPoolExecutor(8) as pool:
         futures = {name: pool.submit(spoken, both, **wish) for name, wish in wishes.items()}
         frees, halved = pool.submit(stream, both, free), pool.submit(stream, both, halves)
-        wait_for(lambda: sum(len(place.requests) for place in engine.places) == 5)
+        wait_until(lambda: sum(len(place.requests) for place in engine.places) == 5)
         for place in engine.places[1:]:
             place.state = "ready"
         found = {name: future.result() for name, future in futures.items()}
     assert killer.killed.is_set() and len(killer.hit) == 5
-    assert any(v["output_ids"] and v["output_ids"][-1] == 40303 for v in killer.hit)
+    assert any(r.output_ids and r.output_ids[-1] == 40303 for r in killer.hit)
     truth = {name: spoken(alone, **wish) for name, wish in wishes.items()}
     assert found == truth and sorted(truth["choices"]) == [0, 1] and truth["choices"][0] != truth["choices"][1]
     assert outcome(halved.result()[-1]) == outcome(stream(alone, halves)[-1])
@@ -279,7 +273,7 @@ def test_a_second_turn_goes_to_its_replica_and_a_shared_prompt_spreads(both: Run
         assert second["meta_info"]["cached_tokens"] == len(ids) // 16 * 16 or first["output_ids"][-1:] == [2]
     with ThreadPoolExecutor(16) as pool:
         asked = [pool.submit(stream, both, native([*PREFIX, *ONCE, 900 + i], 40)) for i in range(14)]
-        wait_for(lambda: sum(len(place.requests) for place in places) == 14)
+        wait_until(lambda: sum(len(place.requests) for place in places) == 14)
         sent = [len(place.requests) for place in places]
         assert all(future.result()[-1]["meta_info"]["completion_tokens"] == 40 for future in asked)
     assert sorted(sent)[0] >= 5, sent
@@ -316,14 +310,14 @@ def test_what_the_server_tells_of_its_replicas(both: Running) -> None:
 
 def test_an_abort_reaches_the_replica_and_nothing_is_left(both: Running) -> None:
     sock = both.open("/generate", {**native([*PREFIX, *ONCE], 900), "stream": True, "rid": "mine"})
-    wait_for(lambda: any(place.requests for place in both.server.engine.places))
+    wait_until(lambda: any(place.requests for place in both.server.engine.places))
     assert both.call("/abort_request", {"rid": "mine"})[0] == 200
-    wait_for(lambda: not any(place.requests for place in both.server.engine.places))
+    wait_until(lambda: not any(place.requests for place in both.server.engine.places))
     sock.close()
     hung_up = both.open("/generate", {**native([*PREFIX, *ONCE], 900), "stream": True})
-    wait_for(lambda: any(place.requests for place in both.server.engine.places))
+    wait_until(lambda: any(place.requests for place in both.server.engine.places))
     hung_up.close()
-    wait_for(lambda: not any(place.requests for place in both.server.engine.places))
+    wait_until(lambda: not any(place.requests for place in both.server.engine.places))
     states = both.ok("/server_info")["internal_states"]
     assert all(state["num_running_reqs"] == 0 and state["kv_pages_owned"] == 0 for state in states)
     assert not both.server.engine.deaths and not both.server.engine.unwanted

@@ -377,21 +377,6 @@ def test_the_default_limit_gives_way_to_the_context_and_an_explicit_one_does_not
         assert parse.tokenize(job, None, 12)[0].params.max_new_tokens == limit
 
 
-def test_only_the_served_names_are_models() -> None:
-    for name in (None, "", "default", "served", "/path/to/it"):
-        parse.check_model(name, ("served", "/path/to/it"))
-    with pytest.raises(RequestError) as caught:
-        parse.check_model("gpt-4", ("served", None))
-    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
-
-
-def test_any_name_is_a_model_where_none_are_told_apart_but_a_name_it_must_be() -> None:
-    for name in (None, "", "gpt-4"):
-        parse.check_model(name, None)
-    for wrong in (7, ["gpt-4"], {}):
-        assert refused(chat, model=wrong).param == refused(generate, model=wrong).param == "model"
-
-
 def test_spaces_between_special_tokens_is_taken_and_asks_for_nothing() -> None:
     for value in (True, False, None):
         wish = {"spaces_between_special_tokens": value}

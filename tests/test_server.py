@@ -856,6 +856,22 @@ def launch(*argv: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+def await_health(port: int, process: Any) -> http.client.HTTPConnection:
+    """Return a connection to a server that is ready."""
+    connection, end = http.client.HTTPConnection("127.0.0.1", port, timeout=30), time.monotonic() + 90
+    while True:
+        assert process.poll() is None and time.monotonic() < end
+        try:
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            answer.read()
+            if answer.status == 200:
+                return connection
+        except OSError:
+            connection.close()
+        time.sleep(0.1)
+
+
 @pytest.mark.slow
 def test_a_second_sigterm_ends_streams_and_compilers_within_five_seconds(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -865,19 +881,7 @@ def test_a_second_sigterm_ends_streams_and_compilers_within_five_seconds(
         port = free.getsockname()[1]
     process = launch("--model", str(tiny), "--port", str(port), "--device", "cpu")
     try:
-        end = time.monotonic() + 90
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        while True:
-            assert process.poll() is None and time.monotonic() < end, process.stderr and process.stderr.read()
-            try:
-                connection.request("GET", "/health")
-                answer = connection.getresponse()
-                answer.read()
-                if answer.status == 200:
-                    break
-            except OSError:
-                connection.close()
-            time.sleep(0.1)
+        connection = await_health(port, process)
         connection.request("POST", "/generate", json.dumps({**native(**LONG), "stream": True}).encode())
         answer = connection.getresponse()
         stream = events(answer)

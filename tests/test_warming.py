@@ -22,7 +22,7 @@ import pytest
 import test_heads
 import test_standalone
 import torch
-from conftest import slow_unless
+from conftest import slow_unless, wait_until
 from exactness import CPU, VOCAB, Oracle, build, graphs_made, reference, request, run, tiny_model, truth_of
 from test_engine import MODEL, eagle3
 from test_llm import config_of
@@ -358,7 +358,7 @@ def test_a_busy_engine_gives_its_requests_as_long_as_the_graph_before_took(monke
     beside, scheduler = warming(monkeypatch, "")
     monkeypatch.setattr(MAKE_GRAPH, lambda engine, step, from_cache=False: time.sleep(0.05))
     assert beside.turn(busy=True) and not beside.turn(busy=True) and beside.turn(busy=False)
-    wait_for(lambda: beside.turn(busy=True))
+    wait_until(lambda: beside.turn(busy=True))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=str)
@@ -375,11 +375,11 @@ time.sleep(99)
 """
     process = subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE, text=True)
     group = int(process.stdout.readline())
-    wait_for(lambda: living(group) == 2)
+    wait_until(lambda: living(group) == 2)
     assert os.getpriority(os.PRIO_PROCESS, group) == os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
     process.send_signal(number)
     process.wait()
-    wait_for(lambda: not living(group))
+    wait_until(lambda: not living(group))
 
 
 def living(group: int) -> int:
@@ -392,11 +392,3 @@ def living(group: int) -> int:
             continue
         count += int(its) == group and state != "Z"
     return count
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Return as soon as a condition holds; fail after ten seconds."""
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)

@@ -1,10 +1,7 @@
 """The Ray cluster that replicas live on: one of this server's own, or one that is there already.
 
 The server's own is this machine alone: it listens on the loopback interface, with a token that nobody else has, reports
-nothing to anyone, has no dashboard, and ends with the server. Ray is imported here alone, and after its variables are
-set, since some are read at import.
-
-Read next: `workers.py`, which has its actors placed here; docs/scaling.md on whom a cluster must trust.
+nothing to anyone, has no dashboard, and ends with the server. docs/scaling.md says whom a cluster must trust.
 """
 
 from __future__ import annotations

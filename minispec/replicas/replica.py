@@ -1,17 +1,13 @@
 """A replica: the engine thread in a process of its own, which Ray places, starts and starts again.
 
 The class is a plain one; `cluster.py` makes it a Ray actor, so Ray is imported only where there are replicas. Its
-methods are called from the door, and what goes in and comes out are plain values (`wire.py`). Updates go back as
-one stream, with everything that one step, or a few, added to all requests.
+methods are called from the door. Updates go back as one stream, with everything that one step, or a few, added.
 
-The one idea: an incarnation. When the process dies, Ray starts another one in its place, which knows nothing. So each
-has a name of its own that stands with every batch of updates, and the door drops what comes from any but the one it
-knows. A replica never sends an update twice. If one is lost with its replica, the server sends the request to another.
+When the process dies, Ray starts another one in its place, which knows nothing. So each has a name of its own, the
+incarnation, that stands with every batch of updates, and the door drops what comes from any but the one it knows. A
+step that hangs (`watchdog.py`) or an engine that fails ends the process, and the door sees a death.
 
-A step that hangs ends the process (`watchdog.py`), and so does an engine that has failed: that too the door sees as a
-death. The ranks of `--tp-size` and compilers are child processes, which end when this process does.
-
-Read next: `worker.py`, `workers.py`.
+Read next: `wire.py` for what goes in and comes out; `workers.py`, the other end.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ import logging
 import os
 import socket
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields
@@ -28,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from minispec.config import Config
 from minispec.load.machine import own_compile_cache
-from minispec.replicas.wire import Told, Values, unpacked
+from minispec.replicas.wire import Told, Values
 from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update, one_line
 from minispec.serve.front import facts_of
 from minispec.serve.watchdog import Watchdog
@@ -75,33 +72,32 @@ class Replica:
         return {
             "incarnation": self.incarnation, "pid": os.getpid(), "host": socket.gethostname(), "state": state,
             "progress": one_line(engine.error) if state == "failed" else engine.progress,
-            "graphs": engine.graphs, "facts": tuple(facts_of(cast("LLM", engine.llm))) if state == "ready" else None,
+            "graphs": engine.graphs, "facts": facts_of(cast("LLM", engine.llm)) if state == "ready" else None,
         }  # fmt: skip
 
     @property
     def _begun(self) -> EngineThread:
-        """Return the engine thread, which `begin` has made."""
         assert self.engine is not None, "nobody has begun"
         return self.engine
 
-    async def submit(self, incarnation: str, packed: Sequence[Values]) -> None:
+    async def submit(self, incarnation: str, requests: Sequence[Request]) -> None:
         """Take requests that the door has checked, if they are for this incarnation; those of one prompt come together.
         """
         if incarnation != self.incarnation:
             return  # the one they were for has died, and the door sends them again
-        known: dict[str, Request] = {}
-        for values in packed:
-            known[values["rid"]] = unpacked(values, known)
-        self.told |= {rid: Told(request) for rid, request in known.items()}
-        self.entering |= set(known)
-        if any(request.params.grammar is not None for request in known.values()):
-            refused = await asyncio.to_thread(self._check, list(known.values()))
+        for request in requests:
+            request.arrived = time.monotonic()  # of this machine
+        self.told |= {request.rid: Told(request) for request in requests}
+        rids = {request.rid for request in requests}
+        self.entering |= rids
+        if any(request.params.grammar is not None for request in requests):
+            refused = await asyncio.to_thread(self._check, requests)
         else:
-            refused = self._check(list(known.values()))
+            refused = self._check(requests)
         for request, error in refused.items():
             self._end(request.rid, Finish("abort", message=error.message, status=error.status))
-        fresh = [request for rid, request in known.items() if rid in self.entering]
-        self.entering -= set(known)
+        fresh = [request for request in requests if request.rid in self.entering]
+        self.entering -= rids
         self._begun.submit(fresh)
 
     def _check(self, requests: Sequence[Request]) -> dict[Request, RequestError]:
@@ -140,7 +136,6 @@ class Replica:
             yield self.incarnation, batch
 
     def _deliver(self, updates: Sequence[Update]) -> None:
-        """Queue the updates of a step."""
         for update in updates:
             told = self.told.get(update.request.rid)
             if told is not None:

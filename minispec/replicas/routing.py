@@ -1,15 +1,10 @@
 """Which replica gets a prompt: the one that holds most of its beginning, unless that one is too busy.
 
-A replica's prefix cache (`radix.py`) is worth most to whoever begins as somebody there did: the next turn of a
-conversation, the same system prompt. The door cannot see those caches, so it remembers what it has sent where. Text is
-known by whole pages, each by a hash of itself and of all before it, so a prefix is a set of numbers, and the longest
-shared one is found from the front.
-
-What is remembered of a replica is bounded by the pages it has, least recently used first, the deepest page of a text
-before its parents, as the cache itself forgets. It may be wrong about what the replica still holds; that costs time and
-never a text. Cache-aware routing as in SGLang's router (arXiv 2312.07104).
-
-Read next: `workers.py`, which asks.
+A replica's prefix cache (`radix.py`) is worth most to the next turn of a conversation or the same system prompt. The
+door cannot see those caches, so it remembers what it has sent where. Text is known by whole pages, each by a hash of
+itself and of all before it. What is remembered of a replica is bounded by the pages it has, least recently used first,
+as the cache itself forgets. A wrong guess costs time and never a text. Cache-aware routing as in SGLang's router
+(arXiv 2312.07104).
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Replicas behind one door: who gets a request, and what becomes of it when its replica dies.
 
 The server is the door. It tokenizes, checks, draws seeds, and keeps a `Request` of its own for each, into which it
-takes what updates tell; so the rest of the server knows nothing of replicas. A `Place` is one replica as the door knows
-it. Ray starts replicas, and starts them again when they have died.
+takes what updates tell; so the rest of the server knows nothing of replicas.
 
-The one idea is replay. A text depends on its prompt and seed alone, not on where it is computed; so when a replica
-dies, its requests go elsewhere as they stand, with the tokens that were delivered, as if they had just been retracted.
-The clients see a pause. Requests wait here while no replica is ready.
+A text depends on its prompt and seed alone, not on where it is computed. So when a replica dies, its requests go
+elsewhere as they stand, with the tokens that were delivered, as if they had just been retracted. Clients see a pause.
 
 A request may be what kills a replica. So each request counts the deaths that it may have caused: when a replica dies,
 its requests with the highest count get one more. A request with two deaths shares no replica with another such one, so
@@ -89,7 +87,6 @@ class Replicas:
         self._tasks.add(asyncio.ensure_future(self._run()))
 
     async def _run(self) -> None:
-        """Enter the cluster and follow every replica until the end."""
         try:
             await asyncio.to_thread(self._enter)
             if self._cluster is None:
@@ -107,7 +104,6 @@ class Replicas:
 
     @property
     def _entered(self) -> Cluster:
-        """Return the cluster, for those who follow a replica in it."""
         assert self._cluster is not None, "the cluster was left"
         return self._cluster
 
@@ -214,7 +210,7 @@ class Replicas:
     async def _open(self, place: Place) -> None:
         """Let a replica that is ready have requests."""
         if self.front is None:
-            facts = Facts(*place.known["facts"])
+            facts: Facts = place.known["facts"]
             front = await asyncio.to_thread(front_for, facts, self.config)
             if self.front is None:
                 self.front, self.routing = front, Routing(facts.page_size, facts.pages)
@@ -324,7 +320,7 @@ class Replicas:
                 place.requests[request.rid] = request
                 batches.setdefault(place, []).append(request)
         for place, batch in batches.items():
-            taking = place.actor.submit.remote(place.incarnation, [packed(request) for request in batch])
+            taking = place.actor.submit.remote(place.incarnation, packed(batch))
             sending = asyncio.ensure_future(self._sent(place, batch, taking))
             self._tasks.add(sending)
             sending.add_done_callback(self._tasks.discard)

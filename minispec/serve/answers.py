@@ -1,9 +1,4 @@
-"""What every answer has, whatever it answers: its form, its id, its line in the log, and whose web pages may read it.
-
-Every failure is OpenAI's error object, also where the framework or a bug makes it.
-
-Read next: `reply.py` for what answers say, `server.py` for who gives them.
-"""
+"""What every answer has: its form, its id, its line in the log, and whose web pages may read it."""
 
 from __future__ import annotations
 

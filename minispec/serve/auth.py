@@ -3,8 +3,6 @@
 Without keys everything is open. With --api-key every path needs it, but those that `routes.py` says need none, decided
 on the matched route and not on the path, which can be spelled in many ways. With --admin-api-key what changes the
 server for others needs that one, and it opens all the rest too. Keys are compared in constant time and never logged.
-
-Read next: `server.py`, which puts the guard in front of its handlers.
 """
 
 from __future__ import annotations

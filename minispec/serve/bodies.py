@@ -1,10 +1,7 @@
 """Bodies of requests, however slowly they come and whatever is in them: read within a time and a memory, then parsed.
 
-Three things are bounded: the size of a body (by aiohttp, after decompression), the time that it may take to arrive, and
-the bytes of all bodies under way, since many clients who each send half a body and fall silent would otherwise fill the
-memory. Large bodies are parsed by a thread of their own.
-
-Read next: `parse.py` for what is in them; `server.py`, which asks.
+The bytes of all bodies under way are bounded too, since many clients who each send half a body and fall silent would
+otherwise fill the memory. Large bodies are parsed by a thread of their own.
 """
 
 from __future__ import annotations

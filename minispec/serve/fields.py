@@ -1,13 +1,11 @@
 """The fields a client may send, as tables: each acts, is refused by name where it asks for something, or is ignored.
 
-A class below is the body of an endpoint and a line in it is a field that acts: its name, its type, what it does. Every
-other field that OpenAI, SGLang or vLLM document stands in `REFUSED` or `IGNORED`, with the reason. A refused field is
-switched on for an endpoint by a line of its own in that endpoint's class, which takes precedence over the table. Names
+A class below is the body of an endpoint and a line in it is a field that acts. Every other field that OpenAI, SGLang or
+vLLM document stands in `REFUSED` or `IGNORED`, with the reason; a line in an endpoint's class takes precedence. Names
 in none of these are ignored with a debug line, because clients send many.
 
-The one idea: a model carries names, types and structure, and nothing else. Ranges are checked once, where
-`SamplingParams` is made, so that `LLM` has them too. Types are strict (no 1 for true, no "1" for 1), lists end at
-their first error (a million wrong ids are one error), and null means the same as leaving a field out.
+Ranges are checked where `SamplingParams` is made, so that `LLM` has them too. Types are strict (no 1 for true, no "1"
+for 1), lists end at their first error (a million wrong ids are one error), and null means the same as no field.
 
 Read next: `parse.py`, which makes requests of what is read here; `openapi.py`, which describes it.
 """
@@ -191,7 +189,6 @@ INACTIVE = {  # name -> "refused" or "ignored", and why
 
 
 def _inactive_fields(names: Iterable[str]) -> dict[str, Any]:
-    """Return the pydantic fields of these names."""
     return {
         name: (_refused(name, why) if fate == "refused" else Any, Field(None, description=f"{fate}: {why}"))
         for name, (fate, why) in INACTIVE.items() if name in names

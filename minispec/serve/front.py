@@ -1,12 +1,8 @@
 """What a server must know of the model that it serves to take requests and answer them, without the model itself.
 
 In one process it is read off the `LLM`. With replicas the process at the door has no model: a replica tells its
-`Facts`, and the door reads tokenizer and sampling defaults from the model's folder.
-
-Requests are checked here before they are handed on (`Intake`). Everything is constant: any thread may ask, and none
-waits for a step.
-
-Read next: `server.py`, which asks nothing else of a model.
+`Facts`, and the door reads tokenizer and sampling defaults from the model's folder. Everything is constant, so any
+thread may ask.
 """
 
 from __future__ import annotations
@@ -43,9 +39,9 @@ class Intake(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What an engine is like, in plain values."""
+    """What an engine is like."""
 
-    limits: tuple[Any, ...]  # the fields of `request.Limits`
+    limits: Limits
     max_running: int  # requests decoded together
     nodes: int  # N, nodes of a draft tree
     page_size: int
@@ -66,7 +62,7 @@ class Front(NamedTuple):
 def facts_of(llm: LLM) -> Facts:
     """Return the facts of an engine in this process."""
     scheduler = llm.scheduler
-    return Facts(tuple(scheduler.limits), scheduler.sizes.max_running, scheduler.sizes.nodes,
+    return Facts(scheduler.limits, scheduler.sizes.max_running, scheduler.sizes.nodes,
                  scheduler.kv.page_size, scheduler.kv.pages, llm.config.algorithm, numbers_of(llm))  # fmt: skip
 
 
@@ -82,8 +78,7 @@ def front_for(facts: Facts, config: Config) -> Front:
     from minispec.asked.grammar import Grammars  # here, since the server listens before torch is imported
     from minispec.load.build import choose_folder, choose_tokenizer
 
-    limits = Limits(*facts.limits)
-    folder = choose_folder(config, logger.info)
+    folder, limits = choose_folder(config, logger.info), facts.limits
     tokenizer = choose_tokenizer(config, folder, limits.vocab_size)
     grammars = Grammars(tokenizer.backend, limits.vocab_size, limits.eos_ids)
     return Front(folder, Intake(limits, tokenizer, grammars.prepare), facts, _read_defaults(config, folder))

@@ -1,9 +1,6 @@
 """What a server says of itself: its memory, its load, and the digest of what decides its tokens.
 
-`QUESTIONS` are what a server asks an engine between two steps, by name, so that they can be asked of another process as
-well; what goes in and comes out are plain values.
-
-Read next: `server.py`, which answers with them; `prometheus.py` for the counters in another form.
+`QUESTIONS` are what a server asks an engine between two steps, by name, so that they can be asked of another process.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ def load_of(scheduler: Scheduler) -> dict[str, Any]:
 QUESTIONS: dict[str, Callable[..., Any]] = {
     "stats": lambda llm: {**llm.scheduler.stats(), **memory_stats(llm)},
     "load": lambda llm: load_of(llm.scheduler),
-    "counters": lambda llm: prometheus.counters(llm.scheduler),
+    "counters": lambda llm: prometheus.counters(llm.scheduler, load_of(llm.scheduler)),
     "flush": lambda llm: llm.scheduler.flush_cache(),
     "reconfigure": lambda llm, thresholds, adaptive: llm.scheduler.reconfigure(thresholds, adaptive),
 }

@@ -1,10 +1,7 @@
 """Log-probabilities as clients see them: OpenAI's two forms and vLLM's `prompt_logprobs`.
 
-The scheduler keeps numbers and ids (`request.Scored`); here they get texts and names. SGLang's lists, which nearly are
-those numbers, are in `asked/answers.py`. There is one entry for each
-token, whatever a stream's events hold, and the entries of the events add up to those of the whole answer.
-
-Read next: `reply.py`, whose `Reply` calls this; `scores.py` one folder up for where the numbers come from.
+The scheduler keeps numbers and ids (`request.Scored`, made in `asked/scores.py`); here they get texts and names. The
+entries of a stream's events add up to those of the whole answer. SGLang's lists are in `asked/answers.py`.
 """
 
 from __future__ import annotations
@@ -103,11 +100,6 @@ class CompletionLists:
         for other, logprob in (*at.top[: self.top], (token, at.logprob)):
             found.setdefault(self.spelling.key(other), logprob)
         return found
-
-
-def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return two parts of a completion's lists as one."""
-    return {name: first[name] + second[name] for name in first}
 
 
 def prompt_logprobs(request: Request, top: int, spelling: Spelling) -> list[dict[str, Any] | None]:

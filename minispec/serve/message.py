@@ -1,7 +1,6 @@
 """The assistant's message while it grows: text in, and out come reasoning, content and calls of tools.
 
-`Wish` is what one request says about these, `Formats` how the model that is served writes them. Streams send what each
-step added (`delta`), whole answers the same added up (`whole`).
+`Wish` is what one request says about these, `Formats` how the model that is served writes them.
 
 Read next: `reasoning.py` and `tools.py`, which take the text apart.
 """
@@ -9,7 +8,7 @@ Read next: `reasoning.py` and `tools.py`, which take the text apart.
 from __future__ import annotations
 
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from minispec.load.reply_formats import CallFormat, ThoughtFormat
@@ -140,21 +139,9 @@ class OneCall:
     """The rule of a request whose answer ends with its first call: `Request.ends`."""
 
     def __init__(self, wish: Wish, formats: Formats, thinking: bool | None) -> None:
-        self._given = wish, formats, thinking
-        self._message = Message(*self._given)
+        self._message = Message(wish, formats, thinking)
 
     def __call__(self, text: str) -> bool:
         """Take the next piece of text, and return whether the answer ends with it."""
         self._message.feed(text)
         return self._message.called
-
-    def packed(self) -> tuple[Any, ...]:
-        """Return the rule in plain values, as it is before any text."""
-        wish, formats, thinking = self._given
-        return asdict(wish), *(form and tuple(form) for form in formats), thinking
-
-    @classmethod
-    def unpacked(cls, values: tuple[Any, ...]) -> OneCall:
-        """Return the rule that `packed` has described."""
-        wish, calls, thoughts, thinking = values
-        return cls(Wish(**wish), Formats(calls and CallFormat(*calls), thoughts and ThoughtFormat(*thoughts)), thinking)

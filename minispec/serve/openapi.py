@@ -55,7 +55,6 @@ def document(version: str) -> dict[str, Any]:
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    """Return the description of one method of one path."""
     failure = {"content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}}
     answer = {kind: {"schema": {"type": name}} for kind, name in route.answers.items()}
     operation: dict[str, Any] = {
@@ -111,7 +110,6 @@ def tables() -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
     cells = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
 

@@ -1,10 +1,7 @@
 """The page at /: one file, sent as it is, with a policy under which it can run nothing but its own script.
 
-The one idea: the policy is computed from the file. Its script and its style are admitted by their hashes and nothing
-else is, from nowhere, so text that a model writes can neither run nor fetch anything even if the page let it become
-markup, which it does not: it makes text nodes of it (`page.html`, `render`).
-
-Read next: `page.html`; `traces.py` for what it draws.
+The policy is computed from the file: its script and its style are admitted by their hashes and nothing else is. So text
+that a model writes can neither run nor fetch anything, even if `page.html` made markup of it, which it does not.
 """
 
 from __future__ import annotations

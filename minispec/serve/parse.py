@@ -1,13 +1,10 @@
 """Requests: JSON in, requests for the scheduler out. Pure functions, no sockets and no engine.
 
 Three dialects share one path: OpenAI's chat and completions, and SGLang's native `/generate`. A body becomes a `Job`
-(what was asked, checked, with prompts still as text), and `tokenize` makes its `Request`s. Which fields there are
-stands in `fields.py`.
+(what was asked, checked, with prompts still as text), and `tokenize` makes its `Request`s. Everything a client sends is
+hostile until `parse_json` has read it.
 
-Everything a client sends is hostile until parsed: `parse_json` lets through no NaN, no infinity, no lone surrogate,
-no integer beyond 64 bits and no deep nesting, before any model sees it.
-
-Read next: `fields.py`; `reply.py` for the way back; `request.py` for the sampling parameters.
+Read next: `fields.py` for the fields; `reply.py` for the way back; `request.py` for the sampling parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from minispec.serve import fields
 from minispec.serve.fields import read
 from minispec.serve.logprobs import Report
 from minispec.serve.message import PLAIN_FORMATS, Formats, OneCall, Wish
-from minispec.serve.tools import constraint
+from minispec.serve.tools import constraint, no_number
 
 if TYPE_CHECKING:
     from minispec.load.tokenizer import Tokenizer
@@ -57,7 +54,7 @@ _TEMPLATE_NAMES = frozenset(
 def parse_json(body: bytes) -> dict[str, Any]:
     """Parse a request body strictly; RequestError 400 for anything but an object of finite, encodable values."""
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_number, parse_float=_finite, parse_int=_bounded)
+        value = json.loads(body.decode("utf-8"), parse_constant=no_number, parse_float=_finite, parse_int=_bounded)
         _check_values(value, 0)
     except RecursionError:
         raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels") from None
@@ -66,10 +63,6 @@ def parse_json(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, got {short(value)}")
     return value
-
-
-def _no_number(literal: str) -> float:
-    raise ValueError(f"{literal} is no JSON number")
 
 
 def _finite(literal: str) -> float:
@@ -242,8 +235,9 @@ def _job(
 ) -> Job:
     """Return a job with what all dialects have in common; each of the n choices for a prompt has a seed of its own."""
     seeded = [replace(p, sampling_seed=choice_seed(p.sampling_seed, choice)) for p in params for choice in range(n)]
-    return Job(kind, asked.model, _repeated(prompts, n), seeded, n=n, salt=_salt(asked), stream=asked.stream is True,
-               truncate=asked.truncate_prompt_tokens, **own)  # fmt: skip
+    salts = [asked.cache_salt, asked.extra_key]  # told apart, so that no pair equals another
+    return Job(kind, asked.model, _repeated(prompts, n), seeded, n=n, salt=json.dumps(salts) if any(salts) else "",
+               stream=asked.stream is True, truncate=asked.truncate_prompt_tokens, **own)  # fmt: skip
 
 
 def _rids(given: str | list[str] | None, prompts: int, prefix: str, n: int) -> list[str]:
@@ -257,18 +251,10 @@ def _rids(given: str | list[str] | None, prompts: int, prefix: str, n: int) -> l
 
 
 def _repeated(items: Sequence[T], n: int) -> list[T]:
-    """Return each item n times, once for each choice."""
     return [item for item in items for _ in range(n)]
 
 
-def _salt(asked: fields.Prompted) -> str:
-    """Return the salt of a request; the two fields are told apart, so that no pair equals another."""
-    given = [asked.cache_salt, asked.extra_key]
-    return json.dumps(given) if any(given) else ""
-
-
 def _given(asked: fields.Fields, names: Iterable[str]) -> dict[str, Any]:
-    """Return those of the fields that the client has set."""
     return {name: value for name in names if (value := getattr(asked, name)) is not None}
 
 
@@ -374,7 +360,6 @@ def conversation(asked: fields.Tokenize) -> list[dict[str, Any]] | None:
 
 
 def _messages(given: Sequence[fields.Message]) -> list[dict[str, Any]]:
-    """Return messages ready for a template."""
     return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
 
 
@@ -421,9 +406,9 @@ def _wish(asked: fields.Chat) -> Wish:
         raise RequestError(f"tool_choice must name one of the tools, got {short(only)}", "tool_choice")
     if choice == "required" and not tools:
         raise RequestError("tool_choice must be none or auto where there are no tools, got 'required'", "tool_choice")
-    hidden = {"none": True}.get(choice, False) if isinstance(choice, str) else False
+    shown = not isinstance(choice, str) or choice in ("auto", "required")
     return Wish(
-        () if hidden else tuple(tools),
+        tuple(tools) if shown else (),
         must=only is not None or choice == "required",
         only=only,
         parallel=asked.parallel_tool_calls is not False,
@@ -555,11 +540,8 @@ def check_ids(rows: Iterable[Sequence[int]], vocab_size: int) -> None:
             raise RequestError(f"tokens must be ids in [0, {vocab_size - 1}], got {token}", "tokens")
 
 
-def check_model(name: str | None, accepted: Iterable[str | None] | None) -> None:
-    """Raise RequestError 404 unless `name` is missing, empty, "default" or one of the accepted names; None: any."""
-    if name in (None, "", "default") or accepted is None:
-        return
-    names = [n for n in accepted if n]
-    if name not in names:
-        raise RequestError(f"the model {short(name)} does not exist here; there is {names[0]!r}", "model", 404,
+def check_model(name: str | None, accepted: Sequence[str]) -> None:
+    """Raise RequestError 404 unless `name` is missing, empty, "default" or one of the accepted names."""
+    if name not in (None, "", "default", *accepted):
+        raise RequestError(f"the model {short(name)} does not exist here; there is {accepted[0]!r}", "model", 404,
                            "model_not_found")  # fmt: skip

@@ -1,22 +1,19 @@
 """What /metrics answers: the counters of the scheduler and of HTTP, under SGLang's names, in Prometheus' text form.
 
-The one idea: nobody counts for Prometheus. The engine thread adds to the plain lists of `metrics.py`, the event loop to
-those of `Seen`, and a scrape makes families of samples of them. So a server that is not scraped pays nothing, and one
-that is pays between two steps. Samples are plain values, so those of a replica come from its process. Names that SGLang
-has too mean what they mean there; what it has no name for begins with `minispec:`. Counters start anew with
-/flush_cache, which Prometheus takes as it takes a restart.
+Nobody counts for Prometheus. The engine thread adds to the plain lists of `metrics.py`, the event loop to those of
+`Seen`, and a scrape makes families of samples of them. Names that SGLang has too mean what they mean there; what it has
+no name for begins with `minispec:`. Counters start anew with /flush_cache, which Prometheus takes as a restart.
 
 prometheus-client, the extra `minispec[metrics]`, is imported at the first scrape.
-
-Read next: `metrics.py`, which counts; docs/grafana.json, a dashboard of it all.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from minispec.metrics import WAIT_BOUNDS, Histogram
@@ -66,9 +63,9 @@ Sample = tuple[Labels, float | Timings]
 Family = tuple[str, str, str, list[Sample]]  # kind, name, text
 
 
-def counters(scheduler: Scheduler) -> list[Family]:
-    """Return the scheduler's families of now, as plain values; runs on the engine thread, between two steps."""
-    return [*_gauges(scheduler), *_counters(scheduler.metrics), *_times(scheduler.metrics)]
+def counters(scheduler: Scheduler, load: Mapping[str, Any]) -> list[Family]:
+    """Return the scheduler's families of now; runs on the engine thread, between two steps. `load`: `info.load_of`."""
+    return [*_gauges(scheduler, load), *_counters(scheduler.metrics), *_times(scheduler.metrics)]
 
 
 def exposition(replicas: Sequence[Sequence[Family] | None], seen: Seen, model: str) -> tuple[bytes, str]:
@@ -77,19 +74,11 @@ def exposition(replicas: Sequence[Sequence[Family] | None], seen: Seen, model: s
     replicas: the `counters` of each, None for one that does not answer. Of several, each has its number as dp_rank.
     """
     try:
-        from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
     except ImportError:
         raise RequestError(f"/metrics needs the extra {EXTRA} (prometheus-client)", None, 404, "no_metrics") from None
 
-    class Collected:
-        """What a registry of prometheus-client asks."""
-
-        def collect(self) -> Iterator[Any]:
-            """Yield all families."""
-            yield from _families(replicas, seen, model)
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collected())
+    registry: Any = SimpleNamespace(collect=lambda: _families(replicas, seen, model))
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
@@ -117,7 +106,6 @@ def _families(replicas: Sequence[Sequence[Family] | None], seen: Seen, model: st
 
 
 def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, int]]:
-    """Return cumulative counts by upper bound."""
     return list(zip([*map(repr, bounds), "+Inf"], accumulate(counts), strict=True))
 
 
@@ -125,18 +113,16 @@ def _one(kind: str, name: str, text: str, value: float | Timings) -> Family:
     return kind, name, text, [({}, value)]
 
 
-def _gauges(scheduler: Scheduler) -> Iterator[Family]:
-    stats, m, kv = scheduler.stats(), scheduler.metrics, scheduler.kv
-    used = kv.pages - 1 - len(kv.free) - len(scheduler.cache.idle)
-    total = m.prompt_tokens + m.cached_tokens
+def _gauges(scheduler: Scheduler, load: Mapping[str, Any]) -> Iterator[Family]:
+    m = scheduler.metrics
     values = {
-        "num_running_reqs": ("Requests with a slot.", stats["num_running_reqs"]),
-        "num_queue_reqs": ("Requests that wait for a slot.", stats["num_queue_reqs"]),
-        "num_used_tokens": ("Rows of KV that requests hold.", used * kv.page_size),
-        "max_total_num_tokens": ("Rows of the KV pool.", stats["max_total_num_tokens"]),
-        "token_usage": ("Share of the KV pool that requests hold.", used / max(kv.pages - 1, 1)),
-        "gen_throughput": ("Tokens per second, over the last logged window.", stats["last_gen_throughput"]),
-        "cache_hit_rate": ("Share of prompt tokens that the prefix cache had.", m.cached_tokens / max(total, 1)),
+        "num_running_reqs": ("Requests with a slot.", load["num_running_reqs"]),
+        "num_queue_reqs": ("Requests that wait for a slot.", load["num_waiting_reqs"]),
+        "num_used_tokens": ("Rows of KV that requests hold.", load["num_used_tokens"]),
+        "max_total_num_tokens": ("Rows of the KV pool.", load["max_total_num_tokens"]),
+        "token_usage": ("Share of the KV pool that requests hold.", load["token_usage"]),
+        "gen_throughput": ("Tokens per second, over the last logged window.", load["gen_throughput"]),
+        "cache_hit_rate": ("Share of prompt tokens that the prefix cache had.", load["cache_hit_rate"]),
     }
     if m.nodes > 1:
         values |= {
@@ -144,7 +130,7 @@ def _gauges(scheduler: Scheduler) -> Iterator[Family]:
                                    m.last_accept_length),
             "spec_accept_rate": ("Accepted over verified drafts, over the last logged window.", m.last_accept_rate),
             "spec_num_draft_tokens": ("Nodes of a tree, root included.", m.nodes),
-            "spec_num_steps": ("Rounds of drafting; 0 for a drafter without.", stats["speculative_num_steps"] or 0),
+            "spec_num_steps": ("Rounds of drafting; 0 for a drafter without.", scheduler.sizes.steps or 0),
         }  # fmt: skip
     yield from (_one("gauge", "sglang:" + name, text, value) for name, (text, value) in values.items())
 
@@ -181,7 +167,6 @@ def _counters(m: Metrics) -> Iterator[Family]:
 
 
 def _waits(seen: Seen) -> Iterator[Family]:
-    """Yield the waits of requests, as clients have them."""
     waits = {
         "time_to_first_token_seconds": ("From a request's arrival to its first token.", seen.first),
         "inter_token_latency_seconds": ("From token to token; those of one step share its time.", seen.between),
@@ -192,7 +177,6 @@ def _waits(seen: Seen) -> Iterator[Family]:
 
 
 def _times(m: Metrics) -> Iterator[Family]:
-    """Yield the times in queue and steps."""
     yield _one("histogram", "sglang:queue_time_seconds", "From a request's arrival to its slot.",
                _timings(m.queue_times))  # fmt: skip
     yield ("histogram", "minispec:decode_step_seconds", "Launching a decode step and waiting for it, by tree size.",

@@ -2,8 +2,6 @@
 
 Text arrives in pieces that end anywhere, so what may be the beginning of a tag is held back, and so is white space
 before it, which belongs to neither side. However a text is cut, the pieces add up to the same two texts.
-
-Read next: `message.py`, which gives the answer on to the parser of tool calls.
 """
 
 from __future__ import annotations

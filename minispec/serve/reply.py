@@ -203,7 +203,7 @@ class Reply:
             self.lists[i] = logprobs.CompletionLists(self.served.tokenizer, request, report, spoken)
         lists = self.lists[i].output(first, end)
         if begins and report.echo:
-            lists = logprobs.joined(self.lists[i].prompt(), lists)
+            lists = {name: part + lists[name] for name, part in self.lists[i].prompt().items()}
         return {**found, "logprobs": lists} if lists["tokens"] else found
 
     def _echoed(self, i: int) -> str:
@@ -216,6 +216,5 @@ class Reply:
         return tokenizer.decode(self.requests[i].prompt_ids, skip) if tokenizer else ""
 
     def _piece(self, token: int) -> str:
-        """Return the text of a token alone."""
         tokenizer = self.served.tokenizer
         return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)

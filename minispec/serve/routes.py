@@ -1,8 +1,6 @@
 """The routes: one line for each path and method, with its handler, its key, and what goes in and comes out.
 
 The server makes its routes of this table, `auth.py` takes the keys from it, and `openapi.py` the description.
-
-Read next: `server.py`, which has the handlers.
 """
 
 from __future__ import annotations

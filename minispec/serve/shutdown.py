@@ -2,8 +2,6 @@
 
 After the first signal the listener stays, so that a load balancer sees a 503 that says why and not a refused
 connection. What was accepted before goes on for at most --shutdown-timeout seconds. A second signal ends that wait.
-
-Read next: `server.py`, whose `serve` goes through the three parts.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The engine never waits for a client. What it gives is kept until the client's connection takes it: a few dozen steps one
 by one, and what comes on top as a part of the last of them, so that a reader who is behind gets the same text in fewer
-and larger events, and memory grows with the text alone. Who stays more than `LAG` seconds behind is cut off: the stream
-ends with an error event that says so, which lies in the socket should the reader come back within `GRACE` seconds.
+and larger events. Who stays more than `LAG` seconds behind is cut off: the stream ends with an error event, which lies
+in the socket should the reader come back within `GRACE` seconds.
 
 Read next: `server.py`, which has the exchanges; `reply.py` for what events say.
 """
@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
-from minispec.request import Finish, Request, RequestError, Update
+from minispec.request import Request, RequestError, Update
 from minispec.serve.parse import Job
 from minispec.serve.reply import DONE, Reply, error_body, sse
 
@@ -29,25 +30,17 @@ LAG = 60.0  # seconds a reader may be behind
 GRACE = 5.0  # seconds in which a reader who was cut off may read why
 
 
+@dataclass(eq=False)
 class Waiting:
-    """What one or several steps gave a request, until its reader takes it."""
+    """What one or several steps gave a request, as if one had, until its reader takes it."""
 
-    def __init__(self, update: Update) -> None:
-        self.request, self.since = update.request, time.monotonic()
-        self.ids: list[int] = []
-        self.pieces: list[str] = []
-        self.finish: Finish | None = None
-        self.add(update)
+    update: Update
+    since: float = field(default_factory=time.monotonic)
 
     def add(self, update: Update) -> None:
         """Append what a further step gave."""
-        self.ids += update.ids
-        self.pieces.append(update.text)
-        self.finish = update.finish
-
-    def whole(self) -> Update:
-        """Return all of it as if one step had given it."""
-        return Update(self.request, self.ids, "".join(self.pieces), self.finish)
+        before = self.update
+        self.update = Update(before.request, before.ids + update.ids, before.text + update.text, update.finish)
 
 
 class Exchange:
@@ -78,11 +71,11 @@ class Exchange:
         item = await self.items.get()
         if isinstance(item, RequestError):
             raise item
-        if self.newest.get(item.request) is item:
-            del self.newest[item.request]
+        if self.newest.get(item.update.request) is item:
+            del self.newest[item.update.request]
         if time.monotonic() - item.since > LAG:
             raise _too_slow()
-        return item.whole()
+        return item.update
 
 
 class SlowReader(Exception):
@@ -133,7 +126,7 @@ async def stream(http: web.Request, exchange: Exchange, reply: Reply) -> web.Str
             closing = sse(error_body(error))
             if error.code == "slow_reader":
                 raise SlowReader(response, closing + DONE) from None
-        await _within(LAG, response.write_eof(closing + DONE))
+        await _written(response.write_eof(closing + DONE))
     except ConnectionResetError:
         logger.debug("a client hung up on its stream")
     except RequestError:  # it has all its text, but does not take the end of it
@@ -142,11 +135,10 @@ async def stream(http: web.Request, exchange: Exchange, reply: Reply) -> web.Str
 
 
 async def _send_events(response: web.StreamResponse, exchange: Exchange, reply: Reply) -> None:
-    """Write events until the reply is complete."""
     events = reply.opening()
     while True:
         if events:
-            await _within(LAG, response.write(b"".join(map(sse, events))))
+            await _written(response.write(b"".join(map(sse, events))))
         if reply.done:
             return
         events = reply.take(await _next(exchange, response))
@@ -159,20 +151,19 @@ async def _next(exchange: Exchange, response: web.StreamResponse) -> Update:
             async with asyncio.timeout(KEEP_ALIVE):
                 return await exchange.next()
         except TimeoutError:
-            await _within(LAG, response.write(b": keep-alive\n\n"))
+            await _written(response.write(b": keep-alive\n\n"))
 
 
-async def _within(seconds: float, writing: Any) -> None:
-    """Write; RequestError where the client takes nothing for so long."""
+async def _written(writing: Any) -> None:
+    """Write; RequestError where the client takes nothing within `LAG`."""
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(LAG):
             await writing
     except TimeoutError:
         raise _too_slow() from None
 
 
 def _cut(http: web.Request) -> None:
-    """End a connection, with whatever was not taken."""
     if http.transport is not None:
         http.transport.abort()
 
@@ -181,7 +172,7 @@ async def delivered(http: web.Request, response: web.StreamResponse) -> web.Stre
     """Send a whole answer, if it is not sent yet, and return it; who does not take it is cut off."""
     try:
         if isinstance(response, web.Response):
-            await _within(LAG, _send(http, response))
+            await _written(_send(http, response))
     except RequestError:
         logger.info("an answer is not read, and its connection ends")
         _cut(http)

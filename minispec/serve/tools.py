@@ -3,9 +3,7 @@
 A call is a JSON object with a name and arguments, between tags or alone (`load/reply_formats.py`). `Calls` reads a
 reply piece by piece, cut anywhere. Once a call has shown its name, which must be that of a tool offered, and has begun
 its arguments, both go out as they come. The call counts when its object is complete and is JSON; one that is malformed
-stays text. The one thing that cannot be taken back is what went out of a call that broke off afterwards.
-
-Read next: `message.py`, which makes a message of this.
+stays text. What went out of a call that breaks off afterwards cannot be taken back.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from minispec.load.reply_formats import CallFormat
@@ -47,17 +46,18 @@ class Calls:
         self._rest = ""  # not looked at yet
         self._gap = ""  # white space that is content only if text follows
         self._before = ""  # what stood before the object that is being read: content, if it is malformed
-        self._number: int | None  # these are `_new_object`'s
-        self._stop: int | None
-        self._object: str
-        self._depth: int
-        self._quoted: bool
-        self._escaped: bool
         self._bare = form.bare  # whether an object that comes now is a call, tag or not
         self._spoken = False  # whether there is content
         self._started = 0  # calls of which a name went out
-        self._new_object("")
+        self._new_object()
         self._out: list[Piece] = []
+
+    def _new_object(self) -> None:
+        self._object, self._depth, self._quoted, self._escaped = "", 0, False, False
+        self._number: int | None = None  # of the call, once its name went out
+        self._name = ""
+        self._sent = 0  # where in the object the arguments go on that did not go out
+        self._stop: int | None = None  # where they end
 
     def feed(self, text: str) -> list[Piece]:
         """Take the next piece of text, and return what has become certain."""
@@ -100,7 +100,6 @@ class Calls:
         return self._go(_OPEN, self._rest[at + len(self.form.begin) :])
 
     def _open(self) -> bool:
-        """Expect an object."""
         start = self._rest.lstrip()
         self._before += self._rest[: len(self._rest) - len(start)]
         self._rest = start
@@ -148,13 +147,6 @@ class Calls:
 
     # ---- an object ---------------------------------------------------------------------------------------------------
 
-    def _new_object(self, text: str) -> None:
-        self._object, self._depth, self._quoted, self._escaped = text, 0, False, False
-        self._number = None  # of the call, once its name went out
-        self._name = ""
-        self._sent = 0  # where in the object the arguments go on that did not go out
-        self._stop = None  # where they end
-
     def _begin(self, name: str, at: int) -> None:
         """Hand out the name of a call whose arguments begin at `at`."""
         self._number, self._name, self._sent = self._started, name, at
@@ -184,7 +176,7 @@ class Calls:
             self._send()
         self._out.append(Piece(call=self._number, end=True))
         self.complete += 1
-        self._new_object("")
+        self._new_object()
         self._bare, self._before, self._gap = self.form.bare, "", ""
         return self._go(_OVER if self.single else _AFTER, self._rest)
 
@@ -193,7 +185,7 @@ class Calls:
         if self._number is not None:
             self._out.append(Piece(call=self._number, end=False))
         text = self._before + self._object
-        self._new_object("")
+        self._new_object()
         self._before = ""
         self._say(text)
         return self._go(_BETWEEN, self._rest)
@@ -211,7 +203,7 @@ class Calls:
 def _read_call(text: str) -> tuple[str, dict[str, Any]] | None:
     """Return name and arguments of a call, or None if the text is no JSON object with these."""
     try:
-        value = json.loads(text, parse_constant=_no_number)
+        value = json.loads(text, parse_constant=no_number)
     except (ValueError, RecursionError):
         return None
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
@@ -219,7 +211,8 @@ def _read_call(text: str) -> tuple[str, dict[str, Any]] | None:
     return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
 
 
-def _no_number(literal: str) -> float:
+def no_number(literal: str) -> float:
+    """Refuse NaN and the infinities, which `json.loads` takes unless told otherwise."""
     raise ValueError(f"{literal} is no JSON number")
 
 
@@ -230,21 +223,16 @@ def constraint(
 
     tools: as clients send them. name: of the one tool that must be called, in one call.
     """
-    several = parallel and name is None
+    several, literal = parallel and name is None, partial(json.dumps, ensure_ascii=False)
     calls = []
     for function in (tool["function"] for tool in tools):
         if name in (None, function["name"]):
-            head = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{form.arguments}": '
+            head = f'{{"name": {literal(function["name"])}, "{form.arguments}": '
             schema = {"type": "object", **(function.get("parameters") or {}), "x-guidance": _SPACING}
-            calls.append(f"{_literal(form.spelled[0] + head)} %json {json.dumps(schema)} "
-                         f"{_literal('}' + form.spelled[1])}")  # fmt: skip
+            calls.append(f"{literal(form.spelled[0] + head)} %json {json.dumps(schema)} "
+                         f"{literal('}' + form.spelled[1])}")  # fmt: skip
     return "\n".join([
-        f"start: call ({_literal(form.between)} call)*" if several else "start: call",
+        f"start: call ({literal(form.between)} call)*" if several else "start: call",
         "call: " + " | ".join(f"call_{i}" for i in range(len(calls))),
         *(f"call_{i}: {call}" for i, call in enumerate(calls)),
     ]) + "\n"  # fmt: skip
-
-
-def _literal(text: str) -> str:
-    """Return a text as the grammar's literal of it."""
-    return json.dumps(text, ensure_ascii=False)

@@ -2,8 +2,6 @@
 
 An event of a stream tells of all tokens so far where each came from, as it gives all the text so far; but the steps are
 many numbers, so each of them is told once, in the event that has its tokens.
-
-Read next: `trace.py` for what is seen of a step, docs/serving.md for the fields, `page.html`, which draws them.
 """
 
 from __future__ import annotations

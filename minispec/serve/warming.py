@@ -1,20 +1,15 @@
 """Compiling beside a server that serves already: a process fills Inductor's cache, and the engine takes graphs from it.
 
-On a CPU compiling takes minutes, and meanwhile the engine can serve eagerly, at two thirds of the speed. Compiling in
-the server's own process would stop it for ten seconds at a time, since a compiler in Python holds the interpreter.
+On a CPU compiling takes minutes, and meanwhile the engine serves eagerly, at two thirds of the speed. Compiling in the
+server's own process would stop it for ten seconds at a time, since a compiler in Python holds the interpreter.
 
-The one idea: what is compiled belongs to Inductor's cache on disk, so another process may compile it. That process
-builds the same engine, all of whose layers are one without meaning (`build.rehearse`), is told one kind of step after
-the other (`steps_of`), and prints a line when it has compiled it. The engine thread then makes the step's graphs by
-the same function, between two steps of its own: each costs half a second, since the cache has what takes long. Where
-the cache is not empty it tries at first without any process, so that a warm start needs none. There are two processes,
-as a compiler uses one core.
+Another process builds the same engine, all of whose layers are one without meaning (`build.rehearse`), is told one kind
+of step after the other (`steps_of`), and prints a line when it has compiled it. The engine thread then makes the step's
+graphs by the same function (`make_graph`), between two steps of its own: each costs half a second, since the cache has
+what takes long. While the cache has what is asked for, no process is started.
 
 The server has the processor before them (NICENESS), and they end with it, however that ends: when its standard input,
 a pipe from the server, closes, a process kills itself and the compilers that it started.
-
-Until all of its graphs are there, a step runs eagerly (`ready` in `compiled.py`). Read next: `make_graph` in
-`load/warm_up.py`, and `direct.one_graph`, which ends a run on padding after one graph.
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("minispec")
 
 MADE = "made: "  # begins the lines that a process prints for steps
-PROCESSES = 2  # each of them holds some 0.7 GB while it compiles
+PROCESSES = 2  # a compiler uses one core, and holds some 0.7 GB
 # Were they nicer, a stream would be faster meanwhile, and leave them next to nothing once its own steps are compiled.
 NICENESS = 5
 
@@ -92,7 +87,6 @@ class CompilerProcess:
             given.flush()
 
     def _listen(self) -> None:
-        """Read lines until the process ends."""
         for raw in cast(IO[bytes], self.process.stdout):
             line = raw.decode(errors="replace").strip()
             if line.startswith(MADE):
@@ -219,7 +213,6 @@ class Warming:
                             time.monotonic() - started)  # fmt: skip
 
     def _start_children(self) -> None:
-        """Have what is left compiled by processes."""
         import torch
 
         self.llm.move_weights()  # for these minutes, so that it need not wait for the last graph

@@ -1,18 +1,13 @@
 """A step that does not end: seen after a time, said, and at twice that time the end of the process.
 
-A kernel that waits for ever, a lock that nobody opens, a drafter's endless loop: nothing in Python can interrupt any of
-them, and a server that answers nobody looks alive from outside. So at the timeout /health turns 503 and the stacks of
-all threads go to stderr; at twice the timeout every client gets an error event, and the process ends with 1, so that
-whoever supervises it starts it again.
+Nothing in Python can interrupt a kernel that waits for ever, and a server that answers nobody looks alive from outside.
+So at the timeout /health turns 503 and the stacks of all threads go to stderr; at twice the timeout every client gets
+an error event, and the process ends with 1, so that its supervisor starts it again.
 
-The one idea: what hangs may hold the interpreter, and then no line of Python runs, in no thread. The last resort must
-therefore need none: `faulthandler.dump_traceback_later` waits in a thread of C, dumps the stacks and ends the process.
-There is one such timer in a process, so it is for the end, and a thread of Python sees to the rest where it can run.
-
-To set the timer takes about 0.1 ms. So not every step sets it, but the first one after a quarter of the timeout, and it
-runs for a quarter longer. While torch.compile compiles, which may take minutes, nothing is watched.
-
-Read next: `server.py`, whose engine thread is watched.
+What hangs may hold the interpreter, and then no thread of Python runs. So the last resort needs none:
+`faulthandler.dump_traceback_later` waits in a thread of C, dumps the stacks and ends the process. To set that timer
+takes about 0.1 ms, so only the first step after a quarter of the timeout sets it, for a quarter longer. While
+torch.compile compiles, which may take minutes, nothing is watched.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The thread that owns an `LLM`: it loads it, does what its inbox asks, and repeats `updates = scheduler.step()`.
 
-Two one-way roads lead to it and back. Commands (submit, abort, questions, stop) go through one inbox and run between
-two steps; updates come back with exactly one `call_soon_threadsafe` per step, whatever the number of requests, because
-a compiled CPU kernel holds the interpreter lock until it returns.
+Commands (submit, abort, questions, stop) go through one inbox and run between two steps. Updates come back with exactly
+one `call_soon_threadsafe` per step, because a compiled CPU kernel holds the interpreter lock until it returns.
 
 Read next: `server.py`, whose event loop is at the other end; `replica.py`, where another process has such a thread.
 """
@@ -121,14 +120,14 @@ class EngineThread(threading.Thread):
         """End those of the requests that have not finished; their rids are unique and none is a prefix of another."""
         self.inbox.put(lambda scheduler: [u for r in requests if not r.finish for u in scheduler.abort(r.rid)])
 
-    def ask(self, question: Callable[[Scheduler], Any]) -> asyncio.Future[Any]:
-        """Return a future of `question(scheduler)`, which runs between two steps."""
+    def answer(self, question: str, *given: Any) -> asyncio.Future[Any]:
+        """Return a future of the answer to one of `QUESTIONS`, which is asked between two steps."""
         answer: Future[Any] = Future()
 
         def command(scheduler: Scheduler) -> list[Update]:
             if answer.set_running_or_notify_cancel():
                 try:
-                    answer.set_result(question(scheduler))
+                    answer.set_result(QUESTIONS[question](self.llm, *given))
                 except Exception as error:
                     answer.set_exception(error)
             return []
@@ -138,13 +137,8 @@ class EngineThread(threading.Thread):
         self.inbox.put(command)
         return asyncio.wrap_future(answer)
 
-    def answer(self, question: str, *given: Any) -> asyncio.Future[Any]:
-        """Return a future of the answer to one of `QUESTIONS`."""
-        return self.ask(lambda scheduler: QUESTIONS[question](self.llm, *given))
-
     async def each(self, question: str, *given: Any) -> list[Any]:
-        """Return the answers of all engines, of which there may be several elsewhere (`workers.py`), and here is one.
-        """
+        """Return the answers of all engines: here there is one, with replicas several."""
         return [await self.answer(question, *given)]
 
     @property
@@ -158,7 +152,6 @@ class EngineThread(threading.Thread):
         self._wake()
 
     def _wake(self) -> None:
-        """Let the thread look around, if it waits for a command."""
         self.inbox.put(lambda scheduler: [])
 
     def refuse_questions(self, error: RequestError) -> None:
@@ -210,7 +203,6 @@ class EngineThread(threading.Thread):
                 self.warming.stop()
 
     def _load(self) -> Scheduler:
-        """Build the LLM, answer a first request, and report ready."""
         self.llm = self.build(self.config, self._tell)
         if not self.config.skip_server_warmup:
             self._warm_up(self.llm)

@@ -16,7 +16,7 @@ from minispec.config import INT8_NODES, LEARNED, NUMBERS, Config
 
 logger = logging.getLogger("minispec")
 
-CPU_SHAPE = (2, 3, 4)  # steps/topk/nodes: the fastest for heads on two CPU cores, where each round costs (docs/measured.md)
+CPU_SHAPE = (2, 3, 4)  # steps/topk/nodes: the fastest for heads on two CPU cores (docs/measured.md)
 INT8_SHAPE = (1, 3, INT8_NODES)  # in place of larger trees with int8 weights
 LOOKUP_NODES = 12  # of the larger trees where texts are looked up too: what a lookup finds may hold for long
 SMALLER = {(5, 4, 8): (2, 5), (3, 1, 4): (1, 2)}  # steps/topk/nodes -> steps and nodes of the smaller tree beside it

@@ -1,7 +1,8 @@
 """The engines that `peers.py` compares: started from one model folder, asked with token ids, stopped.
 
-Three kinds with one method, `ask`: minispec served, a llama.cpp server, and transformers' `generate` in this process.
-All get the same ids, decode greedily, and answer with ids, so that tokens are counted alike.
+Three kinds: minispec served, a llama.cpp server, and transformers' `generate` in this process. Each has a method `ask`
+for the greedy reply to a prompt, and `clear` to forget earlier ones. All get the same ids and answer with ids, so that
+tokens are counted alike.
 
 llama.cpp's files are converted from the same folder by the scripts of its own source tree, once: a file's name has a
 digest of what it was made from. EAGLE-3 heads count the layers that they read in two ways, and llama.cpp's converter
@@ -26,7 +27,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -67,20 +68,6 @@ class Reply(NamedTuple):
 
     ids: Ids  # an end-of-sequence token included
     steps: int | None  # forward passes after the first token; None where the engine does not tell
-
-
-class Peer(Protocol):
-    """An engine that is ready."""
-
-    name: str
-
-    def ask(self, prompt: Ids, new_tokens: int, ignore_eos: bool = False) -> Reply:
-        """Return the greedy reply of at most `new_tokens` tokens."""
-        ...
-
-    def clear(self) -> None:
-        """Forget all earlier prompts and replies."""
-        ...
 
 
 class Minispec:
@@ -135,6 +122,9 @@ class Transformers:
 
     def clear(self) -> None:
         """Do nothing: nothing is kept."""
+
+
+Peer = Minispec | Llama | Transformers
 
 
 # ---- llama.cpp's files and servers ---------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 import bench
 from benchmarks import parity
 
@@ -107,15 +109,6 @@ def wait_for_replicas(url: str) -> None:
         time.sleep(1)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which this share of all lies, between the two nearest ones."""
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
-
-
 def table(parts: Sequence[Part]) -> str:
     """Return the parts as a Markdown table, those of the same clients and server put together; times in ms."""
     titles = ["clients", "server", "first token p50", "p99", "per token p50", "p99", "tokens/s", "requests"]
@@ -125,7 +118,7 @@ def table(parts: Sequence[Part]) -> str:
         samples = [sample for part in mine for sample in part.samples]
         firsts, each = [s.first for s in samples], [s.per_token for s in samples if s.per_token is not None]
         seconds = sum(max(s.ended for s in part.samples) - min(s.began for s in part.samples) for part in mine)
-        times = [percentile(values, share) * 1e3 for values in (firsts, each or [0.0]) for share in (0.5, 0.99)]
+        times = [np.quantile(values, share) * 1e3 for values in (firsts, each or [0.0]) for share in (0.5, 0.99)]
         rate = sum(s.tokens for s in samples) / seconds
         cells = [str(clients), kind, *(f"{one:.0f}" if one >= 100 else f"{one:.1f}" for one in times), f"{rate:.1f}"]
         lines.append("| " + " | ".join([*cells, str(len(samples))]) + " |")
@@ -186,7 +179,7 @@ def main() -> None:
         def tell(part: Part) -> None:
             parts.append(part)
             print(f"part {len(parts)} of {count}: {part.clients} clients, server {part.server}: first token "
-                  f"{percentile([s.first for s in part.samples], 0.5) * 1e3:.0f} ms", file=sys.stderr)  # fmt: skip
+                  f"{np.median([s.first for s in part.samples]) * 1e3:.0f} ms", file=sys.stderr)  # fmt: skip
 
         try:
             measure(urls, args, prompts, tell)

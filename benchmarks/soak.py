@@ -18,25 +18,23 @@ import asyncio
 import json
 import os
 import random
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 
 from benchmarks.hostile import HOSTILE
+from benchmarks.start import server
 
 FLAGS = ["--disable-torch-compile", "--dtype", "float32", "--context-length", "1024", "--page-size", "16",
          "--max-running-requests", "4", "--max-queued-requests", "16", "--max-total-tokens", "320",
-         "--speculative-algorithm", "NGRAM"]  # fmt: skip
+         "--speculative-algorithm", "NGRAM", "--log-level", "error"]  # fmt: skip
 WORDS = "Once upon a time there was some good people who lived by a river near the sea".split()
 MAX_GROWTH = 64 * 2**20  # bytes of memory from the first third of the time to the end
 PATIENCE = 600.0  # seconds; an answer that takes longer is lost, however slow the machine
@@ -257,38 +255,6 @@ def spread(seconds: Sequence[float]) -> str:
 # ---- the script ------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def serve(flags: Sequence[str], folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Start a server whose temporary files go to `folder`; yields its URL and process when it is ready; ends it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "minispec.server", "--port", str(port), "--log-level", "error", *flags]
-    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(folder)})
-    try:
-        asyncio.run(_ready(f"http://127.0.0.1:{port}/health", process))
-        yield f"http://127.0.0.1:{port}", process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(40)
-        finally:
-            process.kill()
-
-
-async def _ready(url: str, process: subprocess.Popen[bytes], patience: float = 300.0) -> None:
-    """Wait until /health is 200."""
-    end = time.monotonic() + patience
-    async with aiohttp.ClientSession() as session:
-        while True:
-            assert process.poll() is None and time.monotonic() < end, "the server did not start"
-            with suppress(aiohttp.ClientError):
-                async with session.get(url) as answer:
-                    if answer.status == 200:
-                        return
-            await asyncio.sleep(0.2)
-
-
 async def soak(url: str, pid: int, seconds: float, seed: int) -> bool:
     """Run a soak and print its figures; returns whether all was as promised."""
     async with Soak(url, wishes(12, 110), seed) as clients:
@@ -318,7 +284,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     given, flags = parser.parse_known_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        with serve([*FLAGS, *flags], Path(folder)) as (url, process):
+        with server([*FLAGS, *flags], {"TMPDIR": folder}) as started:
+            started.wait_until_ready()
+            url, process = f"http://127.0.0.1:{started.port}", started.process
             fine = asyncio.run(soak(url, process.pid, 60 * given.minutes, given.seed))
         left = os.listdir(folder)
         print(f"exit code {process.returncode}; files left: {left}")

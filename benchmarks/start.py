@@ -21,17 +21,17 @@ import http.client
 import itertools
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the variable
 NEW_TOKENS = 16
 STREAMED = 200  # of a reply of the stream, before it repeats itself
 BOUNDS = "bounds: first answer 15 s; compiled 130 s cold and 16 s warm; silence 2.5 s; 0.50 of eager tokens/s"
@@ -123,24 +123,26 @@ def body_of(new_tokens: int, number: int = 0) -> dict[str, Any]:
 
 
 @contextmanager
-def server(cache: Path, flags: Sequence[str], folder: Path | None = None) -> Iterator[Process]:
-    """Start a server with this compile cache, and stop it; folder: another checkout, whose server it is."""
+def server(flags: Sequence[str], variables: Mapping[str, str], folder: Path | None = None) -> Iterator[Process]:
+    """Start a server with these environment variables, and stop it; folder: another checkout, whose server it is."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "minispec.server", "--port", str(port), "--log-level", "warning", *flags]
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    process = Process(port, subprocess.Popen(command, env=environment, cwd=folder))
+    process = subprocess.Popen(command, env=os.environ | variables, cwd=folder)
     try:
-        yield process
+        yield Process(port, process)
     finally:
-        process.process.send_signal(signal.SIGTERM)
-        process.process.wait(30)
+        process.terminate()
+        try:
+            process.wait(40)
+        finally:
+            process.kill()
 
 
 def start(cache: Path, flags: Sequence[str], patience: float, folder: Path | None = None) -> Start:
     """Measure one start without load."""
     load = os.getloadavg()[0]
-    with server(cache, flags, folder) as process:
+    with server(flags, {CACHE: str(cache)}, folder) as process:
         process.wait_until_ready()
         answered, compiled = process.ask(), None
         while compiled is None and time.monotonic() - process.started < patience:
@@ -153,7 +155,7 @@ def start(cache: Path, flags: Sequence[str], patience: float, folder: Path | Non
 def stream(cache: Path, flags: Sequence[str], patience: float, folder: Path | None = None) -> Stream:
     """Measure a stream that runs until everything is compiled, or for so many seconds."""
     load, graphs = os.getloadavg()[0], ""
-    with server(cache, flags, folder) as process:
+    with server(flags, {CACHE: str(cache)}, folder) as process:
         process.wait_until_ready()
         tokens = process.stream()
         next(tokens)

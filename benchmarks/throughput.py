@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -44,17 +44,6 @@ class Run:
     shapes: dict[str, float] | None = None  # shares of decode steps by the nodes of their trees
     lookups: tuple[float, float] | None = None  # shares of verify steps whose tree was looked up, and of their tokens
     step_ms: dict[str, float] | None = None  # mean of a decode step, launch and wait, by the nodes of its trees
-
-
-class Contestant(Protocol):
-    """Anything that generates from lists of token ids."""
-
-    name: str
-    batches: Sequence[int]
-
-    def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int, temperature: float) -> Run:
-        """Generate for all prompts, `batch` at a time."""
-        ...
 
 
 class Ours:
@@ -134,6 +123,9 @@ class Transformers:
             )  # fmt: skip
             outputs += [trim(row[width:].tolist(), self.model.generation_config.eos_token_id) for row in made]
         return Run(sum(map(len, outputs)), time.perf_counter() - start, outputs=tuple(map(tuple, outputs)))
+
+
+Contestant = Ours | Transformers
 
 
 def trim(ids: list[int], eos: int | list[int]) -> list[int]:

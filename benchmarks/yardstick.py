@@ -380,7 +380,7 @@ def answers(side: Side) -> dict[str, Any]:
     greedy = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
     prompt = "Name three rivers of Europe and three of Asia."
     chat = {"model": "default", "messages": [{"role": "user", "content": prompt}], "max_tokens": 16, "seed": 3}
-    with start.server(side.cache, flags, side.folder) as process:
+    with start.server(flags, {start.CACHE: str(side.cache)}, side.folder) as process:
         process.wait_until_ready()
         where = f"http://127.0.0.1:{process.port}"
 

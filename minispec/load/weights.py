@@ -43,7 +43,6 @@ SECOND_COPIES = ["consolidated*", "*/*.safetensors", "*/*.bin"]
 # Pickles of a training run, which lie beside the weights but hold none.
 TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 
-Progress = Callable[[str], None]
 Wanted = Callable[[str], bool]  # whether the tensor of a name is read
 
 
@@ -191,10 +190,7 @@ def eos_token_ids(folder: Path, config: Mapping[str, Any], tokenizer: Vocabulary
 
 
 def read_tensors(
-    folder: Path,
-    load_format: str = "auto",
-    progress: Progress | None = None,
-    wanted: Wanted = lambda name: True,
+    folder: Path, load_format: str = "auto", wanted: Wanted = lambda name: True
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every (name, tensor) of the folder's weights, on the CPU and in the dtype of the file, file by file.
 
@@ -202,18 +198,17 @@ def read_tensors(
     pickles of plain tensors), or "auto": safetensors where there are some. wanted: whether the tensor of a name is to
     be read at all. A missing file is noticed before the first tensor is read; raises ModelError, also while iterating.
     """
-    if load_format not in ("auto", "safetensors", "pt"):
-        raise ModelError(f"load format must be auto, safetensors or pt to read weights, got {load_format!r}")
-    files = _safetensors_files(folder) if load_format != "pt" else {}
-    reader = _read_safetensors
+    # "consolidated" files hold the same weights again under other names.
+    whole = ("model.safetensors", ("*.safetensors",), "consolidated")
+    files, reader = _files(folder, *whole) if load_format != "pt" else {}, _read_safetensors
     if not files and load_format != "safetensors":
-        files, reader = _pickle_files(folder), _read_pickle
+        files, reader = _files(folder, "pytorch_model.bin", ("*.bin", "*.pt"), TRAINING_STATE), _read_pickle
     if not files:
         kinds = {"auto": "*.safetensors, *.bin or *.pt", "safetensors": "*.safetensors", "pt": "*.bin or *.pt"}
         raise ModelError(f"{folder} holds no weights ({kinds[load_format]})")
     # Earlier versions of transformers saved the rotary frequencies as well; here they are computed from config.json.
     read = lambda name: not name.endswith("rotary_emb.inv_freq") and wanted(_plain(name))  # noqa: E731
-    return _read_all(files, lambda path, names: reader(path, names, read), progress)
+    return _read_all(files, lambda path, names: reader(path, names, read))
 
 
 def _plain(name: str) -> str:
@@ -225,24 +220,14 @@ def _plain(name: str) -> str:
 Files = dict[Path, list[str] | None]
 
 
-def _safetensors_files(folder: Path) -> Files:
-    """Return the safetensors files to read."""
-    if (index := folder / "model.safetensors.index.json").is_file():
+def _files(folder: Path, name: str, patterns: Iterable[str], apart: str | tuple[str, ...]) -> Files:
+    """Return the files of one kind to read: those of the index, else the one of this name, else all but those apart."""
+    if (index := folder / f"{name}.index.json").is_file():
         return _indexed_files(index)
-    if (single := folder / "model.safetensors").is_file():
+    if (single := folder / name).is_file():
         return {single: None}
-    # "consolidated" files hold the same weights again under other names.
-    return {path: None for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("consolidated")}
-
-
-def _pickle_files(folder: Path) -> Files:
-    """Return the PyTorch files to read."""
-    if (index := folder / "pytorch_model.bin.index.json").is_file():
-        return _indexed_files(index)
-    if (single := folder / "pytorch_model.bin").is_file():
-        return {single: None}
-    found = sorted([*folder.glob("*.bin"), *folder.glob("*.pt")])
-    return {path: None for path in found if not path.name.startswith(TRAINING_STATE)}
+    found = sorted(path for pattern in patterns for path in folder.glob(pattern))
+    return {path: None for path in found if not path.name.startswith(apart)}
 
 
 def _indexed_files(index: Path) -> Files:
@@ -262,13 +247,11 @@ def _indexed_files(index: Path) -> Files:
 
 
 def _read_all(
-    files: Files, reader: Callable[[Path, list[str] | None], Iterator[tuple[str, Tensor]]], progress: Progress | None
+    files: Files, reader: Callable[[Path, list[str] | None], Iterator[tuple[str, Tensor]]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of all files under their plain names; raises ModelError for a name that comes twice."""
     seen: set[str] = set()
-    for number, (path, names) in enumerate(files.items(), start=1):
-        if progress is not None:
-            progress(f"Reading {path.name} ({number} of {len(files)})")
+    for path, names in files.items():
         for name, tensor in reader(path, names):
             if _plain(name) in seen:
                 raise ModelError(f"{path.parent} holds {_plain(name)} twice, in two files or with and without model. "
@@ -325,8 +308,6 @@ def load_weights(module_tensors: Mapping[str, Tensor], tensors: Iterable[tuple[s
     module_tensors: the module's weights by the file's names, as `model.published_tensors` gives them. When all tensors
     are read, raises ModelError naming those that are missing, unknown or misshapen; the module is then filled in part.
     """
-    if any(wanted.is_meta for wanted in module_tensors.values()):
-        raise ModelError("the module is on the meta device, which holds no values; give it memory before loading")
     loaded: set[str] = set()
     unknown, misshapen = [], []
     for name, tensor in tensors:

@@ -52,7 +52,7 @@ from minispec.train.trainer import Trainer
 
 KINDS = (*HEAD_KINDS, "standalone", "token-map", "replies")
 FEATURE_WEIGHT = {"eagle": 1.0}  # the target's LM head reads its state, which so must come close to the target's
-ON_CPU = {"count": 3000, "max_new_tokens": 96, "long_share": 0.25, "rounds": 3, "epochs": 4, "batch_tokens": 1500}
+ON_CPU = {"count": 3000, "max_new_tokens": 96, "long_share": 0.25, "rounds": 3, "epochs": 4, "batch_tokens": 500}
 ON_CUDA = {"count": 100_000, "max_new_tokens": 512, "long_share": 1.0, "rounds": 5, "epochs": 3, "batch_tokens": 32768}
 RATE = {"standalone": 2e-3}  # 1e-3 for the others
 LONG = 768  # prompt tokens from which on a conversation counts as long
@@ -212,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, help="longest reply (CPU 96, CUDA 512)")
     add("--rounds", type=int, help="rounds of drafting in training (CPU 3, CUDA 5)")
     add("--epochs", type=int, help="passes over the replies (CPU 4, CUDA 3)")
-    add("--batch-tokens", type=int, help="reply tokens behind an update (CPU 1500, CUDA 32768)")
+    add("--batch-tokens", type=int, help="reply tokens behind an update (CPU 500, CUDA 32768)")
     add("--learning-rate", type=float, help="peak of the cosine (default 1e-3; standalone 2e-3)")
     add("--draft-vocab", type=int, default=8192, help="size of the draft vocabulary (default 8192)")
     add("--variant", choices=("3", "3.1"), default="3", help="EAGLE-3 as published, or 3.1 with a norm per stream")

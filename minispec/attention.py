@@ -1,7 +1,7 @@
 """Attention over pages and trees, and the plan of a step, which tells attention what each query sees.
 
 A query block holds W queries of one slot: the nodes of a tree, or a part of a prompt chunk. A plan describes all query
-blocks of a step. Block r starts at row `starts[r]`. Its nodes see all rows below that, and within the block what
+blocks of a step. Block r starts at row `starts[r]`. Its nodes see all rows below the start and those of the block that
 `visible[r]` allows: the ancestors in a tree, the lower triangle in a chunk. So one mask serves decode and prefill.
 
     a decode step: B blocks of N nodes, queries [B, H, N, D]      a prefill step: T / W blocks, queries [1, H, T, D]
@@ -240,8 +240,8 @@ class FlexLayer(Key):
     def _kernel_options(self, q: Tensor, kv_heads: int) -> Any:
         """Return the options that each device's kernel needs; docs/cuda.md and docs/cpu.md list the traps."""
         if not q.is_cuda:
-            # Any value that does not divide the page turns off the CPU's split-KV kernel, which takes its sizes from
-            # the buffer behind a view of q and silently returns garbage.
+            # Any value that is no multiple of the page size turns off the CPU's split-KV kernel, which takes the shape
+            # of the buffer behind a view of q for that of q and silently returns garbage.
             return {"PARTITION_SIZE": 1}
         # Nothing is left to autotuning: it would try the kernels on block lists as long as the whole pool.
         keys = min(TILE_KEYS, self.plan.kv.page_size)

@@ -1,9 +1,9 @@
 """Growing a tree on the device: the beam that all learned drafters share, and the drafter around a head.
 
-A frontier is the K nodes that one round expands. The head proposes the K likeliest children of each. The K best of
-these K * K by cumulative probability are the next frontier, and all of them stay candidates. After S rounds the best
-N - 1 candidates form the tree (EAGLE-2, arXiv 2406.16858). A child's score never exceeds its parent's, and ties go to
-the earlier index, so the parent of a kept candidate is kept too.
+A frontier is the K nodes that one round expands; the first one is the root's K likeliest children. A round proposes the
+K likeliest children of each node. The K best of these K * K by cumulative probability are the next frontier, and all
+stay candidates. After S rounds the best N - 1 candidates form the tree (EAGLE-2, arXiv 2406.16858). A child's score
+never exceeds its parent's, and ties go to the earlier index, so the parent of a kept candidate is kept too.
 
 A head reads pairs (state at i, token i + 1). The keys and values of such a pair are in row i of the head's own pages,
 under the target's page table. After a forward pass of the target, `commit` computes them from the target's features.
@@ -346,5 +346,4 @@ class BeamDrafter(Drafter):
         return torch.where(t > 0, score / t.clamp(min=GREEDY_BELOW), logits)
 
     def _to_target(self, ids: Tensor) -> Tensor:
-        """Map draft ids to target ids."""
         return ids if self.network.token_map is None else self.network.token_map[ids]

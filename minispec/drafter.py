@@ -1,9 +1,9 @@
 """Drafters: a drafter proposes trees, and it is told which tokens the target committed.
 
 The engine calls one interface, `Drafter`. It asks for trees before a step that has trees. It reports every committed
-token, those of prompt chunks too, so "draft prefill" and "draft extend" are no separate phases; tokens of plain steps
-are reported later (`late.py`). Plain decoding is the drafter `none`, whose tree is the root alone. The engine never
-asks whether decoding is speculative.
+token, those of prompt chunks too, so "draft prefill" and "draft extend" are no separate phases. Tokens of steps without
+the drafter are reported later (`late.py`). Plain decoding is the drafter `none`, whose tree is the root alone; the
+engine never asks whether decoding is speculative.
 
 A drafter that works on tensors, inside the step, derives from `Drafter` (`beam.py` with its heads, `standalone.py`).
 A drafter that works on lists of tokens, between the steps, derives from `HostDrafter` (`ngram.py`). `HostTrees` makes a
@@ -189,7 +189,7 @@ class Drafter(ABC):
         """
 
     def predict(self, slot: int, tokens: Sequence[int]) -> None:  # noqa: B027  nor from what is expected of it
-        """Take in a text that a slot's output may resemble, as a hint for drafts; before the slot's own text."""
+        """Take in a text that a slot's output may resemble, as a hint for drafts; called before `observe`."""
 
     def ignore(self, slot: int) -> None:  # noqa: B027  a drafter that reads no text learns nothing for others
         """Learn nothing from this slot's text until it is released: other requests must not profit from it."""
@@ -229,7 +229,7 @@ class HostDrafter(ABC):
         """Take in the tokens just committed to a slot's text; again: a retracted request replays its own."""
 
     def predict(self, slot: int, tokens: Sequence[int]) -> None:  # noqa: B027  a drafter may do without the hint
-        """Take in a text that a slot's output may resemble; before the slot's own text."""
+        """Take in a text that a slot's output may resemble; called before `commit`."""
 
     @abstractmethod
     def release(self, slot: int) -> None:

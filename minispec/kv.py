@@ -146,7 +146,6 @@ class PagedKV:
         self._zero(pages, self.pools)
 
     def _zero(self, pages: Sequence[int], pools: Sequence[Tensor]) -> None:
-        """Write zeros to pages of some pools."""
         if not pages or not pools:
             return
         index = upload(pages, torch.int64, self.pool.device)

@@ -1,6 +1,6 @@
 """The backlog: tokens and features of steps without the drafter, which takes them in before it drafts again.
 
-A drafter with a network computes its rows from the target's features. Plain steps do not run the network, which would
+A drafter with a network computes its rows from the target's features. Plain steps do not run the network: that would
 cost most of what they save. Nor do steps whose trees all come from lookups. These steps save tokens and features here,
 by row modulo 64. The drafter takes in a slot's backlog at once, like a chunk of a prompt, so a return to its trees
 costs one pass over at most 64 rows a slot. Pages that other requests may read lack none of the drafter's rows.

@@ -6,8 +6,9 @@ expected tokens, as `policy.py` estimates them. The step's inputs hold the looku
 every request takes a lookup's tree, the step does not run the head: the accepted paths join the backlog (`late.py`).
 
 A lookup that finds nothing must cost almost nothing. In a request's own text, a dictionary gives the last occurrence of
-the newest three or two tokens within a microsecond. The trie that all texts share (`ngram.py`) is filled in 1 % of the
-time. NGRAM alone does the same on a CPU (`Texts`), unless flags fix its trees: then its indexing has no limit of time.
+the newest three or two tokens within a microsecond. Lookups and the indexing of the trie that all texts share
+(`ngram.py`) take at most 1 % of the time. NGRAM alone does the same on a CPU (`Texts`), unless flags fix its trees:
+then its indexing has no limit of time.
 
 Lookup in the prompt: Saxena, prompt-lookup-decoding (2023); beside a head: SuffixDecoding (arXiv 2411.04975).
 Read next: `ngram.py` for the trie, `beam.py` for the head's drafter, `policy.py` for the choice.

@@ -12,8 +12,8 @@ slow. A radix selection over the bits of the fp32 values finds it exactly, with 
 on the order of summation.
 
 Everything on the device has a static shape and waits for no decision of the host. A feature that no request of a batch
-uses is None in the batch's `Wishes` and costs nothing. The names of the members that are not None are the batch's
-`Needs`. `Needs` and shape decide which operations of a step run, so each shape is captured for a few `Needs`.
+uses is None in the batch's `Wishes` and costs nothing. The batch's `Needs` are the names of those that are not None.
+`Needs` and shape decide which operations of a step run, so each shape is captured for a few `Needs`.
 
 Read next: `verify.py` for the walk that calls `pick`, `request.py` for the parameters.
 """
@@ -241,7 +241,7 @@ def _sums(digit: Tensor, mass: Tensor, digits: int) -> Tensor:
 
 
 def _sums_spread(digit: Tensor, mass: Tensor, digits: int) -> Tensor:
-    """Return the same as `_sums`, for CUDA, which is slow when nearly all ids fall into one bin: it adds them in turn.
+    """Return the same as `_sums`, for CUDA, which adds the ids of one bin one by one; nearly all could be in one.
 
     Ids below the prefix are summed apart. They and the ids beyond the digits are spread over bins that are not read.
     """
@@ -366,7 +366,7 @@ class SamplingState:
         return Wishes(**members)
 
     def commit(self, slots: Tensor, tokens: Tensor, count: Tensor, counted: bool) -> None:
-        """Add `count [B]` to the outputs of `slots [B]`; if `counted`, add the first `count` of `tokens [B, A]` too."""
+        """Add the first `count [B]` of `tokens [B, A]` to the outputs of `slots [B]`; if `counted`, to counts too."""
         self._ints[:, OUTPUTS].index_add_(0, slots, count.to(torch.int64))
         if not counted:
             return

@@ -81,7 +81,7 @@ class StandaloneDrafter(BeamDrafter):
         self.network.model.compile_blocks(compiler)
 
     def attends(self, plan: Plan, prefill: bool) -> list[PagedAttend]:
-        """Return the attention as a head does, for paths that end at a root, and that of roots after prompt chunks."""
+        """Return the attention of chunks and the roots after them, or of paths that end at a root and of frontiers."""
         if prefill:
             return [self._attend(plan), self._attend(self._tails[plan.blocks, 1])]
         return super().attends(self._tails[plan.batch, plan.width], prefill)

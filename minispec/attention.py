@@ -1,8 +1,8 @@
-"""How queries meet the keys and values of their request: the plan of a step, and attention over pages and trees.
+"""Attention over pages and trees, and the plan of a step, which tells attention what each query sees.
 
-The one idea: every forward pass is a set of query blocks, and every block is a tree. Block r belongs to one slot,
-starts at row `starts[r]`, and its W nodes see all rows below the start and, within the block, what `visible[r]` says:
-the ancestors in a draft tree, the lower triangle in a chunk of prompt. So one mask serves verification and prefill.
+A query block holds W queries of one slot: the nodes of a tree, or a part of a prompt chunk. A plan describes all query
+blocks of a step. Block r starts at row `starts[r]`. Its nodes see all rows below the start and those of the block that
+`visible[r]` allows: the ancestors in a tree, the lower triangle in a chunk. So one mask serves decode and prefill.
 
     a decode step: B blocks of N nodes, queries [B, H, N, D]      a prefill step: T / W blocks, queries [1, H, T, D]
     row:   0 ......... starts | 0 1 2 3  <- nodes, at rows starts + 0..W-1
@@ -10,12 +10,12 @@ the ancestors in a draft tree, the lower triangle in a chunk of prompt. So one m
 
   PagedFlex    FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled, on CUDA
   PagedGather  the same without FlexAttention, for a CPU and for eager steps (`gather.py`)
-  Causal       no cache at all: training, and the independent reference of the tests
+  Causal       no cache: for training, and as the independent reference of the tests
 
-This is the only file with FlexAttention. Which kind an engine has is decided where it is put together (`AttendKind`).
+This is the only file with FlexAttention. `load/build.py` chooses the kind of an engine (`AttendKind`).
 
-`Plan` owns every tensor that describes a step, allocated once per shape and refilled in place: compiled graphs and
-captured ones hold on to these addresses. Block lists are written directly; `create_block_mask` costs milliseconds.
+`Plan` owns every tensor that describes a step. They are allocated once per shape and refilled in place, since compiled
+and captured graphs hold their addresses. Block lists are written directly: `create_block_mask` costs milliseconds.
 
 Read next: `drafter.py`, which proposes the trees; `engine.py`, which fills a plan and runs the model on it.
 """
@@ -36,12 +36,12 @@ from minispec.model import LayerAttend
 
 QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
 
-# CUDA's kernels work on tiles of query rows by key rows. With larger ones the sums and the mask do not fit in registers
-# and spill into memory; benchmarks/lowering.py compiles the kernels and shows it.
+# CUDA's kernels work on tiles of query rows by key rows. Larger tiles spill registers into memory:
+# benchmarks/lowering.py compiles the kernels and shows it.
 TILE_ROWS, TILE_KEYS = 64, 32
 
-# Writing rows is an operator of its own, so that warm-up on CUDA does not tune it: a tuned kernel that writes into the
-# pool is tried out on copies of the pool, gigabytes each time.
+# Writing rows is a custom operator, so that CUDA's warm-up does not autotune it: autotuning tries kernels that write
+# into the pool on copies of the pool, gigabytes each time.
 library = torch.library.Library("minispec", "FRAGMENT")
 library.define("write_rows(Tensor(a!) pool, Tensor rows, Tensor new) -> ()")
 
@@ -56,15 +56,14 @@ torch.library.register_fake("minispec::write_rows", lambda pool, rows, new: None
 
 
 def most_nodes(device: torch.device) -> int:
-    """Return the most nodes a tree may have; CUDA's decode kernel takes fewer query rows than a query block has."""
+    """Return the most nodes of a tree; CUDA's decode kernel takes fewer query rows than a query block has."""
     return QUERY_BLOCK - 1 if device.type == "cuda" else QUERY_BLOCK
 
 
 def prefill_block(device: torch.device) -> int:
-    """Return the width of a prefill step's query blocks, which every prompt chunk fills up with padding.
+    """Return the width of a prefill step's query blocks; prompt chunks are padded to whole blocks.
 
-    CUDA's kernels want whole blocks of 128; on a CPU a quarter of that keeps the padding of short prompts low, the
-    usual ones.
+    CUDA's kernels need blocks of 128. Prompts are usually short, so on a CPU 32 saves padding.
     """
     return QUERY_BLOCK if device.type == "cuda" else QUERY_BLOCK // 4
 
@@ -72,13 +71,13 @@ def prefill_block(device: torch.device) -> int:
 class Plan:
     """The static tensors of one step: whose rows each query block reads, what each node sees, where new rows go.
 
-    batch and blocks: the queries are [batch, H, T, D] with T = blocks * width; r = batch * blocks query blocks.
-    slots [r] int64, starts [r] int64, visible [r, W, M] bool, rows [r * W] int64, and ends [r] int64, the row after the
-    last one that a block reads. For FlexAttention, kv_count [batch, 1, blocks] and
-    kv_index [batch, 1, blocks, PAGES] int32 list the pages a block reads under the mask, full_count and full_index
-    those it sees whole. `visible` speaks of the M rows from `starts` on: the nodes themselves (M = W, the default), or
-    a window that holds nodes of earlier calls too (a drafter growing its tree level by level). prompts: whether the
-    blocks are chunks of prompts, of any number of requests.
+    The queries are [batch, H, T, D] with T = blocks * width: r = batch * blocks query blocks of W = width nodes.
+    slots, starts [r] int64; ends [r] int64, the row after the last one that a block reads; rows [r * W] int64, the
+    physical row that each node writes. visible [r, W, M] bool says which of the M rows from `starts` on a node sees:
+    by default the block's own (M = W); a drafter that grows trees in rounds has a window with earlier nodes too.
+    For FlexAttention, kv_count [batch, 1, blocks] and kv_index [batch, 1, blocks, PAGES] int32 list the pages that a
+    block reads under the mask; full_count and full_index list those that it sees whole.
+    prompts: whether the blocks are chunks of prompts, of any number of requests.
     """
 
     def __init__(
@@ -87,51 +86,51 @@ class Plan:
         assert width <= QUERY_BLOCK and (blocks == 1 or QUERY_BLOCK % width == 0), "nodes must fit in query blocks"
         self.kv, self.batch, self.blocks, self.width, self.window = kv, batch, blocks, width, window or width
         self.prompts = prompts
-        self.query_block = QUERY_BLOCK if blocks == 1 else width  # rows of a block in FlexAttention's eyes
+        self.query_block = QUERY_BLOCK if blocks == 1 else width  # FlexAttention's BLOCK_SIZE of queries
         device, r = kv.pool.device, batch * blocks
         self.slots = torch.zeros(r, dtype=torch.int64, device=device)
         self.starts = torch.zeros(r, dtype=torch.int64, device=device)
         self.visible = torch.zeros(r, width, self.window, dtype=torch.bool, device=device)
         self.rows = torch.zeros(r * width, dtype=torch.int64, device=device)
         self.ends = torch.ones(r, dtype=torch.int64, device=device)
-        # PAGES columns, of which only a request's are written: the CPU kernel wants the lists to cover the pool.
+        # PAGES columns, though only a slot's pages are listed: the CPU kernel needs lists as long as the pool.
         lists: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.kv_count = torch.zeros(batch, 1, blocks, **lists)
         self.kv_index = torch.zeros(batch, 1, blocks, kv.pages, **lists)
         self.full_count = torch.zeros(batch, 1, blocks, **lists)
         self.full_index = torch.zeros(batch, 1, blocks, kv.pages, **lists)
-        # With full blocks the CUDA decode kernel would split the whole pool instead of the request's pages, and one
-        # multiprocessor would walk a sequence alone. Elsewhere full blocks save the mask on all but the last pages.
+        # With full blocks the CUDA decode kernel would split the whole pool instead of the request's pages, so a single
+        # multiprocessor would read a sequence. Elsewhere full blocks save the mask on all but the last pages.
         self.full_blocks = device.type != "cuda" or blocks > 1
-        self.listed = True  # whether anybody reads the lists
+        self.listed = True  # whether the lists are read
 
     @property
     def name(self) -> str:
-        """What tells its shape from others."""
+        """The plan's shape in words; different for different shapes."""
         if self.prompts:
             return f"prefill of {self.batch * self.blocks * self.width} rows"
         window = "" if self.window == self.width else f" in a window of {self.window}"
         return f"batch {self.batch}, {self.width} nodes each{window}"
 
     def fill(self, slots: Tensor, starts: Tensor, visible: Tensor, live: Tensor, offset: int | Tensor = 0) -> None:
-        """Describe the next step: slots, starts [r] int64, visible [r, W, M] bool, live [r, W] bool (others: padding).
+        """Describe the next step: slots, starts [r] int64, visible [r, W, M] bool, live [r, W] bool (false: padding).
 
         Node i writes to row starts + offset + i; offset may be [] int64, so that one graph serves every offset.
-        Everything is written in place on the device, without a look at any value from the host.
+        Everything is written in place on the device; the host reads no value.
         """
         self.slots.copy_(slots)
         self.starts.copy_(starts)
         self.visible.copy_(visible)
         positions = starts[:, None] + offset + torch.arange(self.width, device=starts.device)
         self.rows.copy_(self.kv.rows(slots, positions, live))
-        # To the last live node, not their number: a node past the context's end may stand before a live one.
+        # Up to the last live node, not the number of live nodes: a node past the context's end may precede a live one.
         used = (live * (offset + torch.arange(1, self.width + 1, device=starts.device))).amax(1)
         self.ends.copy_(starts + used)
         if self.listed:
             self._list_pages(slots, starts)
 
     def _list_pages(self, slots: Tensor, starts: Tensor) -> None:
-        """Write the block lists: for each block the pages it sees whole, and those it reads under the mask."""
+        """Write for each block the lists of pages that it sees whole and of those that it reads under the mask."""
         kv, shape = self.kv, self.kv_count.shape
         whole = starts // kv.page_size if self.full_blocks else torch.zeros_like(starts)
         total = ((self.ends + kv.page_size - 1) // kv.page_size).clamp(max=kv.pages_per_slot)
@@ -153,11 +152,11 @@ class PagedAttend(Protocol):
     def layer(self, index: int) -> LayerAttend: ...
 
 
-AttendKind = Callable[[PagedKV, Plan, int], PagedAttend]  # of a plan and so many layers
+AttendKind = Callable[[PagedKV, Plan, int], PagedAttend]  # arguments: the pages, a plan, the number of layers
 
 
 class PagedFlex:
-    """FlexAttention over the paged pool; made to be compiled together with the block around it."""
+    """FlexAttention over the paged pool, to be compiled together with the block around it."""
 
     def __init__(self, kv: PagedKV, plan: Plan, layers: int) -> None:
         self._layers = [FlexLayer(*kv.layer(index), kv.logical, plan) for index in range(layers)]
@@ -169,13 +168,13 @@ class PagedFlex:
 
 
 class FlexLayer(Key):
-    """One layer of PagedFlex. Holds tensors and constants only, so that all layers share one compiled graph."""
+    """One layer of PagedFlex. It holds tensors and constants only, so all layers share one compiled graph."""
 
     def __init__(self, keys: Tensor, values: Tensor, logical: Tensor, plan: Plan) -> None:
         self.keys, self.values, self.logical, self.plan = keys, values, logical, plan
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k, v [B, Hkv, T, D] into their rows, then attend with q [B, Hq, T, D] -> [B, Hq, T, D]."""
+        """Write k, v [B, Hkv, T, D] to the plan's rows, then attend with q [B, Hq, T, D] -> [B, Hq, T, D]."""
         batch, heads, length, dim = q.shape
         kv_heads = k.shape[1]
         write_rows(self.keys, self.plan.rows, k)
@@ -199,9 +198,9 @@ class FlexLayer(Key):
         return out.reshape(batch, heads, length, dim)
 
     def _folds(self, q: Tensor, group: int) -> bool:
-        """Do the queries that share a KV head become rows of one head, so that each key is read once?
+        """Return whether to fold the query heads of a group into rows of one head, so that each key is read once.
 
-        CUDA's decode kernel does that itself for a group of a power of two, and takes less than a query block of rows.
+        CUDA's decode kernel folds groups of a power of two itself, and takes fewer rows than a query block has.
         """
         rows = group * q.shape[2]
         if q.is_cuda:
@@ -209,7 +208,7 @@ class FlexLayer(Key):
         return self.plan.blocks == 1 and rows <= QUERY_BLOCK
 
     def _block_mask(self, query_rows: int) -> BlockMask:
-        """Wrap the plan's lists; costs microseconds, being built from tensors that exist."""
+        """Wrap the plan's lists in a BlockMask. This costs microseconds, since the tensors exist."""
         plan, page_size = self.plan, self.plan.kv.page_size
         return BlockMask(
             seq_lengths=(query_rows, self.keys.shape[2]),
@@ -226,7 +225,7 @@ class FlexLayer(Key):
         )
 
     def _visible(self, b: Tensor, h: Tensor, q: Tensor, row: Tensor) -> Tensor:
-        """FlexAttention's mask_mod: may query q of sequence b see the physical row `row`?"""
+        """FlexAttention's mask_mod: return whether query q of sequence b sees the physical row `row`."""
         plan, page_size = self.plan, self.plan.kv.page_size
         width, window = plan.width, plan.window
         block = b * plan.blocks + q // plan.query_block
@@ -234,36 +233,36 @@ class FlexLayer(Key):
         page = self.logical[plan.slots[block], row // page_size]
         # 32 bits, since a tile of 64-bit indices does not fit in CUDA's registers.
         ahead = page * page_size + row % page_size - plan.starts[block].int()
-        # The clamp is compulsory: the table is read before `&` is applied.
+        # Clamped, since `visible` is read before `&` is applied.
         within = (ahead < window) & plan.visible[block, node, ahead.clamp(0, window - 1)]
         return (page >= 0) & ((ahead < 0) | within)
 
     def _kernel_options(self, q: Tensor, kv_heads: int) -> Any:
-        """What each device's kernel must be told; see docs/architecture.md for what goes wrong otherwise."""
+        """Return the options that each device's kernel needs; docs/cuda.md and docs/cpu.md list the traps."""
         if not q.is_cuda:
-            # Any value that does not divide the page: the CPU's split-KV kernel reads the shape of the buffer behind
-            # a view of q and returns garbage, silently.
+            # Any value that is no multiple of the page size turns off the CPU's split-KV kernel, which takes the shape
+            # of the buffer behind a view of q for that of q and silently returns garbage.
             return {"PARTITION_SIZE": 1}
-        # Nothing is left to autotuning, which would try the kernels on block lists as long as the whole pool.
+        # Nothing is left to autotuning: it would try the kernels on block lists as long as the whole pool.
         keys = min(TILE_KEYS, self.plan.kv.page_size)
         if self.plan.blocks > 1 or q.shape[2] >= QUERY_BLOCK:
             return {"BLOCK_M": TILE_ROWS, "BLOCK_N": keys, "num_warps": 4, "num_stages": 3}
         rows = q.shape[1] * q.shape[2] // kv_heads
         tile = min(TILE_ROWS, max(16, 1 << (rows - 1).bit_length()))
-        # Named, so that an unsuitable shape fails loudly instead of running slowly in the prefill kernel.
+        # The backend is named, so that an unsuitable shape fails instead of running slowly in the prefill kernel.
         decode = {"BACKEND": "TRITON_DECODE", "BLOCK_M": tile, "BLOCK_N": keys}
         return {**decode, "num_warps": 4 if tile > 16 else 2, "num_stages": 3}
 
 
 class Causal:
-    """Plain causal attention over the tokens given, with no cache; for training and as the reference of tests."""
+    """Causal attention over the given tokens, without a cache; for training and as the reference of tests."""
 
     def layer(self, index: int) -> Causal:
         """Return the attention of one layer, the same for all."""
         return self
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend with q [B, Hq, T, D] to k, v [B, Hkv, T, D] at and before each position."""
+        """Attend with q [B, Hq, T, D] to k, v [B, Hkv, T, D] up to each query's position."""
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -273,11 +272,11 @@ def write_rows(pool: Tensor, rows: Tensor, new: Tensor) -> None:
     if pool.is_cuda:
         torch.ops.minispec.write_rows(pool, rows, new)
     else:
-        pool.index_copy_(2, rows, new)  # fused with what computes the rows
+        pool.index_copy_(2, rows, new)  # compiled, it is fused with the code that computes `new`
 
 
 def _pad_group(q: Tensor, kv_heads: int, group: int) -> tuple[Tensor, int]:
-    """Add zero heads so that each KV head serves a power of two of them; returns q and the new group."""
+    """Add zero heads until each KV head has a power of two of query heads; return q and the new group size."""
     batch, _, length, dim = q.shape
     padded = 1 << (group - 1).bit_length()
     q = q.reshape(batch, kv_heads, group, length, dim)

@@ -1,26 +1,23 @@
 """Growing a tree on the device: the beam that all learned drafters share, and the drafter around a head.
 
-The one idea: a cheap head proposes the K likeliest children of every node of a frontier; the K best of those by
-cumulative probability are the next frontier, and everything proposed stays a candidate. After S rounds the best N - 1
-candidates form the tree (EAGLE-2, arXiv 2406.16858). A child's score never exceeds its parent's, and ties go to the
-earlier index, so whatever is kept, its parent is kept.
+A frontier is the K nodes that one round expands; the first one is the root's K likeliest children. A round proposes the
+K likeliest children of each node. The K best of these K * K by cumulative probability are the next frontier, and all
+stay candidates. After S rounds the best N - 1 candidates form the tree (EAGLE-2, arXiv 2406.16858). A child's score
+never exceeds its parent's, and ties go to the earlier index, so the parent of a kept candidate is kept too.
 
-A head reads pairs (state at i, token i + 1), and the keys and values of such a pair lie in row i of its own pages,
-under the target's page table. After every forward pass of the target, `commit` computes them from the target's
-features. Rows that the head wrote before, from its own states while drafting, are scratch beyond the committed length:
+A head reads pairs (state at i, token i + 1). The keys and values of such a pair are in row i of the head's own pages,
+under the target's page table. After a forward pass of the target, `commit` computes them from the target's features.
+The rows that the head writes while drafting, from its own states, are scratch beyond the committed length:
 
     row   0 ... lens-1 | lens .. lens+K-1 | lens+K .. lens+2K-1 | ...
           committed      first frontier     second frontier          each node sees the committed rows and its ancestors
 
-Where a request samples, its picks are argmax(logits + T * noise), and this noise is known before the target runs. So
-the drafter adds the same noise to its own logits ("Coupling without communication and drafter-invariant speculative
-decoding", arXiv 2408.07978): two models that agree on the logits then agree on the pick as well, and the beam drafts
-what it would pick itself. It may leave out penalties and filters, since verification alone makes the output exact.
+A sampled pick of the target is argmax(logits + T * noise), and the noise is known before the target runs. Coupling adds
+the same noise to the head's logits ("Coupling without communication and drafter-invariant speculative decoding", arXiv
+2408.07978). So two models that agree on the logits also agree on the pick. The head ignores penalties and filters:
+verification alone makes the output exact.
 
-A separate draft model uses the same beam; only the row in which a token lies differs (`lookahead`), see
-`standalone.py`.
-
-Read next: `eagle.py` for the heads, `engine.py` for the calls, `tree.py` for what comes out.
+Read next: `eagle.py` for the heads, `standalone.py` for a draft model in place of a head, `engine.py` for the calls.
 """
 
 from __future__ import annotations
@@ -42,11 +39,11 @@ from minispec.tree import DraftTree
 
 
 class Candidates(NamedTuple):
-    """Everything a beam proposed: K nodes of round one, then K * K of each further round, parents first."""
+    """All nodes that a beam proposed: K in round one, then K * K in each further round, parents first."""
 
     tokens: Tensor  # [B, C] int64, target ids
     scores: Tensor  # [B, C] fp32, log-probability of the path from the root
-    parents: Tensor  # [B, C] int64, index of the parent candidate, -1 below the root
+    parents: Tensor  # [B, C] int64, index of the parent candidate; -1 if the parent is the root
 
 
 class Frontier(NamedTuple):
@@ -55,28 +52,28 @@ class Frontier(NamedTuple):
     tokens: Tensor  # [B, K] int64, target ids
     states: Tensor  # [B, K, H], the head's output at each node's parent
     scores: Tensor  # [B, K] fp32
-    # Of each node among the candidates. It hides tuple.index, which nobody calls.
+    # Each node's index among the candidates. It hides tuple.index, which nobody calls.
     index: Tensor  # type: ignore[assignment]  # [B, K] int64
     visible: Tensor  # [B, K, W] bool, which scratch rows each node sees, its own included
 
 
 class Inputs(NamedTuple):
-    """What a network reads of a frontier beside its states."""
+    """The inputs of the network beside the states, here for a frontier."""
 
     embedding: Tensor  # [B, K, H]
-    cos: Tensor  # of the rotary factors
+    cos: Tensor  # the rotary factors
     sin: Tensor
     positions: Tensor  # [B, K] int64
 
 
 def candidate_count(steps: int, topk: int) -> int:
-    """Return how many candidates S = `steps` rounds over K = `topk` branches make."""
+    """Return the number of candidates of S = `steps` rounds with K = `topk` branches."""
     return topk + (steps - 1) * topk * topk
 
 
 def best(candidates: Candidates, count: int) -> Tensor:
     """Return the indices [B, count] of the best candidates, ascending."""
-    # A child may score as high as its parent. The sort is stable, so that the earlier index, the parent, is kept first.
+    # A child may score as high as its parent. A stable sort puts the earlier index, the parent, first.
     order = candidates.scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
     return order.sort(dim=1).values
 
@@ -97,8 +94,8 @@ def rerank(candidates: Candidates, root: Tensor, nodes: int) -> DraftTree:
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities fp32 and the ids of the `count` likeliest of logits [..., V], each [..., count].
 
-    Logits with NaN or infinity have NaN for probabilities, which would be sorted before everything else, so that
-    children entered the tree without their parents. Such children score -inf instead.
+    Logits with NaN or infinity give NaN probabilities, which a sort would put first: children would enter the tree
+    without their parents. Such children score -inf instead.
     """
     scores, ids = logits.float().log_softmax(-1).topk(count, dim=-1)
     return scores.masked_fill(scores.isnan(), -torch.inf), ids
@@ -110,14 +107,14 @@ ToTarget = Callable[[Tensor], Tensor]  # maps draft ids to target ids
 def sprout(logits: Tensor, state: Tensor, topk: int, width: int, to_target: ToTarget) -> tuple[Candidates, Frontier]:
     """Return the K likeliest children of the root, as candidates and as the first frontier.
 
-    logits [B, Vd] and state [B, H] are those at the root; `width` is W, the number of scratch rows.
+    logits [B, Vd] and state [B, H] are the head's at the root; `width` is W, the number of scratch rows.
     """
     batch = logits.shape[0]
     scores, ids = likeliest(logits, topk)
     tokens = to_target(ids)
     index = torch.arange(topk, device=ids.device).expand(batch, topk)
     visible = torch.eye(topk, width, dtype=torch.bool, device=ids.device).expand(batch, -1, -1)
-    # `repeat`: expanded states would have other strides than those of later rounds, and need another graph.
+    # `repeat`, not `expand`: states with other strides than those of later rounds would need another graph.
     frontier = Frontier(tokens, state[:, None].repeat(1, topk, 1), scores, index, visible)
     # Copies, since no tensor may stand for two arguments of a compiled function.
     return Candidates(tokens.clone(), scores.clone(), torch.full_like(index, -1)), frontier
@@ -126,7 +123,7 @@ def sprout(logits: Tensor, state: Tensor, topk: int, width: int, to_target: ToTa
 def branch(
     round_: Tensor, frontier: Frontier, logits: Tensor, states: Tensor, to_target: ToTarget
 ) -> tuple[Candidates, Frontier]:
-    """Return the K children of each node of a round's frontier, and the K best of them all as the next frontier.
+    """Return the K likeliest children of each node of a frontier, and the K best of them all as the next frontier.
 
     round_ [] int64 counts from 1; logits [B, K, Vd] and states [B, K, H] are the head's at the frontier.
     """
@@ -148,7 +145,7 @@ def branch(
 
 
 class DraftNetwork(Protocol):
-    """What the beam needs of the module that it drafts with, such as a draft head of `eagle.py`."""
+    """The network that a beam drafts with, such as a draft head of `eagle.py`."""
 
     name: str
     taps: tuple[int | str, ...]
@@ -167,25 +164,25 @@ class DraftNetwork(Protocol):
 
 
 class Beam(Key):
-    """The size of the trees grown for B requests, and the static tensors that this takes."""
+    """The size of the trees for B requests, and the static tensors for growing them."""
 
     def __init__(self, batch: int, size: TreeSize, plan: Plan | None, live: Tensor) -> None:
-        """`plan`: of a frontier, shared by all sizes of a batch; `live` [B, K] bool, all true."""
+        """plan: that of a frontier, shared by all sizes of a batch; live: [B, K] bool, all true."""
         assert size.steps is not None, "a beam grows in rounds"
         self.batch, self.nodes, self.steps, self.live = batch, size.nodes, size.steps, live
-        self.plan = plan if size.steps > 1 else None  # children of the root alone are no frontier that is read
+        self.plan = plan if size.steps > 1 else None  # with one round the network reads no frontier
 
 
 class BeamDrafter(Drafter):
-    """The drafter around a head: S rounds over K branches, reranked to a tree of N nodes.
+    """The drafter around a head: S rounds of K branches, reranked to a tree of N nodes.
 
-    A second size may have fewer nodes and rounds; plans have the width and window of the larger one, so that it costs
-    the head no graph. Before, between and after the network's calls stand `_open`, `_round` and `_close`, small
-    functions that may be compiled: they write the plan of the next call and nothing else.
+    A smaller size may have fewer nodes and rounds. It uses the plans of the larger one, so the head needs no further
+    graph. `_open`, `_round` and `_close` run before, between and after the calls of the network. They may be compiled,
+    and write in place nothing but the plan of the next call.
     """
 
     lookahead = 1  # row i depends on token i + 1, which is in the head's pair
-    network: Any  # an nn.Module that has what `DraftNetwork` names
+    network: Any  # an nn.Module with the members of `DraftNetwork`
     steps: int
     topk: int
 
@@ -193,15 +190,15 @@ class BeamDrafter(Drafter):
         self, network: Any, *, steps: int, topk: int, nodes: int, coupled: bool = True,
         smaller: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
-        """`network` has what `DraftNetwork` names; `smaller`: rounds and nodes of the smaller size.
+        """network: see `DraftNetwork`; smaller: rounds and nodes of the smaller size, None if there is one size.
 
-        `coupled` drafts with the noise of the target's picks; without it every draft is the network's likeliest token.
+        coupled: whether to draft with the noise of the target's picks; if not, drafts are the likeliest tokens.
         """
         assert nodes <= candidate_count(steps, topk) + 1, "more nodes than candidates"
         self.network, self.steps, self.topk, self.nodes, self.coupled = network, steps, topk, nodes, coupled
         self.name, self.taps = network.name, network.taps
         self.depth = min(steps, nodes - 1)
-        self.longest = self.depth + 1  # A, the tokens of the longest path that `commit` is told of
+        self.longest = self.depth + 1  # A, the tokens of the longest path that `commit` takes in
         if smaller is not None:
             assert smaller[0] <= steps and 1 < smaller[1] < nodes, "the smaller tree is the smaller one"
             assert smaller[1] <= candidate_count(smaller[0], topk) + 1, "more nodes than candidates"
@@ -214,7 +211,7 @@ class BeamDrafter(Drafter):
     def attach(
         self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
     ) -> None:
-        """Allocate the drafter's own pages and per-slot state beside the target's."""
+        """Allocate the drafter's own pages, per-slot state and plans."""
         self.kv, self.attend_kind = kv.sibling(self.kv_shape), attend_kind
         slots = kv.table.shape[0]
         like: dict[str, Any] = {"dtype": kv.pool.dtype, "device": kv.pool.device}
@@ -230,11 +227,11 @@ class BeamDrafter(Drafter):
 
     @property
     def path_lengths(self) -> list[int]:
-        """The values of A, as many tokens as the paths have that `commit` is told of."""
+        """The values of A, the tokens of the padded paths that `commit` takes in."""
         return sorted({min(size.nodes, self.longest) for size in self.trees} | {self.longest})
 
     def expect(self, longest: int) -> None:
-        """Be prepared, before `attach`, for paths of so many tokens: those of trees that another drafter drew."""
+        """Prepare, before `attach`, for paths of `longest` tokens, as trees of lookups have."""
         self.longest = max(longest, self.depth + 1)
 
     def compile(self, compiler: Compiler) -> None:
@@ -244,16 +241,16 @@ class BeamDrafter(Drafter):
         self.small.compile(compiler, choice)
 
     def attends(self, plan: Plan, prefill: bool) -> list[PagedAttend]:
-        """Return the attention of prompts, or of accepted paths and of frontiers."""
+        """Return the attention of a prefill step, or that of accepted paths and frontiers."""
         if prefill:
             return [self._attend(plan)]
         frontier = self._beams[plan.batch, self.nodes].plan
         return [self._attend(plan)] + ([] if frontier is None else [self._attend(frontier)])
 
     def propose(self, batch: Batch) -> DraftTree:
-        """Grow one tree per request of the batch; writes scratch rows beyond the committed ones in its own pages."""
+        """Grow one tree per request; writes scratch rows beyond the committed ones in the drafter's own pages."""
         beam, watched = self._beams[tuple(batch.tree.tokens.shape)], batch.scores is not None
-        batch = batch._replace(tree=None)  # type: ignore[arg-type]  # the host's, who draws none for this
+        batch = batch._replace(tree=None)  # type: ignore[arg-type]  # the beam does not read the host's trees
         open_, round_, close = self.small.eager if watched else self.small.of(beam, batch.temperature is not None)
         found, frontier, inputs = open_(self, beam, batch)
         candidates, states = [*found], None
@@ -267,7 +264,7 @@ class BeamDrafter(Drafter):
         return close(self, beam, batch, frontier, states, tuple(candidates))
 
     def _open(self, beam: Beam, batch: Batch) -> tuple[Candidates, Frontier, Inputs | None]:
-        """Propose the root's children from the state there, and describe them to the network."""
+        """Propose the root's children from the state at the root, and return the first frontier and its inputs."""
         state = self.state[batch.slots]
         logits = self._couple(self.network.logits(state)[:, None], batch, 0)[:, 0]
         found, frontier = sprout(logits, state, self.topk, self.window, self._to_target)
@@ -276,7 +273,7 @@ class BeamDrafter(Drafter):
     def _round(
         self, beam: Beam, batch: Batch, number: Tensor, frontier: Frontier, states: Tensor
     ) -> tuple[Candidates, Frontier, Inputs | None]:
-        """Propose the children of round `number`'s frontier, and describe the next frontier to the network."""
+        """Propose the children of round `number`'s frontier, and return the next frontier and its inputs."""
         logits = self._couple(self.network.logits(states), batch, number)
         found, frontier = branch(number, frontier, logits, states, self._to_target)
         return found, frontier, self._inputs(beam, batch, number + 1, frontier)
@@ -284,9 +281,9 @@ class BeamDrafter(Drafter):
     def _close(
         self, beam: Beam, batch: Batch, frontier: Frontier, states: Tensor | None, found: tuple[Tensor, ...]
     ) -> DraftTree:
-        """Propose the last frontier's children (of its `states`; None: it is not expanded), and pick the tree.
+        """Propose the last frontier's children, unless `states` is None, and return the tree of the best candidates.
 
-        found: the fields of the candidates of every round before, one after the other.
+        found: the fields of the candidates of all earlier rounds, one after the other.
         """
         if states is not None:
             number = self._rounds[beam.steps - 1]
@@ -300,7 +297,7 @@ class BeamDrafter(Drafter):
         return rerank(candidates, batch.root, beam.nodes)
 
     def _inputs(self, beam: Beam, batch: Batch, number: Tensor, frontier: Frontier) -> Inputs | None:
-        """Describe round `number`'s frontier to the network; its rows come after those of the rounds before."""
+        """Fill the plan for round `number`'s frontier, whose rows follow those of earlier rounds; return its inputs."""
         if beam.plan is None:
             return None
         first = batch.lens + 1 - self.lookahead  # the row of the first drafted token, which has position lens + 1
@@ -318,7 +315,7 @@ class BeamDrafter(Drafter):
         return self._through(self._read(tokens, positions), states, plan)
 
     def _read(self, tokens: Tensor, positions: Tensor) -> Inputs:
-        """Return what the network reads of tokens at positions, both [B, T] int64."""
+        """Return the inputs of the network for tokens at positions, both [B, T] int64."""
         rope = self.network.rope(positions)
         return Inputs(self.network.embed(tokens.clamp(min=0)), rope.cos, rope.sin, positions)
 
@@ -335,19 +332,18 @@ class BeamDrafter(Drafter):
         return self._attends[plan]
 
     def _couple(self, logits: Tensor, batch: Batch, depth: int | Tensor) -> Tensor:
-        """Return logits [B, K, Vd] of nodes at a depth plus the noise of the target's pick there, if it is not greedy.
+        """Return logits [B, K, Vd] of nodes at `depth`, for sampled requests with the noise of the target's pick there.
 
-        Their softmax scores the children. It is the chance that the target picks each one, given the noise, if the
-        target's logits over T differ from the head's by independent standard Gumbel errors.
+        Their softmax scores the children. It is the probability that the target picks each child, given the noise, if
+        the target's logits over T differ from the head's by independent standard Gumbel errors.
         """
         if not self.coupled or batch.temperature is None or batch.seed is None:
             return logits
         ids = logits.shape[-1] if self.network.token_map is None else self.network.token_map
         noise = gumbel(batch.seed, batch.lens + depth + 1, ids)[:, None]
         t, logits = batch.temperature[:, None, None], logits.float()
-        score = t * noise - (logits.amax(-1, keepdim=True) - logits)  # as `pick` computes it: equal logits, equal sums
+        score = t * noise - (logits.amax(-1, keepdim=True) - logits)  # in `pick`'s order, so that rounding is equal
         return torch.where(t > 0, score / t.clamp(min=GREEDY_BELOW), logits)
 
     def _to_target(self, ids: Tensor) -> Tensor:
-        """Map draft ids to target ids."""
         return ids if self.network.token_map is None else self.network.token_map[ids]

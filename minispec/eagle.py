@@ -1,20 +1,20 @@
-"""EAGLE-2 and EAGLE-3 heads: one decoder layer that drafts from what the target has already computed.
+"""EAGLE-2 and EAGLE-3 heads: one decoder layer that drafts from the target's hidden states.
 
-A separate draft model must compute the whole text again. A head need not, because it starts from the target's hidden
-states, its features. At position i it joins the features there with the embedding of token i + 1, which the target has
-chosen by then, and the state that comes out predicts token i + 2. To draft further, the head takes its own state in
-place of the features and its own token in place of the target's.
+A separate draft model must compute the whole text again. A head starts from features: the hidden states of the target,
+read at the layers that its taps name. At position i the head joins the features with the embedding of token i + 1,
+which the target has picked by then; its output state predicts token i + 2. To draft further, the head reads its own
+state in place of the features and its own draft in place of the target's token.
 
-Each head is one step, `forward(embedding, state) -> state`. The heads differ in where the first state comes from
-(`fuse`), in how token and state are joined, and in whose LM head reads the result (`logits`). The step knows nothing
-of trees and pages, so the module that is trained is the module that is served.
+`forward(embedding, state) -> state` is one round of drafting. The heads differ in the first state (`fuse`), in how
+token and state are joined, and in whose LM head reads the result (`logits`). A head does not know trees or pages, so
+the same module is trained and served.
 
     EAGLE-2   u = fc[emb; f]           a = u + attn(u)                  logits = target's LM head(a)   f' = a
     EAGLE-3   g = fc[low; mid; high]   a = g + attn[norm emb; norm g]   logits = own LM head(norm a)   g' = a
     In both, a = a + mlp(norm a) follows the attention.
 
 Papers: EAGLE (arXiv 2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840), FR-Spec (2502.14856).
-Read next: `mtp.py`, the third formula; `load/heads.py`, which reads the files that heads are published in.
+Read next: `mtp.py`, the third formula; `load/heads.py`, which reads published heads.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from minispec.model import FINAL, Block, LayerAttend, Model, ModelConfig, RMSNor
 
 @dataclass(frozen=True, eq=False)
 class HeadConfig:
-    """What makes a draft head, as `ModelConfig` makes a model: its formula, its sizes, and the variants that exist."""
+    """The formula, sizes and variants of a draft head."""
 
     kind: str  # the formula: the `name` of a DraftHead
     layer: ModelConfig  # the sizes of its one layer, and of the target's vocabulary
-    taps: tuple[int | str, ...] = (FINAL,)  # what is read of the target, in this order; see `Model.forward`
+    taps: tuple[int | str, ...] = (FINAL,)  # the features, in this order; see `Model.forward`
     token_map: Tensor | None = None  # [Vd] int64, the target's id of each draft id; None: they are the same
     own_embedding: bool = False  # False: the target's embedding is used
     own_lm_head: bool = False  # False: the target's LM head reads the state, unless there is a token map
     fc_bias: bool = False
     # The fields below are for EAGLE-3 alone.
-    fc: bool = True  # False: only one stream is read, and it is the first state as it is
-    fc_norm: bool = False  # a norm on every stream in front of `fc` (EAGLE-3.1)
+    fc: bool = True  # False: the first state is the one tapped stream itself
+    fc_norm: bool = False  # a norm on every stream before `fc` (EAGLE-3.1)
     norm_before_fc: bool = False  # one norm over all streams together
-    norm_before_residual: bool = False  # the residual is the normed state, a variant that the weights do not show
+    norm_before_residual: bool = False  # the residual is the normed state; the weights do not show this variant
     norm_output: bool = False  # the normed state is fed back (EAGLE-3.1)
 
 
 class DraftHead(nn.Module):
-    """What a drafter asks of a learned head; a subclass adds the layer and the step.
+    """The base of all heads; a subclass adds the layer and `forward`.
 
-    Vd, the number of tokens it can draft, is the token map's length, else V. `lm_head` and `embed_tokens` are None
-    where the target's are used.
+    Vd, the number of tokens that the head can draft, is the token map's length, or V without a map. `lm_head` and
+    `embed_tokens` are None if the target's are used.
     """
 
     name: ClassVar[str]
@@ -63,14 +63,14 @@ class DraftHead(nn.Module):
         shape, ids = config.layer, config.token_map
         self.taps, self.token_map = config.taps, ids
         self.hidden_size, self.kv_heads, self.head_dim = shape.hidden_size, shape.kv_heads, shape.head_dim
-        self.positions = shape.context_length  # as its files state; beyond them it still drafts
-        # As buffers the frequencies would be rounded by `to(bfloat16)`, and the token map lost by `to_empty`.
+        self.positions = shape.context_length  # as its files state; the head drafts beyond them, too
+        # Not buffers: `to(bfloat16)` would round the frequencies, and `to_empty` would lose the token map.
         self.frequencies = rope_frequencies(shape)
         self.draft_vocab = shape.vocab_size if ids is None else len(ids)
         own_lm_head = config.own_lm_head or ids is not None
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size) if config.own_embedding else None
         self.lm_head = nn.Linear(shape.hidden_size, self.draft_vocab, bias=False) if own_lm_head else None
-        # As submodules, they would make the target's weights part of this module: loaded, trained and packed with it.
+        # Bound methods, not submodules: the target's weights must not be loaded, trained and packed with the head.
         self._target_embed, self._target_logits = target.embed, target.logits
 
     @classmethod
@@ -89,11 +89,11 @@ class DraftHead(nn.Module):
         return self._target_embed(tokens) if self.embed_tokens is None else self.embed_tokens(tokens)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return the first state [B, T, H] of target features [B, T, F]; a drafted state is never fused again."""
+        """Return the first state [B, T, H] from features [B, T, F]; later states are the head's own."""
         return features
 
     def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
-        """Return the next state [B, T, H] of token embeddings and states [B, T, H] at positions [B, T] int64."""
+        """Return the next state [B, T, H] from token embeddings and states [B, T, H] at positions [B, T] int64."""
         raise NotImplementedError
 
     def logits(self, state: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class DraftHead(nn.Module):
 class EagleHead(DraftHead):
     """The head of EAGLE and EAGLE-2: its state imitates the target's normed last hidden state.
 
-    So the target's LM head reads it without a norm in between, and the layer has no norm in front of its attention.
+    So the target's LM head reads the state without a norm, and the layer has no norm before its attention.
     """
 
     name = "eagle"
@@ -121,7 +121,7 @@ class EagleHead(DraftHead):
         shape = config.layer
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=config.fc_bias)
         self.layer = Block(shape)
-        self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]  # is called, and no more
+        self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]  # only its call is used
 
     def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
         return self.layer(self.fc(torch.cat((embedding, state), dim=-1)), rope, attend)
@@ -131,10 +131,7 @@ class EagleHead(DraftHead):
 
 
 class PairBlock(Block):
-    """EAGLE-3's layer: attention reads token and state side by side, each behind its norm; the residual is the state.
-
-    With `norm_before_residual` the residual is the normed state.
-    """
+    """EAGLE-3's layer: attention reads normed token and normed state side by side; the residual is the state."""
 
     def __init__(self, shape: ModelConfig, norm_before_residual: bool) -> None:
         super().__init__(shape)
@@ -150,9 +147,9 @@ class PairBlock(Block):
 
 
 class Eagle3Head(DraftHead):
-    """The head of EAGLE-3: its states need not resemble the target's features, so it usually has its own LM head.
+    """The head of EAGLE-3: its states need not resemble the target's, so it usually has its own LM head.
 
-    Its first state is `fuse`d from raw residual streams, usually three. Later states are its own output, in EAGLE-3.1
+    `fuse` makes the first state from residual streams, usually three. Later states are the head's output, in EAGLE-3.1
     after a norm.
     """
 
@@ -170,7 +167,7 @@ class Eagle3Head(DraftHead):
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return the first state [B, T, H] of the residual streams [B, T, F], joined in the order of `taps`."""
+        """Return the first state [B, T, H] from the residual streams [B, T, F], joined in the order of `taps`."""
         if self.fc_norm is not None:
             streams = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(x) for norm, x in zip(self.fc_norm, streams, strict=True)], dim=-1)

@@ -1,8 +1,8 @@
-"""The paged KV pool: fixed pages of rows, a page table per slot, and the copy that keeps an accepted path.
+"""The paged KV pool: pages of P rows, a page table per slot, and the copy that keeps an accepted path.
 
-Row r of a request is the keys and values of its r-th token. Rows live in pages of P; a slot's table says which
-physical page holds its logical page, so a request grows without moving and two requests share a prefix by sharing
-pages. Paged attention: Kwon et al., arXiv 2309.06180.
+Row r of a request is the keys and values of its r-th token. A slot's table maps its logical pages to physical pages,
+so a request grows without moving, and two requests share a prefix by sharing pages. Paged attention: Kwon et al.,
+arXiv 2309.06180.
 
     slot 3, P = 64, lens = 150          table[3] = [17,  4, 90,  0, 0 ...]
     rows   0..63  committed             page 17  (maybe shared, then read only)
@@ -10,10 +10,10 @@ pages. Paged attention: Kwon et al., arXiv 2309.06180.
     rows 128..149 committed, 150.. draft tree or garbage   page 90
 
 Invariants owned here:
-  - Page 0 is the trash page: it is in no free list and in no request's table. Slot 0 is padding. What is padding
-    writes to page 0, so it needs no branch, and no output is computed from that page.
+  - Page 0 is the trash page: it is in no free list and in no request's table. Slot 0 is padding. Padding writes to
+    page 0, so it needs no branch, and no output is computed from that page.
   - Rows at or beyond a slot's length are garbage; only a tree mask may read them.
-  - Each page is in exactly one place: the free list, the prefix cache, or owned by one request (`seats.py`).
+  - Each page is in exactly one place: the free list, the prefix cache, or one request, its owner (`seats.py`).
 
 Read next: `attention.py`, which reads these rows, and `radix.py`, which shares pages.
 """
@@ -29,12 +29,12 @@ from torch import Tensor
 
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return host values on a device; from pinned memory on CUDA, so that the host does not wait for running steps."""
+    """Return host values as a tensor on a device; on CUDA from pinned memory, so the host waits for no running step."""
     on_cuda = device.type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=on_cuda).to(device, non_blocking=on_cuda)
 
 
-# An operator of its own, so that compiled code moves rows within the pool and makes no copy of the pool for it.
+# A custom operator, so that compiled code moves rows in place, without a copy of the pool.
 _library = torch.library.Library("minispec", "FRAGMENT")
 _library.define("move_rows(Tensor(a!) table, Tensor source, Tensor target) -> ()")
 
@@ -49,14 +49,14 @@ torch.library.register_fake("minispec::move_rows", lambda table, source, target:
 
 
 class KVShape(NamedTuple):
-    """What a page holds for each of its rows: keys and values of `kv_heads` attention heads in each layer."""
+    """The shape of a row: keys and values of `kv_heads` attention heads in each layer."""
 
     layers: int
     kv_heads: int
     head_dim: int
 
     def bytes(self, rows: int, dtype: torch.dtype) -> int:
-        """Return the memory that `rows` rows take, keys and values together."""
+        """Return the bytes that `rows` rows take, keys and values together."""
         return 2 * self.layers * self.kv_heads * self.head_dim * rows * dtype.itemsize
 
 
@@ -64,8 +64,8 @@ class PagedKV:
     """Pages for every layer's keys and values under one page table.
 
     pool    [2L, Hkv, PAGES * P, D]  keys of layer i at 2i, values at 2i + 1
-    table   [R, M] int32             physical page of each logical page of a slot; 0 where there is none
-    logical [R, PAGES] int32         the inverse of the table; -1 where the page is not the slot's
+    table   [R, M] int32             physical page of each logical page of a slot; 0 beyond the slot's pages
+    logical [R, PAGES] int32         the inverse of the table; -1 for pages that the slot does not have
     """
 
     def __init__(
@@ -74,28 +74,28 @@ class PagedKV:
     ) -> None:  # fmt: skip
         """Allocate `pages` pages, the trash page among them.
 
-        zeros(*sizes) returns a tensor of zeros; its device is that of the tables, and its dtype that of the rows.
+        zeros(*sizes) returns a tensor of zeros, with the rows' dtype and the tables' device.
         """
-        # Zeros, since a row that nobody has written may hold no NaN either; see `wipe`.
+        # Zeros, since rows that were never written must hold no NaN either; see `wipe`.
         self.zeros = zeros
         self.pool = zeros(2 * shape.layers, shape.kv_heads, pages * page_size, shape.head_dim)
         device = self.pool.device
         self.page_size, self.pages = page_size, pages
-        # May the host look at values in the middle of a step? On a CPU that costs nothing and saves work; elsewhere it
-        # would wait for the device, and a captured step cannot be looked into at all.
+        # Whether the host may read values within a step. On a CPU that costs nothing and saves work; on CUDA the host
+        # would wait for the device, and nothing can be read within a captured step.
         self.host_looks = device.type == "cpu"
         self.pages_per_slot = -(-rows_per_slot // page_size)
         self.table = torch.zeros(slots, self.pages_per_slot, dtype=torch.int32, device=device)
         self.logical = torch.full((slots, pages), -1, dtype=torch.int32, device=device)
-        self.mapped = [0] * slots  # what the host knows of the table: how many logical pages each slot has
+        self.mapped = [0] * slots  # the number of logical pages of each slot, on the host
         self.free: list[int] = []  # a stack, since the page freed last is likeliest to be in the processor's cache
         self.pools = [self.pool]  # `sibling` adds the drafter's
-        # Told of each change of the table before it is made, by method and arguments, for who repeats it elsewhere.
+        # Called with method and arguments before tables or pages change, so that other ranks can repeat the change.
         self.tell: Callable[[str, Sequence[int]], None] = lambda method, numbers: None
         self.reset()
 
     def reset(self) -> None:
-        """Take all pages back from everyone and forget all tables."""
+        """Return all pages to the free list and clear all tables."""
         self.tell("reset", ())
         self.free[:] = range(self.pages - 1, 0, -1)
         self.mapped[:] = [0] * len(self.mapped)
@@ -103,7 +103,7 @@ class PagedKV:
         self.logical.fill_(-1)
 
     def sibling(self, shape: KVShape) -> PagedKV:
-        """Return pages for a drafter's layers: memory of their own under the same table, free list and row numbers."""
+        """Return pages for a drafter's layers: separate memory under the same table, free list and row numbers."""
         other = copy.copy(self)
         other.pool = self.zeros(2 * shape.layers, shape.kv_heads, self.pool.shape[2], shape.head_dim)
         self.pools.append(other.pool)
@@ -111,7 +111,7 @@ class PagedKV:
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return views of one layer's keys and values, each [1, Hkv, PAGES * P, D]."""
-        # A compiled graph takes these views as inputs. Were it to index the pool itself, it would copy it at each step.
+        # Compiled graphs take these views as inputs. A graph that indexed the pool itself would copy it at each step.
         return self.pool[2 * index].unsqueeze(0), self.pool[2 * index + 1].unsqueeze(0)
 
     def pages_for(self, rows: int) -> int:
@@ -119,12 +119,12 @@ class PagedKV:
         return -(-rows // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages off the free list, which must hold them."""
+        """Take `count` pages off the free list, which must hold that many."""
         assert count <= len(self.free), f"asked for {count} pages, {len(self.free)} free"
         pages = [self.free.pop() for _ in range(count)]
-        # The target's rows are looked after by `wipe`, which is called where there was a NaN; but in float16, whose
-        # range is small, a row may overflow without one. A drafter's rows nobody watches, as they change no token; so
-        # that no text spoils the drafts of another, its pages are handed out empty.
+        # For the target `wipe` suffices, which is called after a NaN; but in float16, whose range is small, a row may
+        # overflow without a NaN. A drafter's rows are not checked for NaN, since they change no token; its pages are
+        # cleared here, so that one text cannot spoil the drafts of another.
         if self.pool.dtype == torch.float16:
             self.clear(pages)
         else:
@@ -132,21 +132,20 @@ class PagedKV:
         return pages
 
     def wipe(self, pages: Sequence[int]) -> None:
-        """Write zeros to pages in which NaN was computed, target's and drafter's, and to page 0, which padding wrote.
+        """Write zeros to pages that hold NaN, the target's and the drafter's, and to page 0, which padding wrote.
 
-        Attention multiplies the values of rows that it masks by 0, and 0 * NaN is NaN: whoever had one of these pages
-        next would have NaN as well.
+        Attention multiplies the values of masked rows by 0, and 0 * NaN is NaN: the next request with one of these
+        pages would get NaN as well.
         """
         self.clear([0, *pages])
 
     def clear(self, pages: Sequence[int]) -> None:
-        """Write zeros to pages, target's and drafter's."""
+        """Write zeros to pages, the target's and the drafter's."""
         if pages:
             self.tell("clear", pages)
         self._zero(pages, self.pools)
 
     def _zero(self, pages: Sequence[int], pools: Sequence[Tensor]) -> None:
-        """Write zeros to pages of some pools."""
         if not pages or not pools:
             return
         index = upload(pages, torch.int64, self.pool.device)
@@ -170,7 +169,7 @@ class PagedKV:
         self.mapped[slot] = max(self.mapped[slot], first + len(pages))
 
     def unmap(self, slot: int) -> None:
-        """Forget all pages of `slot`; giving the pages themselves back is up to the caller."""
+        """Clear the table of `slot`; the caller gives the pages back."""
         self.tell("unmap", (slot,))
         self.table[slot].zero_()
         self.logical[slot].fill_(-1)
@@ -179,7 +178,7 @@ class PagedKV:
     def rows(self, slots: Tensor, positions: Tensor, live: Tensor) -> Tensor:
         """Return the flat physical rows [r * W] int64 of logical rows `positions` [r, W] of `slots` [r].
 
-        Where `live` [r, W] is false the row lies in the trash page.
+        Rows whose `live` [r, W] is false are rows of the trash page.
         """
         page = (positions // self.page_size).clamp(max=self.pages_per_slot - 1)
         offset = positions % self.page_size
@@ -190,15 +189,14 @@ class PagedKV:
     def compact(self, slots: Tensor, lens: Tensor, path: Tensor, count: Tensor) -> None:
         """Move tree rows lens + path[a] to rows lens + a for a < count, in every layer at once.
 
-        slots, lens, count [B] int64, path [B, A] int64. All sources are read before any row is written, so the order
-        of the copies does not matter.
+        slots, lens, count [B] int64, path [B, A] int64. All sources are read before any row is written.
         """
         step = torch.arange(path.shape[1], device=path.device).expand_as(path)
         live = step < count[:, None]
         source = self.rows(slots, lens[:, None] + path, live)
         target = self.rows(slots, lens[:, None] + step, live)
-        # CUDA copies along an inner dimension piece by piece wherever its offsets exceed 2 GiB: some 64 launches for a
-        # pool that fills the device. So the pool is indexed as one table of rows, over all layers and attention heads.
+        # The pool is indexed as one table of rows over all layers and heads. Along an inner dimension CUDA would copy
+        # piece by piece where offsets exceed 2 GiB: some 64 launches for a pool that fills the device.
         layers, heads, rows, dim = self.pool.shape
         every = torch.arange(layers * heads, device=path.device)[:, None] * rows
         source, target = (every + source).flatten(), (every + target).flatten()

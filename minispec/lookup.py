@@ -1,18 +1,17 @@
-"""Texts looked up at next to no cost: as NGRAM, and as a second opinion beside a drafter with a network.
+"""Lookups: draft what followed the last tokens when they occurred before, alone (NGRAM) or beside a head.
 
-A head guesses at every text and is right for a token or two. Where a text repeats itself, or another text that was
-seen, the words before say nearly for certain what follows, and for many tokens. The one idea: both propose, and row by
-row the better bet is verified, the tree with the most expected tokens, as `policy.py` says. The trees of the host lie
-in the step's inputs, and the step takes them in place of the head's where there are any. If every request takes the
-host's, the head has no part in the step, and takes in the accepted paths before it drafts again (`late.py`).
+A head drafts for every text, and a token or two are accepted. Where a text repeats itself or an earlier text, a lookup
+is almost always right, for many tokens. So both propose, and for each request the step verifies the tree with the most
+expected tokens, as `policy.py` estimates them. The step's inputs hold the lookups' trees, which replace the head's. If
+every request takes a lookup's tree, the step does not run the head: the accepted paths join the backlog (`late.py`).
 
-Looking up must cost next to nothing while it finds nothing. So of a request's own text a dictionary tells where its
-newest three or two tokens occurred last, which is a step of a microsecond; and the trie that all texts share
-(`ngram.py`) is filled at its leisure, within a hundredth of the time. NGRAM alone does the same on a CPU (`Texts`),
-unless flags give numbers: then it drafts whatever that costs, and knows every text as soon as it is there.
+A lookup that finds nothing must cost almost nothing. In a request's own text, a dictionary gives the last occurrence of
+the newest three or two tokens within a microsecond. Lookups and the indexing of the trie that all texts share
+(`ngram.py`) take at most 1 % of the time. NGRAM alone does the same on a CPU (`Texts`), unless flags fix its trees:
+then its indexing has no limit of time.
 
 Lookup in the prompt: Saxena, prompt-lookup-decoding (2023); beside a head: SuffixDecoding (arXiv 2411.04975).
-Read next: `ngram.py` for the trie, `beam.py` for the drafter beside it, `policy.py` for the choice.
+Read next: `ngram.py` for the trie, `beam.py` for the head's drafter, `policy.py` for the choice.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from minispec.kv import PagedKV
 from minispec.ngram import NgramDrafter
 from minispec.tree import PADDING, DraftTree
 
-SHARE = 0.01  # of the time between two steps, what lookups may take of it, indexing included
-LONGEST_STEP = 0.1  # seconds; what lies between two steps beyond that was no step
-KEYS = (3, 2)  # tokens that must agree for a place in a text to be looked at: better three, but two may do
+SHARE = 0.01  # the share of the time between two proposals that lookups may take, indexing included
+LONGEST_STEP = 0.1  # seconds; time between two proposals beyond this was idle and earns no share
+KEYS = (3, 2)  # last tokens that must match: three are tried first, then two
 
 
 class Echo:
-    """One text, and for any two or three tokens of it the place behind their last occurrence."""
+    """One text, and for each two or three successive tokens of it the index after their last occurrence."""
 
     def __init__(self) -> None:
         self.text: list[int] = []
         self._behind: dict[tuple[int, ...], int] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take in the next tokens. The newest ones have nothing behind them yet and are not entered."""
+        """Append tokens. The text's last tokens are not indexed yet, since nothing follows them."""
         known = len(self.text)
         self.text += tokens
         for key in KEYS:
@@ -54,8 +53,8 @@ class Echo:
     def draft(self, after: Sequence[int], nodes: int, longest: int, shortest: int = 1) -> Draft:
         """Return the chain of at most `nodes` nodes that followed the last tokens of `after`; a root if nothing did.
 
-        longest, shortest: tokens of a match; a longer one counts as `longest`, and a shorter one is none. Where a chain
-        would leave the text, the text is periodic as far as one can see, and the chain goes on as if it were.
+        longest, shortest: tokens of a match; a longer match counts as `longest`, a shorter one as none. A chain in its
+        own text that reaches the text's end starts over: the text looks periodic.
         """
         places = ((self._behind.get(tuple(after[-key:])), key) for key in KEYS)
         at, match = next(((at, key) for at, key in places if at is not None), (0, 0))
@@ -74,19 +73,19 @@ class Echo:
 
 
 class Texts(HostDrafter):
-    """Each request's own text, what is expected of it, and the trie of all texts; the longest match drafts."""
+    """Lookups in each request's own text, in its predicted output, and in the trie; the longest match drafts."""
 
     def __init__(self, shared: NgramDrafter) -> None:
-        """`shared`: the drafter over the trie, which from here on indexes within its share of the time only."""
+        """shared: the drafter over the trie; from now on it indexes only within the time that `propose` gives it."""
         self.shared, self.name, self.nodes, self.depth = shared, shared.name, shared.nodes, shared.depth
         self.shared.seconds = 0.0
         self._own: dict[int, Echo] = {}
         self._expected: dict[int, Echo] = {}
-        self._began = time.perf_counter()  # the last proposals
+        self._began = time.perf_counter()  # when `propose` was last called
         self._debt = 0.0  # seconds taken beyond the share
 
     def propose(self, slots: Sequence[int]) -> list[Draft]:
-        """Return one tree per slot, roots where nothing is found, and index a little of what was said before."""
+        """Return one tree per slot, roots where nothing is found, and index a little of earlier texts."""
         now = time.perf_counter()
         credit = SHARE * min(now - self._began, LONGEST_STEP) - self._debt
         self._began, self.shared.seconds = now, max(0.0, credit)
@@ -98,12 +97,12 @@ class Texts(HostDrafter):
             echo if echo.match >= (draft := shared.get(slot, NOTHING)).match else draft
             for slot, echo in zip(slots, echoes, strict=True)
         ]
-        # What is not used is not saved up, and a debt that long was a pause of the machine.
+        # Unused time is not saved up. A debt beyond one long step's share was a pause of the machine.
         self._debt = min(max(time.perf_counter() - now - credit, 0.0), SHARE * LONGEST_STEP)
         return drafts
 
     def _echo(self, slot: int) -> Draft:
-        """Return the better of what the slot's own text and what is expected of it say."""
+        """Return the draft with the longer match, from the slot's own text or from its predicted output."""
         own, options = self._own[slot], self.shared.options
         draft = own.draft(own.text, self.nodes, options.max_match, options.min_match)
         if slot not in self._expected:
@@ -119,7 +118,7 @@ class Texts(HostDrafter):
         self._debt += time.perf_counter() - started
 
     def predict(self, slot: int, tokens: Sequence[int]) -> None:
-        """Take in what a slot's output is expected to be like; only this slot is drafted from it."""
+        """Take in a slot's predicted output; only this slot gets drafts from it."""
         expected = self._expected[slot] = Echo()
         expected.extend(tokens)
 
@@ -134,16 +133,15 @@ class Texts(HostDrafter):
 
 
 class Lookups(Drafter):
-    """A drafter with a network, and the trees of `Texts` for the rows that take them.
+    """A drafter with a network, and lookups of `Texts` beside it, one tree for each request.
 
-    Its larger trees have N nodes for what a lookup finds, which may be one chain of them. If the network's trees have
-    fewer nodes, they are padded to N.
+    The larger trees have N nodes, so that a lookup may draft a chain of N. The network's trees are padded to N.
     """
 
     looks_up = True
 
     def __init__(self, head: BeamDrafter, shared: NgramDrafter, vocab_size: int) -> None:
-        """`shared` says with its number of nodes what N is, at least as many as the network's trees have."""
+        """shared: the drafter over the trie. Its `nodes` are N, at least the nodes of the network's trees."""
         assert shared.nodes >= head.nodes, "lookups have at least as many nodes as other trees"
         self.head, self.texts = head, HostTrees(Texts(shared), vocab_size)
         self.nodes, self.depth = shared.nodes, shared.nodes - 1
@@ -158,7 +156,7 @@ class Lookups(Drafter):
 
     @property
     def trees(self) -> tuple[TreeSize, ...]:
-        """The sizes of trees, the smaller one first, and how deep the network's own are in them."""
+        """The sizes of trees, the smaller one first; `depth` is that of the network's trees, not of a lookup's."""
         return self._sizes
 
     def attach(
@@ -179,7 +177,7 @@ class Lookups(Drafter):
         return self.texts.host_drafts(slots)
 
     def propose(self, batch: Batch) -> DraftTree:
-        """Return the host's tree for each row that has one, and the network's for the others."""
+        """Return the lookup's tree for each row that has one, and the network's tree for the others."""
         host = batch.tree
         grown = self._grown[host.tokens.shape[1]]
         tree = self.head.propose(batch._replace(tree=DraftTree(host.tokens[:, :grown], host.parents[:, :grown])))
@@ -206,6 +204,6 @@ class Lookups(Drafter):
         self.texts.release(slot)
 
     def clear(self) -> None:
-        """Forget what past requests taught."""
+        """Forget everything learned from past requests."""
         self.head.clear()
         self.texts.clear()

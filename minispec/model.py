@@ -1,13 +1,12 @@
-"""The target model: one config-driven decoder for the Llama family, and nothing but the decoder.
+"""The target model: one decoder for the Llama family, built from its config.
 
 Llama 2/3, Mistral, Qwen2, Qwen3, MiMo and SmolLM2 are one architecture with four switches: biases on q, k, v
-(Qwen2, MiMo), norms on q and k (Qwen3), the shape of rotary scaling (Llama 3.1) and tied embeddings. `ModelConfig`
+(Qwen2, MiMo), norms on q and k (Qwen3), the kind of rotary scaling (Llama 3.1) and tied embeddings. `ModelConfig`
 reads them from `config.json`; the forward pass has no branch on a model's name.
 
-The one idea: the model knows a single function about context, `attend.layer(i)(q, k, v) -> out`. Where keys and values
-lie, who may see whom, pages, trees and chunks are behind it (`attention.py`), so the same module serves, verifies
-trees, trains heads and is the reference in tests. A drafter may read the residual stream that enters chosen layers; it
-names these layers by `taps`.
+The model reaches its context through one function, `attend.layer(i)(q, k, v) -> out`. Pages, trees, chunks and masks
+are behind it (`attention.py`), so the same module decodes, verifies trees, trains heads and is the reference in tests.
+A drafter may read the residual stream that enters a layer; a tap names such a layer.
 
 Papers: LLaMA (arXiv 2302.13971), rotary embeddings (arXiv 2104.09864), grouped-query attention (arXiv 2305.13245).
 Read next: `kv.py`, then `attention.py`.
@@ -24,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FINAL = "final"  # the tap that asks for the normed last hidden state, what the LM head reads
-NAMES_SHOWN = 8  # of tensors, in a message
+FINAL = "final"  # the tap of the normed last hidden state, which the LM head reads
+NAMES_SHOWN = 8  # tensors that a message names
 
-_ARCHITECTURES = {  # architecture: (bias on q, k, v whatever the config says, norms on q and k)
+_ARCHITECTURES = {  # architecture: (always a bias on q, k, v; norms on q and k)
     "LlamaForCausalLM": (False, False),
     "MistralForCausalLM": (False, False),
     "Qwen2ForCausalLM": (True, False),
@@ -47,7 +46,7 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The numbers that make a decoder, read once from a Hugging Face `config.json`."""
+    """The sizes and switches of a decoder, read once from a Hugging Face `config.json`."""
 
     architecture: str
     vocab_size: int
@@ -66,12 +65,12 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     tied: bool
-    sliding_window: int | None  # in tokens, where it is in use; None: attention is full
+    sliding_window: int | None  # tokens; None: attention is full
     dtype: str | None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Read `weights.read_config`'s normal form; raises ValueError naming what is not supported."""
+        """Read the normal form that `weights.read_config` returns; raise ValueError if something is not supported."""
         names = config.get("architectures") or []
         architecture = next((name for name in names if name in _ARCHITECTURES), None)
         if architecture is None:
@@ -113,7 +112,7 @@ class ModelConfig:
 
 
 def _checked_scaling(scaling: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return rope_scaling, None if nothing is scaled; raise ValueError for a kind without a formula below."""
+    """Return rope_scaling, None if nothing is scaled; raise ValueError for a kind that `rope_frequencies` lacks."""
     if not scaling:
         return None
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -127,10 +126,10 @@ def _checked_scaling(scaling: Mapping[str, Any] | None) -> Mapping[str, Any] | N
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Return the rotary angular frequencies [D / 2] fp32, with Llama 3's or linear scaling applied.
+    """Return the rotary angular frequencies [D / 2] fp32, scaled as Llama 3 does, linearly, or not at all.
 
-    Llama 3 (the Llama 3.1 release): wavelengths shorter than original/high stay, longer than original/low are divided
-    by `factor`, and between the two the frequency is interpolated linearly in original/wavelength.
+    Llama 3 (the Llama 3.1 release): frequencies of wavelengths below original/high stay, those of wavelengths above
+    original/low are divided by `factor`, and those between are interpolated linearly in original/wavelength.
     """
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequency = 1.0 / config.rope_theta**exponent
@@ -144,8 +143,8 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
         scaling["high_freq_factor"],
         scaling["original_max_position_embeddings"],
     )
-    # How often the wave turns within the original context. The order of operations is that of transformers, since a
-    # difference in the last bit here becomes 1e-4 in the logits of a sharp model after 300 tokens.
+    # The wave's turns within the original context. The order of operations is that of transformers: a difference in
+    # the last bit becomes 1e-4 in the logits of a sharp model after 300 tokens.
     turns = original / (2 * math.pi / frequency)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * frequency / scaling["factor"] + keep * frequency
@@ -165,7 +164,7 @@ class Rope(NamedTuple):
         return cls(angle.cos().to(dtype), angle.sin().to(dtype))
 
     def turn(self, x: Tensor) -> Tensor:
-        """Rotate x [B, H, T, D] by its positions, halves paired as Hugging Face does."""
+        """Rotate x [B, H, T, D] by its positions; element i pairs with element i + D / 2, as in Hugging Face."""
         left, right = x.chunk(2, dim=-1)
         return x * self.cos + torch.cat((-right, left), dim=-1) * self.sin
 
@@ -177,7 +176,7 @@ class LayerAttend(Protocol):
 
 
 class Attend(Protocol):
-    """What the model knows of context; `attention.py` has the three kinds that there are."""
+    """The model's access to its context; `attention.py` has the three kinds."""
 
     def layer(self, index: int) -> LayerAttend: ...
 
@@ -198,9 +197,9 @@ class RMSNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer: attention and a gated MLP, each behind a norm and around a residual.
+    """One decoder layer: attention and a gated MLP, each after a norm and with a residual.
 
-    q, k, v are one matrix and so are gate and up: fewer, larger products are faster everywhere.
+    q, k, v are one matrix, and so are gate and up: fewer, larger products are faster everywhere.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -221,7 +220,7 @@ class Block(nn.Module):
         return self.add_to(x, self.input_layernorm(x), rope, attend)
 
     def add_to(self, x: Tensor, read: Tensor, rope: Rope, attend: LayerAttend) -> Tensor:
-        """Return x [B, T, d] plus what attention makes of `read` [B, T, ...], and plus what the MLP makes of that."""
+        """Add attention over `read` [B, T, ...] to x [B, T, d], then the MLP over the sum, and return the result."""
         batch, length, _ = x.shape
         qkv = self.qkv_proj(read).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
         q, k, v = (part.view(batch, length, -1, self.head_dim).transpose(1, 2) for part in qkv)
@@ -234,8 +233,8 @@ class Block(nn.Module):
 class Model(nn.Module):
     """The decoder: embedding, blocks, final norm, LM head.
 
-    `run_block` is the function that runs one block; `compile_blocks` replaces it from outside. All blocks share one
-    compiled graph per shape, so compile time does not grow with depth.
+    `run_block` runs one block; `compile_blocks` replaces it. All blocks share one compiled graph per shape, so compile
+    time does not grow with the number of layers.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -246,7 +245,7 @@ class Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
-        # As a parameter or a buffer it would be rounded by `to(bfloat16)`, but large positions need fp32.
+        # Not a parameter or a buffer: `to(bfloat16)` would round it, but large positions need fp32.
         self.frequencies = rope_frequencies(config)
         self.run_block: Callable[[Block, Tensor, Rope, LayerAttend], Tensor] = Block.forward
 
@@ -257,23 +256,23 @@ class Model(nn.Module):
     ) -> Model:
         """Return a model for inference with uninitialised weights, for a loader to fill.
 
-        change: may replace layers while the model has no memory yet.
+        change: called before the weights get memory; it may replace layers.
         """
         with torch.device("meta"):
             model = cls(config).to(dtype)
             change(model)
         model = model.to_empty(device=device).requires_grad_(False).eval()
-        model.tie()  # to_empty gave the two names a tensor each
+        model.tie()  # to_empty untied the two
         model.frequencies = rope_frequencies(config).to(device)
         return model
 
     def tie(self) -> None:
-        """Make the LM head's weight the embedding's, where the config ties them."""
+        """Let the LM head use the embedding's weight if the config ties them."""
         if self.config.tied:
             self.lm_head.weight = self.embed_tokens.weight
 
     def compile_blocks(self, compiler: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
-        """From now on run the blocks as `compiler` compiles them; one graph per shape, or for several."""
+        """Run the blocks compiled by `compiler` from now on."""
         self.run_block = compiler(Block.forward)
 
     def rope(self, positions: Tensor) -> Rope:
@@ -283,18 +282,18 @@ class Model(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int | str] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the normed hidden state [B, T, d] and the tapped features [B, T, F], None without taps.
+        """Return the normed hidden state [B, T, d] and the features [B, T, F], None without taps.
 
-        tokens, positions [B, T] int64. Tap i is the residual stream that ENTERS layer i; tap L is what leaves the last
-        layer, and FINAL is that after the norm. Features are concatenated in the order of `taps`. Where `attend` keeps
-        keys and values, the new ones are written in place.
+        tokens, positions [B, T] int64. Tap i reads the residual stream that ENTERS layer i, tap L the stream that
+        leaves the last layer, and FINAL the same after the norm. Features are concatenated in the order of `taps`. An
+        `attend` with pages writes the new keys and values there.
         """
         return self.finish(self.run_blocks(self.embed(tokens), self.rope(positions), attend, taps), taps)
 
     def run_blocks(self, x: Tensor, rope: Rope, attend: Attend, taps: Sequence[int | str] = ()) -> Sequence[Tensor]:
-        """Run all blocks on embeddings x [B, T, d]; returns the streams that enter tapped layers, and last what leaves.
+        """Run all blocks on embeddings x [B, T, d]; return the streams that enter tapped layers, then the last output.
 
-        This is `forward` without what surrounds the blocks.
+        The engine compiles the parts of `forward` before and after the blocks apart from them.
         """
         streams = []
         for index, block in enumerate(cast(Iterable[Block], self.layers)):
@@ -304,7 +303,7 @@ class Model(nn.Module):
         return (*streams, x)
 
     def finish(self, streams: Sequence[Tensor], taps: Sequence[int | str] = ()) -> tuple[Tensor, Tensor | None]:
-        """Return what `forward` returns, of the streams that `run_blocks` returned."""
+        """Return the results of `forward` from the streams that `run_blocks` returned."""
         layers = len(self.layers)
         hidden = self.norm(streams[-1])
         named: dict[int | str, Tensor] = {FINAL: hidden, layers: streams[-1]}
@@ -312,7 +311,7 @@ class Model(nn.Module):
         return hidden, torch.cat([named[tap] for tap in taps], dim=-1) if taps else None
 
     def reads(self, name: str) -> bool:
-        """Return whether a file's tensor belongs to this model; an MTP layer does not, since it is a draft head."""
+        """Return whether a file's tensor belongs to this model; an MTP layer is a draft head and does not."""
         return not name.startswith("mtp_layers.") and not (self.config.tied and name == "lm_head.weight")
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -324,7 +323,7 @@ class Model(nn.Module):
         return self.lm_head(hidden)
 
 
-JOINED = {  # our module: the published modules that it joins, by their names within a layer
+JOINED = {  # our module: the published modules that it joins, named as within a layer
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o_proj": ("self_attn.o_proj",),
     "q_norm": ("self_attn.q_norm",),
@@ -335,12 +334,12 @@ JOINED = {  # our module: the published modules that it joins, by their names wi
 
 
 def published_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a model or a draft head under the names that files use, with q, k, v and gate, up apart.
+    """Return the weights of a model or a draft head under the names that files use, with q, k, v and gate, up split.
 
-    They are views, so writing into them fills the module. A tied LM head is left out, since it is the embedding.
+    The tensors are views, so writing into them fills the module. A tied LM head is left out: it is the embedding.
     """
     published: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():  # each once, a tied one by its first name
+    for name, parameter in module.named_parameters():  # each once, a tied one under its first name
         stem, _, kind = name.rpartition(".")
         owner, _, part = stem.rpartition(".")
         names = JOINED.get(part, (part,))

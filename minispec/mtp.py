@@ -1,17 +1,17 @@
 """MiMo's MTP head: a layer that was trained together with its target.
 
-Multi-token prediction gives a model one more layer that predicts one token further. MiMo publishes it inside the
-model's own files, so drafting with it needs no draft folder at all.
+Multi-token prediction gives a model one more layer that predicts one token further. MiMo's model files contain this
+layer, so it needs no draft folder.
 
-It is a draft head like EAGLE's, but it joins token and state in another way, in front of an ordinary block. The hidden
-state comes FIRST, each half has its own norm, and the state that is fed back has passed the final norm:
+It is a draft head like EAGLE's, with an ordinary block and another way to join token and state: the hidden state comes
+FIRST, each half has its own norm, and the state that is fed back has passed the final norm:
 
     x = input_proj[norm f; norm emb]     a = block(x)     f' = norm a     logits = target's LM head(f')
 
-MiMo is published for one step of drafting; further steps apply the layer again to its own state.
+MiMo is published for one round of drafting; further rounds apply the layer again to its own state.
 
 Papers: MiMo (arXiv 2505.07608); multi-token prediction, Gloeckle et al. (arXiv 2404.19737).
-Read next: `eagle.py` for what a head is, `beam.py` for the trees that are grown with it.
+Read next: `eagle.py` for heads in general, `beam.py` for the trees that they grow.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MtpHead(DraftHead):
 
     def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
         """Return the next state [B, T, H], normed; see `DraftHead.forward`."""
-        # SGLang and vLLM serve the layer without a token at position 0, and its known acceptance was measured so.
+        # SGLang and vLLM serve the layer without a token at position 0; its known accept length was measured so.
         embedding = embedding.masked_fill((positions == 0)[..., None], 0)
         pair = torch.cat((self.hidden_layernorm(state), self.token_layernorm(embedding)), dim=-1)
         return self.final_layernorm(self.layer(self.input_proj(pair), rope, attend))

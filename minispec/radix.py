@@ -1,16 +1,16 @@
 """The prefix cache: a radix tree from pages of tokens to page ids, so that a known prefix is not computed again.
 
-Each edge is one full page: its P tokens, and the drafter's `lookahead` tokens after them, since a draft row at i may
-depend on token i + 1 and must be valid on a hit as well. Radix caching of prompts comes from SGLang (arXiv 2312.07104).
+The key of an edge is one full page: its P tokens and the next `lookahead` tokens, since the drafter's row i may depend
+on token i + 1 and must be valid on a hit as well. Radix caching of prompts comes from SGLang (arXiv 2312.07104).
 
-The one idea: a node is either held by running requests (its count is above zero) or idle, and idle nodes stand in one
-queue in the order in which they were released. Paths are released deepest page first, so a child always stands before
-its parent, and the front of the queue is always a leaf. To evict is therefore to take nodes from the front.
+A node is either held by running requests or idle. Idle nodes are in one queue, in the order of their release. Paths
+are released deepest page first, so a child always precedes its parent in the queue, and the front of the queue is
+always a leaf. Eviction takes nodes from the front.
 
 Invariants owned here: only full pages enter; a page in the cache is never written again; held nodes are never evicted.
-This file deals in page ids and knows nothing of what a page holds.
+This file deals in page ids and does not know what a page holds.
 
-Read next: `seats.py`, which holds paths, enters pages and gives them back.
+Read next: `seats.py`, which holds paths, enters pages and gives pages back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-Key = tuple[int | str, ...]  # a page's tokens and the lookahead, in a first page the salt before them
+Key = tuple[int | str, ...]  # a page's tokens and the lookahead; in a first page they follow the salt, if any
 
 
 class Node:
@@ -43,9 +43,9 @@ class PrefixCache:
         self.insertions = 0  # pages that ever entered; until it grows, no prompt can match more than before
 
     def _key(self, ids: Sequence[int], page: int, salt: str) -> Key | None:
-        """Return the key of the page-th page of `ids`, None if it is not full with its lookahead.
+        """Return the key of page number `page` of `ids`, None if `ids` ends before the page and its lookahead do.
 
-        A salt stands in the first page's key alone, since all others hang below that page.
+        Only the first page's key has the salt, since all other pages are below that page.
         """
         start, end = page * self.page_size, (page + 1) * self.page_size + self.lookahead
         if end > len(ids):
@@ -53,10 +53,7 @@ class PrefixCache:
         return (salt, *ids[start:end]) if salt and page == 0 else tuple(ids[start:end])
 
     def match(self, ids: Sequence[int], limit: int, salt: str = "") -> list[Node]:
-        """Return the longest cached path of pages that lies within ids[:limit], the root's child first.
-
-        Other salts' pages are never found.
-        """
+        """Return the longest cached path of pages within ids[:limit], the root's child first, under this salt alone."""
         path: list[Node] = []
         node = self.root
         while self.enabled and (len(path) + 1) * self.page_size <= limit:
@@ -75,8 +72,8 @@ class PrefixCache:
             self.idle.pop(node, None)
 
     def release(self, path: Sequence[Node]) -> None:
-        """Release a path that was held; its nodes without other holders become the most recently used idle ones."""
-        for node in reversed(path):  # deepest first, so that a child stands before its parent in the queue
+        """Release a held path; its nodes without other holders become idle, as the most recently used ones."""
+        for node in reversed(path):  # so that a child precedes its parent in the queue
             node.holders -= 1
             assert node.holders >= 0, "a path was released twice"
             if node.holders == 0:
@@ -85,8 +82,8 @@ class PrefixCache:
     def insert(self, ids: Sequence[int], pages: Sequence[int], path: list[Node], salt: str = "") -> None:
         """Extend the held `path` in place by the further full pages of `ids`; pages[i] holds the i-th page's rows.
 
-        The drafter's keys and values are valid in them as well. A page that is new to the cache belongs to it from now
-        on. Where the cache has the same tokens already, its own node is held and pages[i] stays the caller's.
+        The drafter's rows must be valid in these pages as well. The cache owns a page that is new to it from now on. If
+        it has a page of the same tokens already, that page's node is held and pages[i] stays the caller's.
         """
         if not self.enabled:
             return
@@ -107,7 +104,7 @@ class PrefixCache:
     def evict(self, wanted: int) -> list[int]:
         """Drop up to `wanted` idle pages, least recently used first, and return their ids."""
         pages: list[int] = []
-        for node in list(itertools.islice(self.idle, wanted)):  # next(iter()) rescans deleted entries each time
+        for node in list(itertools.islice(self.idle, wanted)):  # next(iter()) would rescan deleted entries each time
             assert not node.children, "an idle parent stood before its child"
             assert node.parent is not None, "the root is never idle"
             del self.idle[node], node.parent.children[node.key]
@@ -116,7 +113,7 @@ class PrefixCache:
         return pages
 
     def check(self) -> None:
-        """Assert that counts, idle queue and tree agree, by a walk through the whole tree."""
+        """Assert that counts, idle queue and tree agree; walks the whole tree."""
         nodes = [self.root]
         for node in nodes:
             nodes.extend(node.children.values())

@@ -1,19 +1,19 @@
 """From logits to a token: penalties, bias, masks, temperature, top-k, top-p, min-p, and noise that can be recomputed.
 
-The one idea: sampling is an argmax. `argmax(logits + T * g)` with Gumbel noise g draws from softmax(logits / T), and g
-here is a pure function of (request seed, absolute position, token id): a counter-based generator, as in Salmon et al.,
-"Parallel random numbers: as easy as 1, 2, 3" (2011). So a seeded request picks the same token at the same position
-whatever the batch, the drafter or the tree around it (drafter-invariant decoding, arXiv 2408.07978), and T = 0 is
-greedy decoding without a branch.
+Sampling is an argmax. `argmax(logits + T * g)` with Gumbel noise g draws from softmax(logits / T). Here g is a pure
+function of (request seed, absolute position, token id): a counter-based generator, as in Salmon et al., "Parallel
+random numbers: as easy as 1, 2, 3" (2011). So a seeded request picks the same token at the same position in any batch,
+with any drafter and any tree (drafter-invariant decoding, arXiv 2408.07978), and T = 0 is greedy decoding without a
+branch.
 
 Top-k (arXiv 1805.04833), top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082) keep every token whose logit is at least
 a threshold, so tokens that tie at the threshold are all kept. Sorting the vocabulary to find the threshold would be
-slow; a radix selection over the bits of the fp32 values finds it with three histograms, exactly and whatever the order
-of summation.
+slow. A radix selection over the bits of the fp32 values finds it exactly, with three histograms, and does not depend
+on the order of summation.
 
-Everything on the device has a static shape and waits for no decision of the host. What no request of a batch asks for
-is None in its `Wishes` and costs nothing. Which members are there is the batch's `Needs`, a set of their names. With
-the shape of the step it decides which operations run, so that a step is captured for a few such sets.
+Everything on the device has a static shape and waits for no decision of the host. A feature that no request of a batch
+uses is None in the batch's `Wishes` and costs nothing. The batch's `Needs` are the names of those that are not None.
+`Needs` and shape decide which operations of a step run, so each shape is captured for a few `Needs`.
 
 Read next: `verify.py` for the walk that calls `pick`, `request.py` for the parameters.
 """
@@ -37,7 +37,7 @@ def _signed(constant: int) -> int:
     return constant - 2**64 if constant >= 2**63 else constant
 
 
-GOLDEN = _signed(0x9E3779B97F4A7C15)  # 2^64 / golden ratio; without it seed 0 would stay 0, which _mix64 maps to 0
+GOLDEN = _signed(0x9E3779B97F4A7C15)  # 2^64 / golden ratio; without it _mix64 would map seed 0 to 0
 MIX64 = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 
 
@@ -51,11 +51,11 @@ def _mix64(x: Tensor) -> Tensor:
 def _bits(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
     """Return `[.., V] int32`, 32 uniform bits per token id from `seed, position [..] int64`; ids as in `uniform`.
 
-    Were seed and position added, (seed, position + 1) and (seed + 1, position) would share their noise; they are mixed
-    into a key of 64 bits one after the other. Each id then takes one round of hash-prospector's best two-multiply
-    function (github.com/skeeto/hash-prospector, issue 19). If the whole key entered before the first multiply, two
-    close keys would have the same noise, permuted among the ids; so half of it enters before the second. int32 and
-    int64 products wrap in torch on every device, so the bits are the same everywhere.
+    Seed and position are mixed into a 64-bit key one after the other: if they were added, (seed, position + 1) and
+    (seed + 1, position) would share their noise. Each id then takes one round of hash-prospector's best two-multiply
+    function (github.com/skeeto/hash-prospector, issue 19). Half of the key enters before each multiply: if the whole
+    key entered before the first, two close keys would have the same noise, permuted among the ids. int32 and int64
+    products wrap in torch on every device, so the bits are the same everywhere.
     """
     key = _mix64(_mix64(seed ^ GOLDEN) ^ position)[..., None]
     first, second = (((key >> shift) & 0xFFFFFFFF) - 2**31 for shift in (0, 32))  # in int32's range: casts are exact
@@ -70,8 +70,8 @@ def _bits(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
 def uniform(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
     """Return `[.., V] fp32` in [2^-33, 1 - 2^-24] for `seed [..] int64` (any value) and `position [..] int64`.
 
-    `ids` says for which tokens: `[V] int64`, or V for the ids 0 to V - 1. No token has a negative id, so the number of
-    a negative id is independent of all tokens' noise.
+    ids: `[V] int64`, or the number V for the ids 0 to V - 1. No token has a negative id, so the number drawn for a
+    negative id is independent of all tokens' noise.
     """
     bits = _bits(seed, position, ids).to(torch.int64) & 0xFFFFFFFF
     return bits.float().mul_(2.0**-32).add_(2.0**-33).clamp_(max=1 - 2.0**-24)
@@ -80,8 +80,8 @@ def uniform(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
 def gumbel(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
     """Return `[.., V] fp32` of standard Gumbel noise in [-2.9, 22.9]; the arguments are those of `uniform`.
 
-    A token's noise is the same float wherever it is asked for: alone or in a batch, among all ids or some, in compiled
-    code or not. So it is an operator of its own, since a compiler's logarithm may end in another bit.
+    A token's noise must be the same float everywhere: alone or in a batch, among all ids or some, in compiled code or
+    eager. So it is a custom operator: a compiler's logarithm may differ in the last bit.
     """
     ids = torch.arange(ids, device=seed.device) if isinstance(ids, int) else ids
     return torch.ops.minispec.gumbel(seed, position, ids)
@@ -93,12 +93,12 @@ _library.define("gumbel(Tensor seed, Tensor position, Tensor ids) -> Tensor")
 
 def _gumbel(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
     """Return -log(-log1p(-u)); log1p has fp32's full resolution near u = 0, where the noise is large and decides."""
-    # In place: run eagerly on a CPU, it would spend its time on new tensors of width V.
+    # In place: new tensors of width V would take most of its time on a CPU.
     return uniform(seed, position, ids).neg_().log1p_().neg_().log_().neg_()
 
 
 def _gumbel_shape(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
-    """Return an empty tensor of the noise's shape, which is all that tracing needs to know."""
+    """Return an empty tensor of the noise's shape, for tracing."""
     shape = torch.broadcast_shapes(seed.shape, position.shape)
     return torch.empty((*shape, ids.shape[-1]), dtype=torch.float32, device=seed.device)
 
@@ -111,7 +111,7 @@ torch.library.register_fake("minispec::gumbel", _gumbel_shape)
 
 
 class Wishes(NamedTuple):
-    """What one pick needs to know of each request. A member that no request needs is None, and its work is skipped."""
+    """The inputs of one pick, by request. A member that no request needs is None, and its work is skipped."""
 
     temperature: Tensor | None  # [B] fp32; 0 or at least 1e-6; 0 is greedy; None if all requests are greedy
     top_k: Tensor | None  # [B] int64, at least 1; the vocabulary size or more keeps all
@@ -132,8 +132,8 @@ class Wishes(NamedTuple):
 def adjust(logits: Tensor, wishes: Wishes) -> Tensor:
     """Return `[B, V] fp32` logits after penalties, bias and the stop ids' mask, in this order.
 
-    Repetition (arXiv 1909.05858; prompt and output) divides positive and multiplies negative logits; frequency times
-    count and presence (output only) are subtracted. A request with neutral values gets its logits back bit for bit.
+    Repetition (arXiv 1909.05858; prompt and output) divides positive and multiplies negative logits. Frequency times
+    count, and presence, are subtracted (output only). Neutral values leave a request's logits unchanged, bit for bit.
     """
     logits = logits.float()
     if wishes.counts is not None:
@@ -152,27 +152,25 @@ def adjust(logits: Tensor, wishes: Wishes) -> Tensor:
 
 
 def largest(scores: Tensor) -> Tensor:
-    """Return `[..] int64`, the index of the largest of `scores [.., V]`, the first of equal ones; NaN is the largest.
+    """Return `[..] int64`, the argmax of `scores [.., V]`, the first of equal ones; NaN is the largest.
 
-    That is `argmax`. On a CPU `max` finds the same index in a third of the time, and tests hold it to that.
+    On a CPU `max` finds the same index in a third of the time; tests compare the two.
     """
     return scores.argmax(-1) if scores.is_cuda else scores.max(-1).indices
 
 
 def pick(logits: Tensor, wishes: Wishes, position: Tensor) -> Tensor:
-    """Return `[B] int64`, the token each row of `logits [B, V]` gets at absolute `position [B] int64`.
+    """Return `[B] int64`, the token picked from each row of `logits [B, V]` at absolute `position [B] int64`.
 
-    The order is `adjust`, temperature, top-k, top-p on what top-k left (renormalised, as vLLM does), min-p. Min-p is
-    relative to the largest probability, which no filter removes, so the filters before it do not change its threshold.
-    Greedy requests take the largest adjusted logit, ties to the lowest id. The result is an id in range even where
-    logits are NaN.
+    The order is `adjust`, temperature, top-k, top-p over what top-k kept (renormalised, as vLLM does), min-p. Min-p is
+    relative to the largest probability, which no filter removes, so earlier filters do not change its threshold. Greedy
+    requests take the largest adjusted logit, ties to the lowest id. The id is in range even if logits are NaN.
     """
     logits = adjust(logits, wishes)
     if wishes.temperature is None:
         return largest(logits)
-    # The scores start from distances below the maximum, not from logits. Close floats subtract exactly, so the
-    # candidates that matter have exact distances at any temperature. And a distance is never negative, so the bits of
-    # two distances compare as integers just as the distances do, which `_cut` needs.
+    # `gap` is the distance below the maximum. Close floats subtract exactly, so likely tokens have exact gaps at any
+    # temperature. A gap is never negative, so gaps and their bits as integers have the same order; `_cut` needs that.
     gap = logits.amax(-1, keepdim=True) - logits
     score = wishes.temperature[:, None] * gumbel(wishes.seed, position, logits.shape[1]) - gap
     if wishes.top_k is not None or wishes.top_p is not None or wishes.min_p is not None:
@@ -193,15 +191,14 @@ def law(logits: Tensor, wishes: Wishes) -> Tensor:
     return torch.where(wishes.temperature[:, None] > 0, scaled.softmax(-1), likeliest)
 
 
-# Probabilities are summed as integers, and the likeliest token counts this much. Floats summed in another order round
-# differently, so two batch shapes could disagree about a threshold; integers cannot. Sums over up to 2^23 ids fit into
-# int64.
+# Probabilities are summed as integers; this is the likeliest token's. Floats summed in another order round differently,
+# so two batch shapes could disagree about a threshold. Sums over up to 2^23 ids fit into int64.
 MASS_UNIT = 2.0**40
-SPREAD = 1024  # bins for the ids that a histogram is not about
+SPREAD = 1024  # bins of `_sums_spread` for ids outside the histogram
 
 
 def _filtered(gap: Tensor, wishes: Wishes) -> Tensor:
-    """Return `[B, V] bool`, the tokens that top-k, top-p and min-p take away, from distances `gap [B, V] fp32`."""
+    """Return `[B, V] bool`, the tokens that top-k, top-p and min-p remove; `gap [B, V] fp32` as in `pick`."""
     assert wishes.temperature is not None, "greedy picks are not filtered"
     bits = gap.view(torch.int32)
     share = torch.exp(-gap / wishes.temperature.clamp(min=GREEDY_BELOW)[:, None])  # probability over the largest one
@@ -212,7 +209,7 @@ def _filtered(gap: Tensor, wishes: Wishes) -> Tensor:
         mass = (share * (bits <= limit[:, None]) * MASS_UNIT).to(torch.int64)
         total = mass.sum(-1)
         goal = (total.double() * wishes.top_p.double()).ceil().to(torch.int64)
-        goal = torch.where(wishes.top_p < 1, goal, total + 1)  # 1 is a goal out of reach: it keeps ids of mass 0 too
+        goal = torch.where(wishes.top_p < 1, goal, total + 1)  # top_p = 1 keeps all: no cut reaches total + 1
         limit = torch.minimum(limit, _cut(bits, mass, goal))
     gone = bits > limit[:, None]
     return gone if wishes.min_p is None else gone | (share < wishes.min_p[:, None])
@@ -222,8 +219,8 @@ def _cut(bits: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
     """Return `[B] int32`, the smallest t with sum(mass[bits <= t]) >= goal, or 2^31 - 1 if there is none.
 
     `bits [B, V] int32` not negative, `mass [B, V] int64`, `goal [B] int64`. This is a radix selection: t's 31 bits are
-    found as digits of 11, 10 and 10 bits, each from one histogram. The last digit's bin is not looked at: where no
-    smaller digit reaches the goal, the last one is the answer.
+    found as digits of 11, 10 and 10 bits, each from one histogram. The largest digit needs no bin: it is the answer if
+    no smaller digit reaches the goal.
     """
     prefix = torch.zeros_like(goal, dtype=torch.int32)
     for shift, digits in ((20, 2048), (10, 1024), (0, 1024)):
@@ -234,9 +231,9 @@ def _cut(bits: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
 
 
 def _sums(digit: Tensor, mass: Tensor, digits: int) -> Tensor:
-    """Return `[B, digits - 1] int64`, for each digit but the last the mass at or below it; `digit [B, V] int32`.
+    """Return `[B, digits - 1] int64`, the mass at or below each digit but the largest; `digit [B, V] int32`.
 
-    Ids below the prefix, whose digit is negative, fall into the first bin, so the sums need no carry between rounds.
+    Ids below the prefix have a negative digit and fall into the first bin, so the sums need no carry between rounds.
     """
     bins = digit.clamp(0, digits - 1).to(torch.int64)
     histogram = torch.zeros(len(digit), digits, dtype=torch.int64, device=digit.device)
@@ -244,9 +241,9 @@ def _sums(digit: Tensor, mass: Tensor, digits: int) -> Tensor:
 
 
 def _sums_spread(digit: Tensor, mass: Tensor, digits: int) -> Tensor:
-    """Return what `_sums` does, without a bin into which nearly all ids fall: CUDA adds to one bin one after the other.
+    """Return the same as `_sums`, for CUDA, which adds the ids of one bin one by one; nearly all could be in one.
 
-    Ids below the prefix are one sum, and they and those beyond are spread over bins that nobody looks at.
+    Ids below the prefix are summed apart. They and the ids beyond the digits are spread over bins that are not read.
     """
     below = (mass * (digit < 0)).sum(-1, keepdim=True)
     aside = digits + torch.arange(digit.shape[1], device=digit.device) % SPREAD
@@ -263,7 +260,7 @@ OUTPUTS = INTS.index("outputs")
 NEUTRAL_FLOATS = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)  # greedy, no filter, no penalty
 TABLES = {"counts": torch.int32, "prompt_seen": torch.bool, "bias": torch.float32, "stop_mask": torch.bool}
 
-# The names of the members of `Wishes` that a batch needs, among those that may be None.
+# The names of the members of `Wishes` that a batch needs, of those that may be None.
 Needs = frozenset[str]
 GREEDY: Needs = frozenset()  # a bare argmax
 TEMPERED: Needs = frozenset(("temperature",))  # sampling without filters, penalties and bias
@@ -272,7 +269,7 @@ EVERYTHING: Needs = FILTERED | TABLES.keys()
 
 
 def _needed(params: SamplingParams, outputs: int, vocab_size: int) -> Needs:
-    """Return what a request that has output so many tokens needs."""
+    """Return the needs of a request that has output `outputs` tokens."""
     penalised = params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1
     needs = {
         "temperature": not params.greedy,
@@ -290,9 +287,9 @@ def _needed(params: SamplingParams, outputs: int, vocab_size: int) -> Needs:
 class SamplingState:
     """The sampling parameters and token counts of every slot, on the device; slot 0 is padding and greedy.
 
-    Small parameters sit in two tables `[R, 6] fp32` and `[R, 4] int64`, the others in `tables`, four of `[R, V]`. All
-    are allocated here, since a captured step would zero a table that it made itself at every replay. `assign` writes
-    all of a slot's entries, so nothing is left of the request before it.
+    Numbers are in two tables `[R, 6] fp32` and `[R, 4] int64`; `tables` holds four tables `[R, V]`. All are allocated
+    here: a captured step that allocated a table would zero it at every replay. `assign` writes all of a slot's entries,
+    so nothing of the previous request is left.
     """
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device | str) -> None:
@@ -311,11 +308,11 @@ class SamplingState:
         output_ids: Sequence[int],
         stop_ids: Iterable[int],
     ) -> None:
-        """Give `slot` to a request that has output `output_ids` so far (not empty after a retraction).
+        """Give `slot` to a request with the output `output_ids` so far (not empty after a retraction).
 
-        `stop_ids` are all ids that end the request and thus wait for min_new_tokens: EOS unless ignored, and
-        stop_token_ids. Every id must lie in the vocabulary. A top_k of 1 is stored as temperature 0, which picks the
-        same tokens, with ties to the lowest id.
+        stop_ids: the ids that end the request, masked until min_new_tokens: EOS unless ignored, and stop_token_ids.
+        Every id must be in the vocabulary. A top_k of 1 is stored as temperature 0, which picks the same tokens, ties
+        to the lowest id.
         """
         needs = self._needs[slot] = _needed(params, len(output_ids), self.vocab_size)
         temperature = 0.0 if params.greedy else params.temperature
@@ -337,7 +334,7 @@ class SamplingState:
             self.tables["stop_mask"][slot].index_fill_(0, upload(list(stop_ids), torch.int64, self.device), True)
 
     def _assign_bias(self, row: Tensor, params: SamplingParams) -> None:
-        """Write the bias into a slot's zeroed row [V]: what is not allowed has one of minus infinity."""
+        """Write the bias into a slot's zeroed row [V]; ids that are not allowed get minus infinity."""
         if params.allowed_token_ids is not None:
             row.fill_(-torch.inf)
             row.index_fill_(0, upload(params.allowed_token_ids, torch.int64, self.device), 0.0)
@@ -346,21 +343,21 @@ class SamplingState:
         row.index_add_(0, ids, bias)
 
     def release(self, slot: int) -> None:
-        """Forget the wishes of `slot`, so that it costs the batch nothing; its table entries stay until `assign`."""
+        """Forget the needs of `slot`, so that they cost the batch nothing; its table entries stay until `assign`."""
         self._needs[slot] = GREEDY
 
     def stops_allowed(self, slot: int) -> None:
-        """Note that `slot` has output its min_new_tokens, so that its stop mask has no effect any more."""
+        """Note that `slot` has output its min_new_tokens, so its stop mask is no longer needed."""
         self._needs[slot] -= {"stop_mask"}
 
     def needs(self, slots: Sequence[int]) -> Needs:
-        """Return what the requests in these slots need together; GREEDY where a bare argmax serves them all."""
+        """Return the needs of the requests in these slots together; GREEDY if a bare argmax serves them all."""
         return GREEDY.union(*(self._needs[slot] for slot in slots))
 
     def wishes(self, slots: Tensor, needs: Needs) -> Wishes:
-        """Return what the requests in `slots [B] int64` wish, as copies; members that `needs` lacks are None.
+        """Return the `Wishes` of `slots [B] int64`, as copies; members that `needs` lacks are None.
 
-        With EVERYTHING the members serve any batch: where a request has no wish its entries are neutral.
+        EVERYTHING serves any batch, since the entries that a request does not use are neutral.
         """
         members: dict[str, Any] = dict(zip(FLOATS, self._floats[slots].unbind(1), strict=True))
         members |= zip(INTS, self._ints[slots].unbind(1), strict=True)
@@ -369,7 +366,7 @@ class SamplingState:
         return Wishes(**members)
 
     def commit(self, slots: Tensor, tokens: Tensor, count: Tensor, counted: bool) -> None:
-        """Add the first `count [B]` of `tokens [B, A]` to the outputs, if `counted` to the counts, of `slots [B]`."""
+        """Add the first `count [B]` of `tokens [B, A]` to the outputs of `slots [B]`; if `counted`, to counts too."""
         self._ints[:, OUTPUTS].index_add_(0, slots, count.to(torch.int64))
         if not counted:
             return

@@ -1,15 +1,15 @@
-"""STANDALONE: a whole small model as drafter, with keys and values of its own under the target's page table.
+"""STANDALONE: a whole small model as drafter, with its own keys and values under the target's page table.
 
-The oldest kind of draft (speculative decoding, arXiv 2211.17192 and 2302.01318) needs no training: any model that reads
-the same token ids will do. It sees the text as if it served alone, from the first token on and at true positions.
+This oldest kind of drafter (speculative decoding, arXiv 2211.17192 and 2302.01318) needs no training: any model with
+the same token ids will do. It reads the text as if it served alone, from the first token on and at true positions.
 
-The model drafts by the same beam as a draft head (`beam.py`), but with lookahead 0: row i holds token i. It computes
-from the tokens what a head takes from the target's features, so `commit` goes one row further, to the root:
+The model drafts by the same beam as a head (`beam.py`), but with lookahead 0: row i holds token i. It reads tokens and
+no features, so `commit` writes one row more than a head's, that of the root:
 
     row   0 ... lens-1 | lens | lens+1 .. lens+K | lens+K+1 .. lens+2K | ...
           committed      root   first frontier     second frontier
 
-The state kept for a slot is the hidden state at its root, whose logits are the first drafts.
+The state of a slot is the hidden state at its root; its logits give the first drafts.
 
 Read next: `beam.py` for the trees, `engine.py` for the calls, `draft_models.py` for which models fit each other.
 """
@@ -31,7 +31,7 @@ from minispec.model import Model, Rope
 
 
 class DraftModel(nn.Module):
-    """A model as the beam sees it: it reads no features of the target and drafts the ids below `vocab_size`."""
+    """A model as the beam's network: it reads no features of the target and drafts the ids below `vocab_size`."""
 
     name = "standalone"
     taps: tuple[int | str, ...] = ()
@@ -44,26 +44,26 @@ class DraftModel(nn.Module):
         self.hidden_size, self.kv_heads, self.head_dim = config.hidden_size, config.kv_heads, config.head_dim
 
     def logits(self, state: Tensor) -> Tensor:
-        """Return the logits [..., vocab_size] of hidden states [..., H]; the LM head's padding is cut off."""
+        """Return the logits [..., vocab_size] of hidden states [..., H], without those of the LM head's padding."""
         return self.model.logits(state)[..., : self.vocab_size]
 
 
 class StandaloneDrafter(BeamDrafter):
-    """The drafter around a model: S rounds over K branches, reranked to a tree of N nodes."""
+    """The drafter around a model: S rounds of K branches, reranked to a tree of N nodes."""
 
     lookahead = 0
     network: DraftModel
 
     def __init__(self, network: DraftModel, **shape: Any) -> None:
-        """`shape`: what `BeamDrafter` takes by name."""
+        """shape: the keyword arguments of `BeamDrafter`."""
         super().__init__(network, **shape)
         self.kv_shape = KVShape(network.model.config.layers, network.kv_heads, network.head_dim)
         self.expect(self.longest)
 
     def expect(self, longest: int) -> None:
-        """Be prepared, before `attach`, for paths of so many tokens."""
+        """Prepare, before `attach`, for paths of `longest` tokens."""
         super().expect(longest)
-        # Rows from the old root on: those of a path, A, and of the new root; or of the root and the frontiers.
+        # Rows from the old root on: a path of A and the new root, or the old root and the frontiers.
         self.scratch = max(self.longest + 1, 1 + self.window)
         device = self.network.model.embed_tokens.weight.device
         self._causal = torch.ones(self.longest, self.longest, dtype=torch.bool, device=device).tril()
@@ -71,7 +71,7 @@ class StandaloneDrafter(BeamDrafter):
     def attach(
         self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
     ) -> None:
-        """Allocate the drafter's own pages, per-slot state, and the plans of rows that end at a root."""
+        """Allocate as a head does, and the plans of rows that end at a root."""
         super().attach(kv, attend_kind, batch_sizes, chunk_counts)
         paths = [(count, length) for count in batch_sizes for length in self.path_lengths]
         shapes = [*paths, *((count, 1) for count in chunk_counts)]
@@ -81,7 +81,7 @@ class StandaloneDrafter(BeamDrafter):
         self.network.model.compile_blocks(compiler)
 
     def attends(self, plan: Plan, prefill: bool) -> list[PagedAttend]:
-        """Return the attention of what a head has, where paths end at a root, and of the roots after prompt chunks."""
+        """Return the attention of chunks and the roots after them, or of paths that end at a root and of frontiers."""
         if prefill:
             return [self._attend(plan), self._attend(self._tails[plan.blocks, 1])]
         return super().attends(self._tails[plan.batch, plan.width], prefill)
@@ -89,10 +89,10 @@ class StandaloneDrafter(BeamDrafter):
     def commit(self, new: Committed) -> None:
         """Write the rows of the tokens just committed and of the root after them; keep the state at the root."""
         root = new.positions.flatten()[new.ends] + 1  # [C], its row and position
-        if new.prefill:  # first the prompt's chunk, below the root or the next chunk's first token
+        if new.prefill:  # the chunk's own rows first, then one row: the root, or the next chunk's first token
             self._run(new.tokens, None, new.positions, new.plan)
             tokens, first = new.following.flatten()[new.ends][:, None], root
-        else:  # a path, whose first row is the old root's and was written by the commit before
+        else:  # a path without its first row, the old root's, which the previous commit wrote
             tokens, first = new.following, new.positions[:, 0] + 1
         count, width = tokens.shape
         positions = first[:, None] + torch.arange(width, device=first.device)
@@ -103,13 +103,13 @@ class StandaloneDrafter(BeamDrafter):
         self.state[new.slots] = states[torch.arange(count, device=first.device), root - first]
 
     def _read(self, tokens: Tensor, positions: Tensor) -> Inputs:
-        """Return what the model reads of tokens at positions, both [B, T] int64."""
-        # The draft has no embedding for ids that exist only in the target's padding; they get its last one.
+        """Return the inputs of the model for tokens at positions, both [B, T] int64."""
+        # The draft model has no embedding for ids that are padding of the target's vocabulary; they get its last one.
         model = self.network.model
         known = tokens.clamp(0, model.config.vocab_size - 1)
         return Inputs(model.embed(known), *model.rope(positions), positions)
 
     def _through(self, inputs: Inputs, states: Tensor | None, plan: Plan) -> Tensor:
-        """Return the hidden states [B, T, H] under a plan; what came before is in the pages, so no state is read."""
+        """Return the hidden states [B, T, H] under a plan; `states` is not read, since the pages hold all context."""
         model, rope = self.network.model, Rope(inputs.cos, inputs.sin)
         return model.finish(model.run_blocks(inputs.embedding, rope, self._attend(plan)))[0]

@@ -1,13 +1,12 @@
-"""Draft trees: several proposed continuations of one text, flattened so that the target reads them in one forward pass.
+"""Draft trees: several proposed continuations of one text, which the target reads in one forward pass.
 
-The one idea: a tree is two integer arrays, the token of each node and the index of its parent. Everything else (who
-may attend to whom, at which position a node stands) follows from the parents by tensor operations of static shape, so
-it works in a compiled graph. Plain decoding is the tree with one node, and a prompt chunk is a chain. Tree attention
-comes from SpecInfer (arXiv 2305.09781). Which tree to draft is the drafter's choice.
+A tree is two integer arrays: the token of each node and the index of its parent. The ancestors and the depth of each
+node follow from the parents by tensor operations of static shape, so they work in a compiled graph. Plain decoding is
+a tree of one node, and a prompt chunk is a chain. Tree attention comes from SpecInfer (arXiv 2305.09781).
 
 This file owns invariant 1: parents precede children, siblings hold distinct tokens, padding nodes hold -1.
 
-Read next: `verify.py` for what the target makes of a tree, `attention.py` for the mask.
+Read next: `verify.py`, which accepts a path of a tree; `attention.py` for the mask.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PADDING = -1  # the token of a node that is not there; no pick of the target ever equals it
+PADDING = -1  # the token of a padding node; no pick of the target ever equals it
 
 
 class Shape(NamedTuple):
-    """What the decode steps of a batch size differ in: how large their trees are, and who proposes them.
+    """The shape of a decode step: how large its trees are, and who proposes them.
 
-    `max` of the shapes of a batch is the largest tree that the drafter proposes.
+    Shapes are ordered: `max` of a batch's shapes has the largest tree, proposed by the drafter.
     """
 
     nodes: int  # N, root included; 1 in a plain step
-    drafts: bool  # whether the drafter proposes the trees; if not, and nodes > 1, all come from a lookup on the host
+    drafts: bool  # whether the drafter proposes the trees; if not, and nodes > 1, a lookup on the host proposes them
 
     @property
     def of_host(self) -> bool:
-        """Whether every request takes the tree of a lookup on the host."""
+        """Whether every tree comes from a lookup on the host."""
         return self.nodes > 1 and not self.drafts
 
 
@@ -47,10 +46,10 @@ class DraftTree(NamedTuple):
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """Return `[B, N, N] bool` from `parents [B, N] int64`: entry [b, i, j] says that j is i or an ancestor of i.
+    """Return `[B, N, N] bool` from `parents [B, N] int64`: entry [b, i, j] is true if j is i or an ancestor of i.
 
-    Pointers are doubled: after k rounds a node knows itself and its ancestors less than 2^k levels up, and points to
-    the one 2^k levels up. So ceil(log2 N) rounds are enough for any shape, chains included.
+    This is pointer doubling: after k rounds a node knows its ancestors less than 2^k levels up, itself included, and
+    points to the one 2^k levels up. So ceil(log2 N) rounds are enough for any tree.
     """
     batch, nodes = parents.shape
     known = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, nodes, nodes)
@@ -62,14 +61,14 @@ def ancestors(parents: Tensor) -> Tensor:
 
 
 def depth(ancestors: Tensor) -> Tensor:
-    """Return `[B, N] int64`, the number of edges above each node, from `ancestors [B, N, N]`."""
+    """Return `[B, N] int64`, the number of edges between each node and the root, from `ancestors [B, N, N]`."""
     return ancestors.sum(-1) - 1
 
 
 def problem(tokens: Sequence[int], parents: Sequence[int], nodes: int, vocab_size: int) -> str | None:
-    """Return how one request's tree, as lists without padding, breaks invariant 1, or None if it does not.
+    """Return what breaks invariant 1 in one request's tree, given as lists without padding; None if nothing does.
 
-    It has at most `nodes` nodes, and ids below `vocab_size`. The token of node 0 is not checked: the engine knows it.
+    Also checked: at most `nodes` nodes, and ids below `vocab_size`. Node 0's token is not checked: the engine knows it.
     """
     if not 0 < len(tokens) <= nodes or len(parents) != len(tokens):
         return f"{len(tokens)} tokens and {len(parents)} parents, where 1 to {nodes} of both are allowed"

@@ -1,17 +1,15 @@
-"""Verification: which drafted tokens the target would have chosen itself, and what it chooses after them.
+"""Verification: which path of a tree the target accepts, and which token it picks after that path.
 
-The one idea: the target picks a token at the root; if a child holds it, we move there and the target picks again. The
-picks on the way are the output. Every emitted token is the target's own, so greedy picks give greedy decoding and
-sampled picks give exact samples, whatever the drafter and the shape of the tree; no draft probabilities are needed.
-Since siblings hold distinct tokens, the output has the distribution that speculative sampling (arXiv 2211.17192,
-2302.01318) gives when it tries the children one after the other and takes each as proposed with probability 1. The
-noise of a pick depends on seed, position and token alone (`sampling.gumbel`), so a seeded request gets the same text
-with every drafter: this is drafter-invariant decoding (arXiv 2408.07978).
+The target picks a token at the root. If a child holds this token, the walk moves to that child and the target picks
+again. The picks on the way are the output. So the target draws exactly as it would without a draft, and draft
+probabilities never matter. The output has the distribution of speculative sampling (arXiv 2211.17192, 2302.01318) with
+drafts of probability 1. The noise of a pick depends on seed, position and token alone (`sampling.gumbel`), so a seeded
+request gets the same text with every drafter: drafter-invariant decoding (arXiv 2408.07978).
 
-`pick_lossy` is the exception, for users who set an accept threshold below 1: it accepts more and is not exact. And
-`simulate` accepts a given number whatever was picked, for the speed of a step without weights that mean anything.
+Two functions are not exact. `pick_lossy` serves users who set an accept threshold below 1: it accepts more drafts.
+`simulate` accepts a given number of drafts, whatever the picks: it measures the speed of a step with random weights.
 
-Read next: `model.py`, which makes the logits; `sampling.py` for the pick, `engine.py` for what is done with a verdict.
+Read next: `model.py`, which computes the logits; `sampling.py` for the pick; `engine.py`, which uses the verdict.
 """
 
 from __future__ import annotations
@@ -25,12 +23,13 @@ from torch import Tensor
 from minispec.sampling import Wishes, gumbel, largest, law, pick, uniform
 from minispec.tree import PADDING, DraftTree, depth
 
-COIN = -1  # `pick_lossy` draws its coin as the noise of this id, which no token has
-COUNT = -2  # and `simulate` its number as the noise of this one
+# Ids that no token has; their noise is independent of all tokens' noise.
+COIN = -1  # for the coin of `pick_lossy`
+COUNT = -2  # for the count of `simulate`
 
 
 class Trees(NamedTuple):
-    """Trees that are to be verified."""
+    """The trees to verify."""
 
     tree: DraftTree  # [B, N] each
     above: Tensor  # [B, N, N] bool, `tree.ancestors`
@@ -41,20 +40,20 @@ class Trees(NamedTuple):
 
 @dataclass(eq=False)
 class Accept:
-    """What an operator may change of acceptance; as it stands, output is exact."""
+    """The operator's settings for acceptance; with the defaults the output is exact."""
 
     thresholds: tuple[float, float] | None = None  # (single, acc) of `pick_lossy`
     simulated: float | None = None  # the mean of `simulate`
 
     @property
     def couples(self) -> bool:
-        """Whether drafts may know the noise of the picks. Under thresholds a coin accepts in place of the noise."""
+        """Whether the drafter may use the noise of the picks (coupling). Under thresholds a coin decides instead."""
         return self.thresholds is None
 
     def judge(self, trees: Trees, logits: Tensor, wishes: Wishes | None, host_looks: bool) -> Verdict:
-        """Return the verdict on `logits [B, N, V]`; greedy batches, without wishes, need no walk.
+        """Return the verdict on `logits [B, N, V]`. wishes: None for a greedy batch, which needs no walk.
 
-        host_looks: whether the host may look at values on the way. On a CPU that costs nothing.
+        host_looks: whether the host may read values during the walk. On a CPU that costs nothing.
         """
         if wishes is None:
             verdict = verify_greedy(trees, logits)
@@ -66,21 +65,21 @@ class Accept:
 
 
 class Verdict(NamedTuple):
-    """What the target accepted. Entries of `path` and `emitted` at and beyond `count` are unspecified but in range."""
+    """The accepted paths and their tokens. Entries of `path` and `emitted` from `count` on are in range but garbage."""
 
     path: Tensor  # [B, A] int64 node indices, path[:, 0] = 0
-    # How many tokens are emitted, accepted drafts + 1. It hides tuple.count, which nobody calls.
+    # The number of emitted tokens, accepted drafts + 1. It hides tuple.count, which nobody calls.
     count: Tensor  # type: ignore[assignment]  # [B] int64
     emitted: Tensor  # [B, A] int64: the target's pick at node path[:, a]
     bonus: Tensor  # [B] int64 = emitted[count - 1], the next root
-    nan: Tensor  # [B] bool: whether a token that counts was picked from logits with a NaN among them
+    nan: Tensor  # [B] bool: whether an emitted token was picked from logits that contain NaN
 
 
 def verify_greedy(trees: Trees, logits: Tensor) -> Verdict:
     """Return the verdict of argmax picks on `logits [B, N, V]`, ties to the lowest id, without walking the tree.
 
     A node is accepted if it and all its ancestors below the root hold the tokens picked at their parents. Siblings are
-    distinct, so the accepted nodes are one path with one node per depth, and a node's depth is its place in the path.
+    distinct, so the accepted nodes form one path, and a node's depth is its index in the path.
     """
     tree, A = trees.tree, trees.most
     batch, nodes = tree.tokens.shape
@@ -89,12 +88,12 @@ def verify_greedy(trees: Trees, logits: Tensor) -> Verdict:
     chosen[:, 0] = True
     level = depth(trees.above)
     accepted = (chosen[:, None, :] | ~trees.above).all(-1) & (level < A)
-    place = torch.where(accepted, level, A)  # the other nodes go into a last column that is cut off
+    place = torch.where(accepted, level, A)  # nodes that are not accepted go to column A, which is cut off
     index = torch.arange(nodes, device=picks.device).expand(batch, nodes)
     path = torch.zeros(batch, A + 1, dtype=torch.int64, device=picks.device).scatter_(1, place, index)[:, :A]
-    emitted = picks.gather(1, path)  # beyond the count that of the root, which counts anyway
+    emitted = picks.gather(1, path)  # from `count` on: the root's pick, so `nan` below may look at every entry
     row = torch.arange(batch, device=picks.device)[:, None]
-    nan = logits[row, path, emitted].isnan().any(-1)  # NaN is the largest, so where there is one it was picked
+    nan = logits[row, path, emitted].isnan().any(-1)  # argmax picks NaN if the logits contain one
     return _verdict(path, accepted.sum(-1), emitted, nan)
 
 
@@ -104,9 +103,9 @@ def verify(
 ) -> Verdict:  # fmt: skip
     """Return the verdict of `sampling.pick` on `logits [B, N, V]`, walking down from the root for at most A picks.
 
-    The pick at depth d has position lens + d + 1. `wishes` is not changed: the tokens of the path are added to a copy
-    of its counts, so penalties are those of plain decoding of the same tokens. Temperature 0 without adjustments gives
-    the verdict of `verify_greedy`. With thresholds `pick_lossy` takes the place of `pick`.
+    The pick at depth d has position lens + d + 1. The walk counts its tokens in a copy of `wishes.counts`, so penalties
+    equal those of plain decoding. Temperature 0 without adjustments gives the verdict of `verify_greedy`. With
+    thresholds `pick_lossy` replaces `pick`.
     """
     tree, lens, A = trees.tree, trees.lens, trees.most
     batch, nodes, vocab = logits.shape
@@ -121,7 +120,7 @@ def verify(
         drafted = tree.tokens.masked_fill(tree.parents != node[:, None], PADDING)
         token = pick(at, here, position) if thresholds is None else pick_lossy(at, here, position, drafted, *thresholds)
         path[:, a], emitted[:, a] = node, token
-        nan = nan | at.amax(-1).isnan()  # a walk that has stopped looks at the root again, which counts anyway
+        nan = nan | at.amax(-1).isnan()  # a stopped walk is back at the root, which was checked already
         count = count + walking
         if a + 1 == A:
             break
@@ -129,27 +128,27 @@ def verify(
             counts.scatter_add_(1, token[:, None], walking[:, None].to(counts.dtype))
         child = drafted == token[:, None]  # at most one; never padding
         walking = walking & child.any(-1)
-        node = child.to(torch.int8).argmax(-1)  # a walk that has stopped is at the root again, and no longer counted
+        node = child.to(torch.int8).argmax(-1)  # 0, the root, for a walk that has stopped
         if host_looks and not walking.any():
             break
     return _verdict(path, count, emitted, nan)
 
 
 def pick_lossy(logits: Tensor, wishes: Wishes, position: Tensor, drafted: Tensor, single: float, acc: float) -> Tensor:
-    """Return `[B] int64`, what SGLang's threshold rule takes at a node with children `drafted [B, N] int64` or -1.
+    """Return `[B] int64`, the token that SGLang's threshold rule takes at a node.
 
-    With q_1, q_2 ... the children's probabilities (`sampling.law`, after all filters) and a coin u, it is the first
-    child with q_i > 0 and (u < (q_1 + ... + q_i) / acc or q_i >= single); if there is none, a token is drawn from
-    the probabilities of all but the children. `single` lies in [0, 1], `acc` in (0, 1]. At 1 and 1 this samples the
-    law exactly, though a seed gives other tokens than with `pick`; lower values favour what was drafted. A greedy
-    request gets the token of `pick`, since its law is one-hot.
+    drafted [B, N] int64: the tokens of the node's children, -1 elsewhere. Let q_1, q_2 ... be the children's
+    probabilities (`sampling.law`, after all filters) and u a coin. The rule takes the first child with q_i > 0 and
+    (u < (q_1 + ... + q_i) / acc or q_i >= single). If no child passes, it draws from the law without the children.
+    `single` lies in [0, 1], `acc` in (0, 1]. At 1 and 1 this samples the law exactly, but a seed gives other tokens
+    than `pick` does; lower values favour the drafts. A greedy request gets the token of `pick`: its law is one-hot.
     """
     q, held = law(logits, wishes), drafted.clamp(min=0)
     mass = q.gather(1, held) * (drafted != PADDING)
     coin = uniform(wishes.seed, position, torch.full((1,), COIN, device=logits.device))
     accepted = (mass > 0) & ((coin < mass.cumsum(1) / acc) | (mass >= single))
     left = q.scatter_add(1, held, -mass)  # exactly 0 at each child: siblings are distinct, so each is subtracted once
-    # Nothing is left if the children have all the mass, but their sum was rounded below 1 and the coin lies above it.
+    # Nothing is left if the children hold all the mass, but their sum was rounded below 1 and the coin is above it.
     left = torch.where(left.amax(-1, keepdim=True) > 0, left, q)
     drawn = (left.log() + gumbel(wishes.seed, position, logits.shape[1])).argmax(-1)
     chosen = held.gather(1, accepted.to(torch.int8).argmax(-1, keepdim=True)).squeeze(1)  # the first of equal maxima
@@ -157,24 +156,23 @@ def pick_lossy(logits: Tensor, wishes: Wishes, position: Tensor, drafted: Tensor
 
 
 def simulate(trees: Trees, verdict: Verdict, mean: float) -> Verdict:
-    """Return a verdict that emits `mean` tokens in the mean, whatever the target picked: output is junk, speed is not.
+    """Return a verdict that emits `mean` tokens on average, whatever the target picked. The text is junk.
 
-    The path goes to the first of the deepest nodes, and its tokens are emitted, the last one the target's bonus. `mean`
-    lies in [1, A]. Its floor or its ceiling is drawn from slot and committed length, so that a captured step draws anew
-    at every replay and a run repeats. A path too short for the number drawn is accepted whole, so the mean is lower
-    where trees are less than A - 1 deep.
+    `mean` lies in [1, A]. The path leads to the first of the deepest nodes; its drafts and the target's bonus are
+    emitted. The count is the floor or the ceiling of `mean`, drawn from slot and committed length, so a captured step
+    draws anew at every replay and a run repeats. The mean is lower for trees less than A - 1 deep.
     """
     tree, ancestors, slots, lens, _ = trees
     (batch, nodes), most = tree.tokens.shape, verdict.path.shape[1]
     level = depth(ancestors).masked_fill(tree.tokens == PADDING, -1)
-    level[:, 0].zero_()  # at the context's end the root is masked as well
+    level[:, 0].zero_()  # at the end of the context the root's token is PADDING too
     last = level.argmax(-1)
     above = ancestors.gather(1, last[:, None, None].expand(batch, 1, nodes)).squeeze(1)
-    place = torch.where(above, level, most).clamp(max=most)  # the other nodes go into a last column that is cut off
+    place = torch.where(above, level, most).clamp(max=most)  # the other nodes go to a last column, which is cut off
     index = torch.arange(nodes, device=lens.device).expand(batch, nodes)
     path = place.new_zeros(batch, most + 1).scatter_(1, place, index)[:, :most]
     whole = int(mean)
-    # Not the floor of mean + coin: that sum is rounded, at times to the next integer.
+    # Not the floor of mean + coin: that sum may be rounded up to the next integer.
     coin = uniform(slots, lens, torch.full((1,), COUNT, device=lens.device)).squeeze(1)
     count = torch.minimum(whole + (coin < mean - whole), level.amax(-1) + 1).clamp(max=most)
     child = tree.tokens.gather(1, path.roll(-1, 1))

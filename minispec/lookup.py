@@ -180,9 +180,13 @@ class Lookups(Drafter):
         """Return the lookup's tree for each row that has one, and the network's tree for the others."""
         host = batch.tree
         grown = self._grown[host.tokens.shape[1]]
-        tree = self.head.propose(batch._replace(tree=DraftTree(host.tokens[:, :grown], host.parents[:, :grown])))
+        scores = None if batch.scores is None else batch.scores[:, :grown]
+        cut = DraftTree(host.tokens[:, :grown], host.parents[:, :grown])
+        tree = self.head.propose(batch._replace(tree=cut, scores=scores))
         room = (0, host.tokens.shape[1] - grown)
         taken = host.tokens[:, 1:2] != PADDING
+        if scores is not None:
+            scores.masked_fill_(taken, torch.nan)  # of the network's tree, which this row does not verify
         return DraftTree(torch.where(taken, host.tokens, F.pad(tree.tokens, room, value=PADDING)),
                          torch.where(taken, host.parents, F.pad(tree.parents, room)))  # fmt: skip
 

@@ -12,6 +12,7 @@ import torch
 from conformance import FEW, WISHES, Subject, assert_exact, truth
 from exactness import VOCAB, build, check, request, run, tiny_model
 from test_beam import MODEL, assert_slow_trees, drafter
+from test_trace import assert_told_truly, watched
 from trained import sentence, trained_head, trained_model
 
 from minispec.beam import BeamDrafter
@@ -115,6 +116,25 @@ def test_a_step_in_which_the_head_drafts_nothing_says_nothing_of_its_trees() -> 
     assert min(found) > 3, "of the requests in steps of lookups some had a tree looked up, and some had none"
     assert len(drafted) > 10
     assert all(shape.drafts for shape in drafted), "a row without a tree counted as one whose drafts were all refused"
+
+
+@pytest.mark.parametrize("name", ["head", "chain"])
+def test_a_trace_has_the_head_s_probabilities_for_its_own_trees_and_none_for_trees_that_were_looked_up(name) -> None:
+    subject = PAIRS[name]
+    scheduler = subject.build()
+    adversary(scheduler)
+    requests = watched(repeating(subject), every=1)
+    run(scheduler, requests)
+    assert_exact(subject, requests)
+    found = {True: 0, False: 0}
+    for r in requests[::2]:  # the others have a bias, which the slow reader of traces does not know
+        assert_told_truly(r, subject.model())
+    for r in requests:
+        for step in r.trace.steps:
+            (*drafted,) = {p is not None for p in step["draft"][1:]}
+            assert len(drafted) <= 1, "a tree is looked up or drafted"
+            found.update({kind: found[kind] + 1 for kind in drafted})
+    assert min(found.values()) > 10
 
 
 # ---- the head is never behind, and each row has its own tree ------------------------------------------------------

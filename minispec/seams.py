@@ -2,7 +2,7 @@
 
 `engine.py` calls `Asked` and `Link` and knows nothing of what implements them. The classes here do nothing: no request
 asks for more than tokens, and the model is in one process. `steps.py` and `link.py` derive from them, and
-`load/build.py` sets `Engine.asked` and `Engine.link`.
+`load/build.py` attaches these as `Engine.asked` and `Engine.link`.
 
 Read next: `engine.py`.
 """

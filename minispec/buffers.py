@@ -102,9 +102,9 @@ def coarse_batches(most: int, nodes: int, captured: int) -> tuple[int, ...]:
     batch up to it is padded to an uncaptured one.
 
     Each bucket is several graphs, and CUDA autotunes each for about a minute (an estimate) at the first start. A step
-    of few rows B * N only waits for the weights: on server GPUs since the A100 up to some 150 rows, the bfloat16
-    operations they do per byte read. There a bucket may be four times the one before. Beyond that padding costs time,
-    and buckets double. One request alone is never padded.
+    of few rows B * N only waits for the weights. On server GPUs since the A100 this holds up to some 150 rows, as many
+    as the bfloat16 operations they do per byte read. There a bucket may be four times the one before. Beyond that
+    padding costs time, and buckets double. One request alone is never padded.
     """
     sizes = [1]
     while sizes[-1] < most:

@@ -54,7 +54,7 @@ class Pending:
     ready: torch.cuda.Event | None  # set when `outputs` is filled; None: it is filled
     nodes: int = 1  # tree size of a decode step
     launched: float = 0.0  # when its own work began, in seconds of `perf_counter`
-    catching_up: float = 0.0  # seconds before that in which the drafter took its backlog in
+    catching_up: float = 0.0  # seconds before that in which the drafter took in its backlog
     keeps: bool = False  # whether the accepted rows join the backlog, so that `collect` must count them
     chunks: Sequence[Chunk] = ()
     captured: bool = False  # whether a CUDA graph ran it
@@ -252,7 +252,7 @@ class Engine:
             drafts = [NOTHING] * len(slots) if self.drafter.looks_up else self.host_drafts(slots)
         buffers = self.decodes[batch, max(self.sizes.shapes_of(batch)) if shape is None else shape]
         started = time.perf_counter()
-        # What may fail because of one request comes first, before anything changes: then only this step is lost.
+        # What one request may make fail comes first, before anything changes, so that only this step is lost.
         buffers.upload(slots, [draft.cut(buffers.nodes) for draft in drafts])
         asked = self.asked.decode(buffers, slots)
         began = time.perf_counter()

@@ -36,8 +36,8 @@ class LLM:
 
     With tp_size above 1 it starts the other ranks, which end with this process; if one of them dies, this process ends.
 
-    compile_later: for the server on a CPU, run eagerly until `warming.py` has graphs made. The attribute is False if
-    nothing is left to compile.
+    compile_later: for the server on a CPU, run eagerly until `warming.py` has graphs made. As an attribute it is False
+    if nothing is compiled, or everything was at once.
     batches: for bench.py, the batch buckets to compile, in place of the usual ones up to the most running requests.
     Raises ValueError or RuntimeError with one readable sentence if model, flags and machine do not fit together.
     """
@@ -140,7 +140,6 @@ class LLM:
         return Request(uuid.uuid4().hex, ids, params)
 
     def _result(self, request: Request, text: str) -> dict[str, Any]:
-        """Return the object of /generate for a finished request."""
         info = meta_info(request, len(request.output_ids), request.finish, self.scheduler.sizes.nodes)
         return {"text": text, "output_ids": request.output_ids, "meta_info": info}
 

@@ -64,7 +64,7 @@ class Row(NamedTuple):
     """One request of the next step."""
 
     request: object  # compared by identity
-    # How many tokens of context the host's tree was found by; 0: it offers none; None: the drafter drafts in the step.
+    # `Draft.match` of the host's tree; 0: it offers none; None: the drafter drafts in the step.
     match: int | None = None
     drafts: bool = True  # False: the request verifies no drafts, whatever the shape
     lookup: int = 0  # like match, of a looked-up tree that may replace the drafter's; match is None then
@@ -155,14 +155,13 @@ class Times:
         return scale * self.of(other, shape)
 
     def _median(self, key: tuple[object, ...], values: Sequence[float]) -> float:
-        """Return the median of `values`, cached under `key`."""
         if key not in self._medians:
             self._medians[key] = statistics.median(values)
         return self._medians[key]
 
 
 class Acceptance:
-    """By depth, how often a draft was accepted lately if the one above it was."""
+    """How often a draft was accepted lately if the one above it was, by size of tree and depth."""
 
     def __init__(self, keep: float) -> None:
         """`keep`: the weight of an observation after the next one."""
@@ -185,9 +184,9 @@ class Acceptance:
 
 
 class Matches:
-    """What trees of the host emit, by size and length of match, the tokens of context that they were found by.
+    """The mean number of tokens that trees of the host emit, by size and by length of match (`Draft.match`).
 
-    It is a running mean over what such trees emitted or would have emitted, and begins with a guess.
+    It is a running mean over what such trees emitted, or would have if verified, and begins with a guess.
     """
 
     rate = 0.1  # weight of the newest observation
@@ -211,7 +210,7 @@ class Matches:
 
 
 class Returns:
-    """What it costs to draft again after steps that did not: the time in which the drafter takes its backlog in.
+    """The cost of drafting again after steps that did not: the time in which the drafter takes in its backlog.
 
     It is paid once for a run of steps that draft, so it is divided by the mean length of such runs lately. Steps whose
     trees are all the host's do not draft.

@@ -208,7 +208,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True when the pick is an argmax."""
+        """Whether the pick is an argmax."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     def stop_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
@@ -251,7 +251,7 @@ class Trace:
     """What a watched request's decode steps did. The scheduler appends; other threads may read."""
 
     ends: list[int] = field(default_factory=list)  # characters of the text after each output token
-    steps: list[dict[str, Any]] = field(default_factory=list)  # decode steps, `trace.Rows.step` with `at` and `seconds`
+    steps: list[dict[str, Any]] = field(default_factory=list)  # decode steps: `SeenStep.step` with `at` and `seconds`
 
 
 @dataclass(eq=False)
@@ -321,7 +321,7 @@ class Request:
         return min(rows, unscored.start) if unscored else rows
 
     def count_step(self, kept: int, nodes: int) -> None:
-        """Count a verify step with `nodes` nodes, of which `kept` tokens were kept."""
+        """Count a verify step with trees of `nodes` nodes, of which the request kept `kept` tokens."""
         self.verify_steps += 1
         self.drafted_tokens += nodes - 1 if self.speculative else 0
         self.accepted_drafts += kept - 1

@@ -92,7 +92,7 @@ class Scheduler:
         pool_rows = (self.kv.pages - 1) * self.kv.page_size
         self.limits = Limits(engine.model.config.vocab_size, self.sizes.context_length, pool_rows,
                              self.sizes.tree_rows, tuple(sorted(eos_ids)))  # fmt: skip
-        self.overlap = options.overlap and not engine.drafter.reads_text  # whose drafts need the newest step's tokens
+        self.overlap = options.overlap and not engine.drafter.reads_text  # drafts from text need the last step's tokens
         self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval)
         self.waiting: deque[Request] = deque()
         self.parked: dict[Request, list[Request]] = {}  # by leader: choices that wait for its prompt
@@ -172,7 +172,6 @@ class Scheduler:
         return self._drain()
 
     def _drain(self) -> list[Update]:
-        """Return the updates since the last call."""
         updates, self._updates = self._updates, []
         return updates
 
@@ -243,7 +242,6 @@ class Scheduler:
         return self.seats.grow(request, rows + self.sizes.tree_rows)
 
     def _retract(self, request: Request) -> None:
-        """Send a request back to the queue, since the pool is full."""
         used = self._send_back(request)
         logger.warning(
             "KV cache pool is full. Retract requests. #retracted_reqs: 1, #freed_pages: %d, #queue-req: %d",
@@ -356,7 +354,6 @@ class Scheduler:
             self._after_decode(flight, emitted, flight.seconds + waited)
 
     def _land_flight(self) -> None:
-        """Land the flight, if there is one."""
         flight, self._flight = self._flight, None
         if flight is not None:
             self._land(flight)
@@ -588,5 +585,4 @@ class Scheduler:
 
 
 def _failure(error: BaseException) -> Finish:
-    """Return the finish of a request whose step raised."""
     return Finish("abort", message=f"{type(error).__name__} in a step of the engine", status=500)

@@ -1,10 +1,10 @@
-"""The static sizes and tensors of a step: what the host sends in, the plan that describes it, and what comes out.
+"""The static sizes and tensors of a step: its inputs, its plan for attention (`attention.Plan`), and its outputs.
 
-The one idea: a step is a function of tensors that stay where they are. The host fills one buffer with one copy, the
-step reads it, works on the engine's state, and writes one buffer that is copied out. So a step can be captured once and
-replayed for whatever requests come, and while one runs the host can prepare the next.
+The one idea: a step is a function of tensors at fixed addresses. The host fills one buffer with one copy. The step
+reads it, works on the engine's state, and writes one buffer that is copied out. So a step can be captured once and
+replayed for all requests, and while one runs the host can prepare the next.
 
-There are buffers for each shape: a decode step of B requests with trees of N nodes, a prefill step of T tokens.
+Each shape has its buffers: a decode step of B requests with trees of N nodes, a prefill step of T tokens.
 
 Read next: `engine.py`, whose steps run on these.
 """
@@ -26,29 +26,29 @@ from minispec.drafter import NOTHING, Draft, Drafter, TreeSize
 from minispec.kv import PagedKV
 from minispec.tree import PADDING, PLAIN, DraftTree, Shape
 
-WEIGHT_BOUND = 128  # rows up to which a GPU's step takes as long as reading the weights; see `coarse_batches`
+WEIGHT_BOUND = 128  # up to so many rows a GPU's step takes as long as reading the weights; see `coarse_batches`
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Every static size of an engine, as resolved from flags, model, drafter and device.
 
-    Log, /server_info, scheduler and benchmarks read them here, so that none of them can say what is not so.
+    Log, /server_info, scheduler and benchmarks all read them here, so they cannot disagree.
     """
 
     context_length: int  # most tokens of a request, prompt and output
     max_running: int  # requests decoded together
     chunk_size: int  # most prompt tokens of a prefill step
-    nodes: int  # N, nodes of a draft tree, root included; of the larger trees where there are two sizes
+    nodes: int  # N, nodes of a draft tree, root included; of the larger one if there are two sizes
     depth: int  # its longest path in edges; a step emits at most A = depth + 1 tokens
     scratch: int  # rows that drafting writes beyond the committed ones
     steps: int | None  # rounds of drafting, None for a drafter without
     topk: int | None  # branches of a round
-    batch_sizes: tuple[int, ...]  # the decode steps' batch buckets, B
-    prefill_sizes: tuple[int, ...]  # the prefill steps' token counts, T
-    smaller: TreeSize | None = None  # of the other trees
+    batch_sizes: tuple[int, ...]  # batch buckets of decode steps, B
+    prefill_sizes: tuple[int, ...]  # token counts of prefill steps, T
+    smaller: TreeSize | None = None  # the other size of tree, if there are two
     both_up_to: int = 0  # the largest batch that has trees of both sizes
-    looks_up: bool = False  # whether steps may verify trees of the host in place of the drafter's
+    looks_up: bool = False  # whether steps may verify trees from a lookup in place of the drafter's
 
     @classmethod
     def resolve(
@@ -57,8 +57,8 @@ class Sizes:
     ) -> Sizes:  # fmt: skip
         """Return the sizes of an engine with this drafter.
 
-        batches: the buckets that are wished for, in place of the powers of two up to the largest of them.
-        both_up_to: the largest batch that has buckets for trees of both sizes, None for all.
+        batches: buckets that replace the powers of two up to the largest of `batches`.
+        both_up_to: the largest batch that has trees of both sizes; None: all have.
         """
         powers = {1 << i for i in range(max_running.bit_length()) if 1 << i > max(batches, default=0)}
         powers |= {batch for batch in batches if batch < max_running}
@@ -73,15 +73,15 @@ class Sizes:
 
     @property
     def tree_sizes(self) -> tuple[int, ...]:
-        """Nodes of the trees that steps verify, ascending: 1 in a plain step, and what the drafter can draft."""
+        """Sizes in nodes of the trees that steps verify, ascending; 1 is a plain step."""
         return tuple(sorted({1, self.nodes} | ({self.smaller.nodes} if self.smaller else set())))
 
     def shapes_of(self, batch: int) -> tuple[Shape, ...]:
-        """Return the shapes that steps of this batch size may have: plain, trees that the drafter proposes, the host's.
+        """Return the shapes of this batch size: plain, trees of the drafter, trees of the host, each ascending.
 
-        Both kinds of trees stand in ascending order. If every request takes the host's tree, the drafter need not
-        draft. Larger batches have one size. If the host offers trees, that is the smaller: the larger is for what a
-        lookup finds, which few of many requests have at once, while all of them pay for it.
+        In a step with trees of the host alone the drafter does not draft. Batches beyond `both_up_to` have one size of
+        tree. If the host offers trees, that is the smaller: the larger serves lookups, which few of many requests have
+        at once, while all of them pay for it.
         """
         host = self.looks_up or self.steps is None
         one = self.smaller.nodes if host and self.smaller else self.nodes
@@ -98,13 +98,13 @@ class Sizes:
 def coarse_batches(most: int, nodes: int, captured: int) -> tuple[int, ...]:
     """Return the batch buckets up to `most` for a GPU, fewer than the powers of two where that costs no time.
 
-    nodes: N, of a tree. captured: the largest batch whose steps are captured, which is a bucket too, so that no batch
-    up to it is padded to one that is not; 0 for none.
+    nodes: N, of a tree. captured: the largest batch whose steps are captured, 0 for none. It is a bucket too, so no
+    batch up to it is padded to an uncaptured one.
 
-    Each bucket is several graphs, and on CUDA each of these is autotuned at the first start, for about a minute by
-    estimate. A step of few rows B * N only waits for the weights: on server GPUs since the A100 until there are some
-    150 rows, as many bfloat16 operations as it does per byte that it reads. There a bucket may be four times the one
-    before. Beyond, padding costs time, and buckets double. One request alone is never padded.
+    Each bucket is several graphs, and CUDA autotunes each for about a minute (an estimate) at the first start. A step
+    of few rows B * N only waits for the weights. On server GPUs since the A100 this holds up to some 150 rows, as many
+    as the bfloat16 operations they do per byte read. There a bucket may be four times the one before. Beyond that
+    padding costs time, and buckets double. One request alone is never padded.
     """
     sizes = [1]
     while sizes[-1] < most:
@@ -119,13 +119,13 @@ class Chunk(NamedTuple):
     slot: int
     tokens: list[int]
     start: int
-    last: bool  # completes what is known, so the token after it is picked
+    last: bool  # whether it completes the known tokens, so that the token after it is picked
     following: int = 0  # the known token after a chunk that is not the last
-    again: bool = False  # replays a retracted request; its own past is nothing new to the drafter
+    again: bool = False  # whether it replays a retracted request, whose text the drafter has seen
 
 
 def write_front(buffer: Tensor, values: Sequence[int]) -> None:
-    """Write host values into the front of `buffer [n] int64`; on CUDA from pinned memory, without waiting for it."""
+    """Write host values into the front of `buffer [n] int64`; on CUDA from pinned memory, without waiting."""
     staged = torch.tensor(values, dtype=torch.int64, pin_memory=buffer.is_cuda)
     buffer[: len(values)].copy_(staged, non_blocking=True)
 
@@ -150,7 +150,7 @@ class DecodeBuffers(Key):
         self.emitted, self.count, self.nan = self.outputs[:, :most], self.outputs[:, most], self.outputs[:, most + 1]
 
     def upload(self, slots: Sequence[int], drafts: Sequence[Draft]) -> None:
-        """Write slots and the host's trees, both padded; the step itself fills in node 0."""
+        """Write slots and the host's trees, both padded; the step writes node 0."""
         values = [*slots, *[0] * (self.batch - len(slots))]
         if drafts:
             room = [*drafts, *[NOTHING] * (self.batch - len(drafts))]
@@ -160,18 +160,15 @@ class DecodeBuffers(Key):
         write_front(self.inputs, values)
 
     def of_the_host(self) -> Self:
-        """Return the step on the same tensors in which every request takes the tree of the host."""
+        """Return the step, on the same tensors, in which every request takes the tree of the host."""
         twin = copy.copy(self)
-        twin.original = self  # whose graphs are this one's too, and who says whether they are there
+        twin.original = self  # its graphs and its `ready` serve both
         twin.shape, twin.name = self.shape._replace(drafts=False), f"{self.name}, all the host's"
         return twin
 
 
 class PrefillBuffers(Key):
-    """A prefill step of T tokens in query blocks of W rows; every chunk starts on a block of its own.
-
-    n = T / W is the number of blocks, and the most chunks there can be.
-    """
+    """A prefill step of T tokens in n = T / W query blocks of W rows; each chunk starts a block, so n chunks fit."""
 
     nodes = 1  # of a tree: there is none
 
@@ -190,7 +187,7 @@ class PrefillBuffers(Key):
         self.attend = kind(kv, self.plan, layers)
         self._row = torch.arange(width, device=device)
         self._causal = (self._row <= self._row[:, None]).expand(blocks, -1, -1)
-        # The token after each chunk, how many count, which is 0 or 1, and whether there was a NaN among its logits.
+        # [n, 3]: the token after each chunk, 1 if it counts, 1 if a logit was NaN.
         self.most, self.outputs = 1, torch.zeros(blocks, 3, dtype=torch.int64, device=device)
 
     def upload(self, chunks: Sequence[Chunk]) -> None:
@@ -211,7 +208,7 @@ class PrefillBuffers(Key):
         write_front(self.inputs, [*tokens, *following, *columns])
 
     def place(self, starts: Tensor) -> Tensor:
-        """Describe in the plan the rows of blocks that begin at `starts [n] int64`; returns their positions [n, W]."""
+        """Fill the plan for blocks that begin at rows `starts [n] int64`; returns their positions [n, W]."""
         self.plan.fill(self.slots, starts, self._causal, self._row < self.sizes[:, None])
         return starts[:, None] + self._row
 
@@ -229,5 +226,5 @@ class Prefills(dict[int, PrefillBuffers]):
         return -(-tokens // self.width)
 
     def of(self, blocks: int) -> PrefillBuffers:
-        """Return the smallest step of so many query blocks."""
+        """Return the smallest step with so many query blocks."""
         return next(step for size, step in self.items() if size >= blocks * self.width)

@@ -1,11 +1,11 @@
 """Which functions of a step run compiled, and when.
 
-The blocks, a drafter's network, and the small functions around them are compiled apart. On CUDA torch.compile autotunes
-their kernels and the whole step is captured as a graph (`graphs.py`). On a CPU they are called directly (`direct.py`).
-Which compiler an engine has is decided where it is put together (`load/build.py`).
+The blocks, a drafter's network, and the small functions around them are compiled separately. On CUDA torch.compile
+autotunes their kernels and the whole step is captured as a graph (`graphs.py`). On a CPU they are called directly
+(`direct.py`). `load/build.py` chooses the compiler.
 
-A step that is not `ready` runs all its functions as they are (`within_step`), so a server answers before its graphs
-are made.
+A step that is not `ready` runs all its functions eagerly (`within_step`), so a server answers before its graphs are
+made.
 
 Read next: `engine.py`, whose steps these are.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Step = Callable[..., Any]  # function(owner, *args) of tensors, alone or in named tuples; returns the like
+Step = Callable[..., Any]  # function(owner, *args); takes and returns tensors, alone or in named tuples
 Compiler = Callable[[Step], Step]
 
 
@@ -30,19 +30,19 @@ def autotuned(function: Step) -> Step:
 
 
 class Key:
-    """The argument of a compiled function that stands for all tensors which stay where they are between its calls.
+    """The argument of a compiled function that stands for all tensors with fixed addresses.
 
-    A function has one: a layer's attention, a step's buffers, a beam. `direct.py` says what it does with the rest.
+    Each function has one key: a layer's attention, a step's buffers, a beam. `direct.py` uses it to find the graph.
     """
 
-    ready = True  # of a step: whether all its graphs are there
-    original: Key | None = None  # the key of which this is a copy but for a few values, with its tensors and graphs
-    few = False  # whether there are so few rows that each number of them has a graph of its own
+    ready = True  # of a step: whether all its graphs are made
+    original: Key | None = None  # the key that this one copies, whose tensors and graphs it shares
+    few = False  # whether its rows are so few that each number of rows has its own graph
     moving: tuple[Tensor, ...] = ()  # its tensors that may be replaced; a new tuple announces a replacement
 
     @property
     def any_size(self) -> Sequence[tuple[Tensor, tuple[int, ...]]]:
-        """Its tensors with dimensions that may have any length; then the arguments' lengths may be any, too."""
+        """Tensors with the dimensions that may have any length; then the arguments may have any length too."""
         return ()
 
 
@@ -50,27 +50,27 @@ CompileFor = Callable[[int, int, bool], bool]  # of a batch's size, nodes of tre
 
 
 class Small:
-    """Small functions around compiled blocks, which are compiled themselves where that pays for its time."""
+    """Small functions around compiled blocks, which are compiled too if that pays for its time."""
 
     def __init__(self, *functions: Step) -> None:
         self.eager = self.compiled = functions
         self.choice: CompileFor = lambda batch, nodes, samples: False
 
     def compile(self, compiler: Compiler, choice: CompileFor) -> None:
-        """From now on use what `compiler` makes of the functions where `choice` says so."""
+        """Compile the functions for the steps that `choice` names."""
         self.compiled, self.choice = tuple(map(compiler, self.eager)), choice
 
     def of(self, key: Any, samples: bool) -> Sequence[Step]:
-        """Return the functions for a key, which has `batch` and `nodes`, compiled or not."""
+        """Return the functions, compiled or not, for a key with `batch` and `nodes`."""
         return self.compiled if self.choice(key.batch, key.nodes, samples) else self.eager
 
 
-_step = threading.local()  # of a thread: whether the compiled functions of its step run as they are, `eager`
+_step = threading.local()  # `eager`: whether compiled functions run eagerly in this thread's step
 
 
 @contextmanager
 def within_step(step: Key) -> Iterator[None]:
-    """Within this, run what is compiled if all graphs of this step are there (`ready`), else all of it eagerly."""
+    """Within this, run compiled functions if this step is `ready`, else run them eagerly."""
     before, _step.eager = runs_eagerly(), not (step.original or step).ready
     try:
         yield
@@ -79,5 +79,5 @@ def within_step(step: Key) -> Iterator[None]:
 
 
 def runs_eagerly() -> bool:
-    """Return whether a step runs that is not ready."""
+    """Return whether this thread runs a step that is not ready."""
     return getattr(_step, "eager", False)

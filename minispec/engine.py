@@ -1,20 +1,18 @@
 """One step on the device, told in order: propose, forward, verify, compact, commit.
 
-`launch(slots)` runs one decode step for a batch of slots and `prefill(chunks)` computes known tokens; both return a
-`Pending`, and `collect(pending)` waits for the tokens they emitted. Between the two nothing crosses to the host, unless
-a request asks for it (`asked/steps.py`), so the next step may be launched before this one is collected.
+A slot is the place of a running request in all tables. `launch(slots)` runs one decode step, `prefill(chunks)` computes
+known tokens. Both return a `Pending`, and `collect(pending)` waits for the tokens emitted. Between the two nothing
+crosses to the host, unless a request asks for it (`asked/steps.py`), so the next step may be launched meanwhile.
 
-A launch has three parts: on the host the step's inputs are filled; the step itself, `decode` or `prefill_step`, is a
-function of tensors that stay where they are; then what it emitted is copied out.
+A launch has three parts: the host fills the step's inputs; the step, `decode` or `prefill_step`, runs on tensors at
+fixed addresses; its outputs are copied to the host.
 
 The one idea: a step has static shapes. The batch is padded to one of a few sizes (slot 0 is padding), the tree to N
-nodes (-1 is padding), prompt chunks to whole query blocks. So each shape has its compiled graphs, and nothing is
-compiled again when lengths, trees or requests change. The scheduler asks `policy.py` for the shape of each decode step,
-a plain one or one of two trees, and hands it to `launch`. Steps that do not run the head save their tokens and features
-(`late.py`).
+nodes (-1 is padding), prompt chunks to whole query blocks (`attention.py`). So each shape has its compiled graphs, and
+nothing is compiled again when lengths, trees or requests change. `policy.py` chooses the shape of each decode step.
+Steps that do not run the head save their tokens and features (`late.py`).
 
-Speculative decoding by trees: SpecInfer, arXiv 2305.09781. Read next: `scheduler.py`, which decides who is in
-a step.
+Speculative decoding by trees: SpecInfer, arXiv 2305.09781. Read next: `scheduler.py`, which decides who is in a step.
 """
 
 from __future__ import annotations
@@ -43,29 +41,29 @@ from minispec.verify import Accept, Trees, Verdict
 
 logger = logging.getLogger("minispec")
 
-COMPILED = (GREEDY, TEMPERED)  # what batches may need for whom the small functions may be compiled
-CAPTURED = (*COMPILED, FILTERED)  # what they may need for whom steps are captured, the least first
+COMPILED = (GREEDY, TEMPERED)  # needs of a batch for which the small functions may be compiled
+CAPTURED = (*COMPILED, FILTERED)  # needs of a batch for which steps are captured, the least first
 
 
 @dataclass
 class Pending:
-    """A step under way: what it emitted, on its way to the host."""
+    """A step that was launched, with its outputs on their way to the host."""
 
     slots: list[int]
-    outputs: Tensor  # [B, A + 2] int64 on the host: the tokens emitted, how many of them count, 1 where there was a NaN
-    ready: torch.cuda.Event | None  # set when they are filled; None: they are
+    outputs: Tensor  # [B, A + 2] int64 on the host: the tokens emitted, how many of them count, 1 if a logit was NaN
+    ready: torch.cuda.Event | None  # set when `outputs` is filled; None: it is filled
     nodes: int = 1  # tree size of a decode step
     launched: float = 0.0  # when its own work began, in seconds of `perf_counter`
-    catching_up: float = 0.0  # seconds before that in which the drafter caught up
-    keeps: bool = False  # whether the rows that it emits wait in `Engine.late`, counted once they are known
+    catching_up: float = 0.0  # seconds before that in which the drafter took in its backlog
+    keeps: bool = False  # whether the accepted rows join the backlog, so that `collect` must count them
     chunks: Sequence[Chunk] = ()
     captured: bool = False  # whether a CUDA graph ran it
-    asked: AskedStep | None = None  # the step, where a request asks for more than tokens; its answers are on their way
-    nan: Sequence[int] = ()  # slots whose logits had a NaN; their rows are void; known once it is collected
+    asked: AskedStep | None = None  # the step, if a request asks for more than tokens; it holds the answers
+    nan: Sequence[int] = ()  # slots with NaN among their logits, whose rows are void; set by `collect`
 
     @property
     def most(self) -> int:
-        """A, the most tokens that a row may have emitted."""
+        """A, the most tokens that the step emits for a request."""
         return self.outputs.shape[1] - 2
 
     @property
@@ -75,20 +73,20 @@ class Pending:
 
     @property
     def timed(self) -> bool:
-        """Whether its time says how long such a step takes."""
+        """Whether its time is typical of such steps."""
         return self.asked is None or self.asked.timed
 
 
 class ReadTrees(NamedTuple):
     """Trees as the target reads them."""
 
-    tokens: Tensor  # [B, N] int64, padding beyond the context's end too
+    tokens: Tensor  # [B, N] int64, padding also beyond the end of the context
     parents: Tensor  # [B, N] int64
     above: Tensor  # [B, N, N] bool, `tree.ancestors`
 
 
 class Read(NamedTuple):
-    """What the target says of the known tokens of a prefill step."""
+    """What the target computes from the known tokens of a prefill step."""
 
     hidden: Tensor  # [T, d]
     features: Tensor | None  # [1, T, F], for a drafter on the device
@@ -96,7 +94,7 @@ class Read(NamedTuple):
 
 
 class Path(NamedTuple):
-    """Accepted paths; the fields of `Committed` with these names, in the same order."""
+    """Accepted paths, the fields of `Committed` with these names and in this order."""
 
     tokens: Tensor  # [B, A] int64
     following: Tensor  # [B, A] int64
@@ -108,11 +106,11 @@ class Path(NamedTuple):
 class Engine:
     """Model, KV pages, drafter and sampling state of the running slots, and the step over them.
 
-    lens [R] int64: committed rows of each slot, whose KV is written. root [R] int64: the newest committed token, whose
-    KV is not. A step moves both on; `assign` and `release` set lens.
+    lens [R] int64: how many rows of each slot are committed. root [R] int64: the newest committed token, whose row is
+    not computed yet. A step advances both; `assign` and `release` set lens.
     """
 
-    beside: Model | None = None  # what a drafter reads of the target's weights, where the target's own are elsewhere
+    beside: Model | None = None  # the target's weights that a drafter reads, if the target is spread over ranks
 
     def __init__(
         self,
@@ -127,12 +125,12 @@ class Engine:
         self.model, self.kv, self.drafter, self.sizes, self.accept = model, kv, drafter, sizes, accept or Accept()
         device, slots = kv.pool.device, kv.table.shape[0]
         self.device = device
-        self.settled = False  # whether all graphs are made that will be, so that steps keep their times
+        self.settled = False  # whether all graphs are made, after which step times stay as they are
         self._when_settled: list[Callable[[], None]] = []
         self.lens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.root = torch.zeros(slots, dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
-        # How many rows of its tree a slot may verify; 1, the root alone, for a request that wants no drafts.
+        # Rows of its tree that a slot may verify: 1, the root alone, for a request that wants no drafts.
         self.reach = torch.full((slots,), sizes.context_length, dtype=torch.int64, device=device)
         self.asked, self.link = Asked(), Link()
         self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
@@ -142,12 +140,12 @@ class Engine:
         # Captured steps; `cuda/graphs.py` fills it.
         self.graphs: dict[tuple[DecodeBuffers | PrefillBuffers, Needs], torch.cuda.CUDAGraph] = {}
         self.amended = False  # whether thresholds were changed since the start
-        # Steps that began to change what belongs to slots. After an exception it tells whether that one had begun.
+        # Counts steps that began to change the state of slots, to tell after an exception whether the newest had begun.
         self.changes = 0
         attend = (attend_kind, model.config.layers)
         self.decodes: dict[tuple[int, Shape], DecodeBuffers] = {}
         for batch in sizes.batch_sizes:
-            for shape in sizes.shapes_of(batch):  # those of the host last, on the tensors of the drafter's
+            for shape in sizes.shapes_of(batch):  # shapes of the host come last and share the drafter's tensors
                 self.decodes[batch, shape] = (
                     self.decodes[batch, Shape(shape.nodes, True)].of_the_host() if shape.of_host
                     else DecodeBuffers(kv, batch, shape, self._most(shape.nodes), attend)
@@ -156,20 +154,20 @@ class Engine:
         self.late = Late(drafter, slots, model.norm.weight)
         self.late.attach(self.prefills, self.lens, self.root)
         drafter.attach(kv, attend_kind, sizes.batch_sizes, [size // self.prefills.width for size in self.prefills])
-        # By batch and A: the accepted path as a chain.
+        # By batch and A: the plan for the drafter's rows of the accepted path, which is a chain.
         paths = {(batch, self._most(shape.nodes)) for batch, shape in self.decodes if shape.drafts and drafter.commits}
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
-        """From now on run what surrounds the blocks, the drafter's too, as `compiler` makes it where `choice` says."""
+        """Compile what surrounds the blocks, the drafter's too, for the steps that `choice` names."""
         self.small.compile(compiler, choice)
         self.drafter.compile_small(compiler, choice)
 
     def set_thresholds(self, thresholds: tuple[float, float] | None) -> None:
-        """Accept sampled drafts by these (single, acc) from the next step on, None: exactly.
+        """Accept sampled drafts by these thresholds (single, acc) from the next step on; None: exactly.
 
-        What was compiled or captured holds the old ones. So from then on sampled decode steps run uncaptured, and what
-        surrounds their blocks runs eagerly.
+        Compiled and captured code holds the old ones. So sampled decode steps run uncaptured from then on, and eagerly
+        around their blocks.
         """
         if thresholds == self.accept.thresholds:
             return
@@ -180,9 +178,9 @@ class Engine:
     # ---- slots ---------------------------------------------------------------------------------------------------
 
     def assign(self, request: Request, stop_ids: Iterable[int]) -> None:
-        """Give its slot to a request whose first `kv_len` rows are in mapped pages already.
+        """Set up the slot of a request whose first `kv_len` rows are in mapped pages already.
 
-        `stop_ids` are all ids that end the request. The host tells the drafter what the request's text begins with.
+        `stop_ids` are all ids that end the request. The drafter is told the tokens of those rows.
         """
         slot, r = request.slot, request
         self.sampling.assign(slot, r.params, r.seed, r.prompt_ids, r.output_ids, stop_ids)
@@ -202,13 +200,13 @@ class Engine:
         self.asked.release(slot)
         self.lens[slot : slot + 1].zero_()
         self.late.release([slot])
-        self.drafter.release(slot)  # last, since a drafter of someone's own may raise
+        self.drafter.release(slot)  # last, since a user's drafter may raise
 
     def restart(self) -> None:
-        """Begin anew with empty slots and pages after a step that raised halfway; prefix cache and seats are not here.
+        """Empty all slots and pages after a step raised halfway; the scheduler empties its prefix cache and seats.
 
-        Pages that were in use are wiped, since nobody knows what was written there. Slots are taken back from a drafter
-        that may be what raised, and that changes no token whatever it still believes.
+        Pages in use are wiped, since nobody knows what was written there. The drafter may be what raised. Its errors
+        are only logged, since no state of a drafter changes a token.
         """
         self.kv.wipe(sorted(set(range(1, self.kv.pages)).difference(self.kv.free)))
         self.kv.reset()
@@ -219,9 +217,9 @@ class Engine:
                 logger.exception("the drafter %s cannot let go of a request", self.drafter.name)
 
     def is_lost(self, error: BaseException) -> bool:
-        """Return whether nothing can be computed any more after this error: one of CUDA's stays for all later calls."""
+        """Return whether the device is lost: after an error of CUDA all later calls fail too."""
         if self.device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
-            try:  # those that come as another kind of error, out of a library or a kernel's launch, show here
+            try:  # a library or a kernel's launch may have raised another type for it
                 torch.cuda.synchronize(self.device)
             except RuntimeError:
                 return True
@@ -234,7 +232,7 @@ class Engine:
         return next(size for size in self.sizes.batch_sizes if size >= count)
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
-        """Return what the drafter proposes on the host for the next step, a tree a slot; none where the step drafts."""
+        """Return the drafter's trees from the host for the next step, one a slot; none if the step itself drafts."""
         started = time.perf_counter()
         drafts = self.drafter.host_drafts(slots)
         self.drafter_seconds += time.perf_counter() - started
@@ -245,16 +243,16 @@ class Engine:
     ) -> Pending:
         """Launch one decode step for these slots: verify a tree each, keep the accepted path, emit its tokens.
 
-        shape: one of those that this batch has (`Sizes.shapes_of`). Default: the drafter's largest trees. drafts: what
-        `host_drafts` returned for these slots. If they are not given, it is asked here. Trees of more than N nodes are
-        cut. If the drafter looks texts up, pass only the trees to verify. Default: none.
+        shape: one of `Sizes.shapes_of` for this batch; default: the drafter's largest trees. drafts: what `host_drafts`
+        returned for these slots; default: it is called here. Trees of more than N nodes are cut. If the drafter looks
+        texts up, pass only the trees to verify; default: none.
         """
         batch = self.batch_of(len(slots))
         if drafts is None:
             drafts = [NOTHING] * len(slots) if self.drafter.looks_up else self.host_drafts(slots)
         buffers = self.decodes[batch, max(self.sizes.shapes_of(batch)) if shape is None else shape]
         started = time.perf_counter()
-        # What may fail because of one request comes first, while nothing has changed: then only that step is lost.
+        # What one request may make fail comes first, before anything changes, so that only this step is lost.
         buffers.upload(slots, [draft.cut(buffers.nodes) for draft in drafts])
         asked = self.asked.decode(buffers, slots)
         began = time.perf_counter()
@@ -267,13 +265,13 @@ class Engine:
                              launched=started + catching_up, catching_up=catching_up)  # fmt: skip
 
     def special(self, slots: Sequence[int]) -> bool:
-        """Return whether a step over these slots takes other time than a greedy one."""
+        """Return whether a step over these slots does more than a greedy one, so that it takes longer."""
         return bool(self.sampling.needs(slots)) or self.asked.slows(slots)
 
     def run(self, step: DecodeBuffers | PrefillBuffers, needs: Needs, asked: AskedStep | None = None) -> bool:
-        """Run a step; returns whether that was a replay, which it is where the step was captured.
+        """Run a step; returns whether a CUDA graph was replayed.
 
-        Members of `Wishes` that nobody wants have neutral values, so a step that serves more needs serves fewer too.
+        A step captured for more needs serves fewer too: members of `Wishes` that nobody wants have neutral values.
         """
         with self.link.led(step, asked), within_step(step):
             if asked is not None:
@@ -289,7 +287,7 @@ class Engine:
     def decode(self, buffers: DecodeBuffers, needs: Needs) -> None:
         """Run the decode step that these buffers describe, and write its outputs.
 
-        It reads and writes tensors that stay where they are, and what it does depends on shapes and `needs` alone.
+        It may be captured: its tensors have fixed addresses, and its work depends on shapes and `needs` alone.
         """
         wishes = self.sampling.wishes(buffers.slots, needs) if needs else None
         before, after = self.around(buffers, needs)
@@ -299,16 +297,16 @@ class Engine:
         self.hand_over(buffers, after(self, buffers, lens, read, streams, wishes))
 
     def around(self, buffers: DecodeBuffers, needs: Needs) -> Sequence[Step]:
-        """Return `_before_blocks` and `_after_blocks`, compiled where `compile_small` was told so."""
+        """Return `_before_blocks` and `_after_blocks`, compiled if `compile_small` chose this step."""
         holds = needs in COMPILED and not (needs and self.amended)
         return self.small.of(buffers, bool(needs)) if holds else self.small.eager
 
     def begin(
         self, buffers: DecodeBuffers, wishes: Wishes | None, told: Tensor | None = None
     ) -> tuple[Tensor, Tensor, DraftTree]:
-        """Return what a decode step begins with: lens and root [B], and the trees [B, N] that the drafter proposes.
+        """Return what a decode step begins with: lens and root [B], and the trees [B, N] to verify.
 
-        told: [B, N] fp32, to be filled with what the drafter thinks of each node (`Batch`).
+        told: [B, N] fp32, for the drafter's log-probability of each node (`Batch.scores`).
         """
         lens, root = self.lens[buffers.slots], self.root[buffers.slots]
         knows = wishes is not None and self.accept.couples
@@ -318,7 +316,7 @@ class Engine:
             batch = Batch(buffers.slots, lens, root, buffers.tree, temperature, seed, told)
             drafted = self.drafter.propose(batch)
         elif buffers.shape.of_host:
-            drafted = DraftTree(*(part.clone() for part in buffers.tree))  # compiled code takes the own tree once
+            drafted = DraftTree(*(part.clone() for part in buffers.tree))  # compiled code has the buffers' tree already
         return self.link.begin(buffers, lens, root, drafted)
 
     def _before_blocks(
@@ -326,7 +324,7 @@ class Engine:
     ) -> tuple[ReadTrees, Tensor, Rope]:
         """Put the trees into the step's plan; return them, their embeddings [B, N, d] and their rotary factors.
 
-        lens and root [B] int64; the trees of the host, which are in the buffers, need not be given.
+        lens and root [B] int64; drafted: None for the trees of the host, which are in the buffers.
         """
         tokens, parents = buffers.tree if drafted is None else drafted
         tokens = torch.cat((root[:, None], tokens[:, 1:]), dim=1)
@@ -336,7 +334,7 @@ class Engine:
         tokens = tokens.masked_fill(positions >= end[:, None], PADDING)
         buffers.plan.fill(buffers.slots, lens, above, tokens != PADDING)
         known = tokens.clamp(min=0)
-        # A copy of the parents: compiled, a function may not return what it was given.
+        # A copy of the parents: a compiled function may not return its argument.
         return ReadTrees(tokens, parents.clone(), above), self.model.embed(known), self.model.rope(positions)
 
     def _after_blocks(
@@ -344,14 +342,14 @@ class Engine:
     ) -> Path | None:
         """Verify the trees, keep the accepted paths, and write the outputs; streams: what `Model.run_blocks` returned.
 
-        Returns the paths for a drafter on the device, None where there is nobody to tell.
+        Returns the paths for a drafter on the device; None if none wants them.
         """
         logits, features = self.logits(streams)
         trees = Trees(DraftTree(read.tokens, read.parents), read.above, buffers.slots, lens, buffers.most)
         return self.keep(buffers, trees, self.judge(trees, logits, wishes), features, wishes)
 
     def logits(self, streams: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return the target's logits [B, N, V] at every node, and the features [B, N, F] that a drafter reads."""
+        """Return the target's logits [B, N, V] at every node, and the drafter's features [B, N, F]."""
         hidden, features = self.model.finish(streams, self.drafter.taps)
         return self.model.logits(hidden), features
 
@@ -363,7 +361,7 @@ class Engine:
     def keep(
         self, buffers: DecodeBuffers, trees: Trees, verdict: Verdict, features: Tensor | None, wishes: Wishes | None
     ) -> Path | None:
-        """Keep the accepted paths, and write the outputs; returns as `_after_blocks`."""
+        """Keep the accepted paths, and write the outputs; returns what `_after_blocks` does."""
         tokens, slots, lens, nodes = trees.tree.tokens, trees.slots, trees.lens, buffers.nodes
         if nodes > 1:
             self.kv.compact(slots, lens, verdict.path, verdict.count)
@@ -379,7 +377,7 @@ class Engine:
         return self._path(buffers, lens, verdict, tokens, features) if nodes > 1 and self.drafter.commits else None
 
     def hand_over(self, buffers: DecodeBuffers, path: Path | None) -> None:
-        """Give the accepted paths to a drafter on the device, now or late."""
+        """Give the accepted paths to a drafter on the device, or add them to its backlog."""
         if path is None:
             return
         if self.late.keeps(buffers):
@@ -408,9 +406,9 @@ class Engine:
     # ---- a prefill step ------------------------------------------------------------------------------------------
 
     def prefill(self, chunks: Sequence[Chunk]) -> Pending:
-        """Compute chunks of several requests packed as [1, T], each starting on a query block of its own.
+        """Compute chunks of several requests packed as [1, T], each from the start of a query block.
 
-        Emits one token for every chunk that is its request's last, none for the others.
+        Emits one token for each chunk that is its request's last, none for the others.
         """
         buffers = self.prefills.of(sum(self.prefills.blocks_of(len(chunk.tokens)) for chunk in chunks))
         buffers.upload(chunks)
@@ -420,13 +418,13 @@ class Engine:
         return self.pending([chunk.slot for chunk in chunks], buffers, asked, chunks=chunks, captured=captured)
 
     def prefill_step(self, buffers: PrefillBuffers, needs: Needs) -> None:
-        """Run the prefill step over the known tokens that these buffers describe, and write its outputs."""
+        """Run the prefill step that these buffers describe, and write its outputs."""
         read = self.read(buffers)
         logits = self.model.logits(read.hidden.index_select(0, buffers.ends))
         self.keep_prefill(buffers, read, self.pick(buffers, logits, needs), logits, needs)
 
     def read(self, buffers: PrefillBuffers) -> Read:
-        """Run the blocks over the known tokens, and return what the target says of them."""
+        """Run the target's blocks over the known tokens."""
         self.link.share(buffers)
         positions = buffers.place(buffers.starts).view(1, -1)
         hidden, features = self.model(buffers.tokens[None], positions, buffers.attend, self.drafter.taps)
@@ -455,14 +453,14 @@ class Engine:
     # ---- the end of a step ---------------------------------------------------------------------------------------
 
     def _clear_padding(self) -> None:
-        """Set the length of slot 0, whose rows several rows of a batch may have written, back to 0."""
-        # `lens[0] = 0` would copy a number from the host, and on CUDA the host would wait for the step to be done.
+        """Set the length of slot 0 back to 0, since padded rows of the batch have written it."""
+        # `lens[0] = 0` would copy a number from the host, and on CUDA the host would wait for the whole step.
         self.lens[:1].zero_()
 
     def pending(
         self, slots: list[int], step: DecodeBuffers | PrefillBuffers, asked: AskedStep | None = None, **what: Any
     ) -> Pending:
-        """Start the copy to the host; the next step may overwrite the outputs."""
+        """Start the copy to the host, after which the next step may overwrite the outputs."""
         outputs = step.outputs
         on_host, ready = outputs.to("cpu", non_blocking=True, copy=True), None
         if asked is not None:
@@ -475,7 +473,7 @@ class Engine:
     def collect(self, pending: Pending) -> list[list[int]]:
         """Wait for a step and return the tokens it emitted, one list per slot or chunk; tells the drafter.
 
-        A slot with a NaN among its logits has emitted nothing, and is named in `pending.nan`.
+        A slot with NaN among its logits emits nothing, and `pending.nan` names it.
         """
         if pending.ready is not None:
             pending.ready.synchronize()
@@ -495,7 +493,7 @@ class Engine:
     # ---- when all graphs are made ------------------------------------------------------------------------------
 
     def when_settled(self, call: Callable[[], None]) -> None:
-        """Call this as soon as no more graphs will be made: at once, or by `settle`."""
+        """Call `call` once all graphs are made: at once, or in `settle`."""
         if self.settled:
             call()
         else:
@@ -503,7 +501,7 @@ class Engine:
 
     @torch.inference_mode()
     def settle(self) -> None:
-        """Note that no more graphs will be made, and call whoever waits for that."""
+        """Note that all graphs are made, and call what waits for it."""
         self.link.tell("settle")
         self.settled, calls, self._when_settled = True, self._when_settled, []
         for call in calls:

@@ -1,11 +1,11 @@
 """Speculation in a terminal, step by step: `python -m minispec.explain "PROMPT"`.
 
-For whoever reads the code. Each step is drawn as its tree, with the drafter's probability of each node and the model's,
-what was accepted and what the model added, and how long each part of the step took; a table of all steps ends it. With
-rich (`pip install 'minispec[explain]'`) it is coloured, without it the same lines are plain. `--worked-step` prints the
-step that the README shows in numbers, in float32, so that it is the same on every machine.
+For readers of the code. It draws each step as a tree, with the drafter's and the model's probability of each node, the
+drafts accepted, the token that the model added, and the time of each part of the step. A table of all steps comes last.
+With rich (`pip install 'minispec[explain]'`) the lines are coloured. `--worked-step` prints the README's step in
+numbers, in float32, so that it is the same on every machine.
 
-Read next: `trace.py` for what is seen, `engine.py` for the step.
+Read next: `trace.py` for what a trace holds, `engine.py` for the step.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from minispec.verify import Trees, Verdict
 
 Line = list[tuple[str, str]]  # pieces of text with their styles
 ACCEPTED, REJECTED, OWN, QUIET, HEAD = "bold green", "dim", "bold cyan", "dim", "bold"
-QUESTION = "Why is the sea salty?"  # of the step that the README shows
+QUESTION = "Why is the sea salty?"  # the prompt of the README's step
 PARTS = ("propose", "blocks", "logits", "compact", "commit")  # as `engine.py` names them
 
 
 class Clock:
-    """The time of each part of a step, taken around the functions that do them."""
+    """Times each part of a step, by wrapping the function that does it."""
 
     def __init__(self, llm: LLM) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
@@ -42,10 +42,9 @@ class Clock:
             setattr(owner, name, self._timed(part, getattr(owner, name), engine.device))
 
     def _timed(self, part: str, work: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-        """Return the function with a clock around it; on CUDA it waits for the device before and after."""
+        """Return `work` with a clock around it; on CUDA it waits for the device before and after."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            """Do the part's work, and add its seconds."""
             wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
             wait()
             started = time.perf_counter()
@@ -63,7 +62,7 @@ class Clock:
 
 
 def tree_lines(step: dict[str, Any], piece: Callable[[int], str]) -> list[Line]:
-    """Return a step's tree, a line for each node and one for the token that the model added."""
+    """Return a step's tree as lines, one for each node and one for the token that the model added."""
     children: list[list[int]] = [[] for _ in step["tokens"]]
     for node, parent in enumerate(step["parents"]):
         if parent >= 0:
@@ -91,12 +90,12 @@ def tree_lines(step: dict[str, Any], piece: Callable[[int], str]) -> list[Line]:
 
 
 def _percent(probability: float | None) -> str:
-    """Return a probability as it is shown; a dash where there is none."""
+    """Return a probability as text, a dash for None."""
     return "–" if probability is None else f"{probability:.1%}"
 
 
 def table(steps: Sequence[dict[str, Any]], laps: Sequence[dict[str, float]]) -> list[list[str]]:
-    """Return the rows of the last table, its head first and the sums last; times are in milliseconds."""
+    """Return the rows of the table of all steps, head first and sums last; times are in milliseconds."""
     rows = [["step", "drafted", "accepted", "tokens", "ms", *PARTS]]
     numbers = []
     for step, lap in zip(steps, laps, strict=True):
@@ -109,7 +108,7 @@ def table(steps: Sequence[dict[str, Any]], laps: Sequence[dict[str, float]]) -> 
 
 
 class Screen:
-    """Prints styled lines and a table, with rich where it is installed."""
+    """Prints styled lines and a table, with rich if it is installed."""
 
     def __init__(self) -> None:
         try:
@@ -120,7 +119,7 @@ class Screen:
             self.console = Console(highlight=False, soft_wrap=True)
 
     def line(self, *pieces: tuple[str, str]) -> None:
-        """Print one line of pieces with their styles."""
+        """Print a line."""
         if self.console is None:
             print("".join(text for text, _ in pieces))
             return
@@ -129,7 +128,7 @@ class Screen:
         self.console.print(Text.assemble(*pieces))
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """Print a table whose first row is its head and whose last has the sums."""
+        """Print a table with its head first and its sums last."""
         if self.console is None:
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             for row in rows:
@@ -146,7 +145,7 @@ class Screen:
 
 
 def explain(llm: LLM, request: Request, steps: int, screen: Screen) -> None:
-    """Serve a request for so many decode steps, and print each as it happens and a table of all."""
+    """Serve a request for `steps` decode steps; print each as it happens, and a table of all."""
     trace = request.trace = Trace()
     scheduler, clock, laps = llm.scheduler, Clock(llm), list[Any]()
     piece = lambda token: llm.tokenizer.decode([token], skip_special_tokens=False)  # noqa: E731
@@ -175,18 +174,18 @@ def explain(llm: LLM, request: Request, steps: int, screen: Screen) -> None:
 
 
 class Worked(NamedTuple):
-    """What one step worked on, of the one request there is."""
+    """The tree and the verdict of one step over one request."""
 
-    lens: int  # rows of keys and values before it
+    lens: int  # committed rows before it
     tokens: list[int]  # [N]
     parents: list[int]  # [N]
-    above: list[list[int]]  # [N, N], 1 where the column's node is the row's own or above it
-    picks: list[int]  # [N], the target's greedy choice after each node
+    above: list[list[int]]  # [N, N], 1 if the column's node is the row's node or an ancestor of it
+    picks: list[int]  # [N], the target's greedy pick at each node
     path: list[int]  # the nodes kept
 
 
 def worked_steps(llm: LLM, question: str, new_tokens: int) -> tuple[list[Worked], list[int]]:
-    """Return the steps in which a greedy answer is decoded, and the ids of question and answer."""
+    """Return the decode steps of a greedy answer, and the ids of question and answer."""
     engine, seen = llm.scheduler.engine, []
     judge = engine.accept.judge
 
@@ -197,7 +196,7 @@ def worked_steps(llm: LLM, question: str, new_tokens: int) -> tuple[list[Worked]
         seen.append(Worked(int(trees.lens[0]), tree.tokens[0].tolist(), tree.parents[0].tolist(), above, picks, kept))
         return verdict
 
-    setattr(engine.accept, "judge", watched)  # noqa: B010  until the answer is there
+    setattr(engine.accept, "judge", watched)  # noqa: B010
     ids = llm.tokenizer.encode_chat([{"role": "user", "content": question}])
     answer = llm.generate(ids, SamplingParams(temperature=0.0, max_new_tokens=new_tokens))["output_ids"]
     del engine.accept.judge
@@ -205,7 +204,7 @@ def worked_steps(llm: LLM, question: str, new_tokens: int) -> tuple[list[Worked]
 
 
 def describe(step: Worked, text: Any) -> str:
-    """Return a step as a table and the sentence under it; `text` gives a token's text in quotes."""
+    """Return a step as a table with a sentence below; `text` gives a token's text in quotes."""
     levels = depth(torch.tensor([step.above], dtype=torch.bool))[0].tolist()
     lines = ["node  parent  token              sees nodes        row  position  target's pick   kept"]
     for node, token in enumerate(step.tokens):
@@ -221,7 +220,7 @@ def describe(step: Worked, text: Any) -> str:
 
 
 def worked_step(llm: LLM) -> str:
-    """Return the README's step: the first in which three tokens are kept whose rows do not follow each other."""
+    """Return the README's step: the first that keeps three tokens whose rows do not follow each other."""
     all_steps, ids = worked_steps(llm, QUESTION, 64)
     step = next(s for s in all_steps if len(s.path) == 3 and s.path != [0, 1, 2])
     before = llm.tokenizer.decode(ids[: step.lens + 1], skip_special_tokens=True)
@@ -255,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--steps must be at least 1, got {asked.steps}")
     screen = Screen()
     try:
-        on_cuda = torch.cuda.is_available()  # where a captured step would have no parts to time
+        on_cuda = torch.cuda.is_available()  # there a captured step would have no parts to time
         llm = LLM(asked.model, progress=lambda line: screen.line((line, QUIET)), max_running_requests=1,
                   disable_torch_compile=not asked.compile, disable_overlap_schedule=True, disable_cuda_graph=on_cuda,
                   speculative_algorithm=asked.algorithm, speculative_draft_model_path=asked.draft_model)  # fmt: skip

@@ -1,7 +1,7 @@
-"""The offline face: `LLM(model, ...).generate(prompts, params)`.
+"""The offline interface: `LLM(model, ...).generate(prompts, params)`.
 
-`LLM` turns a `Config` into an engine, which `load/build.py` puts together, and puts a scheduler in front of it. The
-server builds the same object and drives the same scheduler, so what is measured offline is what is served.
+`LLM` has `load/build.py` make an engine from a `Config`, and puts a scheduler in front of it. The server builds the
+same object and drives the same scheduler, so offline measurements hold for the server.
 
     from minispec import LLM, SamplingParams
     llm = LLM("path-or-id", speculative_algorithm="NGRAM")
@@ -34,12 +34,12 @@ Prompt = str | Sequence[int]
 class LLM:
     """A loaded model behind a scheduler. Keyword options are the fields of `Config`, that is, the launch flags.
 
-    With tp_size above 1 it starts the other ranks, which end with this process; if one of them dies, so does this.
+    With tp_size above 1 it starts the other ranks, which end with this process; if one of them dies, this process ends.
 
-    compile_later: for the server on a CPU, run eagerly until `warming.py` has graphs made. It is also an attribute,
-    False where nothing is compiled or everything was at once.
+    compile_later: for the server on a CPU, run eagerly until `warming.py` has graphs made. As an attribute it is False
+    if nothing is compiled, or everything was at once.
     batches: for bench.py, the batch buckets to compile, in place of the usual ones up to the most running requests.
-    Raises ValueError or RuntimeError with one readable sentence where model, flags and machine do not fit together.
+    Raises ValueError or RuntimeError with one readable sentence if model, flags and machine do not fit together.
     """
 
     def __init__(
@@ -79,21 +79,21 @@ class LLM:
                 adaptive=config.adaptive,
             ),
         )
-        engine.when_settled(self.scheduler.restart_times)  # what a step took beside a compiler says nothing
+        engine.when_settled(self.scheduler.restart_times)  # times of steps beside a running compiler mean nothing
         engine.when_settled(self.move_weights)
         logger.info("%s", startup_line(config, self.scheduler))
 
     @torch.inference_mode()
     def try_out(self) -> Iterator[None]:
-        """Time steps and test the head, in a server whose graphs were made while it served, and that is idle.
+        """Time steps and test the head, in an idle server whose graphs were made while it served.
 
-        It pauses whenever a request may be served in between.
+        Each `yield` is a pause in which a request may be served.
         """
         yield from self._build.try_out(self.scheduler.engine)
         self.scheduler.restart_times()
 
     def move_weights(self) -> None:
-        """Have a thread move the weights to huge pages, if that was put off when they were loaded."""
+        """Have a thread move the weights to huge pages, if loading has put that off."""
         self._build.move_weights()
 
     def generate(
@@ -101,8 +101,8 @@ class LLM:
     ) -> Any:
         """Return the objects of /generate (text, output_ids, meta_info), one per prompt and in their order.
 
-        A prompt is a string or a list of token ids; a single prompt gives a single object. `params` is one for all or
-        one for each. Raises RequestError for a prompt that cannot be served, before any is started.
+        A prompt is a string or a list of token ids; a single prompt gives a single object. `params`: one for all or one
+        for each. Raises RequestError for a prompt that cannot be served, before any is started.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         listed = cast(list[Prompt], [prompts] if single else list(prompts))
@@ -115,7 +115,7 @@ class LLM:
         return results[0] if single else results
 
     def serve(self, requests: Sequence[Request]) -> dict[Request, str]:
-        """Run requests to their ends and return their texts. Raises RequestError before any is started."""
+        """Run requests to their ends and return their texts; raises RequestError before any is started."""
         for request in requests:
             self.scheduler.validate(request)
         texts = dict.fromkeys(requests, "")
@@ -132,7 +132,7 @@ class LLM:
         return texts
 
     def request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
-        """Make a request of a prompt; without params the default limit shrinks to the room there is."""
+        """Make a request of a prompt; without params the default limit of tokens shrinks to the room in the context."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if params is None:
             room = self.scheduler.sizes.context_length - len(ids)
@@ -140,7 +140,6 @@ class LLM:
         return Request(uuid.uuid4().hex, ids, params)
 
     def _result(self, request: Request, text: str) -> dict[str, Any]:
-        """Return the object of /generate for a finished request."""
         info = meta_info(request, len(request.output_ids), request.finish, self.scheduler.sizes.nodes)
         return {"text": text, "output_ids": request.output_ids, "meta_info": info}
 

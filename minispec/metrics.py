@@ -1,9 +1,8 @@
 """Counters of a running engine, and the two log lines operators read, in SGLang's words.
 
 Definitions, as in SGLang's log: a decode forward over B requests counts B verify steps; accept len is the tokens
-emitted per verify step, the target's own included (1.00 is plain decoding); accept rate is the share of the drafts
-that were verified, the nodes of each step's own trees without the roots, that was accepted. Tokens that a step emitted
-beyond a stop are not counted.
+emitted per verify step, the target's own included (1.00 is plain decoding); accept rate is the share of verified drafts
+that was accepted. Verified drafts are the nodes of a step's trees without the roots. Tokens beyond a stop do not count.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ logger = logging.getLogger("minispec")
 
 
 class Load(NamedTuple):
-    """How busy the scheduler is after a step."""
+    """The scheduler's load after a step."""
 
     usage: float  # share of pages that requests hold
     running: int  # requests that decode
@@ -33,13 +32,13 @@ WAIT_BOUNDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.
 
 
 class Histogram:
-    """How many values fell at or below each bound and above the one before, and their sum."""
+    """How many values are at or below each bound and above the one before, and the sum of all values."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value, so many times."""
+        """Count a value `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
@@ -56,23 +55,23 @@ class Metrics:
     verify_steps: int = 0
     verified_tokens: int = 0  # tokens emitted by verify steps
     verified_drafts: int = 0  # nodes of their trees, without the roots
-    tree_steps: int = 0  # decode forwards with a tree of more than its root
+    tree_steps: int = 0  # decode forwards that are not plain
     plain_steps: int = 0
     shapes: Counter[int] = field(default_factory=Counter)  # decode forwards by nodes of a tree
-    lookup_rows: int = 0  # verify steps whose tree was looked up, beside a drafter that drafts in the step
-    lookup_tokens: int = 0  # what they emitted
+    lookup_rows: int = 0  # verify steps whose tree was looked up and replaced the drafter's
+    lookup_tokens: int = 0  # tokens that these emitted
     requests: int = 0
     aborted: int = 0
     retractions: int = 0
-    last_throughput: float = 0.0
-    last_accept_length: float = 0.0  # of the last window, as the log has it
+    last_throughput: float = 0.0  # these three: of the last window, as logged
+    last_accept_length: float = 0.0
     last_accept_rate: float = 0.0
-    step_seconds: float = 0.0  # spent in decode steps on launching and waiting
-    host_seconds: float = 0.0  # spent in decode steps on stop rules, text and ending requests
+    step_seconds: float = 0.0  # spent on launching decode steps and waiting for them
+    host_seconds: float = 0.0  # spent after decode steps on stop rules, text and ending requests
     prefill_steps: int = 0
     captured_steps: int = 0  # decode forwards that a CUDA graph ran
     draft_tokens: int = 0  # nodes of the trees of all requests, without the roots
-    kept: Counter[int] = field(default_factory=Counter)  # tokens that a request got of a step with trees -> how often
+    kept: Counter[int] = field(default_factory=Counter)  # tokens that a request kept of a step with trees -> how often
     step_times: dict[int, Histogram] = field(default_factory=dict)  # nodes of a step's trees -> seconds of the steps
     queue_times: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))  # from arrival to a slot
     _window: list[int] = field(default_factory=lambda: [0, 0, 0, 0])  # steps, verify steps, tokens, drafts
@@ -90,20 +89,17 @@ class Metrics:
         return (self.verified_tokens - self.verify_steps) / self.verified_drafts if self.verified_drafts else 0.0
 
     def forget_acceptance(self) -> None:
-        """Count steps and what they emitted from 0 again, since from here on drafts are accepted otherwise."""
+        """Count verify steps and their tokens from 0 again, since the rule of acceptance has changed."""
         self.verify_steps = self.verified_tokens = self.verified_drafts = self.lookup_rows = self.lookup_tokens = 0
 
     @property
     def shape_shares(self) -> dict[str, float]:
-        """The share of decode forwards by the nodes of their trees, 1 for plain ones; names are numbers, for JSON."""
+        """The share of decode forwards by nodes of a tree, 1 for plain ones; keys are strings, for JSON."""
         return {str(nodes): round(count / self.shapes.total(), 4) for nodes, count in sorted(self.shapes.items())}
 
     @property
     def lookup_shares(self) -> dict[str, float]:
-        """The share of verify steps whose tree was looked up, and of the tokens of verify steps that came from those.
-
-        A verify step is of one request, as everywhere here.
-        """
+        """The share of verify steps whose tree was looked up, and the share of tokens that these emitted."""
         return {"verify_steps": round(self.lookup_rows / max(self.verify_steps, 1), 4),
                 "tokens": round(self.lookup_tokens / max(self.verified_tokens, 1), 4)}  # fmt: skip
 
@@ -146,7 +142,7 @@ class Metrics:
     ) -> None:  # fmt: skip
         """Count one decode step, `emitted` tokens kept per request, and log every `log_interval` steps.
 
-        seconds: its launch and the wait for it. of_host: whose tree was looked up, in place of one drafted in the step.
+        seconds: of its launch and of the wait for it. of_host: by request, whether its tree was looked up.
         """
         self.lookup_rows += sum(of_host)
         self.lookup_tokens += sum(count for count, found in zip(emitted, of_host, strict=False) if found)
@@ -188,10 +184,10 @@ class Metrics:
 
 
 def loops(tokens: Sequence[int], window: int = 48, period: int = 16) -> bool:
-    """Say whether a reply's last `window` tokens repeat with a period of at most `period`.
+    """Return whether a reply's last `window` tokens repeat with a period of at most `period`.
 
-    Small models loop under greedy decoding, and a loop is easy to draft. So benchmarks state their figures with and
-    without such replies.
+    Small models loop under greedy decoding, and a loop is easy to draft. So benchmarks report figures with and without
+    such replies.
     """
     tail = list(tokens[-window:])
     return len(tail) == window and any(tail[p:] == tail[:-p] for p in range(1, period + 1))

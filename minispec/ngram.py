@@ -1,18 +1,18 @@
 """NGRAM: find where the last few tokens occurred before, in any prompt or output, and draft what followed them there.
 
-One trie holds every stretch of up to `branch_length` tokens that was seen; all requests share it.
+One trie, shared by all requests, holds every stretch of up to `branch_length` tokens that was seen.
 
-The one idea, in `Trie.extend`: for each suffix length we keep the node where the text's suffix of that length ends,
-called an open path. A new token moves each open path one child down. This inserts every new stretch exactly once, so a
-node's frequency is the number of times its path occurred. The nodes reached are the matches of all suffix lengths, and
-no search from the root is needed.
+The one idea, in `Trie.extend`: for each suffix length the text keeps an open path, the node where its suffix of that
+length ends. A new token moves each open path one child down. This inserts every new stretch exactly once, so a node's
+frequency is the number of times its path occurred. The nodes reached are the matches of all suffix lengths, without a
+search from the root.
 
-Objects would cost too much memory, so a node is one index into a few integer arrays that grow with the nodes. Its child
-for a token is found by linear hashing (Litwin, 1980), which splits one bucket per new node, so that no step ever has to
-rehash the whole table. Lookahead (Zhao et al., arXiv 2312.12728) drafts several branches at once from a trie; the rules
-by which branches are chosen are those of SGLang's NGRAM.
+Objects would cost too much memory, so a node is one index into a few integer arrays that grow with the nodes. Linear
+hashing (Litwin, 1980) finds the child for a token. It splits one bucket per new node, so no step rehashes the whole
+table. Lookahead (Zhao et al., arXiv 2312.12728) drafts several branches at once from a trie; branches are chosen by the
+rules of SGLang's NGRAM.
 
-Read next: `drafter.py` for the protocol, `verify.py` for what becomes of a draft.
+Read next: `drafter.py` for the protocol, `verify.py` for how a draft is verified.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from minispec.drafter import Draft, HostDrafter
 
 INDEX_PER_STEP = 256  # prompt tokens indexed between two drafts; about 15 ms of Python
 KEPT_AFTER_RELEASE = 65_536  # tokens of ended requests that may still wait to be indexed
-CROWDED = 64  # a node with more children than this remembers the likeliest, since to search for them would be slow
+CROWDED = 64  # with more children than this a node remembers the likeliest, since a search would be slow
 
 ROOT = 0  # the empty path. No child, leaf or bucket entry is ever the root, so 0 also means "no node" in every link
 MOST = 2**31 - 1
@@ -37,7 +37,7 @@ MOST = 2**31 - 1
 
 @dataclass(frozen=True)
 class NgramOptions:
-    """The NGRAM flags, which `Config` has checked but for the capacity: a path must fit, and nodes are 32 bits wide."""
+    """The NGRAM flags. `Config` checks all but the capacity: a path must fit, and an index of a node has 32 bits."""
 
     min_match: int = 1  # shortest suffix looked up
     max_match: int = 12  # longest suffix looked up
@@ -67,10 +67,10 @@ class Match(NamedTuple):
 class Trie:
     """Counted paths of tokens, at most `capacity` nodes; it knows nothing of requests.
 
-    The caller of `extend` keeps the list that it returns, the open paths: entry w - 1 is the node of the suffix of
-    length w. Those nodes are pinned, and so not evicted, until that list is given to `extend` or `close`. When the trie
-    is full, the least recently used leaf that nobody has pinned is evicted; if this leaves its parent childless, the
-    parent is next, so that a stale path goes as a whole. If every leaf is pinned, the open path ends (its entry is 0).
+    `extend` returns the open paths, which its caller keeps: entry w - 1 is the node of the suffix of length w. These
+    nodes are pinned, and so not evicted, until the list is given to `extend` or `close`. A full trie evicts the least
+    recently used leaf without a pin. If its parent has no other child, the parent is next, so that a stale path goes as
+    a whole. If every leaf is pinned, the open path ends (its entry is 0).
     """
 
     def __init__(self, options: NgramOptions) -> None:
@@ -85,13 +85,13 @@ class Trie:
         self._pins = fresh()  # open paths that end here
         # Children of a node, newest first.
         self._first, self._next, self._previous = fresh(), fresh(), fresh()
-        # A ring of the leaves without pins, and the root: the oldest is _newer[ROOT], the newest is _older[ROOT].
+        # A ring of the root and the leaves without pins: the oldest is _newer[ROOT], the newest is _older[ROOT].
         self._newer, self._older = fresh(), fresh()
         self._zeros = (self._count, self._pins, self._first, self._next, self._previous, self._newer, self._older)
         # A hash table (parent, token) -> node with as many buckets as nodes; a bucket's nodes are chained.
         self._bucket, self._chain = fresh(), fresh()
         self._mask = 0
-        self._likeliest: dict[int, list[int]] = {}  # the likeliest children of CROWDED parents, once looked for
+        self._likeliest: dict[int, list[int]] = {}  # the likeliest children of CROWDED parents, cached
 
     def __len__(self) -> int:
         return len(self._token)
@@ -99,10 +99,10 @@ class Trie:
     # ---- insertion
 
     def extend(self, path: Sequence[int], token: int, count: bool = True) -> list[int]:
-        """Insert every stretch that ends with `token`, the next one of the text whose open paths are `path`.
+        """Insert every stretch that ends with `token`, the next token of the text with the open paths `path`.
 
-        Returns the text's new open paths; `path` is not valid afterwards. Without `count`, for stretches that were
-        counted before, those that are still in the trie keep their frequency.
+        Returns the text's new open paths; `path` is not valid afterwards. Without `count`, which is for stretches that
+        were counted before, nodes that are still in the trie keep their frequency.
         """
         grown = [self._descend(ROOT, token, count)]
         for node in path[: self.options.branch_length - 1]:
@@ -119,9 +119,9 @@ class Trie:
                     self._queue(node, self._older[ROOT])
 
     def _descend(self, parent: int, token: int, count: bool) -> int:
-        """Return the child for `token`, created if need be, counted, newest among its siblings and pinned; 0 if full.
+        """Find or create the child for `token`, count it, pin it and make it the newest sibling; returns 0 if full.
 
-        The parent is the root or pinned, hence never in the ring of evictable leaves.
+        The parent is the root or pinned, so never in the ring of evictable leaves.
         """
         bucket = self._home(parent, token)
         child = self._bucket[bucket]
@@ -143,7 +143,7 @@ class Trie:
         return child
 
     def _create(self, parent: int, token: int, bucket: int) -> int:
-        """Return a new node, hashed but not yet among its siblings, or 0 when every node is in use."""
+        """Return a new node, hashed but not yet among its siblings; 0 if every node is in use."""
         node = len(self._token)
         if node < self.options.capacity:
             self._append(parent, token, bucket)
@@ -198,7 +198,7 @@ class Trie:
         self._previous[node] = self._next[node] = 0
         self._unhash(node)
         if node in self._likeliest.get(parent, ()):
-            del self._likeliest[parent]  # which child moves up is not known; `likeliest` will search for it
+            del self._likeliest[parent]  # the child that moves up is not known; `likeliest` will search for it
         if parent and not self._first[parent] and not self._pins[parent]:
             self._queue(parent, ROOT)
         return node
@@ -228,7 +228,7 @@ class Trie:
         return bucket if bucket < len(self._bucket) else bucket & (self._mask >> 1)
 
     def _split(self) -> None:
-        """Add one bucket and move to it the nodes that now belong there, all of which come from one other bucket."""
+        """Add one bucket and move the nodes to it that belong there; all come from one other bucket."""
         added = len(self._bucket)
         self._bucket.append(0)
         self._mask = (1 << added.bit_length()) - 1
@@ -254,9 +254,9 @@ class Trie:
     # ---- matching and selection
 
     def locate(self, tokens: Sequence[int]) -> list[int]:
-        """Return what `extend` would have returned after `tokens`, without changing anything; 0 where no node is.
+        """Return the open paths after `tokens`, as `extend` would, without changing anything; 0 where there is no node.
 
-        With a stretch its own ends are in the trie, so behind the first that is not found there is no longer one.
+        The trie holds the suffixes of every stretch that it holds, so after the first miss no longer suffix is found.
         """
         path = [0] * len(tokens)
         for length in range(1, len(tokens) + 1):
@@ -284,7 +284,7 @@ class Trie:
     def _by_recency(self, tree: _Growth, match: Match) -> None:
         """Add continuations level by level, newest first; the breadth falls by `scale` per level, down to 1.
 
-        A longer match starts with a smaller breadth, so that its tree gets deeper.
+        A longer match starts with a smaller breadth, so its tree gets deeper.
         """
         o = self.options
         scale = (o.max_breadth - o.min_breadth) / (o.max_match - o.min_match + 1)
@@ -326,7 +326,7 @@ class Trie:
         return best
 
     def _rerank(self, parent: int, child: int) -> None:
-        """Correct the remembered likeliest children of `parent` after `child`, and no other, became more frequent."""
+        """Correct the cached likeliest children of `parent` after `child` alone became more frequent."""
         best = self._likeliest[parent]
         if child not in best:
             if self._rank(child) > self._rank(best[-1]):
@@ -345,7 +345,7 @@ class Trie:
 
 
 class _Growth:
-    """A draft that is being built: parents precede children, and siblings of equal token are one node."""
+    """A draft under construction: parents precede children, and siblings hold distinct tokens."""
 
     def __init__(self, root: int, limit: int) -> None:
         self.tokens, self.parents, self.limit = [root], [-1], limit
@@ -356,7 +356,7 @@ class _Growth:
         return len(self.tokens) >= self.limit
 
     def add(self, parent: int, token: int) -> int:
-        """Return the node for `token` below `parent`, added if it is not there; the caller must check `full` first."""
+        """Find or add the node for `token` below `parent`; the caller must check `full` first."""
         node = self._known.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
@@ -366,28 +366,28 @@ class _Growth:
 
 @dataclass(eq=False)
 class _Text:
-    """One request's text as the drafter sees it, or what is expected of its output."""
+    """One request's text as the drafter sees it, or its predicted output."""
 
     trie: Trie  # where it is indexed
     newest: list[int] = field(default_factory=list)  # the last max_match tokens, which are looked up
     path: list[int] = field(default_factory=list)  # open paths of the part that is indexed
     waiting: deque[int] = field(default_factory=deque)  # tokens not indexed yet
     replayed: int = 0  # how many of `waiting`, from its front, were counted before a retraction
-    fresh: bool = False  # whether the last tokens committed were new, not those of before a retraction
+    fresh: bool = False  # whether the newest tokens are new, and not repeated after a retraction
     drafted: bool = False  # whether a draft was asked for; tokens committed after that are output
     released: bool = False
-    expected: _Text | None = None  # has a trie of its own
+    expected: _Text | None = None  # the predicted output, in a trie of its own
 
 
 class NgramDrafter(HostDrafter):
-    """The drafter over one shared trie; per slot it keeps the newest tokens, open paths and what waits for indexing.
+    """The drafter over one shared trie; per slot it keeps the newest tokens, open paths and tokens to be indexed.
 
     Output is indexed as it is committed. Prompts wait in line and are indexed INDEX_PER_STEP tokens a step, all
     requests together, first come first served. Until the whole text is indexed, its newest tokens are looked up from
-    the root. What an ended request left in line is still indexed, up to KEPT_AFTER_RELEASE tokens.
+    the root. Tokens that an ended request left in line are still indexed, up to KEPT_AFTER_RELEASE.
 
-    What is expected of an output (`predict`) is indexed in a trie of its own, which goes with the request, and has its
-    turn first. The longer of the two matches drafts; of equal ones the expectation, since it was given for this text.
+    A predicted output (`predict`) is indexed first, in a trie of its own, which ends with the request. The longer of
+    the two matches drafts; of equal ones the prediction's, since it was given for this text.
     """
 
     name = "ngram"
@@ -397,7 +397,7 @@ class NgramDrafter(HostDrafter):
         self.nodes = options.nodes
         self.depth = min(options.nodes - 1, options.branch_length - options.min_match)
         self.trie = Trie(options)
-        self.seconds: float | None = None  # what indexing may take between two drafts; None: INDEX_PER_STEP tokens
+        self.seconds: float | None = None  # time limit of indexing between two drafts; None: INDEX_PER_STEP tokens
         self._texts: dict[int, _Text] = {}
         self._line: deque[_Text] = deque()  # texts with tokens waiting
 
@@ -417,7 +417,7 @@ class NgramDrafter(HostDrafter):
         return special if special.match_length >= draft.match_length else draft
 
     def predict(self, slot: int, tokens: Sequence[int]) -> None:
-        """Take in what a slot's output is expected to be like; only this slot is drafted from it."""
+        """Take in a predicted output of a slot, from which only this slot is drafted."""
         expected = _Text(Trie(self.options), waiting=deque(tokens))
         self._texts.setdefault(slot, _Text(self.trie)).expected = expected
         self._line.appendleft(expected)
@@ -425,8 +425,8 @@ class NgramDrafter(HostDrafter):
     def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
         """Take in the next tokens of a slot's text, also those of a prompt that the prefix cache had.
 
-        A retracted request commits its history once more in its next slot; `again` marks the tokens that it had
-        committed before, so that they are not counted twice. Raises ValueError if such tokens follow new ones.
+        A retracted request commits its text once more in its next slot. `again` marks tokens committed before, so that
+        they are not counted twice. Raises ValueError if such tokens follow new ones.
         """
         if not tokens:
             return
@@ -460,7 +460,7 @@ class NgramDrafter(HostDrafter):
                     self.trie.close(text.path)
 
     def release(self, slot: int) -> None:
-        """Forget a slot whose request ended or was retracted; what it added to the trie stays."""
+        """Forget a slot whose request ended or was retracted; its text stays in the trie."""
         text = self._texts.pop(slot, None)
         if text is None:
             return
@@ -474,7 +474,7 @@ class NgramDrafter(HostDrafter):
             self.trie.close(text.path)
 
     def clear(self) -> None:
-        """Empty the trie and the line; texts in slots go on and match what is committed from now on."""
+        """Empty the trie and the line; texts in slots match only tokens committed from now on."""
         self.trie.clear()
         self._line.clear()
         for text in self._texts.values():

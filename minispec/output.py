@@ -1,16 +1,16 @@
 """Tokens to text, and when to stop: the rules applied to every emitted token, one at a time, in order.
 
 A step may emit several tokens. They are appended one by one and the rules are checked after each, so a request ends at
-exactly the token where plain decoding would end it, and later tokens of the step are dropped from ids and text.
+the same token as in plain decoding, and later tokens of the step are dropped from ids and text.
 
 The order, per token: EOS or stop id, stop string, the request's own rule, length. A matched id stays in the ids but
 not in the text. A matched string is cut from the text, while the ids keep all up to the token that completed it.
 `no_stop_trim` keeps either in the text. Below `min_new_tokens` only the length can end a request, and the sampler masks
 EOS and stop ids.
 
-Text that may turn out to be the beginning of a stop string, or half of a character, is held back until it is certain.
+Text that may be the beginning of a stop string, or half of a character, is held back until it is certain.
 
-What a tokenizer is to the rest of the engine stands here as well, as protocols that `tokenizer.py` implements.
+`tokenizer.py` implements the protocols for tokenizers below.
 
 Read next: `scheduler.py`, which calls `append`; `tokenizer.py` for the incremental decoding.
 """
@@ -26,22 +26,22 @@ from minispec.request import Finish, Request, SamplingParams
 class GrowingText(Protocol):
     """The text of one growing list of ids."""
 
-    def append(self, token_id: int) -> str: ...  # the text that this id makes certain
-    def flush(self) -> str: ...  # what is left at the end
+    def append(self, token_id: int) -> str: ...  # returns the text that this id makes certain
+    def flush(self) -> str: ...  # returns the text held back, at the end
 
 
 class TextMaker(Protocol):
-    """What makes text for requests: a tokenizer."""
+    """Makes text for requests: a tokenizer."""
 
     def detokenizer(self, params: SamplingParams) -> GrowingText: ...
 
 
 class TokenizerBackend(Protocol):
-    """What each kind of tokenizer offers: text to ids and back, and what every id stands for."""
+    """What each kind of tokenizer offers: text to ids and back, and the text of every id."""
 
     vocab_size: int
     special_ids: frozenset[int]  # left out by skip_special_tokens
-    byte_level: bool  # whether a text is its tokens' bytes one after the other, so that token_bytes is enough
+    byte_level: bool  # whether the bytes of the tokens, joined, are the text, so that token_bytes is enough
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
@@ -52,17 +52,17 @@ class TokenizerBackend(Protocol):
 
 
 class Output:
-    """The growing output of one request: its text, what of it is held back, and the stop rules."""
+    """The growing output of one request: its text, of which an end may be held back, and the stop rules."""
 
     def __init__(self, request: Request, tokenizer: TextMaker, eos_ids: frozenset[int]) -> None:
         self.request, self.params = request, request.params
         self.stop_ids = self.params.stop_ids(eos_ids)
         self.detokenizer = tokenizer.detokenizer(self.params)
         self.text = ""
-        self.ends: list[int] = []  # of the text, after each token
+        self.ends: list[int] = []  # the text's length after each token
         self.longest_stop = max(map(len, self.params.stop), default=0)
         given, request.output_ids = request.output_ids, []
-        for token in given:  # it has begun elsewhere, and goes on as it would have there
+        for token in given:  # tokens of a request that began on another replica
             self.append(token)
 
     def append(self, token: int) -> Finish | None:
@@ -72,7 +72,7 @@ class Output:
         return finish
 
     def _append(self, token: int) -> Finish | None:
-        """Do what `append` does, but for the text's end."""
+        """Do what `append` does, except for `ends`."""
         self.request.output_ids.append(token)
         count = len(self.request.output_ids)
         may_stop = count > self.params.min_new_tokens
@@ -94,8 +94,7 @@ class Output:
 
     def _stop_string(self, before: int) -> str | None:
         """Return the first stop string, by position, that ends in text[before:], and cut the text at it."""
-        # The search leaves out matches that lie wholly before `before`: they were ignored when they came, since
-        # min_new_tokens was not reached.
+        # Matches that end before `before` came below min_new_tokens and were ignored then.
         found = [(self.text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self.params.stop]
         found = [(at, stop) for at, stop in found if at >= 0]
         if not found:

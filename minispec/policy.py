@@ -1,21 +1,21 @@
-"""Which shape the next step has: plain, or one of the trees that the engine was made with.
+"""Which shape the next step has: plain, or one of the sizes of tree that the engine was made with.
 
-A tree costs the time of its nodes and of drafting them, and gives as many tokens as are accepted. Both change: with the
-batch, with the length of the texts, with what the texts are, with the machine. The one idea is to measure both where
-they happen. `Times` has what real steps took, `Acceptance` and `Matches` what real trees gave, and the shape with the
-most expected tokens a second over the whole batch is taken.
+A tree costs the time of its nodes and of drafting them, and gives the tokens that are accepted. Both change with the
+batch, the length and kind of the texts, and the machine. The one idea is to measure both where they happen. `Times`
+holds the times of real steps, `Acceptance` and `Matches` hold what real trees emitted. The policy takes the shape with
+the most expected tokens a second over the whole batch.
 
-What a tree of the host would have given is known once the text has gone on. A tree of the drafter that was not drafted
-teaches nothing. So now and then another shape is tried, a probe, as long as all probes together have cost less than a
-hundredth of the time. A change must gain 3 %, so that noise does not move the engine to and fro; only the way back to
-plain steps is free, since plain decoding is what speculation must not fall below. Before a drafter with a network
-drafts again, it takes in what the steps without it left, and its trees have to pay for that too (`Returns`).
+What a tree of the host would have emitted is known once the text has gone on. A tree that the drafter did not draft
+teaches nothing. So now and then another shape is tried, a probe, as long as all probes have cost less than a hundredth
+of the time. A change must gain 3 %, so that noise does not move the engine to and fro. Only the way back to plain steps
+is free, since speculation must never be slower than plain decoding. Before a drafter with a network drafts again, it
+catches up: it takes in the backlog of the steps without it (`late.py`). Its trees must pay for that too (`Returns`).
 
-A row's tree comes from the step, from the host, or from whichever of the two promises more (`lookup.py`). In the last
-case there are also shapes in which every row takes the host's tree, so that the step drafts nothing (`Shape.of_host`).
-`expected` is the question for one row and one shape. `before` chooses a step's shape and the trees of the host that it
-verifies, and `after` learns from what came of it. Nothing here knows of tensors, or of a request more than its identity
-and whether it wants drafts.
+A request's tree comes from the drafter within the step, from the host, or from the one of the two that promises more
+(`lookup.py`). In the last case there are also shapes in which every request takes the host's tree, so that the drafter
+does not run (`Shape.of_host`). `expected` answers for one request and one shape. `before` chooses a step's shape and
+the trees of the host that it verifies, and `after` learns from the result. Nothing here knows of tensors. Of a request
+it knows the identity, and whether it wants drafts.
 
 Expected tokens against step times: arXiv 2211.17192. Read next: `scheduler.py`, which asks.
 """
@@ -33,18 +33,18 @@ from minispec.drafter import NOTHING, Draft
 from minispec.request import Request
 from minispec.tree import PLAIN, Shape
 
-GAIN = 1.03  # what a change must gain
+GAIN = 1.03  # how much faster another shape must be to replace the one in use
 PROBES = 0.01  # the share of decode time that probes may cost
-HORIZON = 0.999  # how much of the accounts of probes is left after a step
-STALE = 100  # steps of a kind after which another shape's numbers are worth a probe
-SAMPLES = 15  # step times that a median is taken of, the newest ones
-AROUND = 9  # newest steps whose most frequent shape is the one in use, and whose times others are compared with
+HORIZON = 0.999  # the factor by which `spent` and `probing` decay each step
+STALE = 100  # steps of a kind after which another shape's time is worth a probe
+SAMPLES = 15  # newest step times that a median is taken of
+AROUND = 9  # newest steps, whose most frequent shape is the one in use, and newest times that others are compared with
 OWN_AFTER = 8  # tree steps of a request after which its own record counts
 OWN_PRIOR = 16  # observations that the engine's record counts as beside it: requests differ less than few steps do
 SHORT = 2  # tokens of a text that agree with an older one by chance
-FIRST_RUN = 8.0  # steps with trees in a row, before any such run has ended
-FIRST_CHANCE = 0.6  # that a draft is accepted, before any was
-ALL_KEEP, OWN_KEEP = 0.99, 0.97  # how much an observation counts after the next one, for the engine, for a request
+FIRST_RUN = 8.0  # length of a run of steps that draft, before any run has ended
+FIRST_CHANCE = 0.6  # chance that a draft is accepted, before any was tried
+ALL_KEEP, OWN_KEEP = 0.99, 0.97  # weight of an observation after the next one, for the engine, for a request
 
 
 class Kind(NamedTuple):
@@ -56,55 +56,55 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, batch: int, sampled: bool, rows: int) -> Kind:
-        """Return the kind of a step whose longest text has this many rows; short ones are all alike."""
+        """Return the kind of a step whose longest text has `rows` rows; all below 128 are one kind."""
         return cls(batch, sampled, max(rows, 128).bit_length())
 
 
 class Row(NamedTuple):
     """One request of the next step."""
 
-    request: object  # whose record counts; compared by identity
-    # Tokens of text that the host's tree follows from, 0: it offers none. None: the drafter proposes in the step.
+    request: object  # compared by identity
+    # `Draft.match` of the host's tree; 0: it offers none; None: the drafter drafts in the step.
     match: int | None = None
     drafts: bool = True  # False: the request verifies no drafts, whatever the shape
-    lookup: int = 0  # the same of a looked-up tree that may take the place of the drafter's; match is None then
+    lookup: int = 0  # like match, of a looked-up tree that may replace the drafter's; match is None then
 
 
 class Choice(NamedTuple):
     """The shape that was chosen for a step, and why."""
 
     shape: Shape
-    probe: bool = False  # whether it was taken to learn something
-    lookups: Sequence[bool] = ()  # for each row whether it takes the host's tree in place of the step's; none does
+    probe: bool = False  # whether it was chosen to measure it
+    lookups: Sequence[bool] = ()  # for each row whether the host's tree replaces the drafter's; empty: for none
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What `before` has chosen, and from what."""
+    """The choice of `before`, and what `after` needs to learn from it."""
 
     kind: Kind
     choice: Choice
     rows: Mapping[Request, tuple[Row, Draft | None]]  # with the tree that the host offers, verified or not
-    of_host: frozenset[Request]  # that take the host's tree in place of the step's
-    drafts: Sequence[Draft]  # the host's trees that are verified, one a request, or none where the step drafts all
+    of_host: frozenset[Request]  # requests for which the host's tree replaces the drafter's
+    drafts: Sequence[Draft]  # the host's trees to verify, one a request; empty if the drafter drafts all
 
 
 class Times:
-    """What steps took, by kind and shape: the median of the newest.
+    """Times of steps by kind and shape: the median of the newest.
 
-    Times of two shapes are seldom of the same minute, and a machine that others use as well may be half as fast in the
-    next one. The shape in use would then look slow beside one that was measured before. So a shape that is not in use
-    has, as a multiple of the one in use, what it had whenever the two were measured one after the other.
+    Two shapes are seldom measured in the same minute, and a machine that others use too may be half as fast in the next
+    one. The shape in use would then look slow beside one that was measured before. So the time of any other shape is
+    kept as a multiple of the one in use, as they were measured one after the other.
     """
 
     def __init__(self) -> None:
         self._samples: dict[Kind, dict[Shape, deque[float]]] = defaultdict(dict)
-        self._newest: dict[Kind, deque[Shape]] = defaultdict(lambda: deque(maxlen=AROUND))  # of the newest steps
-        self._used: dict[Kind, Shape] = {}  # the shape of most of them
+        self._newest: dict[Kind, deque[Shape]] = defaultdict(lambda: deque(maxlen=AROUND))  # shapes of the newest steps
+        self._used: dict[Kind, Shape] = {}  # the most frequent of these, the one in use
         self._multiples: dict[tuple[Kind, Shape, Shape], deque[float]] = defaultdict(lambda: deque(maxlen=AROUND))
         self._steps: dict[Kind, int] = defaultdict(int)  # steps of the kind
-        self._last: dict[tuple[Kind, Shape], int] = {}  # the one of them in which this shape was last measured
-        self._medians: dict[tuple[object, ...], float] = {}  # of samples and multiples, until there is a newer one
+        self._last: dict[tuple[Kind, Shape], int] = {}  # the number of the step in which the shape was last measured
+        self._medians: dict[tuple[object, ...], float] = {}  # cached medians of samples and multiples
 
     def add(self, kind: Kind, shape: Shape, seconds: float) -> None:
         """Take in the time of a step."""
@@ -129,15 +129,15 @@ class Times:
             known.clear()
 
     def stale(self, kind: Kind, shape: Shape) -> bool:
-        """Return whether this shape was not measured in many steps of the kind."""
+        """Return whether this shape was not measured in the last STALE steps of the kind."""
         last = self._last.get((kind, shape))
         return last is None or self._steps[kind] - last >= STALE
 
     def of(self, kind: Kind, shape: Shape) -> float:
-        """Return the seconds of a step: measured, or carried over from the nearest kind in which it was measured.
+        """Return the seconds of a step: measured, or estimated from the nearest kind in which the shape was measured.
 
-        There it is scaled by what a shape measured in both takes more or less here. Of what nobody knows, a step takes
-        the time of any other, so that it is tried.
+        The estimate is scaled by the ratio of a shape that was measured in both kinds. A shape that was measured
+        nowhere counts as the fastest shape of the kind, so that it is tried.
         """
         here = self._samples.get(kind, {})
         if shape in here:
@@ -155,39 +155,38 @@ class Times:
         return scale * self.of(other, shape)
 
     def _median(self, key: tuple[object, ...], values: Sequence[float]) -> float:
-        """Return the median of what lies at a key."""
         if key not in self._medians:
             self._medians[key] = statistics.median(values)
         return self._medians[key]
 
 
 class Acceptance:
-    """How often a draft was accepted where the one above it was, lately, by depth."""
+    """How often a draft was accepted lately if the one above it was, by size of tree and depth."""
 
     def __init__(self, keep: float) -> None:
-        """`keep`: how much an observation counts after the next one."""
+        """`keep`: the weight of an observation after the next one."""
         self.keep, self.steps = keep, 0
         self._tried: dict[tuple[int, int], float] = defaultdict(float)  # by nodes of the tree and depth
         self._held: dict[tuple[int, int], float] = defaultdict(float)
 
     def learn(self, nodes: int, depth: int, accepted: int) -> None:
-        """Take in a tree of this size, of whose longest path so many drafts were accepted."""
+        """Count a tree of this size and depth, of which `accepted` drafts were accepted."""
         self.steps += 1
         for level in range(1, min(depth, accepted + 1) + 1):
-            for key in ((nodes, level), (0, level)):  # 0: of all sizes together
+            for key in ((nodes, level), (0, level)):  # 0: all sizes together
                 self._tried[key] = self.keep * self._tried[key] + 1
                 self._held[key] = self.keep * self._held[key] + (accepted >= level)
 
     def chance(self, nodes: int, level: int, prior: float, weight: float) -> float:
-        """Return the chance at this depth; the prior counts as many observations as `weight` says."""
+        """Return the chance of acceptance at depth `level`; the prior counts as `weight` observations."""
         key = (nodes, level)
         return (self._held.get(key, 0.0) + weight * prior) / (self._tried.get(key, 0.0) + weight)
 
 
 class Matches:
-    """What trees of the host gave, by size and by how much of the text they followed from.
+    """The mean number of tokens that trees of the host emit, by size and by length of match (`Draft.match`).
 
-    A length of match has a running mean over what such trees emitted or would have, beginning with a guess.
+    It is a running mean over what such trees emitted, or would have if verified, and begins with a guess.
     """
 
     rate = 0.1  # weight of the newest observation
@@ -196,37 +195,37 @@ class Matches:
         self._mean: dict[tuple[int, int], float] = {}
 
     def guess(self, nodes: int, match: int) -> float:
-        """Return the emission assumed of a tree before anything is known."""
+        """Return the tokens that a tree is assumed to emit before anything is known."""
         return min(1.0 + 0.5 * max(match - SHORT, 0), float(nodes))
 
     def expected(self, nodes: int, match: int) -> float:
-        """Return what such a tree emits."""
+        """Return the tokens that such a tree emits in the mean."""
         return self._mean.get((nodes, match), self.guess(nodes, match)) if match else 1.0
 
     def learn(self, nodes: int, match: int, emitted: int) -> None:
-        """Take in what a tree emitted."""
+        """Add the tokens that a tree emitted to the mean."""
         if match:
             mean = self.expected(nodes, match)
             self._mean[nodes, match] = mean + self.rate * (emitted - mean)
 
 
 class Returns:
-    """What it costs to draft again after steps without: the time in which the drafter takes in what they have left.
+    """The cost of drafting again after steps that did not: the time in which the drafter takes in its backlog.
 
-    It is paid once for a whole run of steps that draft, so a step bears a share of it: one over the mean length of such
-    runs lately. Steps whose trees are all the host's do not draft.
+    It is paid once for a run of steps that draft, so it is divided by the mean length of such runs lately. Steps whose
+    trees are all the host's do not draft.
     """
 
     rate = 0.1  # weight of the newest run
 
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLES))  # by batch
-        self._median: dict[int, float] = {}  # of them
-        self._steps: dict[int, float] = defaultdict(lambda: FIRST_RUN)  # of a run in the mean, by batch
-        self._run, self._behind = 0, False  # steps of the run under way; whether the newest step was a plain one
+        self._median: dict[int, float] = {}  # of these seconds
+        self._steps: dict[int, float] = defaultdict(lambda: FIRST_RUN)  # mean length of a run in steps, by batch
+        self._run, self._behind = 0, False  # steps of the run so far; whether the newest step did not draft
 
     def add(self, batch: int, choice: Choice, seconds: float) -> None:
-        """Take in a step, and how long the drafter took before it. Probes are no part of a run, and end none."""
+        """Count a step, and the seconds of catching up before it. Probes neither extend nor end a run."""
         drafts = choice.shape.drafts
         if drafts and self._behind:
             self._seconds[batch].append(seconds)
@@ -241,7 +240,7 @@ class Returns:
             self._run = 0
 
     def of(self, batch: int, shape: Shape) -> float:
-        """Return the seconds that the next step has to bear if it has this shape."""
+        """Return the seconds of catching up to add to the time of the next step if it has this shape."""
         if not shape.drafts or not self._behind or batch not in self._median:
             return 0.0
         return self._median[batch] / self._steps[batch]
@@ -251,32 +250,32 @@ class Policy:
     """Chooses the shape of every step, and learns from every step."""
 
     def __init__(self, trees: Mapping[int, int], adaptive: bool, looks_up: bool = False) -> None:
-        """`trees`: the depth of each size of tree, by nodes. Not `adaptive`: the largest tree whenever there is one.
+        """`trees`: the depth of each size of tree, by nodes. Not `adaptive`: the largest tree, if there are drafts.
 
-        looks_up: whether the host's trees stand beside those of the step, of which a row takes one.
-        forced: for tests and benchmarks, a choice in place of all rules, from the shapes that the step may have.
+        looks_up: whether a row takes either the host's tree or the drafter's.
+        forced: a member for tests and benchmarks, which then chooses from the shapes of the step in place of all rules.
         """
         self.trees, self.adaptive, self.looks_up = dict(trees), adaptive, looks_up
         self.times, self.matches, self.everyone = Times(), Matches(), Acceptance(ALL_KEEP)
         self.returns = Returns()
         self.forced: Callable[[Sequence[Shape]], Shape] | None = None
-        self.forced_lookup: Callable[[], bool] | None = None  # and whether a row takes the tree that was looked up
-        self.spent = self.probing = 0.0  # aged seconds of decode steps, and of them what probes cost
+        self.forced_lookup: Callable[[], bool] | None = None  # likewise, whether a row takes the looked-up tree
+        self.spent = self.probing = 0.0  # decayed seconds of all decode steps, and the part that probes cost
         self._own: weakref.WeakKeyDictionary[object, Acceptance] = weakref.WeakKeyDictionary()
-        # The host's tree that waits until the text has gone on far enough to tell what it gives, and the text since.
+        # Host trees of which it is not known yet how many tokens they would emit, each with the text since.
         self._open: weakref.WeakKeyDictionary[object, tuple[Draft, list[int]]] = weakref.WeakKeyDictionary()
         self._shape = max((Shape(nodes, True) for nodes in self.trees), default=PLAIN)  # the one in use
         self._probed = 0  # probes since the start
         self._after_probe = False
         self._pace = 0.0  # expected seconds of a token with the shape in use
-        self._chances: dict[int, list[float]] = {}  # of the engine, by nodes, until it learns
+        self._chances: dict[int, list[float]] = {}  # cached, by nodes, until `everyone` learns
 
     def before(
         self, kind: Kind, shapes: Sequence[Shape], requests: Sequence[Request], offer: Callable[[], Sequence[Draft]]
     ) -> Planned:
         """Choose the shape of the next step, one of `shapes`, and which of the host's trees it verifies.
 
-        offer: asks the host for a tree a request, none where the step drafts; called only where trees may be verified.
+        offer: returns the host's trees, one a request, none if the step drafts; called only for a step with trees.
         """
         decided = self.decided(shapes) if any(r.speculative for r in requests) else PLAIN
         drafts = () if decided == PLAIN else offer()
@@ -293,7 +292,7 @@ class Policy:
         return Planned(kind, choice, rows, of_host, drafts)
 
     def _row(self, request: Request, draft: Draft | None) -> Row:
-        """Return what is to be known of a request and of the tree that the host offers for it."""
+        """Describe a request and the tree that the host offers for it."""
         wanted = request.speculative
         if draft is None or not self.looks_up:
             return Row(request, None if draft is None else draft.match, wanted)
@@ -303,9 +302,9 @@ class Policy:
         self, planned: Planned, emitted: Mapping[Request, Sequence[int]], seconds: float | None,
         catching_up: float = 0.0,
     ) -> None:  # fmt: skip
-        """Learn what a step took and emitted.
+        """Learn the time of a step and the tokens that it emitted.
 
-        seconds: None where something else took its time as well. catching_up: the drafter's seconds before the step.
+        seconds: None if it included other work. catching_up: the drafter's seconds before the step.
         """
         if seconds is not None:
             tokens = sum(map(len, emitted.values()))
@@ -318,10 +317,10 @@ class Policy:
                 self.learn(row, planned.choice.shape.nodes, len(given))
 
     def follow(self, request: object, draft: Draft, tokens: Sequence[int]) -> None:
-        """Take in the tree that the host offered for a step, whatever was verified, and the tokens that came out.
+        """Learn what the host's tree for a step gave, or would have given, from the tokens that the step emitted.
 
-        A tree that was verified in part, or not at all, says as much as one that was verified, once the text has gone
-        on far enough. Of each request one tree waits; trees offered before it is decided are not looked at.
+        A tree that was not verified teaches as much as one that was, once the text has gone on far enough. One tree of
+        each request is followed until then, and trees offered meanwhile are ignored.
         """
         draft, seen = self._open.pop(request, (draft, []))
         if not draft.match:
@@ -334,7 +333,7 @@ class Policy:
             self.matches.learn(nodes, draft.match, draft.emits(seen, nodes))
 
     def restart(self, seconds: Mapping[tuple[int, Shape], float], rows: int) -> None:
-        """Forget what steps took, and begin with measured seconds by batch and shape, of texts with so many rows."""
+        """Replace all times by measured seconds by batch and shape, of texts with `rows` rows."""
         self.times.clear()
         for (batch, shape), taken in seconds.items():
             self.times.add(Kind.of(batch, False, rows), shape, taken)
@@ -349,7 +348,7 @@ class Policy:
         return found if shape.of_host else max(found, self._drafted(row, shape.nodes))
 
     def _drafted(self, row: Row, nodes: int) -> float:
-        """Return the tokens expected of a tree that the step drafts."""
+        """Return the expected tokens of a tree of the drafter."""
         own, total, reached = self._own.get(row.request), 1.0, 1.0
         for level, chance in enumerate(self._all_chances(nodes), start=1):
             if own is not None and own.steps >= OWN_AFTER:
@@ -359,7 +358,7 @@ class Policy:
         return total
 
     def _all_chances(self, nodes: int) -> list[float]:
-        """Return the engine's chance at each depth of a tree of this size."""
+        """Return the chance of acceptance over all requests at each depth of a tree of this size."""
         if nodes not in self._chances:
             levels = range(1, self.trees[nodes] + 1)
             pooled = [self.everyone.chance(0, level, FIRST_CHANCE, OWN_AFTER) for level in levels]
@@ -370,13 +369,13 @@ class Policy:
         return self._chances[nodes]
 
     def decided(self, shapes: Sequence[Shape]) -> Shape | None:
-        """Return the shape of the next step if it does not depend on what there is to verify, else None."""
+        """Return the shape of the next step if it does not depend on the drafts, else None."""
         if self.forced is not None:
             return self.forced(shapes)
         return PLAIN if len(shapes) == 1 else None
 
     def choose(self, kind: Kind, shapes: Sequence[Shape], rows: Sequence[Row]) -> Choice:
-        """Return the shape of the next step, one of `shapes`, which stand as `Sizes.shapes_of` has them."""
+        """Choose one of `shapes` for the next step, and each row's tree."""
         if not any(row.drafts and row.match != 0 for row in rows):
             return Choice(PLAIN)
         if not self.adaptive:
@@ -384,7 +383,7 @@ class Policy:
         return self.with_lookups(self._best(kind, shapes, rows), rows)
 
     def with_lookups(self, choice: Choice, rows: Sequence[Row]) -> Choice:
-        """Return a choice of a shape with that of each row's tree; if all are the host's, the step drafts nothing."""
+        """Complete a choice with each row's tree; if all are the host's, the shape is one that drafts nothing."""
         shape = choice.shape
         if shape == PLAIN or not any(row.lookup for row in rows):
             return choice
@@ -396,7 +395,7 @@ class Policy:
         return choice._replace(shape=Shape(shape.nodes, False) if all(found) else shape, lookups=found)
 
     def _best(self, kind: Kind, shapes: Sequence[Shape], rows: Sequence[Row]) -> Choice:
-        """Return the shape with the most expected tokens a second, or another one to learn of."""
+        """Return the shape with the most expected tokens a second, or a probe."""
         speeds = {s: sum(self.expected(row, s) for row in rows) / self._seconds(kind, s) for s in shapes}
         stay = self._shape if self._shape in speeds else PLAIN
         best = max(shapes, key=speeds.__getitem__)
@@ -407,15 +406,15 @@ class Policy:
         return Choice(stay) if probe is None else Choice(probe, True)
 
     def _seconds(self, kind: Kind, shape: Shape) -> float:
-        """Return the time of a step; one for which nothing is drafted takes no more than the same with drafting."""
+        """Return the time of a step, catching up included; with trees of the host at most that of drafted ones."""
         seconds = self.times.of(kind, shape)
         seconds = min(seconds, self.times.of(kind, Shape(shape.nodes, True))) if shape.of_host else seconds
         return seconds + self.returns.of(kind.batch, shape)
 
     def _probe(self, kind: Kind, shapes: Sequence[Shape], rows: int) -> Shape | None:
-        """Return another shape to try, None where nothing is to be learned or probes have cost enough.
+        """Return another shape to try; None if no time is stale or probes have cost enough.
 
-        What one will cost is estimated as if it emitted what plain steps do, one token for each of the rows.
+        The cost of a probe is estimated as if it emitted what plain steps do, one token a row.
         """
         others = [s for s in shapes if s != self._shape and not s.of_host and self.times.stale(kind, s)]
         if not others:
@@ -425,17 +424,17 @@ class Policy:
         return probe if self.probing + max(cost, 0.0) <= PROBES * self.spent else None
 
     def landed(self, kind: Kind, choice: Choice, seconds: float, *, emitted: int, catching_up: float = 0.0) -> None:
-        """Take in how long a step took for its tokens, and the drafter before it for what plain steps had left.
+        """Add the time of a step to times and accounts; catching_up: the drafter's seconds before it.
 
         Not to be called for a step that compiled something or waited for pages.
         """
         self.times.add(kind, choice.shape, seconds)
         if self.forced is not None:
-            return  # what was not chosen earns no probes
+            return  # a forced step is no choice, and earns no probes
         self.returns.add(kind.batch, choice, catching_up)
         self.spent = HORIZON * self.spent + seconds + catching_up
         self.probing *= HORIZON
-        if choice.probe or self._after_probe:  # the return from a probe is its cost too
+        if choice.probe or self._after_probe:  # the return from a probe is part of its cost
             self.probing += catching_up
         if choice.probe:
             self.probing += max(seconds - emitted * self._pace, 0.0)
@@ -443,7 +442,7 @@ class Policy:
         self._after_probe = choice.probe
 
     def learn(self, row: Row, nodes: int, emitted: int) -> None:
-        """Take in how many tokens a tree of this size, which the step has drafted, has emitted for a row."""
+        """Learn how many tokens a tree of the drafter of this size emitted for a row."""
         if not row.drafts:
             return
         self._chances.clear()

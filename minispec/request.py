@@ -1,9 +1,9 @@
 """Requests: what one generation asks for, how far it has come, and how it ended. Host side only, no torch.
 
 `SamplingParams` says how to generate and is checked once, at construction. A `Request` is a prompt with these
-parameters and its progress; the scheduler owns it. `Limits` are what it is checked against before it may wait. An
-`Update` is what one step added to it, on the way to the client, and a `RequestError` says why a request cannot be
-served. Names and defaults are those of SGLang's `sampling_params`.
+parameters and its progress; the scheduler owns it. `Limits` check it before it is queued. An `Update` brings the client
+what one step added. A `RequestError` says why a request cannot be served. Names and defaults are those of
+SGLang's `sampling_params`.
 
 Read next: `scheduler.py` for the life of a request, `sampling.py` for what the parameters do to logits.
 """
@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-MAX_TOP = 20  # likeliest tokens told of beside each token
-MAX_ASKED_IDS = 128  # and ids that a client names
-MAX_STOPS, MAX_STOP = 64, 1024  # stop strings, and characters of each: after every token the text is compared with them
+MAX_TOP = 20  # likeliest tokens reported beside each token
+MAX_ASKED_IDS = 128  # ids reported because a client names them
+MAX_STOPS, MAX_STOP = 64, 1024  # stop strings, and characters of each; the text is compared with all after every token
 GREEDY_BELOW = 1e-6  # a temperature under this is greedy, as in SGLang
 ABORT_WANTED = 499  # the status of an abort that somebody asked for; with any other the request has failed
 
@@ -70,10 +70,10 @@ MAX_GRAMMAR = 2**16  # characters
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an output must be; `grammar.py` says what the kinds are. Errors name `origin`, the field it came in."""
+    """What an output must match; `grammar.py` explains the kinds. Errors name `origin`, the field it came in."""
 
-    kind: str  # of GRAMMARS
-    text: str = field(repr=False)  # which logs need not hold
+    kind: str  # one of GRAMMARS
+    text: str = field(repr=False)  # not in logs
     origin: str = field(default="grammar", compare=False)
 
     def __post_init__(self) -> None:
@@ -88,14 +88,14 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True)
 class Logprobs:
-    """Which log-probabilities a request wants: of every token it outputs, and of its prompt's from `start` on.
+    """Which log-probabilities a request wants: those of its output tokens, and of its prompt's from `start` on.
 
-    They are those of the model's own logits at temperature 1, before penalties, bias and filters.
+    They come from the model's logits at temperature 1, before penalties, bias and filters.
     """
 
-    top: int = 0  # so many of the likeliest tokens beside each token
-    ids: tuple[int, ...] = ()  # and these tokens
-    start: int | None = None  # the first token of the prompt that is told of; None: none is
+    top: int = 0  # how many of the likeliest tokens to report beside each token
+    ids: tuple[int, ...] = ()  # tokens to report beside each token
+    start: int | None = None  # the first token of the prompt to report; None: none
 
     def __post_init__(self) -> None:
         _integer("top_logprobs", self.top, 0, MAX_TOP)
@@ -139,7 +139,7 @@ class SamplingParams:
     sampling_seed: int | None = None  # None: drawn at submission
     speculative: bool = True  # False: no drafts are verified for this request
     logprobs: Logprobs | None = None  # None: none
-    grammar: Grammar | None = None  # what the output must be; EOS then ends it, ignored or not
+    grammar: Grammar | None = None  # what the output must match; EOS then ends it, whatever ignore_eos says
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen: normalise once, here
@@ -164,7 +164,7 @@ class SamplingParams:
         if not isinstance(self.stop_token_ids, (list, tuple)):
             raise RequestError(f"stop_token_ids must be a list of ids, got {short(self.stop_token_ids)}",
                                "stop_token_ids")  # fmt: skip
-        # Each id once, so that a list is no longer than the vocabulary, whatever a client sends.
+        # Each id once, so that no list of a client is longer than the vocabulary.
         put("stop_token_ids", tuple({_integer("stop_token_ids", t, 0, 2**31): 1 for t in self.stop_token_ids}))
         if self.allowed_token_ids is not None:
             if not isinstance(self.allowed_token_ids, (list, tuple)) or not self.allowed_token_ids:
@@ -208,11 +208,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True when the pick is an argmax."""
+        """Whether the pick is an argmax."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     def stop_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
-        """Return all ids that end the request; nothing but EOS can follow where a grammar ends, so there it does."""
+        """Return all ids that end the request; with a grammar EOS always does, since only EOS can follow its end."""
         endless = self.ignore_eos and self.grammar is None
         return frozenset(self.stop_token_ids) | (frozenset() if endless else eos_ids)
 
@@ -248,35 +248,35 @@ class Finish:
 
 @dataclass
 class Trace:
-    """What is seen of a request's decoding, for whoever asked to see it. The scheduler appends; others may read."""
+    """What a watched request's decode steps did. The scheduler appends; other threads may read."""
 
     ends: list[int] = field(default_factory=list)  # characters of the text after each output token
-    steps: list[dict[str, Any]] = field(default_factory=list)  # decode steps, `trace.Rows.step` with `at` and `seconds`
+    steps: list[dict[str, Any]] = field(default_factory=list)  # decode steps: `SeenStep.step` with `at` and `seconds`
 
 
 @dataclass(eq=False)
 class Request:
-    """One generation and its progress. Below `trace` every field is the scheduler's, once the request is submitted."""
+    """One generation and its progress. The scheduler owns all fields below `trace` once the request is submitted."""
 
     rid: str
     prompt_ids: list[int]
     params: SamplingParams
     arrived: float = field(default_factory=time.monotonic)
-    ends: Callable[[str], bool] | None = None  # told the text of each token; True ends the request there
-    prediction: Sequence[int] = ()  # what the output is expected to be like; a hint for drafts
-    thinking: bool | None = None  # whether the prompt ends inside a reasoning, or after one; None: it says nothing
+    ends: Callable[[str], bool] | None = None  # called with the text of each token; True ends the request there
+    prediction: Sequence[int] = ()  # tokens that the output is expected to resemble; a hint for drafts
+    thinking: bool | None = None  # True: the prompt ends inside a reasoning; False: after one; None: it does not say
     leader: Request | None = None  # the first of several choices for this prompt; the others wait for its pages
-    salt: str = ""  # texts share prefixes, and what they teach a drafter, only under one salt
-    trace: Trace | None = None  # None: nobody watches
+    salt: str = ""  # requests share cached pages, and texts for lookups, only under the same salt
+    trace: Trace | None = None  # None: not watched
 
     seed: int = 0  # params.sampling_seed, or drawn at submission; kept through retraction
     max_new_tokens: int = 0  # params.max_new_tokens clamped to context and pool
     output_ids: list[int] = field(default_factory=list)
     released: int = 0  # characters of its text that were handed out
-    # At each token, where asked for; they only ever grow, so whoever has seen n ids may read n entries on any thread.
+    # One entry a token, if asked for. They only grow, so a thread that has seen n ids may read n entries.
     output_scores: list[Scored] = field(default_factory=list)
     prompt_scores: list[Scored] = field(default_factory=list)  # from `start` + 1 on: nothing precedes the first token
-    prompt_done: bool = False  # its rows were computed and its pages are shared
+    prompt_done: bool = False  # whether its rows were computed and its pages are shared
     finish: Finish | None = None
     slot: int = 0  # 0: not in the running set
     kv_len: int = 0  # rows of KV written and kept; host mirror of `lens`
@@ -285,15 +285,15 @@ class Request:
     drafted_tokens: int = 0  # nodes verified, roots not counted; plain steps draft none
     accepted_drafts: int = 0
     accept_histogram: list[int] = field(default_factory=list)  # item i: steps that accepted exactly i drafts
-    undrafted: bool = False  # whether it goes on without drafts, since with them there was NaN among its logits
-    last_step: int = 0  # tokens kept of the newest verify step; if the request is finished, a stop may have cut some
+    undrafted: bool = False  # whether it goes on without drafts, since its logits had NaN with them
+    last_step: int = 0  # tokens kept of the newest verify step, fewer than emitted if a stop came within it
     retractions: int = 0
     finished_at: float = 0.0
     compiled_grammar: Any = None  # params.grammar, as `Grammars.compile` returned it; set by `Asked.prepare`
 
     @property
     def speculative(self) -> bool:
-        """Whether drafts are verified for it."""
+        """Whether its steps verify drafts."""
         return self.params.speculative and not self.undrafted
 
     @property
@@ -303,25 +303,25 @@ class Request:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether its next step needs the tokens of the one before on the host: a mask depends on all of them."""
+        """Whether its next step needs the last step's tokens on the host: a grammar's mask depends on all tokens."""
         return self.params.grammar is not None
 
     @property
     def asks_of_prompt(self) -> bool:
-        """Whether it is still to be told something of its prompt."""
+        """Whether scores of its prompt are missing yet."""
         return bool(self.unscored)
 
     @property
     def cacheable(self) -> int:
         """How many rows of its text may come from a prefix cache.
 
-        The last token is computed, since its hidden state picks the next one, and so is whatever is to be told of.
+        Not the last one, whose hidden state picks the next token, nor those whose scores are asked for.
         """
         rows, unscored = len(self.prompt_ids) + len(self.output_ids) - 1, self.unscored
         return min(rows, unscored.start) if unscored else rows
 
     def count_step(self, kept: int, nodes: int) -> None:
-        """Count a verify step that gave `kept` tokens of a tree of `nodes` nodes."""
+        """Count a verify step with trees of `nodes` nodes, of which the request kept `kept` tokens."""
         self.verify_steps += 1
         self.drafted_tokens += nodes - 1 if self.speculative else 0
         self.accepted_drafts += kept - 1
@@ -330,12 +330,12 @@ class Request:
         self.accept_histogram[kept - 1] += 1
 
     def take_over(self, leader: Request) -> None:
-        """Take over what another request with the same prompt was told of it."""
+        """Copy the scores of the prompt from another request with the same prompt."""
         self.prompt_scores += leader.prompt_scores[len(self.prompt_scores) :]
 
     @property
     def unscored(self) -> range:
-        """The rows of the prompt whose next token's score is asked for and not known yet."""
+        """Rows of the prompt for whose next token a score is asked for and not known yet."""
         wish, last = self.params.logprobs, len(self.prompt_ids) - 1
         if wish is None or wish.start is None:
             return range(last, last)
@@ -343,17 +343,17 @@ class Request:
 
 
 class Limits(NamedTuple):
-    """What a model and its pool of pages allow; plain numbers, which another process may be told."""
+    """What a model and its pool of pages allow, as plain numbers that can be sent to another process."""
 
     vocab_size: int
     context_length: int
-    pool_rows: int  # of the pages that requests may have
-    tree_rows: int  # that a request needs beyond its text for one step
+    pool_rows: int  # rows of all pages that requests may have
+    tree_rows: int  # rows that a request needs beyond its text for one step
     eos_ids: tuple[int, ...]
 
     @property
     def longest_prompt(self) -> int:
-        """The longest prompt that leaves room for one output token, in context and pool."""
+        """The longest prompt, in tokens, that leaves room for one output token in context and pool."""
         return min(self.context_length - 1, self.pool_rows - self.tree_rows)
 
     def check(self, request: Request) -> None:
@@ -374,7 +374,7 @@ class Limits(NamedTuple):
                 "prompt",
                 code="context_length_exceeded",
             )
-        # What a request left alone can reach; it then ends with `length`.
+        # The longest output in an otherwise empty pool; there it ends with `length`.
         room, wanted = min(context, self.longest_prompt + 1) - count, params.max_new_tokens
         if wanted is not None and count + wanted > context:
             raise RequestError(
@@ -386,7 +386,7 @@ class Limits(NamedTuple):
         request.max_new_tokens = room if wanted is None else min(wanted, room)
 
     def _check_scores_and_allowed(self, request: Request) -> None:
-        """Raise RequestError where scores begin behind the prompt, or where nothing may be picked at first."""
+        """Raise RequestError if scores begin behind the prompt, or if no token could be picked at first."""
         params, count = request.params, len(request.prompt_ids)
         if params.logprobs is not None and (params.logprobs.start or 0) >= count:
             raise RequestError(f"logprob_start_len must be in [-1, {count - 1}] for {count} prompt tokens, got "
@@ -399,7 +399,7 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class Update:
-    """What one step added to one request: new ids, text that became certain, and, on the last update, the finish."""
+    """What one step added to one request: new ids, text that became certain, and, in the last update, the finish."""
 
     request: Request
     ids: list[int]

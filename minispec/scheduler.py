@@ -1,24 +1,24 @@
 """Who runs next, with which pages: admission, chunked prefill, decoding, retraction, and the end of requests.
 
-A request waits, is given a slot and pages for what is known of it, is prefilled in chunks, decodes step by step, and
-leaves. `step` launches one thing: a prefill step over the chunks of several requests, or a decode step over all running
-ones. Where there is both to do they alternate, so that a long prompt slows the others and never stops them.
+A request waits, gets a slot and pages (its seat), is prefilled in chunks, decodes step by step, and leaves. `step`
+launches a prefill step over the chunks of several requests, or a decode step over all running ones. If there is work
+for both they alternate, so a long prompt slows the others and never stops them.
 
-A step need not be finished before the next one begins: with `overlap`, step k + 1 is launched and then step k is
-collected, so that the device works while the host looks at stop rules, makes text and admits requests. The host then
-knows lengths and ends one step late. It reserves rows for the longest outcome, and a row of a request that ended
-meanwhile is thrown away. Without overlap the two calls are adjacent; there is one loop for both.
+A launched step is a flight until it is collected, when it lands. With `overlap`, step k + 1 is launched before step k
+is collected, so the device works while the host applies stop rules, makes text and admits requests. The host then
+learns lengths and ends one step late. It reserves rows for the longest outcome, and drops a flight's tokens for
+requests that ended meanwhile. Without overlap a step is collected right after its launch, in the same loop.
 
-Before each decode step `policy.py` says whether it has trees and how large ones, from what is known at that time; what
-the step took and emitted is told to it when the step is collected.
+Before each decode step `policy.py` chooses its shape. It learns the step's time and tokens when the step lands.
 
-Pages: before a decode step every running request must hold rows for one whole tree. When the pool is short the prefix
-cache gives up what nobody holds, and then the newest request is retracted: its pages are let go, it waits at the front
-of the queue, and its tokens so far are prefilled again. Seed and output stay, so the text is the same. `validate`
-refuses prompts that could never fit alone and shortens the output of the rest, so the oldest request always goes on.
+Pages: before a decode step every running request must hold rows for one whole tree. If the pool is short, the prefix
+cache gives up pages that nobody holds. If that is not enough, the newest request is retracted: it gives up its pages,
+waits at the front of the queue, and its tokens are prefilled again. Seed and output stay, so the text is the same.
+`validate` refuses prompts that could never fit alone and bounds the output of the rest, so the oldest request always
+goes on.
 
 Continuous batching: Orca (OSDI 2022); retraction is vLLM's recomputation (arXiv 2309.06180).
-Invariant owned here: when idle, free + cached pages are all pages; who drives the scheduler calls `check` then.
+Invariant owned here: when idle, free + cached pages are all pages. Callers of `step` run `check` then.
 
 Read next: `engine.py` for what a step is, `policy.py` for the choice of its shape, `output.py` for the stop rules,
 `seats.py` and `radix.py` for pages, `server.py` for the HTTP in front.
@@ -53,26 +53,26 @@ NAN = Finish("abort", message="the model gave NaN in place of logits, so there i
 
 @dataclass(frozen=True)
 class SchedulerOptions:
-    """What an operator may choose of a scheduler."""
+    """A scheduler's options."""
 
     radix: bool = True  # share prefixes between requests
-    overlap: bool = False  # launch a step before the one before it is collected, where the drafter reads no text
+    overlap: bool = False  # launch a step before the last one is collected, unless the drafter reads text
     decode_log_interval: int = 40  # decode steps between two log lines
-    random_seed: int | None = None  # of the seeds drawn for requests without one
-    adaptive: bool = False  # choose each step's shape by what it is worth; else the largest tree whenever there is one
+    random_seed: int | None = None  # seeds the generator of seeds for requests without one
+    adaptive: bool = False  # choose each step's shape by expected tokens a second; else the largest tree
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A step under way. A request counts only while it still holds the seat that it had at the launch."""
+    """A step that was launched and not collected. A request counts only while it holds the seat of the launch."""
 
     pending: Pending
     seats: dict[Request, Seat]  # in the order of the step
-    cached: int = 0  # prompt tokens that the prefix cache had, of requests whose first chunk this is
-    seconds: float = 0.0  # that the launch of a decode step took
-    planned: Planned | None = None  # of a decode step
+    cached: int = 0  # prompt tokens found in the prefix cache, of requests whose first chunk this is
+    seconds: float = 0.0  # of the launch, in a decode step
+    planned: Planned | None = None  # the policy's choice for a decode step
     disturbances: tuple[int, int] = (0, 0)  # graphs compiled and requests retracted before it
-    # Slots and pages of requests that left meanwhile: nobody gets the pages before it is known what was written there.
+    # Slots and pages of requests that left meanwhile. The pages are not free until it is known whether NaN is in them.
     left: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
@@ -92,13 +92,13 @@ class Scheduler:
         pool_rows = (self.kv.pages - 1) * self.kv.page_size
         self.limits = Limits(engine.model.config.vocab_size, self.sizes.context_length, pool_rows,
                              self.sizes.tree_rows, tuple(sorted(eos_ids)))  # fmt: skip
-        self.overlap = options.overlap and not engine.drafter.reads_text  # else its next drafts need this step's tokens
+        self.overlap = options.overlap and not engine.drafter.reads_text  # drafts from text need the last step's tokens
         self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval)
         self.waiting: deque[Request] = deque()
-        self.parked: dict[Request, list[Request]] = {}  # choices that wait for the prompt of the first of them
+        self.parked: dict[Request, list[Request]] = {}  # by leader: choices that wait for its prompt
         self.outputs: dict[Request, Output] = {}
         self._seeds = random.Random(options.random_seed)
-        # What happened and was not handed out yet. A member, so that a step that raises halfway loses no answer.
+        # Updates not handed out yet. A member, so that a step that raises halfway loses none.
         self._updates: list[Update] = []
         self._prefilled_last = False
         trees = {size.nodes: size.depth for size in engine.drafter.trees}
@@ -107,19 +107,19 @@ class Scheduler:
         self._landed = 0.0  # when the last step was collected
 
     def _start_empty(self, share: bool) -> None:
-        """Begin with no request in a slot, no step under way, and an empty prefix cache, used only to `share` pages."""
+        """Empty slots, flight and prefix cache; without `share` the cache stays empty."""
         self.cache = PrefixCache(self.kv.page_size, self.engine.drafter.lookahead, enabled=share)
         self.seats = Seats(self.kv, self.cache, lambda slots: self.engine.late.catch_up(slots))
         self.prefilling: list[Request] = []  # in order of admission
         self.running: list[Request] = []  # in order of admission
         self.free_slots = list(range(self.sizes.max_running, 0, -1))  # slot 0 is padding
-        self._flight: Flight | None = None  # the step that was launched and not collected yet
+        self._flight: Flight | None = None
         self._launching = NOT_LAUNCHING  # the requests of a step that is being launched, and `Engine.changes` before it
-        # The front of the queue if it lacked pages, how many were available, and the cache's insertions at that time.
+        # The front of the queue if it lacked pages, with the pages available and the cache's insertions at that time.
         self._refused: tuple[Request, int, int] | None = None
 
     def restart_times(self) -> None:
-        """Forget what steps took, and begin with what `warm_up.time_steps` has measured, if it has."""
+        """Forget all step times but those that `warm_up.time_steps` measured."""
         self.policy.restart(self.engine.step_seconds, self.engine.timed_rows)
 
     # ---- a request arrives -----------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Scheduler:
     def validate(self, request: Request) -> None:
         """Check a request against model, context and pool, and set its max_new_tokens; raises RequestError (400).
 
-        Any thread may call it. Prepares what the request asks for beyond tokens, which may take long.
+        Any thread may call it. It also prepares what the request asks for beyond tokens, which may take long.
         """
         self.limits.check(request)
         self.engine.asked.prepare(request)
@@ -135,7 +135,7 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a validated request; draws its seed if it has none.
 
-        A choice whose leader is still to compute the prompt that they share waits for it, to share its pages as well.
+        Several choices for one prompt share its pages: all but the first, their leader, wait until its prompt is done.
         """
         seed = request.params.sampling_seed
         request.seed = self._seeds.getrandbits(62) if seed is None else seed
@@ -150,7 +150,7 @@ class Scheduler:
             self.waiting.append(request)
 
     def _worth_sharing(self, request: Request) -> bool:
-        """Return whether the first choice will leave anything that another can use: a full page, or an answer."""
+        """Return whether a leader leaves the other choices something to use: a full page, or scores of the prompt."""
         pages = self.cache.enabled and len(request.prompt_ids) > self.kv.page_size
         return bool(pages or request.asks_of_prompt)
 
@@ -158,15 +158,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True while a call of `step` would do something."""
+        """Whether a call of `step` would do something."""
         return bool(self.outputs or self._updates or self._flight)
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """Launch a prefill or decode step, take in the one that is due, and return what that added to whom.
-
-        Due is the step launched here, or with overlap the one before.
-        """
+        """Launch a step; land it or, with overlap, the one before; return what that added to requests."""
         self._admit()
         launched = self._launch()
         due, self._flight = (self._flight, launched) if self.overlap else (launched, None)
@@ -175,7 +172,6 @@ class Scheduler:
         return self._drain()
 
     def _drain(self) -> list[Update]:
-        """Hand out what has happened."""
         updates, self._updates = self._updates, []
         return updates
 
@@ -185,13 +181,13 @@ class Scheduler:
         """Give slots and pages to waiting requests, in order, while both last."""
         while self.waiting and self.free_slots:
             request, available = self.waiting[0], len(self.kv.free) + len(self.cache.idle)
-            busy = self.running or self.prefilling  # with nobody at work nothing will be freed: try whatever it costs
+            busy = self.running or self.prefilling  # if nobody runs, nothing will be freed, so try in any case
             if busy and self._refused_already(request, available):
                 return
             ids = request.ids
             path = self.cache.match(ids, request.cacheable, request.salt)
             self.cache.hold(path)
-            # One page to spare for each that runs, or the newcomer would soon be retracted again.
+            # A spare page for each request with a slot, or the newcomer would soon be retracted again.
             spare = len(self.running) + len(self.prefilling)
             needed = self.kv.pages_for(len(ids) + self.sizes.tree_rows) - len(path)
             if not self.seats.obtain(needed + spare) and not (spare == 0 and self.seats.obtain(needed)):
@@ -202,10 +198,10 @@ class Scheduler:
             self._seat(request, ids, path, needed)
 
     def _refused_already(self, request: Request, available: int) -> bool:
-        """Return whether another attempt would fail as the last one did, so that no long prompt is hashed at each step.
+        """Return whether another attempt would fail like the last one; this saves hashing a long prompt at each step.
 
-        Either of two things can make the next attempt succeed: pages became available, or pages entered the prefix
-        cache, among which may be the prompt's own prefix, computed meanwhile for another request.
+        The next attempt can succeed if pages became available, or if pages entered the prefix cache, since these may be
+        the prompt's own prefix, computed for another request.
         """
         if self._refused is None or self._refused[0] is not request:
             return False
@@ -229,7 +225,7 @@ class Scheduler:
         if self._flight is not None:
             if all(self._grow(request) for request in self.running if self._goes_on(request)):
                 return
-            self._land_flight()  # its longest outcome does not fit, but the real one may; this step then runs alone
+            self._land_flight()  # its longest outcome does not fit, but the real one may
         for request in list(self.running):
             while request.slot and not self._grow(request):
                 newest = max([*self.prefilling, *self.running], key=lambda r: r.arrived)
@@ -238,8 +234,7 @@ class Scheduler:
     def _grow(self, request: Request) -> bool:
         """Extend a request's pages to its rows, those that its flight may add, and one tree; False if the pool cannot.
 
-        A flight adds no rows beyond the context. Pages that it might have filled and did not stay with the request,
-        which will need them soon.
+        A flight adds no rows beyond the context. The request keeps pages that the flight did not fill, for later.
         """
         rows = request.kv_len
         if self._flight is not None and not self._flight.pending.chunks and self._flies(request):
@@ -247,7 +242,6 @@ class Scheduler:
         return self.seats.grow(request, rows + self.sizes.tree_rows)
 
     def _retract(self, request: Request) -> None:
-        """Send a request back, since the pool is full."""
         used = self._send_back(request)
         logger.warning(
             "KV cache pool is full. Retract requests. #retracted_reqs: 1, #freed_pages: %d, #queue-req: %d",
@@ -256,7 +250,7 @@ class Scheduler:
         )
 
     def _send_back(self, request: Request, sound: bool = True) -> int:
-        """Send a request back to the front of the queue without its pages; returns how many those were."""
+        """Send a request to the front of the queue and take its pages; returns how many it had."""
         used = self._leave(request, sound)
         request.retractions += 1
         self.metrics.retractions += 1
@@ -266,11 +260,10 @@ class Scheduler:
     # ---- launch ----------------------------------------------------------------------------------------------------
 
     def _launch(self) -> Flight | None:
-        """Launch the next step; None where there is nothing to do until the flight under way has landed."""
+        """Launch the next step; None if there is nothing to do before the flight lands."""
         if any(request.needs_tokens for request in self.running):
             self._land_flight()
         decoding = [request for request in self.running if self._goes_on(request)]
-        # Where there is both to do, in turn: a long prompt slows the others and never stops them.
         self._prefilled_last = bool(self.prefilling and not (decoding and self._prefilled_last))
         if self._prefilled_last:
             return self._launch_prefill()
@@ -291,7 +284,7 @@ class Scheduler:
         return Flight(pending, seats, seconds=seconds, planned=planned, disturbances=before)
 
     def _launch_prefill(self) -> Flight:
-        """Launch a prefill step. A request whose prompt it completes runs from here on: its first token has no row."""
+        """Launch a prefill step. A request whose prompt it completes counts as running from here on."""
         chunks, requests = self._next_chunks()
         self._launching = requests, self.engine.changes
         fresh = [r for r in requests if r.kv_len == len(self.seats[r].path) * self.kv.page_size]
@@ -323,24 +316,24 @@ class Scheduler:
         return chunks, requests
 
     def _goes_on(self, request: Request) -> bool:
-        """Return whether another step is of use to a running request: its flight alone may bring its last token."""
+        """Return whether a running request needs another step after its flight, which brings one token at least."""
         return len(request.output_ids) + self._flies(request) < request.max_new_tokens
 
     def _flies(self, request: Request) -> bool:
-        """Return whether the flight under way is of this request, and counts."""
+        """Return whether this request is in the flight, with the seat that it still holds."""
         return self._flight is not None and self._flight.seats.get(request) is self.seats[request]
 
     def _disturbances(self) -> tuple[int, int]:
-        """Return how often anything happened so far that makes a step's time say nothing about its shape."""
+        """Return how many graphs were compiled and requests retracted so far: both spoil the time of a step."""
         return torch._dynamo.utils.counters["stats"]["unique_graphs"], self.metrics.retractions
 
     # ---- land ------------------------------------------------------------------------------------------------------
 
     def _land(self, flight: Flight) -> None:
-        """Collect a step and take in what it brought to the requests that still hold their seats."""
+        """Collect a step, and deliver its tokens to the requests that still hold their seats."""
         started = time.perf_counter()
         found = self.engine.collect(flight.pending)
-        # With a step in flight the device begins a step when it has done the one before.
+        # With overlap the device begins a step when the one before is done.
         began, self._landed = max(flight.pending.launched, self._landed), time.perf_counter()
         waited = self._landed - started
         self._end_failed(flight)
@@ -361,16 +354,15 @@ class Scheduler:
             self._after_decode(flight, emitted, flight.seconds + waited)
 
     def _land_flight(self) -> None:
-        """Take in the flight under way, if there is one."""
         flight, self._flight = self._flight, None
         if flight is not None:
             self._land(flight)
 
     def _end_failed(self, flight: Flight) -> None:
-        """End the requests that cannot go on after a step: with NaN for logits, or where no token is allowed.
+        """End the requests that cannot go on after a step: those with NaN logits, or for which no token is allowed.
 
-        What was computed of a request with NaN is shared with nobody, and its pages are wiped. If it had drafts, it
-        comes back without them first, since a draft may cost a request time, and never its text.
+        The pages of a request with NaN are not shared, and wiped. If it had drafts, it goes on once more without them,
+        since a draft may cost a request time, but never its text.
         """
         pending = flight.pending
         for slot, pages in flight.left:
@@ -379,7 +371,7 @@ class Scheduler:
             self.kv.give_back(pages)
         for request in [request for request, seat in flight.seats.items() if self.seats.get(request) is seat]:
             if request.slot in pending.nan and pending.nodes > 1 and request.speculative:
-                # What a draft gives spreads to all nodes of its tree. Without drafts there may be no NaN.
+                # NaN of a draft spreads to all nodes of its tree. Without drafts there may be none.
                 request.undrafted = True
                 self._send_back(request, sound=False)
                 logger.warning("request %s goes on without drafts: there was NaN among its logits", request.rid)
@@ -390,7 +382,7 @@ class Scheduler:
                 self._end(request, Finish("abort", message=pending.failed[request.slot]))
 
     def _after_prefill(self, flight: Flight, emitted: dict[Request, list[int]]) -> None:
-        """Take in a prefill step: share the prompts that are complete, and deliver their first tokens."""
+        """Land a prefill step: share the prompts that are complete, and deliver their first tokens."""
         self.metrics.prefill(
             Load(self.seats.usage, len(self.running), len(self.waiting)),
             [len(chunk.tokens) for chunk in flight.pending.chunks],
@@ -408,7 +400,7 @@ class Scheduler:
                 self._deliver(request, tokens, flight)
 
     def _after_decode(self, flight: Flight, emitted: dict[Request, list[int]], seconds: float) -> None:
-        """Take in a decode step, which took so many seconds: deliver, retire, count."""
+        """Land a decode step that took so many seconds: deliver tokens, end requests, count."""
         started, pending = time.perf_counter(), flight.pending
         kept = []
         for request, tokens in emitted.items():
@@ -426,9 +418,9 @@ class Scheduler:
         self.metrics.host_seconds += time.perf_counter() - started
 
     def _deliver(self, request: Request, tokens: Sequence[int], flight: Flight, seconds: float = 0.0) -> int:
-        """Append emitted tokens one by one until a stop rule applies; returns how many of them were kept.
+        """Append emitted tokens one by one until a stop rule applies; returns how many were kept.
 
-        seconds: that the decode step took.
+        seconds: the time of the decode step.
         """
         output, first = self.outputs[request], len(request.output_ids)
         finish = Finish("length") if request.max_new_tokens == 0 else None  # only the prompt was asked about
@@ -450,7 +442,7 @@ class Scheduler:
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def _end(self, request: Request, finish: Finish, ids: Sequence[int] = (), sound: bool = True) -> None:
-        """Take a request out of wherever it is, and note its end; not `sound`: its own pages may hold NaN."""
+        """Remove a request from queue or slot, and note its end; not `sound`: its own pages may hold NaN."""
         if request.slot:
             self._leave(request, sound)
         elif request.leader is not None and request in (choices := self.parked.get(request.leader, [])):
@@ -460,14 +452,14 @@ class Scheduler:
         self._close(request, finish, ids)
 
     def _close(self, request: Request, finish: Finish, ids: Sequence[int] = ()) -> None:
-        """Mark a request finished and note its last update, with all the text that was held back."""
+        """Mark a request finished and add its last update, with all text that was held back."""
         request.finish, request.finished_at = finish, time.monotonic()
         self._unpark(request)
         text = self.outputs.pop(request).release(True)
         self._updates.append(Update(request, list(ids), text, finish))
 
     def _unpark(self, leader: Request) -> None:
-        """Queue the other choices, in front, since they arrived with the first one; what it was told is theirs too."""
+        """Queue a leader's other choices in front, since they arrived with it; they get its scores of the prompt."""
         choices = self.parked.pop(leader, [])
         for request in choices:
             request.take_over(leader)
@@ -475,10 +467,10 @@ class Scheduler:
 
     @torch.inference_mode()
     def _leave(self, request: Request, sound: bool = True) -> int:
-        """Take slot and pages from a request, leaving its full pages to the prefix cache; returns pages given up."""
+        """Take slot and pages from a request, leaving its full pages to the prefix cache; returns how many it had."""
         (self.running if request in self.running else self.prefilling).remove(request)
         flies = self._flies(request)
-        # Rows are valid as far as tokens are known and written: a stop inside a step leaves rows without a token.
+        # A row is valid if its token is known. A stop inside a step leaves rows behind without one.
         seat = self.seats.leave(request, request.ids[: self._landed_rows(request)], sound)
         if flies and self._flight is not None:
             self._flight.left.append((request.slot, seat.owned()))
@@ -490,7 +482,7 @@ class Scheduler:
         return len(seat.pages)
 
     def _landed_rows(self, request: Request) -> int:
-        """Return how many rows of a request are sound: those of a chunk under way may turn out to be NaN."""
+        """Return how many rows of a request have landed: those of a chunk in flight may turn out to be NaN."""
         if self._flight is not None and self._flies(request):
             for chunk in self._flight.pending.chunks:
                 if chunk.slot == request.slot:
@@ -500,7 +492,7 @@ class Scheduler:
     def abort(self, rid_prefix: str) -> list[Update]:
         """End every request whose rid starts with `rid_prefix`, wherever it is; returns their last updates."""
         parked = [request for choices in self.parked.values() for request in choices]
-        everyone = [*parked, *self.waiting, *self.prefilling, *self.running]  # the parked before what they wait for
+        everyone = [*parked, *self.waiting, *self.prefilling, *self.running]  # parked choices before their leaders
         named = [r for r in everyone if r.rid.startswith(rid_prefix)]
         self.metrics.aborted += len(named)
         for request in named:
@@ -508,9 +500,9 @@ class Scheduler:
         return self._drain()
 
     def fail(self, error: BaseException) -> list[Update]:
-        """End the requests that a step, or a command between two steps, has lost by raising; the others go on.
+        """End the requests that are lost after a step, or a command between two steps, raised; the others go on.
 
-        Before the step had begun to change anything, these are the requests in it, else all that have a slot.
+        If the step had not begun to change anything, these are its own requests, else all that have a slot.
         """
         (requests, changes), self._launching = self._launching, NOT_LAUNCHING
         if changes == self.engine.changes:
@@ -524,9 +516,9 @@ class Scheduler:
 
     @torch.inference_mode()
     def fail_all(self, error: BaseException, waiting: bool = False) -> list[Update]:
-        """End the requests that have a slot after a step raised, with `waiting` all requests; the others stay queued.
+        """End all requests that have a slot after a step raised, with `waiting` the queued ones too.
 
-        What the step left half done is not looked at: pages, slots, prefix cache and drafter start anew.
+        Pages, slots, prefix cache and drafter start anew, whatever the step left half done.
         """
         finish = _failure(error)
         queued = set() if waiting else set(self.waiting)
@@ -544,10 +536,10 @@ class Scheduler:
 
     @torch.inference_mode()
     def flush_cache(self) -> bool:
-        """Empty prefix cache, drafter and totals; False, and nothing done, while requests are here."""
+        """Empty prefix cache, drafter and totals; False, and nothing is done, while there are requests."""
         if self.waiting or self.prefilling or self.running:
             return False
-        self._land_flight()  # no row of it counts any more, but pages come back
+        self._land_flight()  # its tokens count for nobody, but its pages come back
         self._refused = None
         self.kv.give_back(self.cache.evict(self.cache.count))
         self.engine.drafter.clear()
@@ -556,10 +548,7 @@ class Scheduler:
         return True
 
     def reconfigure(self, thresholds: tuple[float, float] | None, adaptive: bool) -> None:
-        """From the next step on accept by these (single, acc), None: exactly, and choose shapes or not.
-
-        The accept length is counted anew.
-        """
+        """Set thresholds (as `Engine.set_thresholds`) and `adaptive` for later steps, and count acceptance anew."""
         self.engine.set_thresholds(thresholds)
         self.policy.adaptive = adaptive
         self.metrics.forget_acceptance()
@@ -568,7 +557,7 @@ class Scheduler:
 
     @property
     def _left(self) -> int:
-        """How many pages wait for the flight under way, since their requests left meanwhile."""
+        """How many pages are kept until the flight lands, since their requests left meanwhile."""
         return sum(len(pages) for _, pages in self._flight.left) if self._flight is not None else 0
 
     def check(self) -> None:
@@ -576,7 +565,7 @@ class Scheduler:
         self.seats.check(self._left)
 
     def stats(self) -> dict[str, Any]:
-        """Return current numbers for /server_info, names as SGLang's where it has one."""
+        """Return current numbers for /server_info, under SGLang's names if it has one."""
         return {
             "kv_pages_total": self.kv.pages - 1,
             "kv_pages_free": len(self.kv.free),
@@ -596,5 +585,4 @@ class Scheduler:
 
 
 def _failure(error: BaseException) -> Finish:
-    """Return the end of a request that was in a step that raised."""
     return Finish("abort", message=f"{type(error).__name__} in a step of the engine", status=500)

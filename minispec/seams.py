@@ -1,8 +1,8 @@
-"""Where that attaches which only some requests or some machines need: what requests ask, and the ranks of one model.
+"""The interfaces of two things that only some need: what requests ask beyond tokens, and the ranks of one model.
 
-`engine.py` calls these two and knows nothing of what is behind them. As they stand here they do nothing: no request
-asks for more than tokens, and the model is in one process. `steps.py` and `link.py` derive from them, and whoever
-puts an engine together sets its `asked` and `link`.
+`engine.py` calls `Asked` and `Link` and knows nothing of what implements them. The classes here do nothing: no request
+asks for more than tokens, and the model is in one process. `steps.py` and `link.py` derive from them, and
+`load/build.py` attaches these as `Engine.asked` and `Engine.link`.
 
 Read next: `engine.py`.
 """
@@ -24,16 +24,16 @@ from minispec.verify import Verdict
 
 
 class AskedStep(Protocol):
-    """A step some of whose requests ask for more than tokens: it runs in place of the engine's own, and has answers."""
+    """A step for requests that ask for more than tokens. It replaces the engine's own step, and holds the answers."""
 
-    failed: dict[int, str]  # slots that can get no token -> why; known when it has run
-    timed: bool  # whether it takes no longer than a step must
-    numbers: Sequence[int]  # what another process must know to run it
+    failed: dict[int, str]  # slots that can get no token -> why; known after the run
+    timed: bool  # whether its time is typical of such steps
+    numbers: Sequence[int]  # what another rank must know to run it
 
-    def run(self, needs: Needs) -> None: ...  # from the engine's pieces
+    def run(self, needs: Needs) -> None: ...  # made of the engine's pieces
     def to_host(self) -> None: ...  # starts the copy of the answers
 
-    # Give the request of this row or chunk the answers on its prompt, and on the tokens that it has kept of this step.
+    # Give the request of this row or chunk the answers on its prompt, and on the tokens that it kept of this step.
     def tell_prompt(self, row: int, request: Request) -> None: ...
     def tell(self, row: int, output: Output, ids: Sequence[int], seconds: float) -> None: ...
 
@@ -42,44 +42,44 @@ class Asked:
     """What the requests in an engine's slots ask of steps beyond tokens."""
 
     def prepare(self, request: Request) -> None:
-        """Make ready what a request asks for, on any thread; may take long. Raises RequestError if it cannot be had."""
+        """Prepare what a request asks for, on any thread; may take long. Raises RequestError if that is impossible."""
 
     def assign(self, request: Request, stop_ids: Iterable[int]) -> None:
-        """Note what a request that has its slot asks for."""
+        """Note what a request with a slot asks for."""
 
     def release(self, slot: int) -> None:
         """Forget a slot."""
 
     def slows(self, slots: Sequence[int]) -> bool:
-        """Return whether answers take time of a step over these slots."""
+        """Return whether answers slow a step over these slots."""
         return False
 
     def decode(self, step: DecodeBuffers, slots: Sequence[int]) -> AskedStep | None:
-        """Return the decode step that answers the requests in these slots; None where nobody asks."""
+        """Return the decode step that answers the requests in these slots; None if none asks."""
 
     def prefill(self, step: PrefillBuffers, chunks: Sequence[Chunk]) -> AskedStep | None:
-        """Return the prefill step that answers the requests of these chunks; None where nobody asks."""
+        """Return the prefill step that answers the requests of these chunks; None if none asks."""
 
 
 class Link:
-    """What the processes of one model tell each other, between steps and within."""
+    """What the ranks of one model tell each other, between steps and within."""
 
     def tell(self, name: str, numbers: Sequence[int] = ()) -> None:
-        """Have the others do the same: what the name says, with these numbers."""
+        """Have the other ranks do the call `name` with these numbers."""
 
     def led(self, step: DecodeBuffers | PrefillBuffers, asked: AskedStep | None) -> AbstractContextManager[object]:
-        """Have the others run this step while this one does, which it does within the context."""
+        """Return a context in which this rank runs the step while the others run it too."""
         return nullcontext()
 
     def begin(
         self, step: DecodeBuffers, lens: Tensor, root: Tensor, tree: DraftTree
     ) -> tuple[Tensor, Tensor, DraftTree]:
-        """Return what all begin a decode step with: lens and root [B] and the trees."""
+        """Return what all ranks begin a decode step with: lens and root [B] and the trees."""
         return lens, root, tree
 
     def share(self, step: PrefillBuffers) -> None:
-        """Have all the same inputs of a prefill step, in place."""
+        """Give all ranks the same inputs of a prefill step, in place."""
 
     def verdict(self, verdict: Verdict) -> Verdict:
-        """Return the verdict that all act on."""
+        """Return the verdict that all ranks act on."""
         return verdict

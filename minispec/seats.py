@@ -1,11 +1,11 @@
-"""The pages that requests hold while they have a slot: some are their own, some the prefix cache's.
+"""Seats: the pages that requests hold while they have a slot. Some are their own, some the prefix cache's.
 
-A request is seated with the cached pages of what is known of it, and with fresh pages for the rest and for one tree.
-Before each decode step its pages grow. When the prompt is complete, and again when the request leaves, its full pages
-enter the prefix cache, so that others read them too.
+A request is seated with the cached pages of its known tokens, and with fresh pages for the rest and for one tree. Its
+pages grow before each decode step. Its full pages enter the prefix cache, where others read them too, when the prompt
+is complete and again when the request leaves.
 
-Invariant owned here: a page is free, in the cache, or owned by one seat; the scheduler keeps the pages of seats that
-were left during a step until that step has landed.
+Invariant owned here: a page is free, in the cache, or owned by one seat. If a request leaves during a step, the
+scheduler keeps its pages until that step has landed.
 
 Read next: `radix.py` for the cache, `scheduler.py` for when pages are asked for and given back.
 """
@@ -20,11 +20,11 @@ from minispec.request import Request
 
 
 class Seat:
-    """What a request holds: pages in logical order, of which the first are those of a cached path."""
+    """A request's pages in the order of its text; the first are those of a cached path."""
 
     def __init__(self, ids: list[int], path: list[Node]) -> None:
-        self.ids = ids  # what was known at admission: the tokens to prefill
-        self.path = path  # held nodes of the prefix cache; pages[i] is path[i]'s page
+        self.ids = ids  # the tokens known at admission, which are prefilled
+        self.path = path  # nodes of the prefix cache that the seat holds; pages[i] is path[i]'s page
         self.pages = [node.page for node in path]
 
     def owned(self) -> list[int]:
@@ -36,12 +36,12 @@ class Seats(dict[Request, Seat]):
     """The seats of all requests that have a slot."""
 
     def __init__(self, kv: PagedKV, cache: PrefixCache, catch_up: Callable[[Sequence[int]], None]) -> None:
-        """`catch_up(slots)` has the drafter compute its own rows of these slots, without which no page is shared."""
+        """`catch_up(slots)` has the drafter compute its rows of these slots, which a shared page must have."""
         super().__init__()
         self.kv, self.cache, self.catch_up = kv, cache, catch_up
 
     def obtain(self, count: int) -> bool:
-        """Make sure that `count` pages are free, evicting from the prefix cache; False if that is not possible."""
+        """Make `count` pages free, if need be by evicting from the prefix cache; False if that is not possible."""
         short = count - len(self.kv.free)
         if short > len(self.cache.idle):
             return False
@@ -50,7 +50,7 @@ class Seats(dict[Request, Seat]):
         return True
 
     def take(self, request: Request, ids: list[int], path: list[Node], fresh: int) -> None:
-        """Seat a request that has its slot: on a held path of the cache, and `fresh` pages that were obtained."""
+        """Seat a request that has a slot, on a held path of the cache and `fresh` pages that were obtained."""
         seat = self[request] = Seat(ids, path)
         seat.pages += self.kv.allocate(fresh)
         self.kv.map(request.slot, 0, seat.pages)
@@ -71,12 +71,12 @@ class Seats(dict[Request, Seat]):
     def share(self, request: Request, known: Sequence[int]) -> None:
         """Enter the full pages of `known`, the tokens whose rows are written, into the prefix cache.
 
-        The cache may have the same tokens already, when another request computed them at the same time. Then the slot
-        reads the cache's page from here on, and its own copy goes back to the free list.
+        If another request has entered the same tokens meanwhile, the slot reads the cache's page from here on, and its
+        own copy becomes free.
         """
         seat, slot = self[request], request.slot
         first, full = len(seat.path), len(known) // self.kv.page_size
-        if self.cache.enabled and full > first:  # the drafter's rows are valid in every page of the cache
+        if self.cache.enabled and full > first:  # every page of the cache must have the drafter's rows
             self.catch_up([slot])
         self.cache.insert(known, seat.pages[:full], seat.path, request.salt)
         cached = [node.page for node in seat.path[first:]]
@@ -88,9 +88,9 @@ class Seats(dict[Request, Seat]):
             self.kv.map(slot, 0, seat.pages)
 
     def leave(self, request: Request, known: Sequence[int], sound: bool) -> Seat:
-        """Take a request's seat, and leave the full pages of `known` to the cache; its own pages are not given back.
+        """Take a request's seat, and leave the full pages of `known` to the cache; the caller frees its own pages.
 
-        Not `sound`: the seat's own pages may hold NaN. They are shared with nobody, and wiped.
+        Not `sound`: its own pages may hold NaN, so they are wiped and not shared.
         """
         if sound:
             self.share(request, known)
@@ -103,16 +103,16 @@ class Seats(dict[Request, Seat]):
 
     @property
     def owned(self) -> int:
-        """How many pages are requests' own."""
+        """How many pages seats own."""
         return sum(len(seat.owned()) for seat in self.values())
 
     @property
     def usage(self) -> float:
-        """The share of pages that requests hold; what is only cached counts as free."""
+        """The share of pages that requests hold; pages that are only cached count as free."""
         return 1 - (len(self.kv.free) + len(self.cache.idle)) / max(self.kv.pages - 1, 1)
 
     def check(self, left: int) -> None:
-        """Assert that every page is in one place, `left` of them with a step under way, and the cache consistent."""
+        """Assert that every page is in one place, `left` of them with the flight, and that the cache is consistent."""
         self.cache.check()
         total, free, owned = self.kv.pages - 1, len(self.kv.free), self.owned + left
         assert free + self.cache.count + owned == total, f"{free} free, {self.cache.count} cached, {owned} of {total}"

@@ -1,27 +1,25 @@
 """Constrained output: which tokens a grammar allows after each node of a draft tree. Host side, by `llguidance`.
 
 A request may carry a grammar: a JSON schema, a regular expression, a context-free grammar, tags within free text.
-`Grammars` compiles it to a matcher, once; a `Constraint` is one request's copy of that matcher, which follows the
-request's output; `Constraints` holds those of the running slots and fills the masks of a step.
+`Grammars` compiles it to a matcher, once. A `Constraint` is one request's copy of that matcher and follows its output.
+`Constraints` holds those of the running slots and fills the masks of a step.
 
-The one idea: a matcher that can go back one token can walk a tree. Depth first, at each node: a child whose token the
-node's mask lacks is cut; for any other the matcher consumes the token, fills the child's mask, goes on from there, and
-rolls back. So the target's pick at every node is one that the grammar allows, whatever was drafted, and the output is
-that of plain decoding under the same masks. A mask is applied to logits before anything else: penalties, filters and
-noise see the allowed tokens only.
+The one idea: a matcher that can go back one token can walk a tree depth first. At each node it cuts the children whose
+token the node's mask lacks. For every other child it consumes the token, fills the child's mask, walks on from there,
+and rolls back. So the target's pick at every node is one that the grammar allows, whatever was drafted, and the output
+is that of plain decoding under the same masks. A mask is applied to logits before penalties, filters and noise.
 
-The text of a grammar is hostile until it ends. Compiling and stepping have limits in llguidance's own units (LIMITS),
-and `_check_multiples` refuses beforehand what those do not bound. A matcher that hits a limit never works again, so
-its request fails and no other. Drafts may take DRAFT_SECONDS of a step, all requests together; those that were not
-looked at by then are cut, which costs speed and no exactness.
+A grammar's text may be hostile. Compiling and stepping have limits in llguidance's own units (LIMITS), and
+`_check_multiples` refuses schemas that these do not bound. A matcher that hits a limit never works again, so its
+request fails and no other. The masks of drafts may take DRAFT_SECONDS of a step, all requests together. Drafts that
+were not reached by then are cut, which costs speed and no exactness.
 
-For code that calls this one: `SamplingParams(grammar=Grammar("regex", "[a-z]+"))` constrains a request. A kind that no
-HTTP field has is "lark", llguidance's own language, in which `%json {...}` embeds a schema and
-`<name>` a special token; tool calls can be written in it. `Scheduler.validate` compiles and raises RequestError, which
-names `Grammar.origin`.
+From Python, `SamplingParams(grammar=Grammar("regex", "[a-z]+"))` constrains a request. The kind "lark", which no HTTP
+field offers, is llguidance's own language, in which `%json {...}` embeds a schema and `<name>` a special token; tool
+calls can be written in it. `Scheduler.validate` compiles, and raises a RequestError that names `Grammar.origin`.
 
-The engine's reading of constrained decoding follows Willard, Louf, "Efficient guided generation for large language
-models", arXiv 2307.09702. Read next: `steps.py`, which cuts a step in two around `Constraints.fill`.
+Constrained decoding follows Willard, Louf, "Efficient guided generation for large language models", arXiv 2307.09702.
+Read next: `steps.py`, which cuts a step in two around `Constraints.fill`.
 """
 
 from __future__ import annotations
@@ -46,20 +44,20 @@ from minispec.tree import PADDING
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Some 20 ms at most for a mask and a few tenths of a second for a compilation, on one core.
+# A mask then takes some 20 ms at most, and a compilation a few tenths of a second, on one core.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 400_000, "step_lexer_fuel": 100_000, "step_max_items": 10_000, "max_lexer_states": 30_000,
     "max_grammar_size": 100_000, "max_items_in_row": 500,
 }  # fmt: skip
-MOST_MULTIPLE = 10_000  # of the least common multiple of a schema's `multipleOf`: their automata have so many states
-KEPT = 64  # compiled grammars
-DRAFT_SECONDS = 0.05  # a step may spend on the masks of drafts
-# Between two tokens of JSON. Left without an end, it is where small models never stop.
+MOST_MULTIPLE = 10_000  # bound on the least common multiple of a schema's `multipleOf`: automata have so many states
+KEPT = 64  # compiled grammars in the cache
+DRAFT_SECONDS = 0.05  # time that the masks of drafts may take of a step
+# Between two tokens of JSON. Without a bound small models never stop there.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
 
 
 def check_installed(field: str) -> None:
-    """Raise RequestError, for a request whose `field` asks for a grammar, where llguidance is not installed."""
+    """Raise RequestError if llguidance is not installed; `field` asks for a grammar."""
     try:
         import llguidance  # noqa: F401
     except ImportError:
@@ -71,10 +69,10 @@ def check_installed(field: str) -> None:
 
 
 class Compiled(NamedTuple):
-    """A grammar that requests may follow."""
+    """A compiled grammar."""
 
-    matcher: LLMatcher  # at the beginning; to be copied, not used
-    words: int  # W, of 32 bits, in a mask
+    matcher: LLMatcher  # has consumed nothing; requests use copies
+    words: int  # W, words of 32 bits in a mask
 
 
 def _words(vocab_size: int) -> int:
@@ -82,10 +80,10 @@ def _words(vocab_size: int) -> int:
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary and keeps the newest; any thread may ask, and should not be the event loop.
+    """Compiles grammars for one vocabulary and caches the newest. Any thread may call it, but it blocks an event loop.
 
-    vocab_size: of the model, whose ids beyond the tokenizer's are never allowed. eos_ids: what may follow where a
-    grammar can end, and alone where it must.
+    vocab_size: of the model; ids beyond the tokenizer's are never allowed. eos_ids: allowed where a grammar can end,
+    and nothing else where it must end.
     """
 
     def __init__(self, backend: TokenizerBackend, vocab_size: int, eos_ids: Iterable[int]) -> None:
@@ -100,10 +98,7 @@ class Grammars:
             request.compiled_grammar = self.compile(request.params.grammar)
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Return a grammar compiled; RequestError 400 if it is wrong.
-
-        Takes up to half a second, at the first call a second more.
-        """
+        """Compile a grammar, within half a second, at the first call a second more; RequestError 400 if it is wrong."""
         if (known := self._compiled.get(grammar)) is not None:
             return known
         check_installed(grammar.origin)
@@ -117,7 +112,7 @@ class Grammars:
             limits = LLParserLimits(verbose_errors=False, **LIMITS)
             matcher = LLMatcher(self._tokenizer(grammar), source, log_level=0, limits=limits)
             if not matcher.get_error():
-                matcher.deep_copy().compute_bitmask()  # a lexer is built at the first mask, which is not to cost a step
+                matcher.deep_copy().compute_bitmask()  # the first mask builds a lexer, which must not delay a step
             if wrong := matcher.get_error():
                 raise _refused(grammar, wrong)
             compiled = self._compiled[grammar] = Compiled(matcher, _words(self._size))
@@ -130,7 +125,7 @@ class Grammars:
         return max(self.vocab_size, self.backend.vocab_size)
 
     def _source(self, grammar: Grammar) -> str:
-        """Return a grammar in llguidance's own form; ValueError where it is wrong already."""
+        """Return a grammar in llguidance's own form; ValueError if it is not valid."""
         from llguidance import LLMatcher, grammar_from
 
         text = grammar.text
@@ -145,7 +140,7 @@ class Grammars:
         return LLMatcher.grammar_from_lark(text) if grammar.kind == "lark" else grammar_from("ebnf", text)
 
     def _tokenizer(self, grammar: Grammar) -> LLTokenizer:
-        """Return the vocabulary as llguidance has it, made at the first call."""
+        """Return llguidance's form of the vocabulary, made at the first call."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         if not self.eos_ids:
@@ -159,7 +154,7 @@ class Grammars:
 
 
 class _Bytes:
-    """A tokenizer as llguidance reads one that is a table of bytes; an id without a token has none."""
+    """The interface by which llguidance reads a tokenizer that is a table of bytes; an id without a token has none."""
 
     bos_token_id = None
 
@@ -187,7 +182,7 @@ def _parsed(text: str) -> Any:
 
 
 def _schema(schema: Any) -> str:
-    """Return a schema as text, checked, with a bound on the whitespace between tokens unless it brings its own."""
+    """Check a schema and return it as text, with a bound on whitespace between tokens unless it sets its own."""
     if not isinstance(schema, (dict, bool)):
         raise ValueError(f"a JSON schema must be an object or a boolean, got {type(schema).__name__}")
     _check_multiples(schema)
@@ -199,9 +194,9 @@ def _schema(schema: Any) -> str:
 
 
 def _check_multiples(schema: Any) -> None:
-    """Raise ValueError where `multipleOf` makes automata of more than MOST_MULTIPLE states, which no limit bounds.
+    """Raise ValueError if `multipleOf` makes automata of more than MOST_MULTIPLE states, which no limit bounds.
 
-    Those that meet in an allOf become one, of their least common multiple; so that of all is looked at.
+    Several in one allOf become an automaton of their least common multiple, so that of the whole schema is bounded.
     """
     common, values = 1, list(_multiples(schema))
     for value in values:
@@ -213,7 +208,7 @@ def _check_multiples(schema: Any) -> None:
 
 
 def _multiples(value: Any) -> Iterator[int | float]:
-    """Yield the numbers that stand under `multipleOf` anywhere in a schema, properties of that name left out."""
+    """Yield all numbers under `multipleOf` in a schema, but not properties of that name."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -234,13 +229,13 @@ def _embedded(lark: str) -> Iterator[Any]:
         start += len(lark[start:]) - len(lark[start:].lstrip())
         try:
             yield decoder.raw_decode(lark, start)[0]
-        except ValueError:  # a comment, or wrong: then compiling says so
+        except ValueError:  # in a comment, or not valid, which compiling reports
             pass
         at = lark.find("%json", start)
 
 
 def _tags(given: Any, backend: TokenizerBackend) -> str:
-    """Return the grammar of a structural tag in SGLang's form: free text, in which triggers begin structures."""
+    """Return the grammar of a structural tag in SGLang's form: free text in which triggers begin structures."""
     from llguidance import StructTag
 
     structures = given.get("structures") if isinstance(given, dict) else None
@@ -270,7 +265,7 @@ class Stuck(Exception):
 
 
 class Constraint:
-    """One request's matcher. It has consumed the output up to the newest token that the host knows, the tree's root."""
+    """One request's matcher. It consumes the output up to the newest token, the tree's root."""
 
     def __init__(self, request: Request, stop_ids: Iterable[int]) -> None:
         self.request, self.stop_ids, self.words = request, frozenset(stop_ids), request.compiled_grammar.words
@@ -282,20 +277,20 @@ class Constraint:
         self._restart()
 
     def _restart(self) -> None:
-        """Begin with a matcher that has consumed nothing: a matcher with an error is of no use."""
+        """Replace the matcher by one that has consumed nothing; one with an error never works again."""
         self.matcher, self.consumed = self.request.compiled_grammar.matcher.deep_copy(), 0
 
     def catch_up(self) -> None:
-        """Consume what was output since the last call, or all of it after a restart; raises Stuck."""
+        """Consume the output since the last call, or all of it after a restart; raises Stuck."""
         new = self.request.output_ids[self.consumed :]
         if new and not self.matcher.consume_tokens(new):
             raise Stuck(_failure(self.matcher))
         self.consumed += len(new)
 
     def fill(self, row: np.ndarray, depth: int) -> None:
-        """Write the mask after what the matcher has consumed, `depth` drafted tokens among it, into `row [W] uint32`.
+        """Write the mask after the consumed tokens, of which the last `depth` are drafts, into `row [W] uint32`.
 
-        Raises Stuck where no token is left: the stop ids are not among them before min_new_tokens.
+        Before min_new_tokens the stop ids are not allowed. Raises Stuck if no token is left.
         """
         self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self.matcher.is_error():
@@ -311,9 +306,9 @@ class Constraint:
             raise Stuck(f"the grammar leaves no token to choose from ({reason})")
 
     def walk(self, tokens: Sequence[int], parents: Sequence[int], rows: np.ndarray, until: float) -> set[int]:
-        """Fill `rows [N, W] uint32` of the legal nodes of a tree and return them; raises Stuck where the root's fails.
+        """Fill the masks `rows [N, W] uint32` of a tree and return the legal nodes; raises Stuck if the root's fails.
 
-        until: the time of `time.perf_counter` from which on drafts are not looked at any more.
+        until: the time on `time.perf_counter` after which drafts are cut unseen.
         """
         self.catch_up()
         self.fill(rows[0], 0)
@@ -328,7 +323,7 @@ class Constraint:
                 token = tokens[child]
                 if not rows[node, token >> 5] >> np.uint32(token & 31) & 1:
                     continue
-                if token in self.stop_ids:  # the request ends with it, so nobody looks at a mask beyond
+                if token in self.stop_ids:  # the request ends with it, so the mask after it is never used
                     legal.add(child)
                 elif time.perf_counter() < until:
                     if not self.matcher.consume_token(token):
@@ -337,7 +332,7 @@ class Constraint:
                         self.fill(rows[child], depth + 1)
                         legal.add(child)
                         visit(child, depth + 1)
-                    except Stuck:  # the node is cut: if the target picks its token, the next step says what is wrong
+                    except Stuck:  # the node is cut: if the target picks its token, the next step reports the error
                         if self.matcher.is_error():
                             raise
                     if not self.matcher.rollback(1):
@@ -345,7 +340,7 @@ class Constraint:
 
         try:
             visit(0, 0)
-        except Stuck:  # a draft led to a limit, and plain decoding might never go there
+        except Stuck:  # a draft led to a limit that plain decoding might never reach
             self._restart()
         return legal
 
@@ -356,11 +351,11 @@ def _failure(matcher: LLMatcher) -> str:
 
 
 class Masks(NamedTuple):
-    """What a step must know of its grammars."""
+    """What grammars allow in a step."""
 
-    tokens: list[list[int]]  # [B, N] of the trees, the nodes that are cut padded
+    tokens: list[list[int]]  # [B, N] of the trees, with padding for nodes that are cut
     bits: Tensor  # [B * N, 4 W] uint8 on the host: bit i of a row says whether token i may follow the node
-    failed: dict[int, str]  # slots that may go nowhere -> why
+    failed: dict[int, str]  # slots for which no token is allowed -> why
 
 
 class Constraints:
@@ -371,7 +366,7 @@ class Constraints:
         self.slots: dict[int, Constraint] = {}
 
     def assign(self, slot: int, request: Request, stop_ids: Iterable[int]) -> None:
-        """Follow a request from here on, if it has a grammar; what it has output already is consumed when needed."""
+        """Follow a request, if it has a grammar; its output so far is consumed at the next step."""
         if request.params.grammar is not None:
             self.slots[slot] = Constraint(request, stop_ids)
 
@@ -381,9 +376,9 @@ class Constraints:
 
     def fill(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]],
              pinned: bool = False) -> Masks:  # fmt: skip
-        """Return the masks of a step over slots [B] with trees [B, N]; slots without a grammar may go anywhere.
+        """Return the masks of a step over slots [B] with trees [B, N]; slots without a grammar are allowed all tokens.
 
-        A slot that may go nowhere has failed, and its row is left as if it had no grammar.
+        A slot for which no token is allowed has failed, and its masks allow all tokens.
         """
         nodes, kept, failed = len(tokens[0]), [list(row) for row in tokens], dict[int, str]()
         width = max((constraint.words for constraint in self.slots.values()), default=self.words)
@@ -404,7 +399,7 @@ class Constraints:
 
 
 def mask(logits: Tensor, bits: Tensor) -> Tensor:
-    """Return `logits [.., V]` with -inf where a bit of `bits [rows, 4 W] uint8` is 0; the rows are those of logits."""
+    """Return `logits [.., V]` with -inf where a bit of `bits [rows, 4 W] uint8` is 0, one row for each of logits."""
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     allowed = ((bits[..., None] >> places) & 1).view(len(bits), -1)[:, : logits.shape[-1]]
     return logits.masked_fill(allowed.view(logits.shape) == 0, -torch.inf)

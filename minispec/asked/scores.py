@@ -1,13 +1,13 @@
-"""Log-probabilities of the tokens of a text: what the model itself gave them, whatever the sampler did to its logits.
+"""Scores: log-probabilities of the tokens of a text by the model's own logits, before the sampler changes them.
 
 A decode step scores the tokens that it emitted, a prefill step also the known tokens after rows of a prompt. Both have
-their rows at hand anyway, so a score costs a softmax of its row and no forward pass of its own. Only rows of requests
-that ask are looked at, a few at a time, so a long prompt never has all its logits at once.
+these rows anyway, so a score costs a softmax of its row and no forward pass. Only rows of requests that ask are scored,
+a few at a time, so the logits of a long prompt never exist all at once.
 
 The one idea: a token's score and its entry among the likeliest are read from the same tensor, so they are one float.
 
-What a step is asked is known on the host before its launch (`Questions`) and goes up in one copy. The answers
-(`Scores`) come back with the step's tokens. Such steps run uncaptured, since their shapes depend on who asks for what.
+The host knows before the launch what a step is asked (`Questions`), and sends it in one copy. The answers (`Scores`)
+come back with the step's tokens. Such steps run uncaptured, since their shapes depend on what is asked.
 
 Read next: `steps.py`, which asks; `serve/logprobs.py` and `answers.py` for what clients see.
 """
@@ -24,8 +24,8 @@ from torch import Tensor
 from minispec.kv import upload
 from minispec.request import Logprobs, Scored
 
-ROWS_AT_ONCE = 128  # rows whose logits are looked at together
-UNLIKELY = -9999.0  # told in place of minus infinity and NaN, which JSON lacks; OpenAI's number
+ROWS_AT_ONCE = 128  # rows whose logits are scored together
+UNLIKELY = -9999.0  # stands for minus infinity and NaN, which JSON lacks; OpenAI's number
 
 
 class Question(NamedTuple):
@@ -33,12 +33,12 @@ class Question(NamedTuple):
 
     row: int  # its row in a decode step, its chunk in a prefill step
     wish: Logprobs
-    picks: bool = True  # whether it is told of the tokens that the step picks
-    known: range = range(0)  # rows of a prefill step's T whose next, known tokens it is told of
+    picks: bool = True  # whether to score the tokens that the step picks
+    known: range = range(0)  # rows of a prefill step's T whose next, known tokens to score
 
 
 class Questions:
-    """What a step is asked about; n = p * A + m rows, where A is the most tokens that it picks for a request."""
+    """The questions to a step. They concern n = p * A + m rows: A picks for each of p requests, and m known tokens."""
 
     def __init__(self, asked: Sequence[Question], device: torch.device) -> None:
         self.asked = asked
@@ -54,7 +54,7 @@ class Questions:
         self._owners, self._ids = owners, ids.view(len(asked), self.width)
 
     def ids(self, most: int) -> Tensor:
-        """Return `[n, I] int64`, the named ids of each row's request; `most` is A."""
+        """Return `[n, I] int64`, the ids that each row's request names; `most` is A."""
         count = len(self.picks)
         owners = torch.cat((self._owners[:count].repeat_interleave(most), self._owners[count:]))
         return self._ids.index_select(0, owners)
@@ -62,7 +62,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class Scores:
-    """A step's answers: first those of the tokens picked, A a request, then those of the known tokens."""
+    """A step's answers: first for the picks, A a request, then for the known tokens."""
 
     questions: Questions
     values: Tensor  # [n, 1 + K + I] fp32: of the token, of the K likeliest, of the named ids
@@ -74,7 +74,7 @@ class Scores:
         return replace(self, values=values, top=top)
 
     def read(self, most: int) -> dict[int, tuple[list[Scored], list[Scored]]]:
-        """Return, by row or chunk, the scores of known tokens and of all A = `most` picks; the copy must be done."""
+        """Return by row or chunk the scores of known tokens and of all A = `most` picks; the copy must be complete."""
         values, top = self.values.tolist(), self.top.tolist()
         picked, known = 0, len(self.questions.picks) * most
         told = {}
@@ -88,7 +88,7 @@ class Scores:
         return told  # type: ignore[return-value]
 
     def _scored(self, values: list[float], top: list[int], wish: Logprobs) -> Scored:
-        """Return one row as its request wishes it; among equals the lowest id comes first, as in a greedy pick."""
+        """Return one row as its request wishes; of equals the lowest id comes first, as in a greedy pick."""
         count = len(top)
         likeliest = sorted(zip(top, values[1:], strict=False), key=lambda pair: (-pair[1], pair[0]))
         return Scored(values[0], likeliest[: wish.top], values[1 + count : 1 + count + len(wish.ids)])
@@ -113,9 +113,9 @@ def _score(logits: Tensor, tokens: Tensor, ids: Tensor, count: int) -> tuple[Ten
 
 
 def score_picks(questions: Questions, logits: Tensor, path: Tensor, emitted: Tensor) -> Scores:
-    """Score what a decode step emitted: `logits [B, N, V]`, `path` and `emitted [B, A] int64` of its verdict.
+    """Score the tokens of a decode step: `logits [B, N, V]`, `path` and `emitted [B, A] int64` of its verdict.
 
-    Rows at and beyond a verdict's count are scored too, and nobody is told.
+    Tokens at and beyond a verdict's count are scored too, and dropped later.
     """
     (_, nodes, vocab), most = logits.shape, path.shape[1]
     flat, rows = logits.reshape(-1, vocab), questions.picks
@@ -126,15 +126,15 @@ def score_picks(questions: Questions, logits: Tensor, path: Tensor, emitted: Ten
 def score_known(
     questions: Questions, picked: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor], head: Callable[[Tensor], Tensor]
 ) -> Scores:
-    """Score what a prefill step picked and what it knew.
+    """Score the picks and the known tokens of a prefill step.
 
-    picked: the logits `[c, V]` after each chunk and the tokens `[c] int64` that they gave. rows: hidden states `[T, d]`
-    and the tokens `[T] int64` after them, of which `head` makes logits.
+    picked: the logits `[c, V]` after each chunk and the tokens `[c] int64` picked from them. rows: hidden states
+    `[T, d]`, from which `head` computes logits, and the tokens `[T] int64` after them.
     """
     (logits, tokens), (hidden, following), count = picked, rows, len(questions.picks)
 
     def part_of(part: slice) -> Tensor:
-        """Return the logits of some of the rows; the first `count` of them are there already."""
+        """Return the logits of a slice of the n rows; those of the first `count` exist already."""
         ready = questions.picks[part]
         known = questions.known[max(part.start - count, 0) : max(part.stop - count, 0)]
         made = [logits.index_select(0, ready)] if len(ready) else []

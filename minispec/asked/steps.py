@@ -1,12 +1,12 @@
 """What some requests ask of a step beyond its tokens: the masks of a grammar, log-probabilities, a trace.
 
 A step over such a request runs here, from the same pieces as `Engine.decode` and `Engine.prefill_step` and in the same
-order. So the engine's own steps have no branch for any of this, and a step that nobody asks anything of pays nothing
-for it. A grammar changes the step: between the forward pass and the verdict it takes away drafts and masks logits,
-which needs the trees on the host. Log-probabilities and traces only watch. All of these run uncaptured, since what they
-compute depends on who asks for what; the blocks are the compiled ones.
+order. So the engine's own steps have no branch for any of this, and steps without such requests pay nothing for it. A
+grammar changes the step: between the forward pass and the verdict it removes drafts and masks logits, which needs the
+trees on the host. Log-probabilities and traces only watch. Such steps run uncaptured, since their work depends on what
+is asked; their blocks are the compiled ones.
 
-Answers travel with the step (`Pending.asked`), because a step's buffers are used again before it is collected.
+Answers travel with the step (`Pending.asked`), since a step's buffers are refilled before it is collected.
 
 Read next: `grammar.py`, `scores.py`, `trace.py`.
 """
@@ -33,15 +33,15 @@ from minispec.tree import PADDING, DraftTree
 from minispec.verify import Trees
 
 Step = TypeVar("Step", bound=DecodeBuffers | PrefillBuffers)
-Crossed = list[list[list[int]]]  # tensors of a step that have come to the host, as lists
+Crossed = list[list[list[int]]]  # tensors of a step on the host, as lists
 
 
 class Allowed(NamedTuple):
-    """What grammars leave of a step."""
+    """What grammars allow in a step."""
 
-    tokens: Tensor  # [B, N] of trees, without the drafts that are forbidden
+    tokens: Tensor  # [B, N] of trees, with padding for forbidden drafts
     logits: Tensor  # -inf where a token is forbidden
-    failed: dict[int, str]  # slots that may go nowhere -> why
+    failed: dict[int, str]  # slots for which no token is allowed -> why
 
 
 class Asking(Asked):
@@ -51,14 +51,14 @@ class Asking(Asked):
         """`grammars`: None on a rank that follows, where no request arrives."""
         self.engine, self.grammars = engine, grammars
         self.constraints = Constraints(engine.model.config.vocab_size)
-        self.requests: dict[int, Request] = {}  # by slot, of those who ask for anything
+        self.requests: dict[int, Request] = {}  # by slot, those that ask for more than tokens
 
     def prepare(self, request: Request) -> None:
         if self.grammars is not None:
             self.grammars.prepare(request)
 
     def assign(self, request: Request, stop_ids: Iterable[int]) -> None:
-        """Note what a request that has its slot asks for."""
+        """Note what a request with a slot asks for."""
         params = request.params
         if params.logprobs is not None or params.grammar is not None or request.trace is not None:
             self.requests[request.slot] = request
@@ -70,18 +70,18 @@ class Asking(Asked):
         self.constraints.release(slot)
 
     def slows(self, slots: Sequence[int]) -> bool:
-        """Return whether masks or log-probabilities take time of a step over these slots."""
+        """Return whether masks or log-probabilities slow a step over these slots."""
         asking = [self.requests[slot].params for slot in slots if slot in self.requests]
         return any(params.logprobs is not None or params.grammar is not None for params in asking)
 
     def decode(self, step: DecodeBuffers, slots: Sequence[int]) -> AskedStep | None:
-        """Return the decode step that answers the requests in these slots; None where nobody asks."""
+        """Return the decode step that answers the requests in these slots; None if none asks."""
         asking = {row: self.requests[slot] for row, slot in enumerate(slots) if slot in self.requests}
         questions = [Question(row, r.params.logprobs) for row, r in asking.items() if r.params.logprobs is not None]
         return AskedDecode(self, step, asking, questions) if asking else None
 
     def prefill(self, step: PrefillBuffers, chunks: Sequence[Chunk]) -> AskedStep | None:
-        """Return the prefill step that answers the requests of these chunks; None where nobody asks."""
+        """Return the prefill step that answers the requests of these chunks; None if none asks."""
         asking, questions, first = {}, [], 0
         for row, chunk in enumerate(chunks):
             request, end = self.requests.get(chunk.slot), chunk.start + len(chunk.tokens)
@@ -98,9 +98,9 @@ class Asking(Asked):
         return AskedPrefill(self, step, asking, questions) if asking else None
 
     def constrain(self, logits: Tensor, trees: Callable[[], Crossed]) -> Allowed:
-        """Return what grammars leave of trees.
+        """Return what grammars allow of trees.
 
-        logits [B, N, V], or [B, V] after rows without a tree, of which `trees` gives the slots alone.
+        logits: [B, N, V] with trees; [B, V] without, when `trees` returns the slots alone.
         """
         slots, *tree = trees()
         tokens, parents = tree or ([[PADDING]] * len(slots), [[-1]] * len(slots))
@@ -109,7 +109,7 @@ class Asking(Asked):
         return Allowed(upload(masks.tokens, torch.int64, logits.device), mask(logits, bits), masks.failed)
 
     def follow(self, step: PrefillBuffers, numbers: Sequence[int]) -> AskedStep:
-        """Return a prefill step that asks the LM head for the same rows as rank 0's, whose `numbers` these are."""
+        """Return a prefill step that runs the LM head for the same rows as rank 0's step, which has these `numbers`."""
         picks, *known = numbers
         nothing = Logprobs()
         questions = [Question(0, nothing)] * picks
@@ -118,14 +118,14 @@ class Asking(Asked):
 
 
 class Answered(AskedStep, Generic[Step]):
-    """What both kinds of step have in common."""
+    """The common part of both kinds of step."""
 
     def __init__(self, asking: Asking, step: Step, who: dict[int, Request], questions: Sequence[Question]) -> None:
         """`who`: by row or chunk, the requests that ask."""
         self.asking, self.engine, self.step, self.failed = asking, asking.engine, step, {}
         self.masked = any(request.params.grammar is not None for request in who.values())
         self.questions = Questions(questions, step.slots.device) if questions else None
-        self.timed = all(request.trace is None for request in who.values())  # watching takes time of its own
+        self.timed = all(request.trace is None for request in who.values())  # watching takes extra time
         known = [row for question in questions for row in question.known]
         self.numbers = [sum(question.picks for question in questions), *known] if questions else []
         self.scores: Scores | None = None
@@ -139,7 +139,7 @@ class Answered(AskedStep, Generic[Step]):
 
     @property
     def told(self) -> dict[int, tuple[list[Scored], list[Scored]]]:
-        """By row or chunk, the scores of known tokens and of picks; of a step whose copies are done."""
+        """By row or chunk, the scores of known tokens and of picks; the step's copies must be complete."""
         if self._told is None:
             self._told = {} if self.scores is None else self.scores.read(self.step.most)
         return self._told
@@ -149,7 +149,7 @@ class Answered(AskedStep, Generic[Step]):
             request.prompt_scores += self.told[row][0]
 
     def tell(self, row: int, output: Output, ids: Sequence[int], seconds: float) -> None:
-        """Tell a request what was asked of the tokens that it has kept of this step, which took so many seconds."""
+        """Give a request its answers on the tokens `ids` that it kept of this step, which took `seconds`."""
         request = output.request
         if row in self.told:
             request.output_scores += self.told[row][1][: len(ids)]
@@ -161,7 +161,7 @@ class Answered(AskedStep, Generic[Step]):
                 request.trace.steps.append({"at": at, "seconds": round(seconds, 6), **step})
 
     def allow(self, logits: Tensor, trees: Callable[[], Crossed]) -> tuple[Tensor, Tensor]:
-        """Return the tokens [B, N] that grammars leave of trees, and the logits of what they allow."""
+        """Return the tokens [B, N] of trees that grammars allow, and masked logits."""
         allowed = self.asking.constrain(logits, trees)
         self.failed |= allowed.failed
         return allowed.tokens, allowed.logits
@@ -171,7 +171,7 @@ class AskedDecode(Answered[DecodeBuffers]):
     """`Engine.decode` for requests that ask."""
 
     def run(self, needs: Needs) -> None:
-        """Run the step; what is asked of it lies here afterwards."""
+        """Run the step, and keep the answers here."""
         engine, step = self.engine, self.step
         wishes = engine.sampling.wishes(step.slots, needs) if needs else None
         watched = None if self.timed else torch.full((step.batch, step.nodes), torch.nan, device=engine.device)
@@ -197,9 +197,9 @@ class AskedPrefill(Answered[PrefillBuffers]):
     """`Engine.prefill_step` for requests that ask."""
 
     def run(self, needs: Needs) -> None:
-        """Run the step; what is asked of it lies here afterwards."""
+        """Run the step, and keep the answers here."""
         engine, step = self.engine, self.step
-        # Only a request's last chunk is followed by a pick. Slot 0, which has no grammar, stands for the others.
+        # Only a last chunk is followed by a pick. Slot 0, which has no grammar, replaces the slots of other chunks.
         ends = to_host((step.chunk_slots * step.picked)[:, None]) if self.masked else None
         read = engine.read(step)
         logits = engine.model.logits(read.hidden.index_select(0, step.ends))
@@ -212,9 +212,9 @@ class AskedPrefill(Answered[PrefillBuffers]):
 
 
 def to_host(*parts: Tensor) -> Callable[[], Crossed]:
-    """Start a copy of `[B, ..] int64` tensors to the host; returns what waits for it and gives them as lists.
+    """Start a copy of `[B, ..] int64` tensors to the host; returns a function that waits for it and returns them.
 
-    What is launched after this call runs while the host waits and works on them.
+    The device runs what is launched after this call while the host waits and works on the lists.
     """
     packed = torch.cat(parts, dim=1)
     on_host, ready = packed.to("cpu", non_blocking=packed.is_cuda), None

@@ -1,7 +1,7 @@
-"""Watching a step: its trees, what the drafter and the target thought of each node, and which nodes were accepted.
+"""Watching a step: its trees, the probabilities of each node by drafter and target, and the accepted nodes.
 
-The one idea: a step that is watched runs the same operations and a few more behind them (`look`). Only `steps.py`
-knows of them: a step with a watched request runs there, uncaptured. The output is the same, token for token.
+The one idea: a watched step runs the same operations and a few more after them (`look`), so its output is the same,
+token for token. A step with a watched request runs in `steps.py`, uncaptured.
 
 Read next: `steps.py`, which looks; `serve/traces.py` for what clients see.
 """
@@ -20,26 +20,26 @@ from minispec.verify import Verdict
 
 
 class SeenStep(NamedTuple):
-    """What was seen of a step, a row for each request; on the device, and then as a copy on the host."""
+    """What was seen of a step, a row for each request, on the device or copied to the host."""
 
     tokens: Tensor  # [B, N] int64
     parents: Tensor  # [B, N] int64
-    drafted: Tensor  # [B, N] fp32, the drafter's log-probability of each path from the root; NaN where it has none
-    target: Tensor  # [B, N] fp32, log-probability of each node's token after its parent, as the model has it
+    drafted: Tensor  # [B, N] fp32, the drafter's log-probability of each path from the root; NaN if it has none
+    target: Tensor  # [B, N] fp32, the target's log-probability of each node's token after its parent
     path: Tensor  # [B, A] int64
     count: Tensor  # type: ignore[assignment]  # [B] int64; it hides tuple.count, which nobody calls
     picked: Tensor  # [B, A] fp32, log-probability of each emitted token
-    margin: Tensor  # [B, A] fp32, how far ahead of all others the best token's score was (`pick`, before filters)
+    margin: Tensor  # [B, A] fp32, the best token's lead over the second in score (`pick`, before filters)
 
     def to_host(self) -> SeenStep:
-        """Return a copy on the host, which on CUDA is complete once the step's event has come."""
+        """Return a copy on the host, which on CUDA is complete when `Pending.ready` is."""
         return SeenStep(*(tensor.to("cpu", non_blocking=True) for tensor in self))
 
     def step(self, row: int, emitted: list[int]) -> dict[str, Any]:
-        """Return what was seen of one request, as JSON has it; `emitted` are its tokens, as far as they were kept.
+        """Return what was seen of one request, ready for JSON; `emitted` are the tokens that it kept.
 
-        Nodes are numbered without padding. `draft` and `target` are probabilities of a node's token after its parent's,
-        None at the root, and in `draft` where the drafter has no such thing. `accepted` are nodes, from the root on.
+        Nodes are numbered without padding. `draft` and `target` are probabilities of a node's token after its parent's:
+        None at the root, and in `draft` if the drafter has none. `accepted` are nodes, from the root on.
         """
         tokens, above = self.tokens[row].tolist(), self.parents[row].tolist()
         real = [node for node, token in enumerate(tokens) if token != PADDING or node == 0]
@@ -63,7 +63,7 @@ class SeenStep(NamedTuple):
 def look(
     tree: DraftTree, drafted: Tensor, logits: Tensor, verdict: Verdict, wishes: Wishes | None, lens: Tensor
 ) -> SeenStep:
-    """Return what is seen of trees [B, N]: `drafted [B, N]` as in `SeenStep`, target's `logits [B, N, V]`, lens [B]."""
+    """Return what is seen of trees [B, N], with `drafted [B, N]` as in `SeenStep`, logits [B, N, V] and lens [B]."""
     batch, most = verdict.path.shape
     row = torch.arange(batch, device=logits.device)[:, None]
     known = logits.float().log_softmax(-1)
@@ -79,10 +79,10 @@ def look(
 
 
 def _ratio(score: float, above: float) -> float | None:
-    """Return the probability of which these are a node's and its parent's logarithms; None where there is none."""
+    """Return exp(score - above), a probability from a node's and its parent's logarithms; None if one is missing."""
     return None if math.isnan(score) or math.isinf(above) else _rounded(math.exp(min(score - above, 0.0)))
 
 
 def _rounded(value: float) -> float | None:
-    """Return a number as JSON can have it: short, and None where it is none."""
+    """Return a number rounded for JSON; None if it is not finite."""
     return round(value, 5) if math.isfinite(value) else None

@@ -56,7 +56,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, batch: int, sampled: bool, rows: int) -> Kind:
-        """Return the kind of a step whose longest text has `rows` rows; all below 128 are one kind."""
+        """Return the kind of a step whose longest text has `rows` rows; all below 256 are one kind."""
         return cls(batch, sampled, max(rows, 128).bit_length())
 
 
@@ -66,8 +66,13 @@ class Row(NamedTuple):
     request: object  # compared by identity
     # `Draft.match` of the host's tree; 0: it offers none; None: the drafter drafts in the step.
     match: int | None = None
-    drafts: bool = True  # False: the request verifies no drafts, whatever the shape
+    wants: bool = True  # False: the request verifies no drafts, whatever the shape
     lookup: int = 0  # like match, of a looked-up tree that may replace the drafter's; match is None then
+
+    @property
+    def may_verify(self) -> bool:
+        """Whether the step can verify drafts of this request; a drafter that drafts in the step always has some."""
+        return self.wants and self.match != 0
 
 
 class Choice(NamedTuple):
@@ -277,15 +282,15 @@ class Policy:
 
         offer: returns the host's trees, one a request, none if the step drafts; called only for a step with trees.
         """
-        decided = self.decided(shapes) if any(r.speculative for r in requests) else PLAIN
-        drafts = () if decided == PLAIN else offer()
+        fixed = self.decided(shapes) if any(r.speculative for r in requests) else PLAIN
+        drafts = () if fixed == PLAIN else offer()
         offered: Sequence[Draft | None] = drafts or [None] * len(requests)
         rows = {r: (self._row(r, draft), draft) for r, draft in zip(requests, offered, strict=True)}
         known = [row for row, _ in rows.values()]
-        if decided is None:
+        if fixed is None:
             choice = self.choose(kind, shapes, known)
         else:
-            choice = self.with_lookups(Choice(decided), known)
+            choice = self.with_lookups(Choice(fixed), known)
         of_host = frozenset(r for r, takes in zip(requests, choice.lookups, strict=False) if takes)
         if self.looks_up:
             drafts = [d if d is not None and r in of_host else NOTHING for r, d in zip(requests, offered, strict=True)]
@@ -340,7 +345,7 @@ class Policy:
 
     def expected(self, row: Row, shape: Shape) -> float:
         """Return the tokens that a step of this shape is expected to emit for a row, at least 1."""
-        if shape == PLAIN or not row.drafts:
+        if shape == PLAIN or not row.wants:
             return 1.0
         if row.match is not None:
             return self.matches.expected(shape.nodes, row.match)
@@ -376,7 +381,7 @@ class Policy:
 
     def choose(self, kind: Kind, shapes: Sequence[Shape], rows: Sequence[Row]) -> Choice:
         """Choose one of `shapes` for the next step, and each row's tree."""
-        if not any(row.drafts and row.match != 0 for row in rows):
+        if not any(row.may_verify for row in rows):
             return Choice(PLAIN)
         if not self.adaptive:
             return self.with_lookups(Choice(max(shapes)), rows)
@@ -387,12 +392,18 @@ class Policy:
         shape = choice.shape
         if shape == PLAIN or not any(row.lookup for row in rows):
             return choice
-        takes: Callable[[Row], bool] = lambda row: (  # noqa: E731
-            self.forced_lookup() if self.forced_lookup is not None
-            else self.matches.expected(shape.nodes, row.lookup) > self._drafted(row, shape.nodes)
-        )  # fmt: skip
-        found = tuple([bool(row.lookup) and row.drafts and (shape.of_host or takes(row)) for row in rows])
+        found = tuple([self._takes_lookup(row, shape) for row in rows])
         return choice._replace(shape=Shape(shape.nodes, False) if all(found) else shape, lookups=found)
+
+    def _takes_lookup(self, row: Row, shape: Shape) -> bool:
+        """Return whether a row verifies the tree that was looked up for it, and not the drafter's."""
+        if not row.lookup or not row.wants:
+            return False
+        if shape.of_host:
+            return True
+        if self.forced_lookup is not None:
+            return self.forced_lookup()
+        return self.matches.expected(shape.nodes, row.lookup) > self._drafted(row, shape.nodes)
 
     def _best(self, kind: Kind, shapes: Sequence[Shape], rows: Sequence[Row]) -> Choice:
         """Return the shape with the most expected tokens a second, or a probe."""
@@ -443,7 +454,7 @@ class Policy:
 
     def learn(self, row: Row, nodes: int, emitted: int) -> None:
         """Learn how many tokens a tree of the drafter of this size emitted for a row."""
-        if not row.drafts:
+        if not row.wants:
             return
         self._chances.clear()
         self.everyone.learn(nodes, self.trees[nodes], emitted - 1)

@@ -330,7 +330,7 @@ def masks_check() -> None:
             if slot:
                 constraints.assign(slot, r, [EOS])
         for _ in range(2):  # the second time from where the first one has left the matchers
-            masks = constraints.fill(slots, [tokens for tokens, _ in trees], [parents for _, parents in trees])
+            masks = constraints.masks(slots, [tokens for tokens, _ in trees], [parents for _, parents in trees])
             logits = mask(torch.zeros(3, 10, VOCAB), masks.bits)
             for at, slot in enumerate(slots):
                 tokens, parents = trees[at]
@@ -391,12 +391,12 @@ def forgotten_rollback(patch: pytest.MonkeyPatch) -> None:
 
 def row_of_another(patch: pytest.MonkeyPatch) -> None:
     """Two requests get each other's masks."""
-    fill = Constraints.fill
+    masks = Constraints.masks
 
     def swapped(self: Constraints, slots: Sequence[int], *tree: object, **how: object) -> object:
-        return fill(self, [*slots[1:2], *slots[:1], *slots[2:]], *tree, **how)
+        return masks(self, [*slots[1:2], *slots[:1], *slots[2:]], *tree, **how)
 
-    patch.setattr(Constraints, "fill", swapped)
+    patch.setattr(Constraints, "masks", swapped)
 
 
 mask_as_it_is = mask
@@ -584,14 +584,14 @@ def test_a_draft_that_leads_to_a_limit_is_cut_and_the_request_lives(monkeypatch:
     r.compiled_grammar = GRAMMARS.compile(grammar)
     constraints = Constraints(VOCAB)
     constraints.assign(1, r, [EOS])
-    masks = constraints.fill([1], [[5, y, x, one]], [[-1, 0, 0, 2]])
+    masks = constraints.masks([1], [[5, y, x, one]], [[-1, 0, 0, 2]])
     assert masks.tokens[0][1] == PADDING and not masks.failed
     r.output_ids = [x, two]
-    masks = constraints.fill([1], [[two, three, y]], [[-1, 0, 0]])
+    masks = constraints.masks([1], [[two, three, y]], [[-1, 0, 0]])
     assert masks.tokens == [[two, three, PADDING]] and not masks.failed
     r.output_ids = [y]
     constraints.assign(1, r, [EOS])
-    assert "cannot be followed" in constraints.fill([1], [[y]], [[-1]]).failed[1]
+    assert "cannot be followed" in constraints.masks([1], [[y]], [[-1]]).failed[1]
 
 
 # ---- fields ----------------------------------------------------------------------------------------------------------

@@ -379,7 +379,7 @@ def test_the_policy_takes_the_better_bet_and_spares_the_head_where_all_are_looku
         for nodes in (5, 10):
             policy.matches.learn(nodes, 12, 1)
     assert policy.choose(kind, shapes, [Row(one, lookup=12), Row(two, lookup=12)]).lookups == (False, False)
-    assert policy.choose(kind, shapes, [Row(one, lookup=11, drafts=False), Row(two)]).lookups == (False, False)
+    assert policy.choose(kind, shapes, [Row(one, lookup=11, wants=False), Row(two)]).lookups == (False, False)
 
 
 def test_texts_are_looked_up_where_that_is_asked_for_beside_what_drafts_on_the_device() -> None:

@@ -325,7 +325,7 @@ def test_what_fails_of_rank_0_s_own_part_costs_those_that_have_a_slot(
     grammatical = {"grammar": TERSE["a list of colours"]}
     for what, name, wish in (
         (type(drafter), "propose", {}), (type(drafter), "commit", {}), (verify_module, "verify_greedy", {}),
-        (engine_module, "largest", {}), (Constraints, "fill", grammatical),
+        (engine_module, "largest", {}), (Constraints, "masks", grammatical),
     ):  # fmt: skip
         lost, waiting = (request(f"{name}{i}", ids, max_new_tokens=12, **(wish if i == 0 else {}))
                          for i, ids in enumerate(wanted()))  # fmt: skip

@@ -181,12 +181,12 @@ def test_a_request_s_own_record_counts_after_eight_trees() -> None:
     policy.learn(Row(bad), 6, 1)
     assert policy.expected(Row(good), SIX) > 2 > 1.7 > policy.expected(Row(bad), SIX)
     assert policy.expected(Row(good), FIVE) < policy.expected(Row(good), SIX), "a deeper tree emits more"
-    assert policy.expected(Row(good, drafts=False), SIX) == 1.0
+    assert policy.expected(Row(good, wants=False), SIX) == 1.0
 
 
 def test_a_request_that_wants_no_drafts_is_plain_alone_and_does_not_count_beside_others() -> None:
     policy, kind = Policy(TREES, adaptive=False), Kind(2, False, 8)
-    wants, not_ = Row(World(FLAT, 0)), Row(World(FLAT, 0), drafts=False)
+    wants, not_ = Row(World(FLAT, 0)), Row(World(FLAT, 0), wants=False)
     assert policy.choose(kind, SHAPES, [not_]).shape == PLAIN
     assert policy.choose(kind, SHAPES, [not_, wants]).shape == SIX
     assert policy.choose(kind, SHAPES, [Row(wants.request, match=0)]).shape == PLAIN, "no tree to verify"

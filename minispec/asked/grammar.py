@@ -374,8 +374,8 @@ class Constraints:
         """Forget a slot."""
         self.slots.pop(slot, None)
 
-    def fill(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]],
-             pinned: bool = False) -> Masks:  # fmt: skip
+    def masks(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]],
+              pinned: bool = False) -> Masks:  # fmt: skip
         """Return the masks of a step over slots [B] with trees [B, N]; slots without a grammar are allowed all tokens.
 
         A slot for which no token is allowed has failed, and its masks allow all tokens.

@@ -67,7 +67,10 @@ class Late:
             self.features[slots, place] = cast(Tensor, features)
 
     def before(self, step: DecodeBuffers, slots: Sequence[int]) -> None:
-        """Prepare for a decode step: its slots all catch up if it runs the drafter or if any backlog could overflow."""
+        """Let the drafter catch up before a decode step that runs it, and before one that any backlog has no room for.
+
+        Then all slots of the step catch up, in one pass.
+        """
         if not self.keeps(step) or any(self.waiting[slot] + step.most > KEPT_ROWS for slot in slots):
             self.catch_up(slots)
         if step.nodes == 1:  # adds one row a slot, so it is counted before it runs

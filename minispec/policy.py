@@ -61,7 +61,7 @@ class Kind(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One request of the next step."""
+    """One request of the next step; here a row is one of the batch, not of keys and values."""
 
     request: object  # compared by identity
     # `Draft.match` of the host's tree; 0: it offers none; None: the drafter drafts in the step.

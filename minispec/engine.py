@@ -54,7 +54,7 @@ class Pending:
     ready: torch.cuda.Event | None  # set when `outputs` is filled; None: it is filled
     nodes: int = 1  # tree size of a decode step
     launched: float = 0.0  # when its own work began, in seconds of `perf_counter`
-    catching_up: float = 0.0  # seconds before that in which the drafter took in its backlog
+    catching_up: float = 0.0  # seconds that the drafter spent on its backlog, before `launched`
     keeps: bool = False  # whether the accepted rows join the backlog, so that `collect` must count them
     chunks: Sequence[Chunk] = ()
     captured: bool = False  # whether a CUDA graph ran it
@@ -94,7 +94,7 @@ class Read(NamedTuple):
 
 
 class Path(NamedTuple):
-    """Accepted paths, the fields of `Committed` with these names and in this order."""
+    """Accepted paths; the fields are those of `Committed` with the same names and order."""
 
     tokens: Tensor  # [B, A] int64
     following: Tensor  # [B, A] int64
@@ -134,8 +134,8 @@ class Engine:
         self.reach = torch.full((slots,), sizes.context_length, dtype=torch.int64, device=device)
         self.asked, self.link = Asked(), Link()
         self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
-        self.step_seconds: dict[tuple[int, Shape], float] = {}  # by batch: `time_steps` fills it, at `timed_rows`
-        self.timed_rows = 0
+        self.step_seconds: dict[tuple[int, Shape], float] = {}  # by batch and shape, from `time_steps`
+        self.timed_rows = 0  # committed rows of each slot when these times were taken
         self.small = Small(Engine._before_blocks, Engine._after_blocks)  # of a decode step
         # Captured steps; `cuda/graphs.py` fills it.
         self.graphs: dict[tuple[DecodeBuffers | PrefillBuffers, Needs], torch.cuda.CUDAGraph] = {}
@@ -164,7 +164,7 @@ class Engine:
         self.drafter.compile_small(compiler, choice)
 
     def set_thresholds(self, thresholds: tuple[float, float] | None) -> None:
-        """Accept sampled drafts by these thresholds (single, acc) from the next step on; None: exactly.
+        """Accept sampled drafts by these thresholds (single, acc) from the next step on; None: accept exactly, without any.
 
         Compiled and captured code holds the old ones. So sampled decode steps run uncaptured from then on, and eagerly
         around their blocks.
@@ -180,7 +180,7 @@ class Engine:
     def assign(self, request: Request, stop_ids: Iterable[int]) -> None:
         """Set up the slot of a request whose first `kv_len` rows are in mapped pages already.
 
-        `stop_ids` are all ids that end the request. The drafter is told the tokens of those rows.
+        `stop_ids` are all ids that end the request. The drafter is told the tokens of the first `kv_len` rows.
         """
         slot, r = request.slot, request
         self.sampling.assign(slot, r.params, r.seed, r.prompt_ids, r.output_ids, stop_ids)
@@ -252,7 +252,7 @@ class Engine:
             drafts = [NOTHING] * len(slots) if self.drafter.looks_up else self.host_drafts(slots)
         buffers = self.decodes[batch, max(self.sizes.shapes_of(batch)) if shape is None else shape]
         started = time.perf_counter()
-        # What one request may make fail comes first, before anything changes, so that only this step is lost.
+        # These two lines may fail over one request. Nothing has changed yet, so only this step is lost then.
         buffers.upload(slots, [draft.cut(buffers.nodes) for draft in drafts])
         asked = self.asked.decode(buffers, slots)
         began = time.perf_counter()
@@ -324,7 +324,7 @@ class Engine:
     ) -> tuple[ReadTrees, Tensor, Rope]:
         """Put the trees into the step's plan; return them, their embeddings [B, N, d] and their rotary factors.
 
-        lens and root [B] int64; drafted: None for the trees of the host, which are in the buffers.
+        lens and root [B] int64; drafted: None if the trees are `buffers.tree` itself.
         """
         tokens, parents = buffers.tree if drafted is None else drafted
         tokens = torch.cat((root[:, None], tokens[:, 1:]), dim=1)
@@ -440,7 +440,8 @@ class Engine:
         """Commit the known tokens and the one picked after each last chunk, and write the outputs."""
         slots, picked = buffers.chunk_slots, buffers.picked
         if self.drafter.commits:
-            # The pick follows the last row of a last chunk. Added, not assigned: padding repeats row 0.
+            # The pick follows the last row of a last chunk. Added, not assigned: padding repeats row 0,
+            # and must add 0 there.
             after = buffers.following.index_add(0, buffers.ends, picked * (token - buffers.following[buffers.ends]))
             self.drafter.commit(Committed(slots, buffers.tokens[None], after[None], read.positions, read.features,
                                           buffers.ends, buffers.plan, prefill=True))  # fmt: skip

@@ -95,7 +95,7 @@ class Logprobs:
 
     top: int = 0  # how many of the likeliest tokens to report beside each token
     ids: tuple[int, ...] = ()  # tokens to report beside each token
-    start: int | None = None  # the first token of the prompt to report; None: none
+    start: int | None = None  # report the prompt's tokens behind this one; None: none
 
     def __post_init__(self) -> None:
         _integer("top_logprobs", self.top, 0, MAX_TOP)
@@ -212,7 +212,7 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     def stop_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
-        """Return all ids that end the request; with a grammar EOS always does, since only EOS can follow its end."""
+        """Return all ids that end the request; under a grammar, EOS always ends it, since nothing else can follow."""
         endless = self.ignore_eos and self.grammar is None
         return frozenset(self.stop_token_ids) | (frozenset() if endless else eos_ids)
 
@@ -275,7 +275,7 @@ class Request:
     released: int = 0  # characters of its text that were handed out
     # One entry a token, if asked for. They only grow, so a thread that has seen n ids may read n entries.
     output_scores: list[Scored] = field(default_factory=list)
-    prompt_scores: list[Scored] = field(default_factory=list)  # from `start` + 1 on: nothing precedes the first token
+    prompt_scores: list[Scored] = field(default_factory=list)  # of the tokens behind `start`
     prompt_done: bool = False  # whether its rows were computed and its pages are shared
     finish: Finish | None = None
     slot: int = 0  # 0: not in the running set
@@ -335,7 +335,7 @@ class Request:
 
     @property
     def unscored(self) -> range:
-        """Rows of the prompt for whose next token a score is asked for and not known yet."""
+        """Prompt rows whose next token still needs a score that was asked for."""
         wish, last = self.params.logprobs, len(self.prompt_ids) - 1
         if wish is None or wish.start is None:
             return range(last, last)
@@ -374,7 +374,7 @@ class Limits(NamedTuple):
                 "prompt",
                 code="context_length_exceeded",
             )
-        # The longest output in an otherwise empty pool; there it ends with `length`.
+        # The longest output in an otherwise empty pool; an output that reaches it ends with `length`.
         room, wanted = min(context, self.longest_prompt + 1) - count, params.max_new_tokens
         if wanted is not None and count + wanted > context:
             raise RequestError(

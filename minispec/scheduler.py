@@ -64,7 +64,7 @@ class SchedulerOptions:
 
 @dataclass(frozen=True)
 class Flight:
-    """A step that was launched and not collected. A request counts only while it holds the seat of the launch."""
+    """A step that was launched and not collected. A request gets its tokens only if it still holds this seat."""
 
     pending: Pending
     seats: dict[Request, Seat]  # in the order of the step
@@ -135,7 +135,7 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a validated request; draws its seed if it has none.
 
-        Several choices for one prompt share its pages: all but the first, their leader, wait until its prompt is done.
+        Several choices for one prompt share its pages. The first is their leader: the others wait until its prompt is done.
         """
         seed = request.params.sampling_seed
         request.seed = self._seeds.getrandbits(62) if seed is None else seed
@@ -361,7 +361,7 @@ class Scheduler:
     def _end_failed(self, flight: Flight) -> None:
         """End the requests that cannot go on after a step: those with NaN logits, or for which no token is allowed.
 
-        The pages of a request with NaN are not shared, and wiped. If it had drafts, it goes on once more without them,
+        The pages of a request with NaN are wiped, and never shared. If it had drafts, it goes on once more without them,
         since a draft may cost a request time, but never its text.
         """
         pending = flight.pending
@@ -500,7 +500,7 @@ class Scheduler:
         return self._drain()
 
     def fail(self, error: BaseException) -> list[Update]:
-        """End the requests that are lost after a step, or a command between two steps, raised; the others go on.
+        """After an exception in a step, or in a command between two, end the requests that it cost; the others go on.
 
         If the step had not begun to change anything, these are its own requests, else all that have a slot.
         """
@@ -516,7 +516,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def fail_all(self, error: BaseException, waiting: bool = False) -> list[Update]:
-        """End all requests that have a slot after a step raised, with `waiting` the queued ones too.
+        """After an exception, end all requests that have a slot, with `waiting` the queued ones too.
 
         Pages, slots, prefix cache and drafter start anew, whatever the step left half done.
         """

@@ -1,8 +1,8 @@
 """The interfaces of two things that only some need: what requests ask beyond tokens, and the ranks of one model.
 
-`engine.py` calls `Asked` and `Link` and knows nothing of what implements them. The classes here do nothing: no request
-asks for more than tokens, and the model is in one process. `steps.py` and `link.py` derive from them, and
-`load/build.py` attaches these as `Engine.asked` and `Engine.link`.
+`engine.py` calls `Asked` and `Link` and knows nothing of what implements them. The classes here do nothing: they serve
+requests that ask for tokens alone, and a model in one process. `asked/steps.py` and `ranks/link.py` derive from them,
+and `load/build.py` attaches those as `Engine.asked` and `Engine.link`.
 
 Read next: `engine.py`.
 """
@@ -33,8 +33,8 @@ class AskedStep(Protocol):
     def run(self, needs: Needs) -> None: ...  # made of the engine's pieces
     def to_host(self) -> None: ...  # starts the copy of the answers
 
-    # Give the request of this row or chunk the answers on its prompt, and on the tokens that it kept of this step.
-    def tell_prompt(self, row: int, request: Request) -> None: ...
+    def tell_prompt(self, row: int, request: Request) -> None: ...  # hands over the answers on the prompt of this chunk
+    # Hands over the answers on the tokens `ids` that the request of this row kept of the step.
     def tell(self, row: int, output: Output, ids: Sequence[int], seconds: float) -> None: ...
 
 

@@ -10,9 +10,9 @@ and rolls back. So the target's pick at every node is one that the grammar allow
 is that of plain decoding under the same masks. A mask is applied to logits before penalties, filters and noise.
 
 A grammar's text may be hostile. Compiling and stepping have limits in llguidance's own units (LIMITS), and
-`_check_multiples` refuses schemas that these do not bound. A matcher that hits a limit never works again, so its
-request fails and no other. The masks of drafts may take DRAFT_SECONDS of a step, all requests together. Drafts that
-were not reached by then are cut, which costs speed and no exactness.
+`_check_multiples` refuses schemas that these do not bound. A matcher that hits a limit never works again. If a draft
+led there, it is made anew; else its request fails and no other. The masks of drafts may take DRAFT_SECONDS of a step,
+all requests together. Drafts that were not reached by then are cut, which costs speed and no exactness.
 
 From Python, `SamplingParams(grammar=Grammar("regex", "[a-z]+"))` constrains a request. The kind "lark", which no HTTP
 field offers, is llguidance's own language, in which `%json {...}` embeds a schema and `<name>` a special token; tool
@@ -49,7 +49,7 @@ LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 400_000, "step_lexer_fuel": 100_000, "step_max_items": 10_000, "max_lexer_states": 30_000,
     "max_grammar_size": 100_000, "max_items_in_row": 500,
 }  # fmt: skip
-MOST_MULTIPLE = 10_000  # bound on the least common multiple of a schema's `multipleOf`: automata have so many states
+MOST_MULTIPLE = 10_000  # bound on the least common multiple of a schema's `multipleOf`: an automaton has that many states
 KEPT = 64  # compiled grammars in the cache
 DRAFT_SECONDS = 0.05  # time that the masks of drafts may take of a step
 # Between two tokens of JSON. Without a bound small models never stop there.
@@ -82,8 +82,8 @@ def _words(vocab_size: int) -> int:
 class Grammars:
     """Compiles grammars for one vocabulary and caches the newest. Any thread may call it, but it blocks an event loop.
 
-    vocab_size: of the model; ids beyond the tokenizer's are never allowed. eos_ids: allowed where a grammar can end,
-    and nothing else where it must end.
+    vocab_size: of the model; ids beyond the tokenizer's are never allowed. eos_ids: allowed where a grammar can end;
+    where it must end, only they are.
     """
 
     def __init__(self, backend: TokenizerBackend, vocab_size: int, eos_ids: Iterable[int]) -> None:
@@ -196,7 +196,7 @@ def _schema(schema: Any) -> str:
 def _check_multiples(schema: Any) -> None:
     """Raise ValueError if `multipleOf` makes automata of more than MOST_MULTIPLE states, which no limit bounds.
 
-    Several in one allOf become an automaton of their least common multiple, so that of the whole schema is bounded.
+    Several in one allOf become an automaton of their least common multiple; hence the bound on the whole schema's.
     """
     common, values = 1, list(_multiples(schema))
     for value in values:
@@ -378,7 +378,7 @@ class Constraints:
               pinned: bool = False) -> Masks:  # fmt: skip
         """Return the masks of a step over slots [B] with trees [B, N]; slots without a grammar are allowed all tokens.
 
-        A slot for which no token is allowed has failed, and its masks allow all tokens.
+        A slot for which no token is allowed has failed; as placeholders its masks allow all.
         """
         nodes, kept, failed = len(tokens[0]), [list(row) for row in tokens], dict[int, str]()
         width = max((constraint.words for constraint in self.slots.values()), default=self.words)

@@ -164,7 +164,7 @@ class Engine:
         self.drafter.compile_small(compiler, choice)
 
     def set_thresholds(self, thresholds: tuple[float, float] | None) -> None:
-        """Accept sampled drafts by these thresholds (single, acc) from the next step on; None: accept exactly, without any.
+        """Accept sampled drafts by these thresholds (single, acc) from the next step on; None: accept exactly.
 
         Compiled and captured code holds the old ones. So sampled decode steps run uncaptured from then on, and eagerly
         around their blocks.

@@ -135,7 +135,7 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a validated request; draws its seed if it has none.
 
-        Several choices for one prompt share its pages. The first is their leader: the others wait until its prompt is done.
+        Several choices for one prompt share its pages: the first is the leader, and the others wait for its prompt.
         """
         seed = request.params.sampling_seed
         request.seed = self._seeds.getrandbits(62) if seed is None else seed
@@ -361,8 +361,8 @@ class Scheduler:
     def _end_failed(self, flight: Flight) -> None:
         """End the requests that cannot go on after a step: those with NaN logits, or for which no token is allowed.
 
-        The pages of a request with NaN are wiped, and never shared. If it had drafts, it goes on once more without them,
-        since a draft may cost a request time, but never its text.
+        The pages of a request with NaN are wiped, never shared. If it had drafts, it goes on once more without them, since
+        a draft may cost a request time, but never its text.
         """
         pending = flight.pending
         for slot, pages in flight.left:

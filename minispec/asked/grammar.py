@@ -49,7 +49,7 @@ LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 400_000, "step_lexer_fuel": 100_000, "step_max_items": 10_000, "max_lexer_states": 30_000,
     "max_grammar_size": 100_000, "max_items_in_row": 500,
 }  # fmt: skip
-MOST_MULTIPLE = 10_000  # bound on the least common multiple of a schema's `multipleOf`: an automaton has that many states
+MOST_MULTIPLE = 10_000  # bound on the least common multiple of a schema's `multipleOf`, the states of its automaton
 KEPT = 64  # compiled grammars in the cache
 DRAFT_SECONDS = 0.05  # time that the masks of drafts may take of a step
 # Between two tokens of JSON. Without a bound small models never stop there.

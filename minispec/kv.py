@@ -123,8 +123,8 @@ class PagedKV:
         assert count <= len(self.free), f"asked for {count} pages, {len(self.free)} free"
         pages = [self.free.pop() for _ in range(count)]
         # The target's pages are wiped after a NaN (`wipe`). In float16, whose range is small, a row may also hold an
-        # infinity that nobody noticed. A drafter's rows change no token and are not checked for NaN; its pages are cleared
-        # here, so that one text cannot spoil the drafts of another.
+        # infinity that nobody noticed. A drafter's rows change no token and are not checked for NaN. Its pages are
+        # cleared here, so that one text cannot spoil the drafts of another.
         if self.pool.dtype == torch.float16:
             self.clear(pages)
         else:

@@ -361,7 +361,7 @@ class Scheduler:
     def _end_failed(self, flight: Flight) -> None:
         """End the requests that cannot go on after a step: those with NaN logits, or for which no token is allowed.
 
-        The pages of a request with NaN are wiped, never shared. If it had drafts, it goes on once more without them, since
+        The pages of a request with NaN are wiped, never shared. If it had drafts, it goes on once more without them:
         a draft may cost a request time, but never its text.
         """
         pending = flight.pending

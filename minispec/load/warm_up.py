@@ -26,7 +26,8 @@ def steps_of(engine: Engine) -> list[DecodeBuffers | PrefillBuffers]:
     """Return every kind of step that has graphs of its own, in the order of compiling: one request alone first."""
     prefills = [*engine.prefills.values()]
     short = [step for step in prefills if step.attend.graph == prefills[0].attend.graph]  # on a CPU all have one
-    decodes = [step for step in engine.decodes.values() if not step.shape.of_host]  # those of lookups alone have the graphs of others
+    # Steps of lookups alone share the graphs of others.
+    decodes = [step for step in engine.decodes.values() if not step.shape.of_host]
     decodes.sort(key=lambda step: (step.batch, -step.nodes))
     first = sum(step.batch == engine.sizes.batch_sizes[0] for step in decodes)
     return [*decodes[:first], *short, *decodes[first:], *prefills[len(short) :]]

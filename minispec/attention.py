@@ -9,13 +9,14 @@ blocks of a step. Block r starts at row `starts[r]`. Its nodes see all rows belo
     node 2 sees all of this ->  x . x .  <- visible[r, 2]
 
   PagedFlex    FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled, on CUDA
-  PagedGather  the same without FlexAttention, for a CPU and for eager steps (`gather.py`)
+  PagedGather  the same without FlexAttention, for a CPU and for eager steps (`cpu/gather.py`)
   Causal       no cache: for training, and as the independent reference of the tests
 
 This is the only file with FlexAttention. `load/build.py` chooses the kind of an engine (`AttendKind`).
 
-`Plan` owns every tensor that describes a step. They are allocated once per shape and refilled in place, since compiled
-and captured graphs hold their addresses. Block lists are written directly: `create_block_mask` costs milliseconds.
+`Plan` owns what attention needs of a step; `DecodeBuffers` has the tree, the slots and the outputs (`buffers.py`). Both
+are allocated once per shape and refilled in place, since compiled and captured graphs hold their addresses. Block lists
+are written directly: `create_block_mask` costs milliseconds.
 
 Read next: `drafter.py`, which proposes the trees; `engine.py`, which fills a plan and runs the model on it.
 """
@@ -71,7 +72,8 @@ def prefill_block(device: torch.device) -> int:
 class Plan:
     """The static tensors of one step: whose rows each query block reads, what each node sees, where new rows go.
 
-    The queries are [batch, H, T, D] with T = blocks * width: r = batch * blocks query blocks of W = width nodes.
+    The queries are [batch, H, T, D], of H attention heads, with T = blocks * width: r = batch * blocks query blocks of
+    W = width nodes.
     slots, starts [r] int64; ends [r] int64, the row after the last one that a block reads; rows [r * W] int64, the
     physical row that each node writes. visible [r, W, M] bool says which of the M rows from `starts` on a node sees:
     by default the block's own (M = W); a drafter that grows trees in rounds has a window with earlier nodes too.

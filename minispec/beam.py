@@ -39,7 +39,7 @@ from minispec.tree import DraftTree
 
 
 class Candidates(NamedTuple):
-    """All nodes that a beam proposed: K in round one, then K * K in each further round, parents first."""
+    """All C nodes that a beam proposed: K in round one, then K * K in each further round, parents first."""
 
     tokens: Tensor  # [B, C] int64, target ids
     scores: Tensor  # [B, C] fp32, log-probability of the path from the root
@@ -47,7 +47,7 @@ class Candidates(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """The nodes that a round expands."""
+    """The nodes that a round expands; in this file H is the head's hidden size, W the number of scratch rows."""
 
     tokens: Tensor  # [B, K] int64, target ids
     states: Tensor  # [B, K, H], the head's output at each node's parent

@@ -80,8 +80,8 @@ class Sizes:
         """Return the shapes of this batch size: plain, trees of the drafter, trees of the host, each ascending.
 
         In a step with trees of the host alone the drafter does not draft. Batches beyond `both_up_to` have one size of
-        tree. If the host offers trees, that is the smaller: the larger serves lookups, which few of many requests have
-        at once, while all of them pay for it.
+        tree. With trees of the host they have only the smaller size, because in a large batch few requests have a
+        lookup and all would pay for the larger tree.
         """
         host = self.looks_up or self.steps is None
         one = self.smaller.nodes if host and self.smaller else self.nodes
@@ -160,7 +160,7 @@ class DecodeBuffers(Key):
         write_front(self.inputs, values)
 
     def of_the_host(self) -> Self:
-        """Return the step, on the same tensors, in which every request takes the tree of the host."""
+        """Return the step, on the same tensors, with trees of the host; requests without one verify the root."""
         twin = copy.copy(self)
         twin.original = self  # its graphs and its `ready` serve both
         twin.shape, twin.name = self.shape._replace(drafts=False), f"{self.name}, all the host's"

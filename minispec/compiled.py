@@ -1,8 +1,8 @@
 """Which functions of a step run compiled, and when.
 
 The blocks, a drafter's network, and the small functions around them are compiled separately. On CUDA torch.compile
-autotunes their kernels and the whole step is captured as a graph (`graphs.py`). On a CPU they are called directly
-(`direct.py`). `load/build.py` chooses the compiler.
+autotunes their kernels and the whole step is captured as a graph (`cuda/graphs.py`). On a CPU they are called
+directly (`cpu/direct.py`). `load/build.py` chooses the compiler.
 
 A step that is not `ready` runs all its functions eagerly (`within_step`), so a server answers before its graphs are
 made.
@@ -30,9 +30,10 @@ def autotuned(function: Step) -> Step:
 
 
 class Key:
-    """The argument of a compiled function that stands for all tensors with fixed addresses.
+    """The one argument that holds all of a function's tensors with fixed addresses.
 
-    Each function has one key: a layer's attention, a step's buffers, a beam. `direct.py` uses it to find the graph.
+    It is a layer's attention, a step's buffers or a beam. One check of its identity finds the function's graph
+    (`cpu/direct.py`).
     """
 
     ready = True  # of a step: whether all its graphs are made

@@ -1,9 +1,9 @@
 """Drafters: a drafter proposes trees, and it is told which tokens the target committed.
 
-The engine calls one interface, `Drafter`. It asks for trees before a step that has trees. It reports every committed
-token, those of prompt chunks too, so "draft prefill" and "draft extend" are no separate phases. Tokens of steps without
-the drafter are reported later (`late.py`). Plain decoding is the drafter `none`, whose tree is the root alone; the
-engine never asks whether decoding is speculative.
+The engine calls one interface, `Drafter`. It asks for trees before or in a step that has trees. It reports every
+committed token, those of prompt chunks too, so "draft prefill" and "draft extend" are no separate phases. Tokens of
+steps without the drafter are reported later (`late.py`). The drafter `none` has a tree of the root alone, so plain
+decoding has no path of its own through the engine.
 
 A drafter that works on tensors, inside the step, derives from `Drafter` (`beam.py` with its heads, `standalone.py`).
 A drafter that works on lists of tokens, between the steps, derives from `HostDrafter` (`ngram.py`). `HostTrees` makes a
@@ -39,11 +39,13 @@ class Draft:
 
     tokens: list[int]
     parents: list[int]
-    match_length: int = 0  # how many of the last tokens the drafter recognised; longer is a better bet
+    # How many of the last tokens the drafter recognised; longer is a better bet. Trees of one length are a class: the
+    # policy learns by class what they give.
+    match_length: int = 0
 
     @property
     def match(self) -> int:
-        """The match length: at least 1 for a tree with drafts, 0 for a root alone."""
+        """The class of match, `match_length`: at least 1 for a tree with drafts, 0 for a root alone."""
         return max(self.match_length, 1) if len(self.tokens) > 1 else 0
 
     def cut(self, nodes: int) -> Draft:
@@ -81,7 +83,7 @@ class Batch(NamedTuple):
 
     slots: Tensor  # [B] int64
     lens: Tensor  # [B] int64, committed rows
-    root: Tensor  # [B] int64, the newest committed token, whose row is not written yet
+    root: Tensor  # [B] int64, the newest token of the text, whose row is not committed yet
     tree: DraftTree  # [B, N] each, the host's trees for this step; padding in rows without one
     # The pick at depth d has position lens + d + 1, and its noise is gumbel(seed, position, target id).
     temperature: Tensor | None = None  # [B] fp32, 0 for greedy requests; None: all are
@@ -91,7 +93,10 @@ class Batch(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """The tokens that a forward pass of the target committed: prompt chunks or accepted paths, padded to T tokens."""
+    """The tokens that a forward pass of the target committed: prompt chunks or accepted paths, padded to T tokens.
+
+    C is the number of chunks or paths, padded.
+    """
 
     slots: Tensor  # [C] int64, one per chunk or path; 0 is padding
     tokens: Tensor  # [B, T] int64, each row's own token
@@ -109,7 +114,9 @@ class Committed(NamedTuple):
 class Drafter(ABC):
     """The interface that the engine calls. The engine owns the slots; a drafter keeps its state by slot.
 
-    In a decode step the engine calls `host_drafts`, then `propose` and `commit` inside the step, then `observe`.
+    Before a decode step that may have trees, the scheduler has the policy call `host_drafts`. The engine calls
+    `propose` and `commit` inside the step, neither in a plain step nor in one whose trees are all looked up; what these
+    committed it passes to `commit` later (`late.py`). `observe` follows when the step's tokens are on the host.
     """
 
     name: str
@@ -120,12 +127,15 @@ class Drafter(ABC):
     topk: int | None = None  # K, branches of a round
     scratch: int = 0  # draft KV rows needed beyond the committed length
     lookahead: int = 0  # 1 if the draft KV at row i depends on token i + 1, else 0
-    taps: tuple[int | str, ...] = ()  # target layers whose INPUT it reads as features
+    # What it reads as features: i is the INPUT of the target's layer i; the number of layers is the last one's output,
+    # and `model.FINAL` that output after the norm.
+    taps: tuple[int | str, ...] = ()
     kv_shape: KVShape = KVShape(0, 0, 0)  # of its own pages, under the target's page table
     network: nn.Module | None = None  # the module it drafts with; `load/` packs its linear layers
     commits: bool = True  # whether the engine calls `commit`; False saves the work for a drafter without device state
     on_host: bool = False  # whether `host_drafts` proposes the trees, and not `propose`
-    looks_up: bool = False  # whether both propose trees: `host_drafts` from lookups, of which a row may take one
+    # Whether `host_drafts` looks trees up beside `propose`; each request verifies one of the two.
+    looks_up: bool = False
 
     @property
     def trees(self) -> tuple[TreeSize, ...]:
@@ -160,8 +170,9 @@ class Drafter(ABC):
         return []
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
-        """Propose a tree per slot on the host, before a decode step; empty for a drafter that drafts inside the step.
+        """Propose a tree per slot on the host, before a decode step.
 
+        Empty for a drafter that drafts inside the step, unless it looks texts up: then it offers trees here as well.
         The step may yet be plain, cut the trees to fewer nodes, or take other trees for some slots.
         """
         return ()

@@ -5,9 +5,9 @@ read at the layers that its taps name. At position i the head joins the features
 which the target has picked by then; its output state predicts token i + 2. To draft further, the head reads its own
 state in place of the features and its own draft in place of the target's token.
 
-`forward(embedding, state) -> state` is one round of drafting. The heads differ in the first state (`fuse`), in how
-token and state are joined, and in whose LM head reads the result (`logits`). A head does not know trees or pages, so
-the same module is trained and served.
+`forward(embedding, state) -> state` is one round of drafting. A state has H numbers. The heads differ in the first
+state (`fuse`), in how token and state are joined, and in whose LM head reads the result (`logits`). A head does not
+know trees or pages, so the same module is trained and served.
 
     EAGLE-2   u = fc[emb; f]           a = u + attn(u)                  logits = target's LM head(a)   f' = a
     EAGLE-3   g = fc[low; mid; high]   a = g + attn[norm emb; norm g]   logits = own LM head(norm a)   g' = a

@@ -1,8 +1,9 @@
 """One step on the device, told in order: propose, forward, verify, compact, commit.
 
 A slot is the place of a running request in all tables. `launch(slots)` runs one decode step, `prefill(chunks)` computes
-known tokens. Both return a `Pending`, and `collect(pending)` waits for the tokens emitted. Between the two nothing
-crosses to the host, unless a request asks for it (`asked/steps.py`), so the next step may be launched meanwhile.
+known tokens. Both return a `Pending`, and `collect(pending)` waits for the tokens emitted. Between launch and collect
+nothing crosses to the host, unless a request asks for it (`asked/steps.py`), so the next step may be launched
+meanwhile.
 
 A launch has three parts: the host fills the step's inputs; the step, `decode` or `prefill_step`, runs on tensors at
 fixed addresses; its outputs are copied to the host.
@@ -106,8 +107,9 @@ class Path(NamedTuple):
 class Engine:
     """Model, KV pages, drafter and sampling state of the running slots, and the step over them.
 
-    lens [R] int64: how many rows of each slot are committed. root [R] int64: the newest committed token, whose row is
-    not computed yet. A step advances both; `assign` and `release` set lens.
+    R is the number of slots, slot 0 included. lens [R] int64: how many rows of each slot are committed. root [R] int64:
+    the newest token of each text, whose row is not committed yet. A step advances both; `assign` and `release` set
+    lens.
     """
 
     beside: Model | None = None  # the target's weights that a drafter reads, if the target is spread over ranks
@@ -130,7 +132,7 @@ class Engine:
         self.lens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.root = torch.zeros(slots, dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
-        # Rows of its tree that a slot may verify: 1, the root alone, for a request that wants no drafts.
+        # Only nodes less deep than this are verified: 1 leaves the root alone, for a request that wants no drafts.
         self.reach = torch.full((slots,), sizes.context_length, dtype=torch.int64, device=device)
         self.asked, self.link = Asked(), Link()
         self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
@@ -232,7 +234,7 @@ class Engine:
         return next(size for size in self.sizes.batch_sizes if size >= count)
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
-        """Return the drafter's trees from the host for the next step, one a slot; none if the step itself drafts."""
+        """Return what `Drafter.host_drafts` does for the next step: trees of the host, one a slot, or none."""
         started = time.perf_counter()
         drafts = self.drafter.host_drafts(slots)
         self.drafter_seconds += time.perf_counter() - started
@@ -243,9 +245,9 @@ class Engine:
     ) -> Pending:
         """Launch one decode step for these slots: verify a tree each, keep the accepted path, emit its tokens.
 
-        shape: one of `Sizes.shapes_of` for this batch; default: the drafter's largest trees. drafts: what `host_drafts`
-        returned for these slots; default: it is called here. Trees of more than N nodes are cut. If the drafter looks
-        texts up, pass only the trees to verify; default: none.
+        shape: one of `Sizes.shapes_of` for this batch; default: the drafter's largest trees. drafts: the trees that
+        `host_drafts` returned for these slots; default: it is called here. With lookups, `drafts` holds NOTHING for
+        each request that verifies the head's tree; by default all do. Trees of more than N nodes are cut.
         """
         batch = self.batch_of(len(slots))
         if drafts is None:

@@ -5,7 +5,7 @@ drafts accepted, the token that the model added, and the time of each part of th
 With rich (`pip install 'minispec[explain]'`) the lines are coloured. `--worked-step` prints the README's step in
 numbers, in float32, so that it is the same on every machine.
 
-Read next: `trace.py` for what a trace holds, `engine.py` for the step.
+Read next: `asked/trace.py` for what a trace holds, `engine.py` for the step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from minispec.verify import Trees, Verdict
 Line = list[tuple[str, str]]  # pieces of text with their styles
 ACCEPTED, REJECTED, OWN, QUIET, HEAD = "bold green", "dim", "bold cyan", "dim", "bold"
 QUESTION = "Why is the sea salty?"  # the prompt of the README's step
-PARTS = ("propose", "blocks", "logits", "compact", "commit")  # as `engine.py` names them
+PARTS = ("propose", "blocks", "logits", "compact", "commit")  # of a step; `Clock` names the function that does each
 
 
 class Clock:

@@ -63,6 +63,8 @@ class KVShape(NamedTuple):
 class PagedKV:
     """Pages for every layer's keys and values under one page table.
 
+    R is the number of slots, slot 0 included; here M is the number of logical pages of a slot.
+
     pool    [2L, Hkv, PAGES * P, D]  keys of layer i at 2i, values at 2i + 1
     table   [R, M] int32             physical page of each logical page of a slot; 0 beyond the slot's pages
     logical [R, PAGES] int32         the inverse of the table; -1 for pages that the slot does not have

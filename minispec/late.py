@@ -3,11 +3,12 @@
 A drafter with a network computes its rows from the target's features. Plain steps do not run the network: that would
 cost most of what they save. Nor do steps whose trees all come from lookups. These steps save tokens and features here,
 by row modulo 64. The drafter takes in a slot's backlog at once, like a chunk of a prompt, so a return to its trees
-costs one pass over at most 64 rows a slot. Pages that other requests may read lack none of the drafter's rows.
+costs one pass over at most 64 rows a slot. Before other requests can read a page, the drafter's rows in it are
+written.
 
 The host counts the rows of each slot's backlog. A plain step adds exactly one row, so the next step may be launched
-before its end. A step with trees adds the tokens it emits, and the host must know their number before the next step.
-The device computes the first row of a backlog from the slot's length.
+before that one ends. A step with trees adds the tokens it emits, and the host must know their number before the next
+step. The device computes the first row of a backlog from the slot's length.
 
 Read next: `engine.py`, whose steps call `keep` and `before`.
 """
@@ -30,8 +31,8 @@ KEPT_ROWS = 64  # of a slot; at most the rows of the largest prefill step, which
 class Late:
     """The backlog of all slots: tokens [R, 64] int64 and features [R, 64, F], by slot and row modulo 64.
 
-    Both are None for a drafter without `commit`, features also without taps. waiting: how many of each slot's newest
-    rows are in its backlog.
+    R is the number of slots, slot 0 included; F is the features' width. Both are None for a drafter without `commit`,
+    features also without taps. waiting: how many of each slot's newest rows are in its backlog.
     """
 
     tokens: Tensor | None = None

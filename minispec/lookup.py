@@ -135,7 +135,8 @@ class Texts(HostDrafter):
 class Lookups(Drafter):
     """A drafter with a network, and lookups of `Texts` beside it, one tree for each request.
 
-    The larger trees have N nodes, so that a lookup may draft a chain of N. The network's trees are padded to N.
+    The larger trees have N nodes, so that a lookup may be a chain of N. In a step with these the network's trees, if
+    they are smaller, are padded to N.
     """
 
     looks_up = True

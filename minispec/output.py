@@ -10,9 +10,9 @@ EOS and stop ids.
 
 Text that may be the beginning of a stop string, or half of a character, is held back until it is certain.
 
-`tokenizer.py` implements the protocols for tokenizers below.
+`load/tokenizer.py` implements the protocols for tokenizers below.
 
-Read next: `scheduler.py`, which calls `append`; `tokenizer.py` for the incremental decoding.
+Read next: `scheduler.py`, which calls `append`; `load/tokenizer.py` for the incremental decoding.
 """
 
 from __future__ import annotations

@@ -5,17 +5,18 @@ batch, the length and kind of the texts, and the machine. The one idea is to mea
 holds the times of real steps, `Acceptance` and `Matches` hold what real trees emitted. The policy takes the shape with
 the most expected tokens a second over the whole batch.
 
-What a tree of the host would have emitted is known once the text has gone on. A tree that the drafter did not draft
-teaches nothing. So now and then another shape is tried, a probe, as long as all probes have cost less than a hundredth
-of the time. A change must gain 3 %, so that noise does not move the engine to and fro. Only the way back to plain steps
-is free, since speculation must never be slower than plain decoding. Before a drafter with a network drafts again, it
-catches up: it takes in the backlog of the steps without it (`late.py`). Its trees must pay for that too (`Returns`).
+What a tree of the host would have emitted is known once the text has gone on. What the drafter would have drafted in a
+shape not taken is never known. So now and then another shape is tried, a probe, as long as all probes have cost less
+than a hundredth of the time. A change must gain 3 %, so that noise does not move the engine to and fro. Only the way
+back to plain steps is free, since speculation must never be slower than plain decoding. Before a drafter with a network
+drafts again, it catches up: it takes in the backlog of the steps without it (`late.py`). Its trees must pay for that
+too (`Returns`).
 
 A request's tree comes from the drafter within the step, from the host, or from the one of the two that promises more
-(`lookup.py`). In the last case there are also shapes in which every request takes the host's tree, so that the drafter
-does not run (`Shape.of_host`). `expected` answers for one request and one shape. `before` chooses a step's shape and
-the trees of the host that it verifies, and `after` learns from the result. Nothing here knows of tensors. Of a request
-it knows the identity, and whether it wants drafts.
+(`lookup.py`). In the last case there are also shapes in which the drafter does not run: every request verifies the tree
+looked up for it, or its root alone if there is none (`Shape.of_host`). `expected` answers for one request and one
+shape. `before` chooses a step's shape and the trees of the host that it verifies, and `after` learns from the result.
+Nothing here knows of tensors. Of a request it knows the identity, and whether it wants drafts.
 
 Expected tokens against step times: arXiv 2211.17192. Read next: `scheduler.py`, which asks.
 """
@@ -38,7 +39,9 @@ PROBES = 0.01  # the share of decode time that probes may cost
 HORIZON = 0.999  # the factor by which `spent` and `probing` decay each step
 STALE = 100  # steps of a kind after which another shape's time is worth a probe
 SAMPLES = 15  # newest step times that a median is taken of
-AROUND = 9  # newest steps, whose most frequent shape is the one in use, and newest times that others are compared with
+# Newest steps that decide which shape is the most used (`Times`); also how many of that shape's newest times, and of
+# another's ratios to it, a median is taken of.
+AROUND = 9
 OWN_AFTER = 8  # tree steps of a request after which its own record counts
 OWN_PRIOR = 16  # observations that the engine's record counts as beside it: requests differ less than few steps do
 SHORT = 2  # tokens of a text that agree with an older one by chance
@@ -64,10 +67,10 @@ class Row(NamedTuple):
     """One request of the next step; here a row is one of the batch, not of keys and values."""
 
     request: object  # compared by identity
-    # `Draft.match` of the host's tree; 0: it offers none; None: the drafter drafts in the step.
+    # Of a host drafter's tree: `Draft.match`, 0 if it has no drafts. None: the drafter drafts in the step.
     match: int | None = None
     wants: bool = True  # False: the request verifies no drafts, whatever the shape
-    lookup: int = 0  # like match, of a looked-up tree that may replace the drafter's; match is None then
+    lookup: int = 0  # beside a drafter with lookups, where match is None: `Draft.match` of the looked-up tree
 
     @property
     def may_verify(self) -> bool:
@@ -91,21 +94,23 @@ class Planned:
     choice: Choice
     rows: Mapping[Request, tuple[Row, Draft | None]]  # with the tree that the host offers, verified or not
     of_host: frozenset[Request]  # requests for which the host's tree replaces the drafter's
-    drafts: Sequence[Draft]  # the host's trees to verify, one a request; empty if the drafter drafts all
+    # The host's trees to verify, one a request; with lookups NOTHING for requests that verify the drafter's tree.
+    # Without lookups, empty if the host was not asked or offered none.
+    drafts: Sequence[Draft]
 
 
 class Times:
     """Times of steps by kind and shape: the median of the newest.
 
     Two shapes are seldom measured in the same minute, and a machine that others use too may be half as fast in the next
-    one. The shape in use would then look slow beside one that was measured before. So the time of any other shape is
-    kept as a multiple of the one in use, as they were measured one after the other.
+    one. The most used shape would then look slow beside one that was measured before. So the time of any other shape is
+    kept as a ratio to that of the most used shape, from steps that were measured just after each other.
     """
 
     def __init__(self) -> None:
         self._samples: dict[Kind, dict[Shape, deque[float]]] = defaultdict(dict)
         self._newest: dict[Kind, deque[Shape]] = defaultdict(lambda: deque(maxlen=AROUND))  # shapes of the newest steps
-        self._used: dict[Kind, Shape] = {}  # the most frequent of these, the one in use
+        self._used: dict[Kind, Shape] = {}  # the most used of these
         self._multiples: dict[tuple[Kind, Shape, Shape], deque[float]] = defaultdict(lambda: deque(maxlen=AROUND))
         self._steps: dict[Kind, int] = defaultdict(int)  # steps of the kind
         self._last: dict[tuple[Kind, Shape], int] = {}  # the number of the step in which the shape was last measured
@@ -189,7 +194,9 @@ class Acceptance:
 
 
 class Matches:
-    """The mean number of tokens that trees of the host emit, by size and by length of match (`Draft.match`).
+    """The mean number of tokens that trees of the host emit, by size and class of match (`Draft.match`).
+
+    A tree of the host is a host drafter's, or one that was looked up beside a drafter on the device.
 
     It is a running mean over what such trees emitted, or would have if verified, and begins with a guess.
     """
@@ -257,7 +264,7 @@ class Policy:
     def __init__(self, trees: Mapping[int, int], adaptive: bool, looks_up: bool = False) -> None:
         """`trees`: the depth of each size of tree, by nodes. Not `adaptive`: the largest tree, if there are drafts.
 
-        looks_up: whether a row takes either the host's tree or the drafter's.
+        looks_up: whether a row takes either a looked-up tree or the drafter's.
         forced: a member for tests and benchmarks, which then chooses from the shapes of the step in place of all rules.
         """
         self.trees, self.adaptive, self.looks_up = dict(trees), adaptive, looks_up
@@ -280,7 +287,7 @@ class Policy:
     ) -> Planned:
         """Choose the shape of the next step, one of `shapes`, and which of the host's trees it verifies.
 
-        offer: returns the host's trees, one a request, none if the step drafts; called only for a step with trees.
+        offer: returns what `Drafter.host_drafts` does for these requests; not called if the step is sure to be plain.
         """
         fixed = self.decided(shapes) if any(r.speculative for r in requests) else PLAIN
         drafts = () if fixed == PLAIN else offer()
@@ -388,7 +395,7 @@ class Policy:
         return self.with_lookups(self._best(kind, shapes, rows), rows)
 
     def with_lookups(self, choice: Choice, rows: Sequence[Row]) -> Choice:
-        """Complete a choice with each row's tree; if all are the host's, the shape is one that drafts nothing."""
+        """Complete a choice with each row's tree; if all are looked up, the shape is one that drafts nothing."""
         shape = choice.shape
         if shape == PLAIN or not any(row.lookup for row in rows):
             return choice
@@ -417,7 +424,10 @@ class Policy:
         return Choice(stay) if probe is None else Choice(probe, True)
 
     def _seconds(self, kind: Kind, shape: Shape) -> float:
-        """Return the time of a step, catching up included; with trees of the host at most that of drafted ones."""
+        """Return the time of a step, catching up included.
+
+        A shape whose trees are all looked up counts as no slower than the same size with drafting.
+        """
         seconds = self.times.of(kind, shape)
         seconds = min(seconds, self.times.of(kind, Shape(shape.nodes, True))) if shape.of_host else seconds
         return seconds + self.returns.of(kind.batch, shape)

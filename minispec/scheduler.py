@@ -6,8 +6,9 @@ for both they alternate, so a long prompt slows the others and never stops them.
 
 A launched step is a flight until it is collected, when it lands. With `overlap`, step k + 1 is launched before step k
 is collected, so the device works while the host applies stop rules, makes text and admits requests. The host then
-learns lengths and ends one step late. It reserves rows for the longest outcome, and drops a flight's tokens for
-requests that ended meanwhile. Without overlap a step is collected right after its launch, in the same loop.
+learns one step late how long texts are and which have ended. It reserves rows for the longest outcome, and drops a
+flight's tokens for requests that ended meanwhile. Without overlap a step is collected right after its launch, in the
+same loop.
 
 Before each decode step `policy.py` chooses its shape. It learns the step's time and tokens when the step lands.
 

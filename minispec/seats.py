@@ -88,9 +88,10 @@ class Seats(dict[Request, Seat]):
             self.kv.map(slot, 0, seat.pages)
 
     def leave(self, request: Request, known: Sequence[int], sound: bool) -> Seat:
-        """Take a request's seat, and leave the full pages of `known` to the cache; the caller frees its own pages.
+        """Take a request's seat, and leave the full pages of `known` to the cache.
 
-        Not `sound`: its own pages may hold NaN, so they are wiped and not shared.
+        The caller frees the pages that the returned seat still owns. Not `sound`: these may hold NaN, so they are wiped
+        and not shared.
         """
         if sound:
             self.share(request, known)

@@ -2,8 +2,8 @@
 
     python -m minispec.server [--model PATH] [--port 30000] ...
 
-Two threads: the event loop parses, counts and streams; the engine thread (`worker.py`) owns the `LLM` and steps. What
-the loop needs to know of the model stands on a `Front`. The server listens at once and says 503 until it is ready.
+Two threads: the event loop parses, counts and streams; the engine thread (`serve/worker.py`) owns the `LLM` and steps.
+What the loop needs to know of the model stands on a `Front`. The server listens at once and says 503 until it is ready.
 Every failure is OpenAI's error object, in a stream as an event. Requests of a client that hangs up are aborted.
 
 Read next: `serve/parse.py` and `serve/reply.py` for what goes in and out, `scheduler.py` for what a step is.

@@ -31,7 +31,7 @@ class Shape(NamedTuple):
 
     @property
     def of_host(self) -> bool:
-        """Whether every tree comes from a lookup on the host."""
+        """Whether every tree comes from a lookup on the host; requests without a lookup verify the root alone."""
         return self.nodes > 1 and not self.drafts
 
 
@@ -39,7 +39,7 @@ PLAIN = Shape(1, False)
 
 
 class DraftTree(NamedTuple):
-    """One tree per request; node 0 is the root, the newest committed token, whose KV is not written yet."""
+    """One tree per request; node 0 is the root, the newest token, whose row is not committed yet."""
 
     tokens: Tensor  # [B, N] int64; padding nodes hold -1
     parents: Tensor  # [B, N] int64; -1 for the root, 0 for padding nodes, else an index below the node's own

@@ -563,6 +563,7 @@ def test_ordinary_schemas_are_far_from_the_limits(real_vocabulary: Grammars) -> 
             f"field_{i}": {"type": "string", "maxLength": 200} for i in range(100)}},
         nested(20), {"type": "string", "pattern": r"^[\w.]{1,64}@[a-z0-9-]{1,64}\.[a-z]{2,8}$"},
         {"type": "string", "format": "date-time"}, {"type": "number", "multipleOf": 0.01},
+        {"type": "object", "properties": {"multipleOf": True}, "additionalProperties": False},
         {"type": "string", "maxLength": 20000}, {"type": "array", "items": {"type": "integer"}, "maxItems": 10000},
     ):  # fmt: skip
         r = Request("r", [1], SamplingParams(grammar=Grammar("json_schema", json.dumps(wanted))))

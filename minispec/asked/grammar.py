@@ -154,7 +154,7 @@ class Grammars:
 
 
 class _Bytes:
-    """The interface by which llguidance reads a tokenizer that is a table of bytes; an id without a token has none."""
+    """A tokenizer as llguidance reads it, a table of bytes; an id without a token has no bytes."""
 
     bos_token_id = None
 
@@ -214,7 +214,7 @@ def _multiples(value: Any) -> Iterator[int | float]:
         value = waiting.pop()
         if isinstance(value, dict):
             found = value.get("multipleOf")
-            if isinstance(found, (int, float)) and math.isfinite(found):
+            if isinstance(found, (int, float)) and not isinstance(found, bool) and math.isfinite(found):
                 yield found
             waiting += value.values()
         elif isinstance(value, list):

@@ -41,8 +41,8 @@ QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
 # benchmarks/lowering.py compiles the kernels and shows it.
 TILE_ROWS, TILE_KEYS = 64, 32
 
-# Writing rows is a custom operator, so that CUDA's warm-up does not autotune it: autotuning tries kernels that write
-# into the pool on copies of the pool, gigabytes each time.
+# Writing rows is a custom operator, so that CUDA's warm-up does not autotune it: autotuning would copy the
+# pool, gigabytes, for every such kernel that it tries.
 library = torch.library.Library("minispec", "FRAGMENT")
 library.define("write_rows(Tensor(a!) pool, Tensor rows, Tensor new) -> ()")
 
@@ -72,8 +72,8 @@ def prefill_block(device: torch.device) -> int:
 class Plan:
     """The static tensors of one step: whose rows each query block reads, what each node sees, where new rows go.
 
-    The queries are [batch, H, T, D], of H attention heads, with T = blocks * width: r = batch * blocks query blocks of
-    W = width nodes.
+    The queries are [batch, H, T, D], of H attention heads, with T = blocks * width. There are r = batch * blocks
+    query blocks, each of W = width nodes.
     slots, starts [r] int64; ends [r] int64, the row after the last one that a block reads; rows [r * W] int64, the
     physical row that each node writes. visible [r, W, M] bool says which of the M rows from `starts` on a node sees:
     by default the block's own (M = W); a drafter that grows trees in rounds has a window with earlier nodes too.
@@ -147,7 +147,7 @@ class Plan:
 
 
 class PagedAttend(Protocol):
-    """Attention over the pages of all layers under one plan. Plans of the same `graph` share a compiled graph."""
+    """Attention over the pages of all layers under one plan. Those with the same `graph` share a compiled graph."""
 
     graph: str
 
@@ -242,8 +242,8 @@ class FlexLayer(Key):
     def _kernel_options(self, q: Tensor, kv_heads: int) -> Any:
         """Return the options that each device's kernel needs; docs/cuda.md and docs/cpu.md list the traps."""
         if not q.is_cuda:
-            # Any value that is no multiple of the page size turns off the CPU's split-KV kernel, which takes the shape
-            # of the buffer behind a view of q for that of q and silently returns garbage.
+            # Any value that is no multiple of the page size turns off the CPU's split-KV kernel, which, if q is a
+            # view, mistakes the shape of its buffer for that of q, and silently returns garbage.
             return {"PARTITION_SIZE": 1}
         # Nothing is left to autotuning: it would try the kernels on block lists as long as the whole pool.
         keys = min(TILE_KEYS, self.plan.kv.page_size)

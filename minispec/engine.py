@@ -142,7 +142,7 @@ class Engine:
         # Captured steps; `cuda/graphs.py` fills it.
         self.graphs: dict[tuple[DecodeBuffers | PrefillBuffers, Needs], torch.cuda.CUDAGraph] = {}
         self.amended = False  # whether thresholds were changed since the start
-        # Counts steps that began to change the state of slots, to tell after an exception whether the newest had begun.
+        # Counts steps that began to change slots: it tells after an exception whether the newest had changed anything.
         self.changes = 0
         attend = (attend_kind, model.config.layers)
         self.decodes: dict[tuple[int, Shape], DecodeBuffers] = {}
@@ -161,7 +161,7 @@ class Engine:
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
-        """Compile what surrounds the blocks, the drafter's too, for the steps that `choice` names."""
+        """Compile what surrounds the blocks of target and drafter, for the steps that `choice` names."""
         self.small.compile(compiler, choice)
         self.drafter.compile_small(compiler, choice)
 
@@ -234,7 +234,7 @@ class Engine:
         return next(size for size in self.sizes.batch_sizes if size >= count)
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
-        """Return what `Drafter.host_drafts` does for the next step: trees of the host, one a slot, or none."""
+        """Return the trees of `Drafter.host_drafts` for the next step, one a slot, or none."""
         started = time.perf_counter()
         drafts = self.drafter.host_drafts(slots)
         self.drafter_seconds += time.perf_counter() - started
@@ -247,14 +247,14 @@ class Engine:
 
         shape: one of `Sizes.shapes_of` for this batch; default: the drafter's largest trees. drafts: the trees that
         `host_drafts` returned for these slots; default: it is called here. With lookups, `drafts` holds NOTHING for
-        each request that verifies the head's tree; by default all do. Trees of more than N nodes are cut.
+        each request that verifies the head's tree, and the default is NOTHING for all. Trees are cut to N nodes.
         """
         batch = self.batch_of(len(slots))
         if drafts is None:
             drafts = [NOTHING] * len(slots) if self.drafter.looks_up else self.host_drafts(slots)
         buffers = self.decodes[batch, max(self.sizes.shapes_of(batch)) if shape is None else shape]
         started = time.perf_counter()
-        # These two lines may fail over one request. Nothing has changed yet, so only this step is lost then.
+        # These two lines may fail over one request. Nothing has changed yet, so only the step's requests are lost then.
         buffers.upload(slots, [draft.cut(buffers.nodes) for draft in drafts])
         asked = self.asked.decode(buffers, slots)
         began = time.perf_counter()
@@ -273,7 +273,7 @@ class Engine:
     def run(self, step: DecodeBuffers | PrefillBuffers, needs: Needs, asked: AskedStep | None = None) -> bool:
         """Run a step; returns whether a CUDA graph was replayed.
 
-        A step captured for more needs serves fewer too: members of `Wishes` that nobody wants have neutral values.
+        A graph captured for a larger set of needs serves a smaller one too: what nobody wants is neutral in `Wishes`.
         """
         with self.link.led(step, asked), within_step(step):
             if asked is not None:
@@ -318,7 +318,8 @@ class Engine:
             batch = Batch(buffers.slots, lens, root, buffers.tree, temperature, seed, told)
             drafted = self.drafter.propose(batch)
         elif buffers.shape.of_host:
-            drafted = DraftTree(*(part.clone() for part in buffers.tree))  # compiled code has the buffers' tree already
+            # A clone: compiled code has the buffers' own tree as an input already, and may not get a tensor twice.
+            drafted = DraftTree(*(part.clone() for part in buffers.tree))
         return self.link.begin(buffers, lens, root, drafted)
 
     def _before_blocks(
@@ -363,7 +364,7 @@ class Engine:
     def keep(
         self, buffers: DecodeBuffers, trees: Trees, verdict: Verdict, features: Tensor | None, wishes: Wishes | None
     ) -> Path | None:
-        """Keep the accepted paths, and write the outputs; returns what `_after_blocks` does."""
+        """Keep the accepted paths, and write the outputs; the result is that of `_after_blocks`."""
         tokens, slots, lens, nodes = trees.tree.tokens, trees.slots, trees.lens, buffers.nodes
         if nodes > 1:
             self.kv.compact(slots, lens, verdict.path, verdict.count)

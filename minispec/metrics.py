@@ -2,7 +2,8 @@
 
 Definitions, as in SGLang's log: a decode forward over B requests counts B verify steps; accept len is the tokens
 emitted per verify step, the target's own included (1.00 is plain decoding); accept rate is the share of verified drafts
-that was accepted. Verified drafts are the nodes of a step's trees without the roots. Tokens beyond a stop do not count.
+that was accepted. Verified drafts are the nodes of a step's trees without the roots, padding included. Tokens beyond
+a stop do not count.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class Metrics:
         }
 
     def prefill(self, load: Load, chunks: Sequence[int], *, cached: int, emitted: int, captured: bool) -> None:
-        """Count and log one prefill step: prompt tokens computed by chunk, `cached` ones found, `emitted` picked."""
+        """Count and log one prefill step: prompt tokens computed, by chunk; `cached` found; `emitted` picked."""
         new = sum(chunks)
         self.prefill_steps += 1
         self.generated_tokens += emitted

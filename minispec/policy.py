@@ -39,15 +39,15 @@ PROBES = 0.01  # the share of decode time that probes may cost
 HORIZON = 0.999  # the factor by which `spent` and `probing` decay each step
 STALE = 100  # steps of a kind after which another shape's time is worth a probe
 SAMPLES = 15  # newest step times that a median is taken of
-# Newest steps that decide which shape is the most used (`Times`); also how many of that shape's newest times, and of
-# another's ratios to it, a median is taken of.
+# In `Times`: the most used shape is that of the newest AROUND steps; medians are of its newest AROUND times, and of
+# the newest AROUND ratios of another shape to it.
 AROUND = 9
 OWN_AFTER = 8  # tree steps of a request after which its own record counts
-OWN_PRIOR = 16  # observations that the engine's record counts as beside it: requests differ less than few steps do
+OWN_PRIOR = 16  # observations that the engine's record counts as beside it, since few steps of a request say little
 SHORT = 2  # tokens of a text that agree with an older one by chance
 FIRST_RUN = 8.0  # length of a run of steps that draft, before any run has ended
 FIRST_CHANCE = 0.6  # chance that a draft is accepted, before any was tried
-ALL_KEEP, OWN_KEEP = 0.99, 0.97  # weight of an observation after the next one, for the engine, for a request
+ALL_KEEP, OWN_KEEP = 0.99, 0.97  # factor by which a new observation reduces older ones: the engine's, a request's
 
 
 class Kind(NamedTuple):
@@ -147,7 +147,7 @@ class Times:
         """Return the seconds of a step: measured, or estimated from the nearest kind in which the shape was measured.
 
         The estimate is scaled by the ratio of a shape that was measured in both kinds. A shape that was measured
-        nowhere counts as the fastest shape of the kind, so that it is tried.
+        at no length of this batch counts as the fastest shape of the kind, so that it is tried.
         """
         here = self._samples.get(kind, {})
         if shape in here:
@@ -174,7 +174,7 @@ class Acceptance:
     """How often a draft was accepted lately if the one above it was, by size of tree and depth."""
 
     def __init__(self, keep: float) -> None:
-        """`keep`: the weight of an observation after the next one."""
+        """`keep`: the factor by which a new observation reduces older ones."""
         self.keep, self.steps = keep, 0
         self._tried: dict[tuple[int, int], float] = defaultdict(float)  # by nodes of the tree and depth
         self._held: dict[tuple[int, int], float] = defaultdict(float)
@@ -287,7 +287,7 @@ class Policy:
     ) -> Planned:
         """Choose the shape of the next step, one of `shapes`, and which of the host's trees it verifies.
 
-        offer: returns what `Drafter.host_drafts` does for these requests; not called if the step is sure to be plain.
+        offer: returns the trees of `Drafter.host_drafts` for them; not called if the step is sure to be plain.
         """
         fixed = self.decided(shapes) if any(r.speculative for r in requests) else PLAIN
         drafts = () if fixed == PLAIN else offer()

@@ -88,14 +88,14 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True)
 class Logprobs:
-    """Which log-probabilities a request wants: those of its output tokens, and of its prompt's from `start` on.
+    """Which log-probabilities a request wants: those of its output tokens, and of its prompt's after `start`.
 
     They come from the model's logits at temperature 1, before penalties, bias and filters.
     """
 
     top: int = 0  # how many of the likeliest tokens to report beside each token
     ids: tuple[int, ...] = ()  # tokens to report beside each token
-    start: int | None = None  # report the prompt's tokens behind this one; None: none
+    start: int | None = None  # report the prompt's tokens after this one; None: none
 
     def __post_init__(self) -> None:
         _integer("top_logprobs", self.top, 0, MAX_TOP)
@@ -270,12 +270,12 @@ class Request:
     trace: Trace | None = None  # None: not watched
 
     seed: int = 0  # params.sampling_seed, or drawn at submission; kept through retraction
-    max_new_tokens: int = 0  # params.max_new_tokens clamped to context and pool
+    max_new_tokens: int = 0  # params.max_new_tokens, or what context and pool leave
     output_ids: list[int] = field(default_factory=list)
     released: int = 0  # characters of its text that were handed out
     # One entry a token, if asked for. They only grow, so a thread that has seen n ids may read n entries.
     output_scores: list[Scored] = field(default_factory=list)
-    prompt_scores: list[Scored] = field(default_factory=list)  # of the tokens behind `start`
+    prompt_scores: list[Scored] = field(default_factory=list)  # of the tokens after `start`
     prompt_done: bool = False  # whether its rows were computed and its pages are shared
     finish: Finish | None = None
     slot: int = 0  # 0: not in the running set

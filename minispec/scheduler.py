@@ -59,7 +59,7 @@ class SchedulerOptions:
     radix: bool = True  # share prefixes between requests
     overlap: bool = False  # launch a step before the last one is collected, unless the drafter reads text
     decode_log_interval: int = 40  # decode steps between two log lines
-    random_seed: int | None = None  # seeds the generator of seeds for requests without one
+    random_seed: int | None = None  # of the generator that draws the seeds of requests without one
     adaptive: bool = False  # choose each step's shape by expected tokens a second; else the largest tree
 
 
@@ -233,7 +233,7 @@ class Scheduler:
                 self._retract(newest)
 
     def _grow(self, request: Request) -> bool:
-        """Extend a request's pages to its rows, those that its flight may add, and one tree; False if the pool cannot.
+        """Extend a request's pages to hold its rows, what its flight may add, and one tree; False if the pool cannot.
 
         A flight adds no rows beyond the context. The request keeps pages that the flight did not fill, for later.
         """
@@ -471,7 +471,7 @@ class Scheduler:
         """Take slot and pages from a request, leaving its full pages to the prefix cache; returns how many it had."""
         (self.running if request in self.running else self.prefilling).remove(request)
         flies = self._flies(request)
-        # A row is valid if its token is known. A stop inside a step leaves rows behind without one.
+        # A row is valid if its token is known. Rows beyond a stop inside a step have no known token.
         seat = self.seats.leave(request, request.ids[: self._landed_rows(request)], sound)
         if flies and self._flight is not None:
             self._flight.left.append((request.slot, seat.owned()))
@@ -517,7 +517,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def fail_all(self, error: BaseException, waiting: bool = False) -> list[Update]:
-        """After an exception, end all requests that have a slot, with `waiting` the queued ones too.
+        """After an exception, end all requests with a slot or behind a leader, with `waiting` the queued ones too.
 
         Pages, slots, prefix cache and drafter start anew, whatever the step left half done.
         """

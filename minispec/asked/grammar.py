@@ -19,7 +19,7 @@ field offers, is llguidance's own language, in which `%json {...}` embeds a sche
 calls can be written in it. `Scheduler.validate` compiles, and raises a RequestError that names `Grammar.origin`.
 
 Constrained decoding follows Willard, Louf, "Efficient guided generation for large language models", arXiv 2307.09702.
-Read next: `steps.py`, which cuts a step in two around `Constraints.fill`.
+Read next: `steps.py`, which cuts a step in two around `Constraints.masks`.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ class Clock:
         """Return `work` with a clock around it; on CUDA it waits for the device before and after."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            """Run `work`, and add its seconds to the part's."""
             wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
             wait()
             started = time.perf_counter()
@@ -190,6 +191,7 @@ def worked_steps(llm: LLM, question: str, new_tokens: int) -> tuple[list[Worked]
     judge = engine.accept.judge
 
     def watched(trees: Trees, logits: Tensor, *given: Any) -> Verdict:
+        """Judge, and note what was judged."""
         verdict, tree = judge(trees, logits, *given), trees.tree
         kept = verdict.path[0, : int(verdict.count[0])].tolist()
         above, picks = trees.above[0].int().tolist(), largest(logits)[0].tolist()

@@ -10,9 +10,11 @@ import gc
 import json
 import random
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from minispec.load.draft_models import load_draft, tokenizer_digest
 from minispec.load.heads import load_head
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer
 from minispec.metrics import loops
-from minispec.model import FINAL, Model
+from minispec.model import FINAL, Model, ModelError
 from minispec.request import SamplingParams
 from minispec.train.__main__ import ON_CUDA, load_target, main
 from minispec.train.corpus import (
@@ -51,6 +53,7 @@ from minispec.train.prompts import Conversation
 from minispec.train.rounds import SoftCrossEntropy, Teacher, Unrolled, losses, pack, replay, rows_at_once, unroll
 from minispec.train.shards import read_shards, restore, shard_files, write_shards
 from minispec.train.small import export_small, foreseen, small_model, train_small
+from minispec.train.stages import Stages
 from minispec.train.trainer import Trainer
 
 KINDS = ("eagle3", "eagle", "mtp")
@@ -66,7 +69,7 @@ def target() -> Model:
 
 def recipe(kind: str, **options: object) -> Recipe:
     """Return a small recipe."""
-    base = Recipe(kind, rounds=3, epochs=2, learning_rate=1e-2, batch_tokens=40, draft_vocab=24, seed=1)
+    base = Recipe(kind, rounds=3, epochs=2, learning_rate=1e-2, batch_tokens=40, draft_vocab=24, seed=1, warm_up=0)
     return replace(base, **options)
 
 
@@ -221,11 +224,60 @@ def test_a_run_cut_in_two_is_bit_identical(kind: str, tmp_path: Path) -> None:
     Trainer(recipe(kind), features, tmp_path / "cut", silent).run(stop_at=3)
     rest = Trainer(recipe(kind), features, tmp_path / "cut", silent)
     rest.run()
-    assert whole.step == rest.step == whole.updates > 4
+    assert whole.step == rest.step == whole.stages.updates > 4
     for name, tensor in whole.head.state_dict().items():
         assert torch.equal(tensor, rest.head.state_dict()[name]), name
     with pytest.raises(ValueError, match="another recipe"):
         Trainer(recipe(kind, epochs=3), features, tmp_path / "cut", silent).run()
+
+
+def test_parts_that_come_later_change_nothing_before_them(tmp_path: Path) -> None:
+    """Every reply is learned from as often as there are epochs, and a longer run begins with the trunk of a shorter."""
+    texts = replies(target(), 40)
+
+    def stages(parts: Sequence[int]) -> Stages:
+        features = Features(target(), texts[: sum(parts)], TAPS, tmp_path / "work", 10**9)
+        training = [i for i in range(sum(parts)) if i % 7]
+        return Stages(recipe("eagle3", epochs=3), features, training, parts)
+
+    short, long = stages([10, 12]), stages([10, 12, 11, 7])
+    for found in (short, long):
+        seen = Counter(i for chosen in found.order() for i in chosen)
+        assert seen == {i: 3 for i in found.training}
+        rates = [found.rate(step) for step in range(found.updates)]
+        assert set(rates[: found.trunk + 1]) == {0.01}
+        falling = rates[found.trunk :]
+        assert falling == sorted(falling, reverse=True) and 0.0005 < falling[-1] < falling[0]
+        assert len(falling) >= 0.2 * found.updates
+    assert 0 < short.trunk < long.trunk
+    trunk = list(islice(short.order(), short.trunk))
+    assert trunk == list(islice(long.order(), short.trunk))
+    assert {i for chosen in list(long.order())[: len(list(long._stage(0)))] for i in chosen} <= set(range(10))
+    rising = Stages(recipe("eagle3", warm_up=3), short.features, short.training, [22])
+    assert [rising.rate(step) for step in range(4)] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+
+
+def test_a_trunk_goes_on_with_parts_that_were_added(tmp_path: Path) -> None:
+    """The run from a trunk makes the updates that a longer run would have made; a trunk of other replies is refused."""
+    model, silent = target(), lambda line: None
+    texts, made = replies(model, 30), recipe("eagle3")
+    first = Features(model, texts[:20], TAPS, tmp_path / "first", 10**9)
+    run = Trainer(made, first, tmp_path / "head", silent, [10, 10])
+    run.run()
+    trunk = tmp_path / "head" / "trunk"
+    assert run.stages.trunk_stages == 2
+    more = Features(model, texts, TAPS, tmp_path / "more", 10**9)
+    further = replace(made, start=str(trunk))
+    rest, whole = (Trainer(r, more, tmp_path / "rest", silent, [10, 10, 10]) for r in (further, made))
+    assert list(whole.stages.order())[-rest.stages.updates :] == list(rest.stages.order())
+    assert whole.stages.updates - rest.stages.updates == run.stages.trunk == whole.stages.trunk - rest.stages.trunk
+    assert torch.equal(rest.head.token_map, run.head.token_map)  # counted once
+    before = [tensor.clone() for tensor in rest.head.state_dict().values()]
+    rest.run()
+    assert any(not torch.equal(a, b) for a, b in zip(before, rest.head.state_dict().values(), strict=True))
+    other = Features(model, texts[5:], TAPS, tmp_path / "other", 10**9)
+    with pytest.raises(ModelError, match="--start .*trunk: its trained.json is of a run on other replies"):
+        Trainer(further, other, tmp_path / "other", silent, [10, 10, 5])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -619,13 +671,13 @@ def test_shards_hold_whole_groups_in_order_and_are_never_changed(tmp_path: Path,
     growing(path, [100, 100, 60], half=50)
     assert write_shards(path, folder) and len(shard_files(folder)) == 1
     first = shard_files(folder)[0].read_bytes()
-    assert [len(r.ids) - r.start for r in read_shards(folder, "m")] == [10] * 20
+    assert [[len(r.ids) - r.start for r in shard] for shard in read_shards(folder, "m")] == [[10] * 20]
     path.unlink()
     growing(path, [100, 100, 60, 240, 10])
     assert write_shards(path, folder) and len(shard_files(folder)) == 2
     assert write_shards(path, folder, last=True) and write_shards(path, folder, last=True)
     assert len(shard_files(folder)) == 3 and shard_files(folder)[0].read_bytes() == first
-    assert read_shards(folder, "m") == read_replies(path)
+    assert sum(read_shards(folder, "m"), []) == read_replies(path)
 
 
 def test_a_lost_work_folder_is_begun_anew_from_the_shards(tmp_path: Path, monkeypatch: Any) -> None:
@@ -669,7 +721,7 @@ def test_the_command_writes_shards_goes_on_from_them_and_learns_from_them(
     lines = [json.dumps({"prompt": f"say {n}"}) for n in (*range(20), *range(20))]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
     command("replies", out=tmp_path / "shards")
-    found = read_shards(tmp_path / "shards", str(tmp_path / "target"))
+    found = sum(read_shards(tmp_path / "shards", str(tmp_path / "target")), [])
     assert found == read_replies(tmp_path / "work" / "replies.jsonl")
     assert 10 < len(found) == len({tuple(reply.ids[: reply.start]) for reply in found})
     monkeypatch.setattr("minispec.train.__main__.LLM", None)  # from here on nothing is generated

@@ -92,10 +92,11 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
     work = options.work or options.out / "work"
     work.mkdir(parents=True, exist_ok=True)
     if options.replies is not None:
-        replies = read_shards(options.replies, config.served_name)
+        parts = read_shards(options.replies, config.served_name)
     else:
         begin_replies(work / "replies.jsonl", made_with(options, config))
-        replies = ensure_replies(options, config, work / "replies.jsonl", tell)
+        parts = [ensure_replies(options, config, work / "replies.jsonl", tell)]
+    replies = [reply for part in parts for reply in part]
     tell(f"{len(replies)} replies, {sum(len(r.ids) - r.start for r in replies)} reply tokens, "
          f"{sum(len(r.ids) for r in replies)} in all")  # fmt: skip
     if options.kind == "replies":
@@ -115,7 +116,7 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
         return
     taps: tuple[int | str, ...] = (2, model.config.layers // 2, model.config.layers - 3, FINAL)
     features = Features(model, replies, taps, work, options.feature_gigabytes * 10**9)
-    trainer = Trainer(recipe, features, options.out, tell)
+    trainer = Trainer(recipe, features, options.out, tell, [len(part) for part in parts])
     trainer.run()
     export(trainer.head, model, options.out)
     lengths = ", ".join(f"{trainer.accept_length(rounds):.2f} with {rounds}" for rounds in (1, 2, 3, 5))
@@ -211,9 +212,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--long-share", type=float, help=f"share kept of the prompts beyond {LONG} tokens (CPU 0.25, CUDA 1)")
     add("--max-new-tokens", type=int, help="longest reply (CPU 96, CUDA 512)")
     add("--rounds", type=int, help="rounds of drafting in training (CPU 3, CUDA 5)")
-    add("--epochs", type=int, help="passes over the replies (CPU 4, CUDA 3)")
+    add("--epochs", type=int, help="how often each reply is learned from (CPU 4, CUDA 3)")
     add("--batch-tokens", type=int, help="reply tokens behind an update (CPU 500, CUDA 32768)")
-    add("--learning-rate", type=float, help="peak of the cosine (default 1e-3; standalone 2e-3)")
+    add("--learning-rate", type=float, help="highest learning rate (default 1e-3; standalone 2e-3)")
     add("--draft-vocab", type=int, default=8192, help="size of the draft vocabulary (default 8192)")
     add("--variant", choices=("3", "3.1"), default="3", help="EAGLE-3 as published, or 3.1 with a norm per stream")
     add("--width", type=int, default=128, help="hidden size of a standalone model (default 128)")

@@ -296,7 +296,7 @@ class Features:
         self.kept = int(np.searchsorted(self.offsets, room, side="right")) - 1 if room < rows else len(sequences)
         rows = int(self.offsets[self.kept])
         kind = np.uint16 if self.dtype.itemsize == 2 else np.uint32
-        self.digest = _digest(sequences, self.taps, self.dtype)
+        self.digest = digest_of(sequences, self.taps, self.dtype)
         name = "-".join(map(str, self.taps))
         files = [folder / f"{part}-{name}.bin" for part in ("features", "choices", "done")]
         _drop_others(files, folder / f"digest-{name}.txt", self.digest)
@@ -332,7 +332,7 @@ class Features:
         return features[0], choices
 
 
-def _digest(sequences: Sequence[TrainingReply], taps: Sequence[int | str], dtype: torch.dtype) -> str:
+def digest_of(sequences: Sequence[TrainingReply], taps: Sequence[int | str], dtype: torch.dtype) -> str:
     """Return a sha256 of all that features depend on besides the target's weights, and of each temperature.
 
     The temperatures are in it because they decide which replies are held out.

@@ -35,15 +35,16 @@ class Recipe:
 
     kind: str
     rounds: int  # S of the training-time test
-    epochs: int
+    epochs: int  # how often each reply is learned from
     learning_rate: float
     batch_tokens: int  # reply tokens of one update
     draft_vocab: int
     seed: int
     variant: str = "3"  # of EAGLE-3: "3" or "3.1" (a norm per stream, and the normed state fed back)
     start: str | None = None  # folder of the exported head that training begins with; None: from scratch
-    warm_up: float = 0.03  # share of the updates in which the learning rate rises
-    floor: float = 0.05  # the last learning rate as a share of the peak
+    warm_up: int = 50  # updates in which the learning rate rises
+    decay: float = 0.2  # share of the updates, at least, in which the learning rate falls at the end
+    floor: float = 0.05  # the last learning rate as a share of the highest
     clip: float = 0.5  # largest norm of a gradient
     feature_weight: float = 0.0  # EAGLE-2: weight of the loss for imitating the target's next feature
 

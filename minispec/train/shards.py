@@ -31,17 +31,17 @@ def shard_files(folder: Path) -> list[Path]:
     return files
 
 
-def read_shards(folder: Path, model: str) -> list[TrainingReply]:
-    """Return the replies of all shards in their order; raises ValueError if there are none or another model's."""
-    replies: list[TrainingReply] = []
+def read_shards(folder: Path, model: str) -> list[list[TrainingReply]]:
+    """Return the replies of each shard in their order; raises ValueError if there are none or another model's."""
+    shards: list[list[TrainingReply]] = []
     for file in shard_files(folder):
         lines = _lines(file)
         if (wrote := json.loads(lines[0])["made"]["--model"]) != model:
             raise ValueError(f"--replies {folder}: {file.name} was written by {wrote}, and this run trains for {model}")
-        replies += parse_replies(lines[1:])
-    if not replies:
+        shards.append(parse_replies(lines[1:]))
+    if not shards:
         raise ValueError(f"--replies {folder} holds no shard such as {_shard(folder, 0).name}")
-    return replies
+    return shards
 
 
 def restore(path: Path, folder: Path) -> None:

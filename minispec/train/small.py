@@ -69,7 +69,7 @@ def train_small(recipe: Recipe, small: Model, replies: Sequence[TrainingReply], 
     rng, told, mean = torch.Generator().manual_seed(recipe.seed), time.perf_counter(), 0.0
     for step, chosen in enumerate(updates):
         for group in optimizer.param_groups:
-            rise = min(1.0, (step + 1) / (recipe.warm_up * len(updates) + 1))
+            rise = min(1.0, (step + 1) / (recipe.warm_up + 1))
             group["lr"] = recipe.learning_rate * rise * (0.525 + 0.475 * math.cos(math.pi * step / len(updates)))
         drawn = torch.randperm(small.config.vocab_size, generator=rng)[: recipe.draft_vocab]
         shown = torch.tensor([token for i in chosen for token in replies[i].ids])

@@ -4,15 +4,14 @@ A run that is interrupted and resumed ends with the same bits as one that is not
 every random number are functions of the recipe's seed. Some replies are never trained on. On these `accept_length`
 replays what a server would do with the head, so the number printed at the end is the one to expect when serving.
 
-Read next: `rounds.py` for what one update computes, `export.py` for the head before and after.
+Read next: `stages.py` for the order of the replies, `rounds.py` for what one update computes, `export.py` for the head
+before and after.
 """
 
 from __future__ import annotations
 
-import math
-import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -22,19 +21,23 @@ from torch import Tensor, nn
 
 from minispec.eagle import Eagle3Head
 from minispec.load.heads import HEAD_KINDS, slice_head
-from minispec.train.corpus import Features, batches, held_out
-from minispec.train.export import Recipe, draft_vocabulary, new_head, read_start
+from minispec.train.corpus import Features, held_out
+from minispec.train.export import Recipe, draft_vocabulary, export, new_head, read_start
 from minispec.train.prompts import Tell
 from minispec.train.rounds import Packed, Teacher, losses, pack, replay
+from minispec.train.stages import Stages
 
 
 class Trainer:
     """A head, its optimizer and its data; `run` goes on from the checkpoint in `folder`, if there is one.
 
     features: those of the replies to learn from; they know the replies and the target that wrote them.
+    parts: how many replies each part has, in their order; by default all are one part.
     """
 
-    def __init__(self, recipe: Recipe, features: Features, folder: Path, tell: Tell) -> None:
+    def __init__(
+        self, recipe: Recipe, features: Features, folder: Path, tell: Tell, parts: Sequence[int] = ()
+    ) -> None:
         self.recipe, self.features, self.folder, self.tell = recipe, features, folder, tell
         self.model, self.replies = model, replies = features.model, features.sequences
         self.held_out = held_out(replies)
@@ -55,28 +58,31 @@ class Trainer:
         trained = [p for p in self.head.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         self.step = 0
-        self.updates = sum(1 for _ in self._order())
+        self.stages = Stages(recipe, features, self.training, parts or [len(replies)])
 
     def run(self, save_every: float = 300.0, stop_at: int | None = None) -> None:
         """Train to the end (or to update `stop_at`), print progress, and save checkpoints to resume from."""
         self._resume()
+        updates = self.stages.updates
         begun, first, told, saved, tokens = time.perf_counter(), self.step, time.perf_counter(), time.perf_counter(), 0
         hits, loss_sum, count = torch.zeros(self.recipe.rounds, 2), 0.0, 0
-        for number, chosen in enumerate(self._order()):
+        for number, chosen in enumerate(self.stages.order()):
             if number < self.step:
                 continue
             if number == stop_at:
                 break
+            if number == self.stages.trunk and number > 0:
+                self._write_trunk()
             loss, found = self._update(chosen)
             hits, loss_sum, count = 0.98 * hits + found.cpu(), loss_sum + loss, count + 1
             tokens += sum(len(self.replies[i].ids) - self.replies[i].start for i in chosen)
             now = time.perf_counter()
-            if now - told > 15 or self.step == self.updates:
+            if now - told > 15 or self.step == updates:
                 rate = (self.step - first) / (now - begun)
                 depth = " ".join(f"{a:.2f}" for a in (hits[:, 0] / hits[:, 1].clamp(min=1)).tolist())
                 self.tell(
-                    f"update {self.step}/{self.updates}  loss {loss_sum / count:.3f}  acceptance by depth {depth}  "
-                    f"{tokens / (now - begun):.0f} tokens/s  {(self.updates - self.step) / rate / 60:.1f} min left"
+                    f"update {self.step}/{updates}  loss {loss_sum / count:.3f}  acceptance by depth {depth}  "
+                    f"{tokens / (now - begun):.0f} tokens/s  {(updates - self.step) / rate / 60:.1f} min left"
                 )
                 told, loss_sum, count = now, 0.0, 0
             if now - saved > save_every:
@@ -93,11 +99,12 @@ class Trainer:
             emitted, steps = emitted + more[0], steps + more[1]
         return emitted / max(1, steps)
 
-    def _order(self) -> Iterator[list[int]]:
-        """Yield the replies of every update, the same in every run."""
-        for epoch in range(self.recipe.epochs):
-            rng = random.Random(f"{self.recipe.seed}/{epoch}")
-            yield from batches(self.replies, self.training, self.recipe.batch_tokens, rng)
+    def _write_trunk(self) -> None:
+        """Export the head before the learning rate falls, so that a later run can go on from it with more replies."""
+        folder = self.folder / "trunk"
+        export(self.head, self.model, folder)
+        self.stages.record(folder)
+        self.tell(f"wrote {folder}, from which --start goes on with more replies")
 
     def _batch(self, chosen: Sequence[int], rounds: int) -> Packed:
         """Return a batch of the replies of these indices, except those of a single token, which teach nothing."""
@@ -107,11 +114,9 @@ class Trainer:
 
     def _update(self, chosen: Sequence[int]) -> tuple[float, Tensor]:
         """Make one update of the weights; returns the loss and the hits."""
-        recipe, share = self.recipe, self.step / self.updates
-        rise = min(1.0, (self.step + 1) / (recipe.warm_up * self.updates + 1))
-        fall = recipe.floor + (1 - recipe.floor) * 0.5 * (1 + math.cos(math.pi * share))
+        recipe = self.recipe
         for group in self.optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * rise * fall
+            group["lr"] = self.stages.rate(self.step)
         batch = self._batch(chosen, recipe.rounds)
         with self._autocast():
             loss, hits = losses(self.head, batch, self.taps, self.teacher, recipe.feature_weight)
@@ -172,4 +177,4 @@ class Trainer:
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
-        self.tell(f"going on from update {self.step} of {self.updates}")
+        self.tell(f"going on from update {self.step} of {self.stages.updates}")

@@ -26,7 +26,7 @@ from benchmarks.yardstick_lines import size_of_files
 from minispec import LLM, late, lookup, policy
 from minispec.attention import most_nodes, prefill_block
 from minispec.config import INT8_NODES, Config
-from minispec.cpu import products
+from minispec.cpu import products, spinning
 from minispec.cpu.linear import FEW_ROWS
 from minispec.load.flags import config_from_args
 from minispec.load.tree_shape import CPU_SHAPE, LOOKUP_NODES
@@ -224,7 +224,7 @@ def number(page: str, pattern: str) -> float:
     """Return the one number that a page has in this place."""
     text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
     (found,) = set(re.findall(pattern, text))
-    words = {"four": 4, "eight": 8, "hundredth": 0.01}
+    words = {"half": 0.5, "twice": 2, "four": 4, "eight": 8, "ten": 10, "hundredth": 0.01}
     return words.get(found) or float(found)
 
 
@@ -244,3 +244,6 @@ def test_pages_have_the_numbers_of_the_code() -> None:
     assert number("architecture", r"must gain (\d+) %") == round(100 * (policy.GAIN - 1), 6)
     assert number("architecture", r"after (\w+) trees of the request itself") == policy.OWN_AFTER
     assert number("architecture", r"Lookups take about a (\w+) of the time") == lookup.SHARE
+    assert number("serving", r"From (\w+) a core on its threads sleep") == spinning.BUSY
+    assert number("serving", r"after (\w+) quiet seconds they spin") == spinning.CALM * spinning.LOOK
+    assert number("serving", r"the server looks (\w+) a second") == 1 / spinning.LOOK

@@ -182,13 +182,3 @@ class Metrics:
             load.queued,
         )  # fmt: skip
         self._window, self._window_start = [0, 0, 0, 0], now
-
-
-def loops(tokens: Sequence[int], window: int = 48, period: int = 16) -> bool:
-    """Return whether a reply's last `window` tokens repeat with a period of at most `period`.
-
-    Small models loop under greedy decoding, and a loop is easy to draft. So benchmarks report figures with and without
-    such replies.
-    """
-    tail = list(tokens[-window:])
-    return len(tail) == window and any(tail[p:] == tail[:-p] for p in range(1, period + 1))

@@ -50,6 +50,7 @@ class Metrics:
 
     nodes: int  # N, nodes of a draft tree
     log_interval: int  # decode steps between log lines
+    on_cuda: bool = False  # whether steps may be CUDA graphs; where none can, log lines do not speak of them
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -122,6 +123,9 @@ class Metrics:
             "host_seconds": self.host_seconds,
         }
 
+    def _graph(self, captured: bool) -> str:
+        return f", cuda graph: {captured}" if self.on_cuda else ""
+
     def prefill(self, load: Load, chunks: Sequence[int], *, cached: int, emitted: int, captured: bool) -> None:
         """Count and log one prefill step: prompt tokens computed, by chunk; `cached` found; `emitted` picked."""
         new = sum(chunks)
@@ -133,8 +137,8 @@ class Metrics:
         speed, self._last_prefill = new / max(now - self._last_prefill, 1e-9), now
         logger.info(
             "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, #running-req: %d, "
-            "#queue-req: %d, input throughput (token/s): %.2f, cuda graph: %s",
-            len(chunks), new, cached, load.usage, load.running, load.queued, speed, captured,
+            "#queue-req: %d, input throughput (token/s): %.2f%s",
+            len(chunks), new, cached, load.usage, load.running, load.queued, speed, self._graph(captured),
         )  # fmt: skip
 
     def decode(
@@ -174,11 +178,10 @@ class Metrics:
         self.last_throughput = window[2] / max(now - self._window_start, 1e-9)
         length = self.last_accept_length = window[2] / max(window[1], 1)
         self.last_accept_rate = (window[2] - window[1]) / max(window[3], 1)
-        accept = f"accept len: {length:.2f}, accept rate: {self.last_accept_rate:.2f}, "
+        accept = f", accept len: {length:.2f}, accept rate: {self.last_accept_rate:.2f}" if self.nodes > 1 else ""
         logger.info(
-            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, %scuda graph: %s, "
-            "gen throughput (token/s): %.2f, #queue-req: %d",
-            load.running, load.tokens, load.usage, accept if self.nodes > 1 else "", captured, self.last_throughput,
-            load.queued,
+            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f%s%s, gen throughput (token/s): %.2f, "
+            "#queue-req: %d",
+            load.running, load.tokens, load.usage, accept, self._graph(captured), self.last_throughput, load.queued,
         )  # fmt: skip
         self._window, self._window_start = [0, 0, 0, 0], now

@@ -139,6 +139,15 @@ def test_accept_rate_divides_by_the_drafts_that_ran_whatever_the_largest_tree(ca
     assert metrics.accept_rate == 1 / 2 and metrics.draft_tokens == 12
 
 
+def test_log_lines_speak_of_cuda_graphs_where_there_may_be_some(caplog: pytest.LogCaptureFixture) -> None:
+    metrics, load = Metrics(4, 1, on_cuda=True), Load(0.5, 2, 0)
+    with caplog.at_level(logging.INFO, "minispec"):
+        metrics.prefill(load, [3], cached=0, emitted=1, captured=False)
+        metrics.decode(load, emitted=[2], nodes=4, captured=True)
+    assert caplog.messages[0].endswith(", cuda graph: False")
+    assert "accept len: 2.00, accept rate: 0.33, cuda graph: True, gen throughput (token/s): " in caplog.messages[1]
+
+
 def test_counting_costs_the_engine_thread_microseconds_a_step() -> None:
     metrics = Metrics(8, log_interval=10**9)
     load, emitted = Load(0.5, 8, 0), [1, 2, 3, 1, 1, 4, 2, 1]

@@ -140,7 +140,7 @@ class Scheduler:
         """
         seed = request.params.sampling_seed
         request.seed = self._seeds.getrandbits(62) if seed is None else seed
-        self.metrics.requests += 1
+        self.metrics.arrived(idle=not self.has_work)
         self.outputs[request] = Output(request, self.tokenizer, self.eos_ids)
         leader = request.leader
         if request.max_new_tokens == 0 and not request.asks_of_prompt:

@@ -13,9 +13,12 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conformance import SUBJECTS
+from exactness import request
 from prometheus_client.parser import text_string_to_metric_families
 from test_server import Running, chat, native, options, ready, tiny  # noqa: F401  the fixture
 
@@ -137,6 +140,42 @@ def test_accept_rate_divides_by_the_drafts_that_ran_whatever_the_largest_tree(ca
     metrics.forget_acceptance()
     metrics.decode(load, emitted=[2], nodes=3, captured=False)
     assert metrics.accept_rate == 1 / 2 and metrics.draft_tokens == 12
+
+
+def test_a_throughput_has_no_idle_time_and_all_time_with_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pause = 10_000.0  # seconds
+    later, scheduler = [0.0], SUBJECTS["none"].build(running=1, chunk=16)
+    monkeypatch.setattr("minispec.metrics.time", SimpleNamespace(monotonic=lambda: time.monotonic() + later[0]))
+    scheduler.metrics.log_interval = 10
+
+    def speeds(idle: float, *, busy: float, prompt: int = 3, tokens: int = 11) -> tuple[list[float], list[float]]:
+        """Return the throughputs, computed and generated, of two requests, the second of which waits for the first."""
+        caplog.clear()
+        later[0] += idle
+        for rid in ("first", "second"):
+            asked = request(rid, list(range(prompt)), max_new_tokens=tokens, ignore_eos=True)
+            scheduler.validate(asked)
+            scheduler.submit(asked)
+            scheduler.step()
+            later[0] += busy if rid == "first" else 0
+        while scheduler.has_work:
+            scheduler.step()
+        return tuple([float(speed) for speed in re.findall(kind + r" throughput \(token/s\): ([\d.]+)", caplog.text)]
+                     for kind in ("input", "gen"))  # fmt: skip
+
+    with caplog.at_level(logging.INFO, "minispec"):
+        for _ in range(2):
+            computed, generated = speeds(pause, busy=0)
+            assert len(computed) == len(generated) == 2 and min(computed + generated) > 1
+        assert "cuda graph" not in caplog.text, "a CPU has none"
+        computed, generated = speeds(pause, busy=pause)
+        assert min(computed) > 1 and generated[0] < 0.01 and generated[1] > 1, "a request had to wait"
+        computed, _ = speeds(pause, busy=pause, prompt=20, tokens=1)
+        assert computed[0] > 1 > 0.01 > computed[1], "and it had to wait for the rest of its prompt"
+        _, generated = speeds(0, busy=0)
+        assert generated[0] < 0.01, "which a window has, though no decode step followed"
 
 
 def test_log_lines_speak_of_cuda_graphs_where_there_may_be_some(caplog: pytest.LogCaptureFixture) -> None:

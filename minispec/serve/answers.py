@@ -13,6 +13,7 @@ from aiohttp.abc import AbstractAccessLogger
 from minispec.request import RequestError
 from minispec.serve.parse import dump
 from minispec.serve.reply import error_body
+from minispec.serve.routes import EVENTS, ROUTES
 
 logger = logging.getLogger("minispec")
 access_logger = logging.getLogger("minispec.access")  # a line for each answer, at --log-level-http info
@@ -61,10 +62,17 @@ async def errors(http: web.Request, handler: Any) -> web.StreamResponse:
         if error.status < 400:
             raise
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        return error_answer(RequestError(f"{error.reason}: {http.method} {http.path}"[:300], None, error.status), allow)
+        message = f"{error.reason}: {http.method} {http.path}"[:300] + (_what_there_is() if error.status == 404 else "")
+        return error_answer(RequestError(message, None, error.status), allow)
     except Exception as error:
         logger.exception("a handler failed")
         return error_answer(RequestError(f"{type(error).__name__} in the server", None, 500))
+
+
+def _what_there_is() -> str:
+    """Return the end of the message to who asks for a path that does not exist."""
+    texts = dict.fromkeys(route.path for route in ROUTES if EVENTS in route.answers)
+    return f"; there are {', '.join(texts)} for text, and /openapi.json has all paths"
 
 
 class Origins:

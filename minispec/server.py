@@ -537,10 +537,12 @@ async def serve(config: Config, temporary: Path | None = None) -> int:
         wait.cancel()
     if signals.first.is_set():
         await server.drain(signals.second)
-        code = int(server.must_end.is_set())  # the engine was lost meanwhile
+        code, left = int(server.must_end.is_set()), len(server.exchanges)  # 1: the engine was lost meanwhile
     else:
         code = _failed(one_line(server.engine.error))
     await server.stop()
+    if signals.first.is_set():
+        logger.info("shut down: %s", f"{left} requests were ended with an error" if left else "no request was cut off")
     # A compilation, or a long prompt in a tokenizer's thread, cannot be interrupted, and the loop's own end would wait.
     if temporary is not None:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -285,6 +285,20 @@ def test_no_log_line_has_a_key_or_a_prompt_even_at_debug(locked: Running, caplog
     assert "-key" not in ask(locked, "/server_info", "user-key")[1].replace("key.pem", "")
 
 
+def test_the_log_of_requests_has_what_differs_from_the_defaults_and_no_text(
+    served: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.server, "config", dataclasses.replace(served.server.config, log_requests=True))
+    wishes = [{}, {"max_new_tokens": 2, "top_p": 0.5, "stop": ["secret", "x"], "regex": "secret.*", "temperature": 1}]
+    with caplog.at_level(logging.INFO, "minispec"):
+        for number, wish in enumerate(wishes):
+            served.ok("/generate", {"input_ids": [5, 6, 7], "rid": f"r{number}", "sampling_params": wish})
+    lines = [line.partition(": ")[2] for line in caplog.messages if line.startswith("request ")]
+    assert lines == ["3 prompt tokens, all by default", "3 prompt tokens, max_new_tokens 2, top_p 0.5, stop 2 strings, "
+                     "grammar Grammar(kind='regex', origin='regex')"]  # fmt: skip
+    assert "secret" not in caplog.text
+
+
 @pytest.mark.parametrize(("given", "said"), [
     ({"ssl_keyfile": __file__}, "--ssl-keyfile needs --ssl-certfile"),
     ({"ssl_certfile": __file__}, "--ssl-certfile needs --ssl-keyfile"),

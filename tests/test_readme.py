@@ -29,6 +29,7 @@ from minispec.config import INT8_NODES, Config
 from minispec.cpu import products, spinning
 from minispec.cpu.linear import FEW_ROWS
 from minispec.load.flags import config_from_args
+from minispec.load.tokenizer import load_tokenizer
 from minispec.load.tree_shape import CPU_SHAPE, LOOKUP_NODES
 from minispec.serve import parse
 from minispec.train.__main__ import _parser as train_parser
@@ -208,6 +209,12 @@ def test_the_readme_s_figures_stand_in_the_page_of_measurements() -> None:
     newest = measured.partition("### The newest run, all parts")[2]
     found = re.findall(r"^\| llama\.cpp BF16 \| [\d.]+ \| ([\d.]+) \|", newest, re.M)
     assert [found[0], found[2]] == figures, "the first table of one stream, and that of copying"
+
+
+def test_tools_need_a_template_on_the_default_model_and_the_readme_s_has_a_place_for_them(demo_folder: Path) -> None:
+    (template,) = re.findall(r"^\| tools with the default model \| `--chat-template (\w+)` \|$", README, re.M)
+    own, named = load_tokenizer(demo_folder).chat, load_tokenizer(demo_folder, template).chat
+    assert own.tool_template is None and named.tool_template is not None
 
 
 def test_the_glossary_has_thirty_terms_of_one_sentence_each() -> None:

@@ -43,7 +43,7 @@ from minispec.config import Config
 from minispec.load.build import choose_dtype, choose_folder
 from minispec.load.machine import core_count
 from minispec.load.tokenizer import Tokenizer, load_tokenizer
-from minispec.metrics import loops
+from minispec.train.corpus import loops
 
 PREFILLS = {64: 8, 512: 4, 4096: 2}  # tokens of a prompt: how many such prompts
 PARTS = ("one", "copying", "prefill", "eight")

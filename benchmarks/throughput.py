@@ -21,8 +21,8 @@ import torch
 
 from minispec import LLM, SamplingParams
 from minispec.load.tokenizer import Tokenizer
-from minispec.metrics import loops
 from minispec.request import Request
+from minispec.train.corpus import loops
 
 WARM_UP = ["Name three rivers.", "Say hello to the class in one sentence."]
 

@@ -250,7 +250,9 @@ class Config:
     log_level_http: str = _flag(
         "warning", "Logging", "how much is logged of HTTP: info is a line for each answer", choices=_LEVELS
     )
-    log_requests: bool = _flag(False, "Logging", "log each request's sizes and parameters (never its text)")
+    log_requests: bool = _flag(
+        False, "Logging", "log each request's sizes, and its parameters that are not the defaults (never its text)"
+    )
     decode_log_interval: int = _flag(40, "Logging", "decode steps between two log lines", low=1)
 
     draft_path: str | None = field(default=None, init=False)  # the draft model to load: the one named, or a shipped one

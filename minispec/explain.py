@@ -129,20 +129,11 @@ class Screen:
         self.console.print(Text.assemble(*pieces))
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """Print a table with its head first and its sums last."""
-        if self.console is None:
-            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            for row in rows:
-                print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-            return
-        from rich.table import Table
-
-        shown = Table(*rows[0], box=None, header_style=HEAD)
-        for column in shown.columns:
-            column.justify = "right"
-        for row in rows[1:]:
-            shown.add_row(*row, style=HEAD if row[0] == "all" else None)
-        self.console.print(shown)
+        """Print a table with its head first and its sums last; 80 columns hold it, and no cell is cut in fewer."""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            text = " ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            self.line((text, HEAD if row[0] in ("step", "all") else ""))
 
 
 def explain(llm: LLM, request: Request, steps: int, screen: Screen) -> None:

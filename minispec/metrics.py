@@ -3,7 +3,7 @@
 Definitions, as in SGLang's log: a decode forward over B requests counts B verify steps; accept len is the tokens
 emitted per verify step, the target's own included (1.00 is plain decoding); accept rate is the share of verified drafts
 that was accepted. Verified drafts are the nodes of a step's trees without the roots, padding included. Tokens beyond
-a stop do not count.
+a stop do not count. Throughputs are tokens over the time in which there was work.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Metrics:
 
     nodes: int  # N, nodes of a draft tree
     log_interval: int  # decode steps between log lines
+    on_cuda: bool = False  # whether steps may be CUDA graphs; where none can, log lines do not speak of them
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -77,7 +78,7 @@ class Metrics:
     queue_times: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))  # from arrival to a slot
     _window: list[int] = field(default_factory=lambda: [0, 0, 0, 0])  # steps, verify steps, tokens, drafts
     _window_start: float = field(default_factory=time.monotonic)
-    _last_prefill: float = field(default_factory=time.monotonic)
+    _last: float = field(default_factory=time.monotonic)  # when the newest step ended, or work came after a rest
 
     @property
     def accept_length(self) -> float:
@@ -122,6 +123,16 @@ class Metrics:
             "host_seconds": self.host_seconds,
         }
 
+    def arrived(self, idle: bool) -> None:
+        """Count a request. `idle`: there was no work before it, so the time since the last step is in no throughput."""
+        self.requests += 1
+        if idle:
+            self._window_start += time.monotonic() - self._last
+            self._last = time.monotonic()
+
+    def _graph(self, captured: bool) -> str:
+        return f", cuda graph: {captured}" if self.on_cuda else ""
+
     def prefill(self, load: Load, chunks: Sequence[int], *, cached: int, emitted: int, captured: bool) -> None:
         """Count and log one prefill step: prompt tokens computed, by chunk; `cached` found; `emitted` picked."""
         new = sum(chunks)
@@ -130,11 +141,11 @@ class Metrics:
         self.prompt_tokens += new
         self.cached_tokens += cached
         now = time.monotonic()
-        speed, self._last_prefill = new / max(now - self._last_prefill, 1e-9), now
+        speed, self._last = new / max(now - self._last, 1e-9), now
         logger.info(
             "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, #running-req: %d, "
-            "#queue-req: %d, input throughput (token/s): %.2f, cuda graph: %s",
-            len(chunks), new, cached, load.usage, load.running, load.queued, speed, captured,
+            "#queue-req: %d, input throughput (token/s): %.2f%s",
+            len(chunks), new, cached, load.usage, load.running, load.queued, speed, self._graph(captured),
         )  # fmt: skip
 
     def decode(
@@ -168,27 +179,16 @@ class Metrics:
         window[1] += len(emitted)
         window[2] += kept
         window[3] += drafts
+        now = self._last = time.monotonic()
         if window[0] < self.log_interval:
             return
-        now = time.monotonic()
         self.last_throughput = window[2] / max(now - self._window_start, 1e-9)
         length = self.last_accept_length = window[2] / max(window[1], 1)
         self.last_accept_rate = (window[2] - window[1]) / max(window[3], 1)
-        accept = f"accept len: {length:.2f}, accept rate: {self.last_accept_rate:.2f}, "
+        accept = f", accept len: {length:.2f}, accept rate: {self.last_accept_rate:.2f}" if self.nodes > 1 else ""
         logger.info(
-            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, %scuda graph: %s, "
-            "gen throughput (token/s): %.2f, #queue-req: %d",
-            load.running, load.tokens, load.usage, accept if self.nodes > 1 else "", captured, self.last_throughput,
-            load.queued,
+            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f%s%s, gen throughput (token/s): %.2f, "
+            "#queue-req: %d",
+            load.running, load.tokens, load.usage, accept, self._graph(captured), self.last_throughput, load.queued,
         )  # fmt: skip
         self._window, self._window_start = [0, 0, 0, 0], now
-
-
-def loops(tokens: Sequence[int], window: int = 48, period: int = 16) -> bool:
-    """Return whether a reply's last `window` tokens repeat with a period of at most `period`.
-
-    Small models loop under greedy decoding, and a loop is easy to draft. So benchmarks report figures with and without
-    such replies.
-    """
-    tail = list(tokens[-window:])
-    return len(tail) == window and any(tail[p:] == tail[:-p] for p in range(1, period + 1))

@@ -94,7 +94,7 @@ class Scheduler:
         self.limits = Limits(engine.model.config.vocab_size, self.sizes.context_length, pool_rows,
                              self.sizes.tree_rows, tuple(sorted(eos_ids)))  # fmt: skip
         self.overlap = options.overlap and not engine.drafter.reads_text  # drafts from text need the last step's tokens
-        self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval)
+        self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval, engine.device.type == "cuda")
         self.waiting: deque[Request] = deque()
         self.parked: dict[Request, list[Request]] = {}  # by leader: choices that wait for its prompt
         self.outputs: dict[Request, Output] = {}
@@ -140,7 +140,7 @@ class Scheduler:
         """
         seed = request.params.sampling_seed
         request.seed = self._seeds.getrandbits(62) if seed is None else seed
-        self.metrics.requests += 1
+        self.metrics.arrived(idle=not self.has_work)
         self.outputs[request] = Output(request, self.tokenizer, self.eos_ids)
         leader = request.leader
         if request.max_new_tokens == 0 and not request.asks_of_prompt:
@@ -545,7 +545,7 @@ class Scheduler:
         self.kv.give_back(self.cache.evict(self.cache.count))
         self.engine.drafter.clear()
         self.engine.drafter_seconds = 0.0
-        self.metrics = Metrics(self.sizes.nodes, self.metrics.log_interval)
+        self.metrics = Metrics(self.sizes.nodes, self.metrics.log_interval, self.metrics.on_cuda)
         return True
 
     def reconfigure(self, thresholds: tuple[float, float] | None, adaptive: bool) -> None:

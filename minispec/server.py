@@ -36,7 +36,15 @@ from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.replicas.workers import Replicas
 from minispec.request import Request, RequestError, Update, one_line
 from minispec.serve import fields, openapi, page, parse, prometheus
-from minispec.serve.answers import AccessLog, Origins, access_logger, errors, json_answer, set_request_id
+from minispec.serve.answers import (
+    AccessLog,
+    Origins,
+    access_logger,
+    errors,
+    json_answer,
+    log_requests,
+    set_request_id,
+)
 from minispec.serve.auth import Auth
 from minispec.serve.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
 from minispec.serve.front import Front
@@ -197,8 +205,7 @@ class Server:
                 await exchange.next()  # ended while its prompt was tokenized: raises
             self._submit(exchange)
             if self.config.log_requests:
-                for one in reply.requests:
-                    logger.info("request %s: %d prompt tokens, %s", one.rid, len(one.prompt_ids), one.params)
+                log_requests(reply.requests)
             if job.stream:
                 return await stream(http, exchange, reply)
             while not reply.done:
@@ -537,10 +544,12 @@ async def serve(config: Config, temporary: Path | None = None) -> int:
         wait.cancel()
     if signals.first.is_set():
         await server.drain(signals.second)
-        code = int(server.must_end.is_set())  # the engine was lost meanwhile
+        code, left = int(server.must_end.is_set()), len(server.exchanges)  # 1: the engine was lost meanwhile
     else:
         code = _failed(one_line(server.engine.error))
     await server.stop()
+    if signals.first.is_set():
+        logger.info("shut down: %s", f"{left} requests were ended with an error" if left else "no request was cut off")
     # A compilation, or a long prompt in a tokenizer's thread, cannot be interrupted, and the loop's own end would wait.
     if temporary is not None:
         shutil.rmtree(temporary, ignore_errors=True)

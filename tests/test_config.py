@@ -341,6 +341,18 @@ def test_help_lists_every_flag_and_hides_the_foreign_ones(capsys: pytest.Capture
     assert [f.name for f in dataclasses.fields(Config) if f.metadata and flag_name(f.name) not in text] == []
 
 
+@pytest.mark.parametrize("columns", [60, 150])
+def test_help_is_as_wide_as_the_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        config_from_args(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    texts = [line for line in lines if "--" not in line]  # a flag's names and values are not broken
+    assert columns - 10 < max(map(len, texts)) <= columns
+
+
 def test_the_batches_of_graphs_are_sorted_and_their_largest_is_the_largest() -> None:
     for config in (config_from_args(["--cuda-graph-bs", "8", "2", "8"]), Config(cuda_graph_bs=[8, 2, 8])):
         assert (config.cuda_graph_bs, config.cuda_graph_max_bs, config.notes) == ((2, 8), 8, ())

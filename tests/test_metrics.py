@@ -13,9 +13,12 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conformance import SUBJECTS
+from exactness import request
 from prometheus_client.parser import text_string_to_metric_families
 from test_server import Running, chat, native, options, ready, tiny  # noqa: F401  the fixture
 
@@ -139,6 +142,51 @@ def test_accept_rate_divides_by_the_drafts_that_ran_whatever_the_largest_tree(ca
     assert metrics.accept_rate == 1 / 2 and metrics.draft_tokens == 12
 
 
+def test_a_throughput_has_no_idle_time_and_all_time_with_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pause = 10_000.0  # seconds
+    later, scheduler = [0.0], SUBJECTS["none"].build(running=1, chunk=16)
+    monkeypatch.setattr("minispec.metrics.time", SimpleNamespace(monotonic=lambda: time.monotonic() + later[0]))
+    scheduler.metrics.log_interval = 10
+
+    def speeds(idle: float, *, busy: float, prompt: int = 3, tokens: int = 11) -> tuple[list[float], list[float]]:
+        """Return the throughputs, computed and generated, of two requests, the second of which waits for the first."""
+        caplog.clear()
+        later[0] += idle
+        for rid in ("first", "second"):
+            asked = request(rid, list(range(prompt)), max_new_tokens=tokens, ignore_eos=True)
+            scheduler.validate(asked)
+            scheduler.submit(asked)
+            scheduler.step()
+            later[0] += busy if rid == "first" else 0
+        while scheduler.has_work:
+            scheduler.step()
+        return tuple([float(speed) for speed in re.findall(kind + r" throughput \(token/s\): ([\d.]+)", caplog.text)]
+                     for kind in ("input", "gen"))  # fmt: skip
+
+    with caplog.at_level(logging.INFO, "minispec"):
+        for _ in range(2):
+            computed, generated = speeds(pause, busy=0)
+            assert len(computed) == len(generated) == 2 and min(computed + generated) > 1
+        assert "cuda graph" not in caplog.text, "a CPU has none"
+        computed, generated = speeds(pause, busy=pause)
+        assert min(computed) > 1 and generated[0] < 0.01 and generated[1] > 1, "a request had to wait"
+        computed, _ = speeds(pause, busy=pause, prompt=20, tokens=1)
+        assert computed[0] > 1 > 0.01 > computed[1], "and it had to wait for the rest of its prompt"
+        _, generated = speeds(0, busy=0)
+        assert generated[0] < 0.01, "which a window has, though no decode step followed"
+
+
+def test_log_lines_speak_of_cuda_graphs_where_there_may_be_some(caplog: pytest.LogCaptureFixture) -> None:
+    metrics, load = Metrics(4, 1, on_cuda=True), Load(0.5, 2, 0)
+    with caplog.at_level(logging.INFO, "minispec"):
+        metrics.prefill(load, [3], cached=0, emitted=1, captured=False)
+        metrics.decode(load, emitted=[2], nodes=4, captured=True)
+    assert caplog.messages[0].endswith(", cuda graph: False")
+    assert "accept len: 2.00, accept rate: 0.33, cuda graph: True, gen throughput (token/s): " in caplog.messages[1]
+
+
 def test_counting_costs_the_engine_thread_microseconds_a_step() -> None:
     metrics = Metrics(8, log_interval=10**9)
     load, emitted = Load(0.5, 8, 0), [1, 2, 3, 1, 1, 4, 2, 1]
@@ -235,6 +283,20 @@ def test_no_log_line_has_a_key_or_a_prompt_even_at_debug(locked: Running, caplog
     told = "\n".join(lines).replace("trace_of_secret", "")  # the name of a field that is not known
     assert "secret" not in told and "user-key" not in told and "admin-key" not in told
     assert "-key" not in ask(locked, "/server_info", "user-key")[1].replace("key.pem", "")
+
+
+def test_the_log_of_requests_has_what_differs_from_the_defaults_and_no_text(
+    served: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.server, "config", dataclasses.replace(served.server.config, log_requests=True))
+    wishes = [{}, {"max_new_tokens": 2, "top_p": 0.5, "stop": ["secret", "x"], "regex": "secret.*", "temperature": 1}]
+    with caplog.at_level(logging.INFO, "minispec"):
+        for number, wish in enumerate(wishes):
+            served.ok("/generate", {"input_ids": [5, 6, 7], "rid": f"r{number}", "sampling_params": wish})
+    lines = [line.partition(": ")[2] for line in caplog.messages if line.startswith("request ")]
+    assert lines == ["3 prompt tokens, all by default", "3 prompt tokens, max_new_tokens 2, top_p 0.5, stop 2 strings, "
+                     "grammar Grammar(kind='regex', origin='regex')"]  # fmt: skip
+    assert "secret" not in caplog.text
 
 
 @pytest.mark.parametrize(("given", "said"), [

@@ -26,9 +26,10 @@ from benchmarks.yardstick_lines import size_of_files
 from minispec import LLM, late, lookup, policy
 from minispec.attention import most_nodes, prefill_block
 from minispec.config import INT8_NODES, Config
-from minispec.cpu import products
+from minispec.cpu import products, spinning
 from minispec.cpu.linear import FEW_ROWS
 from minispec.load.flags import config_from_args
+from minispec.load.tokenizer import load_tokenizer
 from minispec.load.tree_shape import CPU_SHAPE, LOOKUP_NODES
 from minispec.serve import parse
 from minispec.train.__main__ import _parser as train_parser
@@ -210,6 +211,12 @@ def test_the_readme_s_figures_stand_in_the_page_of_measurements() -> None:
     assert [found[0], found[2]] == figures, "the first table of one stream, and that of copying"
 
 
+def test_tools_need_a_template_on_the_default_model_and_the_readme_s_has_a_place_for_them(demo_folder: Path) -> None:
+    (template,) = re.findall(r"^\| tools with the default model \| `--chat-template (\w+)` \|$", README, re.M)
+    own, named = load_tokenizer(demo_folder).chat, load_tokenizer(demo_folder, template).chat
+    assert own.tool_template is None and named.tool_template is not None
+
+
 def test_the_glossary_has_thirty_terms_of_one_sentence_each() -> None:
     page = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", page, re.M)[1:]
@@ -224,7 +231,7 @@ def number(page: str, pattern: str) -> float:
     """Return the one number that a page has in this place."""
     text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
     (found,) = set(re.findall(pattern, text))
-    words = {"four": 4, "eight": 8, "hundredth": 0.01}
+    words = {"half": 0.5, "twice": 2, "four": 4, "eight": 8, "ten": 10, "hundredth": 0.01}
     return words.get(found) or float(found)
 
 
@@ -244,3 +251,6 @@ def test_pages_have_the_numbers_of_the_code() -> None:
     assert number("architecture", r"must gain (\d+) %") == round(100 * (policy.GAIN - 1), 6)
     assert number("architecture", r"after (\w+) trees of the request itself") == policy.OWN_AFTER
     assert number("architecture", r"Lookups take about a (\w+) of the time") == lookup.SHARE
+    assert number("serving", r"From (\w+) a core on its threads sleep") == spinning.BUSY
+    assert number("serving", r"after (\w+) quiet seconds they spin") == spinning.CALM * spinning.LOOK
+    assert number("serving", r"the server looks (\w+) a second") == 1 / spinning.LOOK

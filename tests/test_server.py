@@ -363,6 +363,9 @@ def test_every_path_is_described_and_takes_its_example(served: Running) -> None:
     for path in ("/v1/responses", "/v1/embeddings"):
         status, answer, _ = served.call(path, {"model": "default", "input": "hi"})
         assert status == 404 and path in answer["error"]["message"]
+        named = re.findall(r"/[\w/.]+", answer["error"]["message"])
+        assert {"/v1/chat/completions", "/v1/completions", "/generate", "/openapi.json"} <= set(named)
+        assert all(found in described["paths"] for found in named if found not in (path, "/openapi.json"))
 
 
 def test_loads_tokenizer_info_and_fingerprint(served: Running) -> None:
@@ -911,6 +914,20 @@ def test_a_second_sigterm_ends_streams_and_compilers_within_five_seconds(
         process.kill()
         _, log = process.communicate()
     assert "fired up and ready to roll" in log and "Traceback" not in log
+    assert log.splitlines()[-1].endswith("] shut down: 1 requests were ended with an error")
+
+
+def test_the_last_line_of_a_server_that_was_told_to_end_says_that_it_did(tiny: Path) -> None:
+    process = launch("--model", str(tiny), "--port", "0", "--device", "cpu", "--disable-torch-compile")
+    assert process.stderr is not None
+    try:
+        while "listening on" not in (line := process.stderr.readline()):
+            assert line, "the server has ended"
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and log.splitlines()[-1].endswith("] shut down: no request was cut off")
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_process_with_one_line(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from test_standalone import MODEL, near
 
 from minispec.config import Config
 from minispec.engine import CAPTURED
-from minispec.explain import Screen, explain, tree_lines
+from minispec.explain import PARTS, Screen, explain, tree_lines
 from minispec.request import Request, Trace
 from minispec.sampling import gumbel
 from minispec.serve.traces import Telling
@@ -146,6 +146,7 @@ def test_explain_draws_each_step_and_ends_with_a_table(
         monkeypatch.setitem(sys.modules, "rich.console", None)
     elif importlib.util.find_spec("rich") is None:
         pytest.skip("needs rich: pip install 'minispec[explain]'")
+    monkeypatch.setenv("COLUMNS", "60")
     screen = Screen()
     assert (screen.console is not None) is rich
     letter = lambda ids, skip_special_tokens=True: "".join(chr(0x100 + i) for i in ids)  # noqa: E731
@@ -162,6 +163,8 @@ def test_explain_draws_each_step_and_ends_with_a_table(
     sums = next(line.split() for line in said.splitlines() if line.split()[:1] == ["all"])
     assert sums[1:4] == [str(sum(len(step["tokens"]) - 1 for step in steps)), str(accepted), str(tokens)]
     assert f"accept length {tokens / 3:.2f}: {tokens} tokens in 3 steps" in said
+    head = next(line for line in said.splitlines() if line.split()[:1] == ["step"] and "accepted" in line)
+    assert head.split() == ["step", "drafted", "accepted", "tokens", "ms", *PARTS] and len(head) < 80
     assert repr(letter(asked.output_ids)) in said.replace("\n", "")
 
 

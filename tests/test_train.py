@@ -33,7 +33,6 @@ from minispec.load.default_model import DefaultModelError
 from minispec.load.draft_models import load_draft, tokenizer_digest
 from minispec.load.heads import load_head
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer
-from minispec.metrics import loops
 from minispec.model import FINAL, Model, ModelError
 from minispec.request import SamplingParams
 from minispec.train.__main__ import ON_CUDA, load_target, main
@@ -45,6 +44,7 @@ from minispec.train.corpus import (
     begin_replies,
     groups_done,
     held_out,
+    loops,
     read_replies,
     runs_alike,
 )

@@ -253,6 +253,23 @@ def test_if_the_process_fails_what_is_missing_stays_eager_and_is_served(monkeypa
     assert asked.output_ids == reference(MODEL, asked)
 
 
+def test_no_warning_takes_the_place_of_why_the_process_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = """
+import logging, os
+from minispec.serve import warming
+def compile_steps(recipe, names):
+    print("no room", flush=True)
+    logging.getLogger("minispec").warning("other processes use the cores")
+    os._exit(1)
+warming.compile_steps = compile_steps
+warming.main()
+"""
+    monkeypatch.setattr(CompilerProcess, "COMMAND", [sys.executable, "-c", beside])
+    process = CompilerProcess(CompilerTask(Config(), 2, 1), lambda: None)
+    wait_until(lambda: process.ended)
+    assert process.last_words == "no room"
+
+
 def test_trying_out_goes_in_parts_between_which_requests_are_served(monkeypatch) -> None:
     beside, scheduler = warming(monkeypatch, "")
     engine, free = scheduler.engine, len(scheduler.kv.free)

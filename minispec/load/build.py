@@ -34,6 +34,7 @@ from minispec.cpu.gather import PagedGather
 from minispec.cpu.huge_pages import Mover, move_to_huge_pages, sparse
 from minispec.cpu.int8 import TEXT, check_int8, compile_head, prompt_rows, quantize, replace_weights
 from minispec.cpu.linear import FEW_ROWS, can_pack, pack_linears, room_for_both
+from minispec.cpu.spinning import spin_alone
 from minispec.cuda.fp8 import check_fp8, use_fp8
 from minispec.cuda.graphs import capture
 from minispec.drafter import Drafter, Plain
@@ -92,6 +93,7 @@ class Build:
         on_cpu = self.device.type == "cpu"
         if on_cpu:
             limit_threads(self.config.tp_size // self.config.nnodes)
+            spin_alone()
         self.config = config = with_own_head(self.config, self.hf_config, self.folder, self.tell)
         if config.tp_size > 1:
             if config.first_rank() != 0:
@@ -348,6 +350,8 @@ def follow(config: Config, ranks: Ranks) -> None:
     """Be another rank than 0: load its part of the model, and do what rank 0 calls until that ends."""
     build = Follow(config, logger.info)
     build.join(ranks)
+    if build.device.type == "cpu":
+        spin_alone()
     build.compiled = _can_compile(config, build.device)
     parts = build.parts()
     move_to_huge_pages(build.device)

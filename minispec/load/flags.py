@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -93,11 +94,12 @@ def _variables(environ: Mapping[str, str], topk: int | None) -> list[str]:
 
 def _parser() -> _Parser:
     """Build the command-line parser from the fields of `Config` and the table of foreign flags."""
+    names_width = min(44, shutil.get_terminal_size().columns // 3)
     parser = _Parser(
         prog="python -m minispec.server", allow_abbrev=False, argument_default=argparse.SUPPRESS,
         description="Serve a language model over HTTP, OpenAI's and SGLang's endpoints, with speculative decoding.",
         epilog="Underscores may stand for dashes. docs/flags.md says what SGLang's other flags do here.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=120),
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=names_width),
     )  # fmt: skip
     groups: dict[str, Any] = {}
     for f in FLAGS:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import re
 import uuid
+from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
-from minispec.request import RequestError
+from minispec.request import Request, RequestError, SamplingParams
 from minispec.serve.parse import dump
 from minispec.serve.reply import error_body
+from minispec.serve.routes import EVENTS, ROUTES
 
 logger = logging.getLogger("minispec")
 access_logger = logging.getLogger("minispec.access")  # a line for each answer, at --log-level-http info
@@ -30,6 +33,18 @@ class AccessLog(AbstractAccessLogger):
         """Log an answer; the path stays encoded, since newlines would forge lines, and a query may hold keys."""
         self.logger.info("%s %s %s %d %d bytes %.3f s", request.remote, request.method, request.rel_url.raw_path,
                          response.status, response.body_length, time)  # fmt: skip
+
+
+def log_requests(requests: Iterable[Request]) -> None:
+    """Log the sizes of requests, and their parameters that are not the defaults; of stop strings only the number."""
+    usual = SamplingParams()
+    for request in requests:
+        given = {f.name: getattr(request.params, f.name) for f in fields(request.params)}
+        differ = {name: value for name, value in given.items() if value != getattr(usual, name)}
+        if "stop" in differ:
+            differ["stop"] = f"{len(request.params.stop)} strings"
+        shown = ", ".join(f"{name} {value}" for name, value in differ.items()) or "all by default"
+        logger.info("request %s: %d prompt tokens, %s", request.rid, len(request.prompt_ids), shown)
 
 
 def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -61,10 +76,17 @@ async def errors(http: web.Request, handler: Any) -> web.StreamResponse:
         if error.status < 400:
             raise
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        return error_answer(RequestError(f"{error.reason}: {http.method} {http.path}"[:300], None, error.status), allow)
+        message = f"{error.reason}: {http.method} {http.path}"[:300] + (_what_there_is() if error.status == 404 else "")
+        return error_answer(RequestError(message, None, error.status), allow)
     except Exception as error:
         logger.exception("a handler failed")
         return error_answer(RequestError(f"{type(error).__name__} in the server", None, 500))
+
+
+def _what_there_is() -> str:
+    """Return the end of the message to who asks for a path that does not exist."""
+    texts = dict.fromkeys(route.path for route in ROUTES if EVENTS in route.answers)
+    return f"; there are {', '.join(texts)} for text, and /openapi.json has all paths"
 
 
 class Origins:

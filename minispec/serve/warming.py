@@ -255,6 +255,7 @@ class Warming:
 def main() -> None:
     """Compile steps of the recipe on standard input, by the names that follow it there; prints a line for each."""
     os.nice(NICENESS)
+    logging.disable(logging.WARNING)  # the server has said it all, and the last line here is why the process ended
     recipe: CompilerTask = pickle.load(sys.stdin.buffer)
     names: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(names,), daemon=True).start()

@@ -43,7 +43,6 @@ from torch import Tensor
 from minispec.attention import Causal
 from minispec.llm import LLM
 from minispec.load.tokenizer import Tokenizer
-from minispec.metrics import loops
 from minispec.model import Model
 from minispec.request import SamplingParams
 from minispec.train.measured import is_measured_on
@@ -383,3 +382,13 @@ def batches(
             batch, held = [], 0
     if batch:
         yield batch
+
+
+def loops(tokens: Sequence[int], window: int = 48, period: int = 16) -> bool:
+    """Return whether a reply's last `window` tokens repeat with a period of at most `period`.
+
+    Small models loop under greedy decoding, and a loop is easy to draft. So benchmarks report figures with and without
+    such replies.
+    """
+    tail = list(tokens[-window:])
+    return len(tail) == window and any(tail[p:] == tail[:-p] for p in range(1, period + 1))

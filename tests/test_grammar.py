@@ -418,13 +418,15 @@ FORMS = {  # kind -> a grammar, texts that it allows, texts that it does not
     Grammar("regex", "[a-c]{2}-?1"): (["ab1", "ca-1"], ["ab", "abc1", "ab1 "]),
     Grammar("ebnf", 'root ::= item ("," item)*\nitem ::= "a" | "b"'): (["a", "a,b,a"], ["", "a,", "c"]),
     Grammar("ebnf", 'start: "x"+ %json {"enum": [1, 2]}'): (["x1", "xx2"], ["x3", "1"]),
+    Grammar("ebnf", 'start: %json {"properties": {"a": {"enum": [1]}}}'): (["{}", '{"a":1}'], ['{"b":1}']),
     Grammar("lark", 'start: "a" /[0-9]+/'): (["a7", "a12"], ["a", "7"]),
     Grammar("json_schema", "true"): (["[]", '{"a":1}', "null"], ["a", "[", "{]"]),
+    Grammar("json_schema", '{"properties": {"a": {}}, "type": "object"}'): (["{}", '{"a":1}'], ['{"b":1}', "[]"]),
     Grammar("structural_tag", json.dumps({"structures": [
-        {"begin": "fn:a", "schema": {"type": "object", "required": ["x"], "properties": {"x": {"enum": [1]}},
-                                     "additionalProperties": False}, "end": "-"},
+        {"begin": "fn:a", "schema": {"type": "object", "required": ["x"], "properties": {"x": {"enum": [1]}}},
+         "end": "-"},
         {"begin": "fn:b", "schema": {"enum": [2]}, "end": ":"}], "triggers": ["fn:"]})):
-        (["abc", 'ab fn:a{"x":1}- cd', "fn:b2:fn:b2:"], ["fn:c", "fn:b3:", 'fn:a{"x":1}']),
+        (["abc", 'ab fn:a{"x":1}- cd', "fn:b2:fn:b2:"], ["fn:c", "fn:b3:", 'fn:a{"x":1}', 'fn:a{"x":1,"y":1}-']),
 }  # fmt: skip
 
 
@@ -443,8 +445,8 @@ WRONG = [
     (Grammar("json_schema", '{"type": "string", "pattern": "(?=a)b"}'), "look-around"),
     (Grammar("json_schema", '{"type": "strin"}'), "strin"), (Grammar("json_schema", "[1]"), "an object"),
     (Grammar("json_schema", '{"type"'), "JSON"), (Grammar("regex", "(a"), "unclosed"),
-    (Grammar("ebnf", "root ::= missing"), "missing"), (Grammar("lark", "start: a"), "a"),
-    (Grammar("structural_tag", "{}"), "structures"),
+    (Grammar("ebnf", "root ::= missing"), "missing"),
+    (Grammar("lark", "start: a"), "a"), (Grammar("structural_tag", "{}"), "structures"),
     (Grammar("structural_tag", '{"structures": [{"begin": "a", "end": ""}], "triggers": ["b"]}'), "triggers"),
     (Grammar("json_schema", '{"x-guidance": 7}'), "x-guidance"),
 ]  # fmt: skip
@@ -512,6 +514,8 @@ HOSTILE = {
     "huge enum": Grammar("json_schema", json.dumps({"enum": [f"v{i}x" for i in range(6000)]})),
     "all of any of": Grammar("json_schema", json.dumps({"allOf": [
         {"anyOf": [{"properties": {f"a{i}": {}}}, {"properties": {f"b{i}": {}}}]} for i in range(40)]})),
+    "copies of copies": Grammar("json_schema", json.dumps({"$ref": "#/$defs/0", "properties": {"a": {}}, "$defs": {
+        str(i): {"allOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(40)} | {"40": {}}})),
     "multipleOf": Grammar("json_schema", '{"multipleOf": 999983}'),
     "multiples that meet": Grammar("json_schema", json.dumps({"allOf": [{"multipleOf": p} for p in (97, 89, 83, 79)]})),
     "multiples in lark": Grammar("ebnf", 'start: %json {"multipleOf": 0.999983}'),

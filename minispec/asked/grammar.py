@@ -14,9 +14,10 @@ refuses schemas that these do not bound. A matcher that hits a limit never works
 led there, it is made anew; else its request fails and no other. The masks of drafts may take DRAFT_SECONDS of a step,
 all requests together. Drafts that were not reached by then are cut, which costs speed and no exactness.
 
-From Python, `SamplingParams(grammar=Grammar("regex", "[a-z]+"))` constrains a request. The kind "lark", which no HTTP
-field offers, is llguidance's own language, in which `%json {...}` embeds a schema and `<name>` a special token; tool
-calls can be written in it. `Scheduler.validate` compiles, and raises a RequestError that names `Grammar.origin`.
+From Python, `SamplingParams(grammar=Grammar("regex", "[a-z]+"))` constrains a request. The kind "lark" is llguidance's
+own language, in which `%json {...}` embeds a schema and `<name>` a special token; tool calls can be written in it. The
+kind "ebnf" is that language or GBNF. `Scheduler.validate` compiles, and raises a RequestError that names
+`Grammar.origin`.
 
 Constrained decoding follows Willard, Louf, "Efficient guided generation for large language models", arXiv 2307.09702.
 Read next: `schemas.py`, which closes schemas; `steps.py`, which cuts a step in two around `Constraints.masks`.
@@ -25,6 +26,7 @@ Read next: `schemas.py`, which closes schemas; `steps.py`, which cuts a step in 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -48,6 +50,8 @@ LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 400_000, "step_lexer_fuel": 100_000, "step_max_items": 10_000, "max_lexer_states": 30_000,
     "max_grammar_size": 100_000, "max_items_in_row": 500,
 }  # fmt: skip
+GBNF = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")  # a rule, which Lark writes with a colon alone
+MOST_RULES = 2000  # of a grammar in GBNF; the time to translate it grows with their square
 KEPT = 64  # compiled grammars in the cache
 DRAFT_SECONDS = 0.05  # time that the masks of drafts may take of a step
 
@@ -122,7 +126,7 @@ class Grammars:
 
     def _source(self, grammar: Grammar) -> str:
         """Return a grammar in llguidance's own form; ValueError if it is not valid."""
-        from llguidance import LLMatcher, grammar_from
+        from llguidance import LLMatcher
 
         text = grammar.text
         if grammar.kind == "json_schema":
@@ -131,8 +135,9 @@ class Grammars:
             return LLMatcher.grammar_from_regex(text)
         if grammar.kind == "structural_tag":
             return _tags(_parsed(text), self.backend)
-        text = close_embedded(text)
-        return LLMatcher.grammar_from_lark(text) if grammar.kind == "lark" else grammar_from("ebnf", text)
+        if grammar.kind == "ebnf" and GBNF.search(text):
+            text = _lark(text)
+        return LLMatcher.grammar_from_lark(close_embedded(text))
 
     def _tokenizer(self, grammar: Grammar) -> LLTokenizer:
         """Return llguidance's form of the vocabulary, made at the first call."""
@@ -174,6 +179,18 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(f"it is not valid JSON: {error}") from None
+
+
+def _lark(gbnf: str) -> str:
+    """Return a grammar in GBNF as Lark; ValueError if it is none, or has too many rules."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if (rules := gbnf.count("::=")) > MOST_RULES:
+        raise ValueError(f"it may have at most {MOST_RULES} rules, got {rules}")
+    try:
+        return gbnf_to_lark(gbnf)
+    except Exception as error:  # its own, and what a hostile text makes it raise
+        raise ValueError(f"it cannot be read as GBNF: {error}") from None
 
 
 def _tags(given: Any, backend: TokenizerBackend) -> str:

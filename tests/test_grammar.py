@@ -633,3 +633,73 @@ def test_every_way_to_ask_for_a_grammar_ends_in_the_same_one() -> None:
     ):  # fmt: skip
         with pytest.raises(RequestError, match=said):
             parse.parse_chat({**body, **wrong}, {})
+
+
+def test_vllm_s_fields_end_in_the_same_grammars_as_ours() -> None:
+    schema = {"type": "object", "properties": {"a": {}}}
+    tag = {"structures": [{"begin": "a"}], "triggers": ["a"]}
+    own = {"json_schema": schema, "regex": "a+", "ebnf": 'root ::= "a"', "structural_tag": tag}
+    newer = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
+
+    def asked(**wish: object) -> Grammar | None:
+        bodies = {"messages": [{"role": "user", "content": "hi"}], **wish}, {"prompt": "hi", **wish}
+        chat, completion = parse.parse_chat(bodies[0], {}), parse.parse_completion(bodies[1], {})
+        assert chat.params[0].grammar == completion.params[0].grammar
+        return chat.params[0].grammar
+
+    for name, value in own.items():
+        for origin, wish in [("structured_outputs", {newer[name]: value})] + [
+            (f"guided_{newer[name]}", value)] * (name != "structural_tag"):  # fmt: skip
+            found = asked(**{origin: wish})
+            assert found == asked(**{name: value}) and found.origin == origin
+    assert asked(structured_outputs={"json": json.dumps(schema)}) == asked(json_schema=json.dumps(schema))
+    anything = asked(response_format={"type": "json_object"})
+    assert asked(structured_outputs={"json_object": True}) == anything
+    spaced = asked(structured_outputs={"json": json.dumps(schema), "whitespace_pattern": " ?"})
+    assert json.loads(spaced.text) == {**schema, "x-guidance": {"whitespace_pattern": " ?"}}
+    assert spaced == asked(guided_json=schema, guided_whitespace_pattern=" ?")
+    tight = asked(structured_outputs={"json_object": True, "disable_any_whitespace": True})
+    assert json.loads(tight.text)["x-guidance"] == {"whitespace_pattern": ""}
+    kept = {"x-guidance": {"whitespace_flexible": False}}
+    assert json.loads(asked(structured_outputs={"json": kept, "whitespace_pattern": "x"}).text) == kept
+    for idle in ({"guided_choice": []}, {"guided_json": None, "guided_regex": ""}, {"guided_decoding_backend": "x"}):
+        assert asked(**idle) is None
+
+
+def test_a_choice_is_one_of_its_texts_wholly() -> None:
+    choices = ["ab", "abc", "", "}: ", '"x"']
+    for wish in ({"guided_choice": choices}, {"structured_outputs": {"choice": choices}}):
+        grammar = parse.parse_completion({"prompt": "hi", **wish}, {}).params[0].grammar
+        for text, fits in [(text, True) for text in choices] + [("a", False), ("abcab", False), ("x", False)]:
+            matcher = GRAMMARS.compile(grammar).matcher.deep_copy()
+            ids = [TOKENS.index(character) for character in text]
+            assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == fits, text
+    strange = ['say "no"\\\n', "été 😀", "a/b", "%json {}", "// no"]
+    GRAMMARS.compile(parse.parse_completion({"prompt": "hi", "guided_choice": strange}, {}).params[0].grammar)
+
+
+def test_one_thing_may_be_asked_for_twice_but_two_are_a_400() -> None:
+    """guidance sends a grammar in vLLM's newer and its older form at once, since it does not know the version."""
+    grammar = "%llguidance {}\nstart: /[a-z]+/"
+    both = {"structured_outputs": {"grammar": grammar}, "guided_grammar": grammar, "guided_decoding_backend": "auto"}
+    assert parse.parse_completion({"prompt": "hi", **both}, {}).params[0].grammar == Grammar("ebnf", grammar)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array"}}}
+    exactly = "structured_outputs must be an object with exactly one of json, regex, choice, grammar, json_object and"
+    for wrong, said, param in (
+        ({**both, "guided_grammar": "root ::= x"}, "at most one of guided_grammar, structured_outputs", None),
+        ({"structured_outputs": {"regex": "a"}, "response_format": form}, "structured_outputs, response_format",
+         "response_format"),
+        ({"guided_regex": "a", "regex": "b"}, "at most one of regex, guided_regex may be given", "guided_regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, exactly, None),
+        ({"structured_outputs": {}}, exactly, None), ({"structured_outputs": {"json_object": False}}, exactly, None),
+        ({"structured_outputs": {"regex": 7}}, r"structured_outputs\.regex must be a string, got 7", None),
+        ({"structured_outputs": {"choice": ["a", 7]}}, r"structured_outputs\.choice\[1\] must be a string", None),
+        ({"structured_outputs": {"json": [1]}}, r"structured_outputs\.json must be a JSON schema, as text or", None),
+        ({"structured_outputs": "a"}, "structured_outputs must be an object, got 'a'", None),
+        ({"structured_outputs": {"json": "{", "whitespace_pattern": " "}}, "must have the text of a JSON object", None),
+        ({"guided_choice": "a"}, "guided_choice must be a list, got 'a'", "guided_choice"),
+        ({"guided_json": 7}, "guided_json must be a JSON schema, as text or as an object, got 7", "guided_json"),
+    ):  # fmt: skip
+        with pytest.raises(RequestError, match=said) as caught:
+            parse.parse_completion({"prompt": "hi", **wrong}, {})
+        assert caught.value.status == 400 and caught.value.param == (param or "structured_outputs")

@@ -1,24 +1,31 @@
-"""Constrained output with a real model: is every answer valid?
+"""Constrained output with a real model: is every answer valid, and the same without drafts?
 
-`python -m benchmarks.constrained [--algorithm EAGLE3]` asks for ten answers to each of ten schemas. It reads every
-answer with `json` and checks it with the tests' own validator, which shares no code with the library that makes the
-masks.
+`python -m benchmarks.constrained [--algorithm EAGLE3]` asks for ten answers to each of ten schemas, and for five to
+each of twenty models of pydantic's (`pydantic_models.py`), whose schemas do not say that objects are closed. It reads
+every answer with `json` and checks it with the tests' own validator, which shares no code with the library that makes
+the masks; pydantic reads the answers to its models. All is asked for a second time with speculation off, and in
+float32, the default here, every text must be the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
+from benchmarks.pydantic_models import MODELS
 from minispec import LLM, SamplingParams
 from minispec.request import Grammar
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-from json_schema import is_valid  # noqa: E402
+from json_schema import Said, is_valid  # noqa: E402
 
+MOST_TOKENS = 600  # room to finish
 WORD = {"type": "string", "maxLength": 8}
 POINT = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99},
          "y": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["x", "y"],
@@ -54,42 +61,66 @@ def grammar_of(schema: dict[str, Any]) -> Grammar:
 
 
 def problem(text: str, schema: dict[str, Any]) -> str | None:
-    """Return why a text is no JSON of a schema, or None if it is."""
+    """Return why a text is no JSON of a schema as the server reads it, or None if it is."""
     try:
         value = json.loads(text)
     except ValueError as error:
         return f"no JSON ({error})"
-    return None if is_valid(value, schema, schema.get("$defs", {})) else "not of the schema"
+    return None if is_valid(value, schema, schema.get("$defs", {}), Said()) else "not of the schema"
 
 
-def check_valid(llm: LLM) -> int:
-    """Ask for ten answers to each schema, one greedy and nine drawn; returns how many are not valid."""
-    wrong = 0
-    for what, schema in SCHEMAS.items():
-        prompt = llm.tokenizer.encode_chat([{"role": "user", "content": f"Describe {what} in JSON."}])
+def refusal(text: str, model: type[BaseModel]) -> str | None:
+    """Return why a text is no JSON of a model of pydantic's, or None if it is."""
+    try:
+        model.model_validate_json(text)
+    except ValidationError as error:
+        return f"refused by pydantic ({error.errors()[0]})"
+    return problem(text, model.model_json_schema())
+
+
+def ask(llm: LLM, what: str, schema: dict[str, Any], count: int) -> tuple[list[dict[str, Any]], int]:
+    """Return `count` answers to a schema, one greedy and the others drawn, and how many differ with speculation off."""
+    prompt = llm.tokenizer.encode_chat([{"role": "user", "content": f"Describe {what} in JSON."}])
+    both = []
+    for speculative in (True, False):
         wishes = [
-            SamplingParams(max_new_tokens=300, temperature=float(seed > 0), sampling_seed=seed,
-                           grammar=grammar_of(schema)) for seed in range(10)
+            SamplingParams(max_new_tokens=MOST_TOKENS, temperature=float(seed > 0), sampling_seed=seed,
+                           speculative=speculative, grammar=grammar_of(schema)) for seed in range(count)
         ]  # fmt: skip
-        answers = llm.generate([prompt] * len(wishes), wishes)
+        both.append(llm.generate([prompt] * count, wishes))
+    return both[0], sum(one["output_ids"] != other["output_ids"] for one, other in zip(*both, strict=True))
+
+
+def check(llm: LLM) -> tuple[int, int, int]:
+    """Ask for all answers; returns how many there are, how many are not valid, and how many drafts have changed."""
+    cases = [(what, schema, 10, functools.partial(problem, schema=schema)) for what, schema in SCHEMAS.items()]
+    cases += [(f"one {name}", model.model_json_schema(), 5, functools.partial(refusal, model=model))
+              for name, model in MODELS.items()]  # fmt: skip
+    asked = wrong = changed = 0
+    for what, schema, count, complaint in cases:
+        answers, differ = ask(llm, what, schema, count)
         bad = [(a["text"], a["meta_info"]["finish_reason"]) for a in answers
-               if problem(a["text"], schema) or a["meta_info"]["finish_reason"]["type"] != "stop"]  # fmt: skip
-        wrong += len(bad)
-        print(f"{what}: {len(answers) - len(bad)} of {len(answers)} valid, e.g. {answers[1]['text']!r}", *bad)
-    return wrong
+               if complaint(a["text"]) or a["meta_info"]["finish_reason"]["type"] != "stop"]  # fmt: skip
+        asked, wrong, changed = asked + count, wrong + len(bad), changed + differ
+        print(f"{what}: {count - len(bad)} of {count} valid, {count - differ} the same with speculation off, e.g. "
+              f"{answers[1]['text']!r}", *bad, flush=True)  # fmt: skip
+    return asked, wrong, changed
 
 
 def main() -> None:
-    """Ask for the answers; the exit status is 1 if one is not valid."""
+    """Ask for the answers; the exit status is 1 if one is not valid, or in float32 differs with speculation off."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", default="EAGLE3")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--disable-torch-compile", action="store_true")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-    llm = LLM(speculative_algorithm=args.algorithm, disable_torch_compile=args.disable_torch_compile,
-              device=args.device)  # fmt: skip
-    if wrong := check_valid(llm):
-        sys.exit(f"{wrong} answers are not valid")
+    llm = LLM(speculative_algorithm=args.algorithm, dtype=args.dtype, device=args.device,
+              disable_torch_compile=args.disable_torch_compile)  # fmt: skip
+    asked, wrong, changed = check(llm)
+    print(f"{asked - wrong} of {asked} answers are valid, {asked - changed} the same with speculation off")
+    if wrong or (changed and args.dtype == "float32"):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,10 @@ CHATS = [chat(**wish) for wish in (
     {"response_format": "json"}, {"regex": "(a+"}, {"regex": "(" * 10**4},
     {"regex": "x" * 2**17}, {"ebnf": "no grammar"}, {"ebnf": GROWING}, {"json_schema": "{"},
     {"json_schema": json.dumps(nested(50)) * 2}, {"regex": "a", "ebnf": "b"}, {"structural_tag": "x"},
+    {"structured_outputs": {}}, {"structured_outputs": []}, {"structured_outputs": {"json": {}, "regex": "a"}},
+    {"structured_outputs": {"grammar": GROWING}}, {"structured_outputs": {"choice": [{}]}}, {"guided_choice": "a"},
+    {"structured_outputs": {"json": {}, "whitespace_pattern": "("}}, {"guided_regex": "a", "guided_grammar": "b"},
+    {"guided_grammar": "\n" * 2**16}, {"guided_json": {"allOf": [{"$ref": "#x"}, {"properties": {}}]}},
     {"tools": [{"type": "function"}]}, {"tools": [FUNCTION, FUNCTION]}, {"tools": "f"},
     {"tool_choice": "required"}, {"tool_choice": {"type": "function", "function": {"name": "f"}}},
 )] + [schema_of(schema) for schema in (

@@ -98,6 +98,9 @@ def test_openai_gets_the_call_that_it_requires_or_names_and_json_of_a_schema(cal
 
     parsed = api.chat.completions.parse(model="any", messages=[ASK], response_format=Zone, seed=3)
     assert parsed.choices[0].message.parsed.zone in ("UTC", "CET")
+    for field in ({"structured_outputs": {"choice": ["UTC", "CET"]}}, {"guided_choice": ["UTC", "CET"]}):
+        chosen = api.chat.completions.create(model="any", messages=[ASK], extra_body=field, seed=3)
+        assert chosen.choices[0].message.content in ("UTC", "CET") and chosen.choices[0].finish_reason == "stop"
 
 
 def test_langchain_binds_tools_and_streams_their_calls(caller: Running) -> None:

@@ -418,13 +418,16 @@ FORMS = {  # kind -> a grammar, texts that it allows, texts that it does not
     Grammar("regex", "[a-c]{2}-?1"): (["ab1", "ca-1"], ["ab", "abc1", "ab1 "]),
     Grammar("ebnf", 'root ::= item ("," item)*\nitem ::= "a" | "b"'): (["a", "a,b,a"], ["", "a,", "c"]),
     Grammar("ebnf", 'start: "x"+ %json {"enum": [1, 2]}'): (["x1", "xx2"], ["x3", "1"]),
+    Grammar("ebnf", 'start: %json {"properties": {"a": {"enum": [1]}}}'): (["{}", '{"a":1}'], ['{"b":1}']),
+    Grammar("ebnf", '%llguidance {}\n?start: word ("-" word)*\n!word: /[a-c]+/ -> word'): (["ab", "a-c"], ["-", "d"]),
     Grammar("lark", 'start: "a" /[0-9]+/'): (["a7", "a12"], ["a", "7"]),
     Grammar("json_schema", "true"): (["[]", '{"a":1}', "null"], ["a", "[", "{]"]),
+    Grammar("json_schema", '{"properties": {"a": {}}, "type": "object"}'): (["{}", '{"a":1}'], ['{"b":1}', "[]"]),
     Grammar("structural_tag", json.dumps({"structures": [
-        {"begin": "fn:a", "schema": {"type": "object", "required": ["x"], "properties": {"x": {"enum": [1]}},
-                                     "additionalProperties": False}, "end": "-"},
+        {"begin": "fn:a", "schema": {"type": "object", "required": ["x"], "properties": {"x": {"enum": [1]}}},
+         "end": "-"},
         {"begin": "fn:b", "schema": {"enum": [2]}, "end": ":"}], "triggers": ["fn:"]})):
-        (["abc", 'ab fn:a{"x":1}- cd', "fn:b2:fn:b2:"], ["fn:c", "fn:b3:", 'fn:a{"x":1}']),
+        (["abc", 'ab fn:a{"x":1}- cd', "fn:b2:fn:b2:"], ["fn:c", "fn:b3:", 'fn:a{"x":1}', 'fn:a{"x":1,"y":1}-']),
 }  # fmt: skip
 
 
@@ -443,8 +446,9 @@ WRONG = [
     (Grammar("json_schema", '{"type": "string", "pattern": "(?=a)b"}'), "look-around"),
     (Grammar("json_schema", '{"type": "strin"}'), "strin"), (Grammar("json_schema", "[1]"), "an object"),
     (Grammar("json_schema", '{"type"'), "JSON"), (Grammar("regex", "(a"), "unclosed"),
-    (Grammar("ebnf", "root ::= missing"), "missing"), (Grammar("lark", "start: a"), "a"),
-    (Grammar("structural_tag", "{}"), "structures"),
+    (Grammar("ebnf", "root ::= missing"), "missing"), (Grammar("ebnf", "no grammar"), "no"),
+    (Grammar("ebnf", "root ::= a\n" + "a ::= b\n" * 2000), "at most 2000 rules"),
+    (Grammar("lark", "start: a"), "a"), (Grammar("structural_tag", "{}"), "structures"),
     (Grammar("structural_tag", '{"structures": [{"begin": "a", "end": ""}], "triggers": ["b"]}'), "triggers"),
     (Grammar("json_schema", '{"x-guidance": 7}'), "x-guidance"),
 ]  # fmt: skip
@@ -512,6 +516,10 @@ HOSTILE = {
     "huge enum": Grammar("json_schema", json.dumps({"enum": [f"v{i}x" for i in range(6000)]})),
     "all of any of": Grammar("json_schema", json.dumps({"allOf": [
         {"anyOf": [{"properties": {f"a{i}": {}}}, {"properties": {f"b{i}": {}}}]} for i in range(40)]})),
+    "copies of copies": Grammar("json_schema", json.dumps({"$ref": "#/$defs/0", "properties": {"a": {}}, "$defs": {
+        str(i): {"allOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(40)} | {"40": {}}})),
+    "blank lines": Grammar("ebnf", "\n" * 65_000),
+    "a chain of rules": Grammar("ebnf", "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(4000))),
     "multipleOf": Grammar("json_schema", '{"multipleOf": 999983}'),
     "multiples that meet": Grammar("json_schema", json.dumps({"allOf": [{"multipleOf": p} for p in (97, 89, 83, 79)]})),
     "multiples in lark": Grammar("ebnf", 'start: %json {"multipleOf": 0.999983}'),
@@ -625,3 +633,73 @@ def test_every_way_to_ask_for_a_grammar_ends_in_the_same_one() -> None:
     ):  # fmt: skip
         with pytest.raises(RequestError, match=said):
             parse.parse_chat({**body, **wrong}, {})
+
+
+def test_vllm_s_fields_end_in_the_same_grammars_as_ours() -> None:
+    schema = {"type": "object", "properties": {"a": {}}}
+    tag = {"structures": [{"begin": "a"}], "triggers": ["a"]}
+    own = {"json_schema": schema, "regex": "a+", "ebnf": 'root ::= "a"', "structural_tag": tag}
+    newer = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
+
+    def asked(**wish: object) -> Grammar | None:
+        bodies = {"messages": [{"role": "user", "content": "hi"}], **wish}, {"prompt": "hi", **wish}
+        chat, completion = parse.parse_chat(bodies[0], {}), parse.parse_completion(bodies[1], {})
+        assert chat.params[0].grammar == completion.params[0].grammar
+        return chat.params[0].grammar
+
+    for name, value in own.items():
+        for origin, wish in [("structured_outputs", {newer[name]: value})] + [
+            (f"guided_{newer[name]}", value)] * (name != "structural_tag"):  # fmt: skip
+            found = asked(**{origin: wish})
+            assert found == asked(**{name: value}) and found.origin == origin
+    assert asked(structured_outputs={"json": json.dumps(schema)}) == asked(json_schema=json.dumps(schema))
+    anything = asked(response_format={"type": "json_object"})
+    assert asked(structured_outputs={"json_object": True}) == anything
+    spaced = asked(structured_outputs={"json": json.dumps(schema), "whitespace_pattern": " ?"})
+    assert json.loads(spaced.text) == {**schema, "x-guidance": {"whitespace_pattern": " ?"}}
+    assert spaced == asked(guided_json=schema, guided_whitespace_pattern=" ?")
+    tight = asked(structured_outputs={"json_object": True, "disable_any_whitespace": True})
+    assert json.loads(tight.text)["x-guidance"] == {"whitespace_pattern": ""}
+    kept = {"x-guidance": {"whitespace_flexible": False}}
+    assert json.loads(asked(structured_outputs={"json": kept, "whitespace_pattern": "x"}).text) == kept
+    for idle in ({"guided_choice": []}, {"guided_json": None, "guided_regex": ""}, {"guided_decoding_backend": "x"}):
+        assert asked(**idle) is None
+
+
+def test_a_choice_is_one_of_its_texts_wholly() -> None:
+    choices = ["ab", "abc", "", "}: ", '"x"']
+    for wish in ({"guided_choice": choices}, {"structured_outputs": {"choice": choices}}):
+        grammar = parse.parse_completion({"prompt": "hi", **wish}, {}).params[0].grammar
+        for text, fits in [(text, True) for text in choices] + [("a", False), ("abcab", False), ("x", False)]:
+            matcher = GRAMMARS.compile(grammar).matcher.deep_copy()
+            ids = [TOKENS.index(character) for character in text]
+            assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == fits, text
+    strange = ['say "no"\\\n', "été 😀", "a/b", "%json {}", "// no"]
+    GRAMMARS.compile(parse.parse_completion({"prompt": "hi", "guided_choice": strange}, {}).params[0].grammar)
+
+
+def test_one_thing_may_be_asked_for_twice_but_two_are_a_400() -> None:
+    """guidance sends a grammar in vLLM's newer and its older form at once, since it does not know the version."""
+    grammar = "%llguidance {}\nstart: /[a-z]+/"
+    both = {"structured_outputs": {"grammar": grammar}, "guided_grammar": grammar, "guided_decoding_backend": "auto"}
+    assert parse.parse_completion({"prompt": "hi", **both}, {}).params[0].grammar == Grammar("ebnf", grammar)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array"}}}
+    exactly = "structured_outputs must be an object with exactly one of json, regex, choice, grammar, json_object and"
+    for wrong, said, param in (
+        ({**both, "guided_grammar": "root ::= x"}, "at most one of guided_grammar, structured_outputs", None),
+        ({"structured_outputs": {"regex": "a"}, "response_format": form}, "structured_outputs, response_format",
+         "response_format"),
+        ({"guided_regex": "a", "regex": "b"}, "at most one of regex, guided_regex may be given", "guided_regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, exactly, None),
+        ({"structured_outputs": {}}, exactly, None), ({"structured_outputs": {"json_object": False}}, exactly, None),
+        ({"structured_outputs": {"regex": 7}}, r"structured_outputs\.regex must be a string, got 7", None),
+        ({"structured_outputs": {"choice": ["a", 7]}}, r"structured_outputs\.choice\[1\] must be a string", None),
+        ({"structured_outputs": {"json": [1]}}, r"structured_outputs\.json must be a JSON schema, as text or", None),
+        ({"structured_outputs": "a"}, "structured_outputs must be an object, got 'a'", None),
+        ({"structured_outputs": {"json": "{", "whitespace_pattern": " "}}, "must have the text of a JSON object", None),
+        ({"guided_choice": "a"}, "guided_choice must be a list, got 'a'", "guided_choice"),
+        ({"guided_json": 7}, "guided_json must be a JSON schema, as text or as an object, got 7", "guided_json"),
+    ):  # fmt: skip
+        with pytest.raises(RequestError, match=said) as caught:
+            parse.parse_completion({"prompt": "hi", **wrong}, {})
+        assert caught.value.status == 400 and caught.value.param == (param or "structured_outputs")

@@ -440,7 +440,11 @@ def test_ids_are_returned_when_asked_for_and_those_of_events_add_up() -> None:
     assert whole["prompt_token_ids"] == [1, 2, 3] and whole["choices"][0]["token_ids"] == ids
     events = run(chat(return_token_ids=True, stream=True))[1]
     assert [e.get("prompt_token_ids") for e in events] == [[1, 2, 3]] + [None] * (len(events) - 1)
-    assert sum((e["choices"][0].get("token_ids", []) for e in events), []) == ids
+    parts = [e["choices"][0].get("token_ids", []) for e in events]
+    assert sum(parts, []) == ids
+    assert parts[-2:] == [[9, 10], [11]], "the token that ends the text is with the reason, not with the text"
+    kept = run(chat(return_token_ids=True, stream=True, no_stop_trim=True))[1]
+    assert [e["choices"][0].get("token_ids") for e in kept][-2:] == [[9, 10, 11], None]
     whole = run(completion(["a", "b"], return_token_ids=True))[0].result()
     assert [(c["prompt_token_ids"], c["token_ids"]) for c in whole["choices"]] == [([1, 2, 3], ids)] * 2
     choices = [e["choices"][0] for e in run(completion(["a", "b"], return_token_ids=True, stream=True))[1]]

@@ -9,34 +9,35 @@ token the node's mask lacks. For every other child it consumes the token, fills 
 and rolls back. So the target's pick at every node is one that the grammar allows, whatever was drafted, and the output
 is that of plain decoding under the same masks. A mask is applied to logits before penalties, filters and noise.
 
-A grammar's text may be hostile. Compiling and stepping have limits in llguidance's own units (LIMITS), and
-`_check_multiples` refuses schemas that these do not bound. A matcher that hits a limit never works again. If a draft
+A grammar's text may be hostile. Compiling and stepping have limits in llguidance's own units (LIMITS), and `schemas.py`
+refuses schemas that these do not bound. A matcher that hits a limit never works again. If a draft
 led there, it is made anew; else its request fails and no other. The masks of drafts may take DRAFT_SECONDS of a step,
 all requests together. Drafts that were not reached by then are cut, which costs speed and no exactness.
 
-From Python, `SamplingParams(grammar=Grammar("regex", "[a-z]+"))` constrains a request. The kind "lark", which no HTTP
-field offers, is llguidance's own language, in which `%json {...}` embeds a schema and `<name>` a special token; tool
-calls can be written in it. `Scheduler.validate` compiles, and raises a RequestError that names `Grammar.origin`.
+From Python, `SamplingParams(grammar=Grammar("regex", "[a-z]+"))` constrains a request. The kind "lark" is llguidance's
+own language, in which `%json {...}` embeds a schema and `<name>` a special token; tool calls can be written in it. The
+kind "ebnf" is that language or GBNF. `Scheduler.validate` compiles, and raises a RequestError that names
+`Grammar.origin`.
 
 Constrained decoding follows Willard, Louf, "Efficient guided generation for large language models", arXiv 2307.09702.
-Read next: `steps.py`, which cuts a step in two around `Constraints.masks`.
+Read next: `schemas.py`, which closes schemas; `steps.py`, which cuts a step in two around `Constraints.masks`.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from decimal import Decimal
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from minispec.asked.schemas import close_embedded, compiled_form
 from minispec.output import TokenizerBackend
 from minispec.request import Grammar, Request, RequestError
 from minispec.tree import PADDING
@@ -49,11 +50,10 @@ LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 400_000, "step_lexer_fuel": 100_000, "step_max_items": 10_000, "max_lexer_states": 30_000,
     "max_grammar_size": 100_000, "max_items_in_row": 500,
 }  # fmt: skip
-MOST_MULTIPLE = 10_000  # bound on the least common multiple of a schema's `multipleOf`, the states of its automaton
+GBNF = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")  # a rule, which Lark writes with a colon alone
+MOST_RULES = 2000  # of a grammar in GBNF; the time to translate it grows with their square
 KEPT = 64  # compiled grammars in the cache
 DRAFT_SECONDS = 0.05  # time that the masks of drafts may take of a step
-# Between two tokens of JSON. Without a bound small models never stop there.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
 
 
 def check_installed(field: str) -> None:
@@ -126,18 +126,18 @@ class Grammars:
 
     def _source(self, grammar: Grammar) -> str:
         """Return a grammar in llguidance's own form; ValueError if it is not valid."""
-        from llguidance import LLMatcher, grammar_from
+        from llguidance import LLMatcher
 
         text = grammar.text
         if grammar.kind == "json_schema":
-            return LLMatcher.grammar_from_json_schema(_schema(_parsed(text)))
+            return LLMatcher.grammar_from_json_schema(compiled_form(_parsed(text)))
         if grammar.kind == "regex":
             return LLMatcher.grammar_from_regex(text)
         if grammar.kind == "structural_tag":
             return _tags(_parsed(text), self.backend)
-        for schema in _embedded(text):
-            _check_multiples(schema)
-        return LLMatcher.grammar_from_lark(text) if grammar.kind == "lark" else grammar_from("ebnf", text)
+        if grammar.kind == "ebnf" and GBNF.search(text):
+            text = _lark(text)
+        return LLMatcher.grammar_from_lark(close_embedded(text))
 
     def _tokenizer(self, grammar: Grammar) -> LLTokenizer:
         """Return llguidance's form of the vocabulary, made at the first call."""
@@ -181,57 +181,16 @@ def _parsed(text: str) -> Any:
         raise ValueError(f"it is not valid JSON: {error}") from None
 
 
-def _schema(schema: Any) -> str:
-    """Check a schema and return it as text, with a bound on whitespace between tokens unless it sets its own."""
-    if not isinstance(schema, (dict, bool)):
-        raise ValueError(f"a JSON schema must be an object or a boolean, got {type(schema).__name__}")
-    _check_multiples(schema)
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
-    if not isinstance(own := schema.get("x-guidance", {}), dict):
-        raise ValueError("x-guidance must be an object")
-    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, **own}})
+def _lark(gbnf: str) -> str:
+    """Return a grammar in GBNF as Lark; ValueError if it is none, or has too many rules."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
-
-def _check_multiples(schema: Any) -> None:
-    """Raise ValueError if `multipleOf` makes automata of more than MOST_MULTIPLE states, which no limit bounds.
-
-    Several in one allOf become an automaton of their least common multiple; hence the bound on the whole schema's.
-    """
-    common, values = 1, list(_multiples(schema))
-    for value in values:
-        number = Decimal(repr(value)).as_tuple()
-        digits = int("".join(map(str, number.digits))) * 10 ** max(int(number.exponent), 0)
-        if digits > 0 and (common := math.lcm(common, digits)) > MOST_MULTIPLE:
-            raise ValueError("multipleOf is bounded: the least common multiple of all in a schema, decimal points left "
-                             f"out, may be {MOST_MULTIPLE}, got {value!r} among them")  # fmt: skip
-
-
-def _multiples(value: Any) -> Iterator[int | float]:
-    """Yield all numbers under `multipleOf` in a schema, but not properties of that name."""
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            found = value.get("multipleOf")
-            if isinstance(found, (int, float)) and not isinstance(found, bool) and math.isfinite(found):
-                yield found
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
-
-
-def _embedded(lark: str) -> Iterator[Any]:
-    """Yield the schemas that a lark grammar embeds."""
-    at, decoder = lark.find("%json"), json.JSONDecoder()
-    while at >= 0:
-        start = at + len("%json")
-        start += len(lark[start:]) - len(lark[start:].lstrip())
-        try:
-            yield decoder.raw_decode(lark, start)[0]
-        except ValueError:  # in a comment, or not valid, which compiling reports
-            pass
-        at = lark.find("%json", start)
+    if (rules := gbnf.count("::=")) > MOST_RULES:
+        raise ValueError(f"it may have at most {MOST_RULES} rules, got {rules}")
+    try:
+        return gbnf_to_lark(gbnf)
+    except Exception as error:  # its own, and what a hostile text makes it raise
+        raise ValueError(f"it cannot be read as GBNF: {error}") from None
 
 
 def _tags(given: Any, backend: TokenizerBackend) -> str:
@@ -251,7 +210,7 @@ def _tags(given: Any, backend: TokenizerBackend) -> str:
         trigger = next((trigger for trigger in triggers if trigger and begin.startswith(trigger)), None)
         if trigger is None:
             raise ValueError(f"structures[{i}].begin must begin with one of the triggers, got {begin[:100]!r}")
-        body = _schema(structure.get("schema", {}))
+        body = compiled_form(structure.get("schema", {}))
         tags.append((trigger, StructTag(trigger=trigger, begin=begin, grammar=body, end=end)))
     special = all(backend.token_id(trigger) in backend.special_ids for trigger, _ in tags)
     return StructTag.to_grammar([tag for _, tag in tags], assume_special=special)

@@ -124,8 +124,8 @@ REFUSED = {  # why -> fields
     "only chats have tools, in tools and tool_choice, which the client runs": """tools tool_choice functions
         function_call web_search_options""",
     "what constrains an output is response_format, json_schema, regex, ebnf or structural_tag": """response_format
-        json_schema regex ebnf structural_tag guided_json guided_regex guided_choice guided_grammar
-        guided_decoding_backend structured_outputs""",
+        json_schema regex ebnf structural_tag structured_outputs guided_json guided_regex guided_choice guided_grammar
+        guided_whitespace_pattern""",
     "tokens are not banned by name here; logit_bias lowers single ones": "bad_words",
     "stops are ids and strings": "stop_regex repetition_detection",
     "requests are served in the order of their arrival": "priority service_tier background",
@@ -166,6 +166,7 @@ IGNORED = {  # why no answer depends on it -> fields
         parallel_tool_calls""",
     "only a chat's answer may be predicted, and it is a hint for speed": "prediction",
     "only slow Python tokenizers put spaces there": "spaces_between_special_tokens",
+    "llguidance constrains output, whichever is named": "guided_decoding_backend",
 }
 
 
@@ -241,15 +242,50 @@ class Sampling(Fields):
     speculative: Flag = does("false: verify no drafts for this request, which in float32 changes its speed alone")
 
 
+SchemaForm = told_apart("a JSON schema, as text or as an object", text=str, object=dict[str, Any])
+TagForm = told_apart("a structural tag, as text or as an object", text=str, object=dict[str, Any])
+OF_SCHEMA = "the output is JSON of this schema"
+OF_REGEX = "the output matches this regular expression, wholly"
+OF_CHOICE = "the output is one of these strings"
+OF_GRAMMAR = "the output is of this grammar, written in GBNF or in llguidance's Lark"
+OF_TAG = "free text in which each trigger begins one of the structures"
+BETWEEN = "what may stand between two tokens of JSON, as a regular expression"
+
+
 class Constrained(Fields):
     """What an output must be; at most one of these may be given."""
 
-    json_schema: told_apart("a JSON schema, as text or as an object", text=str, object=dict[str, Any]) | None = does(
-        "the output is JSON of this schema")
-    regex: Text = does("the output matches this regular expression, wholly")
-    ebnf: Text = does("the output is of this grammar, written in GBNF or in llguidance's Lark")
-    structural_tag: told_apart("a structural tag, as text or as an object", text=str, object=dict[str, Any]) | None = (
-        does("free text in which each trigger begins one of the structures"))
+    json_schema: SchemaForm | None = does(OF_SCHEMA)
+    regex: Text = does(OF_REGEX)
+    ebnf: Text = does(OF_GRAMMAR)
+    structural_tag: TagForm | None = does(OF_TAG)
+
+
+class StructuredOutputs(Fields):
+    """The object `structured_outputs`, vLLM's; exactly one of its first six fields must be given."""
+
+    json_: SchemaForm | None = Field(None, alias="json", description=OF_SCHEMA)  # pydantic's models have a method json
+    regex: Text = does(OF_REGEX)
+    choice: Each[str] | None = does(OF_CHOICE)
+    grammar: Text = does(OF_GRAMMAR)
+    json_object: Flag = does("true: the output is a JSON object")
+    structural_tag: TagForm | None = does(OF_TAG)
+    whitespace_pattern: Text = does(BETWEEN)
+    disable_any_whitespace: Flag = does("true: nothing may stand between two tokens of JSON")
+    disable_additional_properties: Flag = does("ignored: objects that name properties have no others anyway")
+
+    def given(self) -> dict[str, Any]:
+        """Return what asks for something, by the names that vLLM has: one item."""
+        wishes = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar,
+                  "json_object": self.json_object, "structural_tag": self.structural_tag}  # fmt: skip
+        return {name: value for name, value in wishes.items() if value not in (None, "", [], False)}
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        if len(self.given()) != 1:
+            raise PydanticCustomError("allowed", "an object with exactly one of json, regex, choice, grammar, "
+                                      "json_object and structural_tag")  # fmt: skip
+        return self
 
 
 class ResponseFormat(Fields):
@@ -269,7 +305,17 @@ class StreamOptions(Fields):
     continuous_usage_stats: Flag = does("the usage so far in every event")
 
 
-class OpenAI(Constrained, Prompted, Sampling):
+class Guided(Fields):
+    """What an output must be, as older versions of vLLM are asked for it."""
+
+    guided_json: SchemaForm | None = does(OF_SCHEMA)
+    guided_regex: Text = does(OF_REGEX)
+    guided_choice: Each[str] | None = does(OF_CHOICE)
+    guided_grammar: Text = does(OF_GRAMMAR)
+    guided_whitespace_pattern: Text = does(BETWEEN)
+
+
+class OpenAI(Constrained, Guided, Prompted, Sampling):
     """What both of OpenAI's endpoints take, extensions of SGLang and vLLM included."""
 
     n: Choices | None = does("choices for each prompt, at most 16; the prompt is computed once")
@@ -283,6 +329,7 @@ class OpenAI(Constrained, Prompted, Sampling):
     return_tokens_as_token_ids: Flag = does("spell tokens as token_id:N in logprobs")
     request_id: Rid | None = does("as rid")
     response_format: ResponseFormat | None = does("what the output must be")
+    structured_outputs: StructuredOutputs | None = does("the same, as vLLM is asked for it")
 
 
 class TextPart(Fields):
@@ -480,7 +527,7 @@ class InternalState(Fields):
 def acting(kind: type[Fields]) -> dict[str, FieldInfo]:
     """Return the fields of a model that act, and so are in none of the tables or are switched on."""
     return {
-        name: field for name, field in kind.model_fields.items()
+        field.alias or name: field for name, field in kind.model_fields.items()
         if name not in INACTIVE or field.description != ": ".join(INACTIVE[name])
     }  # fmt: skip
 

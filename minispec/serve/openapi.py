@@ -77,7 +77,7 @@ def _operation(route: Route) -> dict[str, Any]:
 _PLACES = {  # where a field stands -> its model
     "chat": fields.Chat, "completions": fields.Completion, "generate": fields.Generate,
     "sampling_params": fields.NativeParams, "response_format": fields.ResponseFormat,
-    "stream_options": fields.StreamOptions, "messages": fields.Message,
+    "structured_outputs": fields.StructuredOutputs, "stream_options": fields.StreamOptions, "messages": fields.Message,
     "tokenize": fields.Tokenize, "detokenize": fields.Detokenize, "abort_request": fields.Abort,
     "set_internal_state": fields.InternalState, "server_args": fields.ServerArgs,
 }  # fmt: skip

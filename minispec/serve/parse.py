@@ -285,17 +285,53 @@ def in_clients_words(error: RequestError, names: Mapping[str, str]) -> RequestEr
 
 
 def _grammar(asked: fields.Constrained, form: fields.ResponseFormat | None) -> Grammar | None:
-    """Return what the client wants the output to be, if anything; RequestError if it wants several things."""
-    given = {name: value for name in fields.Constrained.model_fields
-             if (value := getattr(asked, name)) not in (None, "")}  # fmt: skip
+    """Return what the client wants the output to be, if anything; RequestError if it wants several things.
+
+    The same may be asked for twice: clients that do not know which vLLM they talk to use its older and newer fields.
+    """
+    wishes = [(name, name, getattr(asked, name)) for name in fields.Constrained.model_fields]
+    wishes += _vllm_wishes(asked) if isinstance(asked, fields.OpenAI) else []
     if form is not None and form.type != "text":
-        given["response_format"] = form
-    if len(given) > 1:
-        raise RequestError(f"at most one of {', '.join(given)} may be given", list(given)[-1])
-    for name, value in given.items():
-        kind, rule = _form_of(value) if isinstance(value, fields.ResponseFormat) else (name, value)
-        return Grammar(kind, rule if isinstance(rule, str) else dump(rule).decode(), name)
-    return None
+        wishes.append(("response_format", *_form_of(form)))
+    grammars = [Grammar(kind, rule if isinstance(rule, str) else dump(rule).decode(), origin)
+                for origin, kind, rule in wishes if rule not in (None, "")]  # fmt: skip
+    if len(set(grammars)) > 1:
+        raise RequestError(f"at most one of {', '.join(grammar.origin for grammar in grammars)} may be given",
+                           grammars[-1].origin)  # fmt: skip
+    return grammars[0] if grammars else None
+
+
+def _vllm_wishes(asked: fields.OpenAI) -> list[tuple[str, str, Any]]:
+    """Return what vLLM's fields ask for: the field, the kind of grammar, and its rule, None where it asks nothing."""
+    forms = [(f"guided_{name}", name, getattr(asked, f"guided_{name}"), asked.guided_whitespace_pattern)
+             for name in ("json", "regex", "choice", "grammar")]  # fmt: skip
+    if (newer := asked.structured_outputs) is not None:
+        space = "" if newer.disable_any_whitespace else newer.whitespace_pattern
+        forms += [("structured_outputs", name, value, space) for name, value in newer.given().items()]
+    wishes: list[tuple[str, str, Any]] = []
+    for field_name, name, value, space in forms:
+        if name == "choice":
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in value or ())
+            wishes.append((field_name, "lark", f"start: CHOICE\nCHOICE: {texts}" if texts else None))
+        elif name in ("json", "json_object"):
+            schema = {"type": "object"} if name == "json_object" else value
+            wishes.append((field_name, "json_schema", _spaced(schema, space, field_name)))
+        else:
+            wishes.append((field_name, "ebnf" if name == "grammar" else name, value))
+    return wishes
+
+
+def _spaced(schema: Any, pattern: str | None, field_name: str) -> Any:
+    """Return a schema, or its text, with what may stand between tokens, unless `pattern` is None."""
+    if pattern is None or schema in (None, ""):
+        return schema
+    if isinstance(schema, str):
+        try:
+            schema = parse_json(schema.encode("utf-8"))
+        except RequestError as error:
+            raise RequestError(f"{field_name} must have the text of a JSON object: {error.message}",
+                               field_name) from None  # fmt: skip
+    return {"x-guidance": {"whitespace_pattern": pattern}, **schema}
 
 
 def _form_of(form: fields.ResponseFormat) -> tuple[str, dict[str, Any] | bool]:

@@ -142,8 +142,11 @@ class Reply:
 
     def _events(self, i: int) -> list[dict[str, Any]]:
         """Return the events that bring choice i up to date."""
-        new_text, new_ids, finish = self.texts[i][self.sent[i][0] :], self._new(i), self.finishes[i]
-        first, self.sent[i] = self.sent[i] == (0, 0), (len(self.texts[i]), len(self.ids[i]))
+        finish, spoken = self.finishes[i], len(self.ids[i])
+        if self.job.kind == "chat" and finish is not None and isinstance(finish.matched, int):
+            spoken -= not self.job.params[i].no_stop_trim  # what ends a text is no part of it: it goes with the reason
+        new_text, new_ids = self.texts[i][self.sent[i][0] :], self._new(i, spoken)
+        first, self.sent[i] = self.sent[i] == (0, 0), (len(self.texts[i]), spoken)
         if self.job.kind == "generate":
             return [{**self._native(i), **({"index": i} if self.job.batched else {})}]
         if self.job.kind == "completion":
@@ -151,7 +154,7 @@ class Reply:
             return [self._chunk(i, body, finish)] if new_text or new_ids or finish else []
         delta = self.messages[i].delta()
         events = [self._chunk(i, {"delta": delta or {"content": ""}, **new_ids}, None)] if delta or new_ids else []
-        return [*events, self._chunk(i, {"delta": {}}, finish)] if finish else events
+        return [*events, self._chunk(i, {"delta": {}, **self._new(i)}, finish)] if finish else events
 
     def _native(self, i: int) -> dict[str, Any]:
         ids = self.ids[i]
@@ -185,10 +188,12 @@ class Reply:
         """Return the field with the prompt's ids, if it was asked for."""
         return {"prompt_token_ids": self.requests[i].prompt_ids} if self.job.return_ids else {}
 
-    def _new(self, i: int) -> dict[str, Any]:
-        """Return ids and logprobs that are in no event yet, where asked for; so that those of events add up to all."""
-        first, end = self.sent[i][1], len(self.ids[i])
-        found: dict[str, Any] = {"token_ids": self.ids[i][first:]} if self.job.return_ids else {}
+    def _new(self, i: int, end: int | None = None) -> dict[str, Any]:
+        """Return ids and logprobs up to `end` that are in no event yet, where asked for; those of events add up."""
+        first, end = self.sent[i][1], len(self.ids[i]) if end is None else end
+        if first == end and self.job.stream and self.job.kind == "chat":
+            return {}
+        found: dict[str, Any] = {"token_ids": self.ids[i][first:end]} if self.job.return_ids else {}
         report, request, begins = self.job.report, self.requests[i], self.sent[i] == (0, 0)
         if report.prompt is not None and begins:
             found["prompt_logprobs"] = logprobs.prompt_logprobs(request, report.prompt, self.spelling)

@@ -40,6 +40,7 @@ CLIENTS = {
     "guidellm": Client(
         ("guidellm",), ("{bin}/python", "{here}/guidellm_run.py", "{url}", "{model}"), needs_torch=True
     ),
+    "guidance": Client(("guidance", "openai"), ("{bin}/python", "{here}/guidance_client.py", "{url}")),
     "instructor": Client(("instructor",), ("{bin}/python", "{here}/instructor_client.py", "{url}")),
     "lm-eval": Client(
         ("lm_eval[api,hf]",), ("{bin}/python", "{here}/lm_eval_run.py", "{url}", "{model}"), needs_torch=True
@@ -50,6 +51,7 @@ CLIENTS = {
          "--only-summary"),
     ),
     "openai-node": Client(("openai",), ("node", "{out}/openai_node.mjs", "{url}")),
+    "outlines": Client(("outlines", "openai"), ("{bin}/python", "{here}/outlines_client.py", "{url}")),
 }  # fmt: skip
 
 

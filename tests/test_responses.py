@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -30,6 +31,7 @@ from minispec.serve.items import ResponseReply
 from minispec.serve.message import Formats
 from minispec.serve.reply import Served, sse
 from minispec.serve.responses import parse_response
+from minispec.server import _prepare
 
 EVENTS = {get_args(kind.model_fields["type"].annotation)[0]: kind  # OpenAI's types of events by their names
           for kind in get_args(get_args(theirs.ResponseStreamEvent)[0])}  # fmt: skip
@@ -186,6 +188,15 @@ def test_what_asks_for_nothing_or_for_what_is_done_passes() -> None:
 def test_every_field_of_openai_s_client_is_known() -> None:
     names = set(response_create_params.ResponseCreateParamsBase.__annotations__)
     assert len(names) > 25 and not names - set(fields.Responses.model_fields)
+
+
+def test_an_error_of_the_chat_template_names_the_input() -> None:
+    tokenizer = templated(NAMED["llama-2"].source)  # has no place for a tool's result
+    intake: Any = SimpleNamespace(limits=SimpleNamespace(context_length=10**6, longest_prompt=None),
+                                  tokenizer=tokenizer, validate=lambda request: None)  # fmt: skip
+    with pytest.raises(RequestError, match="no place for the role tool") as caught:
+        _prepare(job([USER, RESULT]), intake, Served("m"))
+    assert caught.value.param == "input"
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
@@ -401,6 +412,7 @@ def test_streams_that_are_left_or_aborted_free_their_pages(
     served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slowly(served, monkeypatch)
+    before = served.stats()["generated_tokens"]
     received, sock = served.stream("/v1/responses", LONG_ONE, read=6)
     assert [event["type"] for event in received[:3]] == ["response.created", "response.in_progress",
                                                          "response.output_item.added"]  # fmt: skip
@@ -415,7 +427,7 @@ def test_streams_that_are_left_or_aborted_free_their_pages(
         assert served.call("/abort_request", {"rid": "mine"})[0] == 200
         events, _ = streaming.result()
     assert order(events)[-2:] == ["error", "failed"] and events[-1]["response"]["id"] == "mine"
-    served.idle()
+    assert served.idle()["generated_tokens"] - before < 900, "none of the three ran to its end"
     assert served.server.admitted == 0 and not served.server.exchanges and not served.server.routes
 
 

@@ -124,8 +124,42 @@ GENERATES = [
     native(json_schema="{"), native(min_new_tokens=9, max_new_tokens=3), native(sampling_seed=2**63), native(top_k="5"),
 ]  # fmt: skip
 
+TOOL = {"type": "function", "name": "f"}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+
+RESPONSES = [{"input": given} for given in (
+    None, 5, [], {}, [5], [[]], [None], "long " * 50_000, "x" * 10**6, [{}], [{"role": "user"}], [CALL] * 200,
+    [{"role": "root", "content": "a"}], [{"role": "user", "content": 5}], [{"role": "user", "content": [5]}],
+    [{"role": "user", "content": "a"}] * 2**15, [{"type": "item_reference", "id": "msg_1"}], [{"type": ["message"]}],
+    [{"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1/x"}]}],
+    [{"role": "user", "content": [{"type": "input_file", "file_url": "file:///etc/passwd"}]}],
+    [{"type": "web_search_call", "id": "ws_1", "status": "completed"}], [{"type": "reasoning", "summary": 5}],
+    [{"type": "reasoning", "summary": []}], [{**CALL, "arguments": "[" * 1000}], [{**CALL, "arguments": "{"}],
+    [{**CALL, "arguments": '{"a": NaN}'}], [{**CALL, "arguments": {}}], [{**CALL, "name": ""}],
+    [{"type": "function_call_output", "call_id": "c"}], [{"type": "function_call_output", "call_id": 5, "output": "a"}],
+    [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image"}]}],
+)] + [{"input": "a", **wish} for wish in (
+    {"store": True}, {"previous_response_id": "resp_1"}, {"conversation": {"id": "conv_1"}}, {"background": True},
+    {"prompt": {"id": "pmpt_1"}}, {"instructions": 5}, {"instructions": "x" * 10**6}, {"max_output_tokens": -1},
+    {"max_output_tokens": 10**9}, {"max_output_tokens": 1.5}, {"temperature": -1}, {"top_p": 2}, {"n": 2},
+    {"top_logprobs": 5}, {"include": ["code_interpreter_call.outputs"]}, {"include": "reasoning.encrypted_content"},
+    {"tools": [TOOL] * 129}, {"tools": [TOOL, TOOL]}, {"tools": [{"type": "mcp", "server_url": "http://127.0.0.1/"}]},
+    {"tools": [{**TOOL, "description": "x" * 10**6}]}, {"tools": [FUNCTION]}, {"tools": [TOOL], "tool_choice": "f"},
+    {"tool_choice": "required"}, {"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}},
+    {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "none", "tools": []}},
+    {"tools": [TOOL], "tool_choice": {"type": ["function"]}}, {"text": "a"}, {"text": {"format": "json"}},
+    {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"$ref": "http://127.0.0.1/x"}}}},
+    {"text": {"format": {"type": "json_schema", "name": "n"}}}, {"text": {"verbosity": 1}},
+    {"text": {"format": {"type": "json_object"}}, "ebnf": "a"}, {"reasoning": "high"}, {"reasoning": {"effort": 5}},
+    {"reasoning": {"effort": "x" * 10**5}}, {"metadata": {"a": "x" * 10**6}},
+    {"metadata": {str(i): "" for i in range(99)}},
+    {"metadata": "a"}, {"stream": 1}, {"truncation": "auto"}, {"service_tier": "priority"}, {"rid": ""},
+    {"chat_template_kwargs": {"tools": 1}},
+)]  # fmt: skip
+
 HOSTILE: list[tuple[str, Any]] = [
     *(("/v1/chat/completions", body) for body in [*RAW, *CHATS]),
+    *(("/v1/responses", body) for body in [*RAW[:8], *RESPONSES]),
     *(("/v1/completions", body) for body in COMPLETIONS), *(("/generate", body) for body in GENERATES),
     *(("/tokenize", body) for body in ({}, {"prompt": 5}, {"prompt": "x" * 10**6}, {"messages": []},
                                        {"prompt": "a", "messages": [{"role": "user", "content": "a"}]})),

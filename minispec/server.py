@@ -49,8 +49,10 @@ from minispec.serve.auth import Auth
 from minispec.serve.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
 from minispec.serve.front import Front
 from minispec.serve.info import fingerprint, version
+from minispec.serve.items import ResponseReply
 from minispec.serve.message import Formats
 from minispec.serve.reply import Reply, Served
+from minispec.serve.responses import parse_response
 from minispec.serve.routes import ROUTES
 from minispec.serve.shutdown import Signals, drained, shutting_down
 from minispec.serve.streams import Exchange, SlowReader, delivered, delivering, stream
@@ -179,6 +181,10 @@ class Server:
     async def completion(self, http: web.Request) -> web.StreamResponse:
         """OpenAI's completions."""
         return await self._answer(http, lambda body: parse.parse_completion(body, self._ready().defaults))
+
+    async def response(self, http: web.Request) -> web.StreamResponse:
+        """OpenAI's responses, none of which is stored."""
+        return await self._answer(http, lambda body: parse_response(body, self._ready().defaults))
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """SGLang's native generate."""
@@ -508,13 +514,13 @@ class Server:
 def _prepare(job: parse.Job, intake: Intake, served: Served) -> Reply:
     """Return the reply to a job, with its requests, tokenized and checked; slow, and safe on any thread."""
     sizes = intake.limits.context_length, intake.limits.longest_prompt
-    requests = parse.tokenize(job, intake.tokenizer, *sizes, served.formats)
     try:
+        requests = parse.tokenize(job, intake.tokenizer, *sizes, served.formats)
         for request in requests:
             intake.validate(request)
     except RequestError as error:
         raise parse.in_clients_words(error, job.names) from None
-    return Reply(job, requests, served)
+    return (Reply if job.response is None else ResponseReply)(job, requests, served)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import openai
 import pydantic
 import pytest
 from test_server import Running, client, options, ready, scripted
@@ -101,6 +102,78 @@ def test_openai_gets_the_call_that_it_requires_or_names_and_json_of_a_schema(cal
     for field in ({"structured_outputs": {"choice": ["UTC", "CET"]}}, {"guided_choice": ["UTC", "CET"]}):
         chosen = api.chat.completions.create(model="any", messages=[ASK], extra_body=field, seed=3)
         assert chosen.choices[0].message.content in ("UTC", "CET") and chosen.choices[0].finish_reason == "stop"
+
+
+def test_openai_runs_a_loop_of_tools_at_responses_streamed_and_whole(caller: Running) -> None:
+    api, turns = client(caller), [dict(ASK)]
+    tool: Any = {"type": "function", **ADD["function"], "strict": False}
+    for stream in (False, True):
+        wish: dict[str, Any] = {"model": "any", "input": turns, "tools": [tool], "temperature": 0}
+        if stream:
+            caller.ok("/flush_cache")  # so that not all of the call is drafted, and comes at once
+            with api.responses.stream(**wish) as events:
+                kinds = [event.type for event in events]
+                answer = events.get_final_response()
+            assert kinds.count("response.function_call_arguments.delta") > 2
+            assert "response.reasoning_text.delta" in kinds
+        else:
+            answer = api.responses.create(**wish)
+        thought, call = answer.output
+        assert (thought.type, thought.content[0].text) == ("reasoning", THOUGHT) and answer.status == "completed"
+        assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "add", {"a": 1})
+        assert answer.usage.output_tokens_details.reasoning_tokens == 2
+        turns += [item.model_dump(exclude_none=True) for item in answer.output]
+        turns.append({"type": "function_call_output", "call_id": call.call_id, "output": "2"})
+    answer = api.responses.create(**{**wish, "input": turns, "tool_choice": "none"})
+    assert answer.output_text == CALL and [item.type for item in answer.output] == ["reasoning", "message"]
+
+
+def test_openai_parses_responses_and_gets_the_call_that_it_requires(caller: Running) -> None:
+    api = client(caller)
+
+    class Zone(pydantic.BaseModel):
+        zone: Literal["UTC", "CET"]
+        summer: bool
+
+    wish: dict[str, Any] = {"model": "any", "input": [ASK], "extra_body": {"seed": 3}}
+    assert api.responses.parse(**wish, text_format=Zone).output_parsed.zone in ("UTC", "CET")
+    with api.responses.stream(**wish, text_format=Zone) as stream:
+        assert stream.get_final_response().output_parsed == api.responses.parse(**wish, text_format=Zone).output_parsed
+    clock = {"type": "function", "name": "clock", "strict": True, "parameters": Zone.model_json_schema()}
+    tools: Any = [clock, {"type": "function", **ADD["function"]}]
+    for choice, names in (("required", {"add", "clock"}), ({"type": "function", "name": "clock"}, {"clock"})):
+        answer = api.responses.create(**wish, tools=tools, tool_choice=choice, parallel_tool_calls=False)
+        (call,) = answer.output
+        assert call.name in names and json.loads(call.arguments).keys() <= {"a", "zone", "summer"}
+    for field, value in (("store", True), ("previous_response_id", "resp_1")):
+        with pytest.raises(openai.BadRequestError, match="nothing is stored") as caught:
+            api.responses.create(model="any", input="hi", **{field: value})
+        assert caught.value.param == field
+
+
+def test_langchain_binds_tools_at_responses(caller: Running) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+
+    @tool
+    def add(a: int) -> int:
+        """Add one."""
+        return a + 1
+
+    model = langchain.ChatOpenAI(
+        base_url=f"http://127.0.0.1:{caller.port}/v1", api_key="None", model="any", temperature=0, max_retries=0,
+        use_responses_api=True,
+    )  # fmt: skip
+    bound, messages = model.bind_tools([add]), [HumanMessage(ASK["content"])]
+    answer, total = bound.invoke(messages), None
+    for chunk in bound.stream(messages):
+        total = chunk if total is None else total + chunk
+    for one in (answer, total):
+        assert [(c["name"], c["args"]) for c in one.tool_calls] == [("add", {"a": 1})]
+    results = [ToolMessage("2", tool_call_id=call["id"]) for call in answer.tool_calls]
+    again = model.bind_tools([add], tool_choice="none").invoke([*messages, answer, *results])
+    assert again.text == CALL and again.usage_metadata["output_tokens"] > 10
 
 
 def test_langchain_binds_tools_and_streams_their_calls(caller: Running) -> None:

@@ -32,6 +32,7 @@ def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
 def test_hostile_bodies_are_refused_without_the_model_beside_a_stream_that_stays_the_same(
     served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert sum(path == "/v1/responses" for path, _ in HOSTILE) >= 30
     assert len(HOSTILE) >= 150 and len({json.dumps(body, default=str) for _, body in HOSTILE}) >= 150
     expected = served.ok("/generate", STREAM)["text"]
     submitted, streams = [], []

@@ -208,6 +208,24 @@ def test_a_replica_killed_in_a_character_in_json_and_with_several_choices_change
     assert outcome(frees.result()[-1]) == outcome(stream(alone, {**free, "sampling_params": seeded})[-1])
 
 
+def test_a_response_is_the_same_when_its_replica_dies(
+    both: Running, alone: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+    wish = {"input": "Say slowly", "temperature": 0, "max_output_tokens": 90, "text": form}
+    killer = Killer(both, lambda place: any(len(r.output_ids) > 8 for r in place.requests.values()), monkeypatch)
+    found, _ = both.stream("/v1/responses", wish)
+    truth, _ = alone.stream("/v1/responses", wish)
+    assert killer.killed.is_set() and len(killer.hit) == 1
+    for events in (found, truth):
+        deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert "".join(deltas) == events[-1]["response"]["output"][0]["content"][0]["text"]
+    ends = [events[-1]["response"] for events in (found, truth)]
+    assert ends[0]["output"][0]["content"] == ends[1]["output"][0]["content"]
+    assert ends[0]["status"] == ends[1]["status"] and ends[0]["usage"] == ends[1]["usage"]
+
+
 def test_a_request_that_kills_its_replica_fails_alone(both: Running, alone: Running) -> None:
     poison = native([*PREFIX, POISON, *ONCE], 60)
     bodies = [native([*PREFIX, 600 + i, *ONCE], 80, temperature=0.5, sampling_seed=i) for i in range(3)]

@@ -20,6 +20,7 @@ from minispec.config import Config
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update
 from minispec.serve import fields, openapi, parse
 from minispec.serve.reply import Reply, Served, error_body, sse
+from minispec.serve.responses import parse_response
 from minispec.server import Server
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -35,6 +36,10 @@ def completion(prompt: Any = "hi", **fields: Any) -> parse.Job:
 
 def generate(text: Any = "hi", **fields: Any) -> parse.Job:
     return parse.parse_generate({"text": text, **fields})
+
+
+def response(given: Any = "hi", **fields: Any) -> parse.Job:
+    return parse_response({"input": given, **fields}, {})
 
 
 def refused(call: Any, *args: Any, **kwargs: Any) -> RequestError:
@@ -76,8 +81,8 @@ COMPONENTS = DOCUMENT["components"]["schemas"]
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_here_is_refused_by_name_and_what_asks_for_nothing_passes(name: str) -> None:
-    calls = [call for call, kind in ((chat, fields.Chat), (completion, fields.Completion), (generate, fields.Generate))
-             if name not in fields.acting(kind)]  # fmt: skip
+    kinds = {chat: fields.Chat, completion: fields.Completion, generate: fields.Generate, response: fields.Responses}
+    calls = [call for call, kind in kinds.items() if name not in fields.acting(kind)]
     assert calls, "a field that acts everywhere is in no table"
     for call in calls:
         for value in ([{"type": "function"}], "required", 10**6):
@@ -112,7 +117,10 @@ def test_best_of_is_n() -> None:
         assert len(call(best_of=3, n=3).prompts) == 3
 
 
-@pytest.mark.parametrize(("kind", "call"), [("Chat", chat), ("Completion", completion), ("Generate", generate)])
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [("Chat", chat), ("Completion", completion), ("Generate", generate), ("Responses", response)],
+)
 def test_each_field_takes_what_the_description_says_and_names_itself_otherwise(kind: str, call: Any) -> None:
     right = wrong = 0
     for name, described in COMPONENTS[kind]["properties"].items():

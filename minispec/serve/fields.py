@@ -75,6 +75,20 @@ def told_apart(allowed: str, **members: Any) -> Any:
     return Annotated[union, Discriminator(tag, custom_error_type="allowed", custom_error_message=allowed)]
 
 
+def of_type(allowed: str, kinds: Mapping[str, type[BaseModel]], default: str = "") -> Any:
+    """Return the union of objects told apart by their `type`, which without one is `default`.
+
+    `allowed` completes "must be" for anything else.
+    """
+
+    def tag(value: Any) -> str | None:
+        kind = value.get("type") or default if isinstance(value, dict) else None
+        return f"<{kind}>" if isinstance(kind, str) and kind in kinds else None
+
+    union = functools.reduce(operator.or_, (Annotated[kind, Tag(f"<{name}>")] for name, kind in kinds.items()))
+    return Annotated[union, Discriminator(tag, custom_error_type="allowed", custom_error_message=allowed)]
+
+
 def _truncation(value: int) -> int:
     if value != -1 and value < 1:
         raise PydanticCustomError("allowed", "-1 or at least 1")
@@ -116,29 +130,33 @@ def does(text: str) -> Any:
 
 REFUSED = {  # why -> fields
     "choices are drawn, not searched for": "n use_beam_search beam_width length_penalty",
-    "each endpoint has the logprobs of its own API": """logprobs top_logprobs prompt_logprobs echo return_logprob
-        logprob_start_len top_logprobs_num token_ids_logprob return_text_in_logprobs return_tokens_as_token_ids""",
+    "each endpoint has the logprobs of its own API, and responses have none": """logprobs top_logprobs prompt_logprobs
+        echo return_logprob logprob_start_len top_logprobs_num token_ids_logprob return_text_in_logprobs
+        return_tokens_as_token_ids""",
     "logprobs have one form and are the model's own": """flat_logprobs return_sampling_mask sampling_logprobs_mode
         return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64
         return_entropy""",
-    "only chats have tools, in tools and tool_choice, which the client runs": """tools tool_choice functions
-        function_call web_search_options""",
-    "what constrains an output is response_format, json_schema, regex, ebnf or structural_tag": """response_format
-        json_schema regex ebnf structural_tag structured_outputs guided_json guided_regex guided_choice guided_grammar
-        guided_whitespace_pattern""",
+    "only chats and responses have tools, in tools and tool_choice, which the client runs": """tools tool_choice
+        functions function_call web_search_options""",
+    "what constrains an output is response_format or text.format, json_schema, regex, ebnf, structural_tag": """
+        response_format json_schema regex ebnf structural_tag structured_outputs guided_json guided_regex guided_choice
+        guided_grammar guided_whitespace_pattern""",
     "tokens are not banned by name here; logit_bias lowers single ones": "bad_words",
     "stops are ids and strings": "stop_regex repetition_detection",
-    "requests are served in the order of their arrival": "priority service_tier background",
+    "requests are served in the order of their arrival": "priority service_tier",
     "only text goes in and out": """image_data audio_data video_data audio modalities images_config video_config
         mm_processor_kwargs media_io_kwargs mm_hashes mm_content_hashes encoder_urls use_audio_in_video
-        max_dynamic_patch min_dynamic_patch image_max_dynamic_patch video_max_dynamic_patch""",
-    "a prompt is text, token ids or messages": """suffix input_ids input_embeds prompt_embeds positional_embed_overrides
-        multi_item_delimiter_indices documents chat_template chat_template_content_format task""",
+        max_dynamic_patch min_dynamic_patch image_max_dynamic_patch video_max_dynamic_patch image""",
+    "a prompt is text, token ids, messages or items": """prompt suffix input_ids input_embeds prompt_embeds
+        positional_embed_overrides multi_item_delimiter_indices documents chat_template chat_template_content_format
+        task""",
     "only a completion's prompt may do without the special tokens": "add_special_tokens",
-    "a prompt is cut at its beginning": "truncation_side",
+    "a prompt is cut at its beginning, by truncate_prompt_tokens alone": "truncation_side truncation",
     "requests bring no code": "custom_logit_processor custom_params logits_processors vllm_xargs",
     "there are no adapters": "lora_path lora_id",
-    "a request stands alone; the prefix cache finds what was there before": "session_id session_params store kv_hints",
+    "nothing is stored: each request has the whole conversation, which the prefix cache finds again": """store
+        previous_response_id conversation background background_options context_management session_id session_params
+        kv_hints""",
     "reasoning has no bound but that of the answer, and whether there is any the chat template says": """
         require_reasoning max_thinking_tokens thinking_token_budget thinking""",
     "the answer has no such part": """return_hidden_states return_routed_experts routed_experts_start_len
@@ -155,15 +173,19 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "n": (1,), "top_logprobs": (0,), "top_logprobs_num": (0,), "logprob_start_len": (-1,), "length_penalty": (1, 1.0),
     "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
     "priority": (0,), "service_tier": ("auto", "default"), "modalities": (["text"],), "truncation_side": ("left",),
+    "truncation": ("disabled",),
     "routed_experts_start_len": (0,), "verbosity": ("medium",), "data_parallel_rank": (0,), "routed_dp_rank": (0,),
 }  # fmt: skip
 
 IGNORED = {  # why no answer depends on it -> fields
     "it is for the caller's own books": "user metadata safety_identifier custom_labels conversation_id routing_key",
+    "who may ask is a matter of keys": "access_programs",
+    "it bounds tools that the server would run, and there are none": "max_tool_calls",
+    "of /generate and responses the last event always has the usage": "stream_options",
     "the prefix cache works by itself": "prompt_cache_key prompt_cache_options prompt_cache_retention",
     "text is never logged": "no_logs log_metrics",
-    "only a chat's answer has reasoning or tool calls": """separate_reasoning stream_reasoning include_reasoning
-        parallel_tool_calls""",
+    "only a chat may have its reasoning in another way": "separate_reasoning stream_reasoning include_reasoning",
+    "only chats and responses have tool calls": "parallel_tool_calls",
     "only a chat's answer may be predicted, and it is a hint for speed": "prediction",
     "only slow Python tokenizers put spaces there": "spaces_between_special_tokens",
     "llguidance constrains output, whichever is named": "guided_decoding_backend",
@@ -423,6 +445,136 @@ class Chat(OpenAI):
     include_reasoning: Flag = does("false leaves reasoning out of the answer")
     prediction: Prediction | None = does("text that NGRAM drafts from, for this request alone; a hint for speed")
     reasoning_effort: Annotated[str, Field(max_length=100)] | None = does(TEMPLATE)
+    chat_template_kwargs: dict[str, Any] | None = does("handed to the chat template: at most 16 plain values")
+
+
+def _few_texts(value: dict[str, Any]) -> dict[str, Any]:
+    sizes = [(name, value[name]) for name in value] if len(value) <= 16 else [("", None)]
+    if not all(isinstance(text, str) and len(name) <= 64 and len(text) <= 512 for name, text in sizes):
+        raise PydanticCustomError("allowed", "an object of at most 16 texts, of 512 characters under names of 64")
+    return value
+
+
+class ItemPart(Fields):
+    """A part of an item; images and files are refused, since only text goes in."""
+
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
+    text: str
+
+
+ItemContent = told_apart("text or a list of text parts", text=str, objects=Each[ItemPart])
+
+
+class MessageItem(Fields):
+    """A message, of somebody or of the model's own earlier."""
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: ItemContent
+
+
+class CallItem(Fields):
+    """A call that the model made earlier."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: Filled
+    arguments: str
+
+
+class OutputItem(Fields):
+    """What a call that was made came to."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: ItemContent
+
+
+class ReasoningItem(Fields):
+    """What the model thought earlier; the content counts, or without one the summary."""
+
+    type: Literal["reasoning"]
+    content: Each[ItemPart] | None = None
+    summary: Each[ItemPart] | None = None
+
+
+Item = of_type(
+    "an item of type message, function_call, function_call_output or reasoning (nothing is stored, so no item can be "
+    "referred to; clients that are told store: false send items whole)",
+    {"message": MessageItem, "function_call": CallItem, "function_call_output": OutputItem, "reasoning": ReasoningItem},
+    default="message",
+)
+
+
+class NamedTool(Fields):
+    """A function by its name."""
+
+    type: Literal["function"]
+    name: Filled
+
+
+class FunctionTool(Function, NamedTool):
+    """A function that may be called."""
+
+    strict: Flag = None
+
+
+class AllowedTools(Fields):
+    """The tools that may be called, of those that are there."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: OfTools[NamedTool]
+
+
+class TextFormat(Fields):
+    """The object `text.format`."""
+
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="anything, any JSON object, or JSON of a schema")
+    name: Text = does("given back in the answer")
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="the schema; strict or not, it is kept to")
+
+
+class TextConfig(Fields):
+    """The object `text`."""
+
+    format: TextFormat | None = does("what the output must be")
+    verbosity: Literal["medium"] | None = does("medium, as there is no other")
+
+
+class Reasoning(Fields):
+    """The object `reasoning`; a summary is not made, since the answer has the reasoning itself."""
+
+    effort: Annotated[str, Field(max_length=100)] | None = does("handed to the chat template, as reasoning_effort")
+
+
+class Responses(Constrained, Prompted, Sampling):
+    """The body of POST /v1/responses."""
+
+    input: told_apart("text or a list of items", text=str, objects=Turns[Item]) = Field(
+        description="the conversation, as text or as items")
+    instructions: Text = does("a system message before the input")
+    max_output_tokens: Integer = does("tokens to generate at most, reasoning included; without it the context is the "
+                                      "limit")  # fmt: skip
+    min_tokens: Integer = does("tokens before which nothing ends the text")
+    seed: Integer = does("the same seed, prompt and parameters give the same text in float32")
+    tools: OfTools[FunctionTool] | None = does(
+        "functions that may be called, shown to the model by the chat template")
+    tool_choice: told_apart(
+        "none, auto, required, or an object that names a function or allowed_tools",
+        text=Literal["none", "auto", "required"],
+        object=of_type("an object of type function or allowed_tools",
+                       {"function": NamedTool, "allowed_tools": AllowedTools})) | None = does(
+            "none hides the tools; auto, the default, leaves it to the model; required, or a function by name, "
+            "constrains the answer to calls; of allowed_tools the others are hidden")  # fmt: skip
+    parallel_tool_calls: Flag = does("false ends the answer with its first call")
+    text: TextConfig | None = does("the form of the answer")
+    reasoning: Reasoning | None = does("how the model reasons")
+    include: Each[Literal["reasoning.encrypted_content"]] | None = does(
+        "nothing more than there is: reasoning items have their text, so nothing of them is encrypted")
+    metadata: Annotated[dict[str, Any], AfterValidator(_few_texts), WithJsonSchema(
+        {"type": "object", "additionalProperties": {"type": "string"}})] | None = does("given back in the answer")
     chat_template_kwargs: dict[str, Any] | None = does("handed to the chat template: at most 16 plain values")
 
 

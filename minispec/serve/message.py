@@ -61,7 +61,7 @@ class Message:
     def feed(self, text: str) -> None:
         """Add the next piece of text."""
         reasoning, answer = ("", text) if self._thoughts is None else self._thoughts.feed(text)
-        self._think(reasoning)
+        self.think(reasoning)
         self._say(answer)
 
     def finish(self, cut: bool) -> None:
@@ -69,11 +69,11 @@ class Message:
         if self._thoughts is not None:
             reasoning, answer = self._thoughts.finish()
             self._thoughts.inside = False
-            self._think(reasoning)
+            self.think(reasoning)
             self._say(answer)
         if self._calls is not None:
             for piece in self._calls.finish(cut):
-                self._take(piece)
+                self.take(piece)
 
     def delta(self) -> dict[str, Any]:
         """Return what came since the last call, as the delta of an event; {} for nothing."""
@@ -90,7 +90,7 @@ class Message:
             message["reasoning_content"] = self.reasoning or None
         return message
 
-    def _think(self, text: str) -> None:
+    def think(self, text: str) -> None:
         """Add reasoning."""
         if self._thoughts is None or not self.wish.include_reasoning:
             return
@@ -103,9 +103,9 @@ class Message:
     def _say(self, text: str) -> None:
         """Add text that is no reasoning."""
         for piece in [Piece(text)] if self._calls is None else self._calls.feed(text):
-            self._take(piece)
+            self.take(piece)
 
-    def _take(self, piece: Piece) -> None:
+    def take(self, piece: Piece) -> None:
         """Add a piece of content or of a call."""
         if piece.call is None:
             self.content += piece.text

@@ -75,9 +75,10 @@ def _operation(route: Route) -> dict[str, Any]:
 # ---- docs/serving.md -------------------------------------------------------------------------------------------------
 
 _PLACES = {  # where a field stands -> its model
-    "chat": fields.Chat, "completions": fields.Completion, "generate": fields.Generate,
-    "sampling_params": fields.NativeParams, "response_format": fields.ResponseFormat,
-    "structured_outputs": fields.StructuredOutputs, "stream_options": fields.StreamOptions, "messages": fields.Message,
+    "chat": fields.Chat, "completions": fields.Completion, "responses": fields.Responses,
+    "generate": fields.Generate, "sampling_params": fields.NativeParams, "response_format": fields.ResponseFormat,
+    "structured_outputs": fields.StructuredOutputs, "text": fields.TextConfig, "text.format": fields.TextFormat,
+    "reasoning": fields.Reasoning, "stream_options": fields.StreamOptions, "messages": fields.Message,
     "tokenize": fields.Tokenize, "detokenize": fields.Detokenize, "abort_request": fields.Abort,
     "set_internal_state": fields.InternalState, "server_args": fields.ServerArgs,
 }  # fmt: skip

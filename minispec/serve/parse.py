@@ -126,6 +126,7 @@ class Job:
     chat: dict[str, Any] = field(default_factory=dict)  # keyword arguments of Tokenizer.encode_chat
     wish: Wish = Wish()  # what becomes of a chat's answer
     prediction: str | None = None  # what the answer is expected to be like
+    response: dict[str, Any] | None = None  # what a response repeats of its request; None: it is none
     names: dict[str, str] = field(default_factory=dict)  # what our errors call a field -> what the client does
 
 
@@ -136,7 +137,7 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
     messages = _messages(asked.messages)
     if continued and messages[-1]["role"] != "assistant":
         raise RequestError("continue_final_message needs a last message of role assistant", "continue_final_message")
-    wish, prediction = _wish(asked), _text(asked.prediction.content) if asked.prediction else None
+    wish, prediction = _wish(asked), text_of(asked.prediction.content) if asked.prediction else None
     shown = {"tools": list(wish.tools)} if wish.tools else {}
     chat = {
         "add_generation_prompt": asked.add_generation_prompt is not False and not continued,
@@ -403,7 +404,7 @@ def _message(message: fields.Message, where: str) -> dict[str, Any]:
     """Return a message with text as its content; `where` names it in errors."""
     clean, content = _given(message, fields.Message.model_fields), message.content
     if content is not None:
-        content = _text(content)
+        content = text_of(content)
     elif message.role == "assistant" and message.tool_calls:
         content = ""
     else:
@@ -413,7 +414,8 @@ def _message(message: fields.Message, where: str) -> dict[str, Any]:
     return {**clean, "content": content}
 
 
-def _text(content: str | list[fields.TextPart]) -> str:
+def text_of(content: str | Sequence[fields.TextPart] | Sequence[fields.ItemPart]) -> str:
+    """Return content as text, its parts as lines."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
@@ -421,13 +423,17 @@ def _made(call: fields.ToolCall, where: str) -> dict[str, Any]:
     """Return an earlier call as templates know it, its arguments as an object."""
     arguments = call.function.arguments or {}
     if isinstance(arguments, str):
-        try:
-            arguments = parse_json(arguments.encode("utf-8"))
-        except RequestError as error:
-            raise RequestError(f"{where}.function.arguments must be the text of a JSON object: {error.message}",
-                               "messages") from None  # fmt: skip
+        arguments = called_with(arguments, f"{where}.function.arguments", "messages")
     given = {"id": call.id} if call.id is not None else {}
     return {**given, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def called_with(arguments: str, where: str, param: str) -> dict[str, Any]:
+    """Return a call's arguments as an object; RequestError 400 about `where`, which is in the field `param`."""
+    try:
+        return parse_json(arguments.encode("utf-8"))
+    except RequestError as error:
+        raise RequestError(f"{where} must be the text of a JSON object: {error.message}", param) from None
 
 
 def _wish(asked: fields.Chat) -> Wish:

@@ -33,8 +33,9 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 def sse(event: Any) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + dump(event) + b"\n\n"
+    """Return one server-sent event, named by its type if it has one."""
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return name.encode() + b"data: " + dump(event) + b"\n\n"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ class Reply:
     Deltas are pieces of the same text that `result` holds, so concatenated they are equal to it.
     """
 
+    message_type: type[Message] = Message
+    end = DONE  # of a stream
+
     def __init__(self, job: Job, requests: Sequence[Request], served: Served) -> None:
         self.job, self.requests, self.served = job, list(requests), served
         self.intervals = [own or served.stream_interval for own in job.intervals]
@@ -65,7 +69,7 @@ class Reply:
         self.spelling = logprobs.Spelling(served.tokenizer, job.report.as_ids)
         self.texts: list[str] = [self._echoed(i) for i in range(count)]
         self.lists: dict[int, logprobs.CompletionLists] = {}  # of a completion's choices
-        self.messages = [Message(job.wish, served.formats, request.thinking) for request in self.requests]  # of a chat
+        self.messages = [self.message_type(job.wish, served.formats, r.thinking) for r in self.requests]  # of a chat
         self.ids: list[list[int]] = [[] for _ in range(count)]
         self.finishes: list[Finish | None] = [None] * count
         self.sent = [(0, 0)] * count  # characters and tokens already in events
@@ -111,6 +115,10 @@ class Reply:
         if not self.job.include_usage or self.job.kind == "generate":
             return []
         return [{**self._head(stream=True), "choices": [], "usage": self.usage()}]
+
+    def failure(self, error: RequestError) -> list[dict[str, Any]]:
+        """Return the events of a stream that ends with an error."""
+        return [error_body(error)]
 
     def result(self) -> dict[str, Any] | list[dict[str, Any]]:
         """Return the whole answer, once done."""

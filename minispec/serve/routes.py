@@ -16,6 +16,7 @@ NATIVE: dict[str, Any] = {JSON: ["object", "array"], EVENTS: "string"}  # a list
 
 CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "Say something."}], "max_tokens": 8}
 PROMPT_EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 8}
+RESPONSE_EXAMPLE = {"input": "Say something.", "max_output_tokens": 8}
 NATIVE_EXAMPLE = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
 FLAG_EXAMPLE = {"server_args": {"speculative_accept_threshold_single": 1.0}}
 ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -46,6 +47,8 @@ class Route(NamedTuple):
 ROUTES = [
     Route("post", "/v1/chat/completions", "chat", "OpenAI's chat completions", fields.Chat, CHAT_EXAMPLE, STREAMED),
     Route("post", "/v1/completions", "completion", "OpenAI's completions", fields.Completion, PROMPT_EXAMPLE, STREAMED),
+    Route("post", "/v1/responses", "response", "OpenAI's responses, none of which is stored", fields.Responses,
+          RESPONSE_EXAMPLE, STREAMED),
     Route("post", "/generate", "generate", "SGLang's native generate", fields.Generate, NATIVE_EXAMPLE, NATIVE),
     Route("put", "/generate", "generate", "the same", fields.Generate, NATIVE_EXAMPLE, NATIVE),
     Route("get", "/v1/models", "models", "the model served"),

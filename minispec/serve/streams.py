@@ -20,7 +20,7 @@ from aiohttp import web
 
 from minispec.request import Request, RequestError, Update
 from minispec.serve.parse import Job
-from minispec.serve.reply import DONE, Reply, error_body, sse
+from minispec.serve.reply import Reply, sse
 
 logger = logging.getLogger("minispec")
 
@@ -123,10 +123,10 @@ async def stream(http: web.Request, exchange: Exchange, reply: Reply) -> web.Str
             if not isinstance(error, RequestError):
                 logger.exception("a stream failed")
                 error = RequestError(f"{type(error).__name__} in the server", None, 500)
-            closing = sse(error_body(error))
+            closing = b"".join(map(sse, reply.failure(error)))
             if error.code == "slow_reader":
-                raise SlowReader(response, closing + DONE) from None
-        await _written(response.write_eof(closing + DONE))
+                raise SlowReader(response, closing + reply.end) from None
+        await _written(response.write_eof(closing + reply.end))
     except ConnectionResetError:
         logger.debug("a client hung up on its stream")
     except RequestError:  # it has all its text, but does not take the end of it

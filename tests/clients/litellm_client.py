@@ -1,14 +1,36 @@
-"""litellm against a server: whole and streamed answers, tools, errors. Run by `run.py`."""
+"""litellm against a server: whole and streamed answers, tools, errors, and its `responses`. Run by `run.py`.
+
+The server needs a chat template with tools (`--chat-template hermes`) and `minispec[grammar]`.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import sys
+from typing import Any
 
 import litellm
 
 ADD = {"type": "function", "function": {"name": "add", "description": "Add two numbers.", "parameters": {
     "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}}  # fmt: skip
+
+
+def respond(base: str) -> None:
+    """Ask at /v1/responses: whole, streamed, with a tool, and with its result."""
+    wish: dict[str, Any] = {"model": "openai/default", "api_base": base, "api_key": "None", "temperature": 0}
+    count = {**wish, "input": "Count from one to five.", "max_output_tokens": 24}
+    whole = litellm.responses(**count)
+    events = list(litellm.responses(**count, stream=True))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text and text == whole.output[0].content[0].text
+    tools = [{"type": "function", **ADD["function"]}]
+    turns: list[Any] = [{"role": "user", "content": "What is 2 and 3?"}]
+    called = litellm.responses(**wish, input=turns, tools=tools, tool_choice="required", max_output_tokens=80)
+    call = next(item for item in called.output if item.type == "function_call")
+    made = {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": call.arguments}
+    turns += [made, {"type": "function_call_output", "call_id": call.call_id, "output": "5"}]
+    after = litellm.responses(**wish, input=turns, tools=tools, tool_choice="none", max_output_tokens=24)
+    assert after.output[0].content[0].text and after.usage.input_tokens > whole.usage.input_tokens
 
 
 def main() -> None:
@@ -33,6 +55,7 @@ def main() -> None:
         assert "temperature" in str(error)
     else:
         raise AssertionError("a temperature of -1 was taken")
+    respond(sys.argv[1] + "/v1")
     print("litellm", importlib.metadata.version("litellm"), "with openai", importlib.metadata.version("openai"), "ok")
 
 

@@ -30,4 +30,10 @@ assert(after.usage.prompt_tokens > whole.usage.prompt_tokens);
 const completion = await client.completions.create({ model: "default", prompt: "Once upon a time", max_tokens: 8 });
 assert(completion.choices[0].text);
 await assert.rejects(client.chat.completions.create({ ...wish, temperature: -1 }), (error) => error.status === 400 && error.param === "temperature");
+
+const response = { model: "default", input: "Count from one to five.", temperature: 0, max_output_tokens: 24 };
+const answer = await client.responses.create(response);
+assert(answer.output_text && answer.usage.output_tokens <= 24);
+assert.equal((await client.responses.stream(response).finalResponse()).output[0].content[0].text, answer.output_text);
+await assert.rejects(client.responses.create({ ...response, store: true }), (error) => error.status === 400 && error.param === "store");
 console.log("openai for Node", VERSION, "on", process.version, "ok");

@@ -41,6 +41,13 @@ CLIENTS = {
         ("guidellm",), ("{bin}/python", "{here}/guidellm_run.py", "{url}", "{model}"), needs_torch=True
     ),
     "guidance": Client(("guidance", "openai"), ("{bin}/python", "{here}/guidance_client.py", "{url}")),
+    "langchain": Client(("langchain-openai",), ("{bin}/python", "{here}/langchain_client.py", "{url}")),
+    "ai": Client(("ai", "@ai-sdk/openai", "zod"), ("node", "{out}/ai_node.mjs", "{url}")),
+    "openai": Client(("openai",), ("{bin}/python", "{here}/openai_client.py", "{url}")),
+    "openai-agents": Client(("openai-agents",), ("{bin}/python", "{here}/openai_agents_client.py", "{url}")),
+    "pydantic-ai": Client(
+        ("pydantic-ai-slim[openai]",), ("{bin}/python", "{here}/pydantic_ai_client.py", "{url}")
+    ),
     "instructor": Client(("instructor",), ("{bin}/python", "{here}/instructor_client.py", "{url}")),
     "lm-eval": Client(
         ("lm_eval[api,hf]",), ("{bin}/python", "{here}/lm_eval_run.py", "{url}", "{model}"), needs_torch=True

@@ -332,6 +332,80 @@ def test_while_the_model_loads_the_page_shows_how_far_it_is(browser: Any, tiny: 
         running.stop()
 
 
+# ---- what fails ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.browser
+def test_a_turn_that_fails_leaves_the_conversation_and_its_text_goes_back_into_the_box(
+    browser: Any, served: Running
+) -> None:
+    visit = Visit(browser, served, 1280, "light")
+    visit.give_key()
+    page = visit.page
+    visit.ask("Once upon", 5)
+    long = "river " * 1500
+    visit.ask(long)
+    assert "longer than the longest possible" in page.inner_text("#told") and not page.is_visible("#again")
+    assert page.input_value("#prompt") == long.strip() and visit.turns() == 1
+    assert "ended early" not in page.inner_text("body") and page.inner_text("#state") == "ready" and not faults(visit)
+    visit.ask("a time", 5)
+    messages = visit.sent["tokenize"][2]["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant", "user"] and messages[2]["content"] == "a time"
+    assert visit.turns() == 2 and not page.is_visible("#alert")
+    visit.end("40[01]")
+
+
+@pytest.mark.browser
+def test_of_a_server_that_is_gone_the_page_says_so_and_tries_again(browser: Any, tiny: Path) -> None:  # noqa: F811
+    running = ready(Running(Config(**options(tiny, shutdown_timeout=0))))
+    visit = Visit(browser, running, 1280, "light")
+    page = visit.page
+    page.wait_for_selector("#state.ready")
+    try:
+        visit.begin("Once upon", 800)
+        visit.token(3)
+    finally:
+        running.stop()
+    page.get_by_text("Server not answering").wait_for()
+    assert "It ended early: " in page.inner_text("#turns > li:last-child .failed")
+    assert page.inner_text("#state") == "not answering" and page.is_disabled("#send")
+    assert page.input_value("#prompt") == "Once upon", "it is not part of the conversation"
+    page.fill("#prompt", "a time")
+    page.click("#again")
+    page.wait_for_selector("#state.wrong")
+    assert page.input_value("#prompt") == "a time" and page.is_visible("#again") and not faults(visit)
+    page.route("**/health", lambda route: route.abort())  # so that the page does not see by itself that it is back
+    running = ready(Running(Config(**options(tiny, port=running.port))))
+    try:
+        page.unroute("**/health")
+        page.evaluate("document.getElementById('max_new_tokens').value = 5")
+        page.evaluate("document.getElementById('again').click()")
+        visit.token(3)
+        page.wait_for_selector("#state.ready")
+        (message,) = visit.sent["tokenize"][-1]["messages"]
+        assert message["content"] == "a time" and not page.is_visible("#alert") and page.input_value("#prompt") == ""
+        visit.end("ERR_")
+    finally:
+        running.stop()
+
+
+@pytest.mark.browser
+def test_a_new_chat_has_no_tree(browser: Any, served: Running) -> None:
+    visit = Visit(browser, served, 1280, "light")
+    visit.give_key()
+    page = visit.page
+    visit.ask("Once upon", 20)
+    assert page.locator("#tree svg").count() == 1
+    page.click("#clear")
+    assert page.locator("#tree *").count() == page.locator("#bars *").count() == visit.turns() == 0
+    assert "tokens a step; 1 without drafts" in page.inner_text(".figures")
+    assert page.inner_text("#title") == "No step yet" and page.inner_text("#length") == page.inner_text("#speed") == "–"
+    assert page.is_visible("#empty") and not page.is_visible("#slider") and not page.is_visible("#clear")
+    visit.ask("a time", 20)
+    assert len(visit.sent["tokenize"][1]["messages"]) == 1 and page.locator("#tree svg").count() == 1
+    visit.end()
+
+
 @pytest.mark.browser
 def test_number_fields_keep_their_bounds(browser: Any, served: Running) -> None:
     visit = Visit(browser, served, 1280, "light")

@@ -512,6 +512,28 @@ def test_on_a_desk_long_chains_and_tall_trees_scroll_where_they_are(browser: Any
     visit.end()
 
 
+@pytest.mark.browser
+def test_what_was_looked_up_is_told_from_what_a_model_drafted(browser: Any, ending: Running) -> None:
+    visit = Visit(browser, ending, 1280, "light")
+    page = visit.page
+    style = "(all, name) => all.map((element) => getComputedStyle(element)[name])"
+    for source, line, said in (
+        ("head", "solid", "are the draft model’s guesses."), ("lookup", "dotted", "were looked up in earlier text, not")
+    ):  # fmt: skip
+        ask_for(visit, source)
+        lines = page.locator("#turns > li:last-child .t.tint.here").evaluate_all(style, "borderBottomStyle")
+        dashes = page.locator("#tree .yes rect").evaluate_all(style, "strokeDasharray")
+        assert len(lines) > 1 and set(lines) == {line} and len(dashes) > 1
+        assert ("none" in dashes) == (source == "head")
+        assert said in page.inner_text("#said")
+    assert page.locator("#tree .root rect").evaluate("r => getComputedStyle(r).strokeDasharray") == "none"
+    page.evaluate("select(lens.answer, lens.answer.steps.length - 1)")
+    said, tree = page.inner_text("#said"), page.locator("#tree").text_content()
+    assert "⟨end⟩" in said and "⟨end⟩" in tree and "<|" not in said + tree, "no raw <|im_end|>"
+    assert page.inner_text(".legend").count("looked up") == 1 and not faults(visit)
+    visit.end()
+
+
 CONTRASTS = """() => {
     const light = (color) => color.match(/[\\d.]+/g).slice(0, 3).map((v) => v / 255)
         .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -42,6 +42,8 @@ class Draft:
     # How many of the last tokens the drafter recognised; longer is a better bet. Trees of one length are a class: the
     # policy learns by class what they give.
     match_length: int = 0
+    # Whose it is, for traces and counts: "lookup" if it was found in a text. Trees of two sources may be equal.
+    source: str = field(default="host", compare=False)
 
     @property
     def match(self) -> int:
@@ -50,7 +52,7 @@ class Draft:
 
     def cut(self, nodes: int) -> Draft:
         """Return the tree of the first `nodes` nodes; it is a tree, since parents precede children."""
-        return Draft(self.tokens[:nodes], self.parents[:nodes], self.match_length)
+        return Draft(self.tokens[:nodes], self.parents[:nodes], self.match_length, self.source)
 
     def holds(self, tokens: Sequence[int], nodes: int | None = None) -> int:
         """Return how many of the first `tokens` form a path below the root, in this tree cut to `nodes`."""

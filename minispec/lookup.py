@@ -69,7 +69,7 @@ class Echo:
         if after is self.text:
             period = len(tokens)
             tokens = [tokens[i % period] for i in range(nodes - 1)]
-        return Draft([after[-1], *tokens], list(range(-1, len(tokens))), match)
+        return Draft([after[-1], *tokens], list(range(-1, len(tokens))), match, "lookup")
 
 
 class Texts(HostDrafter):

@@ -279,7 +279,7 @@ class Trie:
             if tree.full:
                 break
             grow(tree, match)
-        return Draft(tree.tokens, tree.parents, matches[0].length if matches else 0)
+        return Draft(tree.tokens, tree.parents, matches[0].length if matches else 0, "lookup")
 
     def _by_recency(self, tree: _Growth, match: Match) -> None:
         """Add continuations level by level, newest first; the breadth falls by `scale` per level, down to 1.

@@ -98,6 +98,15 @@ class Planned:
     # Without lookups, empty if the host was not asked or offered none.
     drafts: Sequence[Draft]
 
+    def verified(self, request: Request) -> tuple[str | None, int]:
+        """Return whose drafts a request verifies, "head" for a drafter on the device, and how many; None: nobody's."""
+        (row, offered), shape = self.rows[request], self.choice.shape
+        if shape == PLAIN or not row.may_verify:
+            return None, 0
+        if offered is not None and (row.match is not None or request in self.of_host):
+            return offered.source, len(offered.tokens[: shape.nodes]) - 1
+        return ("head", shape.nodes - 1) if shape.drafts else (None, 0)
+
 
 class Times:
     """Times of steps by kind and shape: the median of the newest.

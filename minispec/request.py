@@ -251,7 +251,7 @@ class Trace:
     """What a watched request's decode steps did. The scheduler appends; other threads may read."""
 
     ends: list[int] = field(default_factory=list)  # characters of the text after each output token
-    steps: list[dict[str, Any]] = field(default_factory=list)  # decode steps: `SeenStep.step` with `at` and `seconds`
+    steps: list[dict[str, Any]] = field(default_factory=list)  # decode steps, as `Answered.tell` describes them
 
 
 @dataclass(eq=False)

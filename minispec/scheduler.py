@@ -71,7 +71,7 @@ class Flight:
     seats: dict[Request, Seat]  # in the order of the step
     cached: int = 0  # prompt tokens found in the prefix cache, of requests whose first chunk this is
     seconds: float = 0.0  # of the launch, in a decode step
-    planned: Planned | None = None  # the policy's choice for a decode step
+    planned: Planned | None = None  # the policy's choice for a decode step; None: a prefill step
     disturbances: tuple[int, int] = (0, 0)  # graphs compiled and requests retracted before it
     # Slots and pages of requests that left meanwhile. The pages are not free until it is known whether NaN is in them.
     left: list[tuple[int, list[int]]] = field(default_factory=list)
@@ -343,16 +343,16 @@ class Scheduler:
             for (request, seat), tokens in zip(flight.seats.items(), found, strict=True)
             if self.seats.get(request) is seat
         }
-        if flight.pending.chunks:
+        if flight.planned is None:
             self._after_prefill(flight, emitted)
             return
         self.metrics.step_seconds += waited
-        if flight.planned is not None:
-            alone = self._disturbances() == flight.disturbances and flight.pending.timed
-            seconds = self._landed - began if alone else None
-            self.policy.after(flight.planned, emitted, seconds, flight.pending.catching_up)
+        alone = self._disturbances() == flight.disturbances and flight.pending.timed
+        seconds = self._landed - began if alone else None
+        # The policy learns from all tokens: what the target accepts says what trees give, wherever a text ends.
+        self.policy.after(flight.planned, emitted, seconds, flight.pending.catching_up)
         if emitted:
-            self._after_decode(flight, emitted, flight.seconds + waited)
+            self._after_decode(flight, flight.planned, emitted, flight.seconds + waited)
 
     def _land_flight(self) -> None:
         flight, self._flight = self._flight, None
@@ -400,28 +400,32 @@ class Scheduler:
                 self._unpark(request)
                 self._deliver(request, tokens, flight)
 
-    def _after_decode(self, flight: Flight, emitted: dict[Request, list[int]], seconds: float) -> None:
+    def _after_decode(
+        self, flight: Flight, planned: Planned, emitted: dict[Request, list[int]], seconds: float
+    ) -> None:
         """Land a decode step that took so many seconds: deliver tokens, end requests, count."""
         started, pending = time.perf_counter(), flight.pending
         kept = []
         for request, tokens in emitted.items():
             request.kv_len += len(tokens)
-            kept.append(self._deliver(request, tokens, flight, seconds))
+            kept.append(self._deliver(request, tokens, flight, seconds, planned.verified(request)[0]))
             request.count_step(kept[-1], pending.nodes)
         self.metrics.decode(
             Load(self.seats.usage, len(emitted), len(self.waiting), sum(request.kv_len for request in emitted)),
             emitted=kept,
-            of_host=[] if flight.planned is None else [request in flight.planned.of_host for request in emitted],
+            of_host=[request in planned.of_host for request in emitted],
             nodes=pending.nodes,
             captured=pending.captured,
             seconds=seconds,
         )
         self.metrics.host_seconds += time.perf_counter() - started
 
-    def _deliver(self, request: Request, tokens: Sequence[int], flight: Flight, seconds: float = 0.0) -> int:
+    def _deliver(
+        self, request: Request, tokens: Sequence[int], flight: Flight, seconds: float = 0.0, source: str | None = None
+    ) -> int:
         """Append emitted tokens one by one until a stop rule applies; returns how many were kept.
 
-        seconds: the time of the decode step.
+        seconds: the time of the decode step. source: whose drafts it verified (`Planned.verified`).
         """
         output, first = self.outputs[request], len(request.output_ids)
         finish = Finish("length") if request.max_new_tokens == 0 else None  # only the prompt was asked about
@@ -431,7 +435,7 @@ class Scheduler:
                 break
         ids = request.output_ids[first:]
         if flight.pending.asked is not None:
-            flight.pending.asked.tell([*flight.seats].index(request), output, ids, seconds)
+            flight.pending.asked.tell([*flight.seats].index(request), output, ids, seconds, source)
         if finish:
             self._end(request, finish, ids)
         else:

@@ -34,8 +34,8 @@ class AskedStep(Protocol):
     def to_host(self) -> None: ...  # starts the copy of the answers
 
     def tell_prompt(self, row: int, request: Request) -> None: ...  # hands over the answers on the prompt of this chunk
-    # Hands over the answers on the tokens `ids` that the request of this row kept of the step.
-    def tell(self, row: int, output: Output, ids: Sequence[int], seconds: float) -> None: ...
+    # Hands over the answers on the tokens `ids` that the request of this row kept of the step; source: of its drafts.
+    def tell(self, row: int, output: Output, ids: Sequence[int], seconds: float, source: str | None) -> None: ...
 
 
 class Asked:

@@ -134,6 +134,7 @@ def test_a_trace_has_the_head_s_probabilities_for_its_own_trees_and_none_for_tre
             (*drafted,) = {p is not None for p in step["draft"][1:]}
             assert len(drafted) <= 1, "a tree is looked up or drafted"
             found.update({kind: found[kind] + 1 for kind in drafted})
+            assert step["source"] == {(True,): "head", (False,): "lookup", (): None}[tuple(drafted)]
     assert min(found.values()) > 10
 
 

@@ -56,7 +56,7 @@ def assert_told_truly(r: Request, model: Any) -> None:
         emitted, accepted = step["emitted"], step["accepted"]
         assert step["at"] == at and step["tokens"][0] == before[-1] and step["seconds"] > 0
         assert emitted == r.output_ids[at : at + len(emitted)] and accepted[0] == 0
-        assert path(step, accepted[-1])[: len(emitted)] == emitted[: len(accepted) - 1]
+        assert path(step, accepted[-1]) == emitted[: len(accepted) - 1], "a draft behind a stop counts as accepted"
         at += len(emitted)
         for node in range(1, len(step["tokens"])):
             *above, token = path(step, node)
@@ -83,6 +83,8 @@ def test_what_is_told_of_a_step_is_what_happened_and_nobody_gets_another_token(n
     for r in requests[::2]:
         assert_told_truly(r, subject.model())
     assert all(r.trace is None for r in requests[1::2])
+    sources = {step["source"] for r in requests[::2] for step in r.trace.steps if len(step["tokens"]) > 1}
+    assert sources == {"none": set(), "ngram": {"lookup"}, "oracle": {"host"}}.get(name, {"head"})
     drafted = [p for r in requests[::2] for step in r.trace.steps for p in step["draft"][1:]]
     if name in ("standalone-tree", "eagle3-tree"):
         assert len(drafted) > 20 and all(0 <= p <= 1 for p in drafted)
@@ -125,7 +127,7 @@ def test_a_watched_step_is_none_of_the_captured_ones() -> None:
 
 def test_an_event_tells_a_step_once_and_waits_for_its_tokens() -> None:
     step = {"at": 1, "emitted": [4, 5, 6], "accepted": [0, 2, 3], "tokens": [3, 9, 4, 5], "parents": [-1, 0, 0, 2]}
-    trace = Trace(ends=[1, 2, 3, 4, 5], steps=[step, {**step, "at": 4, "emitted": [7], "accepted": [0, 1, 2]}])
+    trace = Trace(ends=[1, 2, 3, 4, 5], steps=[step, {**step, "at": 4, "emitted": [7], "accepted": [0, 1]}])
     telling = Telling(Request("r", [1], None, trace=trace), str)
     assert telling.upto(2) == {"origins": [0, 0], "ends": [1, 2], "steps": []}
     told = telling.upto(4)
@@ -198,6 +200,8 @@ def assert_pieces_come_from_steps(told: dict[str, Any], steps: list[dict[str, An
     assert len(by_start) == len(steps) == counts["spec_verify_ct"]
     final = by_start[max(by_start)]  # of a step cut at a draft meta_info counts the last token as the target's
     cut = len(final["accepted"]) > len(final["emitted"])
+    assert {step["source"] for step in steps} <= {"lookup", None}, "it drafts from texts"
+    assert all((step["source"] is None) == (len(step["tokens"]) == 1) for step in steps)
     assert sum(origin > 0 for origin in origins) == counts["spec_accept_token_num"] + cut
     at = 1
     while at < 90:  # each step begins where the one before it ended

@@ -148,8 +148,11 @@ class Answered(AskedStep, Generic[Step]):
         if row in self.told:
             request.prompt_scores += self.told[row][0]
 
-    def tell(self, row: int, output: Output, ids: Sequence[int], seconds: float) -> None:
-        """Give a request its answers on the tokens `ids` that it kept of this step, which took `seconds`."""
+    def tell(self, row: int, output: Output, ids: Sequence[int], seconds: float, source: str | None) -> None:
+        """Give a request its answers on the tokens `ids` that it kept of this step, which took `seconds`.
+
+        source: whose drafts it verified, None: nobody's.
+        """
         request = output.request
         if row in self.told:
             request.output_scores += self.told[row][1][: len(ids)]
@@ -158,7 +161,7 @@ class Answered(AskedStep, Generic[Step]):
             if self.seen is not None:
                 at = len(request.output_ids) - len(ids)
                 step = self.seen.step(row, list(ids))
-                request.trace.steps.append({"at": at, "seconds": round(seconds, 6), **step})
+                request.trace.steps.append({"at": at, "seconds": round(seconds, 6), "source": source, **step})
 
     def allow(self, logits: Tensor, trees: Callable[[], Crossed]) -> tuple[Tensor, Tensor]:
         """Return the tokens [B, N] of trees that grammars allow, and masked logits."""

@@ -39,7 +39,8 @@ class SeenStep(NamedTuple):
         """Return what was seen of one request, ready for JSON; `emitted` are the tokens that it kept.
 
         Nodes are numbered without padding. `draft` and `target` are probabilities of a node's token after its parent's:
-        None at the root, and in `draft` if the drafter has none. `accepted` are nodes, from the root on.
+        None at the root, and in `draft` if the drafter has none. `accepted` are nodes, from the root on, but for those
+        behind a stop.
         """
         tokens, above = self.tokens[row].tolist(), self.parents[row].tolist()
         real = [node for node, token in enumerate(tokens) if token != PADDING or node == 0]
@@ -47,7 +48,7 @@ class SeenStep(NamedTuple):
         scores, target = self.drafted[row].tolist(), self.target[row].tolist()
         draft = [None if node == 0 else _ratio(scores[node], scores[above[node]] if above[node] else 0.0)
                  for node in real]  # fmt: skip
-        count = int(self.count[row])
+        count = min(int(self.count[row]), len(emitted) + 1)
         return {
             "tokens": [tokens[node] for node in real],
             "parents": [place.get(above[node], -1) for node in real],

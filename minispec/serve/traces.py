@@ -33,8 +33,7 @@ class Telling:
             at, emitted = step["at"], step["emitted"]
             if at + len(emitted) > count:
                 break
-            drafts = len(step["accepted"]) - 1
-            for depth in range(1, min(drafts, len(emitted)) + 1):
+            for depth in range(1, len(step["accepted"])):
                 self.origins[at + depth - 1] = depth
             steps.append({**step, "texts": list(map(self.piece, step["tokens"])),
                           "emitted_texts": list(map(self.piece, emitted))})  # fmt: skip

@@ -1,21 +1,22 @@
-"""Growing a tree on the device: the beam that all learned drafters share, and the drafter around a head.
+"""Growing a tree on the device: the beam that heads and draft models share, and the drafter around a head.
 
-A frontier is the K nodes that one round expands; the first one is the root's K likeliest children. A round proposes the
-K likeliest children of each node. The K best of these K * K by cumulative probability are the next frontier, and all
-stay candidates. After S rounds the best N - 1 candidates form the tree (EAGLE-2, arXiv 2406.16858). A child's score
-never exceeds its parent's, and ties go to the earlier index, so the parent of a kept candidate is kept too.
+A node's score is the log-probability of its path from the root. Round one proposes the root's K likeliest children:
+the first frontier. Each later round expands the K nodes of a frontier. It proposes the K likeliest children of each
+node, and the K best of these K * K are the next frontier. All proposed nodes are candidates. After S rounds the best
+N - 1 candidates form the tree (EAGLE-2, arXiv 2406.16858). A child's score never exceeds its parent's, and ties go to
+the earlier index, so the parent of a kept candidate is kept too.
 
 A head reads pairs (state at i, token i + 1). The keys and values of such a pair are in row i of the head's own pages,
-under the target's page table. After a forward pass of the target, `commit` computes them from the target's features.
-The rows that the head writes while drafting, from its own states, are scratch beyond the committed length:
+under the target's page table. After a forward pass of the target, `commit` computes them from the target's features
+(hidden states). In drafting the head reads its own states instead. These rows are scratch, beyond the committed ones:
 
     row   0 ... lens-1 | lens .. lens+K-1 | lens+K .. lens+2K-1 | ...
           committed      first frontier     second frontier          each node sees the committed rows and its ancestors
 
-A sampled pick of the target is argmax(logits + T * noise), and the noise is known before the target runs. Coupling adds
-the same noise to the head's logits ("Coupling without communication and drafter-invariant speculative decoding", arXiv
-2408.07978). So two models that agree on the logits also agree on the pick. The head ignores penalties and filters:
-verification alone makes the output exact.
+A sampled pick of the target is argmax(logits + T * noise) at temperature T. The noise is known before the target runs.
+Coupling adds the same noise to the head's logits ("Coupling without communication and drafter-invariant speculative
+decoding", arXiv 2408.07978). So two models that agree on the logits also agree on the pick. The head ignores penalties
+and filters: verification alone makes the output exact.
 
 Read next: `eagle.py` for the heads, `standalone.py` for a draft model in place of a head, `engine.py` for the calls.
 """
@@ -47,18 +48,21 @@ class Candidates(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """The nodes that a round expands; in this file H is the head's hidden size, W the number of scratch rows."""
+    """The nodes that a round expands.
+
+    In this file H is the head's hidden size, W the number of scratch rows, Vd the number of ids that a head can draft.
+    """
 
     tokens: Tensor  # [B, K] int64, target ids
     states: Tensor  # [B, K, H], the head's output at each node's parent
     scores: Tensor  # [B, K] fp32
-    # Each node's index among the candidates. It hides tuple.index, which nobody calls.
+    # Each node's index among the candidates. The name hides tuple.index, which nobody calls.
     index: Tensor  # type: ignore[assignment]  # [B, K] int64
     visible: Tensor  # [B, K, W] bool, which scratch rows each node sees, its own included
 
 
 class Inputs(NamedTuple):
-    """The inputs of the network beside the states, here for a frontier."""
+    """The inputs of the network but for the states; the shapes are those for a frontier."""
 
     embedding: Tensor  # [B, K, H]
     cos: Tensor  # the rotary factors
@@ -72,7 +76,7 @@ def candidate_count(steps: int, topk: int) -> int:
 
 
 def best(candidates: Candidates, count: int) -> Tensor:
-    """Return the indices [B, count] of the best candidates, ascending."""
+    """Return the indices [B, count] of the best candidates, in ascending order."""
     # A child may score as high as its parent. A stable sort puts the earlier index, the parent, first.
     order = candidates.scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
     return order.sort(dim=1).values
@@ -94,8 +98,8 @@ def rerank(candidates: Candidates, root: Tensor, nodes: int) -> DraftTree:
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities fp32 and the ids of the `count` likeliest of logits [..., V], each [..., count].
 
-    Logits with NaN or infinity give NaN probabilities, which a sort would put first: children would enter the tree
-    without their parents. Such children score -inf instead.
+    Logits with NaN or infinity give NaN probabilities, which a sort puts first. Then children would enter the tree
+    without their parents. So such children score -inf.
     """
     scores, ids = logits.float().log_softmax(-1).topk(count, dim=-1)
     return scores.masked_fill(scores.isnan(), -torch.inf), ids
@@ -107,14 +111,14 @@ ToTarget = Callable[[Tensor], Tensor]  # maps draft ids to target ids
 def sprout(logits: Tensor, state: Tensor, topk: int, width: int, to_target: ToTarget) -> tuple[Candidates, Frontier]:
     """Return the K likeliest children of the root, as candidates and as the first frontier.
 
-    logits [B, Vd] and state [B, H] are the head's at the root; `width` is W, the number of scratch rows.
+    logits [B, Vd] and state [B, H]: the head's at the root. topk: K. width: W, the number of scratch rows.
     """
     batch = logits.shape[0]
     scores, ids = likeliest(logits, topk)
     tokens = to_target(ids)
     index = torch.arange(topk, device=ids.device).expand(batch, topk)
     visible = torch.eye(topk, width, dtype=torch.bool, device=ids.device).expand(batch, -1, -1)
-    # `repeat`, not `expand`: states with other strides than those of later rounds would need another graph.
+    # `repeat`, not `expand`: the strides must be those of later rounds, or another graph would be needed.
     frontier = Frontier(tokens, state[:, None].repeat(1, topk, 1), scores, index, visible)
     # Copies, since no tensor may stand for two arguments of a compiled function.
     return Candidates(tokens.clone(), scores.clone(), torch.full_like(index, -1)), frontier
@@ -125,7 +129,8 @@ def branch(
 ) -> tuple[Candidates, Frontier]:
     """Return the K likeliest children of each node of a frontier, and the K best of them all as the next frontier.
 
-    round_ [] int64 counts from 1; logits [B, K, Vd] and states [B, K, H] are the head's at the frontier.
+    round_ [] int64: the number of the frontier, 1 for the root's children. logits [B, K, Vd] and states [B, K, H]: the
+    head's at the frontier.
     """
     topk, width = frontier.tokens.shape[1], frontier.visible.shape[-1]
     scores, ids = likeliest(logits, topk)
@@ -167,18 +172,18 @@ class Beam(Key):
     """The size of the trees for B requests, and the static tensors for growing them."""
 
     def __init__(self, batch: int, size: TreeSize, plan: Plan | None, live: Tensor) -> None:
-        """plan: that of a frontier, shared by all sizes of a batch; live: [B, K] bool, all true."""
+        """plan: the attention plan of a frontier, shared by both sizes of tree; live: [B, K] bool, all true."""
         assert size.steps is not None, "a beam grows in rounds"
         self.batch, self.nodes, self.steps, self.live = batch, size.nodes, size.steps, live
         self.plan = plan if size.steps > 1 else None  # with one round the network reads no frontier
 
 
 class BeamDrafter(Drafter):
-    """The drafter around a head: S rounds of K branches, reranked to a tree of N nodes.
+    """The drafter around a head: S rounds of K branches propose nodes, and the best form a tree of N nodes.
 
-    A smaller size may have fewer nodes and rounds. It uses the plans of the larger one, so the head needs no further
-    graph. `_open`, `_round` and `_close` run before, between and after the calls of the network. They may be compiled,
-    and write in place nothing but the plan of the next call.
+    A second, smaller size of tree may have fewer rounds. It uses the plans of the larger one, so the head needs no
+    further graph. `_open`, `_round` and `_close` run before, between and after the calls of the network. They may be
+    compiled. The only tensors that they write in place are those of the next call's plan.
     """
 
     lookahead = 1  # row i depends on token i + 1, which is in the head's pair
@@ -190,7 +195,7 @@ class BeamDrafter(Drafter):
         self, network: Any, *, steps: int, topk: int, nodes: int, coupled: bool = True,
         smaller: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
-        """network: see `DraftNetwork`; smaller: rounds and nodes of the smaller size, None if there is one size.
+        """network: see `DraftNetwork`. smaller: rounds and nodes of the smaller size; None: there is one size.
 
         coupled: whether to draft with the noise of the target's picks; if not, drafts are the likeliest tokens.
         """
@@ -227,11 +232,11 @@ class BeamDrafter(Drafter):
 
     @property
     def path_lengths(self) -> list[int]:
-        """The values of A, the tokens of the padded paths that `commit` takes in."""
+        """The lengths A, in tokens, of the padded paths that `commit` takes in."""
         return sorted({min(size.nodes, self.longest) for size in self.trees} | {self.longest})
 
     def expect(self, longest: int) -> None:
-        """Prepare, before `attach`, for paths of `longest` tokens, as trees of lookups have."""
+        """Prepare for paths of up to `longest` tokens, since looked-up trees may be deeper; called before `attach`."""
         self.longest = max(longest, self.depth + 1)
 
     def compile(self, compiler: Compiler) -> None:
@@ -241,7 +246,7 @@ class BeamDrafter(Drafter):
         self.small.compile(compiler, choice)
 
     def attends(self, plan: Plan, prefill: bool) -> list[PagedAttend]:
-        """Return the attention of a prefill step, or that of accepted paths and frontiers."""
+        """Return the attention of a prefill step, or that of accepted paths and of frontiers."""
         if prefill:
             return [self._attend(plan)]
         frontier = self._beams[plan.batch, self.nodes].plan
@@ -264,7 +269,7 @@ class BeamDrafter(Drafter):
         return close(self, beam, batch, frontier, states, tuple(candidates))
 
     def _open(self, beam: Beam, batch: Batch) -> tuple[Candidates, Frontier, Inputs | None]:
-        """Propose the root's children from the state at the root, and return the first frontier and its inputs."""
+        """Propose the root's children; return them as candidates and as the first frontier, with its inputs."""
         state = self.state[batch.slots]
         logits = self._couple(self.network.logits(state)[:, None], batch, 0)[:, 0]
         found, frontier = sprout(logits, state, self.topk, self.window, self._to_target)
@@ -273,7 +278,7 @@ class BeamDrafter(Drafter):
     def _round(
         self, beam: Beam, batch: Batch, number: Tensor, frontier: Frontier, states: Tensor
     ) -> tuple[Candidates, Frontier, Inputs | None]:
-        """Propose the children of round `number`'s frontier, and return the next frontier and its inputs."""
+        """Propose the children of frontier `number`; return them as candidates, the next frontier and its inputs."""
         logits = self._couple(self.network.logits(states), batch, number)
         found, frontier = branch(number, frontier, logits, states, self._to_target)
         return found, frontier, self._inputs(beam, batch, number + 1, frontier)
@@ -281,9 +286,10 @@ class BeamDrafter(Drafter):
     def _close(
         self, beam: Beam, batch: Batch, frontier: Frontier, states: Tensor | None, found: tuple[Tensor, ...]
     ) -> DraftTree:
-        """Propose the last frontier's children, unless `states` is None, and return the tree of the best candidates.
+        """Propose the last frontier's children, and return the tree of the best candidates.
 
-        found: the fields of the candidates of all earlier rounds, one after the other.
+        states: the head's at the frontier; None: there was one round only, so nothing more is proposed. found: the
+        fields of the candidates of all earlier rounds, one after the other.
         """
         if states is not None:
             number = self._rounds[beam.steps - 1]
@@ -297,7 +303,7 @@ class BeamDrafter(Drafter):
         return rerank(candidates, batch.root, beam.nodes)
 
     def _inputs(self, beam: Beam, batch: Batch, number: Tensor, frontier: Frontier) -> Inputs | None:
-        """Fill the plan for round `number`'s frontier, whose rows follow those of earlier rounds; return its inputs."""
+        """Fill the plan for frontier `number`, whose rows follow those of earlier frontiers; return its inputs."""
         if beam.plan is None:
             return None
         first = batch.lens + 1 - self.lookahead  # the row of the first drafted token, which has position lens + 1
@@ -306,7 +312,7 @@ class BeamDrafter(Drafter):
         return self._read(frontier.tokens, positions)
 
     def commit(self, new: Committed) -> None:
-        """Write the rows of the tokens just committed from the target's features; keep the state at each end."""
+        """Compute the rows of the tokens just committed, from the target's features; keep the state at each end."""
         states = self._run(new.following, self.network.fuse(new.features), new.positions, new.plan)
         self.state[new.slots] = states.flatten(0, 1)[new.ends]
 
@@ -332,10 +338,11 @@ class BeamDrafter(Drafter):
         return self._attends[plan]
 
     def _couple(self, logits: Tensor, batch: Batch, depth: int | Tensor) -> Tensor:
-        """Return logits [B, K, Vd] of nodes at `depth`, for sampled requests with the noise of the target's pick there.
+        """Return the logits [B, K, Vd] of nodes at `depth`; of sampled requests, logits / T + noise but for a constant.
 
-        Their softmax scores the children. It is the probability that the target picks each child, given the noise, if
-        the target's logits over T differ from the head's by independent standard Gumbel errors.
+        The noise is that of the target's pick at these nodes. The softmax of the result scores the children. Given the
+        noise, it is the probability that the target picks each child, if the target's logits / T differ from the
+        head's by independent standard Gumbel errors.
         """
         if not self.coupled or batch.temperature is None or batch.seed is None:
             return logits

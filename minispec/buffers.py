@@ -1,10 +1,11 @@
 """The static sizes and tensors of a step: its inputs, its plan for attention (`attention.Plan`), and its outputs.
 
 The one idea: a step is a function of tensors at fixed addresses. The host fills one buffer with one copy. The step
-reads it, works on the engine's state, and writes one buffer that is copied out. So a step can be captured once and
-replayed for all requests, and while one runs the host can prepare the next.
+reads this buffer, works on the engine's state, and writes another one, which is copied to the host. So a step can be
+captured once and replayed for all requests, and while one runs the host can prepare the next.
 
-Each shape has its buffers: a decode step of B requests with trees of N nodes, a prefill step of T tokens.
+Each shape has its buffers: a decode step of B requests with trees of N nodes, a prefill step of T tokens. A is the most
+tokens that a step emits for a request.
 
 Read next: `engine.py`, whose steps run on these.
 """
@@ -26,28 +27,28 @@ from minispec.drafter import NOTHING, Draft, Drafter, TreeSize
 from minispec.kv import PagedKV
 from minispec.tree import PADDING, PLAIN, DraftTree, Shape
 
-WEIGHT_BOUND = 128  # up to so many rows a GPU's step takes as long as reading the weights; see `coarse_batches`
+WEIGHT_BOUND = 128  # rows of a step, B * N, up to which a GPU only waits for the weights; see `coarse_batches`
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Every static size of an engine, as resolved from flags, model, drafter and device.
+    """Every static size of an engine, as it follows from flags, model, drafter and device.
 
-    Log, /server_info, scheduler and benchmarks all read them here, so they cannot disagree.
+    Log, /server_info, scheduler and benchmarks all read the sizes here, so they cannot disagree.
     """
 
     context_length: int  # most tokens of a request, prompt and output
     max_running: int  # requests decoded together
     chunk_size: int  # most prompt tokens of a prefill step
     nodes: int  # N, nodes of a draft tree, root included; of the larger one if there are two sizes
-    depth: int  # its longest path in edges; a step emits at most A = depth + 1 tokens
-    scratch: int  # rows that drafting writes beyond the committed ones
-    steps: int | None  # rounds of drafting, None for a drafter without
+    depth: int  # the longest path of the drafter's tree, in edges; a step on it emits at most A = depth + 1 tokens
+    scratch: int  # rows (keys and values of a token) that drafting writes beyond the committed ones
+    steps: int | None  # rounds of drafting; None: the drafter has no rounds
     topk: int | None  # branches of a round
-    batch_sizes: tuple[int, ...]  # batch buckets of decode steps, B
+    batch_sizes: tuple[int, ...]  # the values of B, to which decode steps are padded: the batch buckets
     prefill_sizes: tuple[int, ...]  # token counts of prefill steps, T
     smaller: TreeSize | None = None  # the other size of tree, if there are two
-    both_up_to: int = 0  # the largest batch that has trees of both sizes
+    both_up_to: int = 0  # the largest batch size that has trees of both sizes
     looks_up: bool = False  # whether steps may verify trees from a lookup in place of the drafter's
 
     @classmethod
@@ -57,8 +58,8 @@ class Sizes:
     ) -> Sizes:  # fmt: skip
         """Return the sizes of an engine with this drafter.
 
-        batches: buckets that replace the powers of two up to the largest of `batches`.
-        both_up_to: the largest batch that has trees of both sizes; None: all have.
+        batches: batch buckets that replace the powers of two up to the largest of them. both_up_to: the largest batch
+        size that has trees of both sizes; None: all have.
         """
         powers = {1 << i for i in range(max_running.bit_length()) if 1 << i > max(batches, default=0)}
         powers |= {batch for batch in batches if batch < max_running}
@@ -73,15 +74,14 @@ class Sizes:
 
     @property
     def tree_sizes(self) -> tuple[int, ...]:
-        """Sizes in nodes of the trees that steps verify, ascending; 1 is a plain step."""
+        """The numbers of nodes that trees of a step may have, ascending; 1 is a plain step."""
         return tuple(sorted({1, self.nodes} | ({self.smaller.nodes} if self.smaller else set())))
 
     def shapes_of(self, batch: int) -> tuple[Shape, ...]:
-        """Return the shapes of this batch size: plain, trees of the drafter, trees of the host, each ascending.
+        """Return the shapes of this batch size: plain, with the drafter's trees, with looked-up trees; each ascending.
 
-        In a step with trees of the host alone the drafter does not draft. Batches beyond `both_up_to` have one size of
-        tree. With trees of the host they have only the smaller size, because in a large batch few requests have a
-        lookup and all would pay for the larger tree.
+        Batches beyond `both_up_to` have one size of tree. That is the smaller one if trees are proposed on the host,
+        because in a large batch few requests have a lookup, and all would pay for the larger tree.
         """
         host = self.looks_up or self.steps is None
         one = self.smaller.nodes if host and self.smaller else self.nodes
@@ -101,10 +101,11 @@ def coarse_batches(most: int, nodes: int, captured: int) -> tuple[int, ...]:
     nodes: N, of a tree. captured: the largest batch whose steps are captured, 0 for none. It is a bucket too, so no
     batch up to it is padded to an uncaptured one.
 
-    Each bucket is several graphs, and CUDA autotunes each for about a minute (an estimate) at the first start. A step
-    of few rows B * N only waits for the weights. On server GPUs since the A100 this holds up to some 150 rows, as many
-    as the bfloat16 operations they do per byte read. There a bucket may be four times the one before. Beyond that
-    padding costs time, and buckets double. One request alone is never padded.
+    Few buckets make the first start short: each has several graphs, whose autotuning takes about a minute (an
+    estimate). A step of few rows (B * N) takes as long as reading the weights. In bfloat16 a row costs one operation
+    per byte of weights, and server GPUs since the A100 do at least some 150 operations while they read a byte. So up to
+    some 150 rows padding costs no time, and a bucket may be four times the one before. Beyond that buckets double. One
+    request alone is never padded.
     """
     sizes = [1]
     while sizes[-1] < most:
@@ -119,19 +120,19 @@ class Chunk(NamedTuple):
     slot: int
     tokens: list[int]
     start: int
-    last: bool  # whether it completes the known tokens, so that the token after it is picked
-    following: int = 0  # the known token after a chunk that is not the last
-    again: bool = False  # whether it replays a retracted request, whose text the drafter has seen
+    last: bool  # whether it ends the known tokens, so that the target picks the next one
+    following: int = 0  # the known token after the chunk, if it is not the last
+    again: bool = False  # whether the request was retracted, so that the drafter has seen this text before
 
 
 def write_front(buffer: Tensor, values: Sequence[int]) -> None:
-    """Write host values into the front of `buffer [n] int64`; on CUDA from pinned memory, without waiting."""
+    """Write host values to the front of `buffer [n] int64`; on CUDA from pinned memory, so the host does not wait."""
     staged = torch.tensor(values, dtype=torch.int64, pin_memory=buffer.is_cuda)
     buffer[: len(values)].copy_(staged, non_blocking=True)
 
 
 class DecodeBuffers(Key):
-    """A decode step of B requests with trees of N nodes, which emits at most A tokens a request."""
+    """The tensors of a decode step of B requests with trees of N nodes; it emits at most A tokens per request."""
 
     def __init__(self, kv: PagedKV, batch: int, shape: Shape, most: int, attend: tuple[AttendKind, int]) -> None:
         """`attend`: the kind of attention and the number of the target's layers; `most` is A."""
@@ -140,7 +141,7 @@ class DecodeBuffers(Key):
         self.name = f"decode, batch {batch}, {nodes} nodes a tree"
         self.inputs = torch.zeros(batch * (1 + 2 * nodes), dtype=torch.int64, device=device)
         self.slots, tokens, parents = self.inputs.split((batch, batch * nodes, batch * nodes))
-        self.tree = DraftTree(tokens.view(batch, nodes), parents.view(batch, nodes))  # the host's; node 0 is `root`
+        self.tree = DraftTree(tokens.view(batch, nodes), parents.view(batch, nodes))  # the host's trees
         self.tree.tokens.fill_(PADDING)
         self.tree.parents[:, 0] = -1
         self.plan = Plan(kv, batch, 1, nodes)
@@ -150,7 +151,7 @@ class DecodeBuffers(Key):
         self.emitted, self.count, self.nan = self.outputs[:, :most], self.outputs[:, most], self.outputs[:, most + 1]
 
     def upload(self, slots: Sequence[int], drafts: Sequence[Draft]) -> None:
-        """Write slots and the host's trees, both padded; the step writes node 0."""
+        """Write slots and the host's trees, both padded; the step itself puts the root's token into node 0."""
         values = [*slots, *[0] * (self.batch - len(slots))]
         if drafts:
             room = [*drafts, *[NOTHING] * (self.batch - len(drafts))]
@@ -160,17 +161,20 @@ class DecodeBuffers(Key):
         write_front(self.inputs, values)
 
     def of_the_host(self) -> Self:
-        """Return the step, on the same tensors, with trees of the host; requests without one verify the root."""
+        """Return the step, on the same tensors, in which all trees are looked up (`Shape.of_host`)."""
         twin = copy.copy(self)
-        twin.original = self  # its graphs and its `ready` serve both
+        twin.original = self  # whose graphs and `ready` serve both
         twin.shape, twin.name = self.shape._replace(drafts=False), f"{self.name}, all the host's"
         return twin
 
 
 class PrefillBuffers(Key):
-    """A prefill step of T tokens in n = T / W query blocks of W rows; each chunk starts a block, so n chunks fit."""
+    """The tensors of a prefill step: T tokens in n = T / W query blocks of W rows. Each chunk starts a block.
 
-    nodes = 1  # of a tree: there is none
+    So there are at most n chunks.
+    """
+
+    nodes = 1  # there is no tree
 
     def __init__(self, kv: PagedKV, size: int, width: int, attend: tuple[AttendKind, int]) -> None:
         """`attend`: the kind of attention and the number of the target's layers; `size` is T, `width` W."""
@@ -179,22 +183,23 @@ class PrefillBuffers(Key):
         self.inputs = torch.zeros(2 * size + 7 * blocks, dtype=torch.int64, device=device)
         parts = self.inputs.split((size, size, *[blocks] * 7))
         self.tokens, self.following = parts[:2]  # [T] each
-        self.slots, self.starts, self.sizes = parts[2:5]  # [n] each, by block; a size is its number of live rows
-        # [n] each, by chunk: slot, committed rows after it, 1 where a token is picked after it, its last row in [T].
+        self.slots, self.starts, self.sizes = parts[2:5]  # [n] each, by block; a size is the number of rows in use
+        # [n] each, by chunk: its slot, the slot's committed rows after the step, 1 if a token is picked after the chunk
+        # (else 0), the index of its last row among the T.
         self.chunk_slots, self.lens, self.picked, self.ends = parts[5:]
         self.plan = Plan(kv, 1, blocks, width, prompts=True)
         kind, layers = attend
         self.attend = kind(kv, self.plan, layers)
         self._row = torch.arange(width, device=device)
         self._causal = (self._row <= self._row[:, None]).expand(blocks, -1, -1)
-        # [n, 3]: the token after each chunk, 1 if it counts, 1 if a logit was NaN.
+        # [n, 3]: the token picked after each chunk, 1 if the token counts, 1 if a logit was NaN.
         self.most, self.outputs = 1, torch.zeros(blocks, 3, dtype=torch.int64, device=device)
 
     def upload(self, chunks: Sequence[Chunk]) -> None:
-        """Write the chunks, which must fit."""
+        """Write the chunks, which must fit, with padding after them."""
         size, width = self.size, self.width
         tokens, following = [0] * size, [0] * size
-        by_block: list[tuple[int, int, int]] = []  # slot, start, size
+        by_block: list[tuple[int, int, int]] = []  # slot, start, size: `slots`, `starts`, `sizes`
         by_chunk: list[tuple[int, int, int, int]] = []
         for chunk in chunks:
             first, count = len(by_block) * width, len(chunk.tokens)
@@ -208,7 +213,7 @@ class PrefillBuffers(Key):
         write_front(self.inputs, [*tokens, *following, *columns])
 
     def place(self, starts: Tensor) -> Tensor:
-        """Fill the plan for blocks that begin at rows `starts [n] int64`; returns their positions [n, W]."""
+        """Fill the plan for blocks that begin at rows `starts [n] int64`; return the positions [n, W] of their rows."""
         self.plan.fill(self.slots, starts, self._causal, self._row < self.sizes[:, None])
         return starts[:, None] + self._row
 
@@ -226,5 +231,5 @@ class Prefills(dict[int, PrefillBuffers]):
         return -(-tokens // self.width)
 
     def of(self, blocks: int) -> PrefillBuffers:
-        """Return the smallest step with so many query blocks."""
+        """Return the smallest step that has room for `blocks` query blocks."""
         return next(step for size, step in self.items() if size >= blocks * self.width)

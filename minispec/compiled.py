@@ -1,11 +1,11 @@
 """Which functions of a step run compiled, and when.
 
-The blocks, a drafter's network, and the small functions around them are compiled separately. On CUDA torch.compile
-autotunes their kernels and the whole step is captured as a graph (`cuda/graphs.py`). On a CPU they are called
-directly (`cpu/direct.py`). `load/build.py` chooses the compiler.
+The blocks of the target, a drafter's network, and the small functions around them are compiled separately. On CUDA
+torch.compile autotunes their kernels, and the whole step is captured as a CUDA graph (`cuda/graphs.py`). On a CPU they
+are called without asking torch.compile each time (`cpu/direct.py`). `load/build.py` chooses the compiler.
 
-A step that is not `ready` runs all its functions eagerly (`within_step`), so a server answers before its graphs are
-made.
+A step that is not `ready` runs all its functions eagerly (`within_step`). So a server can answer before its graphs are
+made. Here a graph is what torch.compile makes of a function for one shape.
 
 Read next: `engine.py`, whose steps these are.
 """
@@ -20,38 +20,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Step = Callable[..., Any]  # function(owner, *args); takes and returns tensors, alone or in named tuples
+Step = Callable[..., Any]  # function(owner, *args): it takes and returns tensors, alone or in named tuples
 Compiler = Callable[[Step], Step]
 
 
 def autotuned(function: Step) -> Step:
-    """Return `function` compiled for CUDA: a graph for every shape, its kernels the fastest of several."""
+    """Return `function` compiled for CUDA, with a graph for every shape; each kernel is the fastest of several."""
     return torch.compile(function, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
 
 
 class Key:
-    """The one argument that holds all of a function's tensors with fixed addresses.
+    """The one argument of a compiled function that holds all its tensors with fixed addresses.
 
-    It is a layer's attention, a step's buffers or a beam. One check of its identity finds the function's graph
+    A key is a layer's attention, a step's buffers or a beam. The function's graph is found by the identity of the key
     (`cpu/direct.py`).
     """
 
-    ready = True  # of a step: whether all its graphs are made
-    original: Key | None = None  # the key that this one copies, whose tensors and graphs it shares
-    few = False  # whether its rows are so few that each number of rows has its own graph
-    moving: tuple[Tensor, ...] = ()  # its tensors that may be replaced; a new tuple announces a replacement
+    ready = True  # if the key is a step: whether all its graphs are made
+    original: Key | None = None  # the key whose tensors and graphs this one shares, as its copy
+    few = False  # whether it has so few rows that each number of rows gets a graph
+    moving: tuple[Tensor, ...] = ()  # tensors that may be replaced between calls; a new tuple announces a replacement
 
     @property
     def any_size(self) -> Sequence[tuple[Tensor, tuple[int, ...]]]:
-        """Tensors with the dimensions that may have any length; then the arguments may have any length too."""
+        """Tensors of the key, each with its dimensions that may have any length.
+
+        If there are any, one graph serves all lengths, and those of the arguments may change too. Default: none.
+        """
         return ()
 
 
-CompileFor = Callable[[int, int, bool], bool]  # of a batch's size, nodes of trees, and whether any request samples
+# Whether to compile for a step: arguments are its batch size, the nodes of its trees, and whether any request samples.
+CompileFor = Callable[[int, int, bool], bool]
 
 
 class Small:
-    """Small functions around compiled blocks, which are compiled too if that pays for its time."""
+    """Small functions around compiled blocks. They are compiled too for steps where that is worth its time."""
 
     def __init__(self, *functions: Step) -> None:
         self.eager = self.compiled = functions
@@ -62,16 +66,16 @@ class Small:
         self.compiled, self.choice = tuple(map(compiler, self.eager)), choice
 
     def of(self, key: Any, samples: bool) -> Sequence[Step]:
-        """Return the functions, compiled or not, for a key with `batch` and `nodes`."""
+        """Return the functions, compiled or not, for a key that has `batch` and `nodes`."""
         return self.compiled if self.choice(key.batch, key.nodes, samples) else self.eager
 
 
-_step = threading.local()  # `eager`: whether compiled functions run eagerly in this thread's step
+_step = threading.local()  # its member `eager`: whether this thread's step runs compiled functions eagerly
 
 
 @contextmanager
 def within_step(step: Key) -> Iterator[None]:
-    """Within this, run compiled functions if this step is `ready`, else run them eagerly."""
+    """Within this context compiled functions run compiled if the step is `ready`, else eagerly."""
     before, _step.eager = runs_eagerly(), not (step.original or step).ready
     try:
         yield
@@ -80,5 +84,5 @@ def within_step(step: Key) -> Iterator[None]:
 
 
 def runs_eagerly() -> bool:
-    """Return whether this thread runs a step that is not ready."""
+    """Return whether this thread runs a step that is not ready, so that compiled functions run eagerly."""
     return getattr(_step, "eager", False)

@@ -1,17 +1,24 @@
 """One step on the device, told in order: propose, forward, verify, compact, commit.
 
-A slot is the place of a running request in all tables. `launch(slots)` runs one decode step, `prefill(chunks)` computes
-known tokens. Both return a `Pending`, and `collect(pending)` waits for the tokens emitted. Between launch and collect
-nothing crosses to the host, unless a request asks for it (`asked/steps.py`), so the next step may be launched
-meanwhile.
+The drafter proposes trees, and the target reads them in one forward pass. Verification finds the accepted paths.
+Compacting moves their rows (keys and values) together. Then the drafter takes the accepted paths in.
+
+A slot is the place of a running request in all tables. `launch(slots)` runs one decode step. `prefill(chunks)` runs one
+step over known tokens, such as prompts. Both return a `Pending`, and `collect(pending)` waits for the tokens emitted.
+Between launch and collect no value crosses to the host, unless a request asks for more than tokens (`asked/steps.py`).
+So the next step may be launched before this one is collected.
 
 A launch has three parts: the host fills the step's inputs; the step, `decode` or `prefill_step`, runs on tensors at
 fixed addresses; its outputs are copied to the host.
 
-The one idea: a step has static shapes. The batch is padded to one of a few sizes (slot 0 is padding), the tree to N
-nodes (-1 is padding), prompt chunks to whole query blocks (`attention.py`). So each shape has its compiled graphs, and
-nothing is compiled again when lengths, trees or requests change. `policy.py` chooses the shape of each decode step.
-Steps that do not run the head save their tokens and features (`late.py`).
+The one idea: a step has static shapes. The batch is padded to one of a few sizes B (slot 0 is padding), a tree to N
+nodes (-1 is padding), a prompt chunk to whole query blocks (a fixed number of tokens, `attention.py`). So each shape
+has its compiled graphs, and nothing is compiled again when lengths, trees or requests change. `policy.py` chooses the
+shape of each decode step. A step without the drafter saves tokens and features for it (`late.py`). Features are hidden
+states of the target.
+
+Letters beside B and N: A is the most tokens that a step emits for a request, T the tokens of a prefill step, d the
+target's hidden size, F the size of a token's features, V the size of the vocabulary.
 
 Speculative decoding by trees: SpecInfer, arXiv 2305.09781. Read next: `scheduler.py`, which decides who is in a step.
 """
@@ -42,8 +49,9 @@ from minispec.verify import Accept, Trees, Verdict
 
 logger = logging.getLogger("minispec")
 
-COMPILED = (GREEDY, TEMPERED)  # needs of a batch for which the small functions may be compiled
-CAPTURED = (*COMPILED, FILTERED)  # needs of a batch for which steps are captured, the least first
+# `Needs` are the features of sampling that the requests of a batch use.
+COMPILED = (GREEDY, TEMPERED)  # needs for which the functions around the blocks may be compiled
+CAPTURED = (*COMPILED, FILTERED)  # needs for which steps are captured as CUDA graphs, the smallest set first
 
 
 @dataclass
@@ -51,15 +59,15 @@ class Pending:
     """A step that was launched, with its outputs on their way to the host."""
 
     slots: list[int]
-    outputs: Tensor  # [B, A + 2] int64 on the host: the tokens emitted, how many of them count, 1 if a logit was NaN
-    ready: torch.cuda.Event | None  # set when `outputs` is filled; None: it is filled
+    outputs: Tensor  # [B, A + 2] int64 on the host: A tokens, how many of them were emitted, 1 if a logit was NaN
+    ready: torch.cuda.Event | None  # set when `outputs` is filled; None: `outputs` is filled already
     nodes: int = 1  # tree size of a decode step
-    launched: float = 0.0  # when its own work began, in seconds of `perf_counter`
-    catching_up: float = 0.0  # seconds that the drafter spent on its backlog, before `launched`
-    keeps: bool = False  # whether the accepted rows join the backlog, so that `collect` must count them
-    chunks: Sequence[Chunk] = ()
+    launched: float = 0.0  # its start in seconds of `perf_counter`, put later by `catching_up`
+    catching_up: float = 0.0  # seconds in which the drafter first took in its backlog (`late.py`)
+    keeps: bool = False  # whether the accepted rows join that backlog, so that `collect` must count them
+    chunks: Sequence[Chunk] = ()  # of a prefill step
     captured: bool = False  # whether a CUDA graph ran it
-    asked: AskedStep | None = None  # the step, if a request asks for more than tokens; it holds the answers
+    asked: AskedStep | None = None  # the step itself, if a request asks for more than tokens; it holds the answers
     nan: Sequence[int] = ()  # slots with NaN among their logits, whose rows are void; set by `collect`
 
     @property
@@ -74,14 +82,14 @@ class Pending:
 
     @property
     def timed(self) -> bool:
-        """Whether its time is typical of such steps."""
+        """Whether the step's time is typical of steps of its shape."""
         return self.asked is None or self.asked.timed
 
 
 class ReadTrees(NamedTuple):
     """Trees as the target reads them."""
 
-    tokens: Tensor  # [B, N] int64, padding also beyond the end of the context
+    tokens: Tensor  # [B, N] int64; nodes that are too deep (`_before_blocks`) are padding too
     parents: Tensor  # [B, N] int64
     above: Tensor  # [B, N, N] bool, `tree.ancestors`
 
@@ -89,13 +97,13 @@ class ReadTrees(NamedTuple):
 class Read(NamedTuple):
     """What the target computes from the known tokens of a prefill step."""
 
-    hidden: Tensor  # [T, d]
+    hidden: Tensor  # [T, d], the normed last hidden states
     features: Tensor | None  # [1, T, F], for a drafter on the device
     positions: Tensor  # [1, T] int64
 
 
 class Path(NamedTuple):
-    """Accepted paths; the fields are those of `Committed` with the same names and order."""
+    """Accepted paths. The fields are fields of `Committed` (`drafter.py`), with the same names and order."""
 
     tokens: Tensor  # [B, A] int64
     following: Tensor  # [B, A] int64
@@ -107,9 +115,9 @@ class Path(NamedTuple):
 class Engine:
     """Model, KV pages, drafter and sampling state of the running slots, and the step over them.
 
-    R is the number of slots, slot 0 included. lens [R] int64: how many rows of each slot are committed. root [R] int64:
-    the newest token of each text, whose row is not committed yet. A step advances both; `assign` and `release` set
-    lens.
+    R is the number of slots, slot 0 included. lens [R] int64: how many rows of each slot are committed, that is, hold
+    the keys and values of its text. root [R] int64: the newest token of each text, whose row is not computed yet. A
+    step advances both; `assign` and `release` set lens.
     """
 
     beside: Model | None = None  # the target's weights that a drafter reads, if the target is spread over ranks
@@ -127,27 +135,27 @@ class Engine:
         self.model, self.kv, self.drafter, self.sizes, self.accept = model, kv, drafter, sizes, accept or Accept()
         device, slots = kv.pool.device, kv.table.shape[0]
         self.device = device
-        self.settled = False  # whether all graphs are made, after which step times stay as they are
+        self.settled = False  # whether all graphs are made; from then on step times stay as they are
         self._when_settled: list[Callable[[], None]] = []
         self.lens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.root = torch.zeros(slots, dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
-        # Only nodes less deep than this are verified: 1 leaves the root alone, for a request that wants no drafts.
+        # [R]: only nodes less deep than this are verified. 1 leaves the root alone, for a request that wants no drafts.
         self.reach = torch.full((slots,), sizes.context_length, dtype=torch.int64, device=device)
-        self.asked, self.link = Asked(), Link()
-        self.drafter_seconds = 0.0  # host time spent in the drafter, between the steps
-        self.step_seconds: dict[tuple[int, Shape], float] = {}  # by batch and shape, from `time_steps`
-        self.timed_rows = 0  # committed rows of each slot when these times were taken
-        self.small = Small(Engine._before_blocks, Engine._after_blocks)  # of a decode step
-        # Captured steps; `cuda/graphs.py` fills it.
+        self.asked, self.link = Asked(), Link()  # these do nothing; `load/build.py` may replace them
+        self.drafter_seconds = 0.0  # host time spent in the drafter between steps
+        self.step_seconds: dict[tuple[int, Shape], float] = {}  # by batch and shape, measured by `load/warm_up.py`
+        self.timed_rows = 0  # committed rows of each slot when `step_seconds` were measured
+        self.small = Small(Engine._before_blocks, Engine._after_blocks)  # the parts of a decode step around the blocks
+        # The captured steps; `cuda/graphs.py` adds them.
         self.graphs: dict[tuple[DecodeBuffers | PrefillBuffers, Needs], torch.cuda.CUDAGraph] = {}
         self.amended = False  # whether thresholds were changed since the start
-        # Counts steps that began to change slots: it tells after an exception whether the newest had changed anything.
+        # How many steps have begun to change slots. So after an exception it is known whether the failed step had.
         self.changes = 0
         attend = (attend_kind, model.config.layers)
         self.decodes: dict[tuple[int, Shape], DecodeBuffers] = {}
         for batch in sizes.batch_sizes:
-            for shape in sizes.shapes_of(batch):  # shapes of the host come last and share the drafter's tensors
+            for shape in sizes.shapes_of(batch):  # looked-up trees come last: they share the drafter's tensors
                 self.decodes[batch, shape] = (
                     self.decodes[batch, Shape(shape.nodes, True)].of_the_host() if shape.of_host
                     else DecodeBuffers(kv, batch, shape, self._most(shape.nodes), attend)
@@ -156,7 +164,7 @@ class Engine:
         self.late = Late(drafter, slots, model.norm.weight)
         self.late.attach(self.prefills, self.lens, self.root)
         drafter.attach(kv, attend_kind, sizes.batch_sizes, [size // self.prefills.width for size in self.prefills])
-        # By batch and A: the plan for the drafter's rows of the accepted path, which is a chain.
+        # By batch and A: the attention plan for accepted paths, which the drafter takes in as chains of tokens.
         paths = {(batch, self._most(shape.nodes)) for batch, shape in self.decodes if shape.drafts and drafter.commits}
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
 
@@ -180,9 +188,10 @@ class Engine:
     # ---- slots ---------------------------------------------------------------------------------------------------
 
     def assign(self, request: Request, stop_ids: Iterable[int]) -> None:
-        """Set up the slot of a request whose first `kv_len` rows are in mapped pages already.
+        """Set up a request's slot. The first `kv_len` rows of its text were found in the prefix cache.
 
-        `stop_ids` are all ids that end the request. The drafter is told the tokens of the first `kv_len` rows.
+        No step will compute these rows, so the drafter is told their tokens here. `stop_ids` are all ids that end the
+        request.
         """
         slot, r = request.slot, request
         self.sampling.assign(slot, r.params, r.seed, r.prompt_ids, r.output_ids, stop_ids)
@@ -207,8 +216,8 @@ class Engine:
     def restart(self) -> None:
         """Empty all slots and pages after a step raised halfway; the scheduler empties its prefix cache and seats.
 
-        Pages in use are wiped, since nobody knows what was written there. The drafter may be what raised. Its errors
-        are only logged, since no state of a drafter changes a token.
+        Pages in use are wiped, since nobody knows what was written there. If the drafter raised, it may raise again
+        here. That is only logged, since no state of a drafter changes a token.
         """
         self.kv.wipe(sorted(set(range(1, self.kv.pages)).difference(self.kv.free)))
         self.kv.reset()
@@ -221,7 +230,7 @@ class Engine:
     def is_lost(self, error: BaseException) -> bool:
         """Return whether the device is lost: after an error of CUDA all later calls fail too."""
         if self.device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
-            try:  # a library or a kernel's launch may have raised another type for it
+            try:  # a CUDA error may have another type, if a library or a kernel's launch raised it
                 torch.cuda.synchronize(self.device)
             except RuntimeError:
                 return True
@@ -230,11 +239,11 @@ class Engine:
     # ---- a decode step -------------------------------------------------------------------------------------------
 
     def batch_of(self, count: int) -> int:
-        """Return the batch size to which a step of so many requests is padded."""
+        """Return the batch size to which a step of `count` requests is padded."""
         return next(size for size in self.sizes.batch_sizes if size >= count)
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
-        """Return the trees of `Drafter.host_drafts` for the next step, one a slot, or none."""
+        """Return the trees that the drafter proposes on the host for the next step, one per slot, or none at all."""
         started = time.perf_counter()
         drafts = self.drafter.host_drafts(slots)
         self.drafter_seconds += time.perf_counter() - started
@@ -243,18 +252,18 @@ class Engine:
     def launch(
         self, slots: Sequence[int], shape: Shape | None = None, drafts: Sequence[Draft] | None = None
     ) -> Pending:
-        """Launch one decode step for these slots: verify a tree each, keep the accepted path, emit its tokens.
+        """Launch one decode step for these slots: verify one tree per slot, keep the accepted path, emit its tokens.
 
-        shape: one of `Sizes.shapes_of` for this batch; default: the drafter's largest trees. drafts: the trees that
-        `host_drafts` returned for these slots; default: it is called here. With lookups, `drafts` holds NOTHING for
-        each request that verifies the head's tree, and the default is NOTHING for all. Trees are cut to N nodes.
+        shape: one of `Sizes.shapes_of` for this batch; default: the drafter's largest trees. drafts: trees from
+        `host_drafts`, one per slot; default: `host_drafts` is called here. If the drafter looks texts up, NOTHING means
+        that a request verifies the head's tree, and the default is NOTHING for all. Trees are cut to N nodes.
         """
         batch = self.batch_of(len(slots))
         if drafts is None:
             drafts = [NOTHING] * len(slots) if self.drafter.looks_up else self.host_drafts(slots)
         buffers = self.decodes[batch, max(self.sizes.shapes_of(batch)) if shape is None else shape]
         started = time.perf_counter()
-        # These two lines may fail over one request. Nothing has changed yet, so only the step's requests are lost then.
+        # One request may make these two lines raise. Only the step's requests are lost then: nothing has changed yet.
         buffers.upload(slots, [draft.cut(buffers.nodes) for draft in drafts])
         asked = self.asked.decode(buffers, slots)
         began = time.perf_counter()
@@ -267,13 +276,13 @@ class Engine:
                              launched=started + catching_up, catching_up=catching_up)  # fmt: skip
 
     def special(self, slots: Sequence[int]) -> bool:
-        """Return whether a step over these slots does more than a greedy one, so that it takes longer."""
+        """Return whether a step over these slots takes longer than a greedy one, since it does more."""
         return bool(self.sampling.needs(slots)) or self.asked.slows(slots)
 
     def run(self, step: DecodeBuffers | PrefillBuffers, needs: Needs, asked: AskedStep | None = None) -> bool:
         """Run a step; returns whether a CUDA graph was replayed.
 
-        A graph captured for a larger set of needs serves a smaller one too: what nobody wants is neutral in `Wishes`.
+        A graph captured for more needs serves fewer too: `Wishes` has neutral values for what no request uses.
         """
         with self.link.led(step, asked), within_step(step):
             if asked is not None:
@@ -308,7 +317,7 @@ class Engine:
     ) -> tuple[Tensor, Tensor, DraftTree]:
         """Return what a decode step begins with: lens and root [B], and the trees [B, N] to verify.
 
-        told: [B, N] fp32, for the drafter's log-probability of each node (`Batch.scores`).
+        told: [B, N] fp32, in which the drafter writes its log-probability of each node (`Batch.scores`).
         """
         lens, root = self.lens[buffers.slots], self.root[buffers.slots]
         knows = wishes is not None and self.accept.couples
@@ -337,7 +346,7 @@ class Engine:
         tokens = tokens.masked_fill(positions >= end[:, None], PADDING)
         buffers.plan.fill(buffers.slots, lens, above, tokens != PADDING)
         known = tokens.clamp(min=0)
-        # A copy of the parents: a compiled function may not return its argument.
+        # The parents are copied: a compiled function may not return its argument.
         return ReadTrees(tokens, parents.clone(), above), self.model.embed(known), self.model.rope(positions)
 
     def _after_blocks(
@@ -345,7 +354,7 @@ class Engine:
     ) -> Path | None:
         """Verify the trees, keep the accepted paths, and write the outputs; streams: what `Model.run_blocks` returned.
 
-        Returns the paths for a drafter on the device; None if none wants them.
+        Returns the paths for a drafter on the device; None if the drafter takes none in.
         """
         logits, features = self.logits(streams)
         trees = Trees(DraftTree(read.tokens, read.parents), read.above, buffers.slots, lens, buffers.most)
@@ -364,7 +373,7 @@ class Engine:
     def keep(
         self, buffers: DecodeBuffers, trees: Trees, verdict: Verdict, features: Tensor | None, wishes: Wishes | None
     ) -> Path | None:
-        """Keep the accepted paths, and write the outputs; the result is that of `_after_blocks`."""
+        """Keep the accepted paths, and write the outputs; features [B, N, F]. Returns what `_after_blocks` returns."""
         tokens, slots, lens, nodes = trees.tree.tokens, trees.slots, trees.lens, buffers.nodes
         if nodes > 1:
             self.kv.compact(slots, lens, verdict.path, verdict.count)
@@ -392,7 +401,7 @@ class Engine:
     def _path(
         self, buffers: DecodeBuffers, lens: Tensor, verdict: Verdict, tokens: Tensor, features: Tensor | None
     ) -> Path:
-        """Return the accepted path as a chain of A rows from `lens` on, and describe it in the plan of paths."""
+        """Return the accepted paths as chains of A rows from `lens` on, and fill the plan for them."""
         batch, most = verdict.path.shape
         step = torch.arange(most, device=self.device)
         visible = (step <= step[:, None]).expand(batch, -1, -1)
@@ -409,9 +418,9 @@ class Engine:
     # ---- a prefill step ------------------------------------------------------------------------------------------
 
     def prefill(self, chunks: Sequence[Chunk]) -> Pending:
-        """Compute chunks of several requests packed as [1, T], each from the start of a query block.
+        """Launch a prefill step over chunks of several requests, packed as [1, T]. Each chunk starts a query block.
 
-        Emits one token for each chunk that is its request's last, none for the others.
+        The step emits one token for each chunk that is its request's last, none for the others.
         """
         buffers = self.prefills.of(sum(self.prefills.blocks_of(len(chunk.tokens)) for chunk in chunks))
         buffers.upload(chunks)
@@ -443,8 +452,8 @@ class Engine:
         """Commit the known tokens and the one picked after each last chunk, and write the outputs."""
         slots, picked = buffers.chunk_slots, buffers.picked
         if self.drafter.commits:
-            # The pick follows the last row of a last chunk. Added, not assigned: padding repeats row 0,
-            # and must add 0 there.
+            # In the last chunk of a request the picked token follows the last row. It is added, not assigned:
+            # chunks that are padding have the end 0, and must not change row 0.
             after = buffers.following.index_add(0, buffers.ends, picked * (token - buffers.following[buffers.ends]))
             self.drafter.commit(Committed(slots, buffers.tokens[None], after[None], read.positions, read.features,
                                           buffers.ends, buffers.plan, prefill=True))  # fmt: skip
@@ -464,7 +473,7 @@ class Engine:
     def pending(
         self, slots: list[int], step: DecodeBuffers | PrefillBuffers, asked: AskedStep | None = None, **what: Any
     ) -> Pending:
-        """Start the copy to the host, after which the next step may overwrite the outputs."""
+        """Start to copy a step's outputs to the host. Then the next step may overwrite them."""
         outputs = step.outputs
         on_host, ready = outputs.to("cpu", non_blocking=True, copy=True), None
         if asked is not None:
@@ -475,7 +484,7 @@ class Engine:
         return Pending(slots, on_host, ready, step.nodes, asked=asked, **what)
 
     def collect(self, pending: Pending) -> list[list[int]]:
-        """Wait for a step and return the tokens it emitted, one list per slot or chunk; tells the drafter.
+        """Wait for a step, tell the drafter its tokens, and return those emitted, one list per slot or chunk.
 
         A slot with NaN among its logits emits nothing, and `pending.nan` names it.
         """
@@ -497,7 +506,7 @@ class Engine:
     # ---- when all graphs are made ------------------------------------------------------------------------------
 
     def when_settled(self, call: Callable[[], None]) -> None:
-        """Call `call` once all graphs are made: at once, or in `settle`."""
+        """Call `call` when all graphs are made: now if they are, else in `settle`."""
         if self.settled:
             call()
         else:
@@ -505,7 +514,7 @@ class Engine:
 
     @torch.inference_mode()
     def settle(self) -> None:
-        """Note that all graphs are made, and call what waits for it."""
+        """Note that all graphs are made, and make the calls that wait for it."""
         self.link.tell("settle")
         self.settled, calls, self._when_settled = True, self._when_settled, []
         for call in calls:

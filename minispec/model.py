@@ -1,12 +1,16 @@
-"""The target model: one decoder for the Llama family, built from its config.
+"""The target model: one decoder for the Llama family, built from a model's `config.json`.
 
 Llama 2/3, Mistral, Qwen2, Qwen3, MiMo and SmolLM2 are one architecture with four switches: biases on q, k, v
 (Qwen2, MiMo), norms on q and k (Qwen3), the kind of rotary scaling (Llama 3.1) and tied embeddings. `ModelConfig`
 reads them from `config.json`; the forward pass has no branch on a model's name.
 
-The model reaches its context through one function, `attend.layer(i)(q, k, v) -> out`. Pages, trees, chunks and masks
-are behind it (`attention.py`), so the same module decodes, verifies trees, trains heads and is the reference in tests.
-A drafter may read the residual stream that enters a layer; a tap names such a layer.
+The model reaches its context, the keys and values of earlier tokens, through one function:
+`attend.layer(i)(q, k, v) -> out`. Pages, trees, chunks and masks are behind it (`attention.py`). So the same module
+decodes, verifies trees, trains heads and is the reference in tests. A drafter may read the residual stream. A tap names
+the place where it reads: the input of a layer, or the output of the last, before or after the norm.
+
+Letters: B is the batch, T the tokens of each of its rows, d the hidden size, D the size of an attention head, H the
+number of heads (Hq of queries, Hkv of keys and values), L the number of layers, V the size of the vocabulary.
 
 Papers: LLaMA (arXiv 2302.13971), rotary embeddings (arXiv 2104.09864), grouped-query attention (arXiv 2305.13245).
 Read next: `kv.py`, then `attention.py`.
@@ -41,7 +45,7 @@ _SCALING_KEYS = {
 
 
 class ModelError(ValueError):
-    """A model that cannot be found or read; the message is for the user."""
+    """A model cannot be found or read; the message is for the user."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,12 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     tied: bool
-    sliding_window: int | None  # tokens; None: attention is full
+    sliding_window: int | None  # tokens; a longer context is refused, since attention here is full; None: no limit
     dtype: str | None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Read the normal form that `weights.read_config` returns; raise ValueError if something is not supported."""
+        """Read a config in the form that `load/weights.py` returns; raise ValueError if something is not supported."""
         names = config.get("architectures") or []
         architecture = next((name for name in names if name in _ARCHITECTURES), None)
         if architecture is None:
@@ -112,7 +116,7 @@ class ModelConfig:
 
 
 def _checked_scaling(scaling: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return rope_scaling, None if nothing is scaled; raise ValueError for a kind that `rope_frequencies` lacks."""
+    """Return the config's rope_scaling, None if nothing is scaled; raise ValueError for a kind not supported."""
     if not scaling:
         return None
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -126,10 +130,11 @@ def _checked_scaling(scaling: Mapping[str, Any] | None) -> Mapping[str, Any] | N
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Return the rotary angular frequencies [D / 2] fp32, scaled as Llama 3 does, linearly, or not at all.
+    """Return the rotary angular frequencies [D / 2] fp32, scaled as in Llama 3.1, linearly, or not at all.
 
-    Llama 3 (the Llama 3.1 release): frequencies of wavelengths below original/high stay, those of wavelengths above
-    original/low are divided by `factor`, and those between are interpolated linearly in original/wavelength.
+    A wavelength is the number of tokens in which an angle makes one turn. In Llama 3.1, frequencies with wavelengths
+    below original/high stay, and those above original/low are divided by `factor`. Those between are interpolated,
+    linearly in original/wavelength.
     """
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequency = 1.0 / config.rope_theta**exponent
@@ -143,8 +148,8 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
         scaling["high_freq_factor"],
         scaling["original_max_position_embeddings"],
     )
-    # The wave's turns within the original context. The order of operations is that of transformers: a difference in
-    # the last bit becomes 1e-4 in the logits of a sharp model after 300 tokens.
+    # How often an angle turns within the original context. The order of operations is that of transformers: a
+    # difference in the last bit becomes 1e-4 in the logits of a sharp model after 300 tokens.
     turns = original / (2 * math.pi / frequency)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * frequency / scaling["factor"] + keep * frequency
@@ -164,7 +169,7 @@ class Rope(NamedTuple):
         return cls(angle.cos().to(dtype), angle.sin().to(dtype))
 
     def turn(self, x: Tensor) -> Tensor:
-        """Rotate x [B, H, T, D] by its positions; element i pairs with element i + D / 2, as in Hugging Face."""
+        """Rotate x [B, H, T, D] by the positions; element i is paired with element i + D / 2, as in Hugging Face."""
         left, right = x.chunk(2, dim=-1)
         return x * self.cos + torch.cat((-right, left), dim=-1) * self.sin
 
@@ -176,7 +181,7 @@ class LayerAttend(Protocol):
 
 
 class Attend(Protocol):
-    """The model's access to its context; `attention.py` has the three kinds."""
+    """The model's access to its context; `attention.py` names the three kinds."""
 
     def layer(self, index: int) -> LayerAttend: ...
 
@@ -199,7 +204,7 @@ class RMSNorm(nn.Module):
 class Block(nn.Module):
     """One decoder layer: attention and a gated MLP, each after a norm and with a residual.
 
-    q, k, v are one matrix, and so are gate and up: fewer, larger products are faster everywhere.
+    One matrix computes q, k and v, another one gate and up: fewer, larger products are faster on every device.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -220,7 +225,10 @@ class Block(nn.Module):
         return self.add_to(x, self.input_layernorm(x), rope, attend)
 
     def add_to(self, x: Tensor, read: Tensor, rope: Rope, attend: LayerAttend) -> Tensor:
-        """Add attention over `read` [B, T, ...] to x [B, T, d], then the MLP over the sum, and return the result."""
+        """Add the attention of `read` [B, T, ...] to x [B, T, d], then the MLP of the sum; return the result.
+
+        EAGLE-3's head reads token and state side by side, so `read` may be wider than d.
+        """
         batch, length, _ = x.shape
         qkv = self.qkv_proj(read).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
         q, k, v = (part.view(batch, length, -1, self.head_dim).transpose(1, 2) for part in qkv)
@@ -233,8 +241,8 @@ class Block(nn.Module):
 class Model(nn.Module):
     """The decoder: embedding, blocks, final norm, LM head.
 
-    `run_block` runs one block; `compile_blocks` replaces it. All blocks share one compiled graph per shape, so compile
-    time does not grow with the number of layers.
+    `run_block` runs one block; `compile_blocks` replaces it by compiled code. All blocks share one compiled graph per
+    shape, so compile time does not grow with the number of layers.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -256,7 +264,7 @@ class Model(nn.Module):
     ) -> Model:
         """Return a model for inference with uninitialised weights, for a loader to fill.
 
-        change: called before the weights get memory; it may replace layers.
+        change: a function that may replace layers, called before the weights get memory.
         """
         with torch.device("meta"):
             model = cls(config).to(dtype)
@@ -285,15 +293,15 @@ class Model(nn.Module):
         """Return the normed hidden state [B, T, d] and the features [B, T, F], None without taps.
 
         tokens, positions [B, T] int64. Tap i reads the residual stream that ENTERS layer i, tap L the stream that
-        leaves the last layer, and FINAL the same after the norm. Features are concatenated in the order of `taps`. An
-        `attend` with pages writes the new keys and values there.
+        leaves the last layer, and FINAL that stream after the norm. The features are what the taps read, joined in the
+        order of `taps`. An `attend` with pages writes the new keys and values there.
         """
         return self.finish(self.run_blocks(self.embed(tokens), self.rope(positions), attend, taps), taps)
 
     def run_blocks(self, x: Tensor, rope: Rope, attend: Attend, taps: Sequence[int | str] = ()) -> Sequence[Tensor]:
         """Run all blocks on embeddings x [B, T, d]; return the streams that enter tapped layers, then the last output.
 
-        The engine compiles the parts of `forward` before and after the blocks apart from them.
+        The engine compiles the blocks, and the parts of `forward` before and after them, separately.
         """
         streams = []
         for index, block in enumerate(cast(Iterable[Block], self.layers)):
@@ -311,7 +319,7 @@ class Model(nn.Module):
         return hidden, torch.cat([named[tap] for tap in taps], dim=-1) if taps else None
 
     def reads(self, name: str) -> bool:
-        """Return whether a file's tensor belongs to this model; an MTP layer is a draft head and does not."""
+        """Return whether a file's tensor `name` belongs to this model; an MTP layer is a draft head and does not."""
         return not name.startswith("mtp_layers.") and not (self.config.tied and name == "lm_head.weight")
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -323,7 +331,7 @@ class Model(nn.Module):
         return self.lm_head(hidden)
 
 
-JOINED = {  # our module: the published modules that it joins, named as within a layer
+JOINED = {  # our module: the modules of published files that it joins, with their names within a layer
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o_proj": ("self_attn.o_proj",),
     "q_norm": ("self_attn.q_norm",),
@@ -334,12 +342,12 @@ JOINED = {  # our module: the published modules that it joins, named as within a
 
 
 def published_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a model or a draft head under the names that files use, with q, k, v and gate, up split.
+    """Return the weights of a model or a draft head under the names that files use: q, k, v, gate and up are apart.
 
     The tensors are views, so writing into them fills the module. A tied LM head is left out: it is the embedding.
     """
     published: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():  # each once, a tied one under its first name
+    for name, parameter in module.named_parameters():  # each once; a tied one under its first name
         stem, _, kind = name.rpartition(".")
         owner, _, part = stem.rpartition(".")
         names = JOINED.get(part, (part,))

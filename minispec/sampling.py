@@ -1,19 +1,20 @@
 """From logits to a token: penalties, bias, masks, temperature, top-k, top-p, min-p, and noise that can be recomputed.
 
-Sampling is an argmax. `argmax(logits + T * g)` with Gumbel noise g draws from softmax(logits / T). Here g is a pure
-function of (request seed, absolute position, token id): a counter-based generator, as in Salmon et al., "Parallel
-random numbers: as easy as 1, 2, 3" (2011). So a seeded request picks the same token at the same position in any batch,
-with any drafter and any tree (drafter-invariant decoding, arXiv 2408.07978), and T = 0 is greedy decoding without a
-branch.
+Sampling is an argmax. `argmax(logits + T * g)` with Gumbel noise g draws from softmax(logits / T), T the temperature.
+Here g is a pure function of (request seed, absolute position, token id): a counter-based generator, as in Salmon et
+al., "Parallel random numbers: as easy as 1, 2, 3" (2011). So a seeded request picks the same token at the same position
+in any batch, with any drafter and any tree (drafter-invariant decoding, arXiv 2408.07978). T = 0 is greedy decoding
+without a branch.
 
 Top-k (arXiv 1805.04833), top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082) keep every token whose logit is at least
 a threshold, so tokens that tie at the threshold are all kept. Sorting the vocabulary to find the threshold would be
-slow. A radix selection over the bits of the fp32 values finds it exactly, with three histograms, and does not depend
-on the order of summation.
+slow. A radix selection over the bits of the fp32 values finds it exactly, with three histograms. These sum integers, so
+the order of summation does not matter.
 
-Everything on the device has a static shape and waits for no decision of the host. A feature that no request of a batch
-uses is None in the batch's `Wishes` and costs nothing. The batch's `Needs` are the names of those that are not None.
-`Needs` and shape decide which operations of a step run, so each shape is captured for a few `Needs`.
+Everything on the device has a static shape and waits for no decision of the host. `Wishes` are the inputs of a batch's
+picks. A feature that no request of the batch uses is None there and costs nothing. `Needs` are the names of the
+features that are not None. `Needs` and shape decide which operations of a step run, so CUDA graphs are captured for
+each shape and a few `Needs`. B is the number of requests, V the size of the vocabulary, R the number of slots.
 
 Read next: `verify.py` for the walk that calls `pick`, `request.py` for the parameters.
 """
@@ -52,10 +53,10 @@ def _bits(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
     """Return `[.., V] int32`, 32 uniform bits per token id from `seed, position [..] int64`; ids as in `uniform`.
 
     Seed and position are mixed into a 64-bit key one after the other: if they were added, (seed, position + 1) and
-    (seed + 1, position) would share their noise. Each id then takes one round of hash-prospector's best two-multiply
+    (seed + 1, position) would share their noise. Each id is then hashed by hash-prospector's best two-multiply
     function (github.com/skeeto/hash-prospector, issue 19). Half of the key enters before each multiply: if the whole
-    key entered before the first, two close keys would have the same noise, permuted among the ids. int32 and int64
-    products wrap in torch on every device, so the bits are the same everywhere.
+    key entered before the first, two close keys would have the same noise, permuted among the ids. Products of
+    int32 and int64 wrap around in torch on every device, so the bits are the same everywhere.
     """
     key = _mix64(_mix64(seed ^ GOLDEN) ^ position)[..., None]
     first, second = (((key >> shift) & 0xFFFFFFFF) - 2**31 for shift in (0, 32))  # in int32's range: casts are exact
@@ -68,7 +69,7 @@ def _bits(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
-    """Return `[.., V] fp32` in [2^-33, 1 - 2^-24] for `seed [..] int64` (any value) and `position [..] int64`.
+    """Return `[.., V] fp32`, uniform in [2^-33, 1 - 2^-24], for `seed [..] int64` (any value), `position [..] int64`.
 
     ids: `[V] int64`, or the number V for the ids 0 to V - 1. No token has a negative id, so the number drawn for a
     negative id is independent of all tokens' noise.
@@ -92,8 +93,8 @@ _library.define("gumbel(Tensor seed, Tensor position, Tensor ids) -> Tensor")
 
 
 def _gumbel(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
-    """Return -log(-log1p(-u)); log1p has fp32's full resolution near u = 0, where the noise is large and decides."""
-    # In place: new tensors of width V would take most of its time on a CPU.
+    """Return -log(-log1p(-u)), u uniform. Near u = 0, where the noise is large and decides, log1p is precise."""
+    # In place: on a CPU allocating tensors of width V would take most of the time.
     return uniform(seed, position, ids).neg_().log1p_().neg_().log_().neg_()
 
 
@@ -111,17 +112,17 @@ torch.library.register_fake("minispec::gumbel", _gumbel_shape)
 
 
 class Wishes(NamedTuple):
-    """The inputs of one pick, by request. A member that no request needs is None, and its work is skipped."""
+    """The inputs of one pick per request. A member that no request needs is None, and its work is skipped."""
 
     temperature: Tensor | None  # [B] fp32; 0 or at least 1e-6; 0 is greedy; None if all requests are greedy
     top_k: Tensor | None  # [B] int64, at least 1; the vocabulary size or more keeps all
     top_p: Tensor | None  # [B] fp32; 1 keeps all
     min_p: Tensor | None  # [B] fp32; 0 keeps all
-    frequency: Tensor  # [B] fp32; this and the next two act only where counts or prompt_seen are given
-    presence: Tensor  # [B] fp32
-    repetition: Tensor  # [B] fp32, acts only if prompt_seen is given
+    frequency: Tensor  # [B] fp32, acts only if counts is given
+    presence: Tensor  # [B] fp32, acts only if counts is given
+    repetition: Tensor  # [B] fp32, acts only if counts and prompt_seen are given
     seed: Tensor  # [B] int64
-    min_new: Tensor  # [B] int64, acts only if stop_mask is given
+    min_new: Tensor  # [B] int64, the least number of output tokens; acts only if stop_mask is given
     outputs: Tensor  # [B] int64, the number of output tokens so far
     counts: Tensor | None  # [B, V] int32, how often each id was output
     prompt_seen: Tensor | None  # [B, V] bool, ids of the prompt
@@ -132,8 +133,9 @@ class Wishes(NamedTuple):
 def adjust(logits: Tensor, wishes: Wishes) -> Tensor:
     """Return `[B, V] fp32` logits after penalties, bias and the stop ids' mask, in this order.
 
-    Repetition (arXiv 1909.05858; prompt and output) divides positive and multiplies negative logits. Frequency times
-    count, and presence, are subtracted (output only). Neutral values leave a request's logits unchanged, bit for bit.
+    The repetition penalty (arXiv 1909.05858) divides positive logits and multiplies negative ones, of the ids in prompt
+    and output. Frequency times count, and presence, are subtracted from the logits of the ids in the output. Neutral
+    values leave a request's logits unchanged, bit for bit.
     """
     logits = logits.float()
     if wishes.counts is not None:
@@ -152,7 +154,7 @@ def adjust(logits: Tensor, wishes: Wishes) -> Tensor:
 
 
 def largest(scores: Tensor) -> Tensor:
-    """Return `[..] int64`, the argmax of `scores [.., V]`, the first of equal ones; NaN is the largest.
+    """Return `[..] int64`, the argmax of `scores [.., V]`: the lowest id of equal ones; NaN counts as the largest.
 
     On a CPU `max` finds the same index in a third of the time; tests compare the two.
     """
@@ -162,9 +164,10 @@ def largest(scores: Tensor) -> Tensor:
 def pick(logits: Tensor, wishes: Wishes, position: Tensor) -> Tensor:
     """Return `[B] int64`, the token picked from each row of `logits [B, V]` at absolute `position [B] int64`.
 
-    The order is `adjust`, temperature, top-k, top-p over what top-k kept (renormalised, as vLLM does), min-p. Min-p is
-    relative to the largest probability, which no filter removes, so earlier filters do not change its threshold. Greedy
-    requests take the largest adjusted logit, ties to the lowest id. The id is in range even if logits are NaN.
+    The order is `adjust`, temperature, top-k, top-p, min-p. Top-p is a share of the probability that top-k kept, as in
+    vLLM. Min-p is relative to the largest probability. No filter removes that, so earlier filters do not change min-p's
+    threshold. Greedy requests take the largest adjusted logit, ties to the lowest id. The id is in range even if logits
+    are NaN.
     """
     logits = adjust(logits, wishes)
     if wishes.temperature is None:
@@ -191,8 +194,8 @@ def law(logits: Tensor, wishes: Wishes) -> Tensor:
     return torch.where(wishes.temperature[:, None] > 0, scaled.softmax(-1), likeliest)
 
 
-# Probabilities are summed as integers; this is the likeliest token's. Floats summed in another order round differently,
-# so two batch shapes could disagree about a threshold. Sums over up to 2^23 ids fit into int64.
+# Probabilities are summed as integers, in which the likeliest token's is this number. Floats summed in another order
+# round differently, so two batch shapes could disagree about a threshold. Sums over up to 2^23 ids fit into int64.
 MASS_UNIT = 2.0**40
 SPREAD = 1024  # bins of `_sums_spread` for ids outside the histogram
 
@@ -201,7 +204,7 @@ def _filtered(gap: Tensor, wishes: Wishes) -> Tensor:
     """Return `[B, V] bool`, the tokens that top-k, top-p and min-p remove; `gap [B, V] fp32` as in `pick`."""
     assert wishes.temperature is not None, "greedy picks are not filtered"
     bits = gap.view(torch.int32)
-    share = torch.exp(-gap / wishes.temperature.clamp(min=GREEDY_BELOW)[:, None])  # probability over the largest one
+    share = torch.exp(-gap / wishes.temperature.clamp(min=GREEDY_BELOW)[:, None])  # probability / the largest one
     limit = torch.full_like(wishes.seed, 2**31 - 1, dtype=torch.int32)
     if wishes.top_k is not None:
         limit = _cut(bits, torch.ones_like(bits, dtype=torch.int64), wishes.top_k)
@@ -218,9 +221,9 @@ def _filtered(gap: Tensor, wishes: Wishes) -> Tensor:
 def _cut(bits: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
     """Return `[B] int32`, the smallest t with sum(mass[bits <= t]) >= goal, or 2^31 - 1 if there is none.
 
-    `bits [B, V] int32` not negative, `mass [B, V] int64`, `goal [B] int64`. This is a radix selection: t's 31 bits are
-    found as digits of 11, 10 and 10 bits, each from one histogram. The largest digit needs no bin: it is the answer if
-    no smaller digit reaches the goal.
+    `bits [B, V] int32` are not negative; `mass [B, V] int64`, `goal [B] int64`. This is a radix selection: t's 31 bits
+    are found as digits of 11, 10 and 10 bits, each from one histogram. The sum of the largest digit is not looked at:
+    this digit is the answer if no smaller one reaches the goal.
     """
     prefix = torch.zeros_like(goal, dtype=torch.int32)
     for shift, digits in ((20, 2048), (10, 1024), (0, 1024)):
@@ -233,7 +236,7 @@ def _cut(bits: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
 def _sums(digit: Tensor, mass: Tensor, digits: int) -> Tensor:
     """Return `[B, digits - 1] int64`, the mass at or below each digit but the largest; `digit [B, V] int32`.
 
-    Ids below the prefix have a negative digit and fall into the first bin, so the sums need no carry between rounds.
+    Ids with bits below the prefix have a negative digit. They fall into the first bin, so that every sum has them.
     """
     bins = digit.clamp(0, digits - 1).to(torch.int64)
     histogram = torch.zeros(len(digit), digits, dtype=torch.int64, device=digit.device)
@@ -241,9 +244,10 @@ def _sums(digit: Tensor, mass: Tensor, digits: int) -> Tensor:
 
 
 def _sums_spread(digit: Tensor, mass: Tensor, digits: int) -> Tensor:
-    """Return the same as `_sums`, for CUDA, which adds the ids of one bin one by one; nearly all could be in one.
+    """Return the same as `_sums`, faster on CUDA, which adds the ids of one bin one after the other.
 
-    Ids below the prefix are summed apart. They and the ids beyond the digits are spread over bins that are not read.
+    In `_sums` nearly all ids could be in one bin. Here ids with bits below the prefix are summed apart. They, and ids
+    beyond the digits, are spread over bins that are not read.
     """
     below = (mass * (digit < 0)).sum(-1, keepdim=True)
     aside = digits + torch.arange(digit.shape[1], device=digit.device) % SPREAD
@@ -260,7 +264,7 @@ OUTPUTS = INTS.index("outputs")
 NEUTRAL_FLOATS = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)  # greedy, no filter, no penalty
 TABLES = {"counts": torch.int32, "prompt_seen": torch.bool, "bias": torch.float32, "stop_mask": torch.bool}
 
-# The names of the members of `Wishes` that a batch needs, of those that may be None.
+# The names of those members of `Wishes` that a batch needs; only members that may be None are named.
 Needs = frozenset[str]
 GREEDY: Needs = frozenset()  # a bare argmax
 TEMPERED: Needs = frozenset(("temperature",))  # sampling without filters, penalties and bias
@@ -288,8 +292,8 @@ class SamplingState:
     """The sampling parameters and token counts of every slot, on the device; slot 0 is padding and greedy.
 
     Numbers are in two tables `[R, 6] fp32` and `[R, 4] int64`; `tables` holds four tables `[R, V]`. All are allocated
-    here: a captured step that allocated a table would zero it at every replay. `assign` writes all of a slot's entries,
-    so nothing of the previous request is left.
+    here, since a captured step that allocated a table would zero it at every replay. `assign` writes all of a slot's
+    entries, so nothing of the previous request is left.
     """
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device | str) -> None:
@@ -308,11 +312,11 @@ class SamplingState:
         output_ids: Sequence[int],
         stop_ids: Iterable[int],
     ) -> None:
-        """Give `slot` to a request with the output `output_ids` so far (not empty after a retraction).
+        """Give `slot` to a request whose output so far is `output_ids` (not empty if it was retracted).
 
         stop_ids: the ids that end the request, masked until min_new_tokens: EOS unless ignored, and stop_token_ids.
-        Every id must be in the vocabulary. A top_k of 1 is stored as temperature 0, which picks the same tokens, ties
-        to the lowest id.
+        Every id must be in the vocabulary. A top_k of 1 is stored as temperature 0: the likeliest token is picked, of
+        equal ones the lowest id.
         """
         needs = self._needs[slot] = _needed(params, len(output_ids), self.vocab_size)
         temperature = 0.0 if params.greedy else params.temperature
@@ -334,7 +338,7 @@ class SamplingState:
             self.tables["stop_mask"][slot].index_fill_(0, upload(list(stop_ids), torch.int64, self.device), True)
 
     def _assign_bias(self, row: Tensor, params: SamplingParams) -> None:
-        """Write the bias into a slot's zeroed row [V]; ids that are not allowed get minus infinity."""
+        """Write the bias into a slot's row [V], which is zero; ids that are not allowed get minus infinity."""
         if params.allowed_token_ids is not None:
             row.fill_(-torch.inf)
             row.index_fill_(0, upload(params.allowed_token_ids, torch.int64, self.device), 0.0)
@@ -343,7 +347,7 @@ class SamplingState:
         row.index_add_(0, ids, bias)
 
     def release(self, slot: int) -> None:
-        """Forget the needs of `slot`, so that they cost the batch nothing; its table entries stay until `assign`."""
+        """Forget the needs of `slot`, so that they cost no batch anything; its table entries stay until `assign`."""
         self._needs[slot] = GREEDY
 
     def stops_allowed(self, slot: int) -> None:
@@ -355,9 +359,10 @@ class SamplingState:
         return GREEDY.union(*(self._needs[slot] for slot in slots))
 
     def wishes(self, slots: Tensor, needs: Needs) -> Wishes:
-        """Return the `Wishes` of `slots [B] int64`, as copies; members that `needs` lacks are None.
+        """Return the `Wishes` of `slots [B] int64`, as copies.
 
-        EVERYTHING serves any batch, since the entries that a request does not use are neutral.
+        Members that may be None are None unless `needs` has them. EVERYTHING serves any batch, since the entries that a
+        request does not use are neutral.
         """
         members: dict[str, Any] = dict(zip(FLOATS, self._floats[slots].unbind(1), strict=True))
         members |= zip(INTS, self._ints[slots].unbind(1), strict=True)
@@ -366,7 +371,7 @@ class SamplingState:
         return Wishes(**members)
 
     def commit(self, slots: Tensor, tokens: Tensor, count: Tensor, counted: bool) -> None:
-        """Add the first `count [B]` of `tokens [B, A]` to the outputs of `slots [B]`; if `counted`, to counts too."""
+        """Count the first `count [B]` of `tokens [B, A]` as outputs of `slots [B]`; if `counted`, also by token id."""
         self._ints[:, OUTPUTS].index_add_(0, slots, count.to(torch.int64))
         if not counted:
             return

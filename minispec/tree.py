@@ -1,10 +1,12 @@
 """Draft trees: several proposed continuations of one text, which the target reads in one forward pass.
 
-A tree is two integer arrays: the token of each node and the index of its parent. The ancestors and the depth of each
-node follow from the parents by tensor operations of static shape, so they work in a compiled graph. Plain decoding is
-a tree of one node, and a prompt chunk is a chain. Tree attention comes from SpecInfer (arXiv 2305.09781).
+A tree is two integer arrays: the token of each node and the index of its parent. Node 0 is the root: the newest token
+of the text, whose keys and values are not computed yet. The ancestors and the depth of each node follow from the
+parents by tensor operations of static shape, so they work in a compiled graph. Plain decoding is a tree of one node,
+and a prompt chunk is a chain. Tree attention comes from SpecInfer (arXiv 2305.09781).
 
-This file owns invariant 1: parents precede children, siblings hold distinct tokens, padding nodes hold -1.
+This file owns invariant 1: parents precede children, siblings hold distinct tokens, padding nodes hold -1. B is the
+number of requests of a step and N the number of nodes of a tree, both padded.
 
 Read next: `verify.py`, which accepts a path of a tree; `attention.py` for the mask.
 """
@@ -23,15 +25,15 @@ PADDING = -1  # the token of a padding node; no pick of the target ever equals i
 class Shape(NamedTuple):
     """The shape of a decode step: how large its trees are, and who proposes them.
 
-    Shapes are ordered: `max` of a batch's shapes has the largest tree, proposed by the drafter.
+    Shapes are ordered: `max` of a batch's shapes is the largest tree that the drafter proposes.
     """
 
     nodes: int  # N, root included; 1 in a plain step
-    drafts: bool  # whether the drafter proposes the trees; if not, and nodes > 1, a lookup on the host proposes them
+    drafts: bool  # whether the drafter proposes the trees; if not, and nodes > 1, all are looked up on the host
 
     @property
     def of_host(self) -> bool:
-        """Whether every tree comes from a lookup on the host; requests without a lookup verify the root alone."""
+        """Whether all trees are looked up in text, on the host; a request without one verifies its root alone."""
         return self.nodes > 1 and not self.drafts
 
 
@@ -39,7 +41,7 @@ PLAIN = Shape(1, False)
 
 
 class DraftTree(NamedTuple):
-    """One tree per request; node 0 is the root, the newest token, whose row is not committed yet."""
+    """One tree per request; node 0 is the root."""
 
     tokens: Tensor  # [B, N] int64; padding nodes hold -1
     parents: Tensor  # [B, N] int64; -1 for the root, 0 for padding nodes, else an index below the node's own
@@ -68,7 +70,8 @@ def depth(ancestors: Tensor) -> Tensor:
 def problem(tokens: Sequence[int], parents: Sequence[int], nodes: int, vocab_size: int) -> str | None:
     """Return what breaks invariant 1 in one request's tree, given as lists without padding; None if nothing does.
 
-    Also checked: at most `nodes` nodes, and ids below `vocab_size`. Node 0's token is not checked: the engine knows it.
+    Also checked: at most `nodes` nodes, and ids below `vocab_size`. Node 0's token is not checked: the engine
+    puts the root there itself.
     """
     if not 0 < len(tokens) <= nodes or len(parents) != len(tokens):
         return f"{len(tokens)} tokens and {len(parents)} parents, where 1 to {nodes} of both are allowed"

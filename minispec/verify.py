@@ -1,13 +1,17 @@
 """Verification: which path of a tree the target accepts, and which token it picks after that path.
 
-The target picks a token at the root. If a child holds this token, the walk moves to that child and the target picks
-again. The picks on the way are the output. So the target draws exactly as it would without a draft, and draft
-probabilities never matter. The output has the distribution of speculative sampling (arXiv 2211.17192, 2302.01318) with
-drafts of probability 1. The noise of a pick depends on seed, position and token alone (`sampling.gumbel`), so a seeded
-request gets the same text with every drafter: drafter-invariant decoding (arXiv 2408.07978).
+A walk starts at the root, where the target picks a token. If a child of the root holds this token, the walk moves to
+that child, and the target picks again. The walk ends where no child holds the pick. The picks are the output. So the
+target draws exactly as it would without a draft, and draft probabilities never matter. The original speculative
+sampling (arXiv 2211.17192, 2302.01318) accepts a draft by the ratio of the two models' probabilities; its output has
+the same distribution.
+
+A sampled pick is the argmax of logits plus noise. The noise depends on seed, position and token alone
+(`sampling.gumbel`). So a seeded request gets the same text with every drafter: drafter-invariant decoding (arXiv
+2408.07978).
 
 Two functions are not exact. `pick_lossy` serves users who set an accept threshold below 1: it accepts more drafts.
-`simulate` accepts a given number of drafts, whatever the picks: it measures the speed of a step with random weights.
+`simulate` accepts a given number of drafts, whatever the picks: with it, speed can be measured on random weights.
 
 Read next: `model.py`, which computes the logits; `sampling.py` for the pick; `engine.py`, which uses the verdict.
 """
@@ -29,9 +33,9 @@ COUNT = -2  # for the count of `simulate`
 
 
 class Trees(NamedTuple):
-    """The trees to verify."""
+    """The trees to verify: one tree of N nodes for each of B requests; V is the size of the vocabulary."""
 
-    tree: DraftTree  # [B, N] each
+    tree: DraftTree  # tokens and parents, [B, N] each
     above: Tensor  # [B, N, N] bool, `tree.ancestors`
     slots: Tensor  # [B] int64
     lens: Tensor  # [B] int64, the position of each root
@@ -47,13 +51,13 @@ class Accept:
 
     @property
     def couples(self) -> bool:
-        """Whether the drafter may use the noise of the picks (coupling). Under thresholds a coin decides instead."""
+        """Whether drafts may know the picks' noise (coupling, `beam.py`). With thresholds a coin decides instead."""
         return self.thresholds is None
 
     def judge(self, trees: Trees, logits: Tensor, wishes: Wishes | None, host_looks: bool) -> Verdict:
         """Return the verdict on `logits [B, N, V]`. wishes: None for a greedy batch, which needs no walk.
 
-        host_looks: whether the host may read values during the walk. On a CPU that costs nothing.
+        host_looks: whether the host may read values during the walk, to end it early. On a CPU that costs nothing.
         """
         if wishes is None:
             verdict = verify_greedy(trees, logits)
@@ -65,10 +69,10 @@ class Accept:
 
 
 class Verdict(NamedTuple):
-    """The accepted paths and their tokens. Entries of `path` and `emitted` from `count` on are in range but garbage."""
+    """The accepted paths and their tokens. After the first `count`, `path` and `emitted` hold garbage, but in range."""
 
     path: Tensor  # [B, A] int64 node indices, path[:, 0] = 0
-    # The number of emitted tokens, accepted drafts + 1. It hides tuple.count, which nobody calls.
+    # The number of emitted tokens, accepted drafts + 1. The name hides tuple.count, which nobody calls.
     count: Tensor  # type: ignore[assignment]  # [B] int64
     emitted: Tensor  # [B, A] int64: the target's pick at node path[:, a]
     bonus: Tensor  # [B] int64 = emitted[count - 1], the next root
@@ -91,7 +95,7 @@ def verify_greedy(trees: Trees, logits: Tensor) -> Verdict:
     place = torch.where(accepted, level, A)  # nodes that are not accepted go to column A, which is cut off
     index = torch.arange(nodes, device=picks.device).expand(batch, nodes)
     path = torch.zeros(batch, A + 1, dtype=torch.int64, device=picks.device).scatter_(1, place, index)[:, :A]
-    emitted = picks.gather(1, path)  # from `count` on: the root's pick, so `nan` below may look at every entry
+    emitted = picks.gather(1, path)  # the root's pick from `count` on, so the check for NaN may read every entry
     row = torch.arange(batch, device=picks.device)[:, None]
     nan = logits[row, path, emitted].isnan().any(-1)  # argmax picks NaN if the logits contain one
     return _verdict(path, accepted.sum(-1), emitted, nan)
@@ -103,9 +107,9 @@ def verify(
 ) -> Verdict:  # fmt: skip
     """Return the verdict of `sampling.pick` on `logits [B, N, V]`, walking down from the root for at most A picks.
 
-    The pick at depth d has position lens + d + 1. The walk counts its tokens in a copy of `wishes.counts`, so penalties
-    equal those of plain decoding. Temperature 0 without adjustments gives the verdict of `verify_greedy`. With
-    thresholds `pick_lossy` replaces `pick`.
+    The token picked at depth d has position lens + d + 1. The walk counts its picks in a copy of `wishes.counts`, so
+    penalties equal those of plain decoding. Temperature 0 without penalties, bias and masks gives the verdict of
+    `verify_greedy`. With thresholds `pick_lossy` replaces `pick`.
     """
     tree, lens, A = trees.tree, trees.lens, trees.most
     batch, nodes, vocab = logits.shape
@@ -135,20 +139,21 @@ def verify(
 
 
 def pick_lossy(logits: Tensor, wishes: Wishes, position: Tensor, drafted: Tensor, single: float, acc: float) -> Tensor:
-    """Return `[B] int64`, the token that SGLang's threshold rule takes at a node.
+    """Return `[B] int64`, the token that SGLang's threshold rule takes at one node of each tree; logits [B, V].
 
-    drafted [B, N] int64: the tokens of the node's children, -1 elsewhere. Let q_1, q_2 ... be the children's
-    probabilities (`sampling.law`, after all filters) and u a coin. The rule takes the first child with q_i > 0 and
-    (u < (q_1 + ... + q_i) / acc or q_i >= single). If no child passes, it draws from the law without the children.
-    `single` lies in [0, 1], `acc` in (0, 1]. At 1 and 1 this samples the law exactly, but a seed gives other tokens
-    than `pick` does; lower values favour the drafts. A greedy request gets the token of `pick`: its law is one-hot.
+    drafted [B, N] int64: the tokens of the node's children, -1 elsewhere. The law is the target's distribution after
+    all filters (`sampling.law`). Let q_1, q_2 ... be the children's probabilities under it, and u a coin, uniform in
+    (0, 1). The rule takes the first child with q_i > 0 and (u < (q_1 + ... + q_i) / acc or q_i >= single). If no child
+    passes, it draws from the law without the children. `single` lies in [0, 1], `acc` in (0, 1]. At 1 and 1 this
+    samples the law exactly, but a seed gives other tokens than with `pick`; lower values favour the drafts. A greedy
+    request gets the token of `pick`: its law is one-hot.
     """
     q, held = law(logits, wishes), drafted.clamp(min=0)
     mass = q.gather(1, held) * (drafted != PADDING)
     coin = uniform(wishes.seed, position, torch.full((1,), COIN, device=logits.device))
     accepted = (mass > 0) & ((coin < mass.cumsum(1) / acc) | (mass >= single))
     left = q.scatter_add(1, held, -mass)  # exactly 0 at each child: siblings are distinct, so each is subtracted once
-    # Nothing is left if the children hold all the mass, but their sum was rounded below 1 and the coin is above it.
+    # If the children hold all the mass, nothing is left. Yet by rounding no child may pass; then draw from all of q.
     left = torch.where(left.amax(-1, keepdim=True) > 0, left, q)
     drawn = (left.log() + gumbel(wishes.seed, position, logits.shape[1])).argmax(-1)
     chosen = held.gather(1, accepted.to(torch.int8).argmax(-1, keepdim=True)).squeeze(1)  # the first of equal maxima
@@ -159,8 +164,9 @@ def simulate(trees: Trees, verdict: Verdict, mean: float) -> Verdict:
     """Return a verdict that emits `mean` tokens on average, whatever the target picked. The text is junk.
 
     `mean` lies in [1, A]. The path leads to the first of the deepest nodes; its drafts and the target's bonus are
-    emitted. The count is the floor or the ceiling of `mean`, drawn from slot and committed length, so a captured step
-    draws anew at every replay and a run repeats. The mean is lower for trees less than A - 1 deep.
+    emitted. The count is the floor or the ceiling of `mean`: a coin decides, whose noise depends on slot and length
+    alone. So each replay of a captured step draws anew, and a second run draws the same. A tree of depth D emits at
+    most D + 1 tokens, so shallow trees lower the mean.
     """
     tree, ancestors, slots, lens, _ = trees
     (batch, nodes), most = tree.tokens.shape, verdict.path.shape[1]

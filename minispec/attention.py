@@ -1,22 +1,25 @@
 """Attention over pages and trees, and the plan of a step, which tells attention what each query sees.
 
 A query block holds W queries of one slot: the nodes of a tree, or a part of a prompt chunk. A plan describes all query
-blocks of a step. Block r starts at row `starts[r]`. Its nodes see all rows below the start and those of the block that
-`visible[r]` allows: the ancestors in a tree, the lower triangle in a chunk. So one mask serves decode and prefill.
+blocks of a step. Block i starts at row `starts[i]` of its slot. Its queries see all rows below that start, and those
+rows of the block that `visible[i]` allows: the ancestors in a tree, the lower triangle in a chunk. So one mask serves
+decode and prefill. H is the number of attention heads and D their size:
 
     a decode step: B blocks of N nodes, queries [B, H, N, D]      a prefill step: T / W blocks, queries [1, H, T, D]
     row:   0 ......... starts | 0 1 2 3  <- nodes, at rows starts + 0..W-1
-    node 2 sees all of this ->  x . x .  <- visible[r, 2]
+    node 2 sees all of this ->  x . x .  <- visible[i, 2]
+
+There are three kinds of attention:
 
   PagedFlex    FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled, on CUDA
   PagedGather  the same without FlexAttention, for a CPU and for eager steps (`cpu/gather.py`)
   Causal       no cache: for training, and as the independent reference of the tests
 
-This is the only file with FlexAttention. `load/build.py` chooses the kind of an engine (`AttendKind`).
+This is the only file with FlexAttention. `load/build.py` chooses which kind of attention an engine has (`AttendKind`).
 
-`Plan` owns what attention needs of a step; `DecodeBuffers` has the tree, the slots and the outputs (`buffers.py`). Both
-are allocated once per shape and refilled in place, since compiled and captured graphs hold their addresses. Block lists
-are written directly: `create_block_mask` costs milliseconds.
+A `Plan` has what attention needs of a step; `DecodeBuffers` has the tree, the slots and the outputs (`buffers.py`).
+Both are allocated once per shape and refilled in place, since compiled and captured graphs hold their addresses. The
+plan itself writes the lists of pages that FlexAttention reads: `create_block_mask` would take milliseconds.
 
 Read next: `drafter.py`, which proposes the trees; `engine.py`, which fills a plan and runs the model on it.
 """
@@ -37,18 +40,18 @@ from minispec.model import LayerAttend
 
 QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
 
-# CUDA's kernels work on tiles of query rows by key rows. Larger tiles spill registers into memory:
+# CUDA's kernels work on tiles of query rows by key rows. Tiles larger than these spill registers into memory:
 # benchmarks/lowering.py compiles the kernels and shows it.
 TILE_ROWS, TILE_KEYS = 64, 32
 
-# Writing rows is a custom operator, so that CUDA's warm-up does not autotune it: autotuning would copy the
-# pool, gigabytes, for every such kernel that it tries.
+# Writing rows is a custom operator, so that CUDA's warm-up does not autotune it. Autotuning would copy the pool,
+# gigabytes, for each kernel that it tries.
 library = torch.library.Library("minispec", "FRAGMENT")
 library.define("write_rows(Tensor(a!) pool, Tensor rows, Tensor new) -> ()")
 
 
 def _store(pool: Tensor, rows: Tensor, new: Tensor) -> None:
-    """Store new [1, Hkv, T, D] in rows [T] of pool [1, Hkv, PAGES * P, D]."""
+    """Store new [1, Hkv, T, D] of Hkv KV heads in rows [T] of pool [1, Hkv, PAGES * P, D], PAGES pages of P rows."""
     pool.index_copy_(2, rows, new)
 
 
@@ -57,7 +60,7 @@ torch.library.register_fake("minispec::write_rows", lambda pool, rows, new: None
 
 
 def most_nodes(device: torch.device) -> int:
-    """Return the most nodes of a tree; CUDA's decode kernel takes fewer query rows than a query block has."""
+    """Return the most nodes of a tree. CUDA's decode kernel takes fewer than 128 query rows: there it is 127."""
     return QUERY_BLOCK - 1 if device.type == "cuda" else QUERY_BLOCK
 
 
@@ -72,14 +75,21 @@ def prefill_block(device: torch.device) -> int:
 class Plan:
     """The static tensors of one step: whose rows each query block reads, what each node sees, where new rows go.
 
-    The queries are [batch, H, T, D], of H attention heads, with T = blocks * width. There are r = batch * blocks
-    query blocks, each of W = width nodes.
-    slots, starts [r] int64; ends [r] int64, the row after the last one that a block reads; rows [r * W] int64, the
-    physical row that each node writes. visible [r, W, M] bool says which of the M rows from `starts` on a node sees:
-    by default the block's own (M = W); a drafter that grows trees in rounds has a window with earlier nodes too.
-    For FlexAttention, kv_count [batch, 1, blocks] and kv_index [batch, 1, blocks, PAGES] int32 list the pages that a
-    block reads under the mask; full_count and full_index list those that it sees whole.
-    prompts: whether the blocks are chunks of prompts, of any number of requests.
+    The queries are [batch, H, T, D], with T = blocks * width. There are r = batch * blocks query blocks of W = width
+    nodes.
+
+    slots   [r] int64          the slot of each block
+    starts  [r] int64          the first row of each block
+    ends    [r] int64          the row after the last one that a block reads
+    rows    [r * W] int64      the physical row that each node writes
+    visible [r, W, M] bool     which of the M rows from `starts` on a node sees
+    kv_count   [batch, 1, blocks] int32          for FlexAttention: how many pages a block reads through the mask
+    kv_index   [batch, 1, blocks, PAGES] int32   which pages these are
+    full_count, full_index                       the same for the pages that a block sees whole, without the mask
+
+    By default the M rows are the block's own (M = W). A drafter that grows trees in rounds has a larger window: it
+    holds the nodes of earlier rounds too. `prompts`: whether the blocks are chunks of prompts, of any number of
+    requests.
     """
 
     def __init__(
@@ -95,20 +105,21 @@ class Plan:
         self.visible = torch.zeros(r, width, self.window, dtype=torch.bool, device=device)
         self.rows = torch.zeros(r * width, dtype=torch.int64, device=device)
         self.ends = torch.ones(r, dtype=torch.int64, device=device)
-        # PAGES columns, though only a slot's pages are listed: the CPU kernel needs lists as long as the pool.
+        # PAGES columns, though a block lists its slot's pages only: the CPU kernel needs lists as long as the pool.
         lists: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.kv_count = torch.zeros(batch, 1, blocks, **lists)
         self.kv_index = torch.zeros(batch, 1, blocks, kv.pages, **lists)
         self.full_count = torch.zeros(batch, 1, blocks, **lists)
         self.full_index = torch.zeros(batch, 1, blocks, kv.pages, **lists)
-        # With full blocks the CUDA decode kernel would split the whole pool instead of the request's pages, so a single
-        # multiprocessor would read a sequence. Elsewhere full blocks save the mask on all but the last pages.
+        # Whether pages seen whole are listed apart. CUDA's decode kernel splits the keys over the multiprocessors. With
+        # such lists it would split the whole pool, not the request's pages, and one multiprocessor would read a whole
+        # text. Elsewhere the lists save evaluating the mask on all but the last pages.
         self.full_blocks = device.type != "cuda" or blocks > 1
-        self.listed = True  # whether the lists are read
+        self.listed = True  # whether anybody reads the lists of pages; `PagedGather` does not
 
     @property
     def name(self) -> str:
-        """The plan's shape in words; different for different shapes."""
+        """The plan's shape in words; plans of different shapes have different names."""
         if self.prompts:
             return f"prefill of {self.batch * self.blocks * self.width} rows"
         window = "" if self.window == self.width else f" in a window of {self.window}"
@@ -117,22 +128,22 @@ class Plan:
     def fill(self, slots: Tensor, starts: Tensor, visible: Tensor, live: Tensor, offset: int | Tensor = 0) -> None:
         """Describe the next step: slots, starts [r] int64, visible [r, W, M] bool, live [r, W] bool (false: padding).
 
-        Node i writes to row starts + offset + i; offset may be [] int64, so that one graph serves every offset.
-        Everything is written in place on the device; the host reads no value.
+        Node i writes row starts + offset + i. `offset` may be a tensor [] int64, so that one graph serves every offset.
+        Everything is written in place on the device, and the host reads no value.
         """
         self.slots.copy_(slots)
         self.starts.copy_(starts)
         self.visible.copy_(visible)
         positions = starts[:, None] + offset + torch.arange(self.width, device=starts.device)
         self.rows.copy_(self.kv.rows(slots, positions, live))
-        # Up to the last live node, not the number of live nodes: a node past the context's end may precede a live one.
+        # Up to the last live node, not the count of live nodes: one past the context's end may precede a live one.
         used = (live * (offset + torch.arange(1, self.width + 1, device=starts.device))).amax(1)
         self.ends.copy_(starts + used)
         if self.listed:
             self._list_pages(slots, starts)
 
     def _list_pages(self, slots: Tensor, starts: Tensor) -> None:
-        """Write for each block the lists of pages that it sees whole and of those that it reads under the mask."""
+        """Write, for each block, which pages it sees whole and which it reads through the mask."""
         kv, shape = self.kv, self.kv_count.shape
         whole = starts // kv.page_size if self.full_blocks else torch.zeros_like(starts)
         total = ((self.ends + kv.page_size - 1) // kv.page_size).clamp(max=kv.pages_per_slot)
@@ -147,7 +158,7 @@ class Plan:
 
 
 class PagedAttend(Protocol):
-    """Attention over the pages of all layers under one plan. Those with the same `graph` share a compiled graph."""
+    """Attention over the pages of all layers under one plan. Objects of equal `graph` share a compiled graph."""
 
     graph: str
 
@@ -158,7 +169,7 @@ AttendKind = Callable[[PagedKV, Plan, int], PagedAttend]  # arguments: the pages
 
 
 class PagedFlex:
-    """FlexAttention over the paged pool, to be compiled together with the block around it."""
+    """FlexAttention over the paged pool, to be compiled together with the decoder layer around it."""
 
     def __init__(self, kv: PagedKV, plan: Plan, layers: int) -> None:
         self._layers = [FlexLayer(*kv.layer(index), kv.logical, plan) for index in range(layers)]
@@ -200,9 +211,10 @@ class FlexLayer(Key):
         return out.reshape(batch, heads, length, dim)
 
     def _folds(self, q: Tensor, group: int) -> bool:
-        """Return whether to fold the query heads of a group into rows of one head, so that each key is read once.
+        """Return whether the query heads that share a KV head, a group, become rows of one head.
 
-        CUDA's decode kernel folds groups of a power of two itself, and takes fewer rows than a query block has.
+        Then each key is read once. CUDA's decode kernel does this itself if the group's size is a power of two. It
+        takes fewer rows than a query block has.
         """
         rows = group * q.shape[2]
         if q.is_cuda:
@@ -210,7 +222,7 @@ class FlexLayer(Key):
         return self.plan.blocks == 1 and rows <= QUERY_BLOCK
 
     def _block_mask(self, query_rows: int) -> BlockMask:
-        """Wrap the plan's lists in a BlockMask. This costs microseconds, since the tensors exist."""
+        """Wrap the plan's lists in a BlockMask; this takes microseconds, since the tensors exist already."""
         plan, page_size = self.plan, self.plan.kv.page_size
         return BlockMask(
             seq_lengths=(query_rows, self.keys.shape[2]),
@@ -231,27 +243,27 @@ class FlexLayer(Key):
         plan, page_size = self.plan, self.plan.kv.page_size
         width, window = plan.width, plan.window
         block = b * plan.blocks + q // plan.query_block
-        node = (q % plan.query_block) % width  # folded heads repeat the nodes
+        node = (q % plan.query_block) % width  # the rows of folded heads repeat the nodes
         page = self.logical[plan.slots[block], row // page_size]
         # 32 bits, since a tile of 64-bit indices does not fit in CUDA's registers.
         ahead = page * page_size + row % page_size - plan.starts[block].int()
-        # Clamped, since `visible` is read before `&` is applied.
+        # Clamped, since `visible` is read for rows outside the window too.
         within = (ahead < window) & plan.visible[block, node, ahead.clamp(0, window - 1)]
         return (page >= 0) & ((ahead < 0) | within)
 
     def _kernel_options(self, q: Tensor, kv_heads: int) -> Any:
         """Return the options that each device's kernel needs; docs/cuda.md and docs/cpu.md list the traps."""
         if not q.is_cuda:
-            # Any value that is no multiple of the page size turns off the CPU's split-KV kernel, which, if q is a
-            # view, mistakes the shape of its buffer for that of q, and silently returns garbage.
+            # A value that is no multiple of the page size turns off the CPU's split-KV kernel. If q is a view, that
+            # kernel takes the shape of the buffer behind q for q's, and returns garbage without an error.
             return {"PARTITION_SIZE": 1}
-        # Nothing is left to autotuning: it would try the kernels on block lists as long as the whole pool.
+        # Nothing is left to autotuning, which would try the kernels on lists of pages as long as the whole pool.
         keys = min(TILE_KEYS, self.plan.kv.page_size)
         if self.plan.blocks > 1 or q.shape[2] >= QUERY_BLOCK:
             return {"BLOCK_M": TILE_ROWS, "BLOCK_N": keys, "num_warps": 4, "num_stages": 3}
         rows = q.shape[1] * q.shape[2] // kv_heads
         tile = min(TILE_ROWS, max(16, 1 << (rows - 1).bit_length()))
-        # The backend is named, so that an unsuitable shape fails instead of running slowly in the prefill kernel.
+        # The backend is named, so that a shape it cannot serve fails and does not run slowly in the prefill kernel.
         decode = {"BACKEND": "TRITON_DECODE", "BLOCK_M": tile, "BLOCK_N": keys}
         return {**decode, "num_warps": 4 if tile > 16 else 2, "num_stages": 3}
 
@@ -274,7 +286,7 @@ def write_rows(pool: Tensor, rows: Tensor, new: Tensor) -> None:
     if pool.is_cuda:
         torch.ops.minispec.write_rows(pool, rows, new)
     else:
-        pool.index_copy_(2, rows, new)  # compiled, it is fused with the code that computes `new`
+        pool.index_copy_(2, rows, new)  # compiled, this is fused with the code that computes `new`
 
 
 def _pad_group(q: Tensor, kv_heads: int, group: int) -> tuple[Tensor, int]:

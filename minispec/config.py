@@ -1,12 +1,14 @@
 """Launch flags: one frozen dataclass, checked once, from which the command line is derived.
 
 Names and defaults are SGLang's where they make sense here, so that a launch command written for SGLang starts. No flag
-is ever parsed and ignored: a flag acts, or one line at start says what is done instead. A server refuses to start only
-for a flag that would change what clients get, or would open or close a door. Flags that act are the fields of `Config`;
-SGLang's others are in the tables of `load/sglang_flags.py`; an unknown flag is an error.
+is ever parsed and ignored: a flag acts, or one line at start says what is done instead. The server refuses to start
+only for a flag that would change what clients get, or would open or close a door, as keys and TLS do. Flags that act
+are the fields of `Config`. SGLang's other flags are in the tables of `load/sglang_flags.py`. Any other flag is an
+error.
 
-A command line (`load/flags.py`) and the library (`LLM(model, page_size=32)`) both make a `Config`: same checks, same
-messages. What depends on the machine (dtype auto, chunk size, pool size) is resolved by whoever knows the machine.
+A command line (`load/flags.py`) and the library (`LLM(model, page_size=32)`) both make a `Config`, with the same checks
+and the same messages. What depends on the machine (dtype auto, chunk size, pool size) is resolved later, by
+`load/build.py`.
 
 Read next: `load/flags.py`, the command line, and `load/build.py`, which turns a `Config` into an engine.
 """
@@ -26,19 +28,20 @@ from minispec.load.sglang_flags import INSTEAD
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # served when no model is named
 LEARNED = ("EAGLE", "EAGLE3")  # drafters with a trained head; NEXTN is another name of EAGLE
-GROWN = (*LEARNED, "STANDALONE")  # drafters that grow their trees on the device, with a draft model path
-HEADS = Path(__file__).parent / "heads"  # what ships for the default model; NEXTN is its MTP layer
+GROWN = (*LEARNED, "STANDALONE")  # drafters that grow their trees on the device, and load a draft model or head
+HEADS = Path(__file__).parent / "heads"  # the draft heads and models that ship for the default model
+# The folders in `HEADS`. NEXTN is another name of EAGLE, but for the default model it loads another head, an MTP layer.
 SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "standalone"}
-INT8_NODES = 4  # of a tree with int8 weights, whose products take four rows at a time
-BEST = ("EAGLE3", "NGRAM")  # the default model's default, the first whose files are here
-MAX_NODES = 128  # of a draft tree: the nodes of one request are one query block of FlexAttention
-OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class, a drafter of the operator's own
-# Flags of every drafter that drafts.
+INT8_NODES = 4  # nodes of a tree with int8 weights: their products take four rows at a time
+BEST = ("EAGLE3", "NGRAM")  # the default model's drafter is the first of these whose files are here
+MAX_NODES = 128  # of a draft tree: the nodes of one request must fit in a query block of FlexAttention
+OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # a user's own drafter, named as module:Class
+# Flags that concern every drafter but NONE.
 _SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative_adaptive",
            "speculative_accept_threshold_single", "speculative_accept_threshold_acc")  # fmt: skip
-# The numbers of a tree, in the order in which shapes are written: steps/topk/nodes.
+# The numbers that give a tree its shape, in the order in which shapes are written: steps/topk/nodes.
 NUMBERS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-TORCHRUN = "TORCHELASTIC_RUN_ID"  # a variable that is set in processes started by torchrun
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # an environment variable that torchrun sets in the processes it starts
 _DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -47,7 +50,7 @@ Ints = tuple[int, ...]  # one or several after their flag
 
 def _flag(default: Any, group: str, help: str, *, choices: Sequence[Any] = (), low: float | None = None,
           high: float | None = None) -> Any:  # fmt: skip
-    """Declare one flag: its default, its section of --help, what it does, and the values it takes (inclusive)."""
+    """Declare one flag: its default, section of --help, effect, and the values it takes (`low` and `high` included)."""
     meta = {"group": group, "help": help, "choices": tuple(choices), "low": low, "high": high}
     return field(default=default, metadata=meta)
 
@@ -255,13 +258,13 @@ class Config:
     )
     decode_log_interval: int = _flag(40, "Logging", "decode steps between two log lines", low=1)
 
-    draft_path: str | None = field(default=None, init=False)  # the draft model to load: the one named, or a shipped one
-    notes: tuple[str, ...] = ()  # one line for each flag in whose place something else is done; to be logged
+    draft_path: str | None = field(default=None, init=False)  # of the draft model or head: as named, or a shipped one
+    notes: tuple[str, ...] = ()  # lines to log, one for each flag that does not act as given
 
     def __post_init__(self) -> None:
         for name in ("speculative_algorithm", "speculative_ngram_match_type"):
             value = getattr(self, name)
-            if isinstance(value, str) and ":" not in value:  # a module's name is kept as it is
+            if isinstance(value, str) and ":" not in value:  # module:Class is kept as it is
                 self._put(name, value.upper())
         for name, values in INSTEAD.items():
             given = getattr(self, name)
@@ -275,12 +278,12 @@ class Config:
             _check(f, getattr(self, f.name))
         self._put_graph_batches()
         self._put("draft_path", self.speculative_draft_model_path or self._shipped(asked or self.algorithm))
-        self._put("speculative_accept_threshold_acc", max(self.speculative_accept_threshold_acc, 1e-9))  # it divides
+        self._put("speculative_accept_threshold_acc", max(self.speculative_accept_threshold_acc, 1e-9))  # a divisor
         self._put("dtype", _DTYPES.get(self.dtype, self.dtype))
         self._check_together()
 
     def _check_together(self) -> None:
-        """Raise ValueError where a value is impossible beside the others."""
+        """Raise ValueError if a value is impossible, alone or beside the others."""
         if self.speculative_algorithm not in (None, "NONE", "NGRAM", *GROWN) and not self.is_own_drafter:
             raise ValueError("--speculative-algorithm must be NONE, NGRAM, EAGLE, EAGLE3, NEXTN or STANDALONE, or "
                              f"module:Class of your own, got {self.speculative_algorithm!r}")  # fmt: skip
@@ -303,7 +306,7 @@ class Config:
                                  f"got {template!r}, which is no file")  # fmt: skip
         ordered = (
             ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size", 0),
-            # The longest match could never draft anything if paths had no room for one more token.
+            # A path must hold one token more than the longest match, or such a match could draft nothing.
             ("speculative_ngram_max_match_window_size", "speculative_ngram_branch_length", 1),
             ("speculative_ngram_min_bfs_breadth", "speculative_ngram_max_bfs_breadth", 0),
         )
@@ -315,7 +318,7 @@ class Config:
         self._check_drafter()
 
     def _check_tls(self) -> None:
-        """Raise ValueError unless key and certificate are both given, as files, or neither."""
+        """Raise ValueError unless key and certificate are both given, as files that exist, or neither is."""
         for name, other in (("ssl_keyfile", "ssl_certfile"), ("ssl_certfile", "ssl_keyfile")):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
@@ -324,7 +327,7 @@ class Config:
                 raise ValueError(f"{flag_name(name)} needs {flag_name(other)} beside it")
 
     def _check_ranks(self) -> None:
-        """Raise ValueError where ranks, machines and the place to meet do not fit together."""
+        """Raise ValueError if ranks, machines and the address where ranks meet do not fit together."""
         if self.tp_size % self.nnodes:
             raise ValueError(f"--tp-size must be a multiple of --nnodes, as every machine has as many ranks, got "
                              f"{self.tp_size} and {self.nnodes}")  # fmt: skip
@@ -341,7 +344,7 @@ class Config:
         self._check_replicas()
 
     def _check_replicas(self) -> None:
-        """Raise ValueError where replicas cannot be placed as asked for."""
+        """Raise ValueError if replicas cannot be placed as the flags ask."""
         if self.dp_size > 1 and self.nnodes > 1:
             raise ValueError(f"--dp-size {self.dp_size} is not for --nnodes {self.nnodes}: ranks of a replica are on "
                              "one machine; for replicas on several give --ray-address and no --nnodes")  # fmt: skip
@@ -354,7 +357,7 @@ class Config:
             self._note("--ray-address does nothing with --dp-size 1: there are no replicas to place")
 
     def _check_drafter(self) -> None:
-        """Note the flags of other drafters than the one that runs; raise ValueError where a shape is half given."""
+        """Note flags that belong to other drafters; raise ValueError if only a part of a tree's shape is given."""
         for f in FLAGS:
             if not f.name.startswith("speculative_") or getattr(self, f.name) in (f.default, "NONE"):
                 continue
@@ -362,14 +365,14 @@ class Config:
             if f.name.startswith("speculative_ngram_"):
                 owners = ("NGRAM", *GROWN) if self.looks_up(self.device != "cuda") else ("NGRAM",)
             if f.name == "speculative_token_map":
-                continue  # the drafter itself says whether it uses one
+                continue  # if it is not used, this is logged when the drafter is made
             if self.is_own_drafter and not f.name.startswith("speculative_ngram_"):
-                continue  # it is handed the whole config
+                continue  # the user's class gets the whole config, and may use the flag
             if self.algorithm not in owners:
                 self._note(f"{flag_name(f.name)} does nothing with --speculative-algorithm {self.algorithm}; "
                            f"it belongs to {', '.join(owners)}")  # fmt: skip
         missing = [flag_name(name) for name in NUMBERS if getattr(self, name) is None]
-        is_chain = self.speculative_eagle_topk == 1 and missing == [flag_name(NUMBERS[2])]  # its length says the rest
+        is_chain = self.speculative_eagle_topk == 1 and missing == [flag_name(NUMBERS[2])]  # of steps + 1 nodes
         if self.algorithm in GROWN and 0 < len(missing) < len(NUMBERS) and not is_chain:
             raise ValueError(f"{', '.join(map(flag_name, NUMBERS))} go together, all or none; not given: "
                              f"{', '.join(missing)}")  # fmt: skip
@@ -382,7 +385,7 @@ class Config:
             raise ValueError("--speculative-draft-model-revision needs --speculative-draft-model-path")
 
     def _put_graph_batches(self) -> None:
-        """Sort a given list of batches, and let its largest be the largest that is captured, as SGLang does."""
+        """Sort the batches of --cuda-graph-bs; the largest of them becomes --cuda-graph-max-bs, as in SGLang."""
         largest = self.cuda_graph_max_bs
         if self.cuda_graph_bs is not None:
             batches = tuple(sorted(set(self.cuda_graph_bs)))
@@ -399,36 +402,39 @@ class Config:
         self._put("notes", (*self.notes, line))
 
     def _put(self, name: str, value: Any) -> None:
-        """Set a field while the config is made; it is frozen for everyone else."""
+        """Set a field while the config is made; later its fields cannot be set."""
         object.__setattr__(self, name, value)
 
     @property
     def gives_numbers(self) -> bool:
-        """Whether flags say what shape trees have."""
+        """Whether a flag gives a number of the tree's shape."""
         return any(getattr(self, name) is not None for name in NUMBERS)
 
     @property
     def adaptive(self) -> bool:
-        """Whether each step's shape is chosen; a simulated accept length is that of one shape."""
+        """Whether `policy.py` chooses each step's shape.
+
+        By default it does, unless flags give a tree's numbers or simulate an accept length, which is that of one shape.
+        """
         if self.speculative_adaptive is None:
             return not self.gives_numbers and self.simulate_acc_len is None
         return self.speculative_adaptive
 
     @property
     def several_sizes(self) -> bool:
-        """Whether there may be trees of more than one size: shapes are chosen, and no flag gives numbers."""
+        """Whether trees may have more than one size: shapes are chosen, and no flag gives numbers."""
         return self.adaptive and not self.gives_numbers
 
     def looks_up(self, on_cpu: bool) -> bool:
         """Return whether texts are looked up beside a drafter that grows its trees on the device."""
         wanted = self.speculative_lookup
-        if wanted is None:  # on CUDA it would cost the overlap of steps
+        if wanted is None:  # on CUDA steps could then not overlap
             wanted = on_cpu and self.several_sizes
         return wanted and self.algorithm in GROWN
 
     @property
     def algorithm(self) -> str:
-        """The drafter to run: the one asked for, or the default for this model."""
+        """The drafter to run: the one that the flag names, or the default for this model."""
         if self.speculative_algorithm is not None:
             return self.speculative_algorithm
         shipped = next((name for name in BEST if name not in SHIPPED or self._shipped(name)), "NONE")
@@ -436,7 +442,7 @@ class Config:
 
     @property
     def token_map(self) -> str | None:
-        """The file of the draft vocabulary: the one named; for a shipped head that needs one, the one beside it."""
+        """The file of ids that a head may draft: as named, or for a shipped EAGLE head the shipped one; else None."""
         if self.speculative_token_map is not None:
             return None if self.speculative_token_map == "none" else self.speculative_token_map
         beside = HEADS / "token_map.safetensors"
@@ -444,16 +450,16 @@ class Config:
         return str(beside) if wanted and beside.is_file() else None
 
     def _shipped(self, name: str) -> str | None:
-        """Return the folder of the head that ships for the default model under this name of an algorithm."""
+        """Return the folder of the head that ships under this name; None if there is none, or for another model."""
         folder = HEADS / SHIPPED.get(name, "")
         whole = self.model_path is None and name in SHIPPED and (folder / "config.json").is_file()
         return str(folder) if whole else None
 
     @property
     def draft_load_format(self) -> str:
-        """Which weight files of the draft are read: its own --speculative-draft-load-format, else --load-format.
+        """Which weight files of the draft are read: by --speculative-draft-load-format, else as --load-format says.
 
-        A draft is never dummy: what kind of head it is its tensors tell, and a random one drafts nothing of use.
+        Draft weights are never dummy: tensors tell what kind of head it is, and random ones draft nothing of use.
         """
         return self.speculative_draft_load_format or ("auto" if self.load_format == "dummy" else self.load_format)
 
@@ -465,13 +471,13 @@ class Config:
 
     @property
     def is_own_drafter(self) -> bool:
-        """Whether the drafter is named as module:Class, and so is none of the built-in ones."""
+        """Whether the drafter is a user's own, named as module:Class."""
         return OWN.fullmatch(self.algorithm) is not None
 
     def first_rank(self, environ: Mapping[str, str] = os.environ) -> int:
-        """Return the rank of the process that a user, or torchrun, has started with these flags; 0 serves.
+        """Return the rank of this process, which a user or torchrun has started with these flags; rank 0 serves.
 
-        Raises ValueError where torchrun has started another number of processes.
+        Raises ValueError if torchrun has started a number of processes other than --tp-size.
         """
         if TORCHRUN not in environ:
             return self.node_rank * (self.tp_size // self.nnodes)
@@ -495,12 +501,12 @@ class Config:
 
     @property
     def origins(self) -> frozenset[str]:
-        """The origins of web pages that may call the server; "*" among them is any."""
+        """The origins of web pages that may call the server; "*" stands for any origin."""
         return frozenset(filter(None, map(str.strip, (self.cors_origins or "").split(","))))
 
     @property
     def thresholds(self) -> tuple[float, float] | None:
-        """The accept thresholds (single, acc), or None where both are 1 and verification is exact."""
+        """The accept thresholds (single, acc), or None if both are 1, so that verification is exact."""
         pair = (self.speculative_accept_threshold_single, self.speculative_accept_threshold_acc)
         return None if pair == (1, 1) else pair
 
@@ -525,7 +531,7 @@ def _is_address(text: str) -> bool:
 
 
 def _check(f: Any, value: Any) -> None:
-    """Raise ValueError unless `value` has the field's type and lies in its choices or range."""
+    """Raise ValueError unless `value` has the type of field `f` and lies in its choices or range."""
     kind, _, optional = f.type.partition(" | ")
     if value is None and optional:
         return

@@ -1,19 +1,22 @@
 """EAGLE-2 and EAGLE-3 heads: one decoder layer that drafts from the target's hidden states.
 
-A separate draft model must compute the whole text again. A head starts from features: the hidden states of the target,
-read at the layers that its taps name. At position i the head joins the features with the embedding of token i + 1,
-which the target has picked by then; its output state predicts token i + 2. To draft further, the head reads its own
-state in place of the features and its own draft in place of the target's token.
+A separate draft model must compute the whole text again. A head starts from features instead: hidden states of the
+target, read at the layers that the head's taps name. At position i the head joins the features of token i with the
+embedding of token i + 1, which the target has picked already. The head's output at i is a state, from which it predicts
+token i + 2. To draft further, the head reads this state in place of the features, and its own draft in place of the
+target's token.
 
-`forward(embedding, state) -> state` is one round of drafting. A state has H numbers. The heads differ in the first
-state (`fuse`), in how token and state are joined, and in whose LM head reads the result (`logits`). A head does not
-know trees or pages, so the same module is trained and served.
+`forward(embedding, state) -> state` is one round of drafting. A state has H numbers, the head's hidden size. A head
+knows nothing of trees or pages, so the same module is trained and served. The heads differ in three things: how the
+first state is made (`fuse`), how token and state are joined, and whose LM head reads the result (`logits`). In the
+formulas emb is the token's embedding, [x; y] joins vectors, f and g are states, and f' and g' the states of the next
+round. The first f is the feature itself. The first g is made of three tapped streams: low, mid and high.
 
     EAGLE-2   u = fc[emb; f]           a = u + attn(u)                  logits = target's LM head(a)   f' = a
     EAGLE-3   g = fc[low; mid; high]   a = g + attn[norm emb; norm g]   logits = own LM head(norm a)   g' = a
-    In both, a = a + mlp(norm a) follows the attention.
+    In both, the MLP follows the attention: a = a + mlp(norm a).
 
-Papers: EAGLE (arXiv 2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840), FR-Spec (2502.14856).
+Papers: EAGLE (arXiv 2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840), FR-Spec (2502.14856: token maps).
 Read next: `mtp.py`, the third formula; `load/heads.py`, which reads published heads.
 """
 
@@ -32,26 +35,26 @@ from minispec.model import FINAL, Block, LayerAttend, Model, ModelConfig, RMSNor
 class HeadConfig:
     """The formula, sizes and variants of a draft head."""
 
-    kind: str  # the formula: the `name` of a DraftHead
-    layer: ModelConfig  # the sizes of its one layer, and of the target's vocabulary
-    taps: tuple[int | str, ...] = (FINAL,)  # the features, in this order; see `Model.forward`
-    token_map: Tensor | None = None  # [Vd] int64, the target's id of each draft id; None: they are the same
-    own_embedding: bool = False  # False: the target's embedding is used
+    kind: str  # which formula: the `name` of a subclass of DraftHead
+    layer: ModelConfig  # the sizes of the head's one layer; `vocab_size` is the target's
+    taps: tuple[int | str, ...] = (FINAL,)  # where the features are read, in this order; see `Model.forward`
+    token_map: Tensor | None = None  # [Vd] int64, the target's id for each id of the head; None: the same ids
+    own_embedding: bool = False  # False: the head uses the target's embedding
     own_lm_head: bool = False  # False: the target's LM head reads the state, unless there is a token map
     fc_bias: bool = False
-    # The fields below are for EAGLE-3 alone.
-    fc: bool = True  # False: the first state is the one tapped stream itself
-    fc_norm: bool = False  # a norm on every stream before `fc` (EAGLE-3.1)
-    norm_before_fc: bool = False  # one norm over all streams together
-    norm_before_residual: bool = False  # the residual is the normed state; the weights do not show this variant
-    norm_output: bool = False  # the normed state is fed back (EAGLE-3.1)
+    # The fields below are for EAGLE-3 alone. A stream is what one tap reads.
+    fc: bool = True  # whether `fuse` has a linear layer; False: the one stream is the first state
+    fc_norm: bool = False  # a norm for each stream before `fc` (EAGLE-3.1)
+    norm_before_fc: bool = False  # one norm over all streams together, before `fc`
+    norm_before_residual: bool = False  # attention is added to the normed state; the weights do not show this variant
+    norm_output: bool = False  # the next round reads the normed state (EAGLE-3.1)
 
 
 class DraftHead(nn.Module):
     """The base of all heads; a subclass adds the layer and `forward`.
 
-    Vd, the number of tokens that the head can draft, is the token map's length, or V without a map. `lm_head` and
-    `embed_tokens` are None if the target's are used.
+    Vd is the number of tokens that the head can draft: the token map's length, or without a map the target's
+    vocabulary. `lm_head` and `embed_tokens` are None if the head uses the target's.
     """
 
     name: ClassVar[str]
@@ -63,14 +66,14 @@ class DraftHead(nn.Module):
         shape, ids = config.layer, config.token_map
         self.taps, self.token_map = config.taps, ids
         self.hidden_size, self.kv_heads, self.head_dim = shape.hidden_size, shape.kv_heads, shape.head_dim
-        self.positions = shape.context_length  # as its files state; the head drafts beyond them, too
-        # Not buffers: `to(bfloat16)` would round the frequencies, and `to_empty` would lose the token map.
+        self.positions = shape.context_length  # how many, as config.json states; the head drafts beyond them too
+        # Not a buffer, nor is `token_map`: `to(bfloat16)` would round the one, and `to_empty` would lose the other.
         self.frequencies = rope_frequencies(shape)
         self.draft_vocab = shape.vocab_size if ids is None else len(ids)
         own_lm_head = config.own_lm_head or ids is not None
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size) if config.own_embedding else None
         self.lm_head = nn.Linear(shape.hidden_size, self.draft_vocab, bias=False) if own_lm_head else None
-        # Bound methods, not submodules: the target's weights must not be loaded, trained and packed with the head.
+        # Bound methods, not submodules, so that the target's weights are not loaded, trained or packed with the head's.
         self._target_embed, self._target_logits = target.embed, target.logits
 
     @classmethod
@@ -85,15 +88,15 @@ class DraftHead(nn.Module):
         return head
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings [B, T, H] of target ids tokens [B, T]."""
+        """Return the embeddings [B, T, H] of tokens [B, T], which are ids of the target."""
         return self._target_embed(tokens) if self.embed_tokens is None else self.embed_tokens(tokens)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return the first state [B, T, H] from features [B, T, F]; later states are the head's own."""
+        """Return the first state [B, T, H] from features [B, T, F]; later states are the output of `forward`."""
         return features
 
     def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
-        """Return the next state [B, T, H] from token embeddings and states [B, T, H] at positions [B, T] int64."""
+        """Return the next state [B, T, H] from embeddings and states, both [B, T, H], at positions [B, T] int64."""
         raise NotImplementedError
 
     def logits(self, state: Tensor) -> Tensor:
@@ -109,9 +112,9 @@ class DraftHead(nn.Module):
 
 
 class EagleHead(DraftHead):
-    """The head of EAGLE and EAGLE-2: its state imitates the target's normed last hidden state.
+    """The head of EAGLE and EAGLE-2: its state imitates the target's last hidden state after the final norm.
 
-    So the target's LM head reads the state without a norm, and the layer has no norm before its attention.
+    So the state needs no further norm, neither before the target's LM head nor before the layer's attention.
     """
 
     name = "eagle"
@@ -121,7 +124,7 @@ class EagleHead(DraftHead):
         shape = config.layer
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=config.fc_bias)
         self.layer = Block(shape)
-        self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]  # only its call is used
+        self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]  # it is only called
 
     def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
         return self.layer(self.fc(torch.cat((embedding, state), dim=-1)), rope, attend)
@@ -131,7 +134,7 @@ class EagleHead(DraftHead):
 
 
 class PairBlock(Block):
-    """EAGLE-3's layer: attention reads normed token and normed state side by side; the residual is the state."""
+    """EAGLE-3's layer: attention reads normed embedding and normed state side by side, and is added to the state."""
 
     def __init__(self, shape: ModelConfig, norm_before_residual: bool) -> None:
         super().__init__(shape)
@@ -140,7 +143,7 @@ class PairBlock(Block):
         self.qkv_proj = nn.Linear(2 * shape.hidden_size, self.q_size + 2 * self.kv_size, bias=shape.qkv_bias)
 
     def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend) -> Tensor:  # type: ignore[override]
-        """Return the state [B, T, H] after this layer, from token embedding and state [B, T, H]."""
+        """Return the state [B, T, H] after this layer, from embedding and state, both [B, T, H]."""
         normed = self.hidden_norm(state)
         pair = torch.cat((self.input_layernorm(embedding), normed), dim=-1)
         return self.add_to(normed if self.norm_before_residual else state, pair, rope, attend)
@@ -149,8 +152,8 @@ class PairBlock(Block):
 class Eagle3Head(DraftHead):
     """The head of EAGLE-3: its states need not resemble the target's, so it usually has its own LM head.
 
-    `fuse` makes the first state from residual streams, usually three. Later states are the head's output, in EAGLE-3.1
-    after a norm.
+    `fuse` makes the first state from the target's residual streams at the taps, usually three. Later states are the
+    head's output, in EAGLE-3.1 after a norm.
     """
 
     name = "eagle3"
@@ -167,7 +170,7 @@ class Eagle3Head(DraftHead):
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return the first state [B, T, H] from the residual streams [B, T, F], joined in the order of `taps`."""
+        """Return the first state [B, T, H] from features [B, T, F], the streams joined in the order of `taps`."""
         if self.fc_norm is not None:
             streams = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(x) for norm, x in zip(self.fc_norm, streams, strict=True)], dim=-1)
@@ -176,7 +179,7 @@ class Eagle3Head(DraftHead):
         return features if self.fc is None else self.fc(features)
 
     def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
-        """Return the next state [B, T, H], not yet normed unless `norm_output`; see `DraftHead.forward`."""
+        """Return the next state [B, T, H], normed only if `norm_output` is set; see `DraftHead.forward`."""
         state = self.layer(embedding, state, rope, attend)
         return self.norm(state) if self.norm_output else state
 

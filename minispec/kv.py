@@ -1,8 +1,8 @@
 """The paged KV pool: pages of P rows, a page table per slot, and the copy that keeps an accepted path.
 
 Row r of a request is the keys and values of its r-th token. A slot's table maps its logical pages to physical pages,
-so a request grows without moving, and two requests share a prefix by sharing pages. Paged attention: Kwon et al.,
-arXiv 2309.06180.
+so a request grows without moving its rows, and two requests share a prefix by sharing pages. Paged attention: Kwon et
+al., arXiv 2309.06180.
 
     slot 3, P = 64, lens = 150          table[3] = [17,  4, 90,  0, 0 ...]
     rows   0..63  committed             page 17  (maybe shared, then read only)
@@ -12,7 +12,8 @@ arXiv 2309.06180.
 Invariants owned here:
   - Page 0 is the trash page: it is in no free list and in no request's table. Slot 0 is padding. Padding writes to
     page 0, so it needs no branch, and no output is computed from that page.
-  - Rows at or beyond a slot's length are garbage; only a tree mask may read them.
+  - Rows at or beyond a slot's length (`lens`) are garbage, except in the step that writes them: there a query reads
+    those that its mask allows.
   - Each page is in exactly one place: the free list, the prefix cache, or one request, its owner (`seats.py`).
 
 Read next: `attention.py`, which reads these rows, and `radix.py`, which shares pages.
@@ -34,7 +35,7 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
     return torch.tensor(values, dtype=dtype, pin_memory=on_cuda).to(device, non_blocking=on_cuda)
 
 
-# A custom operator, so that compiled code moves rows in place, without a copy of the pool.
+# A custom operator, so that compiled code moves rows in place and does not copy the pool.
 _library = torch.library.Library("minispec", "FRAGMENT")
 _library.define("move_rows(Tensor(a!) table, Tensor source, Tensor target) -> ()")
 
@@ -63,7 +64,7 @@ class KVShape(NamedTuple):
 class PagedKV:
     """Pages for every layer's keys and values under one page table.
 
-    R is the number of slots, slot 0 included; here M is the number of logical pages of a slot.
+    R is the number of slots, slot 0 included, and L that of layers; in this file M is the most pages of a slot.
 
     pool    [2L, Hkv, PAGES * P, D]  keys of layer i at 2i, values at 2i + 1
     table   [R, M] int32             physical page of each logical page of a slot; 0 beyond the slot's pages
@@ -76,23 +77,23 @@ class PagedKV:
     ) -> None:  # fmt: skip
         """Allocate `pages` pages, the trash page among them.
 
-        zeros(*sizes) returns a tensor of zeros, with the rows' dtype and the tables' device.
+        zeros(*sizes) returns zeros in the dtype of the rows, on the device of the pool and the tables.
         """
-        # Zeros, since rows that were never written must hold no NaN either; see `wipe`.
+        # Zeros, since even rows that were never written must hold no NaN; see `wipe`.
         self.zeros = zeros
         self.pool = zeros(2 * shape.layers, shape.kv_heads, pages * page_size, shape.head_dim)
         device = self.pool.device
         self.page_size, self.pages = page_size, pages
-        # Whether the host may read values within a step. On a CPU that costs nothing and saves work; on CUDA the host
-        # would wait for the device, and nothing can be read within a captured step.
+        # Whether the host may read values within a step. On a CPU that costs nothing and saves work. On CUDA the host
+        # would wait for the device, and in a captured step it cannot read at all.
         self.host_looks = device.type == "cpu"
         self.pages_per_slot = -(-rows_per_slot // page_size)
         self.table = torch.zeros(slots, self.pages_per_slot, dtype=torch.int32, device=device)
         self.logical = torch.full((slots, pages), -1, dtype=torch.int32, device=device)
         self.mapped = [0] * slots  # the number of logical pages of each slot, on the host
         self.free: list[int] = []  # a stack, since the page freed last is likeliest to be in the processor's cache
-        self.pools = [self.pool]  # `sibling` adds the drafter's
-        # Called with method and arguments before tables or pages change, so that other ranks can repeat the change.
+        self.pools = [self.pool]  # the target's; `sibling` adds the drafter's
+        # Called before tables or pages change, with the method's name and numbers, so that other ranks do the same.
         self.tell: Callable[[str, Sequence[int]], None] = lambda method, numbers: None
         self.reset()
 
@@ -124,9 +125,9 @@ class PagedKV:
         """Take `count` pages off the free list, which must hold that many."""
         assert count <= len(self.free), f"asked for {count} pages, {len(self.free)} free"
         pages = [self.free.pop() for _ in range(count)]
-        # The target's pages are wiped after a NaN (`wipe`). In float16, whose range is small, a row may also hold an
-        # infinity that nobody noticed. A drafter's rows change no token and are not checked for NaN. Its pages are
-        # cleared here, so that one text cannot spoil the drafts of another.
+        # The drafter's pages are cleared here, so that one text cannot spoil the drafts of another: its rows are not
+        # checked for NaN, since they change no token. The target's pages are wiped as soon as a NaN is found (`wipe`).
+        # In float16 they are cleared here too: its range is small, so a row may hold an infinity that nobody noticed.
         if self.pool.dtype == torch.float16:
             self.clear(pages)
         else:
@@ -134,15 +135,15 @@ class PagedKV:
         return pages
 
     def wipe(self, pages: Sequence[int]) -> None:
-        """Write zeros to pages that hold NaN, the target's and the drafter's, and to page 0, which padding wrote.
+        """Write zeros to pages that hold NaN and to page 0, which padding wrote, in the pools of target and drafter.
 
-        Attention multiplies the values of masked rows by 0, and 0 * NaN is NaN: the next request with one of these
+        Attention multiplies the values of masked rows by 0, and 0 * NaN is NaN. So the next request with one of these
         pages would get NaN as well.
         """
         self.clear([0, *pages])
 
     def clear(self, pages: Sequence[int]) -> None:
-        """Write zeros to pages, the target's and the drafter's."""
+        """Write zeros to pages, in the pools of target and drafter."""
         if pages:
             self.tell("clear", pages)
         self._zero(pages, self.pools)
@@ -178,9 +179,9 @@ class PagedKV:
         self.mapped[slot] = 0
 
     def rows(self, slots: Tensor, positions: Tensor, live: Tensor) -> Tensor:
-        """Return the flat physical rows [r * W] int64 of logical rows `positions` [r, W] of `slots` [r].
+        """Return the physical rows [r * W] int64 of the logical rows `positions` [r, W] of `slots` [r].
 
-        Rows whose `live` [r, W] is false are rows of the trash page.
+        Where `live` [r, W] is false, the result is a row of the trash page.
         """
         page = (positions // self.page_size).clamp(max=self.pages_per_slot - 1)
         offset = positions % self.page_size
@@ -197,8 +198,8 @@ class PagedKV:
         live = step < count[:, None]
         source = self.rows(slots, lens[:, None] + path, live)
         target = self.rows(slots, lens[:, None] + step, live)
-        # The pool is indexed as one table of rows over all layers and heads. Along an inner dimension CUDA would copy
-        # piece by piece where offsets exceed 2 GiB: some 64 launches for a pool that fills the device.
+        # The pool is indexed as one table of rows over all layers and heads. If an inner dimension were indexed, CUDA
+        # would split the copy wherever offsets exceed 2 GiB: some 64 launches for a pool that fills the device.
         layers, heads, rows, dim = self.pool.shape
         every = torch.arange(layers * heads, device=path.device)[:, None] * rows
         source, target = (every + source).flatten(), (every + target).flatten()

@@ -1,14 +1,14 @@
-"""The backlog: tokens and features of steps without the drafter, which takes them in before it drafts again.
+"""The backlog: tokens and features of steps that did not run the drafter, kept until the drafter takes them in.
 
-A drafter with a network computes its rows from the target's features. Plain steps do not run the network: that would
-cost most of what they save. Nor do steps whose trees all come from lookups. These steps save tokens and features here,
-by row modulo 64. The drafter takes in a slot's backlog at once, like a chunk of a prompt, so a return to its trees
-costs one pass over at most 64 rows a slot. Before other requests can read a page, the drafter's rows in it are
-written.
+A drafter with a network computes its rows from tokens and the target's features. Plain steps do not run the network:
+that would cost most of what they save. Steps whose trees all come from lookups do not run it either. Both save tokens
+and features here; those of row r are at place r modulo 64. The drafter takes in all of a slot's backlog at once, like a
+chunk of a prompt. So before it drafts again it must compute at most 64 rows a slot. A page is shared with other
+requests only when the drafter's rows in it are written.
 
 The host counts the rows of each slot's backlog. A plain step adds exactly one row, so the next step may be launched
-before that one ends. A step with trees adds the tokens it emits, and the host must know their number before the next
-step. The device computes the first row of a backlog from the slot's length.
+before the plain step ends. A step with looked-up trees adds as many rows as it emits tokens, and the host must know
+this number before the next step. The device computes the first row of a backlog from the slot's length.
 
 Read next: `engine.py`, whose steps call `keep` and `before`.
 """
@@ -25,21 +25,22 @@ from minispec.buffers import Chunk, DecodeBuffers, PrefillBuffers, Prefills
 from minispec.compiled import within_step
 from minispec.drafter import Committed, Drafter
 
-KEPT_ROWS = 64  # of a slot; at most the rows of the largest prefill step, which has at least 128
+KEPT_ROWS = 64  # rows of a slot's backlog; the largest prefill step must have as many, and has at least 128
 
 
 class Late:
     """The backlog of all slots: tokens [R, 64] int64 and features [R, 64, F], by slot and row modulo 64.
 
-    R is the number of slots, slot 0 included; F is the features' width. Both are None for a drafter without `commit`,
-    features also without taps. waiting: how many of each slot's newest rows are in its backlog.
+    R is the number of slots, slot 0 included; F is the features' width. Both tensors are None if the drafter does not
+    take in what was committed (`Drafter.commits`), and `features` also if it has no taps. waiting: how many of each
+    slot's newest rows are in its backlog.
     """
 
     tokens: Tensor | None = None
     features: Tensor | None = None
 
     def __init__(self, drafter: Drafter, slots: int, like: Tensor) -> None:
-        """like: a tensor with the target's hidden size, dtype and device."""
+        """like: a vector of the target's hidden size, with its dtype and device."""
         self.drafter, self.waiting = drafter, [0] * slots
         width = len(drafter.taps) * like.numel()  # F
         if drafter.commits:
@@ -48,18 +49,18 @@ class Late:
             self.features = torch.zeros(slots, KEPT_ROWS, width, dtype=like.dtype, device=like.device)
 
     def attach(self, prefills: Prefills, lens: Tensor, root: Tensor) -> None:
-        """Set the prefill steps in which the drafter catches up, and the engine's lengths and roots [R]."""
+        """Set the prefill steps whose buffers a catch-up uses, and the engine's lengths and roots, both [R]."""
         self.prefills, self.lens, self.root = prefills, lens, root
 
     def keeps(self, step: DecodeBuffers) -> bool:
-        """Return whether a step adds its rows to the backlog, since it does not run the drafter."""
+        """Return whether a step adds its rows to the backlog; it does if it does not run the drafter."""
         return self.tokens is not None and not step.shape.drafts and step.most <= KEPT_ROWS
 
     def keep(self, slots: Tensor, rows: Tensor, tokens: Tensor, features: Tensor | None) -> None:
         """Save tokens [B, A] and features [B, A, F] of rows [B, A] of slots [B]; runs inside a step.
 
-        The rows of an accepted path come first, then padding, which must not overwrite the backlog: `before` ensures
-        that the backlog and A have at most 64 rows together.
+        Of the A rows the accepted path comes first, then padding. Padding must not overwrite the backlog, so `before`
+        ensures that the backlog and A together are at most 64 rows.
         """
         assert self.tokens is not None, "nothing is kept for a drafter that takes in nothing"
         slots, place = slots[:, None], rows % KEPT_ROWS
@@ -68,17 +69,17 @@ class Late:
             self.features[slots, place] = cast(Tensor, features)
 
     def before(self, step: DecodeBuffers, slots: Sequence[int]) -> None:
-        """Let the drafter catch up before a decode step that runs it, and before one that any backlog has no room for.
+        """Let the drafter catch up before a decode step that runs it, or that some slot's backlog has no room for.
 
-        Then all slots of the step catch up, in one pass.
+        Then all slots of the step catch up.
         """
         if not self.keeps(step) or any(self.waiting[slot] + step.most > KEPT_ROWS for slot in slots):
             self.catch_up(slots)
-        if step.nodes == 1:  # adds one row a slot, so it is counted before it runs
+        if step.nodes == 1:  # adds one row a slot, so the rows can be counted before it runs
             self.landed(dict.fromkeys(slots, 1))
 
     def landed(self, added: Mapping[int, int]) -> None:
-        """Count the rows that a step added to the backlogs, by slot."""
+        """Count the rows that a step added to the backlogs; `added` has their number by slot."""
         for slot, rows in added.items() if self.tokens is not None else ():
             self.waiting[slot] += rows
 
@@ -89,14 +90,14 @@ class Late:
         while behind:
             part, behind = behind[:most], behind[most:]
             step = self.prefills.of(sum(self.prefills.blocks_of(self.waiting[slot]) for slot in part))
-            # Token 0 is a placeholder: `_backlog` has the tokens. A chunk's start is given relative to the slot's end.
+            # Token 0 is a placeholder: `_backlog` has the tokens. A chunk's start is relative to the slot's length.
             step.upload([Chunk(slot, [0] * self.waiting[slot], -self.waiting[slot], last=False) for slot in part])
             with within_step(step):
                 self.drafter.commit(self._backlog(step))
             self.release(part)
 
     def _backlog(self, step: PrefillBuffers) -> Committed:
-        """Return the backlogs of a prefill step's slots in the form that such a step passes to `Drafter.commit`."""
+        """Return the backlogs of the step's slots in the form in which a prefill step calls `Drafter.commit`."""
         assert self.tokens is not None, "nothing waits for a drafter that takes in nothing"
         slots, ends = step.slots[:, None], self.lens[step.slots]
         rows = step.place(ends + step.starts)

@@ -1,7 +1,7 @@
 """The offline interface: `LLM(model, ...).generate(prompts, params)`.
 
-`LLM` has `load/build.py` make an engine from a `Config`, and puts a scheduler in front of it. The server builds the
-same object and drives the same scheduler, so offline measurements hold for the server.
+An `LLM` is an engine, which `load/build.py` makes from a `Config`, with a scheduler in front of it. The server builds
+the same object and drives the same scheduler, so offline measurements hold for the server.
 
     from minispec import LLM, SamplingParams
     llm = LLM("path-or-id", speculative_algorithm="NGRAM")
@@ -34,11 +34,12 @@ Prompt = str | Sequence[int]
 class LLM:
     """A loaded model behind a scheduler. Keyword options are the fields of `Config`, that is, the launch flags.
 
-    With tp_size above 1 it starts the other ranks, which end with this process; if one of them dies, this process ends.
+    With tp_size above 1 it starts the other ranks: processes that have a part of the model each. They end with this
+    process, and this process ends if one of them dies.
 
-    compile_later: for the server on a CPU, run eagerly until `warming.py` has graphs made. As an attribute it is False
-    if nothing is compiled, or everything was at once.
-    batches: for bench.py, the batch buckets to compile, in place of the usual ones up to the most running requests.
+    compile_later: for the server on a CPU. Steps run eagerly until `serve/warming.py` has made their graphs. The
+    attribute of this name is True only if graphs are made later.
+    batches: for bench.py. Batch sizes to compile, in place of the usual ones up to the largest of these.
     Raises ValueError or RuntimeError with one readable sentence if model, flags and machine do not fit together.
     """
 
@@ -54,7 +55,7 @@ class LLM:
     ) -> None:
         if config is None:
             config = Config(model_path=None if model is None else os.fspath(model), **options)
-            for note in config.notes:  # the server, which passes a config, has logged them already
+            for note in config.notes:  # the server passes a config, whose notes it has logged already
                 logger.warning("%s", note)
         elif model is not None or options:
             raise ValueError("give either config or model and options, not both")
@@ -79,13 +80,13 @@ class LLM:
                 adaptive=config.adaptive,
             ),
         )
-        engine.when_settled(self.scheduler.restart_times)  # times of steps beside a running compiler mean nothing
+        engine.when_settled(self.scheduler.restart_times)  # step times taken while a compiler ran mean nothing
         engine.when_settled(self.move_weights)
         logger.info("%s", startup_line(config, self.scheduler))
 
     @torch.inference_mode()
     def try_out(self) -> Iterator[None]:
-        """Time steps and test the head, in an idle server whose graphs were made while it served.
+        """Time steps and test the head; for an idle server that has made its graphs while it served.
 
         Each `yield` is a pause in which a request may be served.
         """
@@ -93,16 +94,16 @@ class LLM:
         self.scheduler.restart_times()
 
     def move_weights(self) -> None:
-        """Have a thread move the weights to huge pages, if loading has put that off."""
+        """Start a thread that moves the weights to huge pages of memory, if loading has put that off."""
         self._build.move_weights()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Any:
-        """Return the objects of /generate (text, output_ids, meta_info), one per prompt and in their order.
+        """Return the objects that /generate answers (text, output_ids, meta_info), one per prompt, in their order.
 
-        A prompt is a string or a list of token ids; a single prompt gives a single object. `params`: one for all or one
-        for each. Raises RequestError for a prompt that cannot be served, before any is started.
+        A prompt is a string or a list of token ids; a single prompt gives a single object. `params`: one for all
+        prompts or one for each. Raises RequestError if a prompt cannot be served, before any is started.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         listed = cast(list[Prompt], [prompts] if single else list(prompts))
@@ -132,7 +133,7 @@ class LLM:
         return texts
 
     def request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
-        """Make a request of a prompt; without params the default limit of tokens shrinks to the room in the context."""
+        """Make a request of a prompt; without params its limit of tokens is the default, or the room in the context."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if params is None:
             room = self.scheduler.sizes.context_length - len(ids)
@@ -145,7 +146,7 @@ class LLM:
 
 
 def startup_line(config: Config, scheduler: Scheduler) -> str:
-    """Return SGLang's start-up line of sizes."""
+    """Return the line of sizes to log at start, in SGLang's form."""
     pool, sizes = (scheduler.kv.pages - 1) * scheduler.kv.page_size, scheduler.sizes
     shape = "" if sizes.steps is None else f"num_steps={sizes.steps}, eagle_topk={sizes.topk}, "
     weights = "" if config.quantization is None else f"quantization={config.quantization}, "

@@ -1,14 +1,15 @@
 """MiMo's MTP head: a layer that was trained together with its target.
 
-Multi-token prediction gives a model one more layer that predicts one token further. MiMo's model files contain this
-layer, so it needs no draft folder.
+Multi-token prediction (MTP) gives a model one more layer, which predicts one token further than the model does. MiMo's
+model files contain this layer, so no draft folder is needed.
 
-It is a draft head like EAGLE's, with an ordinary block and another way to join token and state: the hidden state comes
-FIRST, each half has its own norm, and the state that is fed back has passed the final norm:
+The layer is a draft head like EAGLE's, with an ordinary decoder block and three differences: the state comes BEFORE the
+token's embedding, each of the two has its own norm, and the next round reads the state after the final norm. In the
+formula emb is the embedding, f the state and f' the state of the next round:
 
     x = input_proj[norm f; norm emb]     a = block(x)     f' = norm a     logits = target's LM head(f')
 
-MiMo is published for one round of drafting; further rounds apply the layer again to its own state.
+MiMo is published for one round of drafting. In further rounds the layer reads its own state.
 
 Papers: MiMo (arXiv 2505.07608); multi-token prediction, Gloeckle et al. (arXiv 2404.19737).
 Read next: `eagle.py` for heads in general, `beam.py` for the trees that they grow.
@@ -24,7 +25,7 @@ from minispec.model import Block, LayerAttend, Model, RMSNorm, Rope
 
 
 class MtpHead(DraftHead):
-    """MiMo's layer: hidden state first, an ordinary pre-norm block, and a final norm inside the step."""
+    """MiMo's layer: state first, then the embedding; an ordinary pre-norm block; the final norm inside `forward`."""
 
     name = "mtp"
 
@@ -38,8 +39,8 @@ class MtpHead(DraftHead):
         self.final_layernorm = RMSNorm(size, eps)
 
     def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
-        """Return the next state [B, T, H], normed; see `DraftHead.forward`."""
-        # SGLang and vLLM serve the layer without a token at position 0; its known accept length was measured so.
+        """Return the next state [B, T, H], after the final norm; see `DraftHead.forward`."""
+        # Position 0 has embedding 0, as in SGLang and vLLM: the layer's known accept length was measured that way.
         embedding = embedding.masked_fill((positions == 0)[..., None], 0)
         pair = torch.cat((self.hidden_layernorm(state), self.token_layernorm(embedding)), dim=-1)
         return self.final_layernorm(self.layer(self.input_proj(pair), rope, attend))

@@ -1,12 +1,12 @@
 """Tokens to text, and when to stop: the rules applied to every emitted token, one at a time, in order.
 
-A step may emit several tokens. They are appended one by one and the rules are checked after each, so a request ends at
-the same token as in plain decoding, and later tokens of the step are dropped from ids and text.
+A step may emit several tokens. They are appended one by one, and the rules are checked after each. So a request ends at
+the same token as in plain decoding; the step's later tokens are dropped from ids and text.
 
-The order, per token: EOS or stop id, stop string, the request's own rule, length. A matched id stays in the ids but
-not in the text. A matched string is cut from the text, while the ids keep all up to the token that completed it.
-`no_stop_trim` keeps either in the text. Below `min_new_tokens` only the length can end a request, and the sampler masks
-EOS and stop ids.
+The rules are checked in this order: EOS or stop id, stop string, the request's own rule (`Request.ends`), length. The
+id that stops a request stays in the ids but not in the text. A stop string is cut from the text, while the ids keep all
+tokens up to the one that completes it. With `no_stop_trim` the text keeps both. Below `min_new_tokens` only the length
+can end a request, and the sampler masks EOS and stop ids.
 
 Text that may be the beginning of a stop string, or half of a character, is held back until it is certain.
 
@@ -24,10 +24,10 @@ from minispec.request import Finish, Request, SamplingParams
 
 
 class GrowingText(Protocol):
-    """The text of one growing list of ids."""
+    """The text of one list of ids that grows."""
 
     def append(self, token_id: int) -> str: ...  # returns the text that this id makes certain
-    def flush(self) -> str: ...  # returns the text held back, at the end
+    def flush(self) -> str: ...  # returns the text held back, once the list is complete
 
 
 class TextMaker(Protocol):
@@ -40,19 +40,19 @@ class TokenizerBackend(Protocol):
     """What each kind of tokenizer offers: text to ids and back, and the text of every id."""
 
     vocab_size: int
-    special_ids: frozenset[int]  # left out by skip_special_tokens
-    byte_level: bool  # whether the bytes of the tokens, joined, are the text, so that token_bytes is enough
+    special_ids: frozenset[int]  # which skip_special_tokens leaves out of the text
+    byte_level: bool  # whether the text is the tokens' bytes in a row, so that token_bytes makes it
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
     def token_id(self, token: str) -> int | None: ...
     def token(self, token_id: int) -> str | None: ...
     def token_bytes(self, token_id: int) -> bytes: ...
-    def serialized(self) -> str | None: ...  # tokenizer.json; None for a table of bytes
+    def serialized(self) -> str | None: ...  # the text of tokenizer.json; None for a tokenizer of another kind
 
 
 class Output:
-    """The growing output of one request: its text, of which an end may be held back, and the stop rules."""
+    """The growing output of one request: its text, whose end may be held back, and the stop rules."""
 
     def __init__(self, request: Request, tokenizer: TextMaker, eos_ids: frozenset[int]) -> None:
         self.request, self.params = request, request.params
@@ -62,11 +62,11 @@ class Output:
         self.ends: list[int] = []  # the text's length after each token
         self.longest_stop = max(map(len, self.params.stop), default=0)
         given, request.output_ids = request.output_ids, []
-        for token in given:  # tokens of a request that began on another replica
+        for token in given:  # of a request that began on another replica
             self.append(token)
 
     def append(self, token: int) -> Finish | None:
-        """Add one emitted token to the request's ids and text; returns why the request is finished, or None."""
+        """Add one emitted token to the request's ids and text; returns why the request ends, or None if it goes on."""
         finish = self._append(token)
         self.ends.append(len(self.text))
         return finish
@@ -93,8 +93,8 @@ class Output:
         return Finish("length") if last else None
 
     def _stop_string(self, before: int) -> str | None:
-        """Return the first stop string, by position, that ends in text[before:], and cut the text at it."""
-        # Matches that end before `before` came below min_new_tokens and were ignored then.
+        """Return the earliest stop string that ends in text[before:], and cut the text at it; None if there is none."""
+        # A match that ends before `before` was found below min_new_tokens, where it is ignored.
         found = [(self.text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self.params.stop]
         found = [(at, stop) for at, stop in found if at >= 0]
         if not found:
@@ -104,7 +104,7 @@ class Output:
         return stop
 
     def release(self, finished: bool) -> str:
-        """Return the text that became certain since the last call; if the request is finished, all that is left."""
+        """Return the text that became certain since the last call; of a finished request, all that is left."""
         end = len(self.text) if finished else len(self.text) - self._held_back()
         released = self.request.released
         new = self.text[released:end]

@@ -1,11 +1,14 @@
 """The prefix cache: a radix tree from pages of tokens to page ids, so that a known prefix is not computed again.
 
-The key of an edge is one full page: its P tokens and the next `lookahead` tokens, since the drafter's row i may depend
-on token i + 1 and must be valid on a hit as well. Radix caching of prompts comes from SGLang (arXiv 2312.07104).
+Each edge has one full page as its key: the page's P tokens and the next `lookahead` tokens (0 or 1). The drafter's row
+i may depend on token i + 1, and on a hit the drafter's rows must be valid too. Radix caching of prompts comes from
+SGLang (arXiv 2312.07104).
 
-A node is either held by running requests or idle. Idle nodes are in one queue, in the order of their release. Paths
-are released deepest page first, so a child always precedes its parent in the queue, and the front of the queue is
-always a leaf. Eviction takes nodes from the front.
+A node is either held by running requests or idle. Idle nodes are in one queue, in the order of their release. Paths are
+released deepest page first, so a child always precedes its parent in the queue, and the front of the queue is always a
+leaf. Eviction takes nodes from the front.
+
+A request may have a salt, a string: requests share pages only under the same salt.
 
 Invariants owned here: only full pages enter; a page in the cache is never written again; held nodes are never evicted.
 This file deals in page ids and does not know what a page holds.
@@ -18,11 +21,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-Key = tuple[int | str, ...]  # a page's tokens and the lookahead; in a first page they follow the salt, if any
+# A page's tokens and the lookahead; the key of a text's first page begins with the salt, if there is one.
+Key = tuple[int | str, ...]
 
 
 class Node:
-    """One cached page: its id, its key within the parent, and how many requests hold it."""
+    """One cached page: its id, its key among the parent's children, and how many requests hold it."""
 
     __slots__ = ("children", "holders", "key", "page", "parent")
 
@@ -40,10 +44,10 @@ class PrefixCache:
         self.root = Node((), 0, None)
         self.idle: dict[Node, None] = {}  # ordered: least recently used first
         self.count = 0  # pages in the cache, held or idle
-        self.insertions = 0  # pages that ever entered; until it grows, no prompt can match more than before
+        self.insertions = 0  # how many pages ever entered; while it stands still, no prompt can match more than before
 
     def _key(self, ids: Sequence[int], page: int, salt: str) -> Key | None:
-        """Return the key of page number `page` of `ids`, None if `ids` ends before the page and its lookahead do.
+        """Return the key of page number `page` of `ids`; None if `ids` is too short for the page and its lookahead.
 
         Only the first page's key has the salt, since all other pages are below that page.
         """
@@ -53,7 +57,7 @@ class PrefixCache:
         return (salt, *ids[start:end]) if salt and page == 0 else tuple(ids[start:end])
 
     def match(self, ids: Sequence[int], limit: int, salt: str = "") -> list[Node]:
-        """Return the longest cached path of pages within ids[:limit], the root's child first, under this salt alone."""
+        """Return the longest cached path of pages within ids[:limit] under this salt, the root's child first."""
         path: list[Node] = []
         node = self.root
         while self.enabled and (len(path) + 1) * self.page_size <= limit:
@@ -72,7 +76,7 @@ class PrefixCache:
             self.idle.pop(node, None)
 
     def release(self, path: Sequence[Node]) -> None:
-        """Release a held path; its nodes without other holders become idle, as the most recently used ones."""
+        """Release a held path; nodes that nobody else holds become idle, as the most recently used ones."""
         for node in reversed(path):  # so that a child precedes its parent in the queue
             node.holders -= 1
             assert node.holders >= 0, "a path was released twice"
@@ -82,8 +86,8 @@ class PrefixCache:
     def insert(self, ids: Sequence[int], pages: Sequence[int], path: list[Node], salt: str = "") -> None:
         """Extend the held `path` in place by the further full pages of `ids`; pages[i] holds the i-th page's rows.
 
-        The drafter's rows must be valid in these pages as well. The cache owns a page that is new to it from now on. If
-        it has a page of the same tokens already, that page's node is held and pages[i] stays the caller's.
+        These pages must hold the drafter's rows too. Page i now belongs to the cache, unless the cache has a page with
+        the same tokens already. In that case `path` gets the cache's page, and pages[i] still belongs to the caller.
         """
         if not self.enabled:
             return
@@ -113,7 +117,7 @@ class PrefixCache:
         return pages
 
     def check(self) -> None:
-        """Assert that counts, idle queue and tree agree; walks the whole tree."""
+        """Assert that counts, idle queue and tree agree. This walks the whole tree."""
         nodes = [self.root]
         for node in nodes:
             nodes.extend(node.children.values())

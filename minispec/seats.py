@@ -1,11 +1,11 @@
 """Seats: the pages that requests hold while they have a slot. Some are their own, some the prefix cache's.
 
-A request is seated with the cached pages of its known tokens, and with fresh pages for the rest and for one tree. Its
-pages grow before each decode step. Its full pages enter the prefix cache, where others read them too, when the prompt
-is complete and again when the request leaves.
+A request's seat begins with the cached pages of its known tokens. Fresh pages follow, for the rest of the tokens and
+for one tree. More pages are added before the decode steps that need them. The seat's full pages enter the prefix cache,
+where other requests read them too: when the prompt is complete, and again when the request leaves.
 
 Invariant owned here: a page is free, in the cache, or owned by one seat. If a request leaves during a step, the
-scheduler keeps its pages until that step has landed.
+scheduler keeps its pages until that step has landed, that is, until its results are on the host.
 
 Read next: `radix.py` for the cache, `scheduler.py` for when pages are asked for and given back.
 """
@@ -20,11 +20,11 @@ from minispec.request import Request
 
 
 class Seat:
-    """A request's pages in the order of its text; the first are those of a cached path."""
+    """A request's pages in the order of its text; the first ones are those of a path in the prefix cache."""
 
     def __init__(self, ids: list[int], path: list[Node]) -> None:
-        self.ids = ids  # the tokens known at admission, which are prefilled
-        self.path = path  # nodes of the prefix cache that the seat holds; pages[i] is path[i]'s page
+        self.ids = ids  # the tokens known at admission; those that are not cached are prefilled
+        self.path = path  # nodes of the prefix cache that the seat holds; pages[i] is the page of path[i]
         self.pages = [node.page for node in path]
 
     def owned(self) -> list[int]:
@@ -36,12 +36,12 @@ class Seats(dict[Request, Seat]):
     """The seats of all requests that have a slot."""
 
     def __init__(self, kv: PagedKV, cache: PrefixCache, catch_up: Callable[[Sequence[int]], None]) -> None:
-        """`catch_up(slots)` has the drafter compute its rows of these slots, which a shared page must have."""
+        """`catch_up(slots)` has the drafter compute the rows it lacks in these slots; a shared page must have them."""
         super().__init__()
         self.kv, self.cache, self.catch_up = kv, cache, catch_up
 
     def obtain(self, count: int) -> bool:
-        """Make `count` pages free, if need be by evicting from the prefix cache; False if that is not possible."""
+        """Make `count` pages free, evicting from the prefix cache if need be; False if there are not enough."""
         short = count - len(self.kv.free)
         if short > len(self.cache.idle):
             return False
@@ -50,13 +50,13 @@ class Seats(dict[Request, Seat]):
         return True
 
     def take(self, request: Request, ids: list[int], path: list[Node], fresh: int) -> None:
-        """Seat a request that has a slot, on a held path of the cache and `fresh` pages that were obtained."""
+        """Give a request with a slot its seat: a held path of the cache and `fresh` free pages (see `obtain`)."""
         seat = self[request] = Seat(ids, path)
         seat.pages += self.kv.allocate(fresh)
         self.kv.map(request.slot, 0, seat.pages)
 
     def grow(self, request: Request, rows: int) -> bool:
-        """Extend a request's pages to so many rows; False if the pool cannot."""
+        """Extend a request's pages to hold so many rows; False if the pool has too few."""
         pages = self[request].pages
         missing = self.kv.pages_for(rows) - len(pages)
         if missing <= 0:
@@ -69,14 +69,14 @@ class Seats(dict[Request, Seat]):
         return True
 
     def share(self, request: Request, known: Sequence[int]) -> None:
-        """Enter the full pages of `known`, the tokens whose rows are written, into the prefix cache.
+        """Enter the full pages of `known` into the prefix cache; `known` are the tokens whose rows are written.
 
-        If another request has entered the same tokens meanwhile, the slot reads the cache's page from here on, and its
-        own copy becomes free.
+        If another request has entered a page with the same tokens meanwhile, the slot reads that page from now on, and
+        its own copy becomes free.
         """
         seat, slot = self[request], request.slot
         first, full = len(seat.path), len(known) // self.kv.page_size
-        if self.cache.enabled and full > first:  # every page of the cache must have the drafter's rows
+        if self.cache.enabled and full > first:  # a page in the cache must have the drafter's rows
             self.catch_up([slot])
         self.cache.insert(known, seat.pages[:full], seat.path, request.salt)
         cached = [node.page for node in seat.path[first:]]
@@ -88,10 +88,10 @@ class Seats(dict[Request, Seat]):
             self.kv.map(slot, 0, seat.pages)
 
     def leave(self, request: Request, known: Sequence[int], sound: bool) -> Seat:
-        """Take a request's seat, and leave the full pages of `known` to the cache.
+        """Take a request's seat away, and enter the full pages of `known` into the cache.
 
-        The caller frees the pages that the returned seat still owns. Not `sound`: these may hold NaN, so they are wiped
-        and not shared.
+        The caller frees the pages that the returned seat still owns. sound: False if the request's own pages may hold
+        NaN; then they are wiped, and not shared.
         """
         if sound:
             self.share(request, known)
@@ -104,7 +104,7 @@ class Seats(dict[Request, Seat]):
 
     @property
     def owned(self) -> int:
-        """How many pages seats own."""
+        """How many pages all seats own."""
         return sum(len(seat.owned()) for seat in self.values())
 
     @property
@@ -113,7 +113,10 @@ class Seats(dict[Request, Seat]):
         return 1 - (len(self.kv.free) + len(self.cache.idle)) / max(self.kv.pages - 1, 1)
 
     def check(self, left: int) -> None:
-        """Assert that every page is in one place, `left` of them with the flight, and that the cache is consistent."""
+        """Assert that every page is in one place and that the cache is consistent.
+
+        left: how many pages are kept for a step in flight, since their requests left.
+        """
         self.cache.check()
         total, free, owned = self.kv.pages - 1, len(self.kv.free), self.owned + left
         assert free + self.cache.count + owned == total, f"{free} free, {self.cache.count} cached, {owned} of {total}"

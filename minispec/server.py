@@ -2,9 +2,12 @@
 
     python -m minispec.server [--model PATH] [--port 30000] ...
 
-Two threads: the event loop parses, counts and streams; the engine thread (`serve/worker.py`) owns the `LLM` and steps.
-What the loop needs to know of the model stands on a `Front`. The server listens at once and says 503 until it is ready.
-Every failure is OpenAI's error object, in a stream as an event. Requests of a client that hangs up are aborted.
+There are two threads. The event loop parses, counts and streams. The engine thread (`serve/worker.py`) owns the `LLM`
+and runs its steps. With --dp-size, replicas in other processes take that thread's place (`replicas/workers.py`). What
+the loop knows of the model is in a `Front` (`serve/front.py`).
+
+The server listens at once, and answers 503 until it is ready. Every failure is OpenAI's error object, in a stream as an
+event. If a client hangs up, its requests are aborted.
 
 Read next: `serve/parse.py` and `serve/reply.py` for what goes in and out, `scheduler.py` for what a step is.
 """
@@ -64,12 +67,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("minispec")
 
-HEALTH_TIMEOUT = 20.0  # seconds /health_generate waits for a token
-STOP_TIMEOUT = 1.0  # seconds each for connections and engine thread to end
+HEALTH_TIMEOUT = 20.0  # seconds that /health_generate waits for a token
+STOP_TIMEOUT = 1.0  # seconds for connections to end, and again for the engine thread
 
 
 class Server:
-    """The aiohttp application and the bookkeeping of what is in flight. Everything here runs on the event loop."""
+    """The aiohttp application, and which requests are under way. Everything here runs on the event loop."""
 
     def __init__(self, config: Config, build: Build = build_llm) -> None:
         self.config, self.build = config, build
@@ -77,22 +80,22 @@ class Server:
         self._names = [name for name in (config.served_name, config.model_path) if name]
         self.created = int(time.time())
         self.port = config.port
-        self.exchanges: set[Exchange] = set()
-        self.routes: dict[Request, Exchange] = {}  # of what the engine has
-        self.admitted = 0  # prompts in flight, counted from before they are tokenized
+        self.exchanges: set[Exchange] = set()  # the HTTP requests for text that are under way
+        self.routes: dict[Request, Exchange] = {}  # for each request in the engine, who gets its updates
+        self.admitted = 0  # prompts under way, also those not tokenized yet
         self.produced = asyncio.Event()  # set whenever a step has given tokens
-        self.must_end = asyncio.Event()  # the process, since this server will never answer, or never again
-        self.draining = self.stopping = False  # no new work is taken; everything ends
+        self.must_end = asyncio.Event()  # set if the process must end, since it will not answer any more
+        self.draining = self.stopping = False  # draining: no new work is taken; stopping: what is left is ended
         self.bodies = Bodies()
-        self.watchdog = Watchdog(0)  # of a process that is the server's own; see `serve`
-        # What takes long is done by threads, and what waits for them is bounded by the queue's bound. Requests with a
-        # grammar have one of their own, so that grammars that take long keep only each other.
+        self.watchdog = Watchdog(0)  # watches nothing; `serve`, whose process is the server's own, sets another
+        # These threads do what takes long. What waits for them counts against the bound of the queue. Requests with a
+        # grammar have a thread of their own, so that a slow grammar delays only other grammars.
         self.tokenizing, self.compiling = ThreadPoolExecutor(2, "tokenizing"), ThreadPoolExecutor(1, "grammars")
 
     # ---- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Listen, and begin to load; raises OSError if the address is taken."""
+        """Listen, and begin to load the model; raises OSError if the address is taken."""
         self.engine: Replicas | EngineThread
         if self.config.dp_size > 1:
             self.engine = Replicas(self.config, self._deliver, self._died)
@@ -113,12 +116,12 @@ class Server:
         self.engine.start()
 
     async def drain(self, at_once: asyncio.Event) -> bool:
-        """Take no new work, and let what was taken finish; False where --shutdown-timeout or `at_once` comes first."""
+        """Take no new work, and let what was taken finish; False if --shutdown-timeout or `at_once` comes first."""
         self.draining = True
         return await drained(self.exchanges, self.config.shutdown_timeout, at_once)
 
     async def stop(self) -> bool:
-        """End: an error to everyone in flight, connections closed, engine stopped; False if the engine still runs."""
+        """Stop the engine, answer everyone with an error, and close connections; False if the engine still runs."""
         self.draining = self.stopping = True
         self.engine.stop()
         self._fail_everything(shutting_down())
@@ -141,7 +144,7 @@ class Server:
         return app
 
     def _deliver(self, updates: list[Update]) -> None:
-        """Hand the updates of a step to the exchanges they belong to."""
+        """Hand each update of a step to the exchange that its request belongs to."""
         if any(update.ids for update in updates):
             self.produced.set()
         if self.config.enable_metrics:
@@ -152,7 +155,7 @@ class Server:
                 exchange.add(update)
 
     def _died(self) -> None:
-        """The engine thread is gone: answer everyone, and if it never was ready, or is lost, end the process."""
+        """Answer everyone, since the engine has failed; end the process if it never was ready, or is lost."""
         message = one_line(self.engine.error)
         self._fail_everything(RequestError(f"the engine has failed: {message}", None, 503, "engine_failed"))
         if self.engine.loaded.is_set() and not self.engine.lost:
@@ -161,13 +164,13 @@ class Server:
             self.must_end.set()
 
     def hung(self) -> None:
-        """A step will not end: answer everyone, and end the process."""
+        """Answer everyone and end the process, since a step will not end."""
         self.engine.error = RuntimeError(f"a step has not ended in {2 * self.watchdog.seconds:g} seconds")
         cast(EngineThread, self.engine).state, self.engine.lost = "failed", True
         self._died()
 
     def _fail_everything(self, error: RequestError) -> None:
-        """End every exchange and every question to the scheduler; the exchanges' handlers see to the engine's side."""
+        """End every exchange, whose handler then aborts its requests, and every question to the scheduler."""
         for exchange in self.exchanges:
             exchange.end(error)
         self.engine.refuse_questions(error)
@@ -191,7 +194,7 @@ class Server:
         return await self._answer(http, parse.parse_generate)
 
     async def _answer(self, http: web.Request, parsed: Callable[[dict[str, Any]], parse.Job]) -> web.StreamResponse:
-        """Answer a request for text, streaming or whole; `parsed` makes a job of its body."""
+        """Answer a request for text, streaming or whole; `parsed(body)` returns the job that the body asks for."""
         front = self._open()
         job = await self.bodies.read(http, parsed)
         self._check_model(job.model)
@@ -208,7 +211,7 @@ class Server:
             reply = await asyncio.get_running_loop().run_in_executor(threads, prepare)
             exchange.requests = reply.requests
             if not exchange.items.empty():
-                await exchange.next()  # ended while its prompt was tokenized: raises
+                await exchange.next()  # it was ended while its prompt was tokenized: this raises
             self._submit(exchange)
             if self.config.log_requests:
                 log_requests(reply.requests)
@@ -220,7 +223,7 @@ class Server:
 
     @contextmanager
     def _counted(self, count: int) -> Iterator[None]:
-        """Count prompts against the bound of the queue, at the instant it is checked; 503 where it is full."""
+        """Count prompts against the bound of the queue while the block runs; RequestError 503 if the queue is full."""
         limit = self._open().facts.max_running * self.config.dp_size + self.config.max_queued_requests
         if count > limit:
             raise RequestError(f"{count} prompts and choices in one request; --max-queued-requests allows {limit}",
@@ -235,7 +238,7 @@ class Server:
 
     @contextmanager
     def _kept(self, exchange: Exchange) -> Iterator[None]:
-        """Keep an exchange reachable; in the end, however it comes, abort what has not finished."""
+        """Keep an exchange among `exchanges` while the block runs, --request-timeout at most; then abort the rest."""
         self.exchanges.add(exchange)
         limit = self.config.request_timeout
         late = partial(exchange.end, RequestError(f"the request took more than {limit} seconds", None, 504, "timeout"))
@@ -251,14 +254,14 @@ class Server:
                 self.engine.abort(submitted)
 
     def _submit(self, exchange: Exchange) -> None:
-        """Hand an exchange's requests to the engine, unless it has stopped or failed while they were tokenized."""
+        """Hand an exchange's requests to the engine, unless the engine has stopped or failed meanwhile."""
         self._ready()
         self.routes.update(dict.fromkeys(exchange.requests, exchange))
         self.engine.submit(exchange.requests)
         self._end_aborted(exchange)
 
     def _end_aborted(self, exchange: Exchange) -> None:
-        """Have the engine end those of an exchange's submitted requests that were aborted; last updates follow."""
+        """Have the engine end the requests of an exchange that /abort_request named; their last updates follow."""
         aborted = [request for index, request in enumerate(exchange.requests) if index in exchange.aborted]
         if aborted:
             self.engine.abort([request for request in aborted if request in self.routes])
@@ -266,7 +269,7 @@ class Server:
     # ---- the other endpoints -----------------------------------------------------------------------------------------
 
     async def health(self, http: web.Request) -> web.Response:
-        """200 once ready, with what is compiled by then, else 503 with a progress line."""
+        """200 once ready, with how much is compiled; else 503 with a line of progress."""
         state = "shutting_down" if self.draining else self.engine.state
         line = self._progress()
         if state == "ready" and self.watchdog.late:
@@ -284,7 +287,7 @@ class Server:
             exchange.requests = _prepare(exchange.job, intake, self._served).requests
             self.produced.clear()
             self._submit(exchange)
-            # Any token will do: behind a long queue our own may take longer, and the server is well.
+            # A token of any request will do: behind a long queue our own may take longer, though the server is well.
             waits = [asyncio.ensure_future(self.produced.wait()), asyncio.ensure_future(exchange.next())]
             try:
                 done, _ = await asyncio.wait(waits, timeout=HEALTH_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
@@ -317,12 +320,12 @@ class Server:
         })  # fmt: skip
 
     async def server_info(self, http: web.Request) -> web.Response:
-        """The launch flags, the sizes, and in internal_states[0] the scheduler's current numbers."""
+        """The launch flags, and an engine's sizes and current numbers; internal_states has those of each engine."""
         front = self._ready()
         answers = await self.engine.each("stats")
         stats: dict[str, Any] = next(filter(None, answers), {})
         given = {**dataclasses.asdict(self.config), "speculative_algorithm": front.facts.algorithm}
-        hidden = {"api_key", "admin_api_key", "notes", *stats}  # what stats have is as resolved, not as asked for
+        hidden = {"api_key", "admin_api_key", "notes", *stats}  # flags that `stats` has too are shown as resolved
         flags = {name: value for name, value in given.items() if name not in hidden}
         states = [{**flags, **answer, "dp_rank": rank} for rank, answer in enumerate(answers) if answer]
         info = {**stats, **flags, "version": version(), "internal_states": states}
@@ -331,7 +334,7 @@ class Server:
         return json_answer(info)
 
     async def loads(self, http: web.Request) -> web.Response:
-        """How busy the scheduler is: SGLang's numbers for its one rank; `include` may leave out those of drafting."""
+        """How busy each engine is, in SGLang's numbers; `include` may leave out those of speculation."""
         self._ready()
         include = set(filter(None, http.query.get("include", "all").split(",")))
         if unknown := include - {"core", "memory", "spec", "lora", "disagg", "queues", "all"}:
@@ -371,7 +374,7 @@ class Server:
         return web.Response(text="Cache flushed.\n")
 
     async def restart(self, http: web.Request) -> web.Response:
-        """Start a replica again, when it has done what it has; answers when it is ready."""
+        """Restart a replica, which may finish its requests first (--shutdown-timeout); answers when it is ready."""
         self._ready()
         if not isinstance(self.engine, Replicas):
             raise RequestError("there are no replicas without --dp-size", None, 404)
@@ -388,13 +391,13 @@ class Server:
             raise RequestError(str(error), "server_args") from None
         await self.engine.each("reconfigure", config.thresholds, config.adaptive)
         self.config = config
-        self.__dict__.pop("_served", None)  # the fingerprint depends on it
+        self.__dict__.pop("_served", None)  # its fingerprint depends on the config
         return json_answer([True])
 
     async def abort_request(self, http: web.Request) -> web.Response:
         """End the prompts whose rid begins with `rid`, or all; 200 whether there were any or not.
 
-        Who lacks the admin key, where there is one, must name a whole rid, which shows that it is their own.
+        If there is an admin key, a client without it must name a whole rid: knowing it shows that it is the client's.
         """
         asked = await self._body(http, fields.Abort)
         if not asked.abort_all and asked.rid is None:
@@ -423,7 +426,7 @@ class Server:
         encode: Any = tokenizer.encode_chat if messages else plain
 
         def work() -> dict[str, Any]:
-            """Tokenize, in a thread."""
+            """Tokenize; runs in a thread."""
             for text in texts:
                 parse.check_size(text, context)
             rows, first = [encode(text) for text in texts], slice(None) if batched else 0
@@ -452,7 +455,7 @@ class Server:
         return await self.bodies.read(http, partial(fields.read, kind))
 
     async def _worked_out(self, work: Callable[[], dict[str, Any]]) -> web.Response:
-        """Answer with what a tokenizer's thread finds; it counts as one prompt against the bound of the queue."""
+        """Answer with what `work` returns in a tokenizer's thread; it counts as a prompt against the queue's bound."""
         with self._counted(1):
             body = await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: parse.dump(work()))
         return web.Response(body=body, content_type="application/json")
@@ -462,7 +465,7 @@ class Server:
         return one_line(self.engine.error) if self.engine.state == "failed" else self.engine.progress
 
     def _ready(self) -> Front:
-        """Return what is known of the model; RequestError 503 while loading, in the end, or after a failure."""
+        """Return what is known of the model; RequestError 503 while loading or stopping, or after a failure."""
         if self.stopping:
             raise shutting_down()
         if self.engine.state == "failed" or self.engine.front is None:
@@ -471,14 +474,14 @@ class Server:
         return self.engine.front
 
     def _open(self) -> Front:
-        """Return the same for new work; RequestError 503 as above, and from the first signal on."""
+        """Return what `_ready` returns, for new work: RequestError 503 from the first signal on, too."""
         if self.draining:
             raise shutting_down()
         return self._ready()
 
     @cached_property
     def _served(self) -> Served:
-        """What answers tell of the server; known once it is ready."""
+        """What answers say about the server; known once it is ready."""
         config, front = self.config, self._ready()
         facts, tokenizer = front.facts, front.intake.tokenizer
         shown = calls_of(tokenizer.chat.tool_template or "")
@@ -487,7 +490,7 @@ class Server:
                       config.stream_interval, config.enable_cache_report, formats, tokenizer)  # fmt: skip
 
     def _check_model(self, name: str | None) -> None:
-        """Raise RequestError where, with --strict-model-name, a request names another model."""
+        """With --strict-model-name, raise RequestError if a request names another model."""
         if self.config.strict_model_name:
             parse.check_model(name, self._names)
 
@@ -498,7 +501,7 @@ class Server:
 
     @web.middleware
     async def _counted_answer(self, http: web.Request, handler: Any) -> web.StreamResponse:
-        """Count requests and answers by route; a client that hung up counts as 499."""
+        """Count requests and answers by route; the answer to a client that hung up counts as 499."""
         resource, status = http.match_info.route.resource, 499
         try:
             response = await handler(http)
@@ -512,7 +515,7 @@ class Server:
 
 
 def _prepare(job: parse.Job, intake: Intake, served: Served) -> Reply:
-    """Return the reply to a job, with its requests, tokenized and checked; slow, and safe on any thread."""
+    """Tokenize and check a job's requests, and return the `Reply` that will answer it; slow; safe on any thread."""
     sizes = intake.limits.context_length, intake.limits.longest_prompt
     try:
         requests = parse.tokenize(job, intake.tokenizer, *sizes, served.formats)
@@ -527,14 +530,14 @@ def _prepare(job: parse.Job, intake: Intake, served: Served) -> Reply:
 
 
 async def serve(config: Config, temporary: Path | None = None) -> int:
-    """Serve until a signal comes and what runs has finished, then end the process: with 0, or with 1 if the model
-    cannot be served.
+    """Serve until a signal comes and what runs has finished. Then end the process, with 0, or 1 if the engine was lost.
 
-    Returns only, with 1, where the address cannot be listened on, or not with the certificate given.
+    Without a signal the process ends only if `Server.must_end` is set, with 1. This function returns only if the server
+    cannot listen on its address or its certificate cannot be used, with 1. `temporary`: a folder to remove at the end.
     """
     try:
         server = Server(config, build_sealed_llm)
-    except ValueError as error:  # a certificate that is none
+    except ValueError as error:  # the certificate or its key cannot be used
         return _failed(error)
     signals, loop = Signals(), asyncio.get_running_loop()
     server.watchdog = Watchdog(config.watchdog_timeout, lambda: loop.call_soon_threadsafe(server.hung))
@@ -556,7 +559,7 @@ async def serve(config: Config, temporary: Path | None = None) -> int:
     await server.stop()
     if signals.first.is_set():
         logger.info("shut down: %s", f"{left} requests were ended with an error" if left else "no request was cut off")
-    # A compilation, or a long prompt in a tokenizer's thread, cannot be interrupted, and the loop's own end would wait.
+    # Threads that compile, or tokenize a long prompt, cannot be interrupted, and the loop's end would wait for them.
     if temporary is not None:
         shutil.rmtree(temporary, ignore_errors=True)
     logging.shutdown()
@@ -566,13 +569,13 @@ async def serve(config: Config, temporary: Path | None = None) -> int:
 
 
 def _failed(why: object) -> int:
-    """Say why there is no server, and return the code to exit with."""
+    """Print why there is no server, and return the exit code 1."""
     print(f"minispec: error: {why}", file=sys.stderr)
     return 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the server from the command line; exits with 0 after Ctrl-C or SIGTERM, non-zero on failure."""
+    """Run the server from the command line; exits with 0 after Ctrl-C or SIGTERM, with another code on failure."""
     config = config_from_args(argv)
     logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S", stream=sys.stderr,
                         level=getattr(logging, config.log_level.upper()))  # fmt: skip
@@ -587,7 +590,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _serves(config: Config) -> bool:
-    """Return whether this is rank 0 of several; another rank that a user has started follows it, and then ends."""
+    """Return whether this process is rank 0 of several; any other rank follows rank 0 here, until that ends."""
     try:
         if config.first_rank() == 0:
             return True

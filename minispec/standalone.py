@@ -1,15 +1,18 @@
 """STANDALONE: a whole small model as drafter, with its own keys and values under the target's page table.
 
 This oldest kind of drafter (speculative decoding, arXiv 2211.17192 and 2302.01318) needs no training: any model with
-the same token ids will do. It reads the text as if it served alone, from the first token on and at true positions.
+the same token ids will do. The model reads the text as if it served alone, from the first token on and at true
+positions.
 
-The model drafts by the same beam as a head (`beam.py`), but with lookahead 0: row i holds token i. It reads tokens and
-no features, so `commit` writes one row more than a head's, that of the root:
+The model drafts by the same beam as a head (`beam.py`), but its row i holds token i (lookahead 0). A head's row i holds
+the pair of state i and token i + 1 (lookahead 1), so the root is in row lens - 1. The model needs a row more, which
+`commit` writes: that of the root.
 
     row   0 ... lens-1 | lens | lens+1 .. lens+K | lens+K+1 .. lens+2K | ...
           committed      root   first frontier     second frontier
 
-The state of a slot is the hidden state at its root; its logits give the first drafts.
+A frontier is the K nodes that a round of drafting expands. The state of a slot is the model's hidden state at the root,
+whose logits give the first drafts.
 
 Read next: `beam.py` for the trees, `engine.py` for the calls, `draft_models.py` for which models fit each other.
 """
@@ -31,7 +34,7 @@ from minispec.model import Model, Rope
 
 
 class DraftModel(nn.Module):
-    """A model as the beam's network: it reads no features of the target and drafts the ids below `vocab_size`."""
+    """A model as the network of a beam. It reads no features of the target, and drafts ids below `vocab_size`."""
 
     name = "standalone"
     taps: tuple[int | str, ...] = ()
@@ -44,12 +47,12 @@ class DraftModel(nn.Module):
         self.hidden_size, self.kv_heads, self.head_dim = config.hidden_size, config.kv_heads, config.head_dim
 
     def logits(self, state: Tensor) -> Tensor:
-        """Return the logits [..., vocab_size] of hidden states [..., H], without those of the LM head's padding."""
+        """Return the logits [..., vocab_size] of hidden states [..., H]; later ids are never drafted."""
         return self.model.logits(state)[..., : self.vocab_size]
 
 
 class StandaloneDrafter(BeamDrafter):
-    """The drafter around a model: S rounds of K branches, reranked to a tree of N nodes."""
+    """The drafter around a model: S rounds of K branches, whose best N - 1 drafts and the root form a tree."""
 
     lookahead = 0
     network: DraftModel
@@ -61,9 +64,9 @@ class StandaloneDrafter(BeamDrafter):
         self.expect(self.longest)
 
     def expect(self, longest: int) -> None:
-        """Prepare, before `attach`, for paths of `longest` tokens."""
+        """Make room for accepted paths of `longest` tokens; to be called before `attach`."""
         super().expect(longest)
-        # Rows from the old root on: a path of A and the new root, or the old root and the frontiers.
+        # Rows from the root on: `commit` writes a path of A rows and the new root, `propose` needs root and frontiers.
         self.scratch = max(self.longest + 1, 1 + self.window)
         device = self.network.model.embed_tokens.weight.device
         self._causal = torch.ones(self.longest, self.longest, dtype=torch.bool, device=device).tril()
@@ -71,17 +74,21 @@ class StandaloneDrafter(BeamDrafter):
     def attach(
         self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
     ) -> None:
-        """Allocate as a head does, and the plans of rows that end at a root."""
+        """Allocate what a head needs, and the plans for `commit`, whose rows end at a root."""
         super().attach(kv, attend_kind, batch_sizes, chunk_counts)
         paths = [(count, length) for count in batch_sizes for length in self.path_lengths]
         shapes = [*paths, *((count, 1) for count in chunk_counts)]
-        self._tails = {shape: Plan(self.kv, shape[0], 1, shape[1]) for shape in shapes}  # by requests and rows of each
+        self._tails = {shape: Plan(self.kv, shape[0], 1, shape[1]) for shape in shapes}  # by requests, and rows of each
 
     def compile(self, compiler: Compiler) -> None:
         self.network.model.compile_blocks(compiler)
 
     def attends(self, plan: Plan, prefill: bool) -> list[PagedAttend]:
-        """Return the attention of chunks and the roots after them, or of paths that end at a root and of frontiers."""
+        """Return the attention of each call of the model.
+
+        In a prefill step: over the chunks, then over the roots after them. In a decode step: over the paths, which end
+        at a root, then over the frontiers.
+        """
         if prefill:
             return [self._attend(plan), self._attend(self._tails[plan.blocks, 1])]
         return super().attends(self._tails[plan.batch, plan.width], prefill)
@@ -89,10 +96,10 @@ class StandaloneDrafter(BeamDrafter):
     def commit(self, new: Committed) -> None:
         """Write the rows of the tokens just committed and of the root after them; keep the state at the root."""
         root = new.positions.flatten()[new.ends] + 1  # [C], its row and position
-        if new.prefill:  # the chunk's own rows first, then one row: the root, or the next chunk's first token
+        if new.prefill:  # the chunk's rows first, then the row after it: the root, or the next chunk's first token
             self._run(new.tokens, None, new.positions, new.plan)
             tokens, first = new.following.flatten()[new.ends][:, None], root
-        else:  # a path without its first row, the old root's, which the previous commit wrote
+        else:  # the path without its first row, which is the old root's: the previous commit wrote it
             tokens, first = new.following, new.positions[:, 0] + 1
         count, width = tokens.shape
         positions = first[:, None] + torch.arange(width, device=first.device)
@@ -103,13 +110,13 @@ class StandaloneDrafter(BeamDrafter):
         self.state[new.slots] = states[torch.arange(count, device=first.device), root - first]
 
     def _read(self, tokens: Tensor, positions: Tensor) -> Inputs:
-        """Return the inputs of the model for tokens at positions, both [B, T] int64."""
-        # The draft model has no embedding for ids that are padding of the target's vocabulary; they get its last one.
+        """Return the model's inputs for tokens [B, T] int64 at positions [B, T] int64."""
+        # An id that only the target has gets the draft model's last embedding; padding (-1) gets its first.
         model = self.network.model
         known = tokens.clamp(0, model.config.vocab_size - 1)
         return Inputs(model.embed(known), *model.rope(positions), positions)
 
     def _through(self, inputs: Inputs, states: Tensor | None, plan: Plan) -> Tensor:
-        """Return the hidden states [B, T, H] under a plan; `states` is not read, since the pages hold all context."""
+        """Return the hidden states [B, T, H] under a plan; `states` is not read, since the pages hold the context."""
         model, rope = self.network.model, Rope(inputs.cos, inputs.sin)
         return model.finish(model.run_blocks(inputs.embedding, rope, self._attend(plan)))[0]

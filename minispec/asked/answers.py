@@ -1,7 +1,7 @@
 """What a request gets beside its text, in SGLang's form: why it ended, what it cost, and log-probabilities.
 
-The native endpoints and `LLM.generate` return this as `meta_info`. It needs no torch, since a server answers before
-torch is imported.
+SGLang's endpoint /generate and `LLM.generate` return this as `meta_info`. This file does not import torch, since a
+server answers before torch is imported.
 
 Read next: `scores.py`, where log-probabilities come from; `serve/logprobs.py` for the forms of OpenAI and vLLM.
 """
@@ -18,7 +18,7 @@ from minispec.request import ABORT_WANTED, Finish, Request, Scored
 def finish_dict(finish: Finish, length: int) -> dict[str, Any]:
     """Return SGLang's finish_reason object; `length` is the number of tokens generated.
 
-    An abort that was asked for has no status code, since it is no failure.
+    An abort that somebody asked for has no status code, since it is no failure.
     """
     if finish.kind == "stop":
         return {"type": "stop", "matched": finish.matched}
@@ -32,9 +32,9 @@ def meta_info(
     request: Request, completion_tokens: int, finish: Finish | None, nodes: int,
     spell: Callable[[int], str] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the native meta_info; latency and fields of speculation are there once the request is finished.
+    """Return SGLang's meta_info; it has latency and the fields of speculation once the request is finished.
 
-    `nodes` is N, the nodes of a tree, root included. `spell` gives the texts for the ids of log-probabilities.
+    `nodes` is N, the nodes of a tree, root included. `spell(id)` returns an id's text, for the log-probabilities.
     """
     info: dict[str, Any] = {
         "id": request.rid,
@@ -56,8 +56,9 @@ def meta_info(
 def _speculation(request: Request) -> dict[str, Any]:
     """Return the fields of speculation.
 
-    spec_accept_rate leaves the root out, as in SGLang. spec_accept_length is tokens per verify step; unlike SGLang's it
-    leaves out the token of the prefill step, so plain decoding has 1. Plain steps count as verify steps without drafts.
+    spec_accept_rate is the accepted share of the drafts; roots do not count, as in SGLang. spec_accept_length is tokens
+    per verify step. Unlike SGLang's it leaves out the token that prefill gives, so plain decoding has 1. Plain steps
+    count as verify steps without drafts.
     """
     steps, drafted = request.verify_steps, request.drafted_tokens
     return {
@@ -71,10 +72,10 @@ def _speculation(request: Request) -> dict[str, Any]:
 
 
 def _logprob_lists(request: Request, count: int, spell: Callable[[int], str] | None) -> dict[str, Any]:
-    """Return SGLang's lists of log-probabilities, with the first `count` output tokens; none if none were asked for.
+    """Return SGLang's lists of log-probabilities, of the first `count` output tokens; no list if none was asked for.
 
-    Items are [logprob, id, text], the text null without `spell`. Those of the prompt begin at logprob_start_len, with
-    null for the first logprob. Those of an aborted request end where it ended.
+    Items are [logprob, id, text]; text is null without `spell`. The prompt's items begin at logprob_start_len, and the
+    first of them has null for its logprob. An aborted request has items as far as its tokens were scored.
     """
     wish = request.params.logprobs
     if wish is None:

@@ -1,13 +1,15 @@
-"""Scores: log-probabilities of the tokens of a text by the model's own logits, before the sampler changes them.
+"""Scores: log-probabilities of the tokens of a text, from the model's logits before the sampler changes them.
 
-A decode step scores the tokens that it emitted, a prefill step also the known tokens after rows of a prompt. Both have
-these rows anyway, so a score costs a softmax of its row and no forward pass. Only rows of requests that ask are scored,
-a few at a time, so the logits of a long prompt never exist all at once.
+The logits at a row score the token after it. A decode step scores the tokens that it emits. A prefill step scores the
+token that it picks, and tokens of the prompt, which are known. The step computes these rows anyway, so a score costs no
+forward pass: only a softmax, and for a token of the prompt also the LM head over one row. Only rows of requests that
+ask are scored, at most 128 at a time, so the logits of a long prompt never exist all at once.
 
-The one idea: a token's score and its entry among the likeliest are read from the same tensor, so they are one float.
+A token's score and its entry among the likeliest tokens are read from the same tensor, so they are the same float.
 
-The host knows before the launch what a step is asked (`Questions`), and sends it in one copy. The answers (`Scores`)
-come back with the step's tokens. Such steps run uncaptured, since their shapes depend on what is asked.
+The host knows before the launch which scores a step is asked for (`Questions`), and uploads that in one copy. The
+answers (`Scores`) come back with the step's tokens. Such steps run uncaptured, since their shapes depend on what is
+asked.
 
 Read next: `steps.py`, which asks; `serve/logprobs.py` and `answers.py` for what clients see.
 """
@@ -29,21 +31,21 @@ UNLIKELY = -9999.0  # stands for minus infinity and NaN, which JSON lacks; OpenA
 
 
 class Question(NamedTuple):
-    """What one request asks of a step."""
+    """Which scores one request asks of a step."""
 
-    row: int  # its row in a decode step, its chunk in a prefill step
+    row: int  # its index in the batch of a decode step, or among the chunks of a prefill step
     wish: Logprobs
     picks: bool = True  # whether to score the tokens that the step picks
-    known: range = range(0)  # rows of a prefill step's T whose next, known tokens to score
+    known: range = range(0)  # which of the T rows of a prefill step score the known token after them
 
 
 class Questions:
-    """The questions to a step. They concern n = p * A + m rows: A picks for each of p requests, and m known tokens."""
+    """The questions to a step. They ask for n = p * A + m scores: A picks of each of p requests, and m known tokens."""
 
     def __init__(self, asked: Sequence[Question], device: torch.device) -> None:
         self.asked = asked
-        self.top = max(question.wish.top for question in asked)
-        self.width = max(len(question.wish.ids) for question in asked)  # I
+        self.top = max(question.wish.top for question in asked)  # here K: how many likeliest tokens are wanted at most
+        self.width = max(len(question.wish.ids) for question in asked)  # I, the most ids that a request names
         picks = [(question.row, owner) for owner, question in enumerate(asked) if question.picks]
         known = [(row, owner) for owner, question in enumerate(asked) for row in question.known]
         table = [token for question in asked for token in (*question.wish.ids, *[0] * self.width)[: self.width]]
@@ -54,7 +56,7 @@ class Questions:
         self._owners, self._ids = owners, ids.view(len(asked), self.width)
 
     def ids(self, most: int) -> Tensor:
-        """Return `[n, I] int64`, the ids that each row's request names; `most` is A."""
+        """Return `[n, I] int64`: for each score the ids that its request names, padded with 0; `most` is A."""
         count = len(self.picks)
         owners = torch.cat((self._owners[:count].repeat_interleave(most), self._owners[count:]))
         return self._ids.index_select(0, owners)
@@ -62,19 +64,19 @@ class Questions:
 
 @dataclass(frozen=True)
 class Scores:
-    """A step's answers: first for the picks, A a request, then for the known tokens."""
+    """A step's n answers: first those for the picks, A a request, then those for the known tokens."""
 
     questions: Questions
-    values: Tensor  # [n, 1 + K + I] fp32: of the token, of the K likeliest, of the named ids
-    top: Tensor  # [n, K] int64, the likeliest ids
+    values: Tensor  # [n, 1 + K + I] fp32: of the token, of the K likeliest tokens, of the named ids
+    top: Tensor  # [n, K] int64, the ids of the K likeliest tokens
 
     def to_host(self) -> Scores:
-        """Start the copy to the host."""
+        """Start a copy to the host, and return it."""
         values, top = (part.to("cpu", non_blocking=True, copy=True) for part in (self.values, self.top))
         return replace(self, values=values, top=top)
 
     def read(self, most: int) -> dict[int, tuple[list[Scored], list[Scored]]]:
-        """Return by row or chunk the scores of known tokens and of all A = `most` picks; the copy must be complete."""
+        """Return, by row or chunk, the scores of known tokens and of A = `most` picks; the copy must be complete."""
         values, top = self.values.tolist(), self.top.tolist()
         picked, known = 0, len(self.questions.picks) * most
         told = {}
@@ -88,14 +90,14 @@ class Scores:
         return told  # type: ignore[return-value]
 
     def _scored(self, values: list[float], top: list[int], wish: Logprobs) -> Scored:
-        """Return one row as its request wishes; of equals the lowest id comes first, as in a greedy pick."""
+        """Return one answer as its request wishes it; among equals the lowest id comes first, as in a greedy pick."""
         count = len(top)
         likeliest = sorted(zip(top, values[1:], strict=False), key=lambda pair: (-pair[1], pair[0]))
         return Scored(values[0], likeliest[: wish.top], values[1 + count : 1 + count + len(wish.ids)])
 
 
 def score(questions: Questions, tokens: Tensor, logits: Callable[[slice], Tensor], most: int) -> Scores:
-    """Score `tokens [n] int64`; `logits(part)` returns the logits [r, V] of the rows in that slice of n."""
+    """Score `tokens [n] int64`; `logits(part)` returns the logits `[r, V]` of the r tokens in the slice `part`."""
     ids, parts = questions.ids(most), []
     for first in range(0, len(tokens), ROWS_AT_ONCE):
         part = slice(first, min(first + ROWS_AT_ONCE, len(tokens)))
@@ -115,7 +117,7 @@ def _score(logits: Tensor, tokens: Tensor, ids: Tensor, count: int) -> tuple[Ten
 def score_picks(questions: Questions, logits: Tensor, path: Tensor, emitted: Tensor) -> Scores:
     """Score the tokens of a decode step: `logits [B, N, V]`, `path` and `emitted [B, A] int64` of its verdict.
 
-    Tokens at and beyond a verdict's count are scored too, and dropped later.
+    Entries of a path from the verdict's count on are scored too, and dropped later.
     """
     (_, nodes, vocab), most = logits.shape, path.shape[1]
     flat, rows = logits.reshape(-1, vocab), questions.picks
@@ -128,13 +130,13 @@ def score_known(
 ) -> Scores:
     """Score the picks and the known tokens of a prefill step.
 
-    picked: the logits `[c, V]` after each chunk and the tokens `[c] int64` picked from them. rows: hidden states
-    `[T, d]`, from which `head` computes logits, and the tokens `[T] int64` after them.
+    picked: the logits `[c, V]` at the end of each chunk, and the tokens `[c] int64` picked from them. rows: the hidden
+    states `[T, d]` of all rows, from which `head` computes logits, and the tokens `[T] int64` after these rows.
     """
     (logits, tokens), (hidden, following), count = picked, rows, len(questions.picks)
 
     def part_of(part: slice) -> Tensor:
-        """Return the logits of a slice of the n rows; those of the first `count` exist already."""
+        """Return the logits for a slice of the n scores; those of the picks, the first `count`, exist already."""
         ready = questions.picks[part]
         known = questions.known[max(part.start - count, 0) : max(part.stop - count, 0)]
         made = [logits.index_select(0, ready)] if len(ready) else []

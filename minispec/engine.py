@@ -320,7 +320,7 @@ class Engine:
         told: [B, N] fp32, in which the drafter writes its log-probability of each node (`Batch.scores`).
         """
         lens, root = self.lens[buffers.slots], self.root[buffers.slots]
-        knows = wishes is not None and self.accept.couples
+        knows = wishes is not None and wishes.temperature is not None and self.accept.couples
         temperature, seed = (wishes.temperature, wishes.seed) if wishes is not None and knows else (None, None)
         drafted = buffers.tree
         if buffers.shape.drafts:

@@ -18,7 +18,7 @@ from torch import nn
 import minispec.beam as beam_module
 from minispec.attention import Causal, Plan
 from minispec.beam import BeamDrafter, Candidates, Inputs, branch, candidate_count, rerank, sprout
-from minispec.drafter import Batch
+from minispec.drafter import Batch, DraftTree
 from minispec.eagle import Eagle3Head, EagleHead
 from minispec.model import Model
 from minispec.mtp import MtpHead
@@ -377,6 +377,22 @@ def coupled_case(name: str, shape: tuple[int, int, int], coupled: bool) -> None:
 @pytest.mark.parametrize("name", ["toy", "eagle3"])  # eagle3 has a draft vocabulary of its own
 def test_greedy_and_sampled_rows_share_a_batch_coupled_or_not(name, shape, coupled) -> None:
     coupled_case(name, shape, coupled)
+
+
+@pytest.mark.parametrize(("temperature", "sampled"), [(0.0, False), (0.7, True)])
+def test_penalties_alone_ask_the_drafter_for_no_other_graph(temperature: float, sampled: bool) -> None:
+    """Graphs are found by which arguments there are, and a greedy step's was made without penalties."""
+    scheduler, given = build(MODEL, drafter(3, 1, 4, coupled=True)), []
+    propose = scheduler.engine.drafter.propose
+
+    def noted(batch: Batch) -> DraftTree:
+        given.append((batch.temperature is not None, batch.seed is not None))
+        return propose(batch)
+
+    scheduler.engine.drafter.propose = noted
+    asked = request("r", [5, 9, 2], temperature=temperature, repetition_penalty=1.3, max_new_tokens=6, ignore_eos=True)
+    run(scheduler, [asked])
+    assert set(given) == {(sampled, sampled)} and asked.output_ids == truth(MODEL, asked)
 
 
 def memoryless_model() -> Model:

@@ -408,7 +408,7 @@ class Scheduler:
         kept = []
         for request, tokens in emitted.items():
             request.kv_len += len(tokens)
-            kept.append(self._deliver(request, tokens, flight, seconds, planned.verified(request)[0]))
+            kept.append(self._deliver(request, tokens, flight, seconds))
             request.count_step(kept[-1], pending.nodes)
         self.metrics.decode(
             Load(self.seats.usage, len(emitted), len(self.waiting), sum(request.kv_len for request in emitted)),
@@ -420,12 +420,10 @@ class Scheduler:
         )
         self.metrics.host_seconds += time.perf_counter() - started
 
-    def _deliver(
-        self, request: Request, tokens: Sequence[int], flight: Flight, seconds: float = 0.0, source: str | None = None
-    ) -> int:
+    def _deliver(self, request: Request, tokens: Sequence[int], flight: Flight, seconds: float = 0.0) -> int:
         """Append emitted tokens one by one until a stop rule applies; returns how many were kept.
 
-        seconds: the time of the decode step. source: whose drafts it verified (`Planned.verified`).
+        seconds: the time of the decode step.
         """
         output, first = self.outputs[request], len(request.output_ids)
         finish = Finish("length") if request.max_new_tokens == 0 else None  # only the prompt was asked about
@@ -435,6 +433,7 @@ class Scheduler:
                 break
         ids = request.output_ids[first:]
         if flight.pending.asked is not None:
+            source = None if flight.planned is None else flight.planned.source(request)
             flight.pending.asked.tell([*flight.seats].index(request), output, ids, seconds, source)
         if finish:
             self._end(request, finish, ids)

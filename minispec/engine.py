@@ -62,7 +62,7 @@ class Pending:
     outputs: Tensor  # [B, A + 2] int64 on the host: A tokens, how many of them were emitted, 1 if a logit was NaN
     ready: torch.cuda.Event | None  # set when `outputs` is filled; None: `outputs` is filled already
     nodes: int = 1  # tree size of a decode step
-    launched: float = 0.0  # its start in seconds of `perf_counter`, put later by `catching_up`
+    launched: float = 0.0  # when its own work began, after catching up; by `perf_counter`
     catching_up: float = 0.0  # seconds in which the drafter first took in its backlog (`late.py`)
     keeps: bool = False  # whether the accepted rows join that backlog, so that `collect` must count them
     chunks: Sequence[Chunk] = ()  # of a prefill step
@@ -120,7 +120,7 @@ class Engine:
     step advances both; `assign` and `release` set lens.
     """
 
-    beside: Model | None = None  # the target's weights that a drafter reads, if the target is spread over ranks
+    beside: Model | None = None  # only with several ranks: the target's whole weights that a drafter reads
 
     def __init__(
         self,
@@ -255,8 +255,8 @@ class Engine:
         """Launch one decode step for these slots: verify one tree per slot, keep the accepted path, emit its tokens.
 
         shape: one of `Sizes.shapes_of` for this batch; default: the drafter's largest trees. drafts: trees from
-        `host_drafts`, one per slot; default: `host_drafts` is called here. If the drafter looks texts up, NOTHING means
-        that a request verifies the head's tree, and the default is NOTHING for all. Trees are cut to N nodes.
+        `host_drafts`, one per slot, cut to N nodes here; default: `host_drafts` is called here. A drafter that looks texts
+        up differs: NOTHING means that a request verifies the head's tree, and the default is NOTHING for every slot.
         """
         batch = self.batch_of(len(slots))
         if drafts is None:
@@ -452,8 +452,8 @@ class Engine:
         """Commit the known tokens and the one picked after each last chunk, and write the outputs."""
         slots, picked = buffers.chunk_slots, buffers.picked
         if self.drafter.commits:
-            # In the last chunk of a request the picked token follows the last row. It is added, not assigned:
-            # chunks that are padding have the end 0, and must not change row 0.
+            # In the last chunk of a request the picked token follows the last row. Chunks that are padding have the end
+            # 0 and `picked` 0, so they add 0 to row 0. An assignment would overwrite that row.
             after = buffers.following.index_add(0, buffers.ends, picked * (token - buffers.following[buffers.ends]))
             self.drafter.commit(Committed(slots, buffers.tokens[None], after[None], read.positions, read.features,
                                           buffers.ends, buffers.plan, prefill=True))  # fmt: skip

@@ -25,7 +25,7 @@ from minispec.buffers import Chunk, DecodeBuffers, PrefillBuffers, Prefills
 from minispec.compiled import within_step
 from minispec.drafter import Committed, Drafter
 
-KEPT_ROWS = 64  # rows of a slot's backlog; the largest prefill step must have as many, and has at least 128
+KEPT_ROWS = 64  # rows of a slot's backlog; no more than the largest prefill step has, which are at least 128
 
 
 class Late:
@@ -69,10 +69,7 @@ class Late:
             self.features[slots, place] = cast(Tensor, features)
 
     def before(self, step: DecodeBuffers, slots: Sequence[int]) -> None:
-        """Let the drafter catch up before a decode step that runs it, or that some slot's backlog has no room for.
-
-        Then all slots of the step catch up.
-        """
+        """Let the drafter catch up on all slots, if the step runs it or may overfill the backlog of one."""
         if not self.keeps(step) or any(self.waiting[slot] + step.most > KEPT_ROWS for slot in slots):
             self.catch_up(slots)
         if step.nodes == 1:  # adds one row a slot, so the rows can be counted before it runs

@@ -116,7 +116,8 @@ class Scheduler:
         self.free_slots = list(range(self.sizes.max_running, 0, -1))  # slot 0 is padding
         self._flight: Flight | None = None
         self._launching = NOT_LAUNCHING  # the requests of a step that is being launched, and `Engine.changes` before it
-        # The front of the queue if it lacked pages, with the pages available and the cache's insertions at that time.
+        # The request that lacked pages, the pages available then, and the cache's insertions then. It is not tried again
+        # before more pages are available or the cache has new ones.
         self._refused: tuple[Request, int, int] | None = None
 
     def restart_times(self) -> None:
@@ -349,7 +350,7 @@ class Scheduler:
         self.metrics.step_seconds += waited
         alone = self._disturbances() == flight.disturbances and flight.pending.timed
         seconds = self._landed - began if alone else None
-        # The policy learns from all tokens: what the target accepts says what trees give, wherever a text ends.
+        # The policy learns from all emitted tokens, those behind a stop too: they also show what the trees are worth.
         self.policy.after(flight.planned, emitted, seconds, flight.pending.catching_up)
         if emitted:
             self._after_decode(flight, flight.planned, emitted, flight.seconds + waited)

@@ -95,7 +95,7 @@ def verify_greedy(trees: Trees, logits: Tensor) -> Verdict:
     place = torch.where(accepted, level, A)  # nodes that are not accepted go to column A, which is cut off
     index = torch.arange(nodes, device=picks.device).expand(batch, nodes)
     path = torch.zeros(batch, A + 1, dtype=torch.int64, device=picks.device).scatter_(1, place, index)[:, :A]
-    emitted = picks.gather(1, path)  # the root's pick from `count` on, so the check for NaN may read every entry
+    emitted = picks.gather(1, path)  # entries behind the path repeat the root's pick, which may be checked for NaN
     row = torch.arange(batch, device=picks.device)[:, None]
     nan = logits[row, path, emitted].isnan().any(-1)  # argmax picks NaN if the logits contain one
     return _verdict(path, accepted.sum(-1), emitted, nan)
@@ -153,7 +153,8 @@ def pick_lossy(logits: Tensor, wishes: Wishes, position: Tensor, drafted: Tensor
     coin = uniform(wishes.seed, position, torch.full((1,), COIN, device=logits.device))
     accepted = (mass > 0) & ((coin < mass.cumsum(1) / acc) | (mass >= single))
     left = q.scatter_add(1, held, -mass)  # exactly 0 at each child: siblings are distinct, so each is subtracted once
-    # If the children hold all the mass, nothing is left. Yet by rounding no child may pass; then draw from all of q.
+    # If the children hold all the mass, nothing is left to draw from. Rounding can still refuse every child. Then the
+    # token is drawn from all of q.
     left = torch.where(left.amax(-1, keepdim=True) > 0, left, q)
     drawn = (left.log() + gumbel(wishes.seed, position, logits.shape[1])).argmax(-1)
     chosen = held.gather(1, accepted.to(torch.int8).argmax(-1, keepdim=True)).squeeze(1)  # the first of equal maxima

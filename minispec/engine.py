@@ -255,8 +255,8 @@ class Engine:
         """Launch one decode step for these slots: verify one tree per slot, keep the accepted path, emit its tokens.
 
         shape: one of `Sizes.shapes_of` for this batch; default: the drafter's largest trees. drafts: trees from
-        `host_drafts`, one per slot, cut to N nodes here; default: `host_drafts` is called here. A drafter that looks texts
-        up differs: NOTHING means that a request verifies the head's tree, and the default is NOTHING for every slot.
+        `host_drafts`, one per slot, cut to N nodes here; default: `host_drafts` is called here. A drafter that looks
+        texts up differs: NOTHING means that a request verifies the head's tree, and the default is NOTHING for all.
         """
         batch = self.batch_of(len(slots))
         if drafts is None:

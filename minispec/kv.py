@@ -126,8 +126,9 @@ class PagedKV:
         assert count <= len(self.free), f"asked for {count} pages, {len(self.free)} free"
         pages = [self.free.pop() for _ in range(count)]
         # The drafter's pages are cleared here. Nobody looks for NaN in them, since they change no token, but one text's
-        # NaN would spoil the drafts of the next text in its pages. The target's pages are wiped as soon as a NaN is found (`wipe`).
-        # In float16 they are cleared here too: its range is small, so a row may hold an infinity that nobody noticed.
+        # NaN would spoil the drafts of the next text in its pages. The target's pages are wiped as soon as a NaN is
+        # found (`wipe`). In float16 they are cleared here too: its range is small, so a row may hold an infinity that
+        # nobody noticed.
         if self.pool.dtype == torch.float16:
             self.clear(pages)
         else:

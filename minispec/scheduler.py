@@ -116,8 +116,8 @@ class Scheduler:
         self.free_slots = list(range(self.sizes.max_running, 0, -1))  # slot 0 is padding
         self._flight: Flight | None = None
         self._launching = NOT_LAUNCHING  # the requests of a step that is being launched, and `Engine.changes` before it
-        # The request that lacked pages, the pages available then, and the cache's insertions then. It is not tried again
-        # before more pages are available or the cache has new ones.
+        # The request that lacked pages, the pages available then, and the cache's insertions then. It is not tried
+        # again before more pages are available or the cache has new ones.
         self._refused: tuple[Request, int, int] | None = None
 
     def restart_times(self) -> None:

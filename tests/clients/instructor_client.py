@@ -9,26 +9,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from typing import Any, Literal
+from typing import Any
 
 import instructor
 import openai
-import pydantic
-
-
-class Stop(pydantic.BaseModel):
-    """A stop of a train."""
-
-    town: Literal["Bern", "Chur", "Olten"]
-    minute: int = pydantic.Field(ge=0, le=59)
-
-
-class Train(pydantic.BaseModel):
-    """A train and where it stops."""
-
-    name: str = pydantic.Field(max_length=12)
-    fast: bool
-    stops: list[Stop] = pydantic.Field(min_length=1, max_length=2)
+from travel import Train
 
 
 def main() -> None:

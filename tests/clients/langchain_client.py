@@ -8,17 +8,10 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 
-import pydantic
 from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-
-
-class Town(pydantic.BaseModel):
-    """A town."""
-
-    name: str = pydantic.Field(max_length=12)
-    large: bool
+from travel import Town
 
 
 @tool

@@ -12,14 +12,7 @@ import sys
 
 import agents
 import openai
-import pydantic
-
-
-class Town(pydantic.BaseModel):
-    """A town."""
-
-    name: str = pydantic.Field(max_length=12)
-    large: bool
+from travel import Town
 
 
 async def ask(url: str) -> None:

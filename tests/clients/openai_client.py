@@ -8,23 +8,16 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
-from typing import Any, Literal
+from typing import Any
 
 import openai
-import pydantic
+from travel import Stop
 
 ADD: Any = {
     "type": "function", "name": "add", "description": "Add two numbers.", "strict": True, "parameters": {
         "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
         "required": ["a", "b"], "additionalProperties": False},
 }  # fmt: skip
-
-
-class Stop(pydantic.BaseModel):
-    """A stop of a train."""
-
-    town: Literal["Bern", "Chur", "Olten"]
-    minute: int = pydantic.Field(ge=0, le=59)
 
 
 def main() -> None:

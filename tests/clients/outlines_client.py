@@ -15,21 +15,7 @@ import outlines
 import pydantic
 from outlines import grammars
 from outlines.types import CFG, JsonSchema, Regex
-
-
-class Stop(pydantic.BaseModel):
-    """A stop of a train."""
-
-    town: Literal["Bern", "Chur", "Olten"]
-    minute: int = pydantic.Field(ge=0, le=59)
-
-
-class Train(pydantic.BaseModel):
-    """A train and where it stops; what else it might have the schema does not say."""
-
-    name: str = pydantic.Field(max_length=12)
-    fast: bool
-    stops: list[Stop] = pydantic.Field(min_length=1, max_length=2)
+from travel import Stop, Train
 
 
 def check(model: Any) -> None:

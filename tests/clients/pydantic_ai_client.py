@@ -10,18 +10,11 @@ import importlib.metadata
 import sys
 from typing import Any
 
-import pydantic
 from pydantic_ai import Agent, NativeOutput, RunContext, ToolDefinition
 from pydantic_ai.messages import ToolReturnPart
 from pydantic_ai.models.openai import OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
-
-
-class Town(pydantic.BaseModel):
-    """A town."""
-
-    name: str = pydantic.Field(max_length=12)
-    large: bool
+from travel import Town
 
 
 async def ask(url: str) -> None:

@@ -95,9 +95,9 @@ class Spinning(threading.Thread):
         self.team = Team(len(self.cores) - self.threads + 2)
         self.team.start()
         logger.log(logging.INFO if self._said else logging.WARNING,
-                   "other processes use %.1f of %d cores: threads that wait for each other sleep from now on, since "
-                   "spinning would hold the cores up; GOMP_SPINCOUNT or OMP_WAIT_POLICY in the environment decides "
-                   "otherwise", others, len(self.cores))  # fmt: skip
+                   "other processes use %.1f of %d cores (those that compile for it too): threads that wait "
+                   "for each other sleep from now on, since spinning would hold the cores up; GOMP_SPINCOUNT or "
+                   "OMP_WAIT_POLICY in the environment decides otherwise", others, len(self.cores))  # fmt: skip
         self._said = True
 
 

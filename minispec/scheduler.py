@@ -39,7 +39,7 @@ import torch
 
 from minispec.buffers import Chunk
 from minispec.engine import Engine, Pending
-from minispec.metrics import Load, Metrics
+from minispec.metrics import Kept, Load, Metrics, Verified
 from minispec.output import Output, TextMaker
 from minispec.policy import Kind, Planned, Policy
 from minispec.radix import Node, PrefixCache
@@ -408,12 +408,13 @@ class Scheduler:
         kept = []
         for request, tokens in emitted.items():
             request.kv_len += len(tokens)
-            kept.append(self._deliver(request, tokens, flight, seconds, planned.verified(request)[0]))
-            request.count_step(kept[-1], pending.nodes)
+            source, drafted = planned.verified(request)
+            count = self._deliver(request, tokens, flight, seconds, source)
+            kept.append(Kept(count, source, drafted, min(len(tokens) - 1, count)))
+            request.verified.add(kept[-1])
         self.metrics.decode(
             Load(self.seats.usage, len(emitted), len(self.waiting), sum(request.kv_len for request in emitted)),
-            emitted=kept,
-            of_host=[request in planned.of_host for request in emitted],
+            kept,
             nodes=pending.nodes,
             captured=pending.captured,
             seconds=seconds,
@@ -556,7 +557,7 @@ class Scheduler:
         """Set thresholds (as `Engine.set_thresholds`) and `adaptive` for later steps, and count acceptance anew."""
         self.engine.set_thresholds(thresholds)
         self.policy.adaptive = adaptive
-        self.metrics.forget_acceptance()
+        self.metrics.verified = Verified()
 
     # ---- numbers ---------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from minispec.asked.answers import meta_info
 from minispec.config import Config
+from minispec.metrics import Kept
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update
 from minispec.serve import fields, openapi, parse
 from minispec.serve.reply import Reply, Served, error_body, sse
@@ -487,12 +488,13 @@ def test_native_batches_answer_a_list_and_single_prompts_an_object() -> None:
 
 
 def test_speculation_fields_follow_their_definitions() -> None:
-    request = Request("r", [1, 2], SamplingParams(), verify_steps=4, drafted_tokens=28, accepted_drafts=6,
-                      accept_histogram=[1, 0, 3])  # fmt: skip
+    request = Request("r", [1, 2], SamplingParams())
+    for kept in (Kept(1), Kept(3, "head", 7, 2), Kept(3, "lookup", 11, 2), Kept(2, "head", 7, 2)):
+        request.verified.add(kept)
     info = meta_info(request, 11, Finish("length"), nodes=8)
     assert info["finish_reason"] == {"type": "length", "length": 11} and info["e2e_latency"] > 0
-    assert (info["spec_verify_ct"], info["spec_accept_token_num"], info["spec_draft_token_num"]) == (4, 6, 28)
-    assert info["spec_accept_rate"] == 6 / 28 and info["spec_accept_length"] == (11 - 1) / 4, "prefill gave one"
+    assert (info["spec_verify_ct"], info["spec_accept_token_num"], info["spec_draft_token_num"]) == (4, 6, 25)
+    assert info["spec_accept_rate"] == 6 / 25 and info["spec_accept_length"] == 9 / 4, "a stop cut the last step"
     assert info["spec_accept_histogram"] == [1, 0, 3]
     assert not any("spec" in key for key in meta_info(request, 11, None, nodes=8))
     assert not any("spec" in key for key in meta_info(request, 11, Finish("length"), nodes=1))

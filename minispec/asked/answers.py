@@ -49,7 +49,7 @@ def meta_info(
     if finish is not None:
         info["e2e_latency"] = (request.finished_at or time.monotonic()) - request.arrived
         info["response_sent_to_client_ts"] = time.time()
-        info |= _speculation(request) if request.verify_steps and nodes > 1 else {}
+        info |= _speculation(request) if request.verified.steps and nodes > 1 else {}
     return info | _logprob_lists(request, completion_tokens, spell)
 
 
@@ -60,14 +60,14 @@ def _speculation(request: Request) -> dict[str, Any]:
     per verify step. Unlike SGLang's it leaves out the token that prefill gives, so plain decoding has 1. Plain steps
     count as verify steps without drafts.
     """
-    steps, drafted = request.verify_steps, request.drafted_tokens
+    verified = request.verified
     return {
-        "spec_verify_ct": steps,
-        "spec_accept_token_num": request.accepted_drafts,
-        "spec_draft_token_num": drafted,
-        "spec_accept_rate": request.accepted_drafts / max(drafted, 1),
-        "spec_accept_length": 1 + request.accepted_drafts / steps,
-        "spec_accept_histogram": list(request.accept_histogram),
+        "spec_verify_ct": verified.steps.total(),
+        "spec_accept_token_num": verified.accepted.total(),
+        "spec_draft_token_num": verified.drafted.total(),
+        "spec_accept_rate": verified.accept_rate,
+        "spec_accept_length": verified.accept_length,
+        "spec_accept_histogram": [verified.depths[i] for i in range(max(verified.depths) + 1)],
     }
 
 

@@ -142,8 +142,8 @@ class Reply:
         usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
                  "prompt_tokens_details": details}  # fmt: skip
         if self.job.prediction is not None:
-            drafted, accepted = (sum(getattr(r, name) for r in self.requests)
-                                 for name in ("drafted_tokens", "accepted_drafts"))  # fmt: skip
+            drafted = sum(r.verified.drafted.total() for r in self.requests)
+            accepted = sum(r.verified.accepted.total() for r in self.requests)
             usage["completion_tokens_details"] = {"accepted_prediction_tokens": accepted,
                                                   "rejected_prediction_tokens": drafted - accepted}  # fmt: skip
         return usage

@@ -500,6 +500,29 @@ def test_speculation_fields_follow_their_definitions() -> None:
     assert not any("spec" in key for key in meta_info(request, 11, Finish("length"), nodes=1))
 
 
+@pytest.mark.parametrize("make", [chat, completion])
+def test_what_speculation_gave_is_told_once_and_only_when_asked_for(make: Any) -> None:
+    wish = {"return_spec_tokens_details": True}
+    unasked = [run(make(), nodes=8)[0].result(), *run(make(stream=True), nodes=8)[1]]
+    assert not any("sglext" in answer for answer in unasked)
+    assert "sglext" not in run(make(**wish))[0].result(), "the server does not speculate"
+    reply = run(make(**wish), nodes=8)[0]
+    assert reply.result()["sglext"]["spec_tokens_details"]["spec_accept_length"] == 0
+    reply.requests[0].verified.add(Kept(3, "lookup", 11, 2))
+    details = reply.result()["sglext"]["spec_tokens_details"]
+    assert details["spec_by_source"] == {"lookup": {
+        "spec_verify_ct": 1, "spec_accept_length": 3.0, "spec_num_proposed_drafts": 11, "spec_num_correct_drafts": 2,
+        "spec_accept_rate": 2 / 11}}  # fmt: skip
+    assert details["spec_correct_drafts_histogram"] == [0, 0, 1]
+    assert len(run(make(n=2, **wish), nodes=8)[0].result()["sglext"]["spec_tokens_details"]) == 2
+    for usage in (False, True):
+        *events, last = run(make(stream=True, stream_options={"include_usage": usage}, **wish), nodes=8)[1]
+        told = events.pop() if usage else last
+        assert told["choices"] == [] and told["sglext"] and not any("sglext" in event for event in events)
+        assert (last["usage"]["completion_tokens"], told["usage"]) == (7, None) if usage else "usage" not in last
+    assert refused(make, return_spec_tokens_details=1).param == "return_spec_tokens_details"
+
+
 def test_cached_tokens_are_reported_when_asked_for() -> None:
     reply = run(chat(), cache_report=True)[0]
     assert reply.usage()["prompt_tokens_details"] is None

@@ -11,8 +11,8 @@ machine is noisy for all. Medians over the rounds are reported; of these the rat
 What is counted:
   - tokens/s is new tokens over wall time from submission to the last token, prefill included, for every contestant
     alike; decode tokens/s leaves prefill out.
-  - Accept length is 1 + accepted drafts per verify step. The last step of a reply is left out, since a stop may have
-    cut it. "By depth" is the share of drafts accepted at each depth, of those steps that reached it.
+  - Accept length is the tokens that replies keep per verify step, nothing behind a stop counted. "By depth" is the
+    share of drafts accepted at each depth, of those steps that reached it; a stop that cuts a step counts as a refusal.
   - "Lookups, tokens" is the share of verify steps whose tree was looked up in texts beside a head that drafts, and the
     share of the tokens that those steps gave.
   - A head or draft model has two rows: alone, and with texts looked up beside it, as it is served on a CPU.
@@ -123,9 +123,9 @@ class Results:
             name, batch, prompts, temperature,
             tokens_per_s=round(statistics.median(run.tokens / run.seconds for run in several), 2),
             decode_tokens_per_s=round(statistics.median(decodes), 2) if decodes else None,
-            accept_length=accept_length(first.accepted),
-            accept_length_without_loops=accept_length(first.accepted_unlooped),
-            accepted_by_depth=by_depth(first.accepted),
+            accept_length=accept_length(first.verified),
+            accept_length_without_loops=accept_length(first.verified_unlooped),
+            accepted_by_depth=by_depth(first.verified),
             speedup=round(statistics.median(ratios), 3) if ratios else None,
             tokens=first.tokens,
             same_as_none=round(sum(same) / len(same), 3) if same else None,
@@ -426,7 +426,7 @@ def measure_cell(args: argparse.Namespace, cell: tuple[int, int, int, int]) -> d
     one.run(encode(WARM_UP, one.llm.tokenizer), batch, 8, 0.0)
     runs = [one.run(chats, batch, args.new_tokens, args.temperature[0]) for _ in range(args.rounds)]
     seconds = statistics.median(run.step_ms[max(run.step_ms, key=int)] for run in runs) / 1e3
-    length = accept_length(runs[0].accepted) or 1.0
+    length = accept_length(runs[0].verified) or 1.0
     return {
         "batch_size": batch, "steps": steps, "topk": topk, "num_draft_tokens": nodes, "acc_length": round(length, 3),
         "step_time": round(seconds, 5), "speed": round(length / seconds, 3),

@@ -604,9 +604,9 @@ def served(runs: Sequence[throughput.Run]) -> dict[str, Any]:
         "tokens_per_s": statistics.median(rates),
         "tokens_per_s_of_each_run": rates,
         "decode_tokens_per_s": statistics.median(decoding) if decoding else None,
-        "accept_length": throughput.accept_length(runs[0].accepted),
-        "accept_length_without_loops": throughput.accept_length(runs[0].accepted_unlooped),
-        "accepted_by_depth": throughput.by_depth(runs[0].accepted),
+        "accept_length": throughput.accept_length(runs[0].verified),
+        "accept_length_without_loops": throughput.accept_length(runs[0].verified_unlooped),
+        "accepted_by_depth": throughput.by_depth(runs[0].verified),
         "tokens": runs[0].tokens,
     }
 

@@ -139,10 +139,10 @@ class Field:
             request = self.llm.request(ids, params)
             scheduler.validate(request)
             scheduler.submit(request)
-        while scheduler.has_work and metrics.verified_tokens < wanted:
+        while scheduler.has_work and metrics.verified.tokens.total() < wanted:
             scheduler.step()
         scheduler.policy.forced = None
-        speed = metrics.verified_tokens / (metrics.step_seconds + metrics.host_seconds)
+        speed = metrics.verified.tokens.total() / (metrics.step_seconds + metrics.host_seconds)
         scheduler.abort("")
         while scheduler.has_work:
             scheduler.step()

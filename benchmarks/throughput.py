@@ -21,6 +21,7 @@ import torch
 
 from minispec import LLM, SamplingParams
 from minispec.load.tokenizer import Tokenizer
+from minispec.metrics import Verified
 from minispec.request import Request
 from minispec.train.corpus import loops
 
@@ -35,8 +36,8 @@ class Run:
     seconds: float
     decode_seconds: float | None = None  # without prefill
     decoded: int = 0  # tokens that decode steps gave
-    accepted: list[int] | None = None  # item i: steps that accepted exactly i drafts, without replies' last steps
-    accepted_unlooped: list[int] | None = None  # the same for replies that do not loop
+    verified: Verified | None = None  # what verify steps gave
+    verified_unlooped: Verified | None = None  # the same for replies that do not loop
     drafter_ms: float | None = None  # host time of the drafter per decode step
     host_ms: float | None = None  # host time of stop rules and text per decode step
     forwards_per_s: float | None = None
@@ -68,10 +69,11 @@ class Ours:
             self.llm.serve(requests[i : i + batch])
         seconds = time.perf_counter() - start
         m = scheduler.metrics
-        steps, shares = max(m.tree_steps + m.plain_steps, 1), m.lookup_shares
+        steps, shares = max(m.shapes.total(), 1), m.lookup_shares
         return Run(
-            sum(len(r.output_ids) for r in requests), seconds, m.step_seconds + m.host_seconds, m.verified_tokens,
-            accepted(requests), accepted([r for r in requests if not loops(r.output_ids)]),
+            sum(len(r.output_ids) for r in requests), seconds, m.step_seconds + m.host_seconds,
+            m.verified.tokens.total(), m.verified,
+            verified([r for r in requests if not loops(r.output_ids)]),
             scheduler.engine.drafter_seconds / steps * 1e3, m.host_seconds / steps * 1e3,
             steps / (m.step_seconds + m.host_seconds or 1.0), tuple(tuple(r.output_ids) for r in requests),
             m.shape_shares,
@@ -80,26 +82,25 @@ class Ours:
         )  # fmt: skip
 
 
-def accepted(requests: Sequence[Request]) -> list[int]:
-    """Return how many verify steps accepted exactly i drafts, without each reply's last step."""
-    counts: Counter[int] = Counter()
+def verified(requests: Sequence[Request]) -> Verified:
+    """Return what the verify steps of these requests gave together."""
+    total = Verified()
     for request in requests:
-        counts.update(dict(enumerate(request.accept_histogram)))
-        if request.last_step:
-            counts[request.last_step - 1] -= 1
-    return [counts[i] for i in range(max(counts, default=-1) + 1)]
+        for name, counts in vars(request.verified).items():
+            getattr(total, name).update(counts)
+    return total
 
 
-def accept_length(histogram: Sequence[int] | None) -> float | None:
-    """Return tokens per verify step."""
-    steps = sum(histogram or ())
-    return 1 + sum(i * n for i, n in enumerate(histogram)) / steps if histogram and steps else None
+def accept_length(counts: Verified | None) -> float | None:
+    """Return tokens per verify step; None without any."""
+    return counts.accept_length if counts is not None and counts.steps else None
 
 
-def by_depth(histogram: Sequence[int] | None) -> list[float]:
-    """Return the share of drafts accepted at each depth, of the steps that reached it."""
-    reached = [sum(histogram[d:]) for d in range(len(histogram))] if histogram else []
-    return [round(deeper / here, 3) for here, deeper in zip(reached, reached[1:], strict=False) if here]
+def by_depth(counts: Verified | None) -> list[float]:
+    """Return the share of drafts accepted at each depth, of the steps that reached it; a cut counts as a refusal."""
+    depths = Counter[int]() if counts is None else counts.depths
+    reached = [sum(n for deep, n in depths.items() if deep >= depth) for depth in range(max(depths, default=-1) + 1)]
+    return [round(deeper / here, 3) for here, deeper in zip(reached, reached[1:], strict=False)]
 
 
 class Transformers:

@@ -26,6 +26,8 @@ from minispec.verify import Trees, Verdict
 
 Line = list[tuple[str, str]]  # pieces of text with their styles
 ACCEPTED, REJECTED, OWN, QUIET, HEAD = "bold green", "dim", "bold cyan", "dim", "bold"
+MARKS = {"head": "●", "lookup": "◆", "host": "▲"}  # before a draft, by the source of its step
+LEGEND = "● drafted by a head or draft model, ◆ looked up in a text, ▲ drafted on the host"
 QUESTION = "Why is the sea salty?"  # the prompt of the README's step
 PARTS = ("propose", "blocks", "logits", "compact", "commit")  # of a step; `Clock` names the function that does each
 
@@ -68,7 +70,7 @@ def tree_lines(step: dict[str, Any], piece: Callable[[int], str]) -> list[Line]:
     for node, parent in enumerate(step["parents"]):
         if parent >= 0:
             children[parent].append(node)
-    accepted, emitted = set(step["accepted"]), step["emitted"]
+    accepted, emitted, mark = set(step["accepted"]), step["emitted"], MARKS.get(step["source"], "")
     adds = len(emitted) == len(step["accepted"])  # else a stop cut the step
     lines: list[Line] = [[(f"{piece(step['tokens'][0])!r}", HEAD), ("  so far", QUIET)]]
 
@@ -78,7 +80,8 @@ def tree_lines(step: dict[str, Any], piece: Callable[[int], str]) -> list[Line]:
             last = i + 1 == len(children[node]) and not own
             style = ACCEPTED if child in accepted else REJECTED
             numbers = f"draft {_percent(step['draft'][child])}, model {_percent(step['target'][child])}"
-            lines.append([(indent + ("└─ " if last else "├─ "), QUIET), (f"{piece(step['tokens'][child])!r}", style),
+            branch = indent + ("└─ " if last else "├─ ")
+            lines.append([(branch, QUIET), (f"{mark} {piece(step['tokens'][child])!r}", style),
                           (f"  {numbers}", QUIET), ("  accepted" if child in accepted else "", style)])  # fmt: skip
             below(child, indent + ("   " if last else "│  "))
         if own:
@@ -100,7 +103,7 @@ def table(steps: Sequence[dict[str, Any]], laps: Sequence[dict[str, float]]) -> 
     rows = [["step", "drafted", "accepted", "tokens", "ms", *PARTS]]
     numbers = []
     for step, lap in zip(steps, laps, strict=True):
-        drafted, accepted = len(step["tokens"]) - 1, min(len(step["accepted"]) - 1, len(step["emitted"]))
+        drafted, accepted = len(step["tokens"]) - 1, len(step["accepted"]) - 1
         times = [1000 * step["seconds"], *(1000 * lap[part] for part in PARTS)]
         numbers.append([drafted, accepted, len(step["emitted"]), *times])
     shown = lambda values: [str(v) if isinstance(v, int) else f"{v:.1f}" for v in values]  # noqa: E731
@@ -143,6 +146,7 @@ def explain(llm: LLM, request: Request, steps: int, screen: Screen) -> None:
     piece = lambda token: llm.tokenizer.decode([token], skip_special_tokens=False)  # noqa: E731
     scheduler.validate(request)
     scheduler.submit(request)
+    screen.line((LEGEND, QUIET))
     while scheduler.has_work and len(trace.steps) < steps:
         scheduler.step()
         lap = clock.lap()

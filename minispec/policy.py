@@ -98,14 +98,14 @@ class Planned:
     # Without lookups, empty if the host was not asked or offered none.
     drafts: Sequence[Draft]
 
-    def source(self, request: Request) -> str | None:
-        """Return whose drafts a request verifies, "head" for a drafter on the device; None: nobody's."""
+    def verified(self, request: Request) -> tuple[str | None, int]:
+        """Return whose drafts a request verifies, "head" for a drafter on the device, and how many; None: nobody's."""
         (row, offered), shape = self.rows[request], self.choice.shape
         if shape == PLAIN or not row.may_verify:
-            return None
+            return None, 0
         if offered is not None and (row.match is not None or request in self.of_host):
-            return offered.source
-        return "head" if shape.drafts else None
+            return offered.source, len(offered.tokens[: shape.nodes]) - 1
+        return ("head", shape.nodes - 1) if shape.drafts else (None, 0)
 
 
 class Times:

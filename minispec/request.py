@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from minispec.metrics import Verified
+
 MAX_TOP = 20  # likeliest tokens reported beside each token
 MAX_ASKED_IDS = 128  # ids reported because a client names them
 MAX_STOPS, MAX_STOP = 64, 1024  # stop strings, and characters of each; the text is compared with all after every token
@@ -281,12 +283,8 @@ class Request:
     slot: int = 0  # 0: not in the running set
     kv_len: int = 0  # rows of KV written and kept; host mirror of `lens`
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
-    verify_steps: int = 0  # decode forwards this request took part in
-    drafted_tokens: int = 0  # nodes verified, roots not counted; plain steps draft none
-    accepted_drafts: int = 0
-    accept_histogram: list[int] = field(default_factory=list)  # item i: steps that accepted exactly i drafts
+    verified: Verified = field(default_factory=Verified)  # what the decode steps gave in which it took part
     undrafted: bool = False  # whether it goes on without drafts, since its logits had NaN with them
-    last_step: int = 0  # tokens kept of the newest verify step, fewer than emitted if a stop came within it
     retractions: int = 0
     finished_at: float = 0.0
     compiled_grammar: Any = None  # params.grammar, as `Grammars.compile` returned it; set by `Asked.prepare`
@@ -319,15 +317,6 @@ class Request:
         """
         rows, unscored = len(self.prompt_ids) + len(self.output_ids) - 1, self.unscored
         return min(rows, unscored.start) if unscored else rows
-
-    def count_step(self, kept: int, nodes: int) -> None:
-        """Count a verify step with trees of `nodes` nodes, of which the request kept `kept` tokens."""
-        self.verify_steps += 1
-        self.drafted_tokens += nodes - 1 if self.speculative else 0
-        self.accepted_drafts += kept - 1
-        self.last_step = kept
-        self.accept_histogram += [0] * (kept - len(self.accept_histogram))
-        self.accept_histogram[kept - 1] += 1
 
     def take_over(self, leader: Request) -> None:
         """Copy the scores of the prompt from another request with the same prompt."""

@@ -39,7 +39,7 @@ import torch
 
 from minispec.buffers import Chunk
 from minispec.engine import Engine, Pending
-from minispec.metrics import Load, Metrics
+from minispec.metrics import Kept, Load, Metrics, Verified
 from minispec.output import Output, TextMaker
 from minispec.policy import Kind, Planned, Policy
 from minispec.radix import Node, PrefixCache
@@ -409,22 +409,25 @@ class Scheduler:
         kept = []
         for request, tokens in emitted.items():
             request.kv_len += len(tokens)
-            kept.append(self._deliver(request, tokens, flight, seconds))
-            request.count_step(kept[-1], pending.nodes)
+            source, drafted = planned.verified(request)
+            count = self._deliver(request, tokens, flight, seconds, source)
+            kept.append(Kept(count, source, drafted, min(len(tokens) - 1, count)))
+            request.verified.add(kept[-1])
         self.metrics.decode(
             Load(self.seats.usage, len(emitted), len(self.waiting), sum(request.kv_len for request in emitted)),
-            emitted=kept,
-            of_host=[request in planned.of_host for request in emitted],
+            kept,
             nodes=pending.nodes,
             captured=pending.captured,
             seconds=seconds,
         )
         self.metrics.host_seconds += time.perf_counter() - started
 
-    def _deliver(self, request: Request, tokens: Sequence[int], flight: Flight, seconds: float = 0.0) -> int:
+    def _deliver(
+        self, request: Request, tokens: Sequence[int], flight: Flight, seconds: float = 0.0, source: str | None = None
+    ) -> int:
         """Append emitted tokens one by one until a stop rule applies; returns how many were kept.
 
-        seconds: the time of the decode step.
+        seconds: the time of the decode step. source: whose drafts it verified (`Planned.verified`).
         """
         output, first = self.outputs[request], len(request.output_ids)
         finish = Finish("length") if request.max_new_tokens == 0 else None  # only the prompt was asked about
@@ -434,7 +437,6 @@ class Scheduler:
                 break
         ids = request.output_ids[first:]
         if flight.pending.asked is not None:
-            source = None if flight.planned is None else flight.planned.source(request)
             flight.pending.asked.tell([*flight.seats].index(request), output, ids, seconds, source)
         if finish:
             self._end(request, finish, ids)
@@ -556,7 +558,7 @@ class Scheduler:
         """Set thresholds (as `Engine.set_thresholds`) and `adaptive` for later steps, and count acceptance anew."""
         self.engine.set_thresholds(thresholds)
         self.policy.adaptive = adaptive
-        self.metrics.forget_acceptance()
+        self.metrics.verified = Verified()
 
     # ---- numbers ---------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from minispec.drafter import Draft, Drafter, HostDrafter, HostTrees, Plain
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
 from minispec.load.drafters import make_drafter
 from minispec.load.tokenizer import byte_tokenizer
+from minispec.metrics import Kept
 from minispec.model import Model
 from minispec.mtp import MtpHead
 from minispec.ngram import NgramDrafter, NgramOptions
@@ -62,13 +63,13 @@ class Tally:
         drafter, decode = scheduler.engine.drafter, scheduler.metrics.decode
         inner = drafter.inner if isinstance(drafter, HostTrees) else None
 
-        def counted(load: object, *, emitted: list[int], nodes: int, **more: object) -> None:
-            decode(load, emitted=emitted, nodes=nodes, **more)
-            trees = len(emitted) if nodes > 1 else 0
+        def counted(load: object, kept: list[Kept], **more: object) -> None:
+            decode(load, kept, **more)
+            trees = sum(one.source is not None for one in kept)
             self.verified += trees
-            self.accepted += sum(emitted) - trees if trees else 0
+            self.accepted += sum(one.accepted for one in kept)
             if inner is None:  # drafted within the step
-                self.asked, self.proposed = self.asked + len(emitted), self.proposed + trees
+                self.asked, self.proposed = self.asked + len(kept), self.proposed + trees
 
         scheduler.metrics.decode = counted
         if inner is not None:
@@ -188,7 +189,7 @@ def greedy_alone_and_in_a_batch_of_eight(subject: Subject) -> None:
         scheduler = subject.build(running=running)
         run(scheduler, requests)
         assert_exact(subject, requests)
-        assert scheduler.metrics.accept_length > subject.accept_length
+        assert scheduler.metrics.verified.accept_length > subject.accept_length
 
 
 def chunked_prompts(subject: Subject) -> None:

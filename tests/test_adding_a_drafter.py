@@ -151,7 +151,7 @@ def test_commit_precedes_every_propose(monkeypatch: pytest.MonkeyPatch) -> None:
 
     scheduler.step = watched
     run(scheduler, requests)
-    assert scheduler.metrics.retractions > 0 and scheduler.metrics.tree_steps > 5
+    assert scheduler.metrics.retractions > 0 and scheduler.stats()["tree_steps"] > 5
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -238,8 +238,9 @@ def test_a_sweep_measures_each_possible_tree_once_and_goes_on_where_it_was_cut_o
     shapes = [(0, 0, 0), (2, 1, 3), (2, 2, 3), (2, 2, 4)]  # a chain of 3 has no 4 nodes, and no tree here has 9
     assert [tuple(line.values())[:4] for line in lines] == [(batch, *shape) for batch in (1, 2) for shape in shapes]
     for line in lines:
-        exact = {(0, 0): 1.0, (2, 1): 3.0}.get((line["steps"], line["topk"]))  # the target drafts for itself
-        assert line["acc_length"] == exact or (exact is None and 2 <= line["acc_length"] <= 3)
+        # The target drafts for itself: the prompt's forward gives one of six tokens, and a chain's two steps 3 and 2.
+        exact = {(0, 0): 1.0, (2, 1): 2.5}.get((line["steps"], line["topk"]))
+        assert line["acc_length"] == exact or (exact is None and 5 / 3 < line["acc_length"] <= 2.5)
         assert line["speed"] == pytest.approx(line["acc_length"] / line["step_time"], rel=0.05)
         assert line["completion_tokens"] == 6
     whole = out.read_text().splitlines(keepends=True)

@@ -115,7 +115,7 @@ def serve(scheduler: Scheduler, requests: Sequence[Request]) -> int:
     """Serve the requests under the check; returns the number of decode steps."""
     with torch.inference_mode(), NoWaiting():
         run(scheduler, requests)
-    return scheduler.metrics.plain_steps + scheduler.metrics.tree_steps
+    return scheduler.metrics.shapes.total()
 
 
 def some_requests(name: str, law: str) -> list[Request]:

@@ -45,7 +45,7 @@ def served(shape: tuple[int, int, int], noise: float, compare: list | None = Non
 
 def acceptance() -> float:
     """Return the share of drafted tokens that is accepted, in chains."""
-    return (served(CHAIN, noise=0.1).metrics.accept_length - 1) / CHAIN[0]
+    return (served(CHAIN, noise=0.1).metrics.verified.accept_length - 1) / CHAIN[0]
 
 
 def assert_trees() -> None:

@@ -199,7 +199,7 @@ def test_lossy_thresholds_leave_greedy_requests_exact_and_a_seed_its_text(
         run(scheduler, requests)
         if drafter.network is not None:  # a draft may know the noise of a pick, not of what is drawn after a coin
             assert any(batch.temperature is not None for batch in batches) == (thresholds is None)
-        return requests, scheduler.metrics.accept_length
+        return requests, scheduler.metrics.verified.accept_length
 
     (exact, _), (lossy, accepted), (again, _) = serve(None), serve((0.02, 0.1)), serve((0.02, 0.1))
     for r, other, same in zip(exact, lossy, again, strict=True):

@@ -499,7 +499,7 @@ def test_target_and_draft_are_served_in_fp8(draft: str | None, tmp_path: Path, m
     assert of_kind(engine.drafter.network, Fp8Linear) == (0 if draft == "unquant" else 8)
     result = llm.generate([5, 6, 7, 8], SamplingParams(temperature=0, max_new_tokens=40))
     assert len(result["output_ids"]) == 40
-    accepted = llm.scheduler.metrics.accept_length
+    accepted = llm.scheduler.metrics.verified.accept_length
     assert accepted > 3.5 if draft != "unquant" else 1 < accepted < 3.5, "the target in fp8 is another model"
 
 
@@ -510,4 +510,4 @@ def test_the_default_model_speaks_in_fp8(demo_folder: Path) -> None:
     assert of_kind(engine.model, Fp8Linear) == 4 * engine.model.config.layers and of_kind(engine.model, nn.Linear) == 1
     assert isinstance(engine.drafter.network.layer.qkv_proj, Fp8Linear)
     text = llm.generate("The capital of France is", SamplingParams(temperature=0, max_new_tokens=12))["text"]
-    assert "Paris" in text and llm.scheduler.metrics.accept_length > 1
+    assert "Paris" in text and llm.scheduler.metrics.verified.accept_length > 1

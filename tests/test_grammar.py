@@ -171,7 +171,7 @@ def test_ten_schemas_give_the_same_valid_output_with_every_drafter(name: str) ->
     assert_valid(requests)
     assert {r.rid: r.output_ids for r in requests} == truth(name)
     if name.startswith(("ngram", "standalone")):
-        assert scheduler.metrics.accept_length > 1.1, "hardly a draft was accepted"
+        assert scheduler.metrics.verified.accept_length > 1.1, "hardly a draft was accepted"
 
 
 def knowing(miss: float) -> Oracle:
@@ -192,7 +192,7 @@ def oracle_check(requests: list[Request] | None = None, **how: object) -> Schedu
     run(scheduler, requests)
     for r in requests:
         assert r.output_ids == truth("none")[r.rid], f"{r.rid} differs"
-    assert scheduler.metrics.accept_length > 1.5 and drafter.branched > 20
+    assert scheduler.metrics.verified.accept_length > 1.5 and drafter.branched > 20
     return scheduler
 
 
@@ -269,7 +269,7 @@ def test_drafts_for_which_no_time_is_left_are_cut(monkeypatch: pytest.MonkeyPatc
     scheduler = build(tiny_model(), knowing(0.1), **HOW)
     run(scheduler, requests)
     assert all(r.output_ids == truth("none")[r.rid] for r in requests)
-    assert scheduler.metrics.accept_length < 1.2  # an EOS needs no mask behind it
+    assert scheduler.metrics.verified.accept_length < 1.2  # an EOS needs no mask behind it
 
 
 def test_a_constrained_step_is_captured_by_no_graph() -> None:

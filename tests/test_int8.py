@@ -335,7 +335,7 @@ def test_compiled_steps_are_exact() -> None:
     scheduler = build(model, Oracle(truth_of(int8_of(sharp_model)), nodes=4), compiled=True, running=1, chunk=100)
     requests = [*mixed_requests(2), *mixed_requests(2, seed=2, temperature=1.0)]
     run(scheduler, requests)
-    assert scheduler.metrics.tree_steps > 10
+    assert scheduler.stats()["tree_steps"] > 10
     for r in requests:
         assert r.output_ids == reference(int8_of(sharp_model), r)
 
@@ -390,4 +390,4 @@ def test_an_engine_says_what_int8_costs(demo_folder: Path, caplog: pytest.LogCap
     drafter = llm.scheduler.engine.drafter
     assert drafter.nodes == 4 and not any(isinstance(m, Int8Linear) for m in drafter.network.modules())
     text = llm.generate("The capital of France is", SamplingParams(temperature=0, max_new_tokens=8))["text"]
-    assert "Paris" in text and llm.scheduler.metrics.accept_length >= 1
+    assert "Paris" in text and llm.scheduler.metrics.verified.accept_length >= 1

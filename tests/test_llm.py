@@ -105,7 +105,7 @@ def test_a_published_head_drafts_and_changes_no_token(form, algorithm, shape, tm
     want, got = ([r["output_ids"] for r in llm.generate(prompts, GREEDY)] for llm in (plain, drafting))
     assert want == got and all(want)
     assert drafting.scheduler.engine.drafter.nodes == (4 if topk == 1 else min(nodes, 1 + topk + (steps - 1) * topk**2))
-    assert drafting.scheduler.metrics.tree_steps > 0
+    assert drafting.scheduler.stats()["tree_steps"] > 0
     switched = form is test_heads.eagle3_official or algorithm == "NEXTN"
     assert ("is of kind" in caplog.text) == switched
     has = drafting.scheduler.engine.drafter.nodes
@@ -178,7 +178,7 @@ def test_a_bad_token_map_does_not_stop_a_head_that_ignores_it(algorithm, name, t
     head = test_heads.write(tmp_path / "head", test_heads.eagle3_official(target))
     options = {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(head), **OPTIONS}
     llm = LLM(model, speculative_token_map=name, **options)
-    assert llm.generate([1, 2, 3], GREEDY)["output_ids"] and llm.scheduler.metrics.tree_steps > 0
+    assert llm.generate([1, 2, 3], GREEDY)["output_ids"] and llm.scheduler.stats()["tree_steps"] > 0
     (warning,) = [record.message for record in caplog.records if "--speculative-token-map" in record.message]
     assert name in warning and "ignored" in warning
 
@@ -252,7 +252,7 @@ def test_a_token_map_slices_the_head_of_an_untied_target_and_changes_no_token(fo
     assert set(proposed.tokens[0, 1:].tolist()) <= set(ids)
     want, got = (llm.generate([list(range(20)), [7] * 9], GREEDY) for llm in (plain, few))
     assert [r["output_ids"] for r in want] == [r["output_ids"] for r in got]
-    assert few.scheduler.metrics.tree_steps > 0
+    assert few.scheduler.stats()["tree_steps"] > 0
 
 
 def test_a_head_of_few_positions_drafts_on_and_is_named_once(tmp_path, caplog) -> None:

@@ -91,7 +91,7 @@ def test_no_bet_changes_a_token(name) -> None:
         assert not how or scheduler.metrics.retractions > 0
         assert {choice.shape.of_host for choice in made} == {True, False}
         assert any(len(set(choice.lookups)) == 2 and choice.shape.drafts for choice in made), "no step had both"
-        assert scheduler.metrics.lookup_rows > 10
+        assert scheduler.metrics.verified.steps["lookup"] > 10
 
 
 def test_a_step_in_which_the_head_drafts_nothing_says_nothing_of_its_trees() -> None:

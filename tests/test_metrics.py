@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_server import Running, chat, native, options, ready, tiny  # noqa: F401  the fixture
 
 from minispec.config import Config
-from minispec.metrics import Histogram, Load, Metrics
+from minispec.metrics import Histogram, Kept, Load, Metrics
 from minispec.serve.routes import ROUTES
 from minispec.server import build_llm
 
@@ -62,13 +62,19 @@ def test_a_scrape_counts_what_requests_got_of_trees_and_plain_steps(served: Runn
     steps = {int(nodes): count for ((_, nodes),), count in after["minispec:decode_steps_total"].items()}
     plain, trees = steps[1], sum(count for nodes, count in steps.items() if nodes > 1)
     histogram = answer["spec_accept_histogram"]
-    of_trees = [histogram[0] - plain, *histogram[1:]]  # plain steps accept nothing
-    assert trees == sum(of_trees) == after["minispec:spec_drafts_total"][()] > 2
+    from_texts, others = ((("source", "lookup"),), [(("source", name),) for name in ("head", "host")])
+    assert trees == after["minispec:spec_drafts_total"][from_texts] > 2, "one request has a tree in each"
     deep = after["minispec:spec_accepted_tokens_per_position_total"]
     assert [value for _, value in sorted(deep.items(), key=lambda item: int(item[0][0][1]))] == [
-        sum(of_trees[depth:]) for depth in range(1, len(of_trees))]  # fmt: skip
-    assert after["minispec:spec_draft_tokens_total"][()] == sum((nodes - 1) * count for nodes, count in steps.items())
-    assert after["minispec:spec_accepted_tokens_total"][()] == answer["spec_accept_token_num"] == sum(deep.values())
+        sum(histogram[depth:]) for depth in range(1, len(histogram))]  # fmt: skip
+    drafted = after["minispec:spec_draft_tokens_total"][from_texts]
+    assert answer["spec_draft_token_num"] == drafted <= sum((nodes - 1) * count for nodes, count in steps.items())
+    accepted = after["minispec:spec_accepted_tokens_total"][from_texts]
+    assert accepted == answer["spec_accept_token_num"] == sum(deep.values())
+    kept = after["minispec:spec_tokens_total"][from_texts]
+    assert kept + plain == 119 == round(answer["spec_accept_length"] * answer["spec_verify_ct"]), "one is the prompt's"
+    assert not any(after[f"minispec:spec_{name}_total"][other] for other in others
+                   for name in ("drafts", "tokens", "draft_tokens", "accepted_tokens"))  # fmt: skip
     assert after["sglang:generation_tokens_total"][()] == 120
     assert after["sglang:prompt_tokens_total"][()] == answer["prompt_tokens"]
     assert after["sglang:spec_verify_calls_total"][()] == answer["spec_verify_ct"] == trees + plain
@@ -132,14 +138,18 @@ def test_a_histogram_puts_a_value_at_or_below_its_bound() -> None:
 
 def test_accept_rate_divides_by_the_drafts_that_ran_whatever_the_largest_tree(caplog: pytest.LogCaptureFixture) -> None:
     metrics, load = Metrics(12, log_interval=3), Load(0.5, 2, 0)
+    steps = (([Kept(1), Kept(1)], 1), ([Kept(3, "head", 4, 2), Kept(1, "lookup", 2)], 5),
+             ([Kept(2, "host", 1, 1), Kept(1)], 2))  # fmt: skip
     with caplog.at_level(logging.INFO, "minispec"):
-        for emitted, nodes in (([1, 1], 1), ([3, 1], 5), ([2, 1], 2)):
-            metrics.decode(load, emitted=emitted, nodes=nodes, captured=False)
-    assert metrics.accept_rate == metrics.last_accept_rate == 3 / 10 and metrics.accept_length == 9 / 6
-    assert "accept len: 1.50, accept rate: 0.30" in caplog.text
-    metrics.forget_acceptance()
-    metrics.decode(load, emitted=[2], nodes=3, captured=False)
-    assert metrics.accept_rate == 1 / 2 and metrics.draft_tokens == 12
+        for kept, nodes in steps:
+            metrics.decode(load, kept, nodes=nodes, captured=False)
+    assert metrics.verified == metrics.last and metrics.verified.accept_rate == 3 / 7
+    assert metrics.verified.accept_length == 9 / 6 and metrics.generated_tokens == 9
+    assert "accept len: 1.50, accept rate: 0.43" in caplog.text and caplog.text.count("accept len") == 1
+    assert metrics.lookup_shares == {"verify_steps": 0.1667, "tokens": 0.1111}
+    metrics.decode(load, [Kept(2, "head", 2, 1)], nodes=3, captured=False)
+    assert metrics.verified.drafted == {None: 0, "head": 6, "lookup": 2, "host": 1}
+    assert metrics.last.tokens.total() == 9, "the window of the log"
 
 
 def test_a_throughput_has_no_idle_time_and_all_time_with_work(
@@ -182,19 +192,19 @@ def test_log_lines_speak_of_cuda_graphs_where_there_may_be_some(caplog: pytest.L
     metrics, load = Metrics(4, 1, on_cuda=True), Load(0.5, 2, 0)
     with caplog.at_level(logging.INFO, "minispec"):
         metrics.prefill(load, [3], cached=0, emitted=1, captured=False)
-        metrics.decode(load, emitted=[2], nodes=4, captured=True)
+        metrics.decode(load, [Kept(2, "head", 3, 1)], nodes=4, captured=True)
     assert caplog.messages[0].endswith(", cuda graph: False")
     assert "accept len: 2.00, accept rate: 0.33, cuda graph: True, gen throughput (token/s): " in caplog.messages[1]
 
 
 def test_counting_costs_the_engine_thread_microseconds_a_step() -> None:
     metrics = Metrics(8, log_interval=10**9)
-    load, emitted = Load(0.5, 8, 0), [1, 2, 3, 1, 1, 4, 2, 1]
+    load, kept = Load(0.5, 8, 0), [Kept(n, "head", 7, n - 1) for n in (1, 2, 3, 1, 1, 4, 2, 1)]
     best = 1.0
     for _ in range(5):
         started = time.perf_counter()
         for _ in range(200):
-            metrics.decode(load, emitted=emitted, nodes=8, captured=False, seconds=0.01)
+            metrics.decode(load, kept, nodes=8, captured=False, seconds=0.01)
         best = min(best, (time.perf_counter() - started) / 200)
     assert best < 50e-6, f"{best * 1e6:.1f} us a step of eight requests"
 

@@ -86,7 +86,7 @@ def test_a_drafter_that_reads_text_gets_it_before_it_drafts(name: str) -> None:
 
 def ends(requests: Sequence[Request]) -> list[tuple]:
     """Return what clients are told of each request's end."""
-    return [(r.rid, r.finish, r.output_ids, len(r.prompt_ids), r.verify_steps, r.accepted_drafts) for r in requests]
+    return [(r.rid, r.finish, r.output_ids, len(r.prompt_ids), r.verified) for r in requests]
 
 
 @pytest.mark.parametrize("name", slow_unless(NAMES, lambda name: name in QUICK))

@@ -152,7 +152,7 @@ def test_on_two_ranks_every_drafter_gives_the_tokens_of_plain_decoding(name: str
     requests = wanted(subject)
     run(scheduler, requests)
     assert [r.output_ids for r in requests] == _truth[id(model)]
-    assert scheduler.metrics.retractions > 0 and scheduler.metrics.accept_length > subject.accept_length
+    assert scheduler.metrics.retractions > 0 and scheduler.metrics.verified.accept_length > subject.accept_length
     again = wanted(subject)[:2]
     run(scheduler, again)
     assert [r.output_ids for r in again] == _truth[id(model)][:2] and sum(r.cached_tokens for r in again) > 30
@@ -173,7 +173,8 @@ def test_on_two_ranks_no_shape_and_no_bet_changes_a_token(subject: Subject, pair
     made = adversary(scheduler)  # plain steps, smaller and larger trees, lookups alone and beside drafts
     run(scheduler, requests)
     assert [r.output_ids for r in requests] == _truth[truth]
-    assert scheduler.metrics.retractions > 0 and scheduler.metrics.accept_length > 1.2 * (subject is not SWITCHING)
+    counts = scheduler.metrics
+    assert counts.retractions > 0 and counts.verified.accept_length > 1.2 * (subject is not SWITCHING)
     assert {choice.shape for choice in made} == set(scheduler.sizes.shapes_of(1))
     assert any(len(set(choice.lookups)) == 2 for choice in made) == (subject is not SWITCHING)
 
@@ -282,7 +283,7 @@ def test_in_float64_requests_of_every_kind_are_those_of_one_rank(pair: Pair, mon
     for r in watched:
         assert [token for step in r.trace.steps for token in step["emitted"]] == r.output_ids[1:]
         assert len(r.trace.ends) == len(r.output_ids) and max(len(step["tokens"]) for step in r.trace.steps) > 1
-    assert all(r.finish.kind == "stop" for r in split_up[:2]) and scheduler.metrics.accept_length > 1.1
+    assert all(r.finish.kind == "stop" for r in split_up[:2]) and scheduler.metrics.verified.accept_length > 1.1
 
 
 # ---- who fails ---------------------------------------------------------------------------------------------------

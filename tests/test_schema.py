@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from minispec.asked.answers import meta_info
 from minispec.config import Config
+from minispec.metrics import Kept
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update
 from minispec.serve import fields, openapi, parse
 from minispec.serve.reply import Reply, Served, error_body, sse
@@ -487,15 +488,39 @@ def test_native_batches_answer_a_list_and_single_prompts_an_object() -> None:
 
 
 def test_speculation_fields_follow_their_definitions() -> None:
-    request = Request("r", [1, 2], SamplingParams(), verify_steps=4, drafted_tokens=28, accepted_drafts=6,
-                      accept_histogram=[1, 0, 3])  # fmt: skip
+    request = Request("r", [1, 2], SamplingParams())
+    for kept in (Kept(1), Kept(3, "head", 7, 2), Kept(3, "lookup", 11, 2), Kept(2, "head", 7, 2)):
+        request.verified.add(kept)
     info = meta_info(request, 11, Finish("length"), nodes=8)
     assert info["finish_reason"] == {"type": "length", "length": 11} and info["e2e_latency"] > 0
-    assert (info["spec_verify_ct"], info["spec_accept_token_num"], info["spec_draft_token_num"]) == (4, 6, 28)
-    assert info["spec_accept_rate"] == 6 / 28 and info["spec_accept_length"] == (11 - 1) / 4, "prefill gave one"
+    assert (info["spec_verify_ct"], info["spec_accept_token_num"], info["spec_draft_token_num"]) == (4, 6, 25)
+    assert info["spec_accept_rate"] == 6 / 25 and info["spec_accept_length"] == 9 / 4, "a stop cut the last step"
     assert info["spec_accept_histogram"] == [1, 0, 3]
     assert not any("spec" in key for key in meta_info(request, 11, None, nodes=8))
     assert not any("spec" in key for key in meta_info(request, 11, Finish("length"), nodes=1))
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+def test_what_speculation_gave_is_told_once_and_only_when_asked_for(make: Any) -> None:
+    wish = {"return_spec_tokens_details": True}
+    unasked = [run(make(), nodes=8)[0].result(), *run(make(stream=True), nodes=8)[1]]
+    assert not any("sglext" in answer for answer in unasked)
+    assert "sglext" not in run(make(**wish))[0].result(), "the server does not speculate"
+    reply = run(make(**wish), nodes=8)[0]
+    assert reply.result()["sglext"]["spec_tokens_details"]["spec_accept_length"] == 0
+    reply.requests[0].verified.add(Kept(3, "lookup", 11, 2))
+    details = reply.result()["sglext"]["spec_tokens_details"]
+    assert details["spec_by_source"] == {"lookup": {
+        "spec_verify_ct": 1, "spec_accept_length": 3.0, "spec_num_proposed_drafts": 11, "spec_num_correct_drafts": 2,
+        "spec_accept_rate": 2 / 11}}  # fmt: skip
+    assert details["spec_correct_drafts_histogram"] == [0, 0, 1]
+    assert len(run(make(n=2, **wish), nodes=8)[0].result()["sglext"]["spec_tokens_details"]) == 2
+    for usage in (False, True):
+        *events, last = run(make(stream=True, stream_options={"include_usage": usage}, **wish), nodes=8)[1]
+        told = events.pop() if usage else last
+        assert told["choices"] == [] and told["sglext"] and not any("sglext" in event for event in events)
+        assert (last["usage"]["completion_tokens"], told["usage"]) == (7, None) if usage else "usage" not in last
+    assert refused(make, return_spec_tokens_details=1).param == "return_spec_tokens_details"
 
 
 def test_cached_tokens_are_reported_when_asked_for() -> None:

@@ -111,7 +111,7 @@ def said(folder: Path, caplog: pytest.LogCaptureFixture) -> str:
     lines = [r.getMessage() for r in caplog.records if "self-test" in r.getMessage()]
     assert len(lines) == 1 and "\n" not in lines[0]
     assert scheduler.kv.free == free and not scheduler.engine.lens.any() and not scheduler.kv.table.any()
-    assert scheduler.cache.count == scheduler.metrics.verify_steps == 0
+    assert scheduler.cache.count == scheduler.metrics.verified.steps.total() == 0
     after = request("b", [*PROMPT, 7], max_new_tokens=6)
     run(scheduler, [after])
     assert after.cached_tokens == 0 and after.output_ids == reference(MODEL, after)

@@ -423,17 +423,22 @@ def test_web_pages_of_named_origins_may_call_and_their_browsers_may_ask_without_
 def test_a_prediction_is_drafted_from_and_its_figures_are_in_the_usage(served: Running, tiny: Path) -> None:
     script_of = AutoTokenizer.from_pretrained(tiny)
     expected, usages = script_of.decode(script(script_of)), []
-    for wish in ({"prediction": {"type": "content", "content": [{"type": "text", "text": expected}]}}, {}):
+    for wish in ({"prediction": {"type": "content", "content": [{"type": "text", "text": expected}]},
+                  "return_spec_tokens_details": True}, {}):  # fmt: skip
         assert served.ok("/flush_cache")
         answer = served.ok("/v1/chat/completions", {**chat(max_tokens=len(script(script_of))), **wish})
         usages.append(answer["usage"])
+        if wish:
+            looked_up = answer["sglext"]["spec_tokens_details"]["spec_by_source"]["lookup"]
         texts = answer["choices"][0]["message"]["content"]
     details = usages[0]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] > 5 and details["rejected_prediction_tokens"] >= 0
+    assert looked_up["spec_num_correct_drafts"] == details["accepted_prediction_tokens"], "it has no other drafter"
     assert "completion_tokens_details" not in usages[1] and texts
     chunks, _ = served.stream("/v1/chat/completions", {**chat(max_tokens=9), "stream_options": {"include_usage": True},
-                                                       "prediction": {"type": "content", "content": expected}})
-    assert chunks[-2]["usage"]["completion_tokens_details"]
+                                                       "prediction": {"type": "content", "content": expected},
+                                                       "return_spec_tokens_details": True})  # fmt: skip
+    assert chunks[-2]["usage"]["completion_tokens_details"] and chunks[-3]["sglext"]["spec_tokens_details"]
     error = served.call("/v1/chat/completions", chat(prediction={"type": "content", "content": "x" * 10**5}))[1]
     assert error["error"]["param"] == "prediction"
 

@@ -119,9 +119,9 @@ def test_a_chain_of_the_target_s_own_drafts_is_accepted_whole(steps, how) -> Non
     run(scheduler, requests)
     for r in requests:
         # Every step gives S + 1 tokens; the one that the end cuts short, if any, is a request's last.
-        assert len(r.accept_histogram) == steps + 1 and sum(r.accept_histogram[:-1]) <= 1
+        assert max(r.verified.depths) == steps and r.verified.depths[steps] >= r.verified.depths.total() - 1
         if not r.retractions:  # the first token is the prompt's
-            assert r.verify_steps == -(-39 // (steps + 1)) and len(r.output_ids) == 40
+            assert r.verified.steps.total() == -(-39 // (steps + 1)) and len(r.output_ids) == 40
     assert scheduler.metrics.retractions > 0 or "pages" not in how
 
 
@@ -134,7 +134,7 @@ def test_at_temperature_one_its_own_drafts_are_accepted_whole_if_they_share_its_
     drafts.coupled = coupled
     run(build(MODEL, drafts), requests)
     for r in requests:
-        whole = len(r.accept_histogram) == 4 and sum(r.accept_histogram[:-1]) <= 1
+        whole = max(r.verified.depths) == 3 and r.verified.depths[3] >= r.verified.depths.total() - 1
         assert whole == coupled and r.output_ids == reference(MODEL, r)
 
 
@@ -180,7 +180,7 @@ def test_trees_stay_the_same_alone_in_chunks_and_under_retraction(how) -> None:
     scheduler, compare = drafted((3, 2, 6), requests, **how)
     assert_slow_trees(compare, (3, 2, 6), every=9 if "pages" in how else 3)
     assert scheduler.metrics.retractions > 0 or "pages" not in how
-    assert scheduler.metrics.accept_length > 1.3, "nothing was accepted, so nothing was tested"
+    assert scheduler.metrics.verified.accept_length > 1.3, "nothing was accepted, so nothing was tested"
 
 
 def test_a_prefix_hit_restores_the_draft_rows_to_the_last_of_the_page() -> None:
@@ -404,7 +404,7 @@ def test_a_target_drafts_for_itself_from_its_own_folder(tmp_path) -> None:
     assert (drafter.steps, drafter.topk, drafter.nodes, drafter.name) == (3, 1, 4, "standalone")
     assert drafter.network.model is not llm.scheduler.engine.model
     assert outputs(llm) == outputs(LLM(target, **OPTIONS))
-    assert llm.scheduler.metrics.accept_length > 3.5
+    assert llm.scheduler.metrics.verified.accept_length > 3.5
 
 
 def test_a_draft_may_state_its_tokenizer_s_digest_in_place_of_a_copy(tmp_path) -> None:
@@ -491,7 +491,7 @@ def test_a_draft_of_a_shorter_context_runs_on_and_says_so_once(tmp_path, caplog)
         llm = drafting(target, draft)
         assert outputs(llm) == outputs(LLM(target, **OPTIONS))
     assert sum("made for 64 tokens of the 256" in line for line in caplog.messages) == 1
-    assert llm.scheduler.metrics.accept_length > 3.5  # the same weights, and true positions beyond its 64
+    assert llm.scheduler.metrics.verified.accept_length > 3.5  # the same weights, and true positions beyond its 64
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="minispec"):
         drafting(target, draft, context_length=64)

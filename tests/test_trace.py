@@ -22,7 +22,7 @@ from test_standalone import MODEL, near
 
 from minispec.config import Config
 from minispec.engine import CAPTURED
-from minispec.explain import PARTS, Screen, explain, tree_lines
+from minispec.explain import LEGEND, PARTS, Screen, explain, tree_lines
 from minispec.request import Request, Trace
 from minispec.sampling import gumbel
 from minispec.serve.traces import Telling
@@ -160,7 +160,7 @@ def test_explain_draws_each_step_and_ends_with_a_table(
     assert len(steps) == 3 and not scheduler.has_work and said.count(" ms: propose ") == 3
     accepted = sum(len(step["accepted"]) - 1 for step in steps)
     assert said.count("%  accepted") == accepted > 3 and said.count("the model's own, ahead by") == 3
-    assert said.count("draft ") == sum(len(step["tokens"]) - 1 for step in steps)
+    assert said.count("  draft ") == sum(len(step["tokens"]) - 1 for step in steps)
     tokens = sum(len(step["emitted"]) for step in steps)
     sums = next(line.split() for line in said.splitlines() if line.split()[:1] == ["all"])
     assert sums[1:4] == [str(sum(len(step["tokens"]) - 1 for step in steps)), str(accepted), str(tokens)]
@@ -168,17 +168,21 @@ def test_explain_draws_each_step_and_ends_with_a_table(
     head = next(line for line in said.splitlines() if line.split()[:1] == ["step"] and "accepted" in line)
     assert head.split() == ["step", "drafted", "accepted", "tokens", "ms", *PARTS] and len(head) < 80
     assert repr(letter(asked.output_ids)) in said.replace("\n", "")
+    drafts = sum(len(step["tokens"]) - 1 for step in steps)
+    assert said.count("● ") == drafts + 1 and said.count("◆") == 1, "the draft model drafted all"
 
 
-def test_a_tree_is_drawn_with_its_branches_in_order() -> None:
+@pytest.mark.parametrize(("source", "mark"), [("head", "●"), ("lookup", "◆"), ("host", "▲")])
+def test_a_tree_is_drawn_with_its_branches_in_order_and_says_whose_drafts_they_are(source: str, mark: str) -> None:
     step = {"tokens": [1, 2, 3, 4, 5], "parents": [-1, 0, 0, 1, 1], "draft": [None, 0.5, 0.25, None, 1.0],
             "target": [None, 0.75, 0.0, 0.1, 0.2], "accepted": [0, 1], "emitted": [2, 9],
-            "margins": [1.0, 0.5]}  # fmt: skip
+            "margins": [1.0, 0.5], "source": source}  # fmt: skip
     lines = ["".join(text for text, _ in line) for line in tree_lines(step, str)]
     assert lines == [
-        "'1'  so far", "├─ '2'  draft 50.0%, model 75.0%  accepted", "│  ├─ '4'  draft –, model 10.0%",
-        "│  ├─ '5'  draft 100.0%, model 20.0%", "│  └─ '9'  the model's own, ahead by 0.5",
-        "└─ '3'  draft 25.0%, model 0.0%"]  # fmt: skip
+        "'1'  so far", f"├─ {mark} '2'  draft 50.0%, model 75.0%  accepted", f"│  ├─ {mark} '4'  draft –, model 10.0%",
+        f"│  ├─ {mark} '5'  draft 100.0%, model 20.0%", "│  └─ '9'  the model's own, ahead by 0.5",
+        f"└─ {mark} '3'  draft 25.0%, model 0.0%"]  # fmt: skip
+    assert LEGEND.count(mark) == 1
 
 
 # ---- as clients see it -----------------------------------------------------------------------------------------------
@@ -198,11 +202,9 @@ def assert_pieces_come_from_steps(told: dict[str, Any], steps: list[dict[str, An
     assert max(origins) > 0
     by_start = {step["at"]: step for step in steps}
     assert len(by_start) == len(steps) == counts["spec_verify_ct"]
-    final = by_start[max(by_start)]  # of a step cut at a draft meta_info counts the last token as the target's
-    cut = len(final["accepted"]) > len(final["emitted"])
     assert {step["source"] for step in steps} <= {"lookup", None}, "it drafts from texts"
     assert all((step["source"] is None) == (len(step["tokens"]) == 1) for step in steps)
-    assert sum(origin > 0 for origin in origins) == counts["spec_accept_token_num"] + cut
+    assert sum(origin > 0 for origin in origins) == counts["spec_accept_token_num"]
     at = 1
     while at < 90:  # each step begins where the one before it ended
         step = by_start[at]

@@ -11,15 +11,16 @@ Read next: `replica.py` and `workers.py`, the two ends.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from minispec.metrics import Verified
 from minispec.request import Request, Update
 
 # What the scheduler counts of a request. It crosses back, so that counts go on elsewhere.
-COUNTS = ("cached_tokens", "verify_steps", "drafted_tokens", "accepted_drafts", "accept_histogram", "undrafted",
-          "last_step", "retractions")  # fmt: skip
+COUNTS = ("cached_tokens", "undrafted", "retractions")
 
 Values = dict[str, Any]
 
@@ -49,6 +50,7 @@ class Told:
         values: Values = {
             "rid": request.rid, "ids": update.ids, "text": update.text, "finish": update.finish,
             "counts": [getattr(request, name) for name in COUNTS],
+            "verified": Verified(*map(Counter, vars(request.verified).values())),  # sent while the engine counts on
         }  # fmt: skip
         if request.params.logprobs is not None:
             values["scores"] = request.output_scores[first : self.ids]
@@ -67,6 +69,7 @@ def taken(request: Request, values: Values) -> Update:
     request.released += len(values["text"])
     for name, value in zip(COUNTS, values["counts"], strict=True):
         setattr(request, name, value)
+    request.verified = values["verified"]
     request.output_scores += values.get("scores", ())
     request.prompt_scores += values.get("prompt_scores", ())
     if request.trace is not None:

@@ -348,6 +348,7 @@ class OpenAI(Constrained, Guided, Prompted, Sampling):
     include_stop_str_in_output: Flag = does("as no_stop_trim")
     stream_options: StreamOptions | None = does("what events carry besides text")
     return_token_ids: Flag = does("add prompt_token_ids and token_ids to the answer")
+    return_spec_tokens_details: Flag = does("add sglext.spec_tokens_details: what was drafted and accepted, by source")
     return_tokens_as_token_ids: Flag = does("spell tokens as token_id:N in logprobs")
     request_id: Rid | None = does("as rid")
     response_format: ResponseFormat | None = does("what the output must be")

@@ -42,7 +42,7 @@ def load_of(scheduler: Scheduler) -> dict[str, Any]:
         "gen_throughput": stats["last_gen_throughput"], "cache_hit_rate": cached / max(computed + cached, 1),
     }  # fmt: skip
     if scheduler.sizes.nodes > 1:
-        rate = scheduler.metrics.accept_rate
+        rate = scheduler.metrics.verified.accept_rate
         load["speculative"] = {"accept_length": stats["avg_spec_accept_length"], "accept_rate": rate}
     return load
 

@@ -120,6 +120,7 @@ class Job:
     include_usage: bool = False
     continuous_usage: bool = False
     return_ids: bool = False
+    spec_details: bool = False  # tell what was drafted and accepted (OpenAI's)
     trace: bool = False  # tell how each token came about (native)
     add_special_tokens: bool = True
     truncate: int | None = None  # prompt tokens to keep; -1: as many as leave room for the output
@@ -195,6 +196,7 @@ def _openai_job(
         include_usage=options.include_usage is True,
         continuous_usage=options.continuous_usage_stats is True,
         return_ids=asked.return_token_ids is True,
+        spec_details=asked.return_spec_tokens_details is True,
         names=names,
     )  # fmt: skip
 

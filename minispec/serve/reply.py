@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from minispec.asked.answers import meta_info
+from minispec.asked.answers import meta_info, spec_tokens_details
 from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update
 from minispec.serve import logprobs
 from minispec.serve.message import PLAIN_FORMATS, Formats, Message
@@ -111,10 +111,12 @@ class Reply:
         return self._events(i)
 
     def closing(self) -> list[dict[str, Any]]:
-        """Return the events that close a stream: the usage, if it was asked for."""
-        if not self.job.include_usage or self.job.kind == "generate":
-            return []
-        return [{**self._head(stream=True), "choices": [], "usage": self.usage()}]
+        """Return the events that close a stream: what speculation gave and the usage, where asked for."""
+        wanted = self.job.include_usage and self.job.kind != "generate"
+        details, unsaid = self._spec_details(), {"usage": None} if wanted else {}
+        last = [{**details, **unsaid}] if details else []
+        last += [{"usage": self.usage()}] if wanted else []
+        return [{**self._head(stream=True), "choices": [], **part} for part in last]
 
     def failure(self, error: RequestError) -> list[dict[str, Any]]:
         """Return the events of a stream that ends with an error."""
@@ -131,7 +133,15 @@ class Reply:
             body = {"message": self.messages[i].whole()} if is_chat else {"text": self.texts[i], **self._prompt_ids(i)}
             choices.append(self._choice(i, {**body, **self._new(i)}, self.finishes[i]))
         prompt = self._prompt_ids(0) if is_chat else {}
-        return {**self._head(stream=False), "choices": choices, "usage": self.usage(), **prompt}
+        return {**self._head(stream=False), "choices": choices, "usage": self.usage(), **prompt,
+                **self._spec_details()}  # fmt: skip
+
+    def _spec_details(self) -> dict[str, Any]:
+        """Return SGLang's field of what speculation gave, a list for several choices, if it was asked for."""
+        if not self.job.spec_details or self.served.nodes == 1:
+            return {}
+        each = [spec_tokens_details(request) for request in self.requests]
+        return {"sglext": {"spec_tokens_details": each if len(each) > 1 else each[0]}}
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's usage object over all choices so far; a prompt counts once, as its first choice found it."""
@@ -142,8 +152,8 @@ class Reply:
         usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
                  "prompt_tokens_details": details}  # fmt: skip
         if self.job.prediction is not None:
-            drafted, accepted = (sum(getattr(r, name) for r in self.requests)
-                                 for name in ("drafted_tokens", "accepted_drafts"))  # fmt: skip
+            drafted = sum(r.verified.drafted.total() for r in self.requests)
+            accepted = sum(r.verified.accepted.total() for r in self.requests)
             usage["completion_tokens_details"] = {"accepted_prediction_tokens": accepted,
                                                   "rejected_prediction_tokens": drafted - accepted}  # fmt: skip
         return usage

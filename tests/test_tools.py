@@ -405,6 +405,7 @@ def test_the_grammar_of_calls_takes_what_the_parser_reads_and_nothing_else(
         weather + between + clock: parallel and name is None, "Hello": False, "": False,
         begin + json.dumps({"name": "rain", key: {}}) + end: False,
         begin + json.dumps({"name": 'quo"ted é', key: {}}, ensure_ascii=False) + end: name is None,
+        begin + json.dumps({"name": 'quo"ted é', key: {"a": 1}}, ensure_ascii=False) + end: False,  # it takes nothing
         begin + f'{{"name": "clock",{" " * 9}"{key}": {{}}}}' + end: False,
         begin + json.dumps({"name": "weather", key: {"city": 7}}) + end: False,
     }  # fmt: skip

@@ -19,6 +19,7 @@ from minispec.serve.reasoning import overlap
 
 MAX_DEPTH = 64  # of nested JSON in a call; a deeper one is malformed
 # Of arguments that are constrained: white space left free is where small models never stop.
+_NONE = {"additionalProperties": False}  # the parameters of a function that takes none
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
 _BETWEEN, _OPEN, _OBJECT, _AFTER, _OVER = range(5)  # where in the reply: `_OPEN` is after a begin tag
@@ -221,14 +222,16 @@ def constraint(
 ) -> str:
     """Return the grammar, in llguidance's Lark, of a reply that is a call of one of the tools, or several `parallel`.
 
-    tools: as clients send them. name: of the one tool that must be called, in one call.
+    tools: as clients send them; one without `parameters` takes none, as OpenAI's reference says. name: of the one tool
+    that must be called, in one call.
     """
     several, literal = parallel and name is None, partial(json.dumps, ensure_ascii=False)
     calls = []
     for function in (tool["function"] for tool in tools):
         if name in (None, function["name"]):
             head = f'{{"name": {literal(function["name"])}, "{form.arguments}": '
-            schema = {"type": "object", **(function.get("parameters") or {}), "x-guidance": _SPACING}
+            given = function.get("parameters")
+            schema = {"type": "object", **(_NONE if given is None else given), "x-guidance": _SPACING}
             calls.append(f"{literal(form.spelled[0] + head)} %json {json.dumps(schema)} "
                          f"{literal('}' + form.spelled[1])}")  # fmt: skip
     return "\n".join([

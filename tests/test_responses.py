@@ -147,6 +147,7 @@ def test_what_the_model_is_shown_is_what_a_chat_shows() -> None:
     ({"tools": [CLOCK]}, "tools", "tools[0].name is required"),
     ({"tools": TOOLS[:1] * 2}, "tools", "names of their own"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
+    ({"tool_choice": {"type": "function", "name": "messages"}, "tools": TOOLS}, "tool_choice", "got 'messages'"),
     ({"tool_choice": {"type": "mcp"}}, "tool_choice", "an object of type function or allowed_tools"),
     ({"tool_choice": {"type": "function", "name": "x"}, "tools": TOOLS}, "tool_choice", "one of the tools, got 'x'"),
     ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]}},

@@ -7,6 +7,7 @@ Read next: `items.py`, which makes the answer.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +20,7 @@ from minispec.serve.parse import Job, called_with, parse_chat, text_of
 # What a chat calls a thing -> what a response calls it. In order: the longer one first.
 _NAMES = {"response_format.json_schema.schema": "text.format.schema", "response_format": "text.format",
           "max_completion_tokens": "max_output_tokens", "messages": "input"}  # fmt: skip
+_QUOTED_OR_NAME = re.compile(r"""(?<!\w)'[^']*'|"[^"]*"|""" + "|".join(map(re.escape, _NAMES)))
 _SHARED = fields.acting(fields.Responses).keys() & fields.acting(fields.Chat).keys()  # mean the same in both
 
 
@@ -42,10 +44,8 @@ def parse_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
 
 
 def _renamed(text: str) -> str:
-    """Return an error's text with a response's names for a chat's fields."""
-    for chats, ours in _NAMES.items():
-        text = text.replace(chats, ours)
-    return text
+    """Return an error's text with a response's names for a chat's fields, but with its quoted values as they were."""
+    return _QUOTED_OR_NAME.sub(lambda found: _NAMES.get(found[0], found[0]), text)
 
 
 def _named(grammar: Grammar) -> Grammar:

@@ -558,7 +558,8 @@ async def serve(config: Config, temporary: Path | None = None) -> int:
         code = _failed(one_line(server.engine.error))
     await server.stop()
     if signals.first.is_set():
-        logger.info("shut down: %s", f"{left} requests were ended with an error" if left else "no request was cut off")
+        ended = "1 request was" if left == 1 else f"{left} requests were"
+        logger.info("shut down: %s", f"{ended} ended with an error" if left else "no request was cut off")
     # Threads that compile, or tokenize a long prompt, cannot be interrupted, and the loop's end would wait for them.
     if temporary is not None:
         shutil.rmtree(temporary, ignore_errors=True)

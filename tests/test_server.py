@@ -918,7 +918,7 @@ def test_a_second_sigterm_ends_streams_and_compilers_within_five_seconds(
         process.kill()
         _, log = process.communicate()
     assert "fired up and ready to roll" in log and "Traceback" not in log
-    assert log.splitlines()[-1].endswith("] shut down: 1 requests were ended with an error")
+    assert log.splitlines()[-1].endswith("] shut down: 1 request was ended with an error")
 
 
 def test_the_last_line_of_a_server_that_was_told_to_end_says_that_it_did(tiny: Path) -> None:

@@ -28,7 +28,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from minispec.model import FINAL, Block, LayerAttend, Model, ModelConfig, RMSNorm, Rope, rope_frequencies
+from minispec.model import FINAL, Block, LayerAttend, Model, ModelConfig, RMSNorm, Rope, rope_factor, rope_frequencies
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,9 @@ class DraftHead(nn.Module):
     """The base of all heads; a subclass adds the layer and `forward`.
 
     Vd is the number of tokens that the head can draft: the token map's length, or without a map the target's
-    vocabulary. `lm_head` and `embed_tokens` are None if the head uses the target's.
+    vocabulary. `lm_head` and `embed_tokens` are None if the head uses the target's: these matrices alone, without
+    Granite's multipliers, which SGLang and vLLM leave out too. So a copy of the target's matrix in the head's own files
+    drafts the same.
     """
 
     name: ClassVar[str]
@@ -68,13 +70,14 @@ class DraftHead(nn.Module):
         self.hidden_size, self.kv_heads, self.head_dim = shape.hidden_size, shape.kv_heads, shape.head_dim
         self.positions = shape.context_length  # how many, as config.json states; the head drafts beyond them too
         # Not a buffer, nor is `token_map`: `to(bfloat16)` would round the one, and `to_empty` would lose the other.
-        self.frequencies = rope_frequencies(shape)
+        self.frequencies, self.rope_factor = rope_frequencies(shape), rope_factor(shape)
         self.draft_vocab = shape.vocab_size if ids is None else len(ids)
         own_lm_head = config.own_lm_head or ids is not None
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size) if config.own_embedding else None
         self.lm_head = nn.Linear(shape.hidden_size, self.draft_vocab, bias=False) if own_lm_head else None
-        # Bound methods, not submodules, so that the target's weights are not loaded, trained or packed with the head's.
-        self._target_embed, self._target_logits = target.embed, target.logits
+        # Functions, not submodules, so that the target's weights are not loaded, trained or packed with the head's.
+        self._target_embed = lambda tokens: target.embed_tokens(tokens)
+        self._target_logits = lambda state: target.lm_head(state)
 
     @classmethod
     def empty(cls, config: HeadConfig, target: Model) -> Self:
@@ -105,7 +108,7 @@ class DraftHead(nn.Module):
 
     def rope(self, positions: Tensor) -> Rope:
         """Return the rotary factors for positions [B, T], in the head's dtype."""
-        return Rope.at(positions, self.frequencies, self.layer.post_attention_layernorm.weight.dtype)
+        return Rope.at(positions, self.frequencies, self.layer.post_attention_layernorm.weight.dtype, self.rope_factor)
 
 
 # ---- EAGLE-2 ------------------------------------------------------------------------------------------------------

@@ -1,8 +1,16 @@
 """The target model: one decoder for the Llama family, built from a model's `config.json`.
 
-Llama 2/3, Mistral, Qwen2, Qwen3, MiMo and SmolLM2 are one architecture with four switches: biases on q, k, v
-(Qwen2, MiMo), norms on q and k (Qwen3), the kind of rotary scaling (Llama 3.1) and tied embeddings. `ModelConfig`
-reads them from `config.json`; the forward pass has no branch on a model's name.
+Llama 2/3, Mistral, Qwen2, Qwen3, MiMo, SmolLM2/3, Granite and Phi-3 are one architecture with a few switches:
+
+    biases on q, k, v        Qwen2, MiMo; any Llama whose file says so
+    norms on q and k         Qwen3
+    rotary scaling           Llama 3.1, YaRN, linear: `rope_frequencies`, `rope_factor`
+    no rotary positions      some layers of SmolLM3: `Rope.still`
+    multipliers              Granite: of embedding, attention, residual and logits: `ModelConfig`
+    tied embeddings          small models
+    joined matrices          Phi-3's files: `ModelConfig.split`
+
+`ModelConfig` reads them from `config.json`; the forward pass has no branch on a model's name.
 
 The model reaches its context, the keys and values of earlier tokens, through one function:
 `attend.layer(i)(q, k, v) -> out`. Pages, trees, chunks and masks are behind it (`attention.py`). So the same module
@@ -20,121 +28,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minispec.model_config import JOINED, ModelConfig, ModelError  # noqa: F401  others import ModelError from here
+
 FINAL = "final"  # the tap of the normed last hidden state, which the LM head reads
 NAMES_SHOWN = 8  # tensors that a message names
 
-_ARCHITECTURES = {  # architecture: (always a bias on q, k, v; norms on q and k)
-    "LlamaForCausalLM": (False, False),
-    "MistralForCausalLM": (False, False),
-    "Qwen2ForCausalLM": (True, False),
-    "MiMoForCausalLM": (True, False),
-    "Qwen3ForCausalLM": (False, True),
-}
-
-_SCALING_KEYS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-
-
-class ModelError(ValueError):
-    """A model cannot be found or read; the message is for the user."""
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The sizes and switches of a decoder, read once from a Hugging Face `config.json`."""
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norm_eps: float
-    rope_theta: float
-    rope_scaling: Mapping[str, Any] | None
-    context_length: int
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    tied: bool
-    sliding_window: int | None  # tokens; a longer context is refused, since attention here is full; None: no limit
-    dtype: str | None
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Read a config in the form that `load/weights.py` returns; raise ValueError if something is not supported."""
-        names = config.get("architectures") or []
-        architecture = next((name for name in names if name in _ARCHITECTURES), None)
-        if architecture is None:
-            raise ValueError(f"architectures {names} not supported; supported: {', '.join(_ARCHITECTURES)}")
-        needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        if missing := [key for key in needed if config.get(key) is None]:
-            raise ValueError(f"config.json lacks {', '.join(missing)}, which every {architecture} has")
-        if (act := config.get("hidden_act", "silu")) != "silu":
-            raise ValueError(f"hidden_act {act!r} not supported; supported: silu")
-        if (part := config.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
-            raise ValueError(f"partial_rotary_factor {part} not supported; supported: 1.0")
-        bias, qk_norm = _ARCHITECTURES[architecture]
-        attention_bias = bool(config.get("attention_bias", False))
-        heads = config["num_attention_heads"]
-        mistral = architecture == "MistralForCausalLM"
-        windowed = config.get("use_sliding_window", mistral)
-        return cls(
-            architecture=architecture,
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            layers=config["num_hidden_layers"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=float(config.get("rope_theta") or 10000.0),
-            rope_scaling=_checked_scaling(config.get("rope_scaling")),
-            context_length=config.get("max_position_embeddings", 2048),
-            qkv_bias=bias or attention_bias,
-            # Qwen2 and MiMo have biases on q, k, v only; Llama's and Qwen3's `attention_bias` covers o as well.
-            output_bias=attention_bias and not bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            qk_norm=qk_norm,
-            tied=bool(config.get("tie_word_embeddings", False)),
-            sliding_window=config.get("sliding_window", 4096 if mistral else None) if windowed else None,
-            dtype=config.get("torch_dtype"),
-        )
-
-
-def _checked_scaling(scaling: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the config's rope_scaling, None if nothing is scaled; raise ValueError for a kind not supported."""
-    if not scaling:
-        return None
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return None
-    if kind not in _SCALING_KEYS:
-        raise ValueError(f"rope_scaling type {kind!r} not supported; supported: default, {', '.join(_SCALING_KEYS)}")
-    if missing := [key for key in _SCALING_KEYS[kind] if key not in scaling]:
-        raise ValueError(f"rope_scaling of type {kind!r} lacks {', '.join(missing)}")
-    return {**scaling, "rope_type": kind}
-
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Return the rotary angular frequencies [D / 2] fp32, scaled as in Llama 3.1, linearly, or not at all.
+    """Return the rotary angular frequencies [D / 2] fp32: scaled as in Llama 3.1, as in YaRN, linearly, or not at all.
 
     A wavelength is the number of tokens in which an angle makes one turn. In Llama 3.1, frequencies with wavelengths
     below original/high stay, and those above original/low are divided by `factor`. Those between are interpolated,
     linearly in original/wavelength.
+
+    YaRN (arXiv 2309.00071, section 3.2; transformers' `_compute_yarn_parameters`): frequencies that turn more than
+    beta_fast times within the original context stay, and those that turn less than beta_slow times are divided by
+    `factor`. Those between are interpolated, linearly in their index.
     """
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequency = 1.0 / config.rope_theta**exponent
@@ -143,6 +58,9 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
         return frequency
     if scaling["rope_type"] == "linear":
         return frequency / scaling["factor"]
+    if scaling["rope_type"] == "yarn":
+        ramp = _yarn_ramp(config.head_dim, config.rope_theta, scaling)
+        return 1.0 / (scaling["factor"] * config.rope_theta**exponent) * (1 - ramp) + frequency * ramp
     low, high, original = (
         scaling["low_freq_factor"],
         scaling["high_freq_factor"],
@@ -155,6 +73,42 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     return (1 - keep) * frequency / scaling["factor"] + keep * frequency
 
 
+def _yarn_ramp(dim: int, theta: float, scaling: Mapping[str, Any]) -> Tensor:
+    """Return how much of each frequency [D / 2] fp32 YaRN keeps, from 1 to 0.
+
+    Frequency i turns t = original / (2 pi theta^(2i / D)) times within the original context, so i is this at t turns:
+    D log(original / (2 pi t)) / (2 log theta). The ends are whole indices unless `truncate` is false.
+    """
+    original = scaling["original_max_position_embeddings"]
+    turns = (scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1)
+    first, last = (dim * math.log(original / (t * 2 * math.pi)) / (2 * math.log(theta)) for t in turns)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    last += 0.001 if first == last else 0
+    return 1 - ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+
+
+def rope_factor(config: ModelConfig) -> float:
+    """Return the factor on cos and sin: YaRN's `attention_factor`, by default 0.1 ln(factor) + 1; elsewhere 1.
+
+    With `mscale` and `mscale_all_dim` it is (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
+    """
+    scaling = config.rope_scaling
+    if scaling is None or scaling["rope_type"] != "yarn":
+        return 1.0
+    if (stated := scaling.get("attention_factor")) is not None:
+        return float(stated)
+    of = lambda mscale: 0.1 * mscale * math.log(max(scaling["factor"], 1)) + 1.0  # noqa: E731
+    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return float(of(mscale) / of(all_dim)) if mscale and all_dim else float(of(1))
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """Return x times a factor; x itself for 1, so that the graphs of models without multipliers have no product."""
+    return x if factor == 1.0 else x * factor
+
+
 class Rope(NamedTuple):
     """Rotary factors of one forward pass: cos, sin [B, 1, T, D], computed once and shared by all layers."""
 
@@ -162,11 +116,18 @@ class Rope(NamedTuple):
     sin: Tensor
 
     @classmethod
-    def at(cls, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rope:
-        """Return the factors for positions [B, T] and angular frequencies [D / 2] fp32; angles are fp32 too."""
+    def at(cls, positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Rope:
+        """Return the factors for positions [B, T] and angular frequencies [D / 2] fp32; angles are fp32 too.
+
+        factor: what cos and sin are multiplied by, see `rope_factor`.
+        """
         angle = positions[:, None, :, None].float() * frequencies
         angle = torch.cat((angle, angle), dim=-1)
-        return cls(angle.cos().to(dtype), angle.sin().to(dtype))
+        return cls(scaled(angle.cos(), factor).to(dtype), scaled(angle.sin(), factor).to(dtype))
+
+    def still(self) -> Rope:
+        """Return factors that turn nothing: a layer without positions then runs the graph of all other layers."""
+        return Rope(torch.ones_like(self.cos), torch.zeros_like(self.sin))
 
     def turn(self, x: Tensor) -> Tensor:
         """Rotate x [B, H, T, D] by the positions; element i is paired with element i + D / 2, as in Hugging Face."""
@@ -211,6 +172,7 @@ class Block(nn.Module):
         super().__init__()
         d, self.head_dim = config.hidden_size, config.head_dim
         self.q_size, self.kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.query_multiplier, self.residual_multiplier = config.query_multiplier, config.residual_multiplier
         self.input_layernorm = RMSNorm(d, config.norm_eps)
         self.qkv_proj = nn.Linear(d, self.q_size + 2 * self.kv_size, bias=config.qkv_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
@@ -232,10 +194,10 @@ class Block(nn.Module):
         batch, length, _ = x.shape
         qkv = self.qkv_proj(read).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
         q, k, v = (part.view(batch, length, -1, self.head_dim).transpose(1, 2) for part in qkv)
-        out = attend(rope.turn(self.q_norm(q)), rope.turn(self.k_norm(k)), v)
-        x = x + self.o_proj(out.transpose(1, 2).reshape(batch, length, self.q_size))
+        out = attend(scaled(rope.turn(self.q_norm(q)), self.query_multiplier), rope.turn(self.k_norm(k)), v)
+        x = x + scaled(self.o_proj(out.transpose(1, 2).reshape(batch, length, self.q_size)), self.residual_multiplier)
         gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, dim=-1)
-        return x + self.down_proj(F.silu(gate) * up)
+        return x + scaled(self.down_proj(F.silu(gate) * up), self.residual_multiplier)
 
 
 class Model(nn.Module):
@@ -254,7 +216,7 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
         # Not a parameter or a buffer: `to(bfloat16)` would round it, but large positions need fp32.
-        self.frequencies = rope_frequencies(config)
+        self.frequencies, self.rope_factor = rope_frequencies(config), rope_factor(config)
         self.run_block: Callable[[Block, Tensor, Rope, LayerAttend], Tensor] = Block.forward
 
     @classmethod
@@ -285,7 +247,7 @@ class Model(nn.Module):
 
     def rope(self, positions: Tensor) -> Rope:
         """Return the rotary factors for positions [B, T], in the model's dtype."""
-        return Rope.at(positions, self.frequencies, self.norm.weight.dtype)
+        return Rope.at(positions, self.frequencies, self.norm.weight.dtype, self.rope_factor)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int | str] = ()
@@ -303,11 +265,12 @@ class Model(nn.Module):
 
         The engine compiles the blocks, and the parts of `forward` before and after them, separately.
         """
-        streams = []
+        streams, unrotated = [], self.config.unrotated
+        still = rope.still() if unrotated else rope
         for index, block in enumerate(cast(Iterable[Block], self.layers)):
             if index in taps:
                 streams.append(x)
-            x = self.run_block(block, x, rope, attend.layer(index))
+            x = self.run_block(block, x, still if index in unrotated else rope, attend.layer(index))
         return (*streams, x)
 
     def finish(self, streams: Sequence[Tensor], taps: Sequence[int | str] = ()) -> tuple[Tensor, Tensor | None]:
@@ -324,21 +287,11 @@ class Model(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings [..., d] of tokens [...] int64."""
-        return self.embed_tokens(tokens)
+        return scaled(self.embed_tokens(tokens), self.config.embedding_multiplier)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of normed hidden states [..., d]."""
-        return self.lm_head(hidden)
-
-
-JOINED = {  # our module: the modules of published files that it joins, with their names within a layer
-    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o_proj": ("self_attn.o_proj",),
-    "q_norm": ("self_attn.q_norm",),
-    "k_norm": ("self_attn.k_norm",),
-    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "down_proj": ("mlp.down_proj",),
-}
+        return scaled(self.lm_head(hidden), self.config.logits_multiplier)
 
 
 def published_tensors(module: nn.Module) -> dict[str, Tensor]:

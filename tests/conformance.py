@@ -122,7 +122,7 @@ def own(name: str) -> Subject:
 def random_head(kind: type[DraftHead], model: Model, **switches: object) -> DraftHead:
     """Return a head of a published kind with random weights."""
     torch.manual_seed(5)
-    head = kind.empty(HeadConfig(kind.name, model.config, **switches), model)
+    head = kind.empty(HeadConfig(kind.name, model.config.plain(), **switches), model)
     for name, parameter in head.named_parameters():
         parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.3)
     return head

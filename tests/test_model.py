@@ -8,7 +8,7 @@ asserted. Then what is special to each family is taken away, to see the comparis
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,28 +17,49 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from conformance import random_head
+from exactness import Oracle, build, request, run, truth_of
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._dynamo import lookup_backend
 from torch._dynamo.utils import counters
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from minispec.attention import Causal
+from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.cpu import linear
 from minispec.cpu.linear import PackedLinear, can_pack, pack_linears, room_for_both
+from minispec.drafter import Plain
+from minispec.eagle import Eagle3Head
 from minispec.load.build import _context_length
 from minispec.load.tokenizer import load_tokenizer
 from minispec.load.weights import load_weights, read_config, read_tensors
-from minispec.model import FINAL, Model, ModelConfig, ModelError, RMSNorm, published_tensors, rope_frequencies
+from minispec.model import (
+    FINAL,
+    Model,
+    ModelConfig,
+    ModelError,
+    RMSNorm,
+    published_tensors,
+    rope_factor,
+    rope_frequencies,
+)
+from minispec.model_config import _ARCHITECTURES, _MULTIPLIERS
+from minispec.request import MAX_ASKED_IDS, Logprobs, Scored
 
 TOKENS = 300
 VOCAB = 211
@@ -48,6 +69,7 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 
 
 @dataclass(frozen=True)
@@ -56,7 +78,7 @@ class Family:
 
     config: Callable[..., PretrainedConfig]
     options: dict[str, Any]
-    breaks: Callable[[Model], None]
+    breaks: Sequence[Callable[[Model], None]]  # each is seen by itself
 
 
 def shape(hidden: int, heads: int, kv_heads: int, **options: Any) -> dict[str, Any]:
@@ -69,8 +91,50 @@ def shape(hidden: int, heads: int, kv_heads: int, **options: Any) -> dict[str, A
 
 
 def without_scaling(model: Model) -> None:
-    """Rotate as if the config had no rope scaling."""
+    """Rotate as if the config had no rope scaling, but for a factor."""
     model.frequencies = rope_frequencies(replace(model.config, rope_scaling=None))
+
+
+def without_factor(model: Model) -> None:
+    """Forget YaRN's factor on cos and sin."""
+    model.rope_factor = 1.0
+
+
+def all_rotated(model: Model) -> None:
+    """Rotate the layers that have no positions too."""
+    model.config = replace(model.config, unrotated=())
+
+
+def the_others_rotated(model: Model) -> None:
+    """Read `no_rope_layers` as its name suggests: 1 for a layer that does not rotate."""
+    model.config = replace(model.config, unrotated=tuple(set(range(4)) - set(model.config.unrotated)))
+
+
+def without(multiplier: str) -> Callable[[Model], None]:
+    """Return a function that leaves one of Granite's multipliers out."""
+
+    def leave_out(model: Model) -> None:
+        model.config = replace(model.config, **{multiplier: 1.0})
+        for block in model.layers:
+            if hasattr(block, multiplier):
+                setattr(block, multiplier, 1.0)
+
+    return leave_out
+
+
+def with_qkv_by_heads(model: Model) -> None:
+    """Read the rows of the joined matrix as q, k and v of one head after the other."""
+    dim, kv_heads = model.config.head_dim, model.config.kv_heads
+    for block in model.layers:
+        weight = block.qkv_proj.weight.view(kv_heads, -1, dim, model.config.hidden_size)
+        weight = torch.cat([part.flatten(0, 2) for part in weight.split([weight.shape[1] - 2, 1, 1], 1)])
+        block.qkv_proj.weight.copy_(weight.clone())
+
+
+def with_up_before_gate(model: Model) -> None:
+    """Read the rows of the joined matrix in the other order."""
+    for block in model.layers:
+        block.gate_up_proj.weight.copy_(torch.cat(block.gate_up_proj.weight.chunk(2)[::-1]))
 
 
 def with_default_theta(model: Model) -> None:
@@ -108,20 +172,43 @@ def with_interleaved_heads(model: Model) -> None:
 
 
 FAMILIES = {
-    "llama3": Family(LlamaConfig, shape(96, 6, 2, head_dim=32, rope_parameters=LLAMA3_ROPE), without_scaling),
+    "llama3": Family(LlamaConfig, shape(96, 6, 2, head_dim=32, rope_parameters=LLAMA3_ROPE), [without_scaling]),
+    "llama-yarn": Family(
+        LlamaConfig, shape(96, 6, 2, head_dim=32, rope_parameters=YARN), [without_scaling, without_factor]
+    ),
     "llama-biased": Family(
-        LlamaConfig, shape(96, 6, 2, attention_bias=True, mlp_bias=True), without_output_bias
+        LlamaConfig, shape(96, 6, 2, attention_bias=True, mlp_bias=True), [without_output_bias]
     ),
     "mistral": Family(
         MistralConfig,
         shape(96, 6, 2, sliding_window=None, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
-        with_default_theta,
+        [with_default_theta],
     ),
-    "qwen2": Family(Qwen2Config, shape(96, 6, 2), without_bias),
-    "qwen3": Family(Qwen3Config, shape(96, 6, 2, head_dim=32), without_qk_norm),
-    "smollm2": Family(LlamaConfig, shape(144, 9, 3, tie_word_embeddings=True), with_interleaved_heads),
-    "mimo": Family(Qwen2Config, shape(96, 6, 3), without_bias),
-}
+    "qwen2": Family(Qwen2Config, shape(96, 6, 2), [without_bias]),
+    "qwen2-yarn": Family(
+        Qwen2Config,
+        shape(96, 6, 2, rope_parameters={**YARN, "mscale": 3.0, "mscale_all_dim": 0.5, "truncate": False}),
+        [without_scaling, without_factor, without_bias],
+    ),
+    "qwen3": Family(Qwen3Config, shape(96, 6, 2, head_dim=32), [without_qk_norm]),
+    "smollm2": Family(LlamaConfig, shape(144, 9, 3, tie_word_embeddings=True), [with_interleaved_heads]),
+    "mimo": Family(Qwen2Config, shape(96, 6, 3), [without_bias]),
+    "smollm3": Family(
+        SmolLM3Config,
+        shape(96, 6, 2, num_hidden_layers=4, no_rope_layers=[1, 0, 0, 1], tie_word_embeddings=True),
+        [all_rotated, the_others_rotated, with_default_theta],
+    ),
+    "granite": Family(
+        GraniteConfig,
+        shape(96, 6, 2, embedding_multiplier=2.5, attention_multiplier=0.35, residual_multiplier=0.6,
+              logits_scaling=1.3),
+        [without("embedding_multiplier"), without("query_multiplier"), without("residual_multiplier"),
+         without("logits_multiplier")],
+    ),
+    "phi3": Family(Phi3Config, shape(96, 6, 2), [with_qkv_by_heads, with_up_before_gate]),
+}  # fmt: skip
+SCALED = ("llama3", "llama-yarn", "qwen2-yarn")
+NEW = ("llama-yarn", "qwen2-yarn", "smollm3", "granite", "phi3")
 
 
 def scaled_weights(model: PreTrainedModel) -> None:
@@ -139,6 +226,9 @@ def scaled_weights(model: PreTrainedModel) -> None:
             q_or_k = name.endswith(("q_proj.weight", "k_proj.weight"))
             gain = 2.3 if q_or_k else 3.0 if name.endswith(("embed_tokens.weight", "lm_head.weight")) else 0.7
             parameter.data = gain * noise / parameter.shape[-1] ** 0.5
+            if name.endswith("qkv_proj.weight"):
+                values = model.config.num_key_value_heads * model.config.hidden_size // model.config.num_attention_heads
+                parameter.data[:-values] *= 2.3 / 0.7
 
 
 @cache
@@ -173,7 +263,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Mo
     """Load a folder as `LLM` does, with changes to the config if wanted."""
     config = replace(ModelConfig.from_hf(read_config(folder)), **changes)
     model = Model.empty(config, dtype, CPU)
-    load_weights(published_tensors(model), read_tensors(folder, wanted=model.reads))
+    load_weights(published_tensors(model), read_tensors(folder, wanted=model.reads, split=config.split))
     return model
 
 
@@ -218,9 +308,11 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, folders: 
     assert error < BOUND, f"logits differ by {error:.1e}"
     assert torch.equal(got.argmax(-1), want.logits.argmax(-1))
 
-    FAMILIES[name].breaks(model)
-    broken = float((logits_of(model, text()) - want.logits).abs().max())
-    assert broken > 100 * BOUND, f"without the family's own feature logits differ by {broken:.1e} only"
+    for fault in FAMILIES[name].breaks:
+        model = load(folders[name])
+        fault(model)
+        broken = float((logits_of(model, text()) - want.logits).abs().max())
+        assert broken > 100 * BOUND, f"{fault} changes logits by {broken:.1e} only"
 
 
 def test_all_three_branches_of_llama3_scaling_act(folders: dict[str, Path]) -> None:
@@ -237,6 +329,104 @@ def test_linear_scaling_is_that_of_transformers() -> None:
     given["rope_scaling"] = {"type": "linear", "factor": 4.0}
     frequencies = rope_frequencies(ModelConfig.from_hf(given))
     torch.testing.assert_close(frequencies, reference.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"mscale": 0.707, "mscale_all_dim": 1.4}, {"mscale": 2.0}, {"attention_factor": 1.7}, {"truncate": False},
+     {"beta_fast": 8.0, "beta_slow": 2.0}, {"beta_fast": None, "factor": 0.5},
+     {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False}],
+)  # fmt: skip
+def test_yarn_is_that_of_transformers(more: dict[str, Any], tmp_path: Path) -> None:
+    config = LlamaConfig(**shape(128, 2, 2, rope_parameters={**YARN, **more}))
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    want, got = LlamaRotaryEmbedding(config), ModelConfig.from_hf(read_config(tmp_path))
+    torch.testing.assert_close(rope_frequencies(got), want.inv_freq, rtol=1e-6, atol=0)
+    assert rope_factor(got) == pytest.approx(want.attention_scaling)
+    rope = Model(got).rope(torch.arange(600)[None])
+    cos, sin = want(torch.zeros(1), torch.arange(600)[None])
+    torch.testing.assert_close(torch.stack((rope.cos[0], rope.sin[0])), torch.stack((cos, sin)), atol=1e-5, rtol=0)
+
+
+def test_all_three_branches_of_yarn_act(folders: dict[str, Path]) -> None:
+    config = ModelConfig.from_hf(read_config(folders["llama-yarn"]))
+    ratio = rope_frequencies(config) / rope_frequencies(replace(config, rope_scaling=None))
+    kept, divided = torch.isclose(ratio, torch.ones(1)), torch.isclose(ratio, torch.tensor(1 / 8))
+    assert kept.any() and divided.any() and (~kept & ~divided).any() and rope_factor(config) > 1.2
+
+
+def test_yarn_makes_the_context_longer() -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert ModelConfig.from_hf(minimal(rope_scaling=yarn)).context_length == 2048
+    assert ModelConfig.from_hf(minimal(rope_scaling=yarn, max_position_embeddings=4096)).context_length == 4096
+
+
+def test_a_layer_without_positions_runs_the_same_graph_and_is_not_turned(folders: dict[str, Path]) -> None:
+    model = load(folders["smollm3"])
+    rope, q = model.rope(torch.arange(9)[None]), torch.randn(1, 6, 9, 16)
+    assert torch.equal(rope.still().turn(q), q) and not torch.equal(rope.turn(q), q)
+    torch._dynamo.reset()
+    counters.clear()
+    model.compile_blocks(lambda step: torch.compile(step, backend="eager", fullgraph=True, dynamic=False))
+    with torch.inference_mode():
+        model(text()[:, :9], torch.arange(9)[None], Causal())
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    """Of keys that a file may leave out, those whose default the weights do not show."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8,
+             "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    for architecture, family in _ARCHITECTURES.items():
+        kind = architecture.removesuffix("ForCausalLM").lower()
+        if kind == "mimo":  # transformers has no class for it
+            continue
+        want = CONFIG_MAPPING[kind](**sizes, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+        given = ModelConfig.from_hf({"architectures": [architecture], **sizes})
+        assert given.tied == want.tie_word_embeddings, kind
+        assert given.norm_eps == want.rms_norm_eps, kind
+        assert given.rope_theta == want.rope_parameters["rope_theta"] and given.rope_scaling is None, kind
+        assert given.sliding_window == getattr(want, "sliding_window", None), kind
+        rotates = getattr(want, "no_rope_layers", [1] * 8)
+        assert given.unrotated == tuple(layer for layer in range(8) if not rotates[layer]), kind
+        multipliers = [getattr(want, key, None) for key in _MULTIPLIERS]
+        ours = (given.embedding_multiplier, given.query_multiplier * given.head_dim**-0.5, given.residual_multiplier,
+                1 / given.logits_multiplier)  # fmt: skip
+        assert multipliers == [None] * 4 or ours == pytest.approx(multipliers), kind
+        assert (multipliers == [None] * 4) == (not set(_MULTIPLIERS) & set(family.keys)), kind
+
+
+def test_keys_of_another_family_are_ignored_as_transformers_ignores_them() -> None:
+    odd = {"residual_multiplier": 0.3, "logits_scaling": 4.0, "attention_multiplier": 1.0, "no_rope_layers": [0, 0, 0]}
+    assert ModelConfig.from_hf(minimal(**odd)) == ModelConfig.from_hf(minimal())
+
+
+def test_joined_matrices_are_split_before_anything_else(folders: dict[str, Path]) -> None:
+    config = ModelConfig.from_hf(read_config(folders["phi3"]))
+    for name, rows in (("self_attn.qkv_proj", [96, 32, 32]), ("mlp.gate_up_proj", [160, 160])):
+        whole = torch.arange(float(sum(rows)))[:, None].expand(-1, 3)
+        parts = dict(config.split(f"layers.1.{name}.weight", whole))
+        assert [len(part) for part in parts.values()] == rows and torch.equal(torch.cat([*parts.values()]), whole)
+        letters = "qkv" if "qkv" in name else ("gate", "up")
+        assert list(parts) == [f"layers.1.{name.partition('.')[0]}.{one}_proj.weight" for one in letters]
+        of_rows = config.split(f"layers.1.{name}.weight_scale", whole[:, :1])  # of fp8 weights
+        assert [len(part) for _, part in of_rows] == rows
+        for scale in (torch.ones(()), torch.ones(1)):
+            assert all(part is scale for _, part in config.split(f"layers.1.{name}.weight_scale", scale))
+    blocks = dict(config.split("layers.1.self_attn.qkv_proj.weight_scale_inv", torch.arange(5.0)[:, None]))
+    assert [part.flatten().tolist() for part in blocks.values()] == [[0.0, 1.0, 2.0], [3.0], [4.0]]
+    with pytest.raises(ModelError, match=r"gate_up_proj.weight \[321, 3\] cannot be split into 160 \+ 160 rows"):
+        list(config.split("layers.1.mlp.gate_up_proj.weight", torch.ones(321, 3)))
+
+
+def test_a_matrix_that_is_there_joined_and_by_itself_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    tensors = {f"model.{name}": tensor.clone() for name, tensor in read_tensors(folders["phi3"])}
+    tensors["model.layers.2.self_attn.k_proj.weight"] = torch.zeros(32, 96)
+    (tmp_path / "config.json").write_bytes((folders["phi3"] / "config.json").read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="twice: layers.2.self_attn.k_proj.weight$"):
+        load(tmp_path)
 
 
 def test_head_dim_from_the_hidden_size_does_not_fit_qwen3(folders: dict[str, Path]) -> None:
@@ -302,6 +492,45 @@ def test_default_model_gives_the_logits_of_transformers(demo_folder: Path) -> No
     assert torch.equal(got.argmax(-1), want.argmax(-1))
 
 
+# ---- served: pages, chunks, a prefix, trees ----------------------------------------------------------------------
+
+SERVED = {  # drafters that take part in a step in three ways
+    "none": lambda model: Plain(),
+    "oracle": lambda model: Oracle(truth_of(model), miss=0.1),  # mostly right: accepted rows are moved
+    "eagle3-tree": lambda model: BeamDrafter(random_head(Eagle3Head, model, taps=(1, 2)), steps=3, topk=3, nodes=8),
+}
+ASKED = tuple(range(0, VOCAB, 2))[:MAX_ASKED_IDS]
+
+
+def assert_scores(scores: Sequence[Scored], tokens: Sequence[int], want: Tensor) -> None:
+    """Raise AssertionError unless the log-probabilities of tokens and of ASKED are those in want [T, V]."""
+    got = torch.tensor([[one.logprob, *one.ids] for one in scores])
+    places = torch.tensor([[token, *ASKED] for token in tokens])
+    torch.testing.assert_close(got, want.gather(1, places), atol=BOUND, rtol=0)
+
+
+@pytest.mark.parametrize("drafter", SERVED)
+@pytest.mark.parametrize("name", NEW)
+def test_what_is_served_is_what_transformers_generates(name: str, drafter: str, folders: dict[str, Path]) -> None:
+    model, other, prompt = load(folders[name]), hf_model(name), text()[0, :150].tolist()
+    ids = torch.tensor([prompt])
+    made = other.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0)
+    whole, want = made[0].tolist(), other(made).logits[0].log_softmax(-1)
+    with torch.inference_mode():
+        scheduler = build(model, SERVED[drafter](model), chunk=50)
+    told = Logprobs(ids=ASKED, start=0)
+    first = request("first", prompt, logprobs=told)
+    run(scheduler, [first])
+    assert first.output_ids == whole[150:]
+    assert_scores(first.prompt_scores, whole[1:150], want[:149])
+    assert_scores(first.output_scores, whole[150:], want[149:-1])
+    again = request("again", prompt, logprobs=replace(told, start=None))
+    run(scheduler, [again])
+    assert again.output_ids == whole[150:] and again.cached_tokens >= 128
+    assert_scores(again.output_scores, whole[150:], want[149:-1])
+    assert drafter != "oracle" or scheduler.metrics.verified.accept_length > 1.5
+
+
 # ---- one model, many folders -------------------------------------------------------------------------------------
 
 
@@ -322,7 +551,7 @@ def test_both_spellings_of_a_config_are_read_the_same(name: str, folders: dict[s
     (tmp_path / "config.json").write_text(json.dumps(old_spelling(config)))
     new, old = (ModelConfig.from_hf(read_config(folder)) for folder in (folders[name], tmp_path))
     assert new == old and new.dtype == "float32"
-    assert (new.rope_scaling is not None) == (name == "llama3")
+    assert (new.rope_scaling is not None) == (name in SCALED)
 
 
 def as_shards(name: str, folder: Path) -> None:
@@ -381,8 +610,12 @@ def minimal(**changes: Any) -> dict[str, Any]:
         ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "LlamaForCausalLM"]),
         ({"architectures": None}, ["architectures", "LlamaForCausalLM"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling", "yarn", "llama3"]),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ["longrope", "text's length", "llama3, yarn"]),
+        ({"rope_scaling": {"type": "yarn", "long_factor": [1.0]}}, ["longrope", "text's length"]),  # an early Phi-3
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling", "dynamic", "linear"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["yarn", "lacks original_max_position_embeddings"]),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, ["'ntk' not supported; supported"]),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]}, ["no_rope_layers has 2", "layers 3"]),
     ],
 )
 def test_unsupported_models_are_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:

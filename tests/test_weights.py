@@ -206,7 +206,7 @@ def test_old_name_of_the_scaling_type_and_of_a_dtype_are_understood(tmp_path: Pa
     given = {"rope_scaling": {"type": "linear", "factor": 2.0}, "torch_dtype": "torch.float16"}
     config = read_config(_write_config(tmp_path, **given))
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
-    assert config["rope_theta"] == 10000.0 and config["torch_dtype"] == "float16"
+    assert config["rope_theta"] is None and config["torch_dtype"] == "float16"  # the architecture's default
 
 
 def test_rope_per_layer_type_is_refused_rather_than_misread(tmp_path: Path) -> None:

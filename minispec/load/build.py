@@ -446,7 +446,8 @@ def load_model(
     """
     dummy, to_fp8 = config.load_format == "dummy", config.quantization == "fp8"
     places = to_fp8 and not dummy  # for fp8 weights of files, before there is memory; dummy ones are made of others
-    change = lambda model: use_fp8(model, stored_in_fp8(folder, config.load_format, model.reads))  # noqa: E731
+    stored = lambda model: stored_in_fp8(folder, config.load_format, model.reads, model_config.split)  # noqa: E731
+    change = lambda model: use_fp8(model, stored(model))  # noqa: E731
     shape = model_config if shard is None else shard.config
     model = Model.empty(shape, dtype, device, change if places else lambda model: None)
     _fill(model, config, folder, shard)
@@ -470,7 +471,8 @@ def _fill(model: Model, config: Config, folder: Path, shard: Shard | None = None
     elif not model.layers:
         load_weights(into, read_weights(folder, kind, wanted=lambda name: model.reads(name) and name in into))
     else:
-        tensors = read_weights(folder, kind, wanted=model.reads, into=into)
+        split = (model.config if shard is None else shard.whole).split  # before a rank takes its slices
+        tensors = read_weights(folder, kind, wanted=model.reads, into=into, split=split)
         load_weights(into, tensors if shard is None else shard.slices(tensors))
 
 

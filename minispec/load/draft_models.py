@@ -37,7 +37,8 @@ def load_draft(
         vocab_size = _compared(stated.get("tokenizer_digest"), tokenizer, folder)
         model = Model.empty(config, weight.dtype, weight.device)
         if not weight.is_meta:
-            load_weights(published_tensors(model), read_weights(folder, load_format, wanted=model.reads))
+            tensors = read_weights(folder, load_format, wanted=model.reads, split=config.split)
+            load_weights(published_tensors(model), tensors)
     except KeyError as error:
         raise ModelError(f"--speculative-draft-model-path {folder}: config.json lacks {error}") from error
     except ValueError as error:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from minispec.cuda.fp8 import FP8, rowwise
-from minispec.load.weights import Wanted, read_json, read_tensors
+from minispec.load.weights import Split, Wanted, read_json, read_tensors, whole
 from minispec.model import ModelError, some
 
 logger = logging.getLogger("minispec")
@@ -110,9 +110,9 @@ def _block(stated: Any, key: str) -> tuple[int, int]:
 # ---- the tensors ----------------------------------------------------------------------------------------------------
 
 
-def stored_in_fp8(folder: Path, load_format: str, wanted: Wanted) -> frozenset[str]:
+def stored_in_fp8(folder: Path, load_format: str, wanted: Wanted, split: Split) -> frozenset[str]:
     """Return the names of a folder's tensors that are fp8, by the types in the files, whatever config.json lists."""
-    return frozenset(name for name, tensor in read_tensors(folder, load_format, wanted=wanted) if tensor.dtype == FP8)
+    return frozenset(name for name, tensor in read_tensors(folder, load_format, wanted, split) if tensor.dtype == FP8)
 
 
 def read_weights(
@@ -120,6 +120,7 @@ def read_weights(
     load_format: str = "auto",
     wanted: Wanted = lambda name: True,
     into: Mapping[str, Tensor] | None = None,
+    split: Split = whole,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a folder's tensors as `read_tensors` does, fp8 ones brought to the form that the module has.
 
@@ -132,7 +133,7 @@ def read_weights(
         logger.info("%s", _what_becomes(scheme, into))
     into = into or {}
     halves: dict[str, dict[str, Tensor]] = {}  # by module: a weight whose scale has not come yet, or the reverse
-    for name, tensor in read_tensors(folder, load_format, wanted=lambda name: wanted(_weight_of(name))):
+    for name, tensor in read_tensors(folder, load_format, lambda name: wanted(_weight_of(name)), split):
         stem, _, kind = name.rpartition(".")
         is_fp8 = tensor.dtype == FP8
         if tensor.dtype in OTHER_FP8 or (is_fp8 and (kind != "weight" or scheme is None)):

@@ -44,6 +44,7 @@ SECOND_COPIES = ["consolidated*", "*/*.safetensors", "*/*.bin"]
 TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 
 Wanted = Callable[[str], bool]  # whether the tensor of a name is read
+Split = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]  # what becomes of a file's tensor: `ModelConfig.split`
 
 
 class Vocabulary(Protocol):
@@ -130,9 +131,9 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], cache: str |
 def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json in one spelling, whichever transformers wrote it.
 
-    `rope_theta` (float), `rope_scaling` (dict with `rope_type`, or None for plain rotation) and `torch_dtype` (a name
-    like "bfloat16", or None) are always there; `rope_parameters` and `dtype`, the newer spelling, never. What it says
-    of quantized weights `fp8_weights.py` reads. Raises ModelError.
+    `rope_theta` (float, or None for the architecture's default), `rope_scaling` (dict with `rope_type`, or None for
+    plain rotation) and `torch_dtype` (a name like "bfloat16", or None) are always there; `rope_parameters` and `dtype`,
+    the newer spelling, never. What it says of quantized weights `fp8_weights.py` reads. Raises ModelError.
     """
     config = read_json(folder / "config.json")
     config["torch_dtype"] = _dtype_name(config.pop("dtype", None) or config.get("torch_dtype"))
@@ -141,10 +142,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     rope = dict(parameters or {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})})
     if any(isinstance(value, dict) for value in rope.values()):
         raise ModelError(f"{folder / 'config.json'}: rope_parameters per layer type are not supported, got {rope}")
-    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0  # 10000 is every loader's default
+    theta = rope.pop("rope_theta", None) or config.get("rope_theta")
     kind = rope.pop("type", None) or "default"  # `rope_type` was called `type` before 2024
     rope = {"rope_type": kind, **rope}
-    config["rope_theta"] = float(theta)
+    config["rope_theta"] = None if theta is None else float(theta)
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     if "partial_rotary_factor" in rope:
         config.setdefault("partial_rotary_factor", rope["partial_rotary_factor"])
@@ -189,14 +190,20 @@ def eos_token_ids(folder: Path, config: Mapping[str, Any], tokenizer: Vocabulary
 # The tensors
 
 
+def whole(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """Return a tensor as it is in the file, with its name: the `Split` that splits nothing."""
+    return [(name, tensor)]
+
+
 def read_tensors(
-    folder: Path, load_format: str = "auto", wanted: Wanted = lambda name: True
+    folder: Path, load_format: str = "auto", wanted: Wanted = lambda name: True, split: Split = whole
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every (name, tensor) of the folder's weights, on the CPU and in the dtype of the file, file by file.
 
     Names come without the `model.` that most writers put in front. load_format: "safetensors", "pt" (.bin and .pt
     pickles of plain tensors), or "auto": safetensors where there are some. wanted: whether the tensor of a name is to
-    be read at all. A missing file is noticed before the first tensor is read; raises ModelError, also while iterating.
+    be read at all. split: what becomes of a tensor that is read. A missing file is noticed before the first tensor is
+    read; raises ModelError, also while iterating.
     """
     # "consolidated" files hold the same weights again under other names.
     whole = ("model.safetensors", ("*.safetensors",), "consolidated")
@@ -208,7 +215,8 @@ def read_tensors(
         raise ModelError(f"{folder} holds no weights ({kinds[load_format]})")
     # Earlier versions of transformers saved the rotary frequencies as well; here they are computed from config.json.
     read = lambda name: not name.endswith("rotary_emb.inv_freq") and wanted(_plain(name))  # noqa: E731
-    return _read_all(files, lambda path, names: reader(path, names, read))
+    tensors = _read_all(files, lambda path, names: reader(path, names, read))
+    return (part for name, tensor in tensors for part in split(name, tensor))
 
 
 def _plain(name: str) -> str:
@@ -306,13 +314,16 @@ def load_weights(module_tensors: Mapping[str, Tensor], tensors: Iterable[tuple[s
     """Copy every tensor of a file into the one of the same name in a module, in place and cast to its dtype.
 
     module_tensors: the module's weights by the file's names, as `model.published_tensors` gives them. When all tensors
-    are read, raises ModelError naming those that are missing, unknown or misshapen; the module is then filled in part.
+    are read, raises ModelError naming those that are missing, unknown, misshapen or there twice (split from a joined
+    matrix, and by themselves); the module is then filled in part.
     """
     loaded: set[str] = set()
-    unknown, misshapen = [], []
+    unknown, misshapen, twice = [], [], []
     for name, tensor in tensors:
         wanted = module_tensors.get(name)
-        if wanted is None:
+        if name in loaded:
+            twice.append(name)
+        elif wanted is None:
             unknown.append(name)
         elif wanted.shape != tensor.shape:
             misshapen.append(f"{name} {list(tensor.shape)} for {list(wanted.shape)}")
@@ -320,6 +331,6 @@ def load_weights(module_tensors: Mapping[str, Tensor], tensors: Iterable[tuple[s
             wanted.copy_(tensor)
         loaded.add(name)
     missing = [name for name in module_tensors if name not in loaded]
-    problems = {"missing tensors": missing, "unknown tensors": unknown, "wrong shapes": misshapen}
+    problems = {"missing tensors": missing, "unknown tensors": unknown, "wrong shapes": misshapen, "twice": twice}
     if found := [f"{kind}: {some(names)}" for kind, names in problems.items() if names]:
         raise ModelError(f"the weights are not those that config.json describes; {'; '.join(found)}")

@@ -24,7 +24,7 @@ from torch import Tensor
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
 from minispec.load.heads import HEAD_KINDS, Published, head_tensors, naming, read_head, slice_head
 from minispec.load.weights import load_weights
-from minispec.model import Model, ModelConfig, ModelError
+from minispec.model import Model, ModelConfig, ModelError, scaled
 from minispec.mtp import MtpHead
 from minispec.train.corpus import TrainingReply
 
@@ -82,7 +82,7 @@ def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], s
     divided by its scale. The LM head starts as rows of the target's, and the norm before it as the target's. If the
     recipe starts from an exported head, `ids` must be that head's, if it has any; raises ModelError if it does not fit.
     """
-    shape = replace(model.config, layers=1)
+    shape = replace(model.config.plain(), layers=1)
     device = model.embed_tokens.weight.device
     torch.manual_seed(recipe.seed)
     kind, newer = HEAD_KINDS[recipe.kind], recipe.variant == "3.1"
@@ -99,7 +99,7 @@ def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], s
         assert head.lm_head is not None
         head.lm_head.weight.copy_(slice_head(model, ids).float())
         if isinstance(head, Eagle3Head):
-            head.norm.weight.copy_(model.norm.weight)
+            head.norm.weight.copy_(scaled(model.norm.weight, model.config.logits_multiplier))
             if not head.fc_norm and head.fc is not None:
                 head.fc.weight.div_(scale.repeat_interleave(model.config.hidden_size))
         else:

@@ -35,7 +35,7 @@ def small_model(model: Model, width: int, layers: int) -> Model:
     """
     heads = width // 64
     shape = replace(
-        model.config, hidden_size=width, intermediate_size=2 * width, layers=layers, heads=heads, kv_heads=1,
+        model.config.plain(), hidden_size=width, intermediate_size=2 * width, layers=layers, heads=heads, kv_heads=1,
         head_dim=64, tied=True, qk_norm=False, qkv_bias=False, output_bias=False, mlp_bias=False,
     )  # fmt: skip
     weight = model.embed_tokens.weight.float()

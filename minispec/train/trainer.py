@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from minispec.eagle import Eagle3Head
 from minispec.load.heads import HEAD_KINDS, slice_head
+from minispec.model import scaled
 from minispec.train.corpus import Features, held_out
 from minispec.train.export import Recipe, draft_vocabulary, export, new_head, read_start
 from minispec.train.prompts import Tell
@@ -54,7 +55,8 @@ class Trainer:
         tapped = tuple(tap for tap in features.taps if isinstance(tap, int))
         self.taps = slice(0, len(tapped) * hidden) if streams else slice(-hidden, None)
         self.head = new_head(recipe, model, ids, tapped, self._scale(len(tapped)))
-        self.teacher = Teacher(slice_head(model, ids), ids, vocab)
+        rows = scaled(slice_head(model, ids), model.config.logits_multiplier)
+        self.teacher = Teacher(rows, ids, vocab)
         trained = [p for p in self.head.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         self.step = 0

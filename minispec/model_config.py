@@ -1,0 +1,238 @@
+"""What a model's `config.json` says: its sizes and switches, and in one line what it needs and has not got here.
+
+Every architecture that is served is a row of `_ARCHITECTURES`: what its models always have, and the defaults of keys
+that their files may leave out. `_NEEDS` names what other architectures would need. docs/models.md is the table for
+users.
+
+Read next: `model.py`, the decoder that is built from a `ModelConfig`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+JOINED = {  # our module: the modules of published files that it joins, with their names within a layer
+    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o_proj": ("self_attn.o_proj",),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_proj": ("mlp.down_proj",),
+}
+
+
+class Family(NamedTuple):
+    """What an architecture has that its config.json need not say."""
+
+    bias: bool = False  # always a bias on q, k, v
+    qk_norm: bool = False  # norms on q and k
+    # Keys that only this family reads, or whose default is not Llama's; the defaults are transformers'.
+    keys: Mapping[str, Any] = MappingProxyType({})
+
+
+_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+_ARCHITECTURES = {
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(keys={"use_sliding_window": True, "sliding_window": 4096}),
+    "Qwen2ForCausalLM": Family(bias=True),
+    "MiMoForCausalLM": Family(bias=True),
+    "Qwen3ForCausalLM": Family(qk_norm=True),
+    "SmolLM3ForCausalLM": Family(
+        keys={"tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layers": None, "no_rope_layer_interval": 4}
+    ),
+    "GraniteForCausalLM": Family(keys=dict.fromkeys(_MULTIPLIERS, 1.0)),
+    "Phi3ForCausalLM": Family(keys={"use_sliding_window": True, "rms_norm_eps": 1e-5}),
+}
+_NEEDS = {  # part of an architecture's name: what such a model needs and has not got here; the first that fits is said
+    "GptOss": "attention sinks and MXFP4 weights",
+    "Llama4": "attention in chunks and a mixture of experts",
+    "DeepseekV": "latent attention and a mixture of experts",
+    "MiniCPM3": "latent attention",
+    "Gemma": "norms that multiply by 1 + weight, and from Gemma 2 on soft caps or two rotary thetas",
+    **dict.fromkeys(("Olmo2", "Olmo3"), "norms over the full width of q and k, and none before a layer"),
+    **dict.fromkeys(
+        ("Qwen3Next", "Qwen3_5", "Hybrid", "Bamba", "FalconH1", "Jamba", "Lfm2", "Mamba", "NemotronH", "Zamba"),
+        "a recurrent state beside keys and values",
+    ),
+    **dict.fromkeys(("Moe", "MoE", "Mixtral", "Dbrx"), "a mixture of experts"),
+}
+
+_SCALING_KEYS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_BY_LENGTH = ("longrope", "su", "dynamic")  # kinds of rotary scaling that differ with the text's length
+
+
+class ModelError(ValueError):
+    """A model cannot be found or read; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The sizes and switches of a decoder, read once from a Hugging Face `config.json`.
+
+    The multipliers are Granite's (transformers, models/granite/modeling_granite.py); elsewhere they are 1:
+
+        x = embedding_multiplier * embedding        scores = attention_multiplier * q k, in place of q k / sqrt(D)
+        x = x + residual_multiplier * (attention, then MLP)             logits = LM head / logits_scaling
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: Mapping[str, Any] | None
+    context_length: int
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied: bool
+    sliding_window: int | None  # tokens; a longer context is refused, since attention here is full; None: no limit
+    dtype: str | None
+    unrotated: tuple[int, ...] = ()  # layers without rotary positions
+    embedding_multiplier: float = 1.0
+    # On the query, once it is turned: attention_multiplier * sqrt(D), since all kinds of attention divide by sqrt(D).
+    # It is a power of two, which costs no rounding, if D is 64 and attention_multiplier 1/64.
+    query_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_multiplier: float = 1.0  # 1 / logits_scaling
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Read a config in the form that `load/weights.py` returns; raise ValueError if something is not supported."""
+        names = config.get("architectures") or []
+        architecture = next((name for name in names if name in _ARCHITECTURES), None)
+        if architecture is None:
+            needs = (f": it needs {need}" for part, need in _NEEDS.items() if any(part in str(name) for name in names))
+            raise ValueError(
+                f"architectures {names} not supported{next(needs, '')}; supported: {', '.join(_ARCHITECTURES)}"
+            )
+        needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        if missing := [key for key in needed if config.get(key) is None]:
+            raise ValueError(f"config.json lacks {', '.join(missing)}, which every {architecture} has")
+        if (act := config.get("hidden_act", "silu")) != "silu":
+            raise ValueError(f"hidden_act {act!r} not supported; supported: silu")
+        if (part := config.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
+            raise ValueError(f"partial_rotary_factor {part} not supported; supported: 1.0")
+        bias, qk_norm, keys = _ARCHITECTURES[architecture]
+        given = {**keys, **config}
+        attention_bias = bool(config.get("attention_bias", False))
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        scaling = _checked_scaling(config.get("rope_scaling"))
+        # Only Granite reads these keys; transformers' other classes ignore them, whatever a file says.
+        embedding, attention, residual, divisor = (
+            float(given[key]) if key in keys else default
+            for key, default in zip(_MULTIPLIERS, (1.0, head_dim**-0.5, 1.0, 1.0), strict=True)
+        )
+        return cls(
+            architecture=architecture,
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            layers=config["num_hidden_layers"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            norm_eps=given.get("rms_norm_eps", 1e-6),
+            rope_theta=float(config.get("rope_theta") or keys.get("rope_theta") or 10000.0),
+            rope_scaling=scaling,
+            context_length=_context_length(config.get("max_position_embeddings", 2048), scaling),
+            qkv_bias=bias or attention_bias,
+            # Qwen2 and MiMo have biases on q, k, v only; Llama's and Qwen3's `attention_bias` covers o as well.
+            output_bias=attention_bias and not bias,
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=qk_norm,
+            tied=bool(given.get("tie_word_embeddings", False)),
+            sliding_window=given.get("sliding_window") if given.get("use_sliding_window") else None,
+            dtype=config.get("torch_dtype"),
+            unrotated=_unrotated(given, config["num_hidden_layers"]) if "no_rope_layers" in keys else (),
+            embedding_multiplier=embedding,
+            query_multiplier=attention * math.sqrt(head_dim) if "attention_multiplier" in keys else 1.0,
+            residual_multiplier=residual,
+            logits_multiplier=1 / divisor,
+        )
+
+    def plain(self) -> ModelConfig:
+        """Return the sizes with no switch that only some targets have: those of a Llama that drafts for this model."""
+        return replace(
+            self, architecture="LlamaForCausalLM", unrotated=(), embedding_multiplier=1.0, query_multiplier=1.0,
+            residual_multiplier=1.0, logits_multiplier=1.0,
+        )  # fmt: skip
+
+    def split(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """Return a file's tensor with its name, or its parts if it joins q, k and v, or gate and up.
+
+        Their rows lie one after the other (transformers, models/phi3/modeling_phi3.py), and so do scales of fp8
+        weights; one scale for all rows is every part's. Raises ModelError where parts do not end between rows.
+        """
+        stem, _, kind = name.rpartition(".")
+        owner, _, part = stem.rpartition(".")
+        key_rows = self.kv_heads * self.head_dim
+        rows = {"qkv_proj": (self.heads * self.head_dim, key_rows, key_rows),
+                "gate_up_proj": (self.intermediate_size, self.intermediate_size)}.get(part)  # fmt: skip
+        if rows is None:
+            return [(name, tensor)]
+        names = [f"{owner.rpartition('.')[0]}.{one}.{kind}" for one in JOINED[part]]
+        count, total = len(tensor) if tensor.dim() else 1, sum(rows)
+        if count == 1:
+            return [(one, tensor) for one in names]
+        if any(own * count % total for own in rows):
+            raise ModelError(f"{name} {list(tensor.shape)} cannot be split into {' + '.join(map(str, rows))} rows")
+        return zip(names, tensor.split([own * count // total for own in rows]), strict=True)
+
+
+def _unrotated(given: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Return the layers without rotary positions; raise ValueError if `no_rope_layers` does not name every layer.
+
+    In spite of its name, a 1 in `no_rope_layers` rotates; without the list every `no_rope_layer_interval`th layer does
+    not (transformers, models/smollm3/configuration_smollm3.py; NoPE, arXiv 2305.19466).
+    """
+    interval = given["no_rope_layer_interval"]
+    listed = given["no_rope_layers"] or [(index + 1) % interval for index in range(layers)]
+    if len(listed) < layers:
+        raise ValueError(f"no_rope_layers has {len(listed)} entries for num_hidden_layers {layers}")
+    return tuple(index for index in range(layers) if not listed[index])
+
+
+def _context_length(positions: int, scaling: Mapping[str, Any] | None) -> int:
+    """Return how long texts may be: YaRN's `factor` times the original length, if `max_position_embeddings` is less.
+
+    Published configs to which YaRN is added by hand keep the number of positions (Qwen's model cards); as in vLLM.
+    """
+    if scaling is None or scaling["rope_type"] != "yarn":
+        return positions
+    return max(positions, int(scaling["factor"] * scaling["original_max_position_embeddings"]))
+
+
+def _checked_scaling(scaling: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the config's rope_scaling, None if nothing is scaled; raise ValueError for a kind not supported."""
+    if not scaling:
+        return None
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if "long_factor" in scaling:  # the first Phi-3 files called it otherwise
+        kind = "longrope"
+    if kind == "default":
+        return None
+    if kind not in _SCALING_KEYS:
+        needs = ": it needs factors that change with the text's length" if kind in _BY_LENGTH else ""
+        supported = ", ".join(_SCALING_KEYS)
+        raise ValueError(f"rope_scaling type {kind!r} not supported{needs}; supported: default, {supported}")
+    if missing := [key for key in _SCALING_KEYS[kind] if scaling.get(key) is None]:
+        raise ValueError(f"rope_scaling of type {kind!r} lacks {', '.join(missing)}")
+    return {**scaling, "rope_type": kind}

@@ -1,0 +1,199 @@
+"""Published configs: what each is read as, or why it is refused.
+
+Of every `config.json` stand here the keys that decide something; the URL above each is where the whole is. None is
+downloaded. docs/models.md lists the same models.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_layers import ROOT
+
+from minispec.config import Config
+from minispec.load.build import _context_length
+from minispec.load.weights import read_config
+from minispec.model import ModelConfig
+from minispec.model_config import _ARCHITECTURES, _NEEDS
+
+
+def sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    """Return the keys that every config has."""
+    return {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_act": "silu"}  # fmt: skip
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}  # fmt: skip
+QWEN25 = {
+    "architectures": ["Qwen2ForCausalLM"], **sizes(152064, 3584, 18944, 28, 28, 4), "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "use_sliding_window": False, "sliding_window": 131072,
+    "max_window_layers": 28, "tie_word_embeddings": False,
+}  # fmt: skip
+
+READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # repository: (keys of its config, fields of ours)
+    # https://huggingface.co/HuggingFaceTB/SmolLM3-3B/blob/main/config.json: it does not say that embeddings are tied
+    "HuggingFaceTB/SmolLM3-3B": (
+        {"architectures": ["SmolLM3ForCausalLM"], **sizes(128256, 2048, 11008, 36, 16, 4), "rms_norm_eps": 1e-6,
+         "max_position_embeddings": 65536, "rope_theta": 5000000.0, "rope_scaling": None, "attention_bias": False,
+         "no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 4, "use_sliding_window": False,
+         "sliding_window": None},
+        {"unrotated": (3, 7, 11, 15, 19, 23, 27, 31, 35), "tied": True, "rope_theta": 5e6, "context_length": 65536,
+         "qkv_bias": False, "qk_norm": False},
+    ),
+    # https://huggingface.co/ibm-granite/granite-3.3-2b-instruct/blob/main/config.json
+    "ibm-granite/granite-3.3-2b-instruct": (
+        {"architectures": ["GraniteForCausalLM"], **sizes(49159, 2048, 8192, 40, 32, 8), "rms_norm_eps": 1e-5,
+         "max_position_embeddings": 131072, "rope_theta": 10000000.0, "tie_word_embeddings": True,
+         "embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22,
+         "logits_scaling": 8.0, "attention_bias": False, "mlp_bias": False},
+        {"embedding_multiplier": 12.0, "query_multiplier": 0.125, "residual_multiplier": 0.22,
+         "logits_multiplier": 0.125, "tied": True, "unrotated": ()},
+    ),
+    # https://huggingface.co/microsoft/Phi-3-mini-4k-instruct/blob/main/config.json
+    "microsoft/Phi-3-mini-4k-instruct": (
+        {"architectures": ["Phi3ForCausalLM"], **sizes(32064, 3072, 8192, 32, 32, 32), "rms_norm_eps": 1e-5,
+         "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rope_theta": 10000.0,
+         "rope_scaling": None, "sliding_window": 2047, "tie_word_embeddings": False, "attention_bias": False},
+        {"sliding_window": 2047, "context_length": 4096, "head_dim": 96, "tied": False, "qkv_bias": False},
+    ),
+    # https://huggingface.co/Qwen/Qwen2.5-7B-Instruct/blob/main/config.json
+    "Qwen/Qwen2.5-7B-Instruct": (
+        QWEN25, {"qkv_bias": True, "output_bias": False, "sliding_window": None, "context_length": 32768},
+    ),
+    # https://huggingface.co/Qwen/Qwen2.5-7B-Instruct#processing-long-texts: the same with what its page has one add
+    "Qwen/Qwen2.5-7B-Instruct with YaRN": (
+        {**QWEN25, "rope_scaling": YARN},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+         "context_length": 131072},
+    ),
+    # https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json
+    "Qwen/Qwen3-8B": (
+        {"architectures": ["Qwen3ForCausalLM"], **sizes(151936, 4096, 12288, 36, 32, 8), "head_dim": 128,
+         "max_position_embeddings": 40960, "rope_theta": 1000000, "rms_norm_eps": 1e-6, "sliding_window": None,
+         "use_sliding_window": False, "max_window_layers": 36, "tie_word_embeddings": False},
+        {"qk_norm": True, "head_dim": 128, "context_length": 40960, "sliding_window": None},
+    ),
+    # https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct/blob/main/config.json
+    "meta-llama/Llama-3.1-8B-Instruct": (
+        {"architectures": ["LlamaForCausalLM"], **sizes(128256, 4096, 14336, 32, 32, 8), "rms_norm_eps": 1e-5,
+         "max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": LLAMA3,
+         "tie_word_embeddings": False},
+        {"rope_scaling": LLAMA3, "context_length": 131072, "head_dim": 128},
+    ),
+    # https://huggingface.co/mistralai/Mistral-7B-v0.3/blob/main/config.json
+    "mistralai/Mistral-7B-v0.3": (
+        {"architectures": ["MistralForCausalLM"], **sizes(32768, 4096, 14336, 32, 32, 8), "rms_norm_eps": 1e-5,
+         "max_position_embeddings": 32768, "rope_theta": 1000000.0, "sliding_window": None,
+         "tie_word_embeddings": False},
+        {"sliding_window": None, "rope_theta": 1e6, "context_length": 32768},
+    ),
+    # https://huggingface.co/TinyLlama/TinyLlama-1.1B-Chat-v1.0/blob/main/config.json
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": (
+        {"architectures": ["LlamaForCausalLM"], **sizes(32000, 2048, 5632, 22, 32, 4), "rms_norm_eps": 1e-5,
+         "max_position_embeddings": 2048, "rope_theta": 10000.0, "rope_scaling": None, "tie_word_embeddings": False},
+        {"head_dim": 64, "rope_scaling": None, "context_length": 2048},
+    ),
+    # https://huggingface.co/XiaomiMiMo/MiMo-7B-RL/blob/main/config.json
+    "XiaomiMiMo/MiMo-7B-RL": (
+        {"architectures": ["MiMoForCausalLM"], **sizes(151680, 4096, 11008, 36, 32, 8), "head_dim": 128,
+         "max_position_embeddings": 32768, "rope_theta": 640000, "attention_bias": True, "rms_norm_eps": 1e-5,
+         "num_nextn_predict_layers": 1, "use_sliding_window": False, "sliding_window": 32768,
+         "tie_word_embeddings": False},
+        {"qkv_bias": True, "output_bias": False, "sliding_window": None, "rope_theta": 640000.0},
+    ),
+    # https://huggingface.co/mistralai/Mistral-7B-v0.1/blob/main/config.json
+    "mistralai/Mistral-7B-v0.1": (
+        {"architectures": ["MistralForCausalLM"], **sizes(32000, 4096, 14336, 32, 32, 8), "rms_norm_eps": 1e-5,
+         "max_position_embeddings": 32768, "rope_theta": 10000.0, "sliding_window": 4096,
+         "tie_word_embeddings": False},
+        {"sliding_window": 4096, "context_length": 32768},
+    ),
+}  # fmt: skip
+WINDOWED = {"microsoft/Phi-3-mini-4k-instruct": 2047, "mistralai/Mistral-7B-v0.1": 4096}
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # repository: (keys of its config, what the line names)
+    # https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json
+    "openai/gpt-oss-20b": (
+        {"architectures": ["GptOssForCausalLM"], "num_local_experts": 32, "sliding_window": 128,
+         "quantization_config": {"quant_method": "mxfp4"}}, "attention sinks and MXFP4",
+    ),
+    # https://huggingface.co/meta-llama/Llama-4-Scout-17B-16E-Instruct/blob/main/config.json
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": (
+        {"architectures": ["Llama4ForConditionalGeneration"], "text_config": {"attention_chunk_size": 8192}},
+        "attention in chunks and a mixture of experts",
+    ),
+    # https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json
+    "deepseek-ai/DeepSeek-V3": (
+        {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "n_routed_experts": 256}, "latent attention",
+    ),
+    # https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct/blob/main/config.json
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (
+        {"architectures": ["Qwen3NextForCausalLM"], "linear_num_value_heads": 32, "num_experts": 512},
+        "a recurrent state",
+    ),
+    # https://huggingface.co/ibm-granite/granite-4.0-h-tiny/blob/main/config.json
+    "ibm-granite/granite-4.0-h-tiny": (
+        {"architectures": ["GraniteMoeHybridForCausalLM"], "mamba_d_state": 128}, "a recurrent state",
+    ),
+    # https://huggingface.co/google/gemma-2-2b/blob/main/config.json
+    "google/gemma-2-2b": (
+        {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0}, "soft caps or two rotary thetas",
+    ),
+    # https://huggingface.co/allenai/OLMo-2-1124-7B/blob/main/config.json
+    "allenai/OLMo-2-1124-7B": ({"architectures": ["Olmo2ForCausalLM"]}, "norms over the full width"),
+    # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
+    "Qwen/Qwen3-30B-A3B": ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}, "a mixture of experts"),
+    # https://huggingface.co/mistralai/Mixtral-8x7B-v0.1/blob/main/config.json
+    "mistralai/Mixtral-8x7B-v0.1": (
+        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}, "a mixture of experts",
+    ),
+    # https://huggingface.co/microsoft/Phi-3-mini-128k-instruct/blob/main/config.json
+    "microsoft/Phi-3-mini-128k-instruct": (
+        {"architectures": ["Phi3ForCausalLM"], **sizes(32064, 3072, 8192, 32, 32, 32), "sliding_window": 262144,
+         "max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
+         "rope_scaling": {"type": "longrope", "long_factor": [1.0] * 48, "short_factor": [1.0] * 48}},
+        "factors that change with the text's length",
+    ),
+}  # fmt: skip
+
+
+def config_of(folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
+    """Return a config as it is read from a folder that holds it."""
+    (folder / "config.json").write_text(json.dumps(keys))
+    return read_config(folder)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_published_config_is_read(name: str, tmp_path: Path) -> None:
+    keys, fields = READ[name]
+    config = ModelConfig.from_hf(config_of(tmp_path, keys))
+    assert {field: getattr(config, field) for field in fields} == fields
+    multipliers = {value for field, value in vars(config).items() if field.endswith("_multiplier")}
+    assert (multipliers == {1.0}) == ("granite" not in name)
+    if (window := WINDOWED.get(name)) is None:
+        assert _context_length(Config(model_path="m"), config) == config.context_length
+        return
+    with pytest.raises(ValueError, match=f"sliding window of {window} tokens.*--context-length {window} serves it"):
+        _context_length(Config(model_path="m"), config)
+    assert _context_length(Config(model_path="m", context_length=window), config) == window
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_published_config_is_refused_in_one_line_that_says_what_is_missing(name: str, tmp_path: Path) -> None:
+    keys, said = REFUSED[name]
+    with pytest.raises(ValueError, match=f"^[^\n]* not supported: it needs [^\n]*{said}[^\n]*; supported: [^\n]*$"):
+        ModelConfig.from_hf(config_of(tmp_path, keys))
+
+
+def test_the_page_of_models_has_every_family_every_need_and_every_model_of_this_file() -> None:
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    assert not [name for name in _ARCHITECTURES if f"`{name}`" not in page]
+    assert not [name for name in READ if "with" not in name and name not in page and name not in WINDOWED]
+    flat = page.replace(",", "").replace(";", "").lower()
+    short = lambda need: need.replace(",", "").lower().split(" and ")[0]  # noqa: E731
+    assert not [need for need in _NEEDS.values() if short(need) not in flat]

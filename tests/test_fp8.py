@@ -307,6 +307,25 @@ def test_with_fp8_a_checkpoint_keeps_its_weights_where_it_can(
     assert "in 6 linear layers of the Model" in line and "so do layers.0.qkv_proj, layers.1.o_proj, whose" in line
 
 
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_joined_matrices_are_split_with_their_scales(quantization: str | None, tmp_path: Path) -> None:
+    written = Written(tmp_path, "compressed-tensors, channels")
+    apart = published_tensors(written.load(quantization=quantization))
+    for layer, part, names in ((1, "self_attn.qkv", "qkv"), (0, "mlp.gate_up", ("gate", "up")),
+                               (1, "mlp.gate_up", ("gate", "up"))):  # fmt: skip
+        stem = f"model.layers.{layer}.{part.partition('.')[0]}"
+        for kind in ("weight", "weight_scale"):
+            rows = [written.files.pop(f"{stem}.{name}_proj.{kind}") for name in names]
+            written.files[f"model.layers.{layer}.{part}_proj.{kind}"] = torch.cat(rows)
+    for shard in tmp_path.glob("*.safetensors"):
+        shard.unlink()
+    written.write(FORMATS[written.name][0])
+    joined = published_tensors(written.load(quantization=quantization))
+    assert apart.keys() == joined.keys()
+    assert [name for name, tensor in apart.items() if not torch.equal(tensor, joined[name])] == []
+    assert any(tensor.dtype == FP8 for tensor in joined.values()) == (quantization == "fp8")
+
+
 def test_a_plain_checkpoint_is_quantized_on_its_way_in(tmp_path: Path) -> None:
     written = Written(tmp_path, "fp8, blocks")
     written.files = {f"model.{name}": tensor.float() for name, tensor in written.meant.items() if "lm_head" not in name}

@@ -653,6 +653,29 @@ def test_embedding_is_shared_unless_it_differs(target: Model, tmp_path: Path) ->
     assert furthest(other, expected(form, target)) < 1e-5
 
 
+@pytest.mark.parametrize("make", [eagle_original, eagle3_full_vocabulary, mtp_alone], ids=lambda make: make.__name__)
+def test_a_head_borrows_matrices_without_the_target_s_multipliers(make: MakeFormat, tmp_path: Path) -> None:
+    target = make_target()
+    form, tokens = make(target), torch.arange(9)[None]
+    form.tensors.pop("lm_head.weight", None)
+    target.config = replace(target.config, embedding_multiplier=3.0, query_multiplier=0.5, residual_multiplier=0.7,
+                            logits_multiplier=0.4, unrotated=(0,))  # fmt: skip
+    head = load(write(tmp_path, form), target)
+    if form.facts["kind"] == "eagle3":
+        form.tensors["lm_head.weight"] = target.lm_head.weight
+    assert furthest(head, expected(form, target)) < 1e-5
+    assert head.embed_tokens is None and (target.embed(tokens) - 3 * head.embed(tokens)).abs().max() < 1e-5
+
+
+def test_a_head_reads_yarn_in_its_own_file(target: Model, tmp_path: Path) -> None:
+    form, positions = eagle3_official(target), torch.arange(90)[None]
+    form.config["rope_scaling"] = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    head = load(write(tmp_path, form), target)
+    model = Model(ModelConfig.from_hf({**form.config, "architectures": ["LlamaForCausalLM"]}))
+    assert all(torch.equal(*pair) for pair in zip(head.rope(positions), model.rope(positions), strict=True))
+    assert head.rope(positions).cos[0, 0, 0, 0] > 1.1 > target.rope(positions).cos[0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_lm_head_in_an_eagle2_file_is_left_alone(tied: bool, target: Model, tmp_path: Path) -> None:
     form = eagle_original(target)
@@ -719,6 +742,7 @@ MAP = torch.tensor([40, 3, 7, 60, 0, 12])
 def test_token_map_slices_the_targets_head(make: MakeFormat, tied: bool, tmp_path: Path) -> None:
     target = make_target(tied=tied)
     form = make(target)
+    target.config = replace(target.config, logits_multiplier=0.5)  # neither of them has it
     whole, sliced = (load(write(tmp_path, form), target, token_map=ids) for ids in (None, MAP))
     state = torch.randn(2, 5, H)
     assert sliced.logits(state).shape == (2, 5, len(MAP))
@@ -850,7 +874,7 @@ REFUSED: dict[str, tuple[MakeFormat, Callable[[Format], None], str]] = {
     "two mtp layers": (mtp_in_target, set_config(num_nextn_predict_layers=2), "num_nextn_predict_layers is 2"),
     "second mtp layer": (mtp_in_target, add("model.mtp_layers.1.input_proj.weight", H, H), "unknown.*mtp_layers.1"),
     "no size": (eagle3_official, set_config(intermediate_size=None), "config.json lacks intermediate_size"),
-    "rope": (eagle3_official, set_config(rope_scaling={"type": "yarn", "factor": 2}), "rope_scaling type 'yarn'"),
+    "rope": (eagle3_official, set_config(rope_scaling={"type": "su", "factor": 2}), "type 'su' not supported: it"),
     "window": (eagle_original, set_config(use_sliding_window=True, sliding_window=64), "sliding_window 64"),
     "d2t range": (eagle3_official, bad_d2t, r"d2t.*\[0, 60\]"),
     "d2t twice": (eagle3_official, two_of_one_id, "d2t.*stands in it twice"),

@@ -33,6 +33,8 @@ from test_faults import fail_in, finish, nan_in_a_prompt, nan_while_decoding, ra
 from test_grammar import HOW as GRAMMATICAL
 from test_grammar import TERSE
 from test_lookup import PAIRS, adversary, repeating
+from test_model import CPU
+from test_model import write as write_family
 
 import minispec.asked.grammar as grammar
 import minispec.engine as engine_module
@@ -45,9 +47,11 @@ from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.drafter import Plain
 from minispec.eagle import Eagle3Head
+from minispec.load.build import load_model
 from minispec.load.memory import size_of
 from minispec.load.ranks import RankPlace, RankProcess, described, gather, join, open_store, understood
-from minispec.model import Model, ModelError, published_tensors
+from minispec.load.weights import read_config
+from minispec.model import Model, ModelConfig, ModelError, published_tensors
 from minispec.ranks.link import Lead, Ranks, SharedLink
 from minispec.ranks.shards import Shard, share
 from minispec.request import Logprobs, Request, Trace
@@ -183,9 +187,10 @@ def test_on_two_ranks_no_shape_and_no_bet_changes_a_token(subject: Subject, pair
 
 
 @functools.cache
-def double_model() -> Model:
+def double_model(**switches: object) -> Model:
     """Return a tiny model in float64 that has every bias and norm there is, and whose LM head is its embedding."""
-    sizes = dataclasses.replace(tiny_config(), qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True, tied=True)
+    sizes = dataclasses.replace(tiny_config(), qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True, tied=True,
+                                **switches)  # fmt: skip
     torch.manual_seed(3)
     with torch.inference_mode():
         model = Model.empty(sizes, torch.float64, torch.device("cpu"))
@@ -194,12 +199,13 @@ def double_model() -> Model:
     return model
 
 
-def as_on_one_rank(pair: Pair) -> bool:
+def as_on_one_rank(pair: Pair, **switches: object) -> bool:
     """Return whether a batch in float64, with the log-probabilities of prompts, is what one rank makes of it."""
+    model = double_model(**switches)
     wishes = dict(max_new_tokens=12, logprobs=Logprobs(top=2, start=0))
     alone, split_up = mixed_requests(4, **wishes), mixed_requests(4, **wishes)
-    run(build(double_model(), Plain()), alone)
-    run(pair.build(double_model(), Oracle(truth_of(double_model()))), split_up)
+    run(build(model, Plain()), alone)
+    run(pair.build(model, Oracle(truth_of(model))), split_up)
     for r, other in zip(alone, split_up, strict=True):
         if r.output_ids != other.output_ids:
             return False
@@ -210,6 +216,8 @@ def as_on_one_rank(pair: Pair) -> bool:
 
 def test_in_float64_the_tokens_are_those_of_one_rank(pair: Pair) -> None:
     assert as_on_one_rank(pair)
+    assert as_on_one_rank(pair, unrotated=(1,), embedding_multiplier=1.5, query_multiplier=1.2,
+                          residual_multiplier=0.8, logits_multiplier=0.9)  # fmt: skip
 
 
 def sum_dropped(patch: pytest.MonkeyPatch) -> None:
@@ -388,6 +396,21 @@ def test_slices_put_together_are_the_whole() -> None:
     assert torch.equal(two[1].slice("layers.0.self_attn.o_proj.weight_scale", scale), scale)
     with pytest.raises(ModelError, match=r"wrong shapes: layers.0.self_attn.q_proj.weight \[71, 72\]"):
         two[0].slice("layers.0.self_attn.q_proj.weight", torch.ones(71, 72))
+
+
+@torch.inference_mode()
+def test_joined_matrices_of_a_file_are_split_before_they_are_sliced(tmp_path: Path) -> None:
+    write_family("phi3", tmp_path)
+    config, sizes = Config(model_path=str(tmp_path)), ModelConfig.from_hf(read_config(tmp_path))
+    load = lambda shard=None: load_model(config, sizes, tmp_path, torch.float32, CPU, shard)  # noqa: E731
+    whole = published_tensors(load())
+    for shard in (Shard(sizes, rank, 2, "") for rank in range(2)):
+        for block, index in zip(load(shard).layers, range(3), strict=True):
+            for part, names in (("qkv_proj", "qkv"), ("gate_up_proj", ("gate", "up"))):
+                owner = "self_attn" if part == "qkv_proj" else "mlp"
+                names = [f"layers.{index}.{owner}.{name}_proj.weight" for name in names]
+                want = torch.cat([shard.slice(name, whole[name]) for name in names])
+                assert torch.equal(getattr(block, part).weight, want), names
 
 
 # ---- what it costs -----------------------------------------------------------------------------------------------

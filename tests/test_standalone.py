@@ -397,6 +397,22 @@ def outputs(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [result["output_ids"] for result in llm.generate(prompts, params)]
 
 
+def test_a_draft_model_s_joined_matrices_are_split(tmp_path: Path) -> None:
+    write(tmp_path / "apart")
+    joined = write(tmp_path / "joined", architectures=["Phi3ForCausalLM"], sliding_window=None)
+    tensors = load_file(joined / "model.safetensors")
+    for layer in range(2):
+        for part, names in (("self_attn.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):
+            stem = f"model.layers.{layer}.{part.partition('.')[0]}"
+            rows = [tensors.pop(f"{stem}.{name}_proj.weight") for name in names]
+            tensors[f"model.layers.{layer}.{part}_proj.weight"] = torch.cat(rows)
+    save_file(tensors, joined / "model.safetensors")
+    with torch.inference_mode():
+        one, other = (load_draft(tmp_path / name, tiny_model(), byte_tokenizer(300), 64).model.state_dict()
+                      for name in ("apart", "joined"))  # fmt: skip
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_a_target_drafts_for_itself_from_its_own_folder(tmp_path) -> None:
     target = write(tmp_path / "target")
     llm = drafting(target, target)

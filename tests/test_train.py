@@ -169,6 +169,23 @@ def test_what_is_learned_is_what_the_target_says_next(tmp_path: Path) -> None:
                 row += 1
 
 
+def test_a_target_s_multipliers_are_taught_and_are_no_switches_of_what_is_trained(tmp_path: Path) -> None:
+    model = target()
+    model.config = replace(model.config, embedding_multiplier=1.5, query_multiplier=1.2, residual_multiplier=0.8,
+                           logits_multiplier=0.4, unrotated=(0,))  # fmt: skip
+    features = Features(model, replies(model, 24), TAPS, tmp_path, 10**9)
+    trainer = Trainer(recipe("eagle3"), features, tmp_path, lambda line: None)
+    hidden = features.of(0)[0][:, -model.config.hidden_size :]
+    wanted = model.logits(hidden)[:, trainer.head.token_map]
+    torch.testing.assert_close(trainer.teacher(hidden), wanted.softmax(-1))
+    state = features.of(0)[0][:, : model.config.hidden_size]
+    torch.testing.assert_close(trainer.head.logits(state), model.logits(model.norm(state))[:, trainer.head.token_map])
+    small = small_model(Model(replace(model.config, vocab_size=258)), 64, 1)
+    for layer in (trainer.head.layer, small.layers[0]):
+        assert (layer.query_multiplier, layer.residual_multiplier) == (1.0, 1.0)
+    assert small.config == small.config.plain()
+
+
 def test_the_loss_is_soft_cross_entropy_and_so_is_its_gradient() -> None:
     """Value and gradient equal what autograd makes of the formula, over more rows than one piece."""
     torch.manual_seed(0)

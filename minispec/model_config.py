@@ -132,14 +132,11 @@ class ModelConfig:
         bias, qk_norm, keys = _ARCHITECTURES[architecture]
         given = {**keys, **config}
         attention_bias = bool(config.get("attention_bias", False))
-        heads = config["num_attention_heads"]
+        heads, multiplied = config["num_attention_heads"], "attention_multiplier" in keys
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         scaling = _checked_scaling(config.get("rope_scaling"))
         # Only Granite reads these keys; transformers' other classes ignore them, whatever a file says.
-        embedding, attention, residual, divisor = (
-            float(given[key]) if key in keys else default
-            for key, default in zip(_MULTIPLIERS, (1.0, head_dim**-0.5, 1.0, 1.0), strict=True)
-        )
+        multiplier = lambda key: _positive(key, given[key]) if key in keys else 1.0  # noqa: E731
         return cls(
             architecture=architecture,
             vocab_size=config["vocab_size"],
@@ -152,7 +149,7 @@ class ModelConfig:
             norm_eps=given.get("rms_norm_eps", 1e-6),
             rope_theta=float(config.get("rope_theta") or keys.get("rope_theta") or 10000.0),
             rope_scaling=scaling,
-            context_length=_context_length(config.get("max_position_embeddings", 2048), scaling),
+            context_length=_longest_text(config.get("max_position_embeddings", 2048), scaling),
             qkv_bias=bias or attention_bias,
             # Qwen2 and MiMo have biases on q, k, v only; Llama's and Qwen3's `attention_bias` covers o as well.
             output_bias=attention_bias and not bias,
@@ -162,10 +159,10 @@ class ModelConfig:
             sliding_window=given.get("sliding_window") if given.get("use_sliding_window") else None,
             dtype=config.get("torch_dtype"),
             unrotated=_unrotated(given, config["num_hidden_layers"]) if "no_rope_layers" in keys else (),
-            embedding_multiplier=embedding,
-            query_multiplier=attention * math.sqrt(head_dim) if "attention_multiplier" in keys else 1.0,
-            residual_multiplier=residual,
-            logits_multiplier=1 / divisor,
+            embedding_multiplier=multiplier("embedding_multiplier"),
+            query_multiplier=multiplier("attention_multiplier") * (math.sqrt(head_dim) if multiplied else 1.0),
+            residual_multiplier=multiplier("residual_multiplier"),
+            logits_multiplier=1 / multiplier("logits_scaling"),
         )
 
     def plain(self) -> ModelConfig:
@@ -197,20 +194,27 @@ class ModelConfig:
         return zip(names, tensor.split([own * count // total for own in rows]), strict=True)
 
 
+def _positive(key: str, value: Any) -> float:
+    """Return a number above 0 that a config states; raise ValueError naming the key for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{key} must be a number above 0, got {value!r}")
+    return float(value)
+
+
 def _unrotated(given: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """Return the layers without rotary positions; raise ValueError if `no_rope_layers` does not name every layer.
 
     In spite of its name, a 1 in `no_rope_layers` rotates; without the list every `no_rope_layer_interval`th layer does
     not (transformers, models/smollm3/configuration_smollm3.py; NoPE, arXiv 2305.19466).
     """
-    interval = given["no_rope_layer_interval"]
+    interval = _positive("no_rope_layer_interval", given["no_rope_layer_interval"])
     listed = given["no_rope_layers"] or [(index + 1) % interval for index in range(layers)]
     if len(listed) < layers:
         raise ValueError(f"no_rope_layers has {len(listed)} entries for num_hidden_layers {layers}")
     return tuple(index for index in range(layers) if not listed[index])
 
 
-def _context_length(positions: int, scaling: Mapping[str, Any] | None) -> int:
+def _longest_text(positions: int, scaling: Mapping[str, Any] | None) -> int:
     """Return how long texts may be: YaRN's `factor` times the original length, if `max_position_embeddings` is less.
 
     Published configs to which YaRN is added by hand keep the number of positions (Qwen's model cards); as in vLLM.
@@ -235,4 +239,6 @@ def _checked_scaling(scaling: Mapping[str, Any] | None) -> Mapping[str, Any] | N
         raise ValueError(f"rope_scaling type {kind!r} not supported{needs}; supported: default, {supported}")
     if missing := [key for key in _SCALING_KEYS[kind] if scaling.get(key) is None]:
         raise ValueError(f"rope_scaling of type {kind!r} lacks {', '.join(missing)}")
+    for key in _SCALING_KEYS[kind]:
+        _positive(f"rope_scaling's {key}", scaling[key])
     return {**scaling, "rope_type": kind}

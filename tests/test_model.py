@@ -615,6 +615,9 @@ def minimal(**changes: Any) -> dict[str, Any]:
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling", "dynamic", "linear"]),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["yarn", "lacks original_max_position_embeddings"]),
         ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, ["'ntk' not supported; supported"]),
+        ({"rope_scaling": {**YARN, "factor": 0}}, ["rope_scaling's factor must be a number above 0, got 0"]),
+        ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, ["logits_scaling must be", "above 0, got 0"]),
+        ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": "x"}, ["residual_multiplier", "got 'x'"]),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]}, ["no_rope_layers has 2", "layers 3"]),
     ],
 )

@@ -404,7 +404,8 @@ def test_joined_matrices_of_a_file_are_split_before_they_are_sliced(tmp_path: Pa
     config, sizes = Config(model_path=str(tmp_path)), ModelConfig.from_hf(read_config(tmp_path))
     load = lambda shard=None: load_model(config, sizes, tmp_path, torch.float32, CPU, shard)  # noqa: E731
     whole = published_tensors(load())
-    for shard in (Shard(sizes, rank, 2, "") for rank in range(2)):
+    # On six ranks q, k and v are no longer in the proportions that they have in the file.
+    for shard in (Shard(sizes, rank, size, "") for size in (2, 6) for rank in range(size)):
         for block, index in zip(load(shard).layers, range(3), strict=True):
             for part, names in (("qkv_proj", "qkv"), ("gate_up_proj", ("gate", "up"))):
                 owner = "self_attn" if part == "qkv_proj" else "mlp"

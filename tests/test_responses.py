@@ -122,6 +122,8 @@ def test_a_choice_of_tools_is_that_of_the_chat() -> None:
         wish = job(tools=TOOLS, tool_choice=choice).wish
         assert (len(wish.tools), wish.must, wish.only) == (shown, must, only), choice
     assert wish.tools == (CLOCK | {"function": {"name": "clock"}},)
+    form = {"text": {"format": {"type": "json_object"}}}
+    assert job(tools=TOOLS, tool_choice="required", **form).params[0].grammar is None
 
 
 def test_what_the_model_is_shown_is_what_a_chat_shows() -> None:
@@ -156,8 +158,8 @@ def test_what_the_model_is_shown_is_what_a_chat_shows() -> None:
     ({"text": {"format": {"type": "json_schema"}}}, "text.format", "text.format.schema must be a JSON schema"),
     ({"text": {"format": {"type": "grammar"}}}, "text", "text.format.type must be"),
     ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "text.format", "regex, text.format may be given"),
-    ({"text": {"format": {"type": "json_object"}}, "tool_choice": "required", "tools": TOOLS}, "text.format",
-     "text.format may not be given where tool_choice asks for a call"),
+    ({"regex": "a", "tool_choice": "required", "tools": TOOLS}, "regex",
+     "regex may not be given where tool_choice asks for a call"),
     ({"text": {"verbosity": "high"}}, "text", "text.verbosity must be 'medium'"),
     ({"metadata": {"a": 1}}, "metadata", "at most 16 texts"),
     ({"metadata": {str(i): "a" for i in range(17)}}, "metadata", "at most 16 texts"),

@@ -420,6 +420,14 @@ def test_the_grammar_of_calls_takes_what_the_parser_reads_and_nothing_else(
 def test_a_call_that_must_be_made_is_asked_for_by_one_grammar() -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         assert job(tools=[WEATHER], tool_choice=choice).wish.must
-        other = {"response_format": {"type": "json_object"}}
-        error = refusal(lambda choice=choice, other=other: job(tools=[WEATHER], tool_choice=choice, **other))
-        assert error.param == "response_format" and "tool_choice" in error.message
+        error = refusal(lambda choice=choice: job(tools=[WEATHER], tool_choice=choice, regex="a"))
+        assert error.param == "regex" and "tool_choice" in error.message
+
+
+def test_a_call_that_must_be_made_leaves_no_text_to_be_of_a_response_format() -> None:
+    form = {"response_format": {"type": "json_object"}}
+    must, may = (job(tools=[WEATHER], tool_choice=choice, **form) for choice in ("required", "auto"))
+    assert must.wish.must and must.params[0].grammar is None
+    assert may.params[0].grammar is not None
+    error = refusal(lambda: job(tools=[WEATHER], tool_choice="required", response_format={"type": "json_schema"}))
+    assert error.param == "response_format", "it is read all the same"

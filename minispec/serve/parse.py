@@ -152,9 +152,12 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
     report = Report(top, as_ids=asked.return_tokens_as_token_ids is True)
     job = _openai_job("chat", asked, [messages], defaults, None)
     if (form := job.params[0].grammar) is not None:
-        if wish.must:
+        if not wish.must:
+            wish = replace(wish, separate=False)  # the form leaves no room for reasoning either
+        elif form.origin == "response_format":  # of the text, and a call leaves no text
+            job = replace(job, params=[replace(params, grammar=None) for params in job.params])
+        else:
             raise RequestError(f"{form.origin} may not be given where tool_choice asks for a call", form.origin)
-        wish = replace(wish, separate=False)  # the form leaves no room for reasoning either
     job = replace(job, chat=chat, wish=wish, prediction=prediction)
     return _with_logprobs(job, report, _scores({"top_logprobs": top}, None))
 

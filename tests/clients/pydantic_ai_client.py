@@ -1,4 +1,4 @@
-"""pydantic-ai's model of `/v1/responses`: text, typed answers by a tool and by a schema, and a loop of tools.
+"""pydantic-ai's models of chats and of responses: text, typed answers by a tool and by a schema, a loop of tools.
 
 Run by `run.py`. The server needs a chat template with tools (`--chat-template hermes`) and `minispec[grammar]`.
 """
@@ -12,14 +12,13 @@ from typing import Any
 
 from pydantic_ai import Agent, NativeOutput, RunContext, ToolDefinition
 from pydantic_ai.messages import ToolReturnPart
-from pydantic_ai.models.openai import OpenAIResponsesModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from travel import Town
 
 
-async def ask(url: str) -> None:
+async def ask(model: Any) -> None:
     """Run the agents and check what comes back."""
-    model = OpenAIResponsesModel("default", provider=OpenAIProvider(base_url=url + "/v1", api_key="None"))
     settings: Any = {"temperature": 0, "max_tokens": 80}
     plain = Agent(model, instructions="Be brief.", model_settings=settings)
     whole = await plain.run("Count from one to three.")
@@ -51,9 +50,15 @@ async def ask(url: str) -> None:
     parts = [part for message in result.all_messages() for part in message.parts]
     assert isinstance(result.output, Town) and len(added) == 1 and result.usage.requests == 2
     assert [part.content for part in parts if isinstance(part, ToolReturnPart) and part.tool_name == "add"] == added
+
+
+async def main() -> None:
+    """Ask in both forms."""
+    for form in (OpenAIChatModel, OpenAIResponsesModel):
+        await ask(form("default", provider=OpenAIProvider(base_url=sys.argv[1] + "/v1", api_key="None")))
     print("pydantic-ai", importlib.metadata.version("pydantic-ai-slim"), "with openai",
           importlib.metadata.version("openai"), "ok")  # fmt: skip
 
 
 if __name__ == "__main__":
-    asyncio.run(ask(sys.argv[1]))
+    asyncio.run(main())

@@ -4,9 +4,10 @@
     python tests/clients/run.py litellm [--url http://127.0.0.1:30000]
 
 These clients install heavily, or pin versions beside which others cannot be installed. Each gets a folder under
-~/.cache/minispec/clients, made at its first run; those that need torch take that of the environment that runs this
-script, so run it in the server's. The lighter ones are in the test suite, tests/test_clients.py, and
-`schemathesis_run.py` has its own description. docs/serving.md has the versions that were run and what came out.
+~/.cache/minispec/clients, made at its first run with the newest versions; those that need torch take that of the
+environment that runs this script, so run it in the server's. What this script does not know, as the `--examples` of
+schemathesis, it hands on. The lighter ones are in the test suite too, tests/test_clients.py. docs/serving.md has the
+versions that were run and what came out.
 """
 
 from __future__ import annotations
@@ -42,7 +43,12 @@ CLIENTS = {
     ),
     "guidance": Client(("guidance", "openai"), ("{bin}/python", "{here}/guidance_client.py", "{url}")),
     "langchain": Client(("langchain-openai",), ("{bin}/python", "{here}/langchain_client.py", "{url}")),
-    "ai": Client(("ai", "@ai-sdk/openai", "zod"), ("node", "{out}/ai_node.mjs", "{url}")),
+    "aiperf": Client(("aiperf",), ("{bin}/python", "{here}/aiperf_run.py", "{url}", "{model}")),
+    "ai": Client(
+        ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod"), ("node", "{out}/ai_node.mjs", "{url}")
+    ),
+    "dspy": Client(("dspy",), ("{bin}/python", "{here}/dspy_client.py", "{url}")),
+    "llm": Client(("llm",), ("{bin}/python", "{here}/llm_client.py", "{url}")),
     "openai": Client(("openai",), ("{bin}/python", "{here}/openai_client.py", "{url}")),
     "openai-agents": Client(("openai-agents",), ("{bin}/python", "{here}/openai_agents_client.py", "{url}")),
     "pydantic-ai": Client(
@@ -59,6 +65,7 @@ CLIENTS = {
     ),
     "openai-node": Client(("openai",), ("node", "{out}/openai_node.mjs", "{url}")),
     "outlines": Client(("outlines", "openai"), ("{bin}/python", "{here}/outlines_client.py", "{url}")),
+    "schemathesis": Client(("schemathesis",), ("{bin}/python", "{here}/schemathesis_run.py", "--url", "{url}")),
 }  # fmt: skip
 
 
@@ -88,14 +95,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("client", choices=CLIENTS)
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="where the server is")
-    parser.add_argument("--model", help="folder of the model, for guidellm and lm-eval; default: the default model's")
-    given = parser.parse_args()
+    parser.add_argument("--model", help="folder of the model, for those that read it; default: the default model's")
+    given, more = parser.parse_known_args()
     client = CLIENTS[given.client]
     folder = install(given.client, client)
     names = {"url": given.url, "bin": folder / "bin", "here": HERE, "out": folder, "model": given.model}
     if "{model}" in client.command and given.model is None:
         names["model"] = ensure_default_model()
-    command = [part.format(**names) for part in client.command]
+    command = [*(part.format(**names) for part in client.command), *more]
     own = {"OPENAI_API_KEY": "None", "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     return subprocess.call(command, cwd=folder, env={**clean, **own})

@@ -5,17 +5,21 @@ Compacting moves their rows (keys and values) together. Then the drafter takes t
 
 A slot is the place of a running request in all tables. `launch(slots)` runs one decode step. `prefill(chunks)` runs one
 step over known tokens, such as prompts. Both return a `Pending`, and `collect(pending)` waits for the tokens emitted.
-Between launch and collect no value crosses to the host, unless a request asks for more than tokens (`asked/steps.py`).
-So the next step may be launched before this one is collected.
+Until `collect`, the host waits for no value of the device, unless a request asks for more than tokens
+(`asked/steps.py`). So the next step may be launched before this one is collected.
 
 A launch has three parts: the host fills the step's inputs; the step, `decode` or `prefill_step`, runs on tensors at
-fixed addresses; its outputs are copied to the host.
+fixed addresses; the step's outputs are copied to the host. On CUDA a step may be captured: it is recorded once as a
+CUDA graph, which is then replayed (`cuda/graphs.py`).
 
 The one idea: a step has static shapes. The batch is padded to one of a few sizes B (slot 0 is padding), a tree to N
 nodes (-1 is padding), a prompt chunk to whole query blocks (a fixed number of tokens, `attention.py`). So each shape
 has its compiled graphs, and nothing is compiled again when lengths, trees or requests change. `policy.py` chooses the
-shape of each decode step. A step without the drafter saves tokens and features for it (`late.py`). Features are hidden
-states of the target.
+shape of each decode step.
+
+Terms: the blocks are the layers of the target (`model.py`). A plan says which rows each node sees and writes
+(`attention.py`). Features are hidden states of the target, which a head drafts from. A step that does not run the
+drafter saves tokens and features, and the drafter takes in this backlog before it drafts again (`late.py`).
 
 Letters beside B and N: A is the most tokens that a step emits for a request, T the tokens of a prefill step, d the
 target's hidden size, F the size of a token's features, V the size of the vocabulary.
@@ -49,26 +53,29 @@ from minispec.verify import Accept, Trees, Verdict
 
 logger = logging.getLogger("minispec")
 
-# `Needs` are the features of sampling that the requests of a batch use.
-COMPILED = (GREEDY, TEMPERED)  # needs for which the functions around the blocks may be compiled
-CAPTURED = (*COMPILED, FILTERED)  # needs for which steps are captured as CUDA graphs, the smallest set first
+# `Needs` says which options of sampling (temperature, filters, penalties and so on) the requests of a batch use.
+# For steps with these needs the code before and after the blocks (`_before_blocks`, `_after_blocks`) may be compiled.
+COMPILED = (GREEDY, TEMPERED)
+CAPTURED = (*COMPILED, FILTERED)  # steps with these needs are captured as CUDA graphs; each set includes the one before
 
 
 @dataclass
 class Pending:
     """A step that was launched, with its outputs on their way to the host."""
 
-    slots: list[int]
+    slots: list[int]  # the slot of each request or chunk, in the order of the rows of `outputs`
     outputs: Tensor  # [B, A + 2] int64 on the host: A tokens, how many of them were emitted, 1 if a logit was NaN
-    ready: torch.cuda.Event | None  # set when `outputs` is filled; None: `outputs` is filled already
-    nodes: int = 1  # tree size of a decode step
-    launched: float = 0.0  # when its own work began, after catching up; by `perf_counter`
-    catching_up: float = 0.0  # seconds in which the drafter first took in its backlog (`late.py`)
-    keeps: bool = False  # whether the accepted rows join that backlog, so that `collect` must count them
-    chunks: Sequence[Chunk] = ()  # of a prefill step
-    captured: bool = False  # whether a CUDA graph ran it
-    asked: AskedStep | None = None  # the step itself, if a request asks for more than tokens; it holds the answers
-    nan: Sequence[int] = ()  # slots with NaN among their logits, whose rows are void; set by `collect`
+    ready: torch.cuda.Event | None  # this event tells when `outputs` is filled; None: `outputs` is filled already
+    nodes: int = 1  # N, the nodes of each tree; a prefill step has 1
+    # When the step began, by `perf_counter`, plus `catching_up`: so a time counted from here does not include that.
+    launched: float = 0.0
+    catching_up: float = 0.0  # the seconds in which the drafter took in its backlog, within the launch
+    keeps: bool = False  # whether the accepted rows of trees join the backlog; then `collect` must count them
+    chunks: Sequence[Chunk] = ()  # the chunks of a prefill step; a decode step has none
+    captured: bool = False  # whether the step was the replay of a CUDA graph
+    # If a request asks for more than tokens: the object that ran the step in place of the engine; it holds the answers.
+    asked: AskedStep | None = None
+    nan: Sequence[int] = ()  # slots with NaN among their logits, which emit nothing; `collect` sets it
 
     @property
     def most(self) -> int:
@@ -77,19 +84,19 @@ class Pending:
 
     @property
     def failed(self) -> Mapping[int, str]:
-        """Slots that can get no token, and why; their rows are void."""
+        """Slots that can get no token, and why; ignore their rows of `outputs`."""
         return {} if self.asked is None else self.asked.failed
 
     @property
     def timed(self) -> bool:
-        """Whether the step's time is typical of steps of its shape."""
+        """Whether the step's time is typical of steps of its shape, so that the policy may learn from it."""
         return self.asked is None or self.asked.timed
 
 
 class ReadTrees(NamedTuple):
     """Trees as the target reads them."""
 
-    tokens: Tensor  # [B, N] int64; nodes that are too deep (`_before_blocks`) are padding too
+    tokens: Tensor  # [B, N] int64; `_before_blocks` makes padding of nodes that are too deep
     parents: Tensor  # [B, N] int64
     above: Tensor  # [B, N, N] bool, `tree.ancestors`
 
@@ -98,7 +105,7 @@ class Read(NamedTuple):
     """What the target computes from the known tokens of a prefill step."""
 
     hidden: Tensor  # [T, d], the normed last hidden states
-    features: Tensor | None  # [1, T, F], for a drafter on the device
+    features: Tensor | None  # [1, T, F], which the drafter takes in; None: it reads no features
     positions: Tensor  # [1, T] int64
 
 
@@ -116,11 +123,12 @@ class Engine:
     """Model, KV pages, drafter and sampling state of the running slots, and the step over them.
 
     R is the number of slots, slot 0 included. lens [R] int64: how many rows of each slot are committed, that is, hold
-    the keys and values of its text. root [R] int64: the newest token of each text, whose row is not computed yet. A
-    step advances both; `assign` and `release` set lens.
+    keys and values of the request's text. root [R] int64: the newest token of each text, whose row is not computed yet.
+    A step changes lens and root; `assign` and `release` set lens.
     """
 
-    beside: Model | None = None  # only with several ranks: the target's whole weights that a drafter reads
+    # Only if the target is split over several devices (ranks): unsplit copies of those weights that the drafter reads.
+    beside: Model | None = None
 
     def __init__(
         self,
@@ -135,27 +143,30 @@ class Engine:
         self.model, self.kv, self.drafter, self.sizes, self.accept = model, kv, drafter, sizes, accept or Accept()
         device, slots = kv.pool.device, kv.table.shape[0]
         self.device = device
-        self.settled = False  # whether all graphs are made; from then on step times stay as they are
+        self.settled = False  # whether all graphs are made; then no compilation disturbs the times of steps
         self._when_settled: list[Callable[[], None]] = []
         self.lens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.root = torch.zeros(slots, dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
-        # [R]: only nodes less deep than this are verified. 1 leaves the root alone, for a request that wants no drafts.
+        # [R]: only nodes less deep than this are verified. With 1 only the root is: the request wants no drafts.
         self.reach = torch.full((slots,), sizes.context_length, dtype=torch.int64, device=device)
-        self.asked, self.link = Asked(), Link()  # these do nothing; `load/build.py` may replace them
-        self.drafter_seconds = 0.0  # host time spent in the drafter between steps
-        self.step_seconds: dict[tuple[int, Shape], float] = {}  # by batch and shape, measured by `load/warm_up.py`
-        self.timed_rows = 0  # committed rows of each slot when `step_seconds` were measured
-        self.small = Small(Engine._before_blocks, Engine._after_blocks)  # the parts of a decode step around the blocks
+        self.asked, self.link = Asked(), Link()  # both do nothing (`seams.py`) until `load/build.py` replaces them
+        self.drafter_seconds = 0.0  # the seconds that the drafter took on the host, between steps
+        # The seconds of a step by batch size and shape, which `load/warm_up.py` measures.
+        self.step_seconds: dict[tuple[int, Shape], float] = {}
+        self.timed_rows = 0  # how many committed rows each slot had when `step_seconds` were measured
+        self.small = Small(Engine._before_blocks, Engine._after_blocks)  # compiles them for some steps
         # The captured steps; `cuda/graphs.py` adds them.
         self.graphs: dict[tuple[DecodeBuffers | PrefillBuffers, Needs], torch.cuda.CUDAGraph] = {}
-        self.amended = False  # whether thresholds were changed since the start
-        # How many steps have begun to change slots. So after an exception it is known whether the failed step had.
+        self.amended = False  # whether `set_thresholds` changed the thresholds since the start
+        # How many steps have begun to change slots. After an exception this number tells whether the failed step had
+        # already begun to.
         self.changes = 0
         attend = (attend_kind, model.config.layers)
         self.decodes: dict[tuple[int, Shape], DecodeBuffers] = {}
         for batch in sizes.batch_sizes:
-            for shape in sizes.shapes_of(batch):  # looked-up trees come last: they share the drafter's tensors
+            # Shapes with looked-up trees come last: each takes the buffers of the drafted shape with as many nodes.
+            for shape in sizes.shapes_of(batch):
                 self.decodes[batch, shape] = (
                     self.decodes[batch, Shape(shape.nodes, True)].of_the_host() if shape.of_host
                     else DecodeBuffers(kv, batch, shape, self._most(shape.nodes), attend)
@@ -164,20 +175,20 @@ class Engine:
         self.late = Late(drafter, slots, model.norm.weight)
         self.late.attach(self.prefills, self.lens, self.root)
         drafter.attach(kv, attend_kind, sizes.batch_sizes, [size // self.prefills.width for size in self.prefills])
-        # By batch and A: the attention plan for accepted paths, which the drafter takes in as chains of tokens.
+        # The attention plans under which the drafter takes in accepted paths, as chains of tokens; by batch size and A.
         paths = {(batch, self._most(shape.nodes)) for batch, shape in self.decodes if shape.drafts and drafter.commits}
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
-        """Compile what surrounds the blocks of target and drafter, for the steps that `choice` names."""
+        """Compile the code before and after the blocks of target and drafter, for the steps that `choice` names."""
         self.small.compile(compiler, choice)
         self.drafter.compile_small(compiler, choice)
 
     def set_thresholds(self, thresholds: tuple[float, float] | None) -> None:
         """Accept sampled drafts by these thresholds (single, acc) from the next step on; None: accept exactly.
 
-        Compiled and captured code holds the old ones. So sampled decode steps run uncaptured from then on, and eagerly
-        around their blocks.
+        `verify.pick_lossy` explains the two numbers. Compiled and captured code holds the old thresholds. So from then
+        on sampled decode steps replay no CUDA graph, and their code before and after the blocks runs uncompiled.
         """
         if thresholds == self.accept.thresholds:
             return
@@ -217,7 +228,7 @@ class Engine:
         """Empty all slots and pages after a step raised halfway; the scheduler empties its prefix cache and seats.
 
         Pages in use are wiped, since nobody knows what was written there. If the drafter raised, it may raise again
-        here. That is only logged, since no state of a drafter changes a token.
+        here. Such an error is only logged, since no state of a drafter changes a token.
         """
         self.kv.wipe(sorted(set(range(1, self.kv.pages)).difference(self.kv.free)))
         self.kv.reset()
@@ -243,7 +254,7 @@ class Engine:
         return next(size for size in self.sizes.batch_sizes if size >= count)
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
-        """Return the trees that the drafter proposes on the host for the next step, one per slot, or none at all."""
+        """Return the drafter's trees for the next step, one per slot; empty if it proposes none on the host."""
         started = time.perf_counter()
         drafts = self.drafter.host_drafts(slots)
         self.drafter_seconds += time.perf_counter() - started
@@ -255,15 +266,16 @@ class Engine:
         """Launch one decode step for these slots: verify one tree per slot, keep the accepted path, emit its tokens.
 
         shape: one of `Sizes.shapes_of` for this batch; default: the drafter's largest trees. drafts: trees from
-        `host_drafts`, one per slot, cut to N nodes here; default: `host_drafts` is called here. A drafter that looks
-        texts up differs: NOTHING means that a request verifies the head's tree, and the default is NOTHING for all.
+        `host_drafts`, one per slot, cut to N nodes here; default: `host_drafts` is called here. For a head with lookups
+        (`looks_up`), the draft NOTHING (a root alone) makes a request verify the head's tree; the default is NOTHING
+        for every request.
         """
         batch = self.batch_of(len(slots))
         if drafts is None:
             drafts = [NOTHING] * len(slots) if self.drafter.looks_up else self.host_drafts(slots)
         buffers = self.decodes[batch, max(self.sizes.shapes_of(batch)) if shape is None else shape]
         started = time.perf_counter()
-        # One request may make these two lines raise. Only the step's requests are lost then: nothing has changed yet.
+        # If one request makes these two lines raise, only the step's requests are lost, since nothing has changed yet.
         buffers.upload(slots, [draft.cut(buffers.nodes) for draft in drafts])
         asked = self.asked.decode(buffers, slots)
         began = time.perf_counter()
@@ -276,13 +288,14 @@ class Engine:
                              launched=started + catching_up, catching_up=catching_up)  # fmt: skip
 
     def special(self, slots: Sequence[int]) -> bool:
-        """Return whether a step over these slots takes longer than a greedy one, since it does more."""
+        """Return whether a step over these slots is slower than a greedy one: it samples, or gives more than tokens."""
         return bool(self.sampling.needs(slots)) or self.asked.slows(slots)
 
     def run(self, step: DecodeBuffers | PrefillBuffers, needs: Needs, asked: AskedStep | None = None) -> bool:
         """Run a step; returns whether a CUDA graph was replayed.
 
-        A graph captured for more needs serves fewer too: `Wishes` has neutral values for what no request uses.
+        A CUDA graph that was captured for more needs than the step has serves the step too: `Wishes` holds neutral
+        values for options that no request uses.
         """
         with self.link.led(step, asked), within_step(step):
             if asked is not None:
@@ -298,7 +311,8 @@ class Engine:
     def decode(self, buffers: DecodeBuffers, needs: Needs) -> None:
         """Run the decode step that these buffers describe, and write its outputs.
 
-        It may be captured: its tensors have fixed addresses, and its work depends on shapes and `needs` alone.
+        The step may be captured, since its tensors have fixed addresses and its work depends on shapes and `needs`
+        alone.
         """
         wishes = self.sampling.wishes(buffers.slots, needs) if needs else None
         before, after = self.around(buffers, needs)
@@ -327,16 +341,16 @@ class Engine:
             batch = Batch(buffers.slots, lens, root, buffers.tree, temperature, seed, told)
             drafted = self.drafter.propose(batch)
         elif buffers.shape.of_host:
-            # A clone: compiled code has the buffers' own tree as an input already, and may not get a tensor twice.
+            # A clone: compiled code gets the buffers' own tree too, and must not get one tensor as two inputs.
             drafted = DraftTree(*(part.clone() for part in buffers.tree))
         return self.link.begin(buffers, lens, root, drafted)
 
     def _before_blocks(
         self, buffers: DecodeBuffers, lens: Tensor, root: Tensor, drafted: DraftTree | None
     ) -> tuple[ReadTrees, Tensor, Rope]:
-        """Put the trees into the step's plan; return them, their embeddings [B, N, d] and their rotary factors.
+        """Fill the step's attention plan from the trees; return the trees, embeddings [B, N, d] and rotary factors.
 
-        lens and root [B] int64; drafted: None if the trees are `buffers.tree` itself.
+        lens and root [B] int64; drafted: the trees, or None if they are `buffers.tree` itself.
         """
         tokens, parents = buffers.tree if drafted is None else drafted
         tokens = torch.cat((root[:, None], tokens[:, 1:]), dim=1)
@@ -389,7 +403,7 @@ class Engine:
         return self._path(buffers, lens, verdict, tokens, features) if nodes > 1 and self.drafter.commits else None
 
     def hand_over(self, buffers: DecodeBuffers, path: Path | None) -> None:
-        """Give the accepted paths to a drafter on the device, or add them to its backlog."""
+        """Give the accepted paths to a drafter on the device, or add them to its backlog if the step did not run it."""
         if path is None:
             return
         if self.late.keeps(buffers):
@@ -401,7 +415,7 @@ class Engine:
     def _path(
         self, buffers: DecodeBuffers, lens: Tensor, verdict: Verdict, tokens: Tensor, features: Tensor | None
     ) -> Path:
-        """Return the accepted paths as chains of A rows from `lens` on, and fill the plan for them."""
+        """Return the accepted paths as chains of A rows from `lens` on, and fill the drafter's plan for the chains."""
         batch, most = verdict.path.shape
         step = torch.arange(most, device=self.device)
         visible = (step <= step[:, None]).expand(batch, -1, -1)
@@ -452,8 +466,8 @@ class Engine:
         """Commit the known tokens and the one picked after each last chunk, and write the outputs."""
         slots, picked = buffers.chunk_slots, buffers.picked
         if self.drafter.commits:
-            # In the last chunk of a request the picked token follows the last row. Chunks that are padding have the end
-            # 0 and `picked` 0, so they add 0 to row 0. An assignment would overwrite that row.
+            # After the last row of a request's last chunk comes the picked token, which is added here. Padding chunks
+            # have the end 0 and `picked` 0, so they add 0 to row 0. An assignment would let them overwrite that row.
             after = buffers.following.index_add(0, buffers.ends, picked * (token - buffers.following[buffers.ends]))
             self.drafter.commit(Committed(slots, buffers.tokens[None], after[None], read.positions, read.features,
                                           buffers.ends, buffers.plan, prefill=True))  # fmt: skip
@@ -466,14 +480,17 @@ class Engine:
     # ---- the end of a step ---------------------------------------------------------------------------------------
 
     def _clear_padding(self) -> None:
-        """Set the length of slot 0 back to 0, since padded rows of the batch have written it."""
+        """Set the length of slot 0 back to 0, since the padding of the batch has changed it."""
         # `lens[0] = 0` would copy a number from the host, and on CUDA the host would wait for the whole step.
         self.lens[:1].zero_()
 
     def pending(
         self, slots: list[int], step: DecodeBuffers | PrefillBuffers, asked: AskedStep | None = None, **what: Any
     ) -> Pending:
-        """Start to copy a step's outputs to the host. Then the next step may overwrite them."""
+        """Queue the copy of a step's outputs to the host.
+
+        The next step is queued behind this copy, so that step may overwrite the outputs.
+        """
         outputs = step.outputs
         on_host, ready = outputs.to("cpu", non_blocking=True, copy=True), None
         if asked is not None:
@@ -484,7 +501,7 @@ class Engine:
         return Pending(slots, on_host, ready, step.nodes, asked=asked, **what)
 
     def collect(self, pending: Pending) -> list[list[int]]:
-        """Wait for a step, tell the drafter its tokens, and return those emitted, one list per slot or chunk.
+        """Wait for a step, tell the drafter its tokens, and return the emitted ones, one list per slot or chunk.
 
         A slot with NaN among its logits emits nothing, and `pending.nan` names it.
         """
@@ -506,7 +523,7 @@ class Engine:
     # ---- when all graphs are made ------------------------------------------------------------------------------
 
     def when_settled(self, call: Callable[[], None]) -> None:
-        """Call `call` when all graphs are made: now if they are, else in `settle`."""
+        """Call `call` once all graphs are made: now if they are made already, else in `settle`."""
         if self.settled:
             call()
         else:
@@ -514,7 +531,7 @@ class Engine:
 
     @torch.inference_mode()
     def settle(self) -> None:
-        """Note that all graphs are made, and make the calls that wait for it."""
+        """Note that all graphs are made, and make the calls that `when_settled` put off."""
         self.link.tell("settle")
         self.settled, calls, self._when_settled = True, self._when_settled, []
         for call in calls:

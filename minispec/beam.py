@@ -6,9 +6,10 @@ node, and the K best of these K * K are the next frontier. All proposed nodes ar
 N - 1 candidates form the tree (EAGLE-2, arXiv 2406.16858). A child's score never exceeds its parent's, and ties go to
 the earlier index, so the parent of a kept candidate is kept too.
 
-A head reads pairs (state at i, token i + 1). The keys and values of such a pair are in row i of the head's own pages,
-under the target's page table. After a forward pass of the target, `commit` computes them from the target's features
-(hidden states). In drafting the head reads its own states instead. These rows are scratch, beyond the committed ones:
+A head reads pairs (state at i, token i + 1). The keys and values of such a pair are in row i of the head's own memory,
+which uses the same page numbers as the target's. After a forward pass of the target, `commit` computes the rows of the
+accepted tokens from the target's features (hidden states). In drafting the head reads its own states instead. The rows
+that it writes while drafting are scratch, and follow the committed rows:
 
     row   0 ... lens-1 | lens .. lens+K-1 | lens+K .. lens+2K-1 | ...
           committed      first frontier     second frontier          each node sees the committed rows and its ancestors
@@ -16,7 +17,7 @@ under the target's page table. After a forward pass of the target, `commit` comp
 A sampled pick of the target is argmax(logits + T * noise) at temperature T. The noise is known before the target runs.
 Coupling adds the same noise to the head's logits ("Coupling without communication and drafter-invariant speculative
 decoding", arXiv 2408.07978). So two models that agree on the logits also agree on the pick. The head ignores penalties
-and filters: verification alone makes the output exact.
+and filters, which is safe, since verification alone makes the output exact.
 
 Read next: `eagle.py` for the heads, `standalone.py` for a draft model in place of a head, `engine.py` for the calls.
 """
@@ -55,14 +56,14 @@ class Frontier(NamedTuple):
 
     tokens: Tensor  # [B, K] int64, target ids
     states: Tensor  # [B, K, H], the head's output at each node's parent
-    scores: Tensor  # [B, K] fp32
+    scores: Tensor  # [B, K] fp32, log-probability of the path from the root
     # Each node's index among the candidates. The name hides tuple.index, which nobody calls.
     index: Tensor  # type: ignore[assignment]  # [B, K] int64
-    visible: Tensor  # [B, K, W] bool, which scratch rows each node sees, its own included
+    visible: Tensor  # [B, K, W] bool: which scratch rows each node sees; its own row is one of these
 
 
 class Inputs(NamedTuple):
-    """The inputs of the network but for the states; the shapes are those for a frontier."""
+    """The inputs of the network except the states, with the shapes that they have for a frontier."""
 
     embedding: Tensor  # [B, K, H]
     cos: Tensor  # the rotary factors
@@ -96,7 +97,7 @@ def rerank(candidates: Candidates, root: Tensor, nodes: int) -> DraftTree:
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities fp32 and the ids of the `count` likeliest of logits [..., V], each [..., count].
+    """Return log-probabilities fp32 and ids of the `count` likeliest tokens, each [..., count], from logits [..., V].
 
     Logits with NaN or infinity give NaN probabilities, which a sort puts first. Then children would enter the tree
     without their parents. So such children score -inf.
@@ -111,7 +112,7 @@ ToTarget = Callable[[Tensor], Tensor]  # maps draft ids to target ids
 def sprout(logits: Tensor, state: Tensor, topk: int, width: int, to_target: ToTarget) -> tuple[Candidates, Frontier]:
     """Return the K likeliest children of the root, as candidates and as the first frontier.
 
-    logits [B, Vd] and state [B, H]: the head's at the root. topk: K. width: W, the number of scratch rows.
+    logits [B, Vd] and state [B, H]: the head's output at the root. topk: K. width: W, the number of scratch rows.
     """
     batch = logits.shape[0]
     scores, ids = likeliest(logits, topk)
@@ -130,7 +131,7 @@ def branch(
     """Return the K likeliest children of each node of a frontier, and the K best of them all as the next frontier.
 
     round_ [] int64: the number of the frontier, 1 for the root's children. logits [B, K, Vd] and states [B, K, H]: the
-    head's at the frontier.
+    head's output at the frontier.
     """
     topk, width = frontier.tokens.shape[1], frontier.visible.shape[-1]
     scores, ids = likeliest(logits, topk)
@@ -172,7 +173,10 @@ class Beam(Key):
     """The size of the trees for B requests, and the static tensors for growing them."""
 
     def __init__(self, batch: int, size: TreeSize, plan: Plan | None, live: Tensor) -> None:
-        """plan: the attention plan of a frontier, shared by both sizes of tree; live: [B, K] bool, all true."""
+        """plan: a frontier's attention plan, which both sizes of tree share.
+
+        live: [B, K] bool, which nodes of a frontier are not padding: all of them.
+        """
         assert size.steps is not None, "a beam grows in rounds"
         self.batch, self.nodes, self.steps, self.live = batch, size.nodes, size.steps, live
         self.plan = plan if size.steps > 1 else None  # with one round the network reads no frontier
@@ -209,7 +213,7 @@ class BeamDrafter(Drafter):
             assert smaller[1] <= candidate_count(smaller[0], topk) + 1, "more nodes than candidates"
             self.smaller = TreeSize(smaller[1], min(smaller[0], smaller[1] - 1), smaller[0])
         self.kv_shape = KVShape(1, network.kv_heads, network.head_dim)
-        self.window = self.scratch = (steps - 1) * topk  # rows of all frontiers
+        self.window = self.scratch = (steps - 1) * topk  # W, the rows that all frontiers together take
         self.run_network: Callable[..., Tensor] = type(network).forward
         self.small = Small(BeamDrafter._open, BeamDrafter._round, BeamDrafter._close)
 
@@ -222,12 +226,12 @@ class BeamDrafter(Drafter):
         like: dict[str, Any] = {"dtype": kv.pool.dtype, "device": kv.pool.device}
         self.state = torch.zeros(slots, self.network.hidden_size, **like)  # the head's output at each slot's last row
         self._attends: dict[Plan, PagedAttend] = {}
-        self._beams: dict[tuple[int, ...], Beam] = {}  # by B and N
+        self._beams: dict[tuple[int, ...], Beam] = {}  # the beams by B and N
         for batch in batch_sizes:
             plan = Plan(self.kv, batch, 1, self.topk, window=self.window) if self.window else None
             live = torch.ones(batch, self.topk, dtype=torch.bool, device=kv.pool.device)
             self._beams |= {(batch, size.nodes): Beam(batch, size, plan, live) for size in self.trees}
-        # Tensors, not numbers, so that one graph serves every round.
+        # The numbers of the rounds, as tensors, so that one graph serves every round.
         self._rounds = [torch.full((), number, device=kv.pool.device) for number in range(self.steps + 1)]
 
     @property
@@ -288,8 +292,8 @@ class BeamDrafter(Drafter):
     ) -> DraftTree:
         """Propose the last frontier's children, and return the tree of the best candidates.
 
-        states: the head's at the frontier; None: there was one round only, so nothing more is proposed. found: the
-        fields of the candidates of all earlier rounds, one after the other.
+        states: the head's output at the frontier; None: there was only one round, so nothing more is proposed. found:
+        the fields of the candidates of all earlier rounds, one after the other.
         """
         if states is not None:
             number = self._rounds[beam.steps - 1]
@@ -338,11 +342,11 @@ class BeamDrafter(Drafter):
         return self._attends[plan]
 
     def _couple(self, logits: Tensor, batch: Batch, depth: int | Tensor) -> Tensor:
-        """Return the logits [B, K, Vd] of nodes at `depth`; of sampled requests, logits / T + noise but for a constant.
+        """Return the logits [B, K, Vd] of nodes at `depth`, with the noise of the target's picks for sampled requests.
 
-        The noise is that of the target's pick at these nodes. The softmax of the result scores the children. Given the
-        noise, it is the probability that the target picks each child, if the target's logits / T differ from the
-        head's by independent standard Gumbel errors.
+        For these the result is logits / T + noise, up to a constant that softmax ignores. The softmax of the result
+        scores the children. Given the noise, this softmax is the probability that the target picks each child, if the
+        target's logits / T differ from the head's by independent standard Gumbel errors.
         """
         if not self.coupled or batch.temperature is None or batch.seed is None:
             return logits

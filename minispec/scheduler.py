@@ -2,24 +2,26 @@
 
 A request waits, gets a slot and pages (its seat), is prefilled in chunks, decodes step by step, and leaves. `step`
 launches a prefill step over the chunks of several requests, or a decode step over all running ones. If there is work
-for both they alternate, so a long prompt slows the others and never stops them.
+for both, prefill and decode steps alternate, so a long prompt slows other requests but never stops them.
 
-A launched step is a flight until it is collected, when it lands. With `overlap`, step k + 1 is launched before step k
-is collected, so the device works while the host applies stop rules, makes text and admits requests. The host then
-learns one step late how long texts are and which have ended. It reserves rows for the longest outcome, and drops a
-flight's tokens for requests that ended meanwhile. Without overlap a step is collected right after its launch, in the
-same loop.
+A launched step is called a flight. When the host collects its tokens, the flight lands. With `overlap`, step k + 1 is
+launched before step k is collected, so the device works while the host applies stop rules, makes text and admits
+requests. The host then learns one step late how long texts are and which have ended. It reserves rows for the longest
+outcome, and drops a flight's tokens for requests that ended meanwhile. Without overlap a step is collected right after
+its launch, in the same loop.
 
-Before each decode step `policy.py` chooses its shape. It learns the step's time and tokens when the step lands.
+Before each decode step `policy.py` chooses the step's shape. When the step lands, the policy learns its time and
+tokens.
 
 Pages: before a decode step every running request must hold rows for one whole tree. If the pool is short, the prefix
 cache gives up pages that nobody holds. If that is not enough, the newest request is retracted: it gives up its pages,
-waits at the front of the queue, and its tokens are prefilled again. Seed and output stay, so the text is the same.
+waits at the front of the queue, and its tokens are prefilled again. It keeps seed and output, so its text is the same.
 `validate` refuses prompts that could never fit alone and bounds the output of the rest, so the oldest request always
 goes on.
 
 Continuous batching: Orca (OSDI 2022); retraction is vLLM's recomputation (arXiv 2309.06180).
-Invariant owned here: when idle, free + cached pages are all pages. Callers of `step` run `check` then.
+Invariant owned here: if no request is left, every page is free or in the prefix cache. Callers of `step` run `check`
+then.
 
 Read next: `engine.py` for what a step is, `policy.py` for the choice of its shape, `output.py` for the stop rules,
 `seats.py` and `radix.py` for pages, `server.py` for the HTTP in front.
@@ -56,29 +58,34 @@ NAN = Finish("abort", message="the model gave NaN in place of logits, so there i
 class SchedulerOptions:
     """A scheduler's options."""
 
-    radix: bool = True  # share prefixes between requests
-    overlap: bool = False  # launch a step before the last one is collected, unless the drafter reads text
-    decode_log_interval: int = 40  # decode steps between two log lines
-    random_seed: int | None = None  # of the generator that draws the seeds of requests without one
-    adaptive: bool = False  # choose each step's shape by expected tokens a second; else the largest tree
+    radix: bool = True  # whether requests share the pages of equal beginnings, through the prefix cache
+    overlap: bool = False  # whether a step is launched before the last one is collected; not if the drafter reads text
+    decode_log_interval: int = 40  # how many decode steps lie between two log lines
+    random_seed: int | None = None  # seeds the generator that draws the seeds of requests without one
+    adaptive: bool = False  # whether the policy chooses each step's shape by speed; if not, trees are the largest
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A step that was launched and not collected. A request gets its tokens only if it still holds this seat."""
+    """A step that was launched and is not collected yet."""
 
     pending: Pending
-    seats: dict[Request, Seat]  # in the order of the step
-    cached: int = 0  # prompt tokens found in the prefix cache, of requests whose first chunk this is
-    seconds: float = 0.0  # of the launch, in a decode step
+    # The step's requests, in order. When the flight lands, a request gets tokens only if it still holds this seat.
+    seats: dict[Request, Seat]
+    cached: int = 0  # how many tokens the prefix cache had, of the requests whose first chunk is in this prefill step
+    seconds: float = 0.0  # how long the host took to launch a decode step
     planned: Planned | None = None  # the policy's choice for a decode step; None: a prefill step
-    disturbances: tuple[int, int] = (0, 0)  # graphs compiled and requests retracted before it
-    # Slots and pages of requests that left meanwhile. The pages are not free until it is known whether NaN is in them.
+    disturbances: tuple[int, int] = (0, 0)  # how many graphs were compiled and requests retracted before the launch
+    # Slots and own pages of requests that left since the launch. Until the flight lands nobody knows whether the pages
+    # hold NaN, so they are not given back before.
     left: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
 class Scheduler:
-    """The queues and the loop's body. Every method runs on the engine thread, except `validate`."""
+    """The queues of requests, and `step`, which the engine thread's loop calls.
+
+    Every method runs on the engine thread, except `validate`.
+    """
 
     def __init__(
         self,
@@ -96,19 +103,21 @@ class Scheduler:
         self.overlap = options.overlap and not engine.drafter.reads_text  # drafts from text need the last step's tokens
         self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval, engine.device.type == "cuda")
         self.waiting: deque[Request] = deque()
-        self.parked: dict[Request, list[Request]] = {}  # by leader: choices that wait for its prompt
+        # If a client wants several answers (choices) to one prompt, the first one, their leader, computes the prompt.
+        # The other choices wait here, by leader.
+        self.parked: dict[Request, list[Request]] = {}
         self.outputs: dict[Request, Output] = {}
         self._seeds = random.Random(options.random_seed)
-        # Updates not handed out yet. A member, so that a step that raises halfway loses none.
+        # Updates that were not returned yet. They are kept here, so that a step that raises halfway loses none.
         self._updates: list[Update] = []
         self._prefilled_last = False
         trees = {size.nodes: size.depth for size in engine.drafter.trees}
         self.policy = Policy(trees, options.adaptive, engine.drafter.looks_up)
         self.restart_times()
-        self._landed = 0.0  # when the last step was collected
+        self._landed = 0.0  # when the last step was collected, by `perf_counter`
 
     def _start_empty(self, share: bool) -> None:
-        """Empty slots, flight and prefix cache; without `share` the cache stays empty."""
+        """Begin with no request in a slot, no flight and an empty prefix cache, which stays empty without `share`."""
         self.cache = PrefixCache(self.kv.page_size, self.engine.drafter.lookahead, enabled=share)
         self.seats = Seats(self.kv, self.cache, lambda slots: self.engine.late.catch_up(slots))
         self.prefilling: list[Request] = []  # in order of admission
@@ -116,8 +125,8 @@ class Scheduler:
         self.free_slots = list(range(self.sizes.max_running, 0, -1))  # slot 0 is padding
         self._flight: Flight | None = None
         self._launching = NOT_LAUNCHING  # the requests of a step that is being launched, and `Engine.changes` before it
-        # The request that lacked pages, the pages available then, and the cache's insertions then. It is not tried
-        # again before more pages are available or the cache has new ones.
+        # The request that found too few pages, how many were available then, and how many had ever entered the cache.
+        # The request is tried again when more pages are available, or when further pages have entered the cache.
         self._refused: tuple[Request, int, int] | None = None
 
     def restart_times(self) -> None:
@@ -137,7 +146,8 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a validated request; draws its seed if it has none.
 
-        Several choices for one prompt share its pages: the first is the leader, and the others wait for its prompt.
+        Several choices (answers) for one prompt are requests that share the prompt's pages. The first choice, the
+        leader, computes the prompt, and the others wait for that.
         """
         seed = request.params.sampling_seed
         request.seed = self._seeds.getrandbits(62) if seed is None else seed
@@ -183,13 +193,13 @@ class Scheduler:
         """Give slots and pages to waiting requests, in order, while both last."""
         while self.waiting and self.free_slots:
             request, available = self.waiting[0], len(self.kv.free) + len(self.cache.idle)
-            busy = self.running or self.prefilling  # if nobody runs, nothing will be freed, so try in any case
+            busy = self.running or self.prefilling  # if no request runs, none will free pages: try even if refused
             if busy and self._refused_already(request, available):
                 return
             ids = request.ids
             path = self.cache.match(ids, request.cacheable, request.salt)
             self.cache.hold(path)
-            # A spare page for each request with a slot, or the newcomer would soon be retracted again.
+            # One page is spared for each request that has a slot. Without these the newcomer would soon be retracted.
             spare = len(self.running) + len(self.prefilling)
             needed = self.kv.pages_for(len(ids) + self.sizes.tree_rows) - len(path)
             if not self.seats.obtain(needed + spare) and not (spare == 0 and self.seats.obtain(needed)):
@@ -227,16 +237,16 @@ class Scheduler:
         if self._flight is not None:
             if all(self._grow(request) for request in self.running if self._goes_on(request)):
                 return
-            self._land_flight()  # its longest outcome does not fit, but the real one may
+            self._land_flight()  # the longest outcome of the flight does not fit, but the real outcome may
         for request in list(self.running):
             while request.slot and not self._grow(request):
                 newest = max([*self.prefilling, *self.running], key=lambda r: r.arrived)
                 self._retract(newest)
 
     def _grow(self, request: Request) -> bool:
-        """Extend a request's pages to hold its rows, what its flight may add, and one tree; False if the pool cannot.
+        """Extend a request's pages to hold its rows, what its flight may add, and one tree; False if there are too few.
 
-        A flight adds no rows beyond the context. The request keeps pages that the flight did not fill, for later.
+        A flight adds no rows beyond the context. The request keeps pages that the flight did not fill, for later steps.
         """
         rows = request.kv_len
         if self._flight is not None and not self._flight.pending.chunks and self._flies(request):
@@ -286,7 +296,7 @@ class Scheduler:
         return Flight(pending, seats, seconds=seconds, planned=planned, disturbances=before)
 
     def _launch_prefill(self) -> Flight:
-        """Launch a prefill step. A request whose prompt it completes counts as running from here on."""
+        """Launch a prefill step. A request whose prompt this step completes counts as running from here on."""
         chunks, requests = self._next_chunks()
         self._launching = requests, self.engine.changes
         fresh = [r for r in requests if r.kv_len == len(self.seats[r].path) * self.kv.page_size]
@@ -350,7 +360,7 @@ class Scheduler:
         self.metrics.step_seconds += waited
         alone = self._disturbances() == flight.disturbances and flight.pending.timed
         seconds = self._landed - began if alone else None
-        # The policy learns from all emitted tokens, those behind a stop too: they also show what the trees are worth.
+        # The policy learns from all emitted tokens, even from those after a stop: they too show what trees are worth.
         self.policy.after(flight.planned, emitted, seconds, flight.pending.catching_up)
         if emitted:
             self._after_decode(flight, flight.planned, emitted, flight.seconds + waited)
@@ -363,8 +373,8 @@ class Scheduler:
     def _end_failed(self, flight: Flight) -> None:
         """End the requests that cannot go on after a step: those with NaN logits, or for which no token is allowed.
 
-        The pages of a request with NaN are wiped, never shared. If it had drafts, it goes on once more without them:
-        a draft may cost a request time, but never its text.
+        The pages of a request with NaN are wiped, never shared. If the request had drafts, it is queued again and goes
+        on without drafts: a draft may cost a request time, but never its text.
         """
         pending = flight.pending
         for slot, pages in flight.left:
@@ -373,7 +383,8 @@ class Scheduler:
             self.kv.give_back(pages)
         for request in [request for request, seat in flight.seats.items() if self.seats.get(request) is seat]:
             if request.slot in pending.nan and pending.nodes > 1 and request.speculative:
-                # NaN of a draft spreads to all nodes of its tree. Without drafts there may be none.
+                # NaN in one draft reaches all nodes of its tree, since attention multiplies masked values by 0, and
+                # 0 * NaN is NaN. Without drafts the logits may hold no NaN.
                 request.undrafted = True
                 self._send_back(request, sound=False)
                 logger.warning("request %s goes on without drafts: there was NaN among its logits", request.rid)
@@ -404,7 +415,7 @@ class Scheduler:
     def _after_decode(
         self, flight: Flight, planned: Planned, emitted: dict[Request, list[int]], seconds: float
     ) -> None:
-        """Land a decode step that took so many seconds: deliver tokens, end requests, count."""
+        """Land a decode step that took `seconds`: deliver tokens, end requests, and count both."""
         started, pending = time.perf_counter(), flight.pending
         kept = []
         for request, tokens in emitted.items():
@@ -449,7 +460,7 @@ class Scheduler:
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def _end(self, request: Request, finish: Finish, ids: Sequence[int] = (), sound: bool = True) -> None:
-        """Remove a request from queue or slot, and note its end; not `sound`: its own pages may hold NaN."""
+        """Remove a request from queue or slot, and note its end; sound: False if its own pages may hold NaN."""
         if request.slot:
             self._leave(request, sound)
         elif request.leader is not None and request in (choices := self.parked.get(request.leader, [])):
@@ -466,7 +477,10 @@ class Scheduler:
         self._updates.append(Update(request, list(ids), text, finish))
 
     def _unpark(self, leader: Request) -> None:
-        """Queue a leader's other choices in front, since they arrived with it; they get its scores of the prompt."""
+        """Queue the choices that waited for a leader, in front, since they arrived with it.
+
+        They take over the leader's scores of the prompt.
+        """
         choices = self.parked.pop(leader, [])
         for request in choices:
             request.take_over(leader)
@@ -474,10 +488,13 @@ class Scheduler:
 
     @torch.inference_mode()
     def _leave(self, request: Request, sound: bool = True) -> int:
-        """Take slot and pages from a request, leaving its full pages to the prefix cache; returns how many it had."""
+        """Take slot and pages from a request, and enter its full pages into the prefix cache.
+
+        Returns how many pages the request had.
+        """
         (self.running if request in self.running else self.prefilling).remove(request)
         flies = self._flies(request)
-        # A row is valid if its token is known. Rows beyond a stop inside a step have no known token.
+        # Tokens that a step emitted after a stop were dropped, so `ids` ends before their rows, which are not shared.
         seat = self.seats.leave(request, request.ids[: self._landed_rows(request)], sound)
         if flies and self._flight is not None:
             self._flight.left.append((request.slot, seat.owned()))
@@ -489,7 +506,7 @@ class Scheduler:
         return len(seat.pages)
 
     def _landed_rows(self, request: Request) -> int:
-        """Return how many rows of a request have landed: those of a chunk in flight may turn out to be NaN."""
+        """Return how many rows of a request have landed; those of a chunk in flight may turn out to hold NaN."""
         if self._flight is not None and self._flies(request):
             for chunk in self._flight.pending.chunks:
                 if chunk.slot == request.slot:
@@ -507,9 +524,10 @@ class Scheduler:
         return self._drain()
 
     def fail(self, error: BaseException) -> list[Update]:
-        """After an exception in a step, or in a command between two, end the requests that it cost; the others go on.
+        """After an exception in a step, or in a command between two steps, end the requests that cannot go on.
 
-        If the step had not begun to change anything, these are its own requests, else all that have a slot.
+        If the step had not begun to change slots (`Engine.changes`), these are the step's requests, else those that
+        `fail_all` ends.
         """
         (requests, changes), self._launching = self._launching, NOT_LAUNCHING
         if changes == self.engine.changes:
@@ -523,9 +541,10 @@ class Scheduler:
 
     @torch.inference_mode()
     def fail_all(self, error: BaseException, waiting: bool = False) -> list[Update]:
-        """After an exception, end all requests with a slot or behind a leader, with `waiting` the queued ones too.
+        """After an exception, end all requests that have a slot, and the choices that wait for such a leader.
 
-        Pages, slots, prefix cache and drafter start anew, whatever the step left half done.
+        If `waiting`, end the queued requests and their choices too. Pages, slots, prefix cache and drafter start anew,
+        whatever the step left half done.
         """
         finish = _failure(error)
         queued = set() if waiting else set(self.waiting)
@@ -543,10 +562,10 @@ class Scheduler:
 
     @torch.inference_mode()
     def flush_cache(self) -> bool:
-        """Empty prefix cache, drafter and totals; False, and nothing is done, while there are requests."""
+        """Empty prefix cache and drafter, and begin all counts anew; while there are requests, only return False."""
         if self.waiting or self.prefilling or self.running:
             return False
-        self._land_flight()  # its tokens count for nobody, but its pages come back
+        self._land_flight()  # no request takes the flight's tokens, but pages that were kept for it come back
         self._refused = None
         self.kv.give_back(self.cache.evict(self.cache.count))
         self.engine.drafter.clear()

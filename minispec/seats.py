@@ -1,8 +1,8 @@
-"""Seats: the pages that requests hold while they have a slot. Some are their own, some the prefix cache's.
+"""Seats: the pages that requests hold while they have a slot. Some belong to the request, others to the prefix cache.
 
 A request's seat begins with the cached pages of its known tokens. Fresh pages follow, for the rest of the tokens and
-for one tree. More pages are added before the decode steps that need them. The seat's full pages enter the prefix cache,
-where other requests read them too: when the prompt is complete, and again when the request leaves.
+for one tree. More pages are added before the decode steps that need them. When the prompt is complete, and again when
+the request leaves, the seat's full pages enter the prefix cache, where other requests can read them.
 
 Invariant owned here: a page is free, in the cache, or owned by one seat. If a request leaves during a step, the
 scheduler keeps its pages until that step has landed, that is, until its results are on the host.
@@ -36,12 +36,12 @@ class Seats(dict[Request, Seat]):
     """The seats of all requests that have a slot."""
 
     def __init__(self, kv: PagedKV, cache: PrefixCache, catch_up: Callable[[Sequence[int]], None]) -> None:
-        """`catch_up(slots)` has the drafter compute the rows it lacks in these slots; a shared page must have them."""
+        """`catch_up(slots)` lets the drafter compute the rows that it lacks in these slots; shared pages need them."""
         super().__init__()
         self.kv, self.cache, self.catch_up = kv, cache, catch_up
 
     def obtain(self, count: int) -> bool:
-        """Make `count` pages free, evicting from the prefix cache if need be; False if there are not enough."""
+        """Ensure that `count` pages are free, if need be by evicting cached ones; False if there are too few."""
         short = count - len(self.kv.free)
         if short > len(self.cache.idle):
             return False
@@ -56,7 +56,7 @@ class Seats(dict[Request, Seat]):
         self.kv.map(request.slot, 0, seat.pages)
 
     def grow(self, request: Request, rows: int) -> bool:
-        """Extend a request's pages to hold so many rows; False if the pool has too few."""
+        """Extend a request's pages to hold `rows` rows; False if the pool has too few pages."""
         pages = self[request].pages
         missing = self.kv.pages_for(rows) - len(pages)
         if missing <= 0:
@@ -72,7 +72,7 @@ class Seats(dict[Request, Seat]):
         """Enter the full pages of `known` into the prefix cache; `known` are the tokens whose rows are written.
 
         If another request has entered a page with the same tokens meanwhile, the slot reads that page from now on, and
-        its own copy becomes free.
+        the request's own copy goes back to the free list.
         """
         seat, slot = self[request], request.slot
         first, full = len(seat.path), len(known) // self.kv.page_size
@@ -115,7 +115,7 @@ class Seats(dict[Request, Seat]):
     def check(self, left: int) -> None:
         """Assert that every page is in one place and that the cache is consistent.
 
-        left: how many pages are kept for a step in flight, since their requests left.
+        left: how many pages of requests that left are kept until the step in flight has landed.
         """
         self.cache.check()
         total, free, owned = self.kv.pages - 1, len(self.kv.free), self.owned + left

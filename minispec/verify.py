@@ -10,8 +10,8 @@ A sampled pick is the argmax of logits plus noise. The noise depends on seed, po
 (`sampling.gumbel`). So a seeded request gets the same text with every drafter: drafter-invariant decoding (arXiv
 2408.07978).
 
-Two functions are not exact. `pick_lossy` serves users who set an accept threshold below 1: it accepts more drafts.
-`simulate` accepts a given number of drafts, whatever the picks: with it, speed can be measured on random weights.
+Two functions are not exact. `pick_lossy` serves users who set an accept threshold below 1, and accepts more drafts.
+`simulate` accepts a given number of drafts, whatever the picks, so that speed can be measured on random weights.
 
 Read next: `model.py`, which computes the logits; `sampling.py` for the pick; `engine.py`, which uses the verdict.
 """
@@ -27,9 +27,9 @@ from torch import Tensor
 from minispec.sampling import Wishes, gumbel, largest, law, pick, uniform
 from minispec.tree import PADDING, DraftTree, depth
 
-# Ids that no token has; their noise is independent of all tokens' noise.
-COIN = -1  # for the coin of `pick_lossy`
-COUNT = -2  # for the count of `simulate`
+# No token has these ids, so their noise is independent of all tokens' noise.
+COIN = -1  # its noise is the coin of `pick_lossy`
+COUNT = -2  # its noise is the coin of `simulate`
 
 
 class Trees(NamedTuple):
@@ -38,7 +38,7 @@ class Trees(NamedTuple):
     tree: DraftTree  # tokens and parents, [B, N] each
     above: Tensor  # [B, N, N] bool, `tree.ancestors`
     slots: Tensor  # [B] int64
-    lens: Tensor  # [B] int64, the position of each root
+    lens: Tensor  # [B] int64, the committed rows of each request, which is also the position of its root
     most: int  # A, the most tokens emitted per request
 
 
@@ -46,18 +46,19 @@ class Trees(NamedTuple):
 class Accept:
     """The operator's settings for acceptance; with the defaults the output is exact."""
 
-    thresholds: tuple[float, float] | None = None  # (single, acc) of `pick_lossy`
-    simulated: float | None = None  # the mean of `simulate`
+    thresholds: tuple[float, float] | None = None  # (single, acc) of `pick_lossy`; None: `pick` decides
+    simulated: float | None = None  # the `mean` of `simulate`; None: the verdict stays as it is
 
     @property
     def couples(self) -> bool:
-        """Whether drafts may know the picks' noise (coupling, `beam.py`). With thresholds a coin decides instead."""
+        """Whether a drafter may use the noise of the picks (coupling, `beam.py`); with thresholds a coin decides."""
         return self.thresholds is None
 
     def judge(self, trees: Trees, logits: Tensor, wishes: Wishes | None, host_looks: bool) -> Verdict:
         """Return the verdict on `logits [B, N, V]`. wishes: None for a greedy batch, which needs no walk.
 
-        host_looks: whether the host may read values during the walk, to end it early. On a CPU that costs nothing.
+        host_looks: whether the host may read values during the walk, to end the walk early. On a CPU such a read costs
+        nothing.
         """
         if wishes is None:
             verdict = verify_greedy(trees, logits)
@@ -69,7 +70,10 @@ class Accept:
 
 
 class Verdict(NamedTuple):
-    """The accepted paths and their tokens. After the first `count`, `path` and `emitted` hold garbage, but in range."""
+    """The accepted paths and their tokens.
+
+    In `path` and `emitted` only the first `count` entries count. The rest is garbage, though valid indices and ids.
+    """
 
     path: Tensor  # [B, A] int64 node indices, path[:, 0] = 0
     # The number of emitted tokens, accepted drafts + 1. The name hides tuple.count, which nobody calls.
@@ -95,7 +99,8 @@ def verify_greedy(trees: Trees, logits: Tensor) -> Verdict:
     place = torch.where(accepted, level, A)  # nodes that are not accepted go to column A, which is cut off
     index = torch.arange(nodes, device=picks.device).expand(batch, nodes)
     path = torch.zeros(batch, A + 1, dtype=torch.int64, device=picks.device).scatter_(1, place, index)[:, :A]
-    emitted = picks.gather(1, path)  # entries behind the path repeat the root's pick, which may be checked for NaN
+    # Entries after the path repeat the root's pick. So the check for NaN reads the root's logits again, to no harm.
+    emitted = picks.gather(1, path)
     row = torch.arange(batch, device=picks.device)[:, None]
     nan = logits[row, path, emitted].isnan().any(-1)  # argmax picks NaN if the logits contain one
     return _verdict(path, accepted.sum(-1), emitted, nan)
@@ -124,13 +129,13 @@ def verify(
         drafted = tree.tokens.masked_fill(tree.parents != node[:, None], PADDING)
         token = pick(at, here, position) if thresholds is None else pick_lossy(at, here, position, drafted, *thresholds)
         path[:, a], emitted[:, a] = node, token
-        nan = nan | at.amax(-1).isnan()  # a stopped walk is back at the root, which was checked already
+        nan = nan | at.amax(-1).isnan()  # a walk that has stopped reads the root again, which was checked already
         count = count + walking
         if a + 1 == A:
             break
         if counts is not None:
             counts.scatter_add_(1, token[:, None], walking[:, None].to(counts.dtype))
-        child = drafted == token[:, None]  # at most one; never padding
+        child = drafted == token[:, None]  # true for at most one node, and never for padding
         walking = walking & child.any(-1)
         node = child.to(torch.int8).argmax(-1)  # 0, the root, for a walk that has stopped
         if host_looks and not walking.any():
@@ -153,7 +158,7 @@ def pick_lossy(logits: Tensor, wishes: Wishes, position: Tensor, drafted: Tensor
     coin = uniform(wishes.seed, position, torch.full((1,), COIN, device=logits.device))
     accepted = (mass > 0) & ((coin < mass.cumsum(1) / acc) | (mass >= single))
     left = q.scatter_add(1, held, -mass)  # exactly 0 at each child: siblings are distinct, so each is subtracted once
-    # If the children hold all the mass, nothing is left to draw from. Rounding can still refuse every child. Then the
+    # If the children hold all the mass, nothing is left to draw from. Yet rounding can let no child pass. Then the
     # token is drawn from all of q.
     left = torch.where(left.amax(-1, keepdim=True) > 0, left, q)
     drawn = (left.log() + gumbel(wishes.seed, position, logits.shape[1])).argmax(-1)
@@ -164,10 +169,10 @@ def pick_lossy(logits: Tensor, wishes: Wishes, position: Tensor, drafted: Tensor
 def simulate(trees: Trees, verdict: Verdict, mean: float) -> Verdict:
     """Return a verdict that emits `mean` tokens on average, whatever the target picked. The text is junk.
 
-    `mean` lies in [1, A]. The path leads to the first of the deepest nodes; its drafts and the target's bonus are
-    emitted. The count is the floor or the ceiling of `mean`: a coin decides, whose noise depends on slot and length
-    alone. So each replay of a captured step draws anew, and a second run draws the same. A tree of depth D emits at
-    most D + 1 tokens, so shallow trees lower the mean.
+    `mean` lies in [1, A]. The path leads to the first of the deepest nodes; the path's drafts and the target's bonus
+    are emitted. A coin decides whether the count is the floor or the ceiling of `mean`. The coin depends on slot and
+    length alone. So each replay of a captured step draws anew, and a second run draws the same. A tree of depth D emits
+    at most D + 1 tokens, so shallow trees lower the mean.
     """
     tree, ancestors, slots, lens, _ = trees
     (batch, nodes), most = tree.tokens.shape, verdict.path.shape[1]

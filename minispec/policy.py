@@ -1,22 +1,26 @@
 """Which shape the next step has: plain, or one of the sizes of tree that the engine was made with.
 
-A tree costs the time of its nodes and of drafting them, and gives the tokens that are accepted. Both change with the
-batch, the length and kind of the texts, and the machine. The one idea is to measure both where they happen. `Times`
-holds the times of real steps, `Acceptance` and `Matches` hold what real trees emitted. The policy takes the shape with
-the most expected tokens a second over the whole batch.
+A tree costs the time of its nodes and of drafting them, and gives the tokens that are accepted. This time and this gain
+change with the batch, the length and kind of the texts, and the machine. The one idea is to measure both in the steps
+themselves. `Times` holds the times of real steps, `Acceptance` and `Matches` hold what real trees emitted. The policy
+takes the shape with the most expected tokens a second over the whole batch.
 
-What a tree of the host would have emitted is known once the text has gone on. What the drafter would have drafted in a
-shape not taken is never known. So now and then another shape is tried, a probe, as long as all probes have cost less
-than a hundredth of the time. A change must gain 3 %, so that noise does not move the engine to and fro. Only the way
-back to plain steps is free, since speculation must never be slower than plain decoding. Before a drafter with a network
-drafts again, it catches up: it takes in the backlog of the steps without it (`late.py`). Its trees must pay for that
-too (`Returns`).
+A request's tree is drafted on the device within the step (by a head; here a draft model is one too), or it is proposed
+on the host before the step (by a host drafter, or by a lookup beside a head: `lookup.py`). With lookups, each request
+verifies the tree that promises more. Then there are also shapes in which the head does not run: every request verifies
+the tree looked up for it, or its root alone if there is none (`Shape.of_host`).
 
-A request's tree comes from the drafter within the step, from the host, or from the one of the two that promises more
-(`lookup.py`). In the last case there are also shapes in which the drafter does not run: every request verifies the tree
-looked up for it, or its root alone if there is none (`Shape.of_host`). `expected` answers for one request and one
-shape. `before` chooses a step's shape and the trees of the host that it verifies, and `after` learns from the result.
-Nothing here knows of tensors. Of a request it knows the identity, and whether it wants drafts.
+A tree proposed on the host exists before the step. So even if the step does not verify this tree, the text shows later
+how many tokens the tree would have given. What a head would have drafted in a shape that was not taken is never known.
+So now and then another shape is tried, a probe, as long as all probes together have cost less than a hundredth of the
+time. A change of shape must promise a gain of 3 %, so that noise does not move the engine to and fro. Only a change
+back to plain steps needs no such gain, since speculation must never be slower than plain decoding. After steps without
+the head, the head first takes in the backlog of these steps (`late.py`). Its trees must pay for this catching up too
+(`Returns`).
+
+`expected` returns the expected tokens of one request in one shape. `before` chooses a step's shape and the host's trees
+that the step verifies, and `after` learns from the result. Nothing here knows of tensors. Of a request the policy knows
+the identity, and whether the request wants drafts.
 
 Expected tokens against step times: arXiv 2211.17192. Read next: `scheduler.py`, which asks.
 """
@@ -36,30 +40,35 @@ from minispec.tree import PLAIN, Shape
 
 GAIN = 1.03  # how much faster another shape must be to replace the one in use
 PROBES = 0.01  # the share of decode time that probes may cost
-HORIZON = 0.999  # the factor by which `spent` and `probing` decay each step
-STALE = 100  # steps of a kind after which another shape's time is worth a probe
-SAMPLES = 15  # newest step times that a median is taken of
-# In `Times`: the most used shape is that of the newest AROUND steps; medians are of its newest AROUND times, and of
-# the newest AROUND ratios of another shape to it.
+HORIZON = 0.999  # at each step `Policy.spent` and `Policy.probing` are multiplied by this, so that old steps fade
+STALE = 100  # a shape that was not measured for so many steps of a kind may be probed
+SAMPLES = 15  # of how many newest times a median is taken: those of a shape, or those of catching up
+# In `Times`: how many of the newest steps decide which shape is the most used, how many of that shape's newest times a
+# new ratio is taken to, and how many of the newest ratios of each shape are kept.
 AROUND = 9
-OWN_AFTER = 8  # tree steps of a request after which its own record counts
-OWN_PRIOR = 16  # observations that the engine's record counts as beside it, since few steps of a request say little
-SHORT = 2  # tokens of a text that agree with an older one by chance
-FIRST_RUN = 8.0  # length of a run of steps that draft, before any run has ended
-FIRST_CHANCE = 0.6  # chance that a draft is accepted, before any was tried
-ALL_KEEP, OWN_KEEP = 0.99, 0.97  # factor by which a new observation reduces older ones: the engine's, a request's
+# After so many trees of the head, a request's own record of acceptance counts too. In the record over all requests it
+# is the weight of a prior, in observations.
+OWN_AFTER = 8
+# How many observations the record over all requests counts as when a request's own record is mixed with it. Few steps
+# of one request say little.
+OWN_PRIOR = 16
+SHORT = 2  # a match of so few tokens may be chance
+FIRST_RUN = 8.0  # the length of a run of steps that draft, assumed until a run has ended
+FIRST_CHANCE = 0.6  # the chance that a draft is accepted, assumed until a draft was tried
+# A new observation multiplies the weight of the older ones by this, in the record over all requests and in a request's.
+ALL_KEEP, OWN_KEEP = 0.99, 0.97
 
 
 class Kind(NamedTuple):
     """What the time of a step depends on beside its shape."""
 
-    batch: int  # requests that it is padded to
-    sampled: bool  # whether any of them is not greedy
-    octave: int  # bits of the longest text's length
+    batch: int  # B, the number of requests to which the step is padded
+    sampled: bool  # whether the step is slower than a greedy one, as `Engine.special` tells
+    octave: int  # how many bits the length of the longest text has
 
     @classmethod
     def of(cls, batch: int, sampled: bool, rows: int) -> Kind:
-        """Return the kind of a step whose longest text has `rows` rows; all below 256 are one kind."""
+        """Return the kind of a step whose longest text has `rows` rows; all lengths below 256 are one octave."""
         return cls(batch, sampled, max(rows, 128).bit_length())
 
 
@@ -67,14 +76,15 @@ class Row(NamedTuple):
     """One request of the next step; here a row is one of the batch, not of keys and values."""
 
     request: object  # compared by identity
-    # Of a host drafter's tree: `Draft.match`, 0 if it has no drafts. None: the drafter drafts in the step.
+    # `Draft.match` of the tree that a host drafter proposes; 0 if it has no drafts. None: a head drafts in the step.
     match: int | None = None
     wants: bool = True  # False: the request verifies no drafts, whatever the shape
-    lookup: int = 0  # beside a drafter with lookups, where match is None: `Draft.match` of the looked-up tree
+    # Only for a head with lookups, whose `match` is None: `Draft.match` of the tree looked up for the request, or 0.
+    lookup: int = 0
 
     @property
     def may_verify(self) -> bool:
-        """Whether the step can verify drafts of this request; a drafter that drafts in the step always has some."""
+        """Whether the step can verify drafts of this request; a head always has drafts."""
         return self.wants and self.match != 0
 
 
@@ -82,8 +92,8 @@ class Choice(NamedTuple):
     """The shape that was chosen for a step, and why."""
 
     shape: Shape
-    probe: bool = False  # whether it was chosen to measure it
-    lookups: Sequence[bool] = ()  # for each row whether the host's tree replaces the drafter's; empty: for none
+    probe: bool = False  # whether the shape was chosen to measure its time
+    lookups: Sequence[bool] = ()  # for each row: whether the looked-up tree replaces the head's; empty: for no row
 
 
 @dataclass(frozen=True)
@@ -92,14 +102,14 @@ class Planned:
 
     kind: Kind
     choice: Choice
-    rows: Mapping[Request, tuple[Row, Draft | None]]  # with the tree that the host offers, verified or not
-    of_host: frozenset[Request]  # requests for which the host's tree replaces the drafter's
-    # The host's trees to verify, one a request; with lookups NOTHING for requests that verify the drafter's tree.
-    # Without lookups, empty if the host was not asked or offered none.
+    rows: Mapping[Request, tuple[Row, Draft | None]]  # with each row, the tree that the host offers, verified or not
+    of_host: frozenset[Request]  # requests that verify the looked-up tree, not the head's
+    # The host's trees to verify, one for each request. With a head with lookups, a request that does not verify a
+    # looked-up tree has NOTHING here. Without lookups this is empty if the host was not asked or offered no trees.
     drafts: Sequence[Draft]
 
     def verified(self, request: Request) -> tuple[str | None, int]:
-        """Return whose drafts a request verifies, "head" for a drafter on the device, and how many; None: nobody's."""
+        """Return whose drafts a request verifies ("head": those drafted in the step; None: no drafts), and how many."""
         (row, offered), shape = self.rows[request], self.choice.shape
         if shape == PLAIN or not row.may_verify:
             return None, 0
@@ -109,21 +119,22 @@ class Planned:
 
 
 class Times:
-    """Times of steps by kind and shape: the median of the newest.
+    """The times of steps by kind and shape: medians of the newest measurements.
 
     Two shapes are seldom measured in the same minute, and a machine that others use too may be half as fast in the next
-    one. The most used shape would then look slow beside one that was measured before. So the time of any other shape is
-    kept as a ratio to that of the most used shape, from steps that were measured just after each other.
+    minute. The most used shape would then look slow beside a shape that was measured before. So the time of any other
+    shape is kept as a ratio to the time of the most used shape, from steps that were measured just after each other.
     """
 
     def __init__(self) -> None:
         self._samples: dict[Kind, dict[Shape, deque[float]]] = defaultdict(dict)
         self._newest: dict[Kind, deque[Shape]] = defaultdict(lambda: deque(maxlen=AROUND))  # shapes of the newest steps
-        self._used: dict[Kind, Shape] = {}  # the most used of these
+        self._used: dict[Kind, Shape] = {}  # the most used shape of the newest steps
+        # The ratios of the first shape's times to the second's.
         self._multiples: dict[tuple[Kind, Shape, Shape], deque[float]] = defaultdict(lambda: deque(maxlen=AROUND))
-        self._steps: dict[Kind, int] = defaultdict(int)  # steps of the kind
+        self._steps: dict[Kind, int] = defaultdict(int)  # how many steps of the kind were measured
         self._last: dict[tuple[Kind, Shape], int] = {}  # the number of the step in which the shape was last measured
-        self._medians: dict[tuple[object, ...], float] = {}  # cached medians of samples and multiples
+        self._medians: dict[tuple[object, ...], float] = {}  # cached medians of `_samples` and `_multiples`
 
     def add(self, kind: Kind, shape: Shape, seconds: float) -> None:
         """Take in the time of a step."""
@@ -155,8 +166,8 @@ class Times:
     def of(self, kind: Kind, shape: Shape) -> float:
         """Return the seconds of a step: measured, or estimated from the nearest kind in which the shape was measured.
 
-        The estimate is scaled by the ratio of a shape that was measured in both kinds. A shape that was measured
-        at no length of this batch counts as the fastest shape of the kind, so that it is tried.
+        The estimate is scaled by the ratio of a shape that was measured in both kinds. A shape that was never measured
+        with this batch size, at any text length, counts as fast as the kind's fastest shape, so that it is tried.
         """
         here = self._samples.get(kind, {})
         if shape in here:
@@ -180,16 +191,16 @@ class Times:
 
 
 class Acceptance:
-    """How often a draft was accepted lately if the one above it was, by size of tree and depth."""
+    """How often a draft was accepted lately, if its parent was accepted, by size of tree and depth."""
 
     def __init__(self, keep: float) -> None:
-        """`keep`: the factor by which a new observation reduces older ones."""
+        """`keep`: the factor by which a new observation reduces the weight of older ones."""
         self.keep, self.steps = keep, 0
         self._tried: dict[tuple[int, int], float] = defaultdict(float)  # by nodes of the tree and depth
-        self._held: dict[tuple[int, int], float] = defaultdict(float)
+        self._held: dict[tuple[int, int], float] = defaultdict(float)  # how many of those tried were accepted
 
     def learn(self, nodes: int, depth: int, accepted: int) -> None:
-        """Count a tree of this size and depth, of which `accepted` drafts were accepted."""
+        """Count a tree with so many nodes and this depth, of which `accepted` drafts were accepted."""
         self.steps += 1
         for level in range(1, min(depth, accepted + 1) + 1):
             for key in ((nodes, level), (0, level)):  # 0: all sizes together
@@ -203,11 +214,10 @@ class Acceptance:
 
 
 class Matches:
-    """The mean number of tokens that trees of the host emit, by size and class of match (`Draft.match`).
+    """The mean number of tokens that trees proposed on the host emit, by size and class of match (`Draft.match`).
 
-    A tree of the host is a host drafter's, or one that was looked up beside a drafter on the device.
-
-    It is a running mean over what such trees emitted, or would have if verified, and begins with a guess.
+    Such a tree comes from a host drafter, or from a lookup beside a head. The mean is a running one, over what the
+    trees emitted, or would have emitted if they had been verified. It begins with a guess.
     """
 
     rate = 0.1  # weight of the newest observation
@@ -216,7 +226,7 @@ class Matches:
         self._mean: dict[tuple[int, int], float] = {}
 
     def guess(self, nodes: int, match: int) -> float:
-        """Return the tokens that a tree is assumed to emit before anything is known."""
+        """Return the tokens that a tree is assumed to emit until one of its class was followed."""
         return min(1.0 + 0.5 * max(match - SHORT, 0), float(nodes))
 
     def expected(self, nodes: int, match: int) -> float:
@@ -231,18 +241,18 @@ class Matches:
 
 
 class Returns:
-    """The cost of drafting again after steps that did not: the time in which the drafter takes in its backlog.
+    """The cost of drafting again after steps that did not draft: the time in which the head takes in its backlog.
 
-    It is paid once for a run of steps that draft, so it is divided by the mean length of such runs lately. Steps whose
-    trees are all the host's do not draft.
+    This time is spent once before a run of steps that draft, so it is divided by the mean length of such runs lately.
+    A step whose trees are all looked up does not draft.
     """
 
     rate = 0.1  # weight of the newest run
 
     def __init__(self) -> None:
-        self._seconds: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLES))  # by batch
-        self._median: dict[int, float] = {}  # of these seconds
-        self._steps: dict[int, float] = defaultdict(lambda: FIRST_RUN)  # mean length of a run in steps, by batch
+        self._seconds: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLES))  # by batch size
+        self._median: dict[int, float] = {}  # the median of `_seconds`, by batch size
+        self._steps: dict[int, float] = defaultdict(lambda: FIRST_RUN)  # mean length of a run in steps, by batch size
         self._run, self._behind = 0, False  # steps of the run so far; whether the newest step did not draft
 
     def add(self, batch: int, choice: Choice, seconds: float) -> None:
@@ -273,30 +283,31 @@ class Policy:
     def __init__(self, trees: Mapping[int, int], adaptive: bool, looks_up: bool = False) -> None:
         """`trees`: the depth of each size of tree, by nodes. Not `adaptive`: the largest tree, if there are drafts.
 
-        looks_up: whether a row takes either a looked-up tree or the drafter's.
-        forced: a member for tests and benchmarks, which then chooses from the shapes of the step in place of all rules.
+        looks_up: whether a row takes either a looked-up tree or the head's. The attribute `forced` is for tests and
+        benchmarks: if set, this function chooses the shape of each step, and no other rule applies.
         """
         self.trees, self.adaptive, self.looks_up = dict(trees), adaptive, looks_up
         self.times, self.matches, self.everyone = Times(), Matches(), Acceptance(ALL_KEEP)
         self.returns = Returns()
         self.forced: Callable[[Sequence[Shape]], Shape] | None = None
-        self.forced_lookup: Callable[[], bool] | None = None  # likewise, whether a row takes the looked-up tree
-        self.spent = self.probing = 0.0  # decayed seconds of all decode steps, and the part that probes cost
-        self._own: weakref.WeakKeyDictionary[object, Acceptance] = weakref.WeakKeyDictionary()
-        # Host trees of which it is not known yet how many tokens they would emit, each with the text since.
+        self.forced_lookup: Callable[[], bool] | None = None  # if set, decides whether a row takes the looked-up tree
+        self.spent = self.probing = 0.0  # decayed sums: the seconds of all decode steps, and the part that probes cost
+        self._own: weakref.WeakKeyDictionary[object, Acceptance] = weakref.WeakKeyDictionary()  # each request's record
+        # The tree of each request that `follow` follows, with the tokens that the text has gained since.
         self._open: weakref.WeakKeyDictionary[object, tuple[Draft, list[int]]] = weakref.WeakKeyDictionary()
-        self._shape = max((Shape(nodes, True) for nodes in self.trees), default=PLAIN)  # the one in use
-        self._probed = 0  # probes since the start
-        self._after_probe = False
+        self._shape = max((Shape(nodes, True) for nodes in self.trees), default=PLAIN)  # the shape in use
+        self._probed = 0  # how many probes there were since the start
+        self._after_probe = False  # whether the newest step was a probe
         self._pace = 0.0  # expected seconds of a token with the shape in use
-        self._chances: dict[int, list[float]] = {}  # cached, by nodes, until `everyone` learns
+        self._chances: dict[int, list[float]] = {}  # the results of `_all_chances`, kept until `everyone` learns
 
     def before(
         self, kind: Kind, shapes: Sequence[Shape], requests: Sequence[Request], offer: Callable[[], Sequence[Draft]]
     ) -> Planned:
         """Choose the shape of the next step, one of `shapes`, and which of the host's trees it verifies.
 
-        offer: returns the trees of `Drafter.host_drafts` for them; not called if the step is sure to be plain.
+        offer: returns the trees of `Drafter.host_drafts` for these requests; not called if the step is sure to be
+        plain.
         """
         fixed = self.decided(shapes) if any(r.speculative for r in requests) else PLAIN
         drafts = () if fixed == PLAIN else offer()
@@ -325,7 +336,7 @@ class Policy:
     ) -> None:  # fmt: skip
         """Learn the time of a step and the tokens that it emitted.
 
-        seconds: None if it included other work. catching_up: the drafter's seconds before the step.
+        seconds: None if this time included other work. catching_up: the seconds in which the drafter caught up first.
         """
         if seconds is not None:
             tokens = sum(map(len, emitted.values()))
@@ -338,10 +349,10 @@ class Policy:
                 self.learn(row, planned.choice.shape.nodes, len(given))
 
     def follow(self, request: object, draft: Draft, tokens: Sequence[int]) -> None:
-        """Learn what the host's tree for a step gave, or would have given, from the tokens that the step emitted.
+        """Learn how many tokens the host's tree for a step gave, or would have given, from the tokens emitted.
 
-        A tree that was not verified teaches as much as one that was, once the text has gone on far enough. One tree of
-        each request is followed until then, and trees offered meanwhile are ignored.
+        A tree that was not verified teaches as much as one that was verified, once the text has left the tree's paths.
+        Until then one tree of each request is followed, and trees offered meanwhile are ignored.
         """
         draft, seen = self._open.pop(request, (draft, []))
         if not draft.match:
@@ -354,7 +365,7 @@ class Policy:
             self.matches.learn(nodes, draft.match, draft.emits(seen, nodes))
 
     def restart(self, seconds: Mapping[tuple[int, Shape], float], rows: int) -> None:
-        """Replace all times by measured seconds by batch and shape, of texts with `rows` rows."""
+        """Forget all times, and begin with `seconds`, measured for each batch and shape on texts of `rows` rows."""
         self.times.clear()
         for (batch, shape), taken in seconds.items():
             self.times.add(Kind.of(batch, False, rows), shape, taken)
@@ -369,7 +380,7 @@ class Policy:
         return found if shape.of_host else max(found, self._drafted(row, shape.nodes))
 
     def _drafted(self, row: Row, nodes: int) -> float:
-        """Return the expected tokens of a tree of the drafter."""
+        """Return the expected tokens of a row from a tree of the head."""
         own, total, reached = self._own.get(row.request), 1.0, 1.0
         for level, chance in enumerate(self._all_chances(nodes), start=1):
             if own is not None and own.steps >= OWN_AFTER:
@@ -379,7 +390,7 @@ class Policy:
         return total
 
     def _all_chances(self, nodes: int) -> list[float]:
-        """Return the chance of acceptance over all requests at each depth of a tree of this size."""
+        """Return, for each depth of a tree with so many nodes, the chance of acceptance over all requests."""
         if nodes not in self._chances:
             levels = range(1, self.trees[nodes] + 1)
             pooled = [self.everyone.chance(0, level, FIRST_CHANCE, OWN_AFTER) for level in levels]
@@ -404,7 +415,7 @@ class Policy:
         return self.with_lookups(self._best(kind, shapes, rows), rows)
 
     def with_lookups(self, choice: Choice, rows: Sequence[Row]) -> Choice:
-        """Complete a choice with each row's tree; if all are looked up, the shape is one that drafts nothing."""
+        """Complete a choice with each row's tree; if all trees are looked up, the shape is one that drafts nothing."""
         shape = choice.shape
         if shape == PLAIN or not any(row.lookup for row in rows):
             return choice
@@ -412,7 +423,7 @@ class Policy:
         return choice._replace(shape=Shape(shape.nodes, False) if all(found) else shape, lookups=found)
 
     def _takes_lookup(self, row: Row, shape: Shape) -> bool:
-        """Return whether a row verifies the tree that was looked up for it, and not the drafter's."""
+        """Return whether a row verifies the tree that was looked up for it, and not the head's."""
         if not row.lookup or not row.wants:
             return False
         if shape.of_host:
@@ -435,7 +446,7 @@ class Policy:
     def _seconds(self, kind: Kind, shape: Shape) -> float:
         """Return the time of a step, catching up included.
 
-        A shape whose trees are all looked up counts as no slower than the same size with drafting.
+        A shape whose trees are all looked up counts as no slower than the shape of as many nodes that drafts.
         """
         seconds = self.times.of(kind, shape)
         seconds = min(seconds, self.times.of(kind, Shape(shape.nodes, True))) if shape.of_host else seconds
@@ -444,7 +455,7 @@ class Policy:
     def _probe(self, kind: Kind, shapes: Sequence[Shape], rows: int) -> Shape | None:
         """Return another shape to try; None if no time is stale or probes have cost enough.
 
-        The cost of a probe is estimated as if it emitted what plain steps do, one token a row.
+        The cost of a probe is estimated as if the probe emitted one token a row, as plain steps do.
         """
         others = [s for s in shapes if s != self._shape and not s.of_host and self.times.stale(kind, s)]
         if not others:
@@ -454,9 +465,9 @@ class Policy:
         return probe if self.probing + max(cost, 0.0) <= PROBES * self.spent else None
 
     def landed(self, kind: Kind, choice: Choice, seconds: float, *, emitted: int, catching_up: float = 0.0) -> None:
-        """Add the time of a step to times and accounts; catching_up: the drafter's seconds before it.
+        """Add the time of a step to times and accounts; catching_up: the seconds in which the drafter caught up first.
 
-        Not to be called for a step that compiled something or waited for pages.
+        Do not call it for a step that compiled something or waited for pages.
         """
         self.times.add(kind, choice.shape, seconds)
         if self.forced is not None:
@@ -472,7 +483,7 @@ class Policy:
         self._after_probe = choice.probe
 
     def learn(self, row: Row, nodes: int, emitted: int) -> None:
-        """Learn how many tokens a tree of the drafter of this size emitted for a row."""
+        """Learn how many tokens the head's tree of so many nodes emitted for a row."""
         if not row.wants:
             return
         self._chances.clear()

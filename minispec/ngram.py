@@ -1,16 +1,18 @@
 """NGRAM: find where the last few tokens occurred before, in any prompt or output, and draft what followed them there.
 
-One trie, shared by all requests, holds every stretch of up to `branch_length` tokens that was seen.
+One trie, shared by all requests, holds every stretch of up to `branch_length` tokens that was seen: each is a path of
+nodes from the root of the trie. A suffix of a text is its last few tokens.
 
-The one idea, in `Trie.extend`: for each suffix length the text keeps an open path, the node where its suffix of that
-length ends. A new token moves each open path one child down. This inserts every new stretch exactly once, so a node's
-frequency is the number of times its path occurred. The nodes reached are the matches of all suffix lengths, without a
-search from the root.
+The one idea, in `Trie.extend`: the trie has a path for each suffix of a text, up to that length. The text keeps the
+node at the end of each such path. These nodes are called the text's open paths, one for each suffix length. A new token
+moves each open path one child down. This inserts every new stretch exactly once, so the count of a node is the number
+of times its path occurred. The nodes reached are also the matches of all suffix lengths, found without a search from
+the root. To index a text is to do this for its tokens.
 
 Objects would cost too much memory, so a node is one index into a few integer arrays that grow with the nodes. Linear
 hashing (Litwin, 1980) finds the child for a token. It splits one bucket per new node, so no step rehashes the whole
-table. Lookahead (Zhao et al., arXiv 2312.12728) drafts several branches at once from a trie; branches are chosen by the
-rules of SGLang's NGRAM.
+table. Drafting several branches at once from a trie comes from Lookahead (Zhao et al., arXiv 2312.12728). The rules by
+which branches are chosen are those of SGLang's NGRAM.
 
 Read next: `drafter.py` for the protocol, `verify.py` for how a draft is verified.
 """
@@ -27,26 +29,30 @@ from typing import NamedTuple
 
 from minispec.drafter import Draft, HostDrafter
 
-INDEX_PER_STEP = 256  # prompt tokens indexed between two drafts; about 15 ms of Python
-KEPT_AFTER_RELEASE = 65_536  # tokens of ended requests that may still wait to be indexed
-CROWDED = 64  # with more children than this a node remembers the likeliest, since a search would be slow
+INDEX_PER_STEP = 256  # how many prompt tokens are indexed between two drafts; this takes Python about 15 ms
+KEPT_AFTER_RELEASE = 65_536  # how many tokens of ended requests may still wait to be indexed
+CROWDED = 64  # for a node with more children than this the likeliest ones are cached, since a search would be slow
 
 ROOT = 0  # the empty path. No child, leaf or bucket entry is ever the root, so 0 also means "no node" in every link
-MOST = 2**31 - 1
+MOST = 2**31 - 1  # the largest capacity
 
 
 @dataclass(frozen=True)
 class NgramOptions:
-    """The NGRAM flags. `Config` checks all but the capacity: a path must fit, and an index of a node has 32 bits."""
+    """The NGRAM flags.
 
-    min_match: int = 1  # shortest suffix looked up
-    max_match: int = 12  # longest suffix looked up
-    min_breadth: int = 1  # BFS: children taken right after the longest match
-    max_breadth: int = 10  # BFS: about so many children after the shortest match; PROB: children considered per node
+    `Config` checks all but the capacity, which is checked here: the trie must hold at least one path, and a node's
+    index has 32 bits.
+    """
+
+    min_match: int = 1  # length of the shortest suffix that is looked up
+    max_match: int = 12  # length of the longest suffix that is looked up
+    min_breadth: int = 1  # BFS: how many children are drafted right after the longest match
+    max_breadth: int = 10  # BFS: about so many after the shortest match; PROB: how many children a node may give
     match_type: str = "BFS"  # continuations are chosen by recency (BFS) or by frequency (PROB)
-    branch_length: int = 18  # tokens in the longest path kept
-    capacity: int = 10_000_000  # largest number of nodes of the trie, root included
-    nodes: int = 12  # N: nodes of a draft, root included
+    branch_length: int = 18  # how many tokens the longest path has
+    capacity: int = 10_000_000  # the most nodes of the trie, root included
+    nodes: int = 12  # N, the nodes of a draft, root included
 
     def __post_init__(self) -> None:
         low = self.branch_length + 1
@@ -65,12 +71,13 @@ class Match(NamedTuple):
 
 
 class Trie:
-    """Counted paths of tokens, at most `capacity` nodes; it knows nothing of requests.
+    """Paths of tokens with their counts, in at most `capacity` nodes. A trie knows nothing of requests.
 
-    `extend` returns the open paths, which its caller keeps: entry w - 1 is the node of the suffix of length w. These
-    nodes are pinned, and so not evicted, until the list is given to `extend` or `close`. A full trie evicts the least
-    recently used leaf without a pin. If its parent has no other child, the parent is next, so that a stale path goes as
-    a whole. If every leaf is pinned, the open path ends (its entry is 0).
+    `extend` returns the open paths of a text, which the caller keeps: entry w - 1 is the node of the suffix of length
+    w, or 0 if there is none. These nodes are pinned, and so not evicted, until the list is given to `extend` or
+    `close`. A full trie evicts the least recently used leaf without a pin. If the leaf's parent has no other child and
+    no pin, the parent is evicted next, so that a stale path goes as a whole. If every leaf is pinned, no node can be
+    added, and the open path that needs one gets the entry 0.
     """
 
     def __init__(self, options: NgramOptions) -> None:
@@ -78,14 +85,14 @@ class Trie:
         self.clear()
 
     def clear(self) -> None:
-        """Empty the trie; open paths returned before are no longer valid."""
+        """Empty the trie. Open paths that were returned before must not be used after this."""
         fresh = lambda: array("i", [0])  # noqa: E731  the root's entry
         self._token, self._parent = fresh(), fresh()
         self._count = array("q", [0])  # how many times the path occurred; in 32 bits it could overflow within days
-        self._pins = fresh()  # open paths that end here
-        # Children of a node, newest first.
+        self._pins = fresh()  # how many open paths end at the node
+        # The children of a node are a list, newest first: the node's first child, and each child's two neighbours.
         self._first, self._next, self._previous = fresh(), fresh(), fresh()
-        # A ring of the root and the leaves without pins: the oldest is _newer[ROOT], the newest is _older[ROOT].
+        # The root and the leaves without pins are a ring. The oldest leaf is _newer[ROOT], the newest is _older[ROOT].
         self._newer, self._older = fresh(), fresh()
         self._zeros = (self._count, self._pins, self._first, self._next, self._previous, self._newer, self._older)
         # A hash table (parent, token) -> node with as many buckets as nodes; a bucket's nodes are chained.
@@ -101,8 +108,8 @@ class Trie:
     def extend(self, path: Sequence[int], token: int, count: bool = True) -> list[int]:
         """Insert every stretch that ends with `token`, the next token of the text with the open paths `path`.
 
-        Returns the text's new open paths; `path` is not valid afterwards. Without `count`, which is for stretches that
-        were counted before, nodes that are still in the trie keep their frequency.
+        Returns the text's new open paths; `path` must not be used after this. If the stretches were counted before,
+        pass `count` as False: then nodes that are still in the trie keep their count.
         """
         grown = [self._descend(ROOT, token, count)]
         for node in path[: self.options.branch_length - 1]:
@@ -111,7 +118,7 @@ class Trie:
         return grown
 
     def close(self, path: Iterable[int]) -> None:
-        """Give up open paths; what they inserted stays until it is evicted."""
+        """Unpin the nodes of open paths; the nodes stay in the trie until they are evicted."""
         for node in path:
             if node:
                 self._pins[node] -= 1
@@ -119,9 +126,10 @@ class Trie:
                     self._queue(node, self._older[ROOT])
 
     def _descend(self, parent: int, token: int, count: bool) -> int:
-        """Find or create the child for `token`, count it, pin it and make it the newest sibling; returns 0 if full.
+        """Find or create the child for `token`, count it, pin it and make it the newest sibling.
 
-        The parent is the root or pinned, so never in the ring of evictable leaves.
+        Returns the child, or 0 if the trie is full. The parent is the root or pinned, so it is never in the ring of
+        evictable leaves.
         """
         bucket = self._home(parent, token)
         child = self._bucket[bucket]
@@ -171,7 +179,7 @@ class Trie:
         if first == child:
             return
         before, after = self._previous[child], self._next[child]
-        if before:  # it is listed, and not first
+        if before:  # the child is listed already, behind another one
             self._next[before] = after
             if after:
                 self._previous[after] = before
@@ -183,7 +191,7 @@ class Trie:
     # ---- eviction
 
     def _evict(self) -> int:
-        """Forget the least recently used leaf and return its index for reuse; 0 if there is none."""
+        """Forget the least recently used leaf without a pin, and return its index for reuse; 0 if there is none."""
         node = self._newer[ROOT]
         if not node:
             return 0
@@ -198,13 +206,16 @@ class Trie:
         self._previous[node] = self._next[node] = 0
         self._unhash(node)
         if node in self._likeliest.get(parent, ()):
-            del self._likeliest[parent]  # the child that moves up is not known; `likeliest` will search for it
+            del self._likeliest[parent]  # which child takes the free place is not known; `likeliest` searches again
         if parent and not self._first[parent] and not self._pins[parent]:
             self._queue(parent, ROOT)
         return node
 
     def _queue(self, node: int, older: int) -> None:
-        """Put `node` into the ring after `older`: after ROOT it is evicted first, after _older[ROOT] last."""
+        """Put `node` into the ring, as the next newer one after `older`.
+
+        A node that is put after ROOT is evicted next. A node that is put after _older[ROOT] is evicted last.
+        """
         newer = self._newer[older]
         self._older[node], self._newer[node] = older, newer
         self._newer[older] = self._older[newer] = node
@@ -223,12 +234,12 @@ class Trie:
         return node
 
     def _home(self, parent: int, token: int) -> int:
-        """Return the bucket of a key: the low bits of its hash, one bit fewer if there is no such bucket yet."""
+        """Return the bucket of a key: the low bits of its hash, one bit fewer if that bucket is not made yet."""
         bucket = hash((parent, token)) & self._mask
         return bucket if bucket < len(self._bucket) else bucket & (self._mask >> 1)
 
     def _split(self) -> None:
-        """Add one bucket and move the nodes to it that belong there; all come from one other bucket."""
+        """Add one bucket, and move nodes that belong there into it; all of them come from one other bucket."""
         added = len(self._bucket)
         self._bucket.append(0)
         self._mask = (1 << added.bit_length()) - 1
@@ -254,9 +265,10 @@ class Trie:
     # ---- matching and selection
 
     def locate(self, tokens: Sequence[int]) -> list[int]:
-        """Return the open paths after `tokens`, as `extend` would, without changing anything; 0 where there is no node.
+        """Return the open paths after `tokens`, as `extend` would, without a change; 0 where there is no node.
 
-        The trie holds the suffixes of every stretch that it holds, so after the first miss no longer suffix is found.
+        The trie holds the suffixes of every stretch that it holds. So if one suffix is missing, all longer ones are
+        missing too.
         """
         path = [0] * len(tokens)
         for length in range(1, len(tokens) + 1):
@@ -284,7 +296,8 @@ class Trie:
     def _by_recency(self, tree: _Growth, match: Match) -> None:
         """Add continuations level by level, newest first; the breadth falls by `scale` per level, down to 1.
 
-        A longer match starts with a smaller breadth, so its tree gets deeper.
+        The breadth is the number of children that are taken of a node. A longer match starts with a smaller breadth, so
+        its tree gets deeper.
         """
         o = self.options
         scale = (o.max_breadth - o.min_breadth) / (o.max_match - o.min_match + 1)
@@ -297,7 +310,7 @@ class Trie:
                 child, room = self._next[child], room - 1
 
     def _by_probability(self, tree: _Growth, match: Match) -> None:
-        """Add continuations by the product of estimated probabilities, highest first; then by depth, then by token id.
+        """Add continuations by the product of estimated probabilities, highest first; ties by depth, then token id.
 
         A child's estimated probability is its share of the occurrences of the `max_breadth` likeliest children.
         """
@@ -316,7 +329,7 @@ class Trie:
             open_node(tree.add(parent, of), node, depth + 1, -negative)
 
     def likeliest(self, parent: int) -> list[int]:
-        """Return the `max_breadth` most frequent children, ties by token id; fewer if there are fewer."""
+        """Return the `max_breadth` most frequent children, ties by token id; all if there are fewer."""
         if parent in self._likeliest:
             return self._likeliest[parent]
         children = list(self._children(parent))
@@ -326,7 +339,7 @@ class Trie:
         return best
 
     def _rerank(self, parent: int, child: int) -> None:
-        """Correct the cached likeliest children of `parent` after `child` alone became more frequent."""
+        """Correct the cached likeliest children of `parent` after only `child` became more frequent."""
         best = self._likeliest[parent]
         if child not in best:
             if self._rank(child) > self._rank(best[-1]):
@@ -366,28 +379,30 @@ class _Growth:
 
 @dataclass(eq=False)
 class _Text:
-    """One request's text as the drafter sees it, or its predicted output."""
+    """A request's text as the drafter sees it, or the request's predicted output."""
 
-    trie: Trie  # where it is indexed
+    trie: Trie  # the trie in which the text is indexed
     newest: list[int] = field(default_factory=list)  # the last max_match tokens, which are looked up
-    path: list[int] = field(default_factory=list)  # open paths of the part that is indexed
-    waiting: deque[int] = field(default_factory=deque)  # tokens not indexed yet
-    replayed: int = 0  # how many of `waiting`, from its front, were counted before a retraction
+    path: list[int] = field(default_factory=list)  # the open paths of the part that is indexed
+    waiting: deque[int] = field(default_factory=deque)  # the tokens that are not indexed yet
+    replayed: int = 0  # how many of `waiting`, from its front, were counted before the request was retracted
     fresh: bool = False  # whether the newest tokens are new, and not repeated after a retraction
     drafted: bool = False  # whether a draft was asked for; tokens committed after that are output
-    released: bool = False
-    expected: _Text | None = None  # the predicted output, in a trie of its own
+    released: bool = False  # whether the request has left its slot
+    expected: _Text | None = None  # the request's predicted output, which has its own trie
 
 
 class NgramDrafter(HostDrafter):
     """The drafter over one shared trie; per slot it keeps the newest tokens, open paths and tokens to be indexed.
 
-    Output is indexed as it is committed. Prompts wait in line and are indexed INDEX_PER_STEP tokens a step, all
-    requests together, first come first served. Until the whole text is indexed, its newest tokens are looked up from
-    the root. Tokens that an ended request left in line are still indexed, up to KEPT_AFTER_RELEASE.
+    Without a time limit (`seconds`), output is indexed as it is committed, and prompts wait in line: INDEX_PER_STEP
+    tokens are indexed in a step, for all requests together, first come first served. With a time limit all tokens wait
+    in line until there is time. Until the whole text of a request is indexed, the text's newest tokens are looked up
+    from the root. Tokens that an ended request left in line are still indexed, up to KEPT_AFTER_RELEASE.
 
-    A predicted output (`predict`) is indexed first, in a trie of its own, which ends with the request. The longer of
-    the two matches drafts; of equal ones the prediction's, since it was given for this text.
+    A predicted output (`predict`) is indexed before all else, in its own trie, which ends with the request. If both
+    tries have a match, the longer match drafts. If the two are equally long, the prediction's drafts, since it was
+    given for this text.
     """
 
     name = "ngram"
@@ -397,9 +412,9 @@ class NgramDrafter(HostDrafter):
         self.nodes = options.nodes
         self.depth = min(options.nodes - 1, options.branch_length - options.min_match)
         self.trie = Trie(options)
-        self.seconds: float | None = None  # time limit of indexing between two drafts; None: INDEX_PER_STEP tokens
-        self._texts: dict[int, _Text] = {}
-        self._line: deque[_Text] = deque()  # texts with tokens waiting
+        self.seconds: float | None = None  # the time limit of indexing between two drafts; None: no limit of time
+        self._texts: dict[int, _Text] = {}  # by slot
+        self._line: deque[_Text] = deque()  # the texts that have tokens waiting
 
     def propose(self, slots: Sequence[int]) -> list[Draft]:
         """Do one step's indexing, then return one tree per slot; raises KeyError for a slot without tokens."""
@@ -417,16 +432,16 @@ class NgramDrafter(HostDrafter):
         return special if special.match_length >= draft.match_length else draft
 
     def predict(self, slot: int, tokens: Sequence[int]) -> None:
-        """Take in a predicted output of a slot, from which only this slot is drafted."""
+        """Take in a slot's predicted output; only this slot gets drafts from it."""
         expected = _Text(Trie(self.options), waiting=deque(tokens))
         self._texts.setdefault(slot, _Text(self.trie)).expected = expected
         self._line.appendleft(expected)
 
     def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
-        """Take in the next tokens of a slot's text, also those of a prompt that the prefix cache had.
+        """Take in the next tokens of a slot's text, even those whose rows the prefix cache had.
 
-        A retracted request commits its text once more in its next slot. `again` marks tokens committed before, so that
-        they are not counted twice. Raises ValueError if such tokens follow new ones.
+        A retracted request commits its text once more in its next slot. `again` marks tokens that were committed
+        before, so that they are not counted twice. Raises ValueError if such tokens follow new ones.
         """
         if not tokens:
             return
@@ -445,7 +460,7 @@ class NgramDrafter(HostDrafter):
         text.waiting.extend(tokens)
 
     def tick(self) -> None:
-        """Index at most INDEX_PER_STEP waiting tokens."""
+        """Index at most INDEX_PER_STEP waiting tokens, and stop earlier if `seconds` have passed."""
         left, until = INDEX_PER_STEP, None if self.seconds is None else time.perf_counter() + self.seconds
         while left and self._line and (until is None or time.perf_counter() < until):
             text = self._line[0]
@@ -474,7 +489,7 @@ class NgramDrafter(HostDrafter):
             self.trie.close(text.path)
 
     def clear(self) -> None:
-        """Empty the trie and the line; texts in slots match only tokens committed from now on."""
+        """Empty the trie and the line. Texts in slots stay, but match only tokens that are committed after this."""
         self.trie.clear()
         self._line.clear()
         for text in self._texts.values():

@@ -1,11 +1,12 @@
 """The static sizes and tensors of a step: its inputs, its plan for attention (`attention.Plan`), and its outputs.
 
 The one idea: a step is a function of tensors at fixed addresses. The host fills one buffer with one copy. The step
-reads this buffer, works on the engine's state, and writes another one, which is copied to the host. So a step can be
-captured once and replayed for all requests, and while one runs the host can prepare the next.
+reads this buffer, works on the engine's state, and writes another buffer, which is copied to the host. So on CUDA a
+step can be captured once as a CUDA graph and replayed for all requests. While a step runs, the host can prepare the
+next one.
 
 Each shape has its buffers: a decode step of B requests with trees of N nodes, a prefill step of T tokens. A is the most
-tokens that a step emits for a request.
+tokens that a step emits for a request. A row is the keys and values of one token.
 
 Read next: `engine.py`, whose steps run on these.
 """
@@ -27,7 +28,7 @@ from minispec.drafter import NOTHING, Draft, Drafter, TreeSize
 from minispec.kv import PagedKV
 from minispec.tree import PADDING, PLAIN, DraftTree, Shape
 
-WEIGHT_BOUND = 128  # rows of a step, B * N, up to which a GPU only waits for the weights; see `coarse_batches`
+WEIGHT_BOUND = 128  # with up to so many rows (B * N) a GPU reads weights for longer than it computes (`coarse_batches`)
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,16 @@ class Sizes:
     Log, /server_info, scheduler and benchmarks all read the sizes here, so they cannot disagree.
     """
 
-    context_length: int  # most tokens of a request, prompt and output
-    max_running: int  # requests decoded together
-    chunk_size: int  # most prompt tokens of a prefill step
-    nodes: int  # N, nodes of a draft tree, root included; of the larger one if there are two sizes
-    depth: int  # the longest path of the drafter's tree, in edges; a step on it emits at most A = depth + 1 tokens
-    scratch: int  # rows (keys and values of a token) that drafting writes beyond the committed ones
-    steps: int | None  # rounds of drafting; None: the drafter has no rounds
-    topk: int | None  # branches of a round
+    context_length: int  # the most tokens of a request, prompt and output together
+    max_running: int  # the most requests that are decoded together
+    chunk_size: int  # the most prompt tokens of a prefill step
+    nodes: int  # N, the nodes of a draft tree, root included; of the larger tree if there are two sizes
+    depth: int  # the edges on the longest path of a draft tree; a step emits at most A = depth + 1 tokens for a request
+    scratch: int  # how many rows drafting writes beyond the committed ones
+    steps: int | None  # S, the rounds of drafting; None: the drafter does not draft in rounds
+    topk: int | None  # K, the branches of a round; None as well if there are no rounds
     batch_sizes: tuple[int, ...]  # the values of B, to which decode steps are padded: the batch buckets
-    prefill_sizes: tuple[int, ...]  # token counts of prefill steps, T
+    prefill_sizes: tuple[int, ...]  # the values of T, to which prefill steps are padded
     smaller: TreeSize | None = None  # the other size of tree, if there are two
     both_up_to: int = 0  # the largest batch size that has trees of both sizes
     looks_up: bool = False  # whether steps may verify trees from a lookup in place of the drafter's
@@ -98,8 +99,8 @@ class Sizes:
 def coarse_batches(most: int, nodes: int, captured: int) -> tuple[int, ...]:
     """Return the batch buckets up to `most` for a GPU, fewer than the powers of two where that costs no time.
 
-    nodes: N, of a tree. captured: the largest batch whose steps are captured, 0 for none. It is a bucket too, so no
-    batch up to it is padded to an uncaptured one.
+    nodes: N, of a tree. captured: the largest batch whose steps are captured, 0 for none. This batch is a bucket too,
+    so no smaller batch is padded to an uncaptured one.
 
     Few buckets make the first start short: each has several graphs, whose autotuning takes about a minute (an
     estimate). A step of few rows (B * N) takes as long as reading the weights. In bfloat16 a row costs one operation
@@ -120,8 +121,8 @@ class Chunk(NamedTuple):
     slot: int
     tokens: list[int]
     start: int
-    last: bool  # whether it ends the known tokens, so that the target picks the next one
-    following: int = 0  # the known token after the chunk, if it is not the last
+    last: bool  # whether the chunk ends the known tokens, so that the target picks the next one
+    following: int = 0  # the known token after the chunk; 0 after the last chunk
     again: bool = False  # whether the request was retracted, so that the drafter has seen this text before
 
 
@@ -135,7 +136,7 @@ class DecodeBuffers(Key):
     """The tensors of a decode step of B requests with trees of N nodes; it emits at most A tokens per request."""
 
     def __init__(self, kv: PagedKV, batch: int, shape: Shape, most: int, attend: tuple[AttendKind, int]) -> None:
-        """`attend`: the kind of attention and the number of the target's layers; `most` is A."""
+        """`attend`: the kind of attention, and how many layers the target has; `most` is A."""
         device, nodes = kv.pool.device, shape.nodes
         self.batch, self.shape, self.nodes = batch, shape, nodes
         self.name = f"decode, batch {batch}, {nodes} nodes a tree"
@@ -163,7 +164,7 @@ class DecodeBuffers(Key):
     def of_the_host(self) -> Self:
         """Return the step, on the same tensors, in which all trees are looked up (`Shape.of_host`)."""
         twin = copy.copy(self)
-        twin.original = self  # whose graphs and `ready` serve both
+        twin.original = self  # the graphs and `ready` of the original serve the twin too
         twin.shape, twin.name = self.shape._replace(drafts=False), f"{self.name}, all the host's"
         return twin
 
@@ -177,15 +178,15 @@ class PrefillBuffers(Key):
     nodes = 1  # there is no tree
 
     def __init__(self, kv: PagedKV, size: int, width: int, attend: tuple[AttendKind, int]) -> None:
-        """`attend`: the kind of attention and the number of the target's layers; `size` is T, `width` W."""
+        """`attend`: the kind of attention, and how many layers the target has; `size` is T, `width` W."""
         device, blocks = kv.pool.device, size // width
         self.size, self.width, self.blocks, self.name = size, width, blocks, f"prefill of {size} tokens"
         self.inputs = torch.zeros(2 * size + 7 * blocks, dtype=torch.int64, device=device)
         parts = self.inputs.split((size, size, *[blocks] * 7))
         self.tokens, self.following = parts[:2]  # [T] each
         self.slots, self.starts, self.sizes = parts[2:5]  # [n] each, by block; a size is the number of rows in use
-        # [n] each, by chunk: its slot, the slot's committed rows after the step, 1 if a token is picked after the chunk
-        # (else 0), the index of its last row among the T.
+        # [n] each, by chunk: the chunk's slot, how many committed rows this slot has after the step, 1 if a token is
+        # picked after the chunk (else 0), and the index of the chunk's last row among the T.
         self.chunk_slots, self.lens, self.picked, self.ends = parts[5:]
         self.plan = Plan(kv, 1, blocks, width, prompts=True)
         kind, layers = attend
@@ -222,7 +223,7 @@ class Prefills(dict[int, PrefillBuffers]):
     """The prefill steps by T, ascending, all with query blocks of W rows."""
 
     def __init__(self, kv: PagedKV, sizes: Sequence[int], width: int, attend: tuple[AttendKind, int]) -> None:
-        """`attend` and `width` as in `PrefillBuffers`."""
+        """`attend` and `width` are those of `PrefillBuffers`."""
         super().__init__((size, PrefillBuffers(kv, size, width, attend)) for size in sizes)
         self.width, self.blocks = width, sizes[-1] // width  # the query blocks of the largest step
 

@@ -1,9 +1,9 @@
 """Drafters: a drafter proposes trees, and it is told which tokens the target committed.
 
-The engine calls one interface, `Drafter`. It asks for trees before or in a step that has trees. It reports every
-committed token, those of prompt chunks too, so "draft prefill" and "draft extend" are no separate phases. Tokens of
-steps without the drafter are reported later (`late.py`). The drafter `none` has a tree of the root alone, so plain
-decoding has no path of its own through the engine.
+The engine calls one interface, `Drafter`. If a step has trees, the engine asks for them, before the step or within it.
+The engine also reports every committed token, those of prompt chunks too, so "draft prefill" and "draft extend" are no
+separate phases. Tokens of steps without the drafter are reported later (`late.py`). The trees of the drafter `none` are
+a root alone, so plain decoding needs no separate path through the engine.
 
 A drafter that works on tensors, inside the step, derives from `Drafter` (`beam.py` with its heads, `standalone.py`).
 A drafter that works on lists of tokens, between the steps, derives from `HostDrafter` (`ngram.py`). `HostTrees` makes a
@@ -39,10 +39,10 @@ class Draft:
 
     tokens: list[int]
     parents: list[int]
-    # How many of the last tokens the drafter recognised; longer is a better bet. Trees of one length are a class: the
-    # policy learns by class what they give.
+    # How many of the last tokens the drafter recognised; the more, the better the bet. Trees of equal `match_length`
+    # are one class, and the policy learns for each class how many tokens its trees give.
     match_length: int = 0
-    # Whose it is, for traces and counts: "lookup" if it was found in a text. Trees of two sources may be equal.
+    # Who proposed the tree, for traces and counts: "lookup" if it was found in a text. Not compared by ==.
     source: str = field(default="host", compare=False)
 
     @property
@@ -51,7 +51,7 @@ class Draft:
         return max(self.match_length, 1) if len(self.tokens) > 1 else 0
 
     def cut(self, nodes: int) -> Draft:
-        """Return the tree of the first `nodes` nodes; it is a tree, since parents precede children."""
+        """Return the tree of the first `nodes` nodes; these are a tree, since parents precede children."""
         return Draft(self.tokens[:nodes], self.parents[:nodes], self.match_length, self.source)
 
     def holds(self, tokens: Sequence[int], nodes: int | None = None) -> int:
@@ -69,28 +69,28 @@ class Draft:
         return min(self.holds(tokens, nodes) + 1, len(tokens))
 
 
-NOTHING = Draft([PADDING], [-1])  # a root alone; the step knows its token
+NOTHING = Draft([PADDING], [-1])  # a root alone; the step puts the root's token in
 
 
 class TreeSize(NamedTuple):
     """The static size of a tree."""
 
     nodes: int  # N, root included
-    depth: int  # longest path in edges
-    steps: int | None = None  # rounds of drafting, for a drafter that grows its trees in rounds
+    depth: int  # the edges on the longest path
+    steps: int | None = None  # S, the rounds of drafting; None: the trees are not grown in rounds
 
 
 class Batch(NamedTuple):
     """The device view of the requests of a decode step; slot 0 is padding."""
 
     slots: Tensor  # [B] int64
-    lens: Tensor  # [B] int64, committed rows
+    lens: Tensor  # [B] int64, how many rows are committed
     root: Tensor  # [B] int64, the newest token of the text, whose row is not committed yet
-    tree: DraftTree  # [B, N] each, the host's trees for this step; padding in rows without one
+    tree: DraftTree  # [B, N] each, the host's trees for this step; padding for requests without such a tree
     # The pick at depth d has position lens + d + 1, and its noise is gumbel(seed, position, target id).
-    temperature: Tensor | None = None  # [B] fp32, 0 for greedy requests; None: all are
-    seed: Tensor | None = None  # [B] int64, given with temperature
-    # [B, N] fp32, set for a trace: a drafter with probabilities writes each node's log-probability from the root here.
+    temperature: Tensor | None = None  # [B] fp32, 0 for greedy requests; None: all requests are greedy
+    seed: Tensor | None = None  # [B] int64; None if temperature is None
+    # [B, N] fp32, given for a trace: a drafter with probabilities writes the log-probability of each node's path here.
     scores: Tensor | None = None
 
 
@@ -102,9 +102,9 @@ class Committed(NamedTuple):
 
     slots: Tensor  # [C] int64, one per chunk or path; 0 is padding
     tokens: Tensor  # [B, T] int64, each row's own token
-    following: Tensor  # [B, T] int64, the token AFTER each row's; the root at the end, within a prompt its next token
+    following: Tensor  # [B, T] int64, the token after each row's own; at the end of the text this is the new root
     positions: Tensor  # [B, T] int64
-    features: Tensor | None  # [B, T, F], the drafter's taps at each row; None without taps
+    features: Tensor | None  # [B, T, F], the target's hidden states at the drafter's taps; None: it has no taps
     ends: Tensor  # [C] int64, the last row of each chunk or path in the flattened [B * T]
     plan: Plan  # which rows these are and what each sees
     prefill: bool  # True: chunks of prompts, packed, B = 1; False: accepted paths, one per batch entry
@@ -116,24 +116,24 @@ class Committed(NamedTuple):
 class Drafter(ABC):
     """The interface that the engine calls. The engine owns the slots; a drafter keeps its state by slot.
 
-    Before a decode step that may have trees, the scheduler has the policy call `host_drafts`. The engine calls
-    `propose` and `commit` inside the step, neither in a plain step nor in one whose trees are all looked up; what these
-    committed it passes to `commit` later (`late.py`). `observe` follows when the step's tokens are on the host.
+    Before a decode step that may have trees, the policy calls `host_drafts`. The engine calls `propose` and `commit`
+    inside the step, but in no plain step, and in no step whose trees are all looked up. What such steps commit is given
+    to `commit` later (`late.py`). When a step's tokens are on the host, the engine calls `observe`.
     """
 
     name: str
-    nodes: int  # N, root included: the static size of its trees, the larger one if there are two
-    depth: int  # longest path in edges; A = depth + 1 is the most tokens a step emits
-    steps: int | None = None  # rounds of drafting, for a drafter that grows its trees in rounds
-    smaller: TreeSize | None = None  # a second size, no deeper, that a step may have
-    topk: int | None = None  # K, branches of a round
-    scratch: int = 0  # draft KV rows needed beyond the committed length
-    lookahead: int = 0  # 1 if the draft KV at row i depends on token i + 1, else 0
-    # What it reads as features: i is the INPUT of the target's layer i; the number of layers is the last one's output,
-    # and `model.FINAL` that output after the norm.
+    nodes: int  # N, root included: the static size of the drafter's trees; of the larger ones if there are two sizes
+    depth: int  # the edges on the longest path; A = depth + 1 is the most tokens that a step emits for a request
+    steps: int | None = None  # S, the rounds of drafting; None: the trees are not grown in rounds
+    smaller: TreeSize | None = None  # a second size of tree, smaller and no deeper; None: there is one size
+    topk: int | None = None  # K, the branches of a round; None: there are no rounds
+    scratch: int = 0  # how many rows drafting writes beyond the committed ones, in the drafter's own memory
+    lookahead: int = 0  # 1 if the drafter's row i depends on token i + 1, else 0
+    # Which hidden states of the target the drafter reads as features. A number i stands for the input of layer i, the
+    # number of layers for the output of the last layer, and `model.FINAL` for that output after the norm.
     taps: tuple[int | str, ...] = ()
-    kv_shape: KVShape = KVShape(0, 0, 0)  # of its own pages, under the target's page table
-    network: nn.Module | None = None  # the module it drafts with; `load/` packs its linear layers
+    kv_shape: KVShape = KVShape(0, 0, 0)  # the shape of the drafter's own rows, which have the target's page numbers
+    network: nn.Module | None = None  # the module that the drafter drafts with; `load/` packs its linear layers
     commits: bool = True  # whether the engine calls `commit`; False saves the work for a drafter without device state
     on_host: bool = False  # whether `host_drafts` proposes the trees, and not `propose`
     # Whether `host_drafts` looks trees up beside `propose`; each request verifies one of the two.
@@ -141,19 +141,19 @@ class Drafter(ABC):
 
     @property
     def trees(self) -> tuple[TreeSize, ...]:
-        """The sizes of its trees, the smaller one first; empty if its tree is the root alone."""
+        """The sizes of the drafter's trees, the smaller one first; empty if its tree is the root alone."""
         larger = TreeSize(self.nodes, self.depth, self.steps)
         return tuple(size for size in (self.smaller, larger) if size is not None and size.nodes > 1)
 
     @property
     def reads_text(self) -> bool:
-        """Whether the next drafts need this step's tokens on the host; then steps cannot overlap."""
+        """Whether the next drafts need this step's tokens on the host; if so, steps cannot overlap."""
         return type(self).observe is not Drafter.observe
 
     def compile(self, compiler: Compiler) -> None:  # noqa: B027  a drafter without a network has nothing to compile
         """Run the network compiled by `compiler` from now on."""
 
-    def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:  # noqa: B027  nor anything around one
+    def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:  # noqa: B027  see `compile`
         """Run the code around the network compiled by `compiler` in the steps that `choice` names."""
 
     def attach(  # noqa: B027  a drafter without tensors has nothing to allocate
@@ -161,21 +161,21 @@ class Drafter(ABC):
     ) -> None:
         """Allocate the drafter's pages, per-slot state and plans, once, before the first step.
 
-        batch_sizes: of the decode steps. chunk_counts: the most chunks of each size of prefill step.
+        batch_sizes: the batch sizes of decode steps. chunk_counts: the most chunks of each size of prefill step.
         """
 
     def attends(self, plan: Plan, prefill: bool) -> list[PagedAttend]:
         """Return the attention of each call of the network, in a prefill step or in a decode step.
 
-        plan: that of the prefill step, or that of a decode step's accepted paths.
+        plan: the plan of the prefill step, or the plan of a decode step's accepted paths.
         """
         return []
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
         """Propose a tree per slot on the host, before a decode step.
 
-        Empty for a drafter that drafts inside the step, unless it looks texts up: then it offers trees here as well.
-        The step may yet be plain, cut the trees to fewer nodes, or take other trees for some slots.
+        A drafter that drafts inside the step returns none, unless it `looks_up`: then it offers trees here as well.
+        The step can still be plain, cut the trees to fewer nodes, or take other trees for some slots.
         """
         return ()
 
@@ -186,7 +186,7 @@ class Drafter(ABC):
         If the drafter `looks_up`, `batch.tree` holds the host's tree in rows that take it, and a root alone elsewhere.
 
         This runs inside the step: shapes are static, and the host reads no value. On CUDA the step is captured once and
-        replayed without this code, so it must not depend on Python numbers that change. State between steps is in
+        replayed without this code, so the code must not depend on Python numbers that change. State between steps is in
         tensors that `attach` allocates and this code writes in place.
         """
 
@@ -201,7 +201,7 @@ class Drafter(ABC):
         again: whether a retracted request replays its own text.
         """
 
-    def predict(self, slot: int, tokens: Sequence[int]) -> None:  # noqa: B027  nor from what is expected of it
+    def predict(self, slot: int, tokens: Sequence[int]) -> None:  # noqa: B027  see `observe`
         """Take in a text that a slot's output may resemble, as a hint for drafts; called before `observe`."""
 
     def ignore(self, slot: int) -> None:  # noqa: B027  a drafter that reads no text learns nothing for others
@@ -215,7 +215,7 @@ class Drafter(ABC):
 
 
 class Plain(Drafter):
-    """The drafter `none`: no proposal, a tree of one node."""
+    """The drafter `none`: it proposes nothing, so its tree is the root alone."""
 
     name, nodes, depth, commits = "none", 1, 0, False
 
@@ -231,7 +231,7 @@ class HostDrafter(ABC):
 
     name: str
     nodes: int  # N, root included: the most nodes of a tree
-    depth: int  # longest path in edges; A = depth + 1 is the most tokens a step emits
+    depth: int  # the edges on the longest path; A = depth + 1 is the most tokens that a step emits for a request
 
     @abstractmethod
     def propose(self, slots: Sequence[int]) -> list[Draft]:
@@ -239,7 +239,7 @@ class HostDrafter(ABC):
 
     @abstractmethod
     def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
-        """Take in the tokens just committed to a slot's text; again: a retracted request replays its own."""
+        """Take in the tokens just committed to a slot's text; again: whether a retracted request replays its text."""
 
     def predict(self, slot: int, tokens: Sequence[int]) -> None:  # noqa: B027  a drafter may do without the hint
         """Take in a text that a slot's output may resemble; called before `commit`."""
@@ -266,7 +266,7 @@ class HostTrees(Drafter):
         self.inner, self.vocab_size = inner, vocab_size
         self.name, self.nodes, self.depth = inner.name, inner.nodes, inner.depth
         self.smaller = None if smaller is None else TreeSize(smaller, min(inner.depth, smaller - 1))
-        self.refused = 0  # trees that broke the invariant, since the start
+        self.refused = 0  # how many trees broke the invariant since the start
         self._ignored: set[int] = set()  # slots whose text the drafter never sees; they get no drafts
 
     def host_drafts(self, slots: Sequence[int]) -> list[Draft]:

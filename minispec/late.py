@@ -1,10 +1,11 @@
 """The backlog: tokens and features of steps that did not run the drafter, kept until the drafter takes them in.
 
-A drafter with a network computes its rows from tokens and the target's features. Plain steps do not run the network:
-that would cost most of what they save. Steps whose trees all come from lookups do not run it either. Both save tokens
-and features here; those of row r are at place r modulo 64. The drafter takes in all of a slot's backlog at once, like a
-chunk of a prompt. So before it drafts again it must compute at most 64 rows a slot. A page is shared with other
-requests only when the drafter's rows in it are written.
+A drafter with a network computes its rows (keys and values) from tokens and features, which are hidden states of the
+target. Plain steps do not run the network, which would cost most of the time that plain steps save. Steps whose trees
+all come from lookups do not run it either. Both kinds of step save tokens and features here; those of row r are at
+place r modulo 64. The drafter takes in all of a slot's backlog at once, like a chunk of a prompt. So before it drafts
+again it must compute at most 64 rows a slot. A page is shared with other requests only after the drafter's rows in it
+are written.
 
 The host counts the rows of each slot's backlog. A plain step adds exactly one row, so the next step may be launched
 before the plain step ends. A step with looked-up trees adds as many rows as it emits tokens, and the host must know
@@ -25,15 +26,15 @@ from minispec.buffers import Chunk, DecodeBuffers, PrefillBuffers, Prefills
 from minispec.compiled import within_step
 from minispec.drafter import Committed, Drafter
 
-KEPT_ROWS = 64  # rows of a slot's backlog; no more than the largest prefill step has, which are at least 128
+KEPT_ROWS = 64  # the most rows of a slot's backlog; the largest prefill step must have room (it has at least 128)
 
 
 class Late:
     """The backlog of all slots: tokens [R, 64] int64 and features [R, 64, F], by slot and row modulo 64.
 
-    R is the number of slots, slot 0 included; F is the features' width. Both tensors are None if the drafter does not
-    take in what was committed (`Drafter.commits`), and `features` also if it has no taps. waiting: how many of each
-    slot's newest rows are in its backlog.
+    R is the number of slots, slot 0 included; F is the width of a token's features. Both tensors are None if the
+    drafter takes no committed tokens in (`Drafter.commits`). `features` is also None if the drafter has no taps.
+    waiting: how many of each slot's newest rows are in the slot's backlog.
     """
 
     tokens: Tensor | None = None
@@ -49,18 +50,18 @@ class Late:
             self.features = torch.zeros(slots, KEPT_ROWS, width, dtype=like.dtype, device=like.device)
 
     def attach(self, prefills: Prefills, lens: Tensor, root: Tensor) -> None:
-        """Set the prefill steps whose buffers a catch-up uses, and the engine's lengths and roots, both [R]."""
+        """Set the prefill steps whose buffers `catch_up` uses, and the engine's lengths and roots, both [R]."""
         self.prefills, self.lens, self.root = prefills, lens, root
 
     def keeps(self, step: DecodeBuffers) -> bool:
-        """Return whether a step adds its rows to the backlog; it does if it does not run the drafter."""
+        """Return whether a step adds its rows to the backlog, which it does if it does not run the drafter."""
         return self.tokens is not None and not step.shape.drafts and step.most <= KEPT_ROWS
 
     def keep(self, slots: Tensor, rows: Tensor, tokens: Tensor, features: Tensor | None) -> None:
         """Save tokens [B, A] and features [B, A, F] of rows [B, A] of slots [B]; runs inside a step.
 
-        Of the A rows the accepted path comes first, then padding. Padding must not overwrite the backlog, so `before`
-        ensures that the backlog and A together are at most 64 rows.
+        The first of the A rows are the accepted path, the rest is padding. Padding must not overwrite the backlog, so
+        `before` ensures that the backlog and A rows together are at most 64 rows.
         """
         assert self.tokens is not None, "nothing is kept for a drafter that takes in nothing"
         slots, place = slots[:, None], rows % KEPT_ROWS
@@ -69,10 +70,10 @@ class Late:
             self.features[slots, place] = cast(Tensor, features)
 
     def before(self, step: DecodeBuffers, slots: Sequence[int]) -> None:
-        """Let the drafter catch up on all slots, if the step runs it or may overfill the backlog of one."""
+        """Let the drafter catch up on these slots, if the step runs it or could overfill the backlog of a slot."""
         if not self.keeps(step) or any(self.waiting[slot] + step.most > KEPT_ROWS for slot in slots):
             self.catch_up(slots)
-        if step.nodes == 1:  # adds one row a slot, so the rows can be counted before it runs
+        if step.nodes == 1:  # a plain step adds one row a slot, so the rows can be counted before it runs
             self.landed(dict.fromkeys(slots, 1))
 
     def landed(self, added: Mapping[int, int]) -> None:
@@ -83,11 +84,12 @@ class Late:
     def catch_up(self, slots: Iterable[int]) -> None:
         """Let the drafter take in the backlogs of these slots, as chunks of prompts."""
         behind = [slot for slot in slots if self.waiting[slot]]
-        most = max(1, self.prefills.blocks // self.prefills.blocks_of(KEPT_ROWS))  # slots per pass
+        most = max(1, self.prefills.blocks // self.prefills.blocks_of(KEPT_ROWS))  # so many slots fit into one pass
         while behind:
             part, behind = behind[:most], behind[most:]
             step = self.prefills.of(sum(self.prefills.blocks_of(self.waiting[slot]) for slot in part))
-            # Token 0 is a placeholder: `_backlog` has the tokens. A chunk's start is relative to the slot's length.
+            # Token 0 is a placeholder, since `_backlog` reads the tokens. A chunk's start is relative to the slot's
+            # length, which the device knows.
             step.upload([Chunk(slot, [0] * self.waiting[slot], -self.waiting[slot], last=False) for slot in part])
             with within_step(step):
                 self.drafter.commit(self._backlog(step))

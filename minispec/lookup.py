@@ -1,14 +1,16 @@
-"""Lookups: draft what followed the last tokens when they occurred before, alone (NGRAM) or beside a head.
+"""Lookups: find an earlier place where the last tokens occurred, and draft what followed them there.
 
-A head drafts for every text, and a token or two are accepted. Where a text repeats itself or an earlier text, a lookup
-is almost always right, for many tokens. So both propose, and for each request the step verifies the tree with the most
-expected tokens, as `policy.py` estimates them. The step's inputs hold the lookups' trees, which replace the head's. If
-every request takes a lookup's tree, the step does not run the head: the accepted paths join the backlog (`late.py`).
+A lookup runs alone (NGRAM) or beside a head. A head drafts for every text, and a token or two are accepted. Where a
+text repeats itself or an earlier text, a lookup is almost always right, for many tokens. So head and lookup both
+propose, and for each request the step verifies the tree with the most expected tokens, as `policy.py` estimates them.
+The looked-up trees are inputs of the step, and replace the head's trees of their requests. If every request takes a
+looked-up tree, the step does not run the head, and saves the accepted paths for it (`late.py`).
 
-A lookup that finds nothing must cost almost nothing. In a request's own text, a dictionary gives the last occurrence of
-the newest three or two tokens within a microsecond. Lookups and the indexing of the trie that all texts share
-(`ngram.py`) take at most 1 % of the time. NGRAM alone does the same on a CPU (`Texts`), unless flags fix its trees:
-then its indexing has no limit of time.
+A lookup has two sources: the request's own text, and a trie that all texts share (`ngram.py`). A lookup that finds
+nothing must cost almost nothing. In the request's own text, a dictionary gives the last occurrence of the newest three
+or two tokens within a microsecond. Lookups, and the insertion of texts into the trie, take at most 1 % of the time.
+NGRAM alone has the same sources and limit on a CPU (`Texts`), unless flags fix the size of its trees. Then it has the
+trie alone, without a limit of time.
 
 Lookup in the prompt: Saxena, prompt-lookup-decoding (2023); beside a head: SuffixDecoding (arXiv 2411.04975).
 Read next: `ngram.py` for the trie, `beam.py` for the head's drafter, `policy.py` for the choice.
@@ -31,7 +33,7 @@ from minispec.ngram import NgramDrafter
 from minispec.tree import PADDING, DraftTree
 
 SHARE = 0.01  # the share of the time between two proposals that lookups may take, indexing included
-LONGEST_STEP = 0.1  # seconds; time between two proposals beyond this was idle and earns no share
+LONGEST_STEP = 0.1  # seconds; if two proposals are further apart, the rest was idle time, which earns no share
 KEYS = (3, 2)  # last tokens that must match: three are tried first, then two
 
 
@@ -53,8 +55,8 @@ class Echo:
     def draft(self, after: Sequence[int], nodes: int, longest: int, shortest: int = 1) -> Draft:
         """Return the chain of at most `nodes` nodes that followed the last tokens of `after`; a root if nothing did.
 
-        longest, shortest: tokens of a match; a longer match counts as `longest`, a shorter one as none. A chain in its
-        own text that reaches the text's end starts over: the text looks periodic.
+        longest, shortest: lengths of a match; a longer match counts as `longest`, a shorter one as none. If `after` is
+        this text and the chain reaches the text's end, the chain starts over, since the text looks periodic.
         """
         places = ((self._behind.get(tuple(after[-key:])), key) for key in KEYS)
         at, match = next(((at, key) for at, key in places if at is not None), (0, 0))
@@ -76,16 +78,16 @@ class Texts(HostDrafter):
     """Lookups in each request's own text, in its predicted output, and in the trie; the longest match drafts."""
 
     def __init__(self, shared: NgramDrafter) -> None:
-        """shared: the drafter over the trie; from now on it indexes only within the time that `propose` gives it."""
+        """shared: the drafter over the trie, which then indexes texts only within the time that `propose` gives it."""
         self.shared, self.name, self.nodes, self.depth = shared, shared.name, shared.nodes, shared.depth
         self.shared.seconds = 0.0
         self._own: dict[int, Echo] = {}
         self._expected: dict[int, Echo] = {}
         self._began = time.perf_counter()  # when `propose` was last called
-        self._debt = 0.0  # seconds taken beyond the share
+        self._debt = 0.0  # the seconds that lookups took beyond their share
 
     def propose(self, slots: Sequence[int]) -> list[Draft]:
-        """Return one tree per slot, roots where nothing is found, and index a little of earlier texts."""
+        """Return one tree per slot, a root alone where nothing is found, and index waiting tokens in the time left."""
         now = time.perf_counter()
         credit = SHARE * min(now - self._began, LONGEST_STEP) - self._debt
         self._began, self.shared.seconds = now, max(0.0, credit)
@@ -97,7 +99,7 @@ class Texts(HostDrafter):
             echo if echo.match >= (draft := shared.get(slot, NOTHING)).match else draft
             for slot, echo in zip(slots, echoes, strict=True)
         ]
-        # Unused time is not saved up. A debt beyond one long step's share was a pause of the machine.
+        # Unused time is not saved up. A debt beyond a long step's share comes from a pause of the machine: cut it off.
         self._debt = min(max(time.perf_counter() - now - credit, 0.0), SHARE * LONGEST_STEP)
         return drafts
 
@@ -111,7 +113,7 @@ class Texts(HostDrafter):
         return special if special.match >= draft.match else draft
 
     def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
-        """Take in the next tokens of a slot's text."""
+        """Take in the next tokens of a slot's text; the time counts as debt."""
         started = time.perf_counter()
         self._own.setdefault(slot, Echo()).extend(tokens)
         self.shared.commit(slot, tokens, again=again)
@@ -135,8 +137,8 @@ class Texts(HostDrafter):
 class Lookups(Drafter):
     """A drafter with a network, and lookups of `Texts` beside it, one tree for each request.
 
-    The larger trees have N nodes, so that a lookup may be a chain of N. In a step with these the network's trees, if
-    they are smaller, are padded to N.
+    The larger trees have N nodes, so that a looked-up tree may be a chain of N. In a step with larger trees, the
+    network's trees are padded to N nodes if they have fewer.
     """
 
     looks_up = True
@@ -187,7 +189,7 @@ class Lookups(Drafter):
         room = (0, host.tokens.shape[1] - grown)
         taken = host.tokens[:, 1:2] != PADDING
         if scores is not None:
-            scores.masked_fill_(taken, torch.nan)  # of the network's tree, which this row does not verify
+            scores.masked_fill_(taken, torch.nan)  # these are scores of the network's tree, which the row does not take
         return DraftTree(torch.where(taken, host.tokens, F.pad(tree.tokens, room, value=PADDING)),
                          torch.where(taken, host.parents, F.pad(tree.parents, room)))  # fmt: skip
 

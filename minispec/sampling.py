@@ -3,8 +3,8 @@
 Sampling is an argmax. `argmax(logits + T * g)` with Gumbel noise g draws from softmax(logits / T), T the temperature.
 Here g is a pure function of (request seed, absolute position, token id): a counter-based generator, as in Salmon et
 al., "Parallel random numbers: as easy as 1, 2, 3" (2011). So a seeded request picks the same token at the same position
-in any batch, with any drafter and any tree (drafter-invariant decoding, arXiv 2408.07978). T = 0 is greedy decoding
-without a branch.
+in any batch, with any drafter and any tree (drafter-invariant decoding, arXiv 2408.07978). With T = 0 the
+same formula is greedy decoding, so no branch is needed.
 
 Top-k (arXiv 1805.04833), top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082) keep every token whose logit is at least
 a threshold, so tokens that tie at the threshold are all kept. Sorting the vocabulary to find the threshold would be
@@ -12,9 +12,10 @@ slow. A radix selection over the bits of the fp32 values finds it exactly, with 
 the order of summation does not matter.
 
 Everything on the device has a static shape and waits for no decision of the host. `Wishes` are the inputs of a batch's
-picks. A feature that no request of the batch uses is None there and costs nothing. `Needs` are the names of the
-features that are not None. `Needs` and shape decide which operations of a step run, so CUDA graphs are captured for
-each shape and a few `Needs`. B is the number of requests, V the size of the vocabulary, R the number of slots.
+picks: options such as temperature, and counts of tokens. An option that no request of the batch uses is None there and
+costs nothing. `Needs` are the names of the options that are not None. `Needs` and shape decide which operations of a
+step run, so CUDA graphs are captured for each shape and a few `Needs`. B is the number of requests, V the size of the
+vocabulary, R the number of slots.
 
 Read next: `verify.py` for the walk that calls `pick`, `request.py` for the parameters.
 """
@@ -43,7 +44,7 @@ MIX64 = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 
 
 def _mix64(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), on int64."""
+    """Return SplitMix64's finalizer of x (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
     x = (x ^ ((x >> 30) & (2**34 - 1))) * MIX64[0]  # >> copies the sign bit; the mask makes it a logical shift
     x = (x ^ ((x >> 27) & (2**37 - 1))) * MIX64[1]
     return x ^ ((x >> 31) & (2**33 - 1))
@@ -112,17 +113,17 @@ torch.library.register_fake("minispec::gumbel", _gumbel_shape)
 
 
 class Wishes(NamedTuple):
-    """The inputs of one pick per request. A member that no request needs is None, and its work is skipped."""
+    """The inputs of one pick per request. A member that no request needs is None, and the work for it is skipped."""
 
     temperature: Tensor | None  # [B] fp32; 0 or at least 1e-6; 0 is greedy; None if all requests are greedy
     top_k: Tensor | None  # [B] int64, at least 1; the vocabulary size or more keeps all
     top_p: Tensor | None  # [B] fp32; 1 keeps all
     min_p: Tensor | None  # [B] fp32; 0 keeps all
-    frequency: Tensor  # [B] fp32, acts only if counts is given
-    presence: Tensor  # [B] fp32, acts only if counts is given
-    repetition: Tensor  # [B] fp32, acts only if counts and prompt_seen are given
+    frequency: Tensor  # [B] fp32; has an effect only if counts is given
+    presence: Tensor  # [B] fp32; has an effect only if counts is given
+    repetition: Tensor  # [B] fp32; has an effect only if counts and prompt_seen are given
     seed: Tensor  # [B] int64
-    min_new: Tensor  # [B] int64, the least number of output tokens; acts only if stop_mask is given
+    min_new: Tensor  # [B] int64, the least number of output tokens; has an effect only if stop_mask is given
     outputs: Tensor  # [B] int64, the number of output tokens so far
     counts: Tensor | None  # [B, V] int32, how often each id was output
     prompt_seen: Tensor | None  # [B, V] bool, ids of the prompt
@@ -133,9 +134,9 @@ class Wishes(NamedTuple):
 def adjust(logits: Tensor, wishes: Wishes) -> Tensor:
     """Return `[B, V] fp32` logits after penalties, bias and the stop ids' mask, in this order.
 
-    The repetition penalty (arXiv 1909.05858) divides positive logits and multiplies negative ones, of the ids in prompt
-    and output. Frequency times count, and presence, are subtracted from the logits of the ids in the output. Neutral
-    values leave a request's logits unchanged, bit for bit.
+    The repetition penalty (arXiv 1909.05858) concerns ids in prompt and output: it divides their positive logits and
+    multiplies their negative ones. From the logits of ids in the output, frequency times count is subtracted, and so is
+    presence. Neutral values leave a request's logits unchanged, bit for bit.
     """
     logits = logits.float()
     if wishes.counts is not None:
@@ -165,9 +166,9 @@ def pick(logits: Tensor, wishes: Wishes, position: Tensor) -> Tensor:
     """Return `[B] int64`, the token picked from each row of `logits [B, V]` at absolute `position [B] int64`.
 
     The order is `adjust`, temperature, top-k, top-p, min-p. Top-p is a share of the probability that top-k kept, as in
-    vLLM. Min-p is relative to the largest probability. No filter removes that, so earlier filters do not change min-p's
-    threshold. Greedy requests take the largest adjusted logit, ties to the lowest id. The id is in range even if logits
-    are NaN.
+    vLLM. Min-p is relative to the largest probability. No filter removes the likeliest token, so earlier filters do not
+    change min-p's threshold. Greedy requests take the largest adjusted logit, ties to the lowest id. The id is in range
+    even if logits are NaN.
     """
     logits = adjust(logits, wishes)
     if wishes.temperature is None:
@@ -194,8 +195,9 @@ def law(logits: Tensor, wishes: Wishes) -> Tensor:
     return torch.where(wishes.temperature[:, None] > 0, scaled.softmax(-1), likeliest)
 
 
-# Probabilities are summed as integers, in which the likeliest token's is this number. Floats summed in another order
-# round differently, so two batch shapes could disagree about a threshold. Sums over up to 2^23 ids fit into int64.
+# Probabilities are summed as integers, scaled so that the likeliest token has this number. Floats that are summed in
+# another order round differently, so two batch shapes could disagree about a threshold. Sums over up to 2^23 ids fit
+# into int64.
 MASS_UNIT = 2.0**40
 SPREAD = 1024  # bins of `_sums_spread` for ids outside the histogram
 
@@ -222,8 +224,8 @@ def _cut(bits: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
     """Return `[B] int32`, the smallest t with sum(mass[bits <= t]) >= goal, or 2^31 - 1 if there is none.
 
     `bits [B, V] int32` are not negative; `mass [B, V] int64`, `goal [B] int64`. This is a radix selection: t's 31 bits
-    are found as digits of 11, 10 and 10 bits, each from one histogram. The sum of the largest digit is not looked at:
-    this digit is the answer if no smaller one reaches the goal.
+    are found as digits of 11, 10 and 10 bits, each from one histogram. The sum of the largest digit is not needed: this
+    digit is the answer if no smaller one reaches the goal.
     """
     prefix = torch.zeros_like(goal, dtype=torch.int32)
     for shift, digits in ((20, 2048), (10, 1024), (0, 1024)):
@@ -264,7 +266,7 @@ OUTPUTS = INTS.index("outputs")
 NEUTRAL_FLOATS = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)  # greedy, no filter, no penalty
 TABLES = {"counts": torch.int32, "prompt_seen": torch.bool, "bias": torch.float32, "stop_mask": torch.bool}
 
-# The names of those members of `Wishes` that a batch needs; only members that may be None are named.
+# The names of the members of `Wishes` that a batch needs, among those that can be None.
 Needs = frozenset[str]
 GREEDY: Needs = frozenset()  # a bare argmax
 TEMPERED: Needs = frozenset(("temperature",))  # sampling without filters, penalties and bias
@@ -347,11 +349,11 @@ class SamplingState:
         row.index_add_(0, ids, bias)
 
     def release(self, slot: int) -> None:
-        """Forget the needs of `slot`, so that they cost no batch anything; its table entries stay until `assign`."""
+        """Forget the needs of `slot`, so that they cost no batch anything; the slot's table entries stay."""
         self._needs[slot] = GREEDY
 
     def stops_allowed(self, slot: int) -> None:
-        """Note that `slot` has output its min_new_tokens, so its stop mask is no longer needed."""
+        """Note that the request of `slot` has output its min_new_tokens, so it needs no stop mask any more."""
         self._needs[slot] -= {"stop_mask"}
 
     def needs(self, slots: Sequence[int]) -> Needs:

@@ -11,9 +11,9 @@ decode and prefill. H is the number of attention heads and D their size:
 
 There are three kinds of attention:
 
-  PagedFlex    FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled, on CUDA
-  PagedGather  the same without FlexAttention, for a CPU and for eager steps (`cpu/gather.py`)
-  Causal       no cache: for training, and as the independent reference of the tests
+  PagedFlex    uses FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled, on CUDA
+  PagedGather  gives the same without FlexAttention, on a CPU and in eager steps (`cpu/gather.py`)
+  Causal       has no cache; it serves training, and tests as the independent reference
 
 This is the only file with FlexAttention. `load/build.py` chooses which kind of attention an engine has (`AttendKind`).
 
@@ -87,9 +87,9 @@ class Plan:
     kv_index   [batch, 1, blocks, PAGES] int32   which pages these are
     full_count, full_index                       the same for the pages that a block sees whole, without the mask
 
-    By default the M rows are the block's own (M = W). A drafter that grows trees in rounds has a larger window: it
-    holds the nodes of earlier rounds too. `prompts`: whether the blocks are chunks of prompts, of any number of
-    requests.
+    The M rows are the window. By default they are the block's own rows (M = W). A drafter that grows trees in rounds
+    has a larger window, which holds the nodes of earlier rounds too. `prompts`: whether the blocks are chunks of
+    prompts, of any number of requests.
     """
 
     def __init__(
@@ -105,17 +105,17 @@ class Plan:
         self.visible = torch.zeros(r, width, self.window, dtype=torch.bool, device=device)
         self.rows = torch.zeros(r * width, dtype=torch.int64, device=device)
         self.ends = torch.ones(r, dtype=torch.int64, device=device)
-        # PAGES columns, though a block lists its slot's pages only: the CPU kernel needs lists as long as the pool.
+        # A block lists only its slot's pages, but the lists have PAGES columns: the CPU kernel needs them that long.
         lists: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.kv_count = torch.zeros(batch, 1, blocks, **lists)
         self.kv_index = torch.zeros(batch, 1, blocks, kv.pages, **lists)
         self.full_count = torch.zeros(batch, 1, blocks, **lists)
         self.full_index = torch.zeros(batch, 1, blocks, kv.pages, **lists)
-        # Whether pages seen whole are listed apart. CUDA's decode kernel splits the keys over the multiprocessors. With
-        # such lists it would split the whole pool, not the request's pages, and one multiprocessor would read a whole
-        # text. Elsewhere the lists save evaluating the mask on all but the last pages.
+        # Whether there are separate lists of the pages that a block sees whole. With these, CUDA's decode kernel would
+        # split the whole pool over its multiprocessors, not the request's pages, and one multiprocessor would read a
+        # whole text. Elsewhere they are worth it: the mask is evaluated on the last pages only.
         self.full_blocks = device.type != "cuda" or blocks > 1
-        self.listed = True  # whether anybody reads the lists of pages; `PagedGather` does not
+        self.listed = True  # whether `fill` writes the lists of pages; `PagedGather` does not read them
 
     @property
     def name(self) -> str:
@@ -136,7 +136,8 @@ class Plan:
         self.visible.copy_(visible)
         positions = starts[:, None] + offset + torch.arange(self.width, device=starts.device)
         self.rows.copy_(self.kv.rows(slots, positions, live))
-        # Up to the last live node, not the count of live nodes: one past the context's end may precede a live one.
+        # What counts is the last live node, not how many are live: a node that is not, since it is past the context's
+        # end, can precede a live one.
         used = (live * (offset + torch.arange(1, self.width + 1, device=starts.device))).amax(1)
         self.ends.copy_(starts + used)
         if self.listed:
@@ -213,8 +214,8 @@ class FlexLayer(Key):
     def _folds(self, q: Tensor, group: int) -> bool:
         """Return whether the query heads that share a KV head, a group, become rows of one head.
 
-        Then each key is read once. CUDA's decode kernel does this itself if the group's size is a power of two. It
-        takes fewer rows than a query block has.
+        Then each key is read once. CUDA's decode kernel does this itself if the group's size is a power of two. That
+        kernel takes fewer rows than a query block has.
         """
         rows = group * q.shape[2]
         if q.is_cuda:
@@ -247,7 +248,7 @@ class FlexLayer(Key):
         page = self.logical[plan.slots[block], row // page_size]
         # 32 bits, since a tile of 64-bit indices does not fit in CUDA's registers.
         ahead = page * page_size + row % page_size - plan.starts[block].int()
-        # Clamped, since `visible` is read for rows outside the window too.
+        # The index is clamped, since `visible` is read for rows outside the window too.
         within = (ahead < window) & plan.visible[block, node, ahead.clamp(0, window - 1)]
         return (page >= 0) & ((ahead < 0) | within)
 

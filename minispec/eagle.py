@@ -10,7 +10,7 @@ target's token.
 knows nothing of trees or pages, so the same module is trained and served. The heads differ in three things: how the
 first state is made (`fuse`), how token and state are joined, and whose LM head reads the result (`logits`). In the
 formulas emb is the token's embedding, [x; y] joins vectors, f and g are states, and f' and g' the states of the next
-round. The first f is the feature itself. The first g is made of three tapped streams: low, mid and high.
+round. The first f is the features themselves. The first g is made of three streams (low, mid, high), one from each tap.
 
     EAGLE-2   u = fc[emb; f]           a = u + attn(u)                  logits = target's LM head(a)   f' = a
     EAGLE-3   g = fc[low; mid; high]   a = g + attn[norm emb; norm g]   logits = own LM head(norm a)   g' = a
@@ -39,19 +39,20 @@ class HeadConfig:
     layer: ModelConfig  # the sizes of the head's one layer; `vocab_size` is the target's
     taps: tuple[int | str, ...] = (FINAL,)  # where the features are read, in this order; see `Model.forward`
     token_map: Tensor | None = None  # [Vd] int64, the target's id for each id of the head; None: the same ids
-    own_embedding: bool = False  # False: the head uses the target's embedding
-    own_lm_head: bool = False  # False: the target's LM head reads the state, unless there is a token map
-    fc_bias: bool = False
+    own_embedding: bool = False  # whether the head has its own embedding; if not, it uses the target's
+    # Whether the head has its own LM head. If not, the target's LM head reads the state, unless there is a token map.
+    own_lm_head: bool = False
+    fc_bias: bool = False  # whether the head's linear layer `fc` has a bias
     # The fields below are for EAGLE-3 alone. A stream is what one tap reads.
     fc: bool = True  # whether `fuse` has a linear layer; False: the one stream is the first state
-    fc_norm: bool = False  # a norm for each stream before `fc` (EAGLE-3.1)
-    norm_before_fc: bool = False  # one norm over all streams together, before `fc`
-    norm_before_residual: bool = False  # attention is added to the normed state; the weights do not show this variant
-    norm_output: bool = False  # the next round reads the normed state (EAGLE-3.1)
+    fc_norm: bool = False  # whether each stream has a norm before `fc` (EAGLE-3.1)
+    norm_before_fc: bool = False  # whether there is one norm over all streams together, before `fc`
+    norm_before_residual: bool = False  # whether attention is added to the normed state; the weights do not show this
+    norm_output: bool = False  # whether the next round reads the normed state (EAGLE-3.1)
 
 
 class DraftHead(nn.Module):
-    """The base of all heads; a subclass adds the layer and `forward`.
+    """The base of all heads; a subclass adds the one decoder layer and `forward`.
 
     Vd is the number of tokens that the head can draft: the token map's length, or without a map the target's
     vocabulary. `lm_head` and `embed_tokens` are None if the head uses the target's: these matrices alone, without
@@ -68,8 +69,9 @@ class DraftHead(nn.Module):
         shape, ids = config.layer, config.token_map
         self.taps, self.token_map = config.taps, ids
         self.hidden_size, self.kv_heads, self.head_dim = shape.hidden_size, shape.kv_heads, shape.head_dim
-        self.positions = shape.context_length  # how many, as config.json states; the head drafts beyond them too
-        # Not a buffer, nor is `token_map`: `to(bfloat16)` would round the one, and `to_empty` would lose the other.
+        self.positions = shape.context_length  # how many positions config.json states; the head drafts beyond them too
+        # Neither this nor `token_map` is a buffer: `to(bfloat16)` would round the frequencies, and `to_empty` would
+        # lose the map.
         self.frequencies, self.rope_factor = rope_frequencies(shape), rope_factor(shape)
         self.draft_vocab = shape.vocab_size if ids is None else len(ids)
         own_lm_head = config.own_lm_head or ids is not None
@@ -137,7 +139,7 @@ class EagleHead(DraftHead):
 
 
 class PairBlock(Block):
-    """EAGLE-3's layer: attention reads normed embedding and normed state side by side, and is added to the state."""
+    """EAGLE-3's layer: attention reads normed embedding and state side by side; its output is added to the state."""
 
     def __init__(self, shape: ModelConfig, norm_before_residual: bool) -> None:
         super().__init__(shape)

@@ -12,8 +12,8 @@ al., arXiv 2309.06180.
 Invariants owned here:
   - Page 0 is the trash page: it is in no free list and in no request's table. Slot 0 is padding. Padding writes to
     page 0, so it needs no branch, and no output is computed from that page.
-  - Rows at or beyond a slot's length (`lens`) are garbage, except in the step that writes them: there a query reads
-    those that its mask allows.
+  - Rows at or beyond a slot's length (`lens`) are garbage, except in the step that writes them. In that step a query
+    reads those of these rows that its mask allows.
   - Each page is in exactly one place: the free list, the prefix cache, or one request, its owner (`seats.py`).
 
 Read next: `attention.py`, which reads these rows, and `radix.py`, which shares pages.
@@ -41,7 +41,7 @@ _library.define("move_rows(Tensor(a!) table, Tensor source, Tensor target) -> ()
 
 
 def _move_rows(table: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy rows source [n] of table [rows, D] to rows target [n]; all are read before any is written."""
+    """Copy rows source [n] of table [rows, D] to rows target [n]; all rows are read before any is written."""
     table.index_copy_(0, target, table.index_select(0, source))
 
 
@@ -92,8 +92,9 @@ class PagedKV:
         self.logical = torch.full((slots, pages), -1, dtype=torch.int32, device=device)
         self.mapped = [0] * slots  # the number of logical pages of each slot, on the host
         self.free: list[int] = []  # a stack, since the page freed last is likeliest to be in the processor's cache
-        self.pools = [self.pool]  # the target's; `sibling` adds the drafter's
-        # Called before tables or pages change, with the method's name and numbers, so that other ranks do the same.
+        self.pools = [self.pool]  # the target's pool; `sibling` adds the drafter's
+        # Called before tables or pages change, with the method's name and numbers. So other ranks (processes that hold
+        # a share of the model) do the same.
         self.tell: Callable[[str, Sequence[int]], None] = lambda method, numbers: None
         self.reset()
 
@@ -136,7 +137,7 @@ class PagedKV:
         return pages
 
     def wipe(self, pages: Sequence[int]) -> None:
-        """Write zeros to pages that hold NaN and to page 0, which padding wrote, in the pools of target and drafter.
+        """Write zeros to pages that hold NaN, and to page 0, where padding writes, in the pools of target and drafter.
 
         Attention multiplies the values of masked rows by 0, and 0 * NaN is NaN. So the next request with one of these
         pages would get NaN as well.

@@ -1,8 +1,8 @@
 """The prefix cache: a radix tree from pages of tokens to page ids, so that a known prefix is not computed again.
 
-Each edge has one full page as its key: the page's P tokens and the next `lookahead` tokens (0 or 1). The drafter's row
-i may depend on token i + 1, and on a hit the drafter's rows must be valid too. Radix caching of prompts comes from
-SGLang (arXiv 2312.07104).
+Each node is one cached page. Its key is the page's P tokens and the next `lookahead` tokens (0 or 1). The next token is
+there for drafters whose row i depends on token i + 1, since a page that is found must hold valid rows of the drafter
+too. Radix caching of prompts comes from SGLang (arXiv 2312.07104).
 
 A node is either held by running requests or idle. Idle nodes are in one queue, in the order of their release. Paths are
 released deepest page first, so a child always precedes its parent in the queue, and the front of the queue is always a
@@ -44,12 +44,12 @@ class PrefixCache:
         self.root = Node((), 0, None)
         self.idle: dict[Node, None] = {}  # ordered: least recently used first
         self.count = 0  # pages in the cache, held or idle
-        self.insertions = 0  # how many pages ever entered; while it stands still, no prompt can match more than before
+        self.insertions = 0  # how many pages ever entered; as long as this is the same, no prompt can match more
 
     def _key(self, ids: Sequence[int], page: int, salt: str) -> Key | None:
         """Return the key of page number `page` of `ids`; None if `ids` is too short for the page and its lookahead.
 
-        Only the first page's key has the salt, since all other pages are below that page.
+        Only the first page's key begins with the salt, since all other pages of a text are below its first page.
         """
         start, end = page * self.page_size, (page + 1) * self.page_size + self.lookahead
         if end > len(ids):
@@ -57,7 +57,7 @@ class PrefixCache:
         return (salt, *ids[start:end]) if salt and page == 0 else tuple(ids[start:end])
 
     def match(self, ids: Sequence[int], limit: int, salt: str = "") -> list[Node]:
-        """Return the longest cached path of pages within ids[:limit] under this salt, the root's child first."""
+        """Return the longest cached path of pages within ids[:limit] under this salt, in the order of the text."""
         path: list[Node] = []
         node = self.root
         while self.enabled and (len(path) + 1) * self.page_size <= limit:
@@ -77,7 +77,7 @@ class PrefixCache:
 
     def release(self, path: Sequence[Node]) -> None:
         """Release a held path; nodes that nobody else holds become idle, as the most recently used ones."""
-        for node in reversed(path):  # so that a child precedes its parent in the queue
+        for node in reversed(path):  # in this order a child precedes its parent in the queue
             node.holders -= 1
             assert node.holders >= 0, "a path was released twice"
             if node.holders == 0:

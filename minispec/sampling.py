@@ -3,8 +3,8 @@
 Sampling is an argmax. `argmax(logits + T * g)` with Gumbel noise g draws from softmax(logits / T), T the temperature.
 Here g is a pure function of (request seed, absolute position, token id): a counter-based generator, as in Salmon et
 al., "Parallel random numbers: as easy as 1, 2, 3" (2011). So a seeded request picks the same token at the same position
-in any batch, with any drafter and any tree (drafter-invariant decoding, arXiv 2408.07978). With T = 0 the
-same formula is greedy decoding, so no branch is needed.
+in any batch, with any drafter and any tree (drafter-invariant decoding, arXiv 2408.07978). With T = 0 the same formula
+is greedy decoding, so no branch is needed.
 
 Top-k (arXiv 1805.04833), top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082) keep every token whose logit is at least
 a threshold, so tokens that tie at the threshold are all kept. Sorting the vocabulary to find the threshold would be

@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
     @property
     def of_host(self) -> bool:
-        """Whether all trees are looked up in text, on the host; a request without one verifies its root alone."""
+        """Whether all trees are looked up in text, on the host; a request without such a tree verifies its root."""
         return self.nodes > 1 and not self.drafts
 
 
@@ -44,7 +44,7 @@ class DraftTree(NamedTuple):
     """One tree per request; node 0 is the root."""
 
     tokens: Tensor  # [B, N] int64; padding nodes hold -1
-    parents: Tensor  # [B, N] int64; -1 for the root, 0 for padding nodes, else an index below the node's own
+    parents: Tensor  # [B, N] int64; -1 for the root, 0 for padding nodes, else a smaller index than the node's own
 
 
 def ancestors(parents: Tensor) -> Tensor:

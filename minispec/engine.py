@@ -1,15 +1,15 @@
 """One step on the device, told in order: propose, forward, verify, compact, commit.
 
 The drafter proposes trees, and the target reads them in one forward pass. Verification finds the accepted paths.
-Compacting moves their rows (keys and values) together. Then the drafter takes the accepted paths in.
+Compacting moves the rows (keys and values) of these paths together. Then the drafter takes the accepted paths in.
 
 A slot is the place of a running request in all tables. `launch(slots)` runs one decode step. `prefill(chunks)` runs one
 step over known tokens, such as prompts. Both return a `Pending`, and `collect(pending)` waits for the tokens emitted.
 Until `collect`, the host waits for no value of the device, unless a request asks for more than tokens
-(`asked/steps.py`). So the next step may be launched before this one is collected.
+(`asked/steps.py`). So the next step can be launched before this one is collected.
 
 A launch has three parts: the host fills the step's inputs; the step, `decode` or `prefill_step`, runs on tensors at
-fixed addresses; the step's outputs are copied to the host. On CUDA a step may be captured: it is recorded once as a
+fixed addresses; the step's outputs are copied to the host. On CUDA a step can be captured: it is recorded once as a
 CUDA graph, which is then replayed (`cuda/graphs.py`).
 
 The one idea: a step has static shapes. The batch is padded to one of a few sizes B (slot 0 is padding), a tree to N
@@ -67,7 +67,7 @@ class Pending:
     outputs: Tensor  # [B, A + 2] int64 on the host: A tokens, how many of them were emitted, 1 if a logit was NaN
     ready: torch.cuda.Event | None  # this event tells when `outputs` is filled; None: `outputs` is filled already
     nodes: int = 1  # N, the nodes of each tree; a prefill step has 1
-    # When the step began, by `perf_counter`, plus `catching_up`: so a time counted from here does not include that.
+    # When the step began, by `perf_counter`, plus `catching_up`, which a duration counted from here so leaves out.
     launched: float = 0.0
     catching_up: float = 0.0  # the seconds in which the drafter took in its backlog, within the launch
     keeps: bool = False  # whether the accepted rows of trees join the backlog; then `collect` must count them
@@ -311,7 +311,7 @@ class Engine:
     def decode(self, buffers: DecodeBuffers, needs: Needs) -> None:
         """Run the decode step that these buffers describe, and write its outputs.
 
-        The step may be captured, since its tensors have fixed addresses and its work depends on shapes and `needs`
+        The step can be captured, since its tensors have fixed addresses and its work depends on shapes and `needs`
         alone.
         """
         wishes = self.sampling.wishes(buffers.slots, needs) if needs else None

@@ -220,17 +220,17 @@ class Matches:
     trees emitted, or would have emitted if they had been verified. It begins with a guess.
     """
 
-    rate = 0.1  # weight of the newest observation
+    rate = 0.1  # the weight of the newest observation in the mean
 
     def __init__(self) -> None:
-        self._mean: dict[tuple[int, int], float] = {}
+        self._mean: dict[tuple[int, int], float] = {}  # by nodes of the tree and class of match
 
     def guess(self, nodes: int, match: int) -> float:
         """Return the tokens that a tree is assumed to emit until one of its class was followed."""
         return min(1.0 + 0.5 * max(match - SHORT, 0), float(nodes))
 
     def expected(self, nodes: int, match: int) -> float:
-        """Return the tokens that such a tree emits in the mean."""
+        """Return the mean number of tokens that such a tree emits."""
         return self._mean.get((nodes, match), self.guess(nodes, match)) if match else 1.0
 
     def learn(self, nodes: int, match: int, emitted: int) -> None:
@@ -247,7 +247,7 @@ class Returns:
     A step whose trees are all looked up does not draft.
     """
 
-    rate = 0.1  # weight of the newest run
+    rate = 0.1  # the weight of the newest run in the mean
 
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLES))  # by batch size

@@ -10,8 +10,8 @@ requests. The host then learns one step late how long texts are and which have e
 outcome, and drops a flight's tokens for requests that ended meanwhile. Without overlap a step is collected right after
 its launch, in the same loop.
 
-Before each decode step `policy.py` chooses the step's shape. When the step lands, the policy learns its time and
-tokens.
+Before each decode step `policy.py` chooses the step's shape. When the step lands, the policy learns how long it took
+and which tokens it gave.
 
 Pages: before a decode step every running request must hold rows for one whole tree. If the pool is short, the prefix
 cache gives up pages that nobody holds. If that is not enough, the newest request is retracted: it gives up its pages,
@@ -77,7 +77,7 @@ class Flight:
     planned: Planned | None = None  # the policy's choice for a decode step; None: a prefill step
     disturbances: tuple[int, int] = (0, 0)  # how many graphs were compiled and requests retracted before the launch
     # Slots and own pages of requests that left since the launch. Until the flight lands nobody knows whether the pages
-    # hold NaN, so they are not given back before.
+    # hold NaN, so they are given back only then.
     left: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
@@ -106,11 +106,11 @@ class Scheduler:
         # If a client wants several answers (choices) to one prompt, the first one, their leader, computes the prompt.
         # The other choices wait here, by leader.
         self.parked: dict[Request, list[Request]] = {}
-        self.outputs: dict[Request, Output] = {}
+        self.outputs: dict[Request, Output] = {}  # of every request that has not ended
         self._seeds = random.Random(options.random_seed)
         # Updates that were not returned yet. They are kept here, so that a step that raises halfway loses none.
         self._updates: list[Update] = []
-        self._prefilled_last = False
+        self._prefilled_last = False  # whether the newest step was a prefill step
         trees = {size.nodes: size.depth for size in engine.drafter.trees}
         self.policy = Policy(trees, options.adaptive, engine.drafter.looks_up)
         self.restart_times()

@@ -67,7 +67,7 @@ class Pending:
     outputs: Tensor  # [B, A + 2] int64 on the host: A tokens, how many of them were emitted, 1 if a logit was NaN
     ready: torch.cuda.Event | None  # this event tells when `outputs` is filled; None: `outputs` is filled already
     nodes: int = 1  # N, the nodes of each tree; a prefill step has 1
-    # When the step began, by `perf_counter`, plus `catching_up`, which a duration counted from here so leaves out.
+    # When the launch began, by `perf_counter`, plus `catching_up`: durations counted from here exclude those seconds.
     launched: float = 0.0
     catching_up: float = 0.0  # the seconds in which the drafter took in its backlog, within the launch
     keeps: bool = False  # whether the accepted rows of trees join the backlog; then `collect` must count them

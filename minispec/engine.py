@@ -148,14 +148,14 @@ class Engine:
         self.lens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.root = torch.zeros(slots, dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
-        # [R]: only nodes less deep than this are verified. With 1 only the root is: the request wants no drafts.
+        # [R]: only nodes less deep than this are verified. With 1 only the root is verified: no drafts are wanted.
         self.reach = torch.full((slots,), sizes.context_length, dtype=torch.int64, device=device)
         self.asked, self.link = Asked(), Link()  # both do nothing (`seams.py`) until `load/build.py` replaces them
         self.drafter_seconds = 0.0  # the seconds that the drafter took on the host, between steps
         # The seconds of a step by batch size and shape, which `load/warm_up.py` measures.
         self.step_seconds: dict[tuple[int, Shape], float] = {}
         self.timed_rows = 0  # how many committed rows each slot had when `step_seconds` were measured
-        self.small = Small(Engine._before_blocks, Engine._after_blocks)  # compiles them for some steps
+        self.small = Small(Engine._before_blocks, Engine._after_blocks)  # compiles the two for some steps
         # The captured steps; `cuda/graphs.py` adds them.
         self.graphs: dict[tuple[DecodeBuffers | PrefillBuffers, Needs], torch.cuda.CUDAGraph] = {}
         self.amended = False  # whether `set_thresholds` changed the thresholds since the start

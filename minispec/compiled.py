@@ -1,8 +1,9 @@
 """Which functions of a step run compiled, and when.
 
-The blocks of the target, a drafter's network, and the small functions around them are compiled separately. On CUDA
-torch.compile autotunes their kernels, and the whole step is captured as a CUDA graph (`cuda/graphs.py`). On a CPU they
-are called without asking torch.compile each time (`cpu/direct.py`). `load/build.py` chooses the compiler.
+The blocks (layers) of the target, a drafter's network, and the small functions around them are compiled separately. On
+CUDA torch.compile autotunes their kernels, and the whole step is captured as a CUDA graph (`cuda/graphs.py`). On a CPU
+compiled functions are called without asking torch.compile each time (`cpu/direct.py`). `load/build.py` chooses the
+compiler.
 
 A step that is not `ready` runs all its functions eagerly (`within_step`). So a server can answer before its graphs are
 made. Here a graph is what torch.compile makes of a function for one shape.
@@ -37,15 +38,16 @@ class Key:
     """
 
     ready = True  # if the key is a step: whether all its graphs are made
-    original: Key | None = None  # the key whose tensors and graphs this one shares, as its copy
-    few = False  # whether it has so few rows that each number of rows gets a graph
+    original: Key | None = None  # if this key is a copy: the key whose tensors and graphs it shares
+    few = False  # whether the key has so few rows that a graph is made for each number of rows
     moving: tuple[Tensor, ...] = ()  # tensors that may be replaced between calls; a new tuple announces a replacement
 
     @property
     def any_size(self) -> Sequence[tuple[Tensor, tuple[int, ...]]]:
         """Tensors of the key, each with its dimensions that may have any length.
 
-        If there are any, one graph serves all lengths, and those of the arguments may change too. Default: none.
+        If the key has such tensors, one graph serves all their lengths, and the lengths of the function's arguments can
+        change too. By default it has none.
         """
         return ()
 
@@ -55,7 +57,7 @@ CompileFor = Callable[[int, int, bool], bool]
 
 
 class Small:
-    """Small functions around compiled blocks. They are compiled too for steps where that is worth its time."""
+    """Small functions around compiled blocks. For steps in which it is worth the time, they are compiled too."""
 
     def __init__(self, *functions: Step) -> None:
         self.eager = self.compiled = functions

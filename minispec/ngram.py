@@ -118,7 +118,7 @@ class Trie:
         return grown
 
     def close(self, path: Iterable[int]) -> None:
-        """Unpin the nodes of open paths; the nodes stay in the trie until they are evicted."""
+        """Take one pin from the node of each open path; the nodes stay in the trie until they are evicted."""
         for node in path:
             if node:
                 self._pins[node] -= 1

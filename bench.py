@@ -472,7 +472,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true", help="all methods, at batch 1 and 8; with transformers' lookup")
-    parser.add_argument("--model", help="Hugging Face id or folder; default: the default model")
+    parser.add_argument("--model", help="Hugging Face id, folder or GGUF file; default: the default model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--disable-torch-compile", action="store_true", help="run eagerly: a quick look at acceptance")

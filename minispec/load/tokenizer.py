@@ -45,6 +45,7 @@ LLAMA3_SPECIAL = (
     *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
 )
 LLAMA3_EOS = ("<|end_of_text|>", "<|eot_id|>")  # these end a text and a turn, if no config says what does
+PLAIN_CLASS = "PreTrainedTokenizerFast"  # whose folders have all of their tokenizer in tokenizer.json
 TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 HEX_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 REPLACEMENT = "\ufffd"
@@ -107,7 +108,8 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
     config = _read_config(folder)
     template = own_template(folder, config) if chat_template is None else given_template(chat_template)
     ranks = None if (folder / "tokenizer.json").is_file() else _rank_file(folder)
-    tokenizer = _load_huggingface(folder, template) if ranks is None else _load_tiktoken(ranks, config, template)
+    plain = config.get("tokenizer_class") == PLAIN_CLASS
+    tokenizer = _load_huggingface(folder, template, plain) if ranks is None else _load_tiktoken(ranks, config, template)
     if chat_template in NAMED and (end := tokenizer.token_id(NAMED[chat_template].end)) is not None:
         tokenizer.eos_ids |= {end}
     return tokenizer
@@ -177,10 +179,14 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_OF_CHARACTER = _byte_alphabet()
 
 
-def _load_huggingface(folder: Path, template: Template) -> Tokenizer:
-    """Load with transformers, which knows the models' classes; last with its plain class, for any tokenizer.json."""
+def _load_huggingface(folder: Path, template: Template, plain: bool) -> Tokenizer:
+    """Load with transformers, which knows the models' classes; last with its plain class, for any tokenizer.json.
+
+    plain: tokenizer.json says all. For some architectures, Qwen2 among them, transformers does not believe a folder
+    that says so, and takes the pre-tokenizer of the model's own class.
+    """
     has_json = (folder / "tokenizer.json").is_file()
-    loaders = [AutoTokenizer] if (folder / "tokenizer_config.json").is_file() or not has_json else []
+    loaders = [AutoTokenizer] if not has_json or (folder / "tokenizer_config.json").is_file() and not plain else []
     loaders += [PreTrainedTokenizerFast] if has_json else []
     failure: Exception | None = None
     for loader in loaders:

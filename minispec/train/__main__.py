@@ -202,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("kind", choices=KINDS)
-    add("--model", help="Hugging Face id or folder of the target; without it the default model")
+    add("--model", help="Hugging Face id, folder or GGUF file of the target; without it the default model")
     add("--out", type=Path, required=True, help="folder for the head or the shards, and, unless --work, for data")
     add("--work", type=Path, help="folder of replies and features, which several heads can share")
     add("--start", type=Path, help="folder of an exported head to train further, best at a lower --learning-rate")

@@ -350,6 +350,8 @@ REFUSED: dict[str, tuple[str, Change]] = {
     "tokenizer": ("tokenizer.ggml.model 'bert' is not supported; supported: gpt2, llama",
                   _keys(("tokenizer.ggml.model", "bert"))),
     "merges": ("its tokenizer cannot be built", _keys(("tokenizer.ggml.merges", ["he llo"]))),
+    "tokens": ("it has 321 tokens, more than the 320 rows of token_embd.weight",
+               _keys(("tokenizer.ggml.tokens", [f"{i}" for i in range(VOCAB + 1)]))),
     "an id": ("tokenizer.ggml.padding_token_id 5000 is beyond its 320 tokens",
               _keys(("tokenizer.ggml.padding_token_id", 5000))),
 }  # fmt: skip
@@ -388,9 +390,21 @@ def test_a_count_beyond_the_file_s_end_is_not_counted_to(tmp_path: Path) -> None
     assert "it ends early" in reason(path)
 
 
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.gguf", hf_model("qwen2"))
+
+    def denied(*given: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(gguf_models, "_is_gguf", denied)  # the tests may run as root, who may read anything
+    assert reason(path) == f"it cannot be read ([Errno 13] Permission denied: '{path}')"
+
+
 def test_a_name_without_a_file_is_an_id_and_a_text_is_no_model(tmp_path: Path) -> None:
     assert gguf_models.as_folder("org/name", "--model") == "org/name"
     assert reason(tmp_path / "lost.gguf") == "there is no such file"
+    (folder := tmp_path / "folder.gguf").mkdir()
+    assert gguf_models.as_folder(str(folder), "--model") == str(folder)  # a folder may be called anything
     (text := tmp_path / "notes.txt").write_text("no model")
     with pytest.raises(ModelError, match="is a file, but no GGUF file"):
         choose_folder(Config(model_path=str(text)), lambda line: None)

@@ -89,6 +89,8 @@ def as_folder(name: str, flag: str, tell: Progress = to_stderr) -> str:
         return str(_converted(path.resolve(), tell))
     except GGUFError as error:
         raise GGUFError(f"{flag} {name}: {error}") from error
+    except OSError as error:
+        raise GGUFError(f"{flag} {name}: it cannot be read ({error})") from error
 
 
 def _is_gguf(path: Path) -> bool:
@@ -157,8 +159,7 @@ def _described(fields: Metadata, entries: Entries) -> tuple[dict[str, Any], Entr
         config = _model_config(fields, entries)
         stated = ModelConfig.from_hf(config)
         if (factors := entries.pop(ROPE_FACTORS, None)) is not None:
-            scaling = _llama3_scaling(stated, factors.data)
-            config["rope_scaling"] = scaling
+            config["rope_scaling"] = _llama3_scaling(stated, factors.data)
         outline = published_tensors(Model.empty(stated, torch.bfloat16, torch.device("meta")))
     except GGUFError:
         raise
@@ -196,6 +197,9 @@ def _model_config(fields: Metadata, entries: Entries) -> dict[str, Any]:
         raise GGUFError("it holds no token_embd.weight, so no model")
     if (layers := fields.count(f"{kind}.block_count")) > len(entries):
         raise GGUFError(f"it holds {len(entries)} tensors, too few for {kind}.block_count {layers}")
+    rows, tokens = int(entries["token_embd.weight"].shape[-1]), len(fields["tokenizer.ggml.tokens"])
+    if tokens > rows:
+        raise GGUFError(f"it has {tokens} tokens, more than the {rows} rows of token_embd.weight")
     width, heads = fields.count(f"{kind}.embedding_length"), fields.count(f"{kind}.attention.head_count")
     head_dim = fields.count(key) if (key := f"{kind}.attention.key_length") in fields else width // heads
     for key in (f"{kind}.attention.value_length", f"{kind}.rope.dimension_count"):
@@ -218,7 +222,7 @@ def _model_config(fields: Metadata, entries: Entries) -> dict[str, Any]:
         "rope_theta": fields.get(f"{kind}.rope.freq_base", 10000.0),
         "rope_scaling": _stated_scaling(fields, kind),
         "tie_word_embeddings": "output.weight" not in entries,
-        "vocab_size": int(entries["token_embd.weight"].shape[-1]),
+        "vocab_size": rows,
         **{name: fields[key] for name, key in SPECIAL_IDS.items() if key in fields},
         "torch_dtype": str(_stored_dtype(entries)).removeprefix("torch."),
     }

@@ -39,6 +39,10 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+    "beta_fast": 2.0,
+}  # fmt: skip
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
@@ -50,6 +54,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama-biased": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
     "llama-tied": lambda: LlamaConfig(**SIZES | {"tie_word_embeddings": True}),
     "qwen2": lambda: Qwen2Config(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "qwen2-yarn": lambda: Qwen2Config(**SIZES, rope_parameters=YARN),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
 }
 
@@ -125,6 +130,11 @@ def write(
     if config.rope_parameters["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+    elif config.rope_parameters["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(config.rope_parameters["beta_fast"])
     elif config.rope_parameters["rope_type"] == "llama3":
         tensors["rope_freqs.weight"] = llama3_factors(config)
     add_byte_level(writer, pre)
@@ -327,7 +337,7 @@ REFUSED: dict[str, tuple[str, Change]] = {
     "window": ("llama.attention.sliding_window 64 is not", _keys(("llama.attention.sliding_window", 64))),
     "part of a head": ("llama.rope.dimension_count 8 is not supported beside heads of 32",
                        _keys(("llama.rope.dimension_count", 8))),
-    "scaling": ("rope_scaling type 'longrope' not supported; supported: default",
+    "scaling": ("rope_scaling type 'longrope' not supported",
                 _keys(("llama.rope.scaling.type", "longrope"), ("llama.rope.scaling.factor", 2.0))),
     "a key of scaling": ("llama.rope.scaling.alpha is not supported; supported: factor",
                          _keys(("llama.rope.scaling.alpha", 4.0), ("llama.rope.scaling.factor", 2.0))),

@@ -82,12 +82,12 @@ class Plan:
     starts  [r] int64          the first row of each block
     ends    [r] int64          the row after the last one that a block reads
     rows    [r * W] int64      the physical row that each node writes
-    visible [r, W, M] bool     which of the M rows from `starts` on a node sees
+    visible [r, W, M] bool     for each node, which rows of the window it sees: the M rows that begin at `starts`
     kv_count   [batch, 1, blocks] int32          for FlexAttention: how many pages a block reads through the mask
     kv_index   [batch, 1, blocks, PAGES] int32   which pages these are
     full_count, full_index                       the same for the pages that a block sees whole, without the mask
 
-    The M rows are the window. By default they are the block's own rows (M = W). A drafter that grows trees in rounds
+    By default the window is the block's own rows (M = W). A drafter that grows trees in rounds
     has a larger window, which holds the nodes of earlier rounds too. `prompts`: whether the blocks are chunks of
     prompts, of any number of requests.
     """
@@ -112,8 +112,9 @@ class Plan:
         self.full_count = torch.zeros(batch, 1, blocks, **lists)
         self.full_index = torch.zeros(batch, 1, blocks, kv.pages, **lists)
         # Whether there are separate lists of the pages that a block sees whole. With these, CUDA's decode kernel would
-        # split the whole pool over its multiprocessors, not the request's pages, and one multiprocessor would read a
-        # whole text. Elsewhere they are worth it: the mask is evaluated on the last pages only.
+        # share out all PAGES columns of a list among its multiprocessors. A request's pages are the first few columns,
+        # so one multiprocessor would read all of them. Elsewhere the lists are worth it: the mask is evaluated on the
+        # last pages only.
         self.full_blocks = device.type != "cuda" or blocks > 1
         self.listed = True  # whether `fill` writes the lists of pages; `PagedGather` does not read them
 
@@ -136,8 +137,8 @@ class Plan:
         self.visible.copy_(visible)
         positions = starts[:, None] + offset + torch.arange(self.width, device=starts.device)
         self.rows.copy_(self.kv.rows(slots, positions, live))
-        # What counts is the last live node, not how many are live: a node that is not, since it is past the context's
-        # end, can precede a live one.
+        # The last live node sets the end, not the number of live nodes: a deep node beyond the context's end is not
+        # live, and a live node may come after it.
         used = (live * (offset + torch.arange(1, self.width + 1, device=starts.device))).amax(1)
         self.ends.copy_(starts + used)
         if self.listed:
@@ -256,7 +257,8 @@ class FlexLayer(Key):
         """Return the options that each device's kernel needs; docs/cuda.md and docs/cpu.md list the traps."""
         if not q.is_cuda:
             # A value that is no multiple of the page size turns off the CPU's split-KV kernel. If q is a view, that
-            # kernel takes the shape of the buffer behind q for q's, and returns garbage without an error.
+            # kernel uses the shape of the underlying buffer where it should use q's, and returns garbage without an
+            # error.
             return {"PARTITION_SIZE": 1}
         # Nothing is left to autotuning, which would try the kernels on lists of pages as long as the whole pool.
         keys = min(TILE_KEYS, self.plan.kv.page_size)

@@ -67,7 +67,8 @@ class Pending:
     outputs: Tensor  # [B, A + 2] int64 on the host: A tokens, how many of them were emitted, 1 if a logit was NaN
     ready: torch.cuda.Event | None  # this event tells when `outputs` is filled; None: `outputs` is filled already
     nodes: int = 1  # N, the nodes of each tree; a prefill step has 1
-    # When the launch began, by `perf_counter`, plus `catching_up`: durations counted from here exclude those seconds.
+    # When the launch began, by `perf_counter`. It is moved later by the next field, so that the time of a step does not
+    # have the seconds in which the drafter caught up.
     launched: float = 0.0
     catching_up: float = 0.0  # the seconds in which the drafter took in its backlog, within the launch
     keeps: bool = False  # whether the accepted rows of trees join the backlog; then `collect` must count them
@@ -225,7 +226,9 @@ class Engine:
         self.drafter.release(slot)  # last, since a user's drafter may raise
 
     def restart(self) -> None:
-        """Empty all slots and pages after a step raised halfway; the scheduler empties its prefix cache and seats.
+        """Empty all slots and pages after a step raised halfway.
+
+        The scheduler does the same with its prefix cache and its record of each request's slot and pages (`seats.py`).
 
         Pages in use are wiped, since nobody knows what was written there. If the drafter raised, it may raise again
         here. Such an error is only logged, since no state of a drafter changes a token.
@@ -294,8 +297,8 @@ class Engine:
     def run(self, step: DecodeBuffers | PrefillBuffers, needs: Needs, asked: AskedStep | None = None) -> bool:
         """Run a step; returns whether a CUDA graph was replayed.
 
-        A CUDA graph that was captured for more needs than the step has serves the step too: `Wishes` holds neutral
-        values for options that no request uses.
+        A step may also replay a CUDA graph that was captured for more needs than its own. Options that no request uses
+        then have neutral values in `Wishes`, the sampling inputs of a step.
         """
         with self.link.led(step, asked), within_step(step):
             if asked is not None:
@@ -368,7 +371,7 @@ class Engine:
     ) -> Path | None:
         """Verify the trees, keep the accepted paths, and write the outputs; streams: what `Model.run_blocks` returned.
 
-        Returns the paths for a drafter on the device; None if the drafter takes none in.
+        Returns the paths for a drafter on the device; None after a plain step, or if the drafter takes in no paths.
         """
         logits, features = self.logits(streams)
         trees = Trees(DraftTree(read.tokens, read.parents), read.above, buffers.slots, lens, buffers.most)
@@ -466,8 +469,8 @@ class Engine:
         """Commit the known tokens and the one picked after each last chunk, and write the outputs."""
         slots, picked = buffers.chunk_slots, buffers.picked
         if self.drafter.commits:
-            # After the last row of a request's last chunk comes the picked token, which is added here. Padding chunks
-            # have the end 0 and `picked` 0, so they add 0 to row 0. An assignment would let them overwrite that row.
+            # The token after a last chunk's last row is the one just picked. `picked` is 1 for last chunks, else 0.
+            # Padding chunks have the end 0, so they add 0 to row 0. An assignment would let them overwrite that row.
             after = buffers.following.index_add(0, buffers.ends, picked * (token - buffers.following[buffers.ends]))
             self.drafter.commit(Committed(slots, buffers.tokens[None], after[None], read.positions, read.features,
                                           buffers.ends, buffers.plan, prefill=True))  # fmt: skip

@@ -39,7 +39,7 @@ class LLM:
 
     compile_later: for the server on a CPU. Steps run eagerly until `serve/warming.py` has made their graphs. The
     attribute of this name is True only if graphs are made later.
-    batches: for bench.py. Batch sizes to compile, in place of the usual ones up to the largest of these.
+    batches: for bench.py. Batch sizes to compile. They replace the usual sizes up to the largest size given.
     Raises ValueError or RuntimeError with one readable sentence if model, flags and machine do not fit together.
     """
 

@@ -1,4 +1,6 @@
-"""What a model's `config.json` says: its sizes and switches, and in one line what it needs and has not got here.
+"""What a model's `config.json` says: its sizes and switches.
+
+For a model that is not supported, an error of one line names the feature that minispec lacks.
 
 Every architecture that is served is a row of `_ARCHITECTURES`: what its models always have, and the defaults of keys
 that their files may leave out. `_NEEDS` names what other architectures would need. docs/models.md is the table for
@@ -106,8 +108,9 @@ class ModelConfig:
     dtype: str | None
     unrotated: tuple[int, ...] = ()  # layers without rotary positions
     embedding_multiplier: float = 1.0
-    # On the query, once it is turned: attention_multiplier * sqrt(D), since all kinds of attention divide by sqrt(D).
-    # It is a power of two, which costs no rounding, if D is 64 and attention_multiplier 1/64.
+    # The query is multiplied by this after its rotary embedding. It is attention_multiplier * sqrt(D), since all kinds
+    # of attention divide by sqrt(D). If D is 64 and attention_multiplier 1/64, it is a power of two, which costs no
+    # rounding.
     query_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_multiplier: float = 1.0  # 1 / logits_scaling
@@ -166,7 +169,10 @@ class ModelConfig:
         )
 
     def plain(self) -> ModelConfig:
-        """Return the sizes with no switch that only some targets have: those of a Llama that drafts for this model."""
+        """Return a copy for a drafter of this model: a Llama with positions in all layers and all multipliers 1.
+
+        Biases, norms on q and k and all else stay.
+        """
         return replace(
             self, architecture="LlamaForCausalLM", unrotated=(), embedding_multiplier=1.0, query_multiplier=1.0,
             residual_multiplier=1.0, logits_multiplier=1.0,
@@ -176,7 +182,8 @@ class ModelConfig:
         """Return a file's tensor with its name, or its parts if it joins q, k and v, or gate and up.
 
         Their rows lie one after the other (transformers, models/phi3/modeling_phi3.py), and so do scales of fp8
-        weights; one scale for all rows is every part's. Raises ModelError where parts do not end between rows.
+        weights; one scale for all rows is every part's. Raises ModelError if a border between two parts falls
+        inside a row, as it can where one row of scales covers several rows of weights.
         """
         stem, _, kind = name.rpartition(".")
         owner, _, part = stem.rpartition(".")
@@ -217,7 +224,8 @@ def _unrotated(given: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 def _longest_text(positions: int, scaling: Mapping[str, Any] | None) -> int:
     """Return how long texts may be: YaRN's `factor` times the original length, if `max_position_embeddings` is less.
 
-    Published configs to which YaRN is added by hand keep the number of positions (Qwen's model cards); as in vLLM.
+    Who adds YaRN to a config by hand, as Qwen's model cards advise, leaves `max_position_embeddings` as it was. So the
+    length is computed from the factor here, as vLLM does.
     """
     if scaling is None or scaling["rope_type"] != "yarn":
         return positions

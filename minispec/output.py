@@ -41,7 +41,7 @@ class TokenizerBackend(Protocol):
 
     vocab_size: int
     special_ids: frozenset[int]  # which skip_special_tokens leaves out of the text
-    byte_level: bool  # whether the text is the tokens' bytes in a row, so that token_bytes makes it
+    byte_level: bool  # whether joining `token_bytes` of all ids gives the bytes of the text
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
@@ -94,7 +94,7 @@ class Output:
 
     def _stop_string(self, before: int) -> str | None:
         """Return the earliest stop string that ends in text[before:], and cut the text at it; None if there is none."""
-        # A match that ends before `before` was found below min_new_tokens, where it is ignored.
+        # A stop string that an earlier token completed is not searched for: it was ignored below min_new_tokens.
         found = [(self.text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self.params.stop]
         found = [(at, stop) for at, stop in found if at >= 0]
         if not found:

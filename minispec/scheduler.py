@@ -72,7 +72,8 @@ class Flight:
     pending: Pending
     # The step's requests, in order. When the flight lands, a request gets tokens only if it still holds this seat.
     seats: dict[Request, Seat]
-    cached: int = 0  # how many tokens the prefix cache had, of the requests whose first chunk is in this prefill step
+    # For the requests whose first chunk is in this prefill step: how many of their tokens the prefix cache had.
+    cached: int = 0
     seconds: float = 0.0  # how long the host took to launch a decode step
     planned: Planned | None = None  # the policy's choice for a decode step; None: a prefill step
     disturbances: tuple[int, int] = (0, 0)  # how many graphs were compiled and requests retracted before the launch
@@ -162,7 +163,10 @@ class Scheduler:
             self.waiting.append(request)
 
     def _worth_sharing(self, request: Request) -> bool:
-        """Return whether a leader leaves the other choices something to use: a full page, or scores of the prompt."""
+        """Return whether a leader leaves the other choices something to use.
+
+        That is a full page, or the log-probabilities of the prompt's tokens.
+        """
         pages = self.cache.enabled and len(request.prompt_ids) > self.kv.page_size
         return bool(pages or request.asks_of_prompt)
 
@@ -415,7 +419,7 @@ class Scheduler:
     def _after_decode(
         self, flight: Flight, planned: Planned, emitted: dict[Request, list[int]], seconds: float
     ) -> None:
-        """Land a decode step that took `seconds`: deliver tokens, end requests, and count both."""
+        """Land a decode step that took `seconds`: deliver its tokens, which may end requests, and count them."""
         started, pending = time.perf_counter(), flight.pending
         kept = []
         for request, tokens in emitted.items():
@@ -479,7 +483,7 @@ class Scheduler:
     def _unpark(self, leader: Request) -> None:
         """Queue the choices that waited for a leader, in front, since they arrived with it.
 
-        They take over the leader's scores of the prompt.
+        They take over the log-probabilities of the prompt's tokens.
         """
         choices = self.parked.pop(leader, [])
         for request in choices:

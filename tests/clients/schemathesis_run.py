@@ -6,9 +6,9 @@ A server for it, with a short context because many requests set no limit, and ma
     python -m minispec.server --disable-torch-compile --context-length 64 --max-running-requests 64
     python tests/clients/run.py schemathesis [--examples 500] [--fields guided_json stream]
 
-With so many fields in a description, few bodies get far with any one of them. `--fields` makes bodies of these fields
-and of those that must be there, for the operations that have one of them. Options of schemathesis' own may follow, as
-`--include-path /v1/responses`.
+`--fields` keeps to the operations that have one of these fields, and to bodies of these and of those that must be
+there. Name one field that constrains the output at a time, since two are refused. Options of schemathesis' own may
+follow, as `--include-path /v1/responses`.
 
 Three things are checked of every answer: no 5xx but 503, a status that is documented, a content type that is. Whether
 valid bodies are taken and others refused is left to the test suite: ranges are not part of the description.

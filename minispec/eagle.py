@@ -55,9 +55,8 @@ class DraftHead(nn.Module):
     """The base of all heads; a subclass adds the one decoder layer and `forward`.
 
     Vd is the number of tokens that the head can draft: the token map's length, or without a map the target's
-    vocabulary. `lm_head` and `embed_tokens` are None if the head uses the target's: these matrices alone, without
-    Granite's multipliers, which SGLang and vLLM leave out too. So a copy of the target's matrix in the head's own files
-    drafts the same.
+    vocabulary. `lm_head` and `embed_tokens` are None if the head uses the target's. It then uses the matrix alone,
+    without Granite's multipliers, so that a copy of the matrix in the head's own files drafts the same.
     """
 
     name: ClassVar[str]

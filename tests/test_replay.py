@@ -21,6 +21,7 @@ from test_server import options, tiny  # noqa: F401  the fixture
 import minispec.replicas.workers as replicas_module
 from minispec.config import Config
 from minispec.llm import LLM
+from minispec.metrics import Verified
 from minispec.replicas.replica import Replica, given_flags
 from minispec.replicas.routing import Routing
 from minispec.replicas.workers import Place, Replicas
@@ -315,7 +316,8 @@ def test_updates_of_an_older_incarnation_are_dropped(plain: Config) -> None:
         late = Request("late/1", ONCE, SamplingParams(max_new_tokens=4, temperature=0.0))
         place = door.replicas.places[0]
         place.requests[late.rid] = late
-        update = {"rid": late.rid, "ids": [5], "text": "old", "finish": None, "counts": [0, 0, 0, 0, [], False, 0, 0]}
+        update = {"rid": late.rid, "ids": [5], "text": "old", "finish": None, "counts": [0, False, 0],
+                  "verified": Verified()}  # fmt: skip
         door.replicas._take(place, "of a process that is gone", [update])
         assert late not in door.texts and not late.output_ids
         door.replicas._take(place, place.incarnation, [update])

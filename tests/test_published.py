@@ -1,7 +1,7 @@
 """Published configs: what each is read as, or why it is refused.
 
-Of every `config.json` stand here the keys that decide something; the URL above each is where the whole is. None is
-downloaded. docs/models.md lists the same models.
+Of every `config.json` stand here the keys that decide something, written down by hand and not from a download: where
+one differs from the file at the URL above it, the file is right. docs/models.md lists the same models.
 """
 
 from __future__ import annotations

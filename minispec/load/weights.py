@@ -190,13 +190,13 @@ def eos_token_ids(folder: Path, config: Mapping[str, Any], tokenizer: Vocabulary
 # The tensors
 
 
-def whole(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+def unsplit(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     """Return a tensor as it is in the file, with its name: the `Split` that splits nothing."""
     return [(name, tensor)]
 
 
 def read_tensors(
-    folder: Path, load_format: str = "auto", wanted: Wanted = lambda name: True, split: Split = whole
+    folder: Path, load_format: str = "auto", wanted: Wanted = lambda name: True, split: Split = unsplit
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every (name, tensor) of the folder's weights, on the CPU and in the dtype of the file, file by file.
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import bench
 from benchmarks import throughput
@@ -61,18 +61,18 @@ class ThreeWays:
         self.reference = torch.compile(step.function, fullgraph=True, dynamic=False)
         self.seen: dict[PlanShape, float] = {}
 
-    def __call__(self, module: nn.Module, *args: Any) -> Tensor:
+    def __call__(self, owner: Any, *args: Any) -> Tensor | None:
         """Return what the direct call does, after comparing; raises AssertionError where it is not torch.compile's."""
         attend: GatherLayer | PromptLayer = args[self.attend_at]
         direct = bool(self.step.calls.get(attend))
-        ways = [partial(way, module, *args) for way in (self.step.function, self.reference, self.step)]
+        ways = [partial(way, owner, *args) for way in (self.step.function, self.reference, self.step)]
         results = []
         for way in ways:
             for pool in (attend.keys, attend.values):
                 pool[:, :, attend.plan.rows] = 77.0
             with any_size(args, attend):  # the same graphs for both: those of few rows have other products
                 out = way()
-            results.append((*_defined(attend, out, attend.keys, attend.values), out))
+            results.append((*_defined(attend, out, owner), out))
         (*eager, _), (*reference, _), (*got, out) = results
         shape = PlanShape.of(attend.plan)
         assert all(torch.equal(a, b) for a, b in zip(got, reference, strict=True)), f"{shape}: torch.compile's bits"
@@ -84,11 +84,15 @@ class ThreeWays:
         return out
 
 
-def _defined(attend: GatherLayer | PromptLayer, out: Tensor, *pools: Tensor) -> tuple[Tensor, ...]:
-    """Return copies of what is not of padding, whose nodes share the trash page: any of them may be written last."""
+def _defined(attend: GatherLayer | PromptLayer, out: Tensor | None, owner: Any) -> tuple[Tensor, ...]:
+    """Return copies of what is not of padding, whose nodes share the trash page: any of them may be written last.
+
+    out: what a step returned; None: it was written to the drafter's states, of which slot 0 is padding.
+    """
     page_size = attend.plan.kv.page_size
     live = attend.plan.rows >= page_size
-    return out.flatten(0, 1)[live], *(pool[:, :, page_size:].clone() for pool in pools)
+    made = owner.state[1:].clone() if out is None else out.flatten(0, 1)[live]
+    return made, *(pool[:, :, page_size:].clone() for pool in (attend.keys, attend.values))
 
 
 def target_shapes(engine: Engine) -> set[PlanShape]:
@@ -105,6 +109,7 @@ def main() -> int:
     engine, policy = llm.scheduler.engine, llm.scheduler.policy
     target = engine.model.run_block = ThreeWays(engine.model.run_block, attend_at=2)
     head = engine.drafter.run_network = ThreeWays(engine.drafter.run_network, attend_at=3)
+    paths = engine.drafter.take_in = ThreeWays(engine.drafter.take_in, attend_at=0)
     policy.forced = random.Random(0).choice
     texts = [text for texts in bench.read_prompts(bench.PROMPTS, None).values() for text in texts]
     params = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
@@ -114,7 +119,7 @@ def main() -> int:
             llm.scheduler.flush_cache()  # or pages of a shorter prompt would leave less to compute
             llm.generate([row[: size - size // 8] for row in ids[:count]], params)
             print(f"{count} requests of up to {size} tokens agree", file=sys.stderr, flush=True)
-    for name, ways in (("target", target), ("draft", head)):
+    for name, ways in (("target", target), ("frontiers", head), ("committed tokens", paths)):
         for shape, distance in sorted(ways.seen.items()):
             print(f"{name}, {shape}: torch.compile's bits, at most {distance:.1e} from eager")
     missing = target_shapes(engine) - set(target.seen)

@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bench
 from benchmarks import throughput
 from minispec import LLM, SamplingParams
+from minispec.beam import BeamDrafter
 from minispec.buffers import Chunk
 from minispec.cpu.int8 import Int8Linear
 from minispec.cpu.linear import FEW_ROWS
@@ -165,6 +166,7 @@ class Parts:
         self.places = [(engine.model, "run_block", 3, Block.forward)]
         if hasattr(drafter, "run_network"):
             self.places.append((drafter, "run_network", 4, type(drafter.network).forward))
+            self.places.append((drafter, "take_in", 1, BeamDrafter._take_in))
         self.as_it_is = [getattr(owner, name) for owner, name, *_ in self.places]
         self.bare = [self._without_attention(*place[2:]) for place in self.places]
 

@@ -116,7 +116,8 @@ class Plan:
         # so one multiprocessor would read all of them. Elsewhere the lists are worth it: the mask is evaluated on the
         # last pages only.
         self.full_blocks = device.type != "cuda" or blocks > 1
-        self.listed = True  # whether `fill` writes the lists of pages; `PagedGather` does not read them
+        # What `fill` does last, for the attention under this plan. `PagedGather`, which reads no lists, changes it.
+        self.finish: Callable[[], None] = self._list_pages
 
     @property
     def name(self) -> str:
@@ -141,12 +142,11 @@ class Plan:
         # live, and a live node may come after it.
         used = (live * (offset + torch.arange(1, self.width + 1, device=starts.device))).amax(1)
         self.ends.copy_(starts + used)
-        if self.listed:
-            self._list_pages(slots, starts)
+        self.finish()
 
-    def _list_pages(self, slots: Tensor, starts: Tensor) -> None:
+    def _list_pages(self) -> None:
         """Write, for each block, which pages it sees whole and which it reads through the mask."""
-        kv, shape = self.kv, self.kv_count.shape
+        kv, slots, starts, shape = self.kv, self.slots, self.starts, self.kv_count.shape
         whole = starts // kv.page_size if self.full_blocks else torch.zeros_like(starts)
         total = ((self.ends + kv.page_size - 1) // kv.page_size).clamp(max=kv.pages_per_slot)
         table = kv.table[slots]

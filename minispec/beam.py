@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from minispec.attention import AttendKind, PagedAttend, Plan
-from minispec.compiled import CompileFor, Compiler, Key, Small
+from minispec.compiled import CompileFor, Compiler, Key, Small, Step
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.kv import KVShape, PagedKV
 from minispec.model import LayerAttend, Rope
@@ -215,6 +215,7 @@ class BeamDrafter(Drafter):
         self.kv_shape = KVShape(1, network.kv_heads, network.head_dim)
         self.window = self.scratch = (steps - 1) * topk  # W, the rows that all frontiers together take
         self.run_network: Callable[..., Tensor] = type(network).forward
+        self.take_in: Step = BeamDrafter._take_in
         self.small = Small(BeamDrafter._open, BeamDrafter._round, BeamDrafter._close)
 
     def attach(
@@ -244,17 +245,21 @@ class BeamDrafter(Drafter):
         self.longest = max(longest, self.depth + 1)
 
     def compile(self, compiler: Compiler) -> None:
+        """Compile the network for frontiers, and what `commit` does."""
         self.run_network = compiler(type(self.network).forward)
+        self.take_in = compiler(BeamDrafter._take_in)
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
         self.small.compile(compiler, choice)
 
-    def attends(self, plan: Plan, prefill: bool) -> list[PagedAttend]:
+    def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
         """Return the attention of a prefill step, or that of accepted paths and of frontiers."""
-        if prefill:
-            return [self._attend(plan)]
-        frontier = self._beams[plan.batch, self.nodes].plan
-        return [self._attend(plan)] + ([] if frontier is None else [self._attend(frontier)])
+        path = self._attend(plan)
+        frontier = None if prefill else self._beams[plan.batch, self.nodes].plan
+        graphs = {f"draft's committed tokens, {path.graph}": path}
+        if frontier is not None:
+            graphs[f"draft's frontiers, {self._attend(frontier).graph}"] = self._attend(frontier)
+        return graphs
 
     def propose(self, batch: Batch) -> DraftTree:
         """Grow one tree per request; writes scratch rows beyond the committed ones in the drafter's own pages."""
@@ -317,12 +322,16 @@ class BeamDrafter(Drafter):
 
     def commit(self, new: Committed) -> None:
         """Compute the rows of the tokens just committed, from the target's features; keep the state at each end."""
-        states = self._run(new.following, self.network.fuse(new.features), new.positions, new.plan)
-        self.state[new.slots] = states.flatten(0, 1)[new.ends]
+        attend = self._attend(new.plan).layer(0)
+        self.take_in(self, attend, new.slots, new.following, new.features, new.positions, new.ends)
 
-    def _run(self, tokens: Tensor, states: Tensor | None, positions: Tensor, plan: Plan) -> Tensor:
-        """Run the head over pairs of tokens and states [B, T, ...] under a plan."""
-        return self._through(self._read(tokens, positions), states, plan)
+    def _take_in(
+        self, attend: LayerAttend, slots: Tensor, tokens: Tensor, features: Tensor, positions: Tensor, ends: Tensor
+    ) -> None:
+        """Do the work of `commit`, with `Committed.following` as `tokens`; it may be compiled."""
+        embedding, cos, sin, _ = self._read(tokens, positions)
+        states = self.network(embedding, self.network.fuse(features), Rope(cos, sin), attend, positions)
+        self.state[slots] = states.flatten(0, 1)[ends]
 
     def _read(self, tokens: Tensor, positions: Tensor) -> Inputs:
         """Return the inputs of the network for tokens at positions, both [B, T] int64."""

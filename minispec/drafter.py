@@ -164,12 +164,12 @@ class Drafter(ABC):
         batch_sizes: the batch sizes of decode steps. chunk_counts: the most chunks of each size of prefill step.
         """
 
-    def attends(self, plan: Plan, prefill: bool) -> list[PagedAttend]:
-        """Return the attention of each call of the network, in a prefill step or in a decode step.
+    def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
+        """Return the attention of each call of the network in a prefill or a decode step, by the names of their graphs.
 
         plan: the plan of the prefill step, or the plan of a decode step's accepted paths.
         """
-        return []
+        return {}
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
         """Propose a tree per slot on the host, before a decode step.

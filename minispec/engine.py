@@ -179,6 +179,8 @@ class Engine:
         # The attention plans under which the drafter takes in accepted paths, as chains of tokens; by batch size and A.
         paths = {(batch, self._most(shape.nodes)) for batch, shape in self.decodes if shape.drafts and drafter.commits}
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
+        for plan in self.path_plans.values():
+            drafter.attends(plan, prefill=False)  # made before a step is compiled, since filling a plan writes to them
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
         """Compile the code before and after the blocks of target and drafter, for the steps that `choice` names."""

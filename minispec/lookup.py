@@ -173,7 +173,7 @@ class Lookups(Drafter):
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
         self.head.compile_small(compiler, choice)
 
-    def attends(self, plan: Plan, prefill: bool) -> list[PagedAttend]:
+    def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
         return self.head.attends(plan, prefill)
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:

@@ -79,25 +79,28 @@ class StandaloneDrafter(BeamDrafter):
         paths = [(count, length) for count in batch_sizes for length in self.path_lengths]
         shapes = [*paths, *((count, 1) for count in chunk_counts)]
         self._tails = {shape: Plan(self.kv, shape[0], 1, shape[1]) for shape in shapes}  # by requests, and rows of each
+        for plan in self._tails.values():
+            self._attend(plan)  # made before a step is compiled, since filling a plan writes to it
 
     def compile(self, compiler: Compiler) -> None:
         self.network.model.compile_blocks(compiler)
 
-    def attends(self, plan: Plan, prefill: bool) -> list[PagedAttend]:
+    def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
         """Return the attention of each call of the model.
 
         In a prefill step: over the chunks, then over the roots after them. In a decode step: over the paths, which end
-        at a root, then over the frontiers.
+        at a root, then over the frontiers. All of them run the model's blocks, so plans of equal `graph` share one.
         """
-        if prefill:
-            return [self._attend(plan), self._attend(self._tails[plan.blocks, 1])]
-        return super().attends(self._tails[plan.batch, plan.width], prefill)
+        shape = (plan.blocks, 1) if prefill else (plan.batch, plan.width)
+        first = [self._attend(plan)] if prefill else []
+        attends = [*first, *super().attends(self._tails[shape], prefill).values()]
+        return {f"draft, {attend.graph}": attend for attend in attends}
 
     def commit(self, new: Committed) -> None:
         """Write the rows of the tokens just committed and of the root after them; keep the state at the root."""
         root = new.positions.flatten()[new.ends] + 1  # [C], its row and position
         if new.prefill:  # the chunk's rows first, then the row after it: the root, or the next chunk's first token
-            self._run(new.tokens, None, new.positions, new.plan)
+            self._run(new.tokens, new.positions, new.plan)
             tokens, first = new.following.flatten()[new.ends][:, None], root
         else:  # the path without its first row, which is the old root's: the previous commit wrote it
             tokens, first = new.following, new.positions[:, 0] + 1
@@ -106,8 +109,12 @@ class StandaloneDrafter(BeamDrafter):
         plan = self._tails[count, width]
         visible = self._causal[:width, :width].expand(count, -1, -1)
         plan.fill(new.slots, first, visible, live=positions <= root[:, None])
-        states = self._run(tokens, None, positions, plan)
+        states = self._run(tokens, positions, plan)
         self.state[new.slots] = states[torch.arange(count, device=first.device), root - first]
+
+    def _run(self, tokens: Tensor, positions: Tensor, plan: Plan) -> Tensor:
+        """Return the hidden states [B, T, H] at tokens and positions, both [B, T] int64, under a plan."""
+        return self._through(self._read(tokens, positions), None, plan)
 
     def _read(self, tokens: Tensor, positions: Tensor) -> Inputs:
         """Return the model's inputs for tokens [B, T] int64 at positions [B, T] int64."""

@@ -47,12 +47,14 @@ def test_every_shape_has_the_bits_of_torch_compile_and_eager_is_near() -> None:
     model = scheduler.engine.model
     target = model.run_block = ThreeWays(model.run_block, attend_at=2)
     head = drafter.run_network = ThreeWays(drafter.run_network, attend_at=3)
+    paths = drafter.take_in = ThreeWays(drafter.take_in, attend_at=0)
     scheduler.policy.forced = random.Random(1).choice
     for number in range(2):  # one after the other, so that batches of two need not be compiled
         run(scheduler, [request(f"{number}", [*PROMPT, number], max_new_tokens=14)])
-    seen = [{(shape.batch, shape.blocks * shape.width) for shape in ways.seen} for ways in (target, head)]
+    seen = [{(shape.batch, shape.blocks * shape.width) for shape in ways.seen} for ways in (target, head, paths)]
     assert seen[0] == {(1, 128), (1, 6), (1, 3), (1, 1)}, "a prompt, both trees and a plain step"
-    assert seen[1] == {(1, 128), (1, drafter.depth + 1), (1, 3), (1, 2)}, "a prompt, both paths, a frontier"
+    assert seen[1] == {(1, 2)}, "a frontier"
+    assert seen[2] == {(1, 128), (1, drafter.depth + 1), (1, 3)}, "a prompt, both paths"
 
 
 def keys_of(engine: Engine) -> list[Tensor]:

@@ -54,7 +54,8 @@ def test_nothing_recompiles_over_200_steps_of_changing_requests(name, known, mon
     compiled |= new
     rng = random.Random(3)
     scheduler.policy.forced = rng.choice  # plain steps and both trees in turn
-    for step in {model.run_block, getattr(drafter, "run_network", model.run_block)}:
+    for step in {getattr(owner, name, model.run_block) for owner, name in
+                 ((model, "run_block"), (drafter, "run_network"), (drafter, "take_in"))}:  # fmt: skip
         monkeypatch.setattr(step, "traced", None)  # nothing goes through Dynamo any more, so nothing can recompile
     rng, requests, steps = random.Random(0), [], 0
     with torch.compiler.set_stance("fail_on_recompile"):

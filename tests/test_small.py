@@ -135,6 +135,7 @@ def operations(engine: Engine, nodes: int) -> tuple[Counter[str], int]:
     engine.small.compiled = [within(REGION, function) for function in engine.small.compiled]
     if isinstance(drafter, BeamDrafter):
         drafter.run_network = within(BLOCK, drafter.run_network)
+        drafter.take_in = within(BLOCK, drafter.take_in)
         drafter.small.compiled = [within(REGION, function) for function in drafter.small.compiled]
     buffers = engine.decodes[1, Shape(nodes, nodes > 1)]
     strips = mock.patch.object(PagedGather, "_strips", within(GATHERING, PagedGather._strips))

@@ -126,7 +126,7 @@ def test_before_steps_are_ready_a_drafter_catches_up_eagerly(monkeypatch: pytest
     asked = request("r", PROMPT, max_new_tokens=16)
     run(scheduler, [asked])
     assert passes and asked.output_ids == reference(MODEL, asked)
-    assert graphs_made() == made and not engine.drafter.run_network.calls
+    assert graphs_made() == made and not engine.drafter.take_in.calls
 
 
 def test_steps_and_shapes_stand_in_one_order_one_request_first() -> None:
@@ -138,10 +138,14 @@ def test_steps_and_shapes_stand_in_one_order_one_request_first() -> None:
         "decode, batch 2, 6 nodes a tree", "decode, batch 2, 3 nodes a tree", "decode, batch 2, 1 nodes a tree",
     ]  # fmt: skip
     assert shapes(scheduler.engine) == [
-        "target, one sequence of any length, folded", "draft, one sequence of 4 rows", "draft, one sequence of 2 rows",
-        "target, one sequence of 3 rows", "draft, one sequence of 3 rows",
-        "target, one sequence of one row", "target, prompts of any length", "draft, prompts of any length",
-        "target, several sequences of any length, folded", "draft, several sequences of any length, folded",
+        "target, one sequence of any length, folded", "draft's committed tokens, one sequence of 4 rows",
+        "draft's frontiers, one sequence of 2 rows",
+        "target, one sequence of 3 rows", "draft's committed tokens, one sequence of 3 rows",
+        "target, one sequence of one row", "target, prompts of any length",
+        "draft's committed tokens, prompts of any length",
+        "target, several sequences of any length, folded",
+        "draft's committed tokens, several sequences of any length, folded",
+        "draft's frontiers, several sequences of any length, folded",
         "target, several sequences of one row",
     ]  # fmt: skip
 

@@ -155,7 +155,10 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., S
 
 
 def _sizes(graph: torch.fx.GraphModule) -> list[tuple[int, int, int]]:
-    """Return for each input of a graph that is a number which input's size it is: (input, tensor, dimension)."""
+    """Return for each input of a graph that is a number which input's size it is: (input, tensor, dimension).
+
+    Other numbers are strides and offsets of views, which stay the same for a key.
+    """
     examples = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
     numbers = [(place, value.node.expr) for place, value in enumerate(examples) if isinstance(value, torch.SymInt)]
     dimensions = [  # Dynamo may have found two numbers to be the same one: then both are the first tensor's
@@ -163,10 +166,8 @@ def _sizes(graph: torch.fx.GraphModule) -> list[tuple[int, int, int]]:
         for place, value in enumerate(examples) if isinstance(value, Tensor)
         for dimension, size in enumerate(cast(Sequence[Any], value.shape)) if isinstance(size, torch.SymInt)
     ]  # fmt: skip
-    return [
-        (number, *next((place, dimension) for place, dimension, size in dimensions if size == symbol))
-        for number, symbol in numbers
-    ]
+    sized = {size: (place, dimension) for place, dimension, size in reversed(dimensions)}
+    return [(number, *sized[symbol]) for number, symbol in numbers if symbol in sized]
 
 
 class DirectStep:
@@ -218,7 +219,8 @@ def any_size(args: Sequence[Any], key: Key) -> Iterator[None]:
         members = [member for arg in args for member in (arg if isinstance(arg, tuple) else (arg,))]
         marked += [(member, (0, 2 if member.dim() == 4 else 1)) for member in members if isinstance(member, Tensor)]
     for tensor, dimensions in marked:
-        torch._dynamo.maybe_mark_dynamic(tensor, [at for at in dimensions if tensor.shape[at] != 1])
+        there = [at for at in dimensions if at < tensor.dim()]
+        torch._dynamo.maybe_mark_dynamic(tensor, [at for at in there if tensor.shape[at] != 1])
     from torch.fx.experimental import _config  # here, since importing it takes a while
 
     # Two sizes that happen to be equal now need not be so later, and a computed one that is one now need not stay so.

@@ -6,8 +6,9 @@ on a CPU a few queries have loops in place of matrix products, and many the prod
 
 What each query reads and sees is worked out once a step, and all layers share it. Of a decode step it is a `Strip`
 whose tensors stay where they are, so that compiled code has them for inputs, with as many rows as the longest request
-has, rounded up. A prefill step has a strip a request, however many those are, so compiled code calls an operator that
-it does not look into.
+has, rounded up. For one request with a small tree the plan itself writes the strip when it is filled, as part of the
+compiled code around the blocks. A prefill step has a strip a request, however many those are, so compiled code calls an
+operator that it does not look into.
 
 Read next: `products.py`, `compiled.Key` for `moving` and `any_size`; docs/log.md has the times.
 """
@@ -15,6 +16,7 @@ Read next: `products.py`, `compiled.Key` for `moving` and `any_size`; docs/log.m
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -47,7 +49,8 @@ class PagedGather:
 
     def __init__(self, kv: PagedKV, plan: Plan, layers: int) -> None:
         self.kv, self.plan = kv, plan
-        plan.listed = False  # only FlexAttention reads lists of pages
+        plan.finish = lambda: None  # only FlexAttention reads lists of pages
+        self.most = kv.pages_per_slot * kv.page_size  # the rows of a slot
         self.multiplies = products_pay(kv.pool.dtype, kv.pool.device)
         # Do the queries that share a KV head become rows of one head, so that each key is read once?
         self.folds = not plan.prompts and (plan.width <= FOLD_UP_TO or self.multiplies)
@@ -57,6 +60,8 @@ class PagedGather:
         if self.merges and self.multiplies:
             self.products = _products.setdefault(kv, Products())
         self.strips: list[Strip] = []
+        # Is it one request's tree of few nodes? That has a graph of its own on a CPU, of loops in place of products.
+        self.few = not plan.prompts and plan.batch == 1 and plan.width <= FEW_ROWS
         if plan.prompts:
             key = next(_keys)
             _gathers[key] = self
@@ -64,8 +69,6 @@ class PagedGather:
             self.graph = "prompts of any length"
             self._layers: Sequence[GatherLayer | PromptLayer] = [PromptLayer(kv, at, self) for at in range(layers)]
             return
-        # Is it one request's tree of few nodes? That has a graph of its own on a CPU, of loops in place of products.
-        self.few = plan.batch == 1 and plan.width <= FEW_ROWS
         several = "several sequences" if plan.batch > 1 else "one sequence"
         count = "one row" if plan.width == 1 else f"{plan.width} rows"
         folded = ", folded" if self.folds else ""
@@ -75,31 +78,54 @@ class PagedGather:
         # What the layers read lies at the front of these, which are made with the first step.
         self._rows: Tensor | None = None
         self._mask: Tensor | None = None
+        if self.few:
+            self._make()  # already now, since compiled code writes them
+            plan.finish = self._write
 
     def layer(self, index: int) -> GatherLayer | PromptLayer:
         """Return the attention of one layer; asked for layer 0, it works out what the step reads and sees."""
-        if index == 0:
+        if index == 0 and self.few:
+            self._place(self._reach())
+        elif index == 0:
             self.strips = self._strips()
             if not self.plan.prompts:
-                self._place(self.strips[0])
+                rows, mask = self.strips[0].rows, self.strips[0].mask
+                read, sees = self._place(rows.shape[1])
+                read.copy_(rows)
+                sees.copy_(mask)
         return self._layers[index]
 
-    def _place(self, strip: Strip) -> None:
-        """Write a decode step's strip to where the layers have it; they are told of a new reach."""
-        if self._rows is None or self._mask is None:  # what is not used of it costs nothing
-            most = self.kv.pages_per_slot * self.kv.page_size
-            self._rows = strip.rows.new_empty(self.plan.batch * most)
-            self._mask = strip.mask.new_empty(self.plan.batch * self.plan.width * most)
+    def _place(self, reach: int) -> tuple[Tensor, Tensor]:
+        """Return where the layers have a decode step's strip, of so many rows; they are told of a new reach."""
         layers = cast(list[GatherLayer], self._layers)
-        first = layers[0]
-        if not first.moving or first.read.shape != strip.rows.shape:
-            read = self._rows[: strip.rows.numel()].view(strip.rows.shape)
-            mask = self._mask[: strip.mask.numel()].view(strip.mask.shape)
+        first, batch = layers[0], self.plan.batch
+        if not first.moving or first.read.shape[1] != reach:
+            all_rows, all_masks = self._make()
+            read, shape = all_rows[: batch * reach].view(batch, reach), (batch, 1, self.plan.width, reach)
+            # Contiguous, unless compiled code writes masks for all rows of the slot.
+            mask = all_masks[..., :reach] if self.few else all_masks.view(-1)[: math.prod(shape)].view(shape)
             moving = (read, mask)
             for layer in layers:
                 layer.read, layer.mask, layer.moving = read, mask, moving
-        first.read.copy_(strip.rows)
-        first.mask.copy_(strip.mask)
+        return first.read, first.mask
+
+    def _make(self) -> tuple[Tensor, Tensor]:
+        """Return the memory for the rows and masks of a decode step; the part of it that is not used costs nothing."""
+        if self._rows is None or self._mask is None:
+            batch, width = self.plan.batch, self.plan.width
+            self._rows = self.plan.slots.new_empty(batch * self.most)
+            self._mask = self.kv.pool.new_empty(batch, 1, width, self.most)
+        return self._rows, self._mask
+
+    def _write(self) -> None:
+        """Write the strip of one request with a small tree, as the plan is filled.
+
+        Compiled code writes it for all rows that a slot can have. How many are read is no shape of its graph then.
+        """
+        reach = self.most if torch.compiler.is_compiling() else self._reach()
+        (all_rows, all_masks), (rows, mask) = self._make(), self._rows_and_mask(slice(0, 1), reach)
+        all_rows[:reach].copy_(rows[0])
+        all_masks[0, 0, :, :reach].copy_(torch.where(mask[0], 0.0, -torch.inf))
 
     def _strips(self) -> list[Strip]:
         """Return what is attended together in this step."""
@@ -128,9 +154,8 @@ class PagedGather:
 
     def _reach(self) -> int:
         """Return how many rows to read of every slot."""
-        most = self.kv.pages_per_slot * self.kv.page_size
         rows = int(self.plan.ends.max()) if self.kv.host_looks else self._mapped_pages() * self.kv.page_size
-        return min(max(1, -(-rows // REACH_STEP)) * REACH_STEP, most)
+        return min(max(1, -(-rows // REACH_STEP)) * REACH_STEP, self.most)
 
     def _mapped_pages(self) -> int:
         """Return the most pages any slot has, as the host mapped them; for padding, those that hold the nodes."""

@@ -43,11 +43,11 @@ def shapes(engine: Engine) -> list[str]:
     for step in steps_of(engine):
         names.append(f"target, {step.attend.graph}")
         if isinstance(step, PrefillBuffers):
-            names += [f"draft, {attend.graph}" for attend in engine.drafter.attends(step.plan, prefill=True)]
+            names += engine.drafter.attends(step.plan, prefill=True)
             continue
         if step.nodes > 1 and engine.drafter.commits:
             paths = engine.path_plans[step.batch, step.most]
-            names += [f"draft, {attend.graph}" for attend in engine.drafter.attends(paths, prefill=False)]
+            names += engine.drafter.attends(paths, prefill=False)
         names += [
             f"around the {owner}, batch {step.batch}, {step.nodes} nodes a tree, {kind}"
             for kind, samples in (("greedy", False), ("sampled", True))

@@ -240,7 +240,7 @@ def keys_of_other_heads(patch: pytest.MonkeyPatch) -> None:
 def bias_added_by_each(patch: pytest.MonkeyPatch) -> None:
     """The bias of o and down is part of each rank's product."""
     patch.setattr(shards.Summed, "forward", lambda self, x: shards.summed(
-        self.linear(x) + self.bias, self.group))  # fmt: skip
+        self.layer(x) + self.bias, self.group))  # fmt: skip
 
 
 def another_verdict(patch: pytest.MonkeyPatch) -> None:

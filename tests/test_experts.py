@@ -26,6 +26,7 @@ from conformance import (
     Subject,
     Tally,
     greedy_alone_and_in_a_batch_of_eight,
+    mixture_model,
     prefix_hits_and_a_second_turn,
     random_head,
     retraction,
@@ -62,7 +63,6 @@ from minispec.load.memory import size_of
 from minispec.model import Model, ModelConfig
 from minispec.tree import DraftTree
 
-mixture_model = cache(partial(tiny_model, **MIXTURE))
 needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="this PyTorch has no oneDNN")
 
 

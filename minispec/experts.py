@@ -106,10 +106,10 @@ def _gathered(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down:
 
 def _by_all(rows: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Let all experts read all rows [N, d], and drop what was not chosen; returns [N, d]."""
-    per_token = chosen.shape[-1]
-    of_all = weights.new_zeros(len(rows), len(down)).scatter(1, chosen.view(-1, per_token), weights.view(-1, per_token))
+    is_chosen = chosen[..., None] == torch.arange(len(down), device=chosen.device)
+    of_all = (weights[..., None] * is_chosen).sum(-2).view(len(rows), -1).T[..., None]  # weights [E, N, 1]
     sums = []
-    for piece, part in zip(rows.split(PIECE), of_all.T[..., None].split(PIECE, 1), strict=True):
+    for piece, part in zip(rows.split(PIECE), of_all.split(PIECE, 1), strict=True):
         gate, up = torch.matmul(piece, gate_up.mT).chunk(2, dim=-1)  # [E, n, I] each
         out = torch.matmul(F.silu(gate) * up, down.mT).float() * part
         sums.append(out.masked_fill(part == 0, 0).sum(0))  # what was not chosen may be an infinity in float16

@@ -327,7 +327,7 @@ def test_packed_experts_take_the_place_of_their_weights_and_go_with_their_module
     assert set(linear_module._weights) == before
 
 
-CONFIG = {
+MIXED = {  # layers 1 and 3 have experts
     "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 2,
@@ -336,7 +336,7 @@ CONFIG = {
 
 def outline(tmp_path: Path, kind: type[Outline], **flags: Any) -> Outline:
     """Return a build that needs no weights, of a mixture whose layers 1 and 3 are sparse."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(MIXED))
     build_of = Build(Config(model_path=str(tmp_path), load_format="dummy", device="cpu", **flags), print)
     build_of.lead()
     return kind(build_of)
@@ -355,7 +355,7 @@ def test_an_engine_that_only_compiles_has_a_layer_of_each_kind(tmp_path: Path) -
 def test_the_memory_of_experts_is_in_the_estimate(tmp_path: Path) -> None:
     with torch.inference_mode():
         network = outline(tmp_path, Outline, dtype="float32").parts().network
-    whole = Model(ModelConfig.from_hf({**CONFIG, "rope_scaling": None}))
+    whole = Model(ModelConfig.from_hf({**MIXED, "rope_scaling": None}))
     count = sum(parameter.nbytes for parameter in whole.parameters())
     assert size_of(network) >= count and (count < size_of(network)) == can_pack(torch.float32)  # the kept weights
 
@@ -374,7 +374,7 @@ def test_a_draft_model_s_experts_are_not_quantized_either(tmp_path: Path, monkey
     target = test_standalone.write(tmp_path / "target")
     draft = test_standalone.write(tmp_path / "draft", seed=1)
     stated = json.loads((draft / "config.json").read_text())
-    stated |= {key: CONFIG[key] for key in CONFIG if key.startswith(("arch", "num_experts", "moe"))}
+    stated |= {key: MIXED[key] for key in MIXED if key.startswith(("arch", "num_experts", "moe"))}
     (draft / "config.json").write_text(json.dumps(stated))
     flags = dict(speculative_algorithm="STANDALONE", speculative_draft_model_path=str(draft), load_format="dummy")
     config = Config(model_path=str(target), device="cpu", **flags)

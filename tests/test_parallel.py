@@ -478,6 +478,17 @@ def test_joined_matrices_of_a_file_are_split_before_they_are_sliced(tmp_path: Pa
                 assert torch.equal(getattr(block, part).weight, want), names
 
 
+@torch.inference_mode()
+def test_random_weights_have_the_same_routers_on_all_ranks(tmp_path: Path) -> None:
+    config, sizes = Config(model_path=str(tmp_path), load_format="dummy"), mixture_model().config
+    first, second = (load_model(config, sizes, tmp_path, torch.float32, CPU, Shard(sizes, rank, 2, ""))
+                     for rank in range(2))  # fmt: skip
+    for layer in MIXTURE["sparse"]:
+        one, other = (model.layers[layer] for model in (first, second))
+        assert torch.equal(one.router.weight, other.router.weight) and one.router.weight.std() > 0.01
+        assert one.experts.layer.down_proj.shape == (6, 72, 32) and other.experts.layer.down_proj.shape == (6, 72, 16)
+
+
 # ---- what it costs -----------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """The target model: one decoder for the Llama family, built from a model's `config.json`.
 
-Llama 2/3, Mistral, Qwen2, Qwen3, MiMo, SmolLM2/3, Granite and Phi-3 are one architecture with a few switches:
+Llama 2/3, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, MiMo, SmolLM2/3, Granite and Phi-3 are one architecture with a few
+switches:
 
     biases on q, k, v        Qwen2, MiMo; any Llama whose file says so
     norms on q and k         Qwen3
@@ -8,7 +9,8 @@ Llama 2/3, Mistral, Qwen2, Qwen3, MiMo, SmolLM2/3, Granite and Phi-3 are one arc
     no rotary positions      some layers of SmolLM3: `Rope.still`
     multipliers              Granite: of embedding, attention, residual and logits: `ModelConfig`
     tied embeddings          small models
-    joined matrices          Phi-3's files: `ModelConfig.split`
+    a mixture of experts     Mixtral; some or all layers of Qwen3-MoE: `experts.py`
+    joined matrices          Phi-3's files, some files of experts: `ModelConfig.split`
 
 `ModelConfig` reads them from `config.json`; the forward pass has no branch on a model's name.
 
@@ -34,7 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minispec.model_config import JOINED, ModelConfig, ModelError  # noqa: F401  others import ModelError from here
+from minispec.experts import Experts
+from minispec.model_config import JOINED, ModelConfig, ModelError, expert_names  # noqa: F401  others import ModelError
 
 FINAL = "final"  # the tap of the normed last hidden state, which the LM head reads
 NAMES_SHOWN = 8  # tensors that a message names
@@ -166,9 +169,10 @@ class Block(nn.Module):
     """One decoder layer: attention and a gated MLP, each after a norm and with a residual.
 
     One matrix computes q, k and v, another one gate and up: fewer, larger products are faster on every device.
+    sparse: whether the MLP is a mixture of experts.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, sparse: bool = False) -> None:
         super().__init__()
         d, self.head_dim = config.hidden_size, config.head_dim
         self.q_size, self.kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -179,6 +183,10 @@ class Block(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.o_proj = nn.Linear(self.q_size, d, bias=config.output_bias)
         self.post_attention_layernorm = RMSNorm(d, config.norm_eps)
+        self.sparse = sparse
+        if sparse:
+            self.router, self.experts = nn.Linear(d, config.experts, bias=False), Experts(config)
+            return
         self.gate_up_proj = nn.Linear(d, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, d, bias=config.mlp_bias)
 
@@ -196,22 +204,28 @@ class Block(nn.Module):
         q, k, v = (part.view(batch, length, -1, self.head_dim).transpose(1, 2) for part in qkv)
         out = attend(scaled(rope.turn(self.q_norm(q)), self.query_multiplier), rope.turn(self.k_norm(k)), v)
         x = x + scaled(self.o_proj(out.transpose(1, 2).reshape(batch, length, self.q_size)), self.residual_multiplier)
-        gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, dim=-1)
-        return x + scaled(self.down_proj(F.silu(gate) * up), self.residual_multiplier)
+        return x + scaled(self.mlp(self.post_attention_layernorm(x)), self.residual_multiplier)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """Return the output [B, T, d] of the MLP, or of the mixture, for normed x [B, T, d]."""
+        if self.sparse:
+            return self.experts(x, self.router(x))
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Model(nn.Module):
     """The decoder: embedding, blocks, final norm, LM head.
 
-    `run_block` runs one block; `compile_blocks` replaces it by compiled code. All blocks share one compiled graph per
-    shape, so compile time does not grow with the number of layers.
+    `run_block` runs one block; `compile_blocks` replaces it by compiled code. All blocks of a kind, with an MLP or with
+    experts, share one compiled graph per shape, so compile time does not grow with the number of layers.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, layer in config.sparse) for layer in range(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
@@ -295,7 +309,7 @@ class Model(nn.Module):
 
 
 def published_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a model or a draft head under the names that files use: q, k, v, gate and up are apart.
+    """Return a model's or a draft head's weights under the names that files use: q, k, v, gate, up and experts apart.
 
     The tensors are views, so writing into them fills the module. A tied LM head is left out: it is the embedding.
     """
@@ -303,6 +317,10 @@ def published_tensors(module: nn.Module) -> dict[str, Tensor]:
     for name, parameter in module.named_parameters():  # each once; a tied one under its first name
         stem, _, kind = name.rpartition(".")
         owner, _, part = stem.rpartition(".")
+        if part == "experts":
+            each = expert_names(f"{owner}.mlp", kind, len(parameter))
+            published |= zip(each, parameter.detach().flatten(0, 1).chunk(len(each)), strict=True)
+            continue
         names = JOINED.get(part, (part,))
         rows = [len(parameter) // len(names)] * len(names)
         if part == "qkv_proj":

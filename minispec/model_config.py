@@ -26,7 +26,11 @@ JOINED = {  # our module: the modules of published files that it joins, with the
     "k_norm": ("self_attn.k_norm",),
     "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "down_proj": ("mlp.down_proj",),
+    "router": ("mlp.gate",),
 }
+# A stacked tensor [E, out, in] of a layer's experts: the matrices of one expert that lie in it, one below the other.
+STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_LETTERS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # what Mixtral's files call an expert's matrices
 
 
 class Family(NamedTuple):
@@ -50,11 +54,21 @@ _ARCHITECTURES = {
     ),
     "GraniteForCausalLM": Family(keys=dict.fromkeys(_MULTIPLIERS, 1.0)),
     "Phi3ForCausalLM": Family(keys={"use_sliding_window": True, "rms_norm_eps": 1e-5}),
-}
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm=True,
+        keys={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+              "decoder_sparse_step": 1, "mlp_only_layers": ()},
+    ),
+    # Its experts have the width that other models' MLP has, all its layers have them, and weights add up to 1.
+    "MixtralForCausalLM": Family(
+        keys={"num_experts": 8, "num_experts_per_tok": 2, "use_sliding_window": True, "rope_theta": 1e6,
+              "rms_norm_eps": 1e-5}
+    ),
+}  # fmt: skip
 _NEEDS = {  # part of an architecture's name: what such a model needs and has not got here; the first that fits is said
     "GptOss": "attention sinks and MXFP4 weights",
-    "Llama4": "attention in chunks and a mixture of experts",
-    "DeepseekV": "latent attention and a mixture of experts",
+    "Llama4": "attention in chunks and another kind of mixture of experts",
+    "DeepseekV": "latent attention and another kind of mixture of experts",
     "MiniCPM3": "latent attention",
     "Gemma": "norms that multiply by 1 + weight, and from Gemma 2 on soft caps or two rotary thetas",
     **dict.fromkeys(("Olmo2", "Olmo3"), "norms over the full width of q and k, and none before a layer"),
@@ -62,7 +76,7 @@ _NEEDS = {  # part of an architecture's name: what such a model needs and has no
         ("Qwen3Next", "Qwen3_5", "Hybrid", "Bamba", "FalconH1", "Jamba", "Lfm2", "Mamba", "NemotronH", "Zamba"),
         "a recurrent state beside keys and values",
     ),
-    **dict.fromkeys(("Moe", "MoE", "Mixtral", "Dbrx"), "a mixture of experts"),
+    **dict.fromkeys(("Moe", "MoE", "Dbrx"), "another kind of mixture of experts"),
 }
 
 _SCALING_KEYS = {
@@ -114,6 +128,11 @@ class ModelConfig:
     query_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_multiplier: float = 1.0  # 1 / logits_scaling
+    sparse: tuple[int, ...] = ()  # layers with a mixture of experts in place of an MLP (`experts.py`)
+    experts: int = 0  # of such a layer
+    experts_per_token: int = 0
+    expert_size: int = 0  # an expert's inner width
+    norm_topk_prob: bool = True  # whether a token's weights of experts are divided by their sum
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -166,27 +185,37 @@ class ModelConfig:
             query_multiplier=multiplier("attention_multiplier") * (math.sqrt(head_dim) if multiplied else 1.0),
             residual_multiplier=multiplier("residual_multiplier"),
             logits_multiplier=1 / multiplier("logits_scaling"),
+            **(_mixture(config, keys) if "num_experts" in keys else {}),
         )
 
     def plain(self) -> ModelConfig:
-        """Return a copy for a drafter of this model: a Llama with positions in all layers and all multipliers 1.
+        """Return a copy for a drafter of this model: a Llama with positions and an MLP in all layers, multipliers 1.
 
         Biases, norms on q and k and all else stay.
         """
         return replace(
-            self, architecture="LlamaForCausalLM", unrotated=(), embedding_multiplier=1.0, query_multiplier=1.0,
-            residual_multiplier=1.0, logits_multiplier=1.0,
+            self, architecture="LlamaForCausalLM", unrotated=(), sparse=(), embedding_multiplier=1.0,
+            query_multiplier=1.0, residual_multiplier=1.0, logits_multiplier=1.0,
         )  # fmt: skip
 
     def split(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Return a file's tensor with its name, or its parts if it joins q, k and v, or gate and up.
+        """Return a file's tensor with its name, or its parts if it joins q, k and v, gate and up, or experts.
 
         Their rows lie one after the other (transformers, models/phi3/modeling_phi3.py), and so do scales of fp8
-        weights; one scale for all rows is every part's. Raises ModelError if a border between two parts falls
-        inside a row, as it can where one row of scales covers several rows of weights.
+        weights; one scale for all rows is every part's. Experts may be stacked (`STACKED`) or, as in Mixtral's files,
+        have other names. Raises ModelError if a border between two parts falls inside a row, as it can where one row
+        of scales covers several rows of weights.
         """
+        name = name.replace(".block_sparse_moe.", ".mlp.")
         stem, _, kind = name.rpartition(".")
         owner, _, part = stem.rpartition(".")
+        if part in _LETTERS:
+            return [(f"{owner}.{_LETTERS[part]}.{kind}", tensor)]
+        if part == "experts" and kind in STACKED:
+            names = expert_names(owner, kind, self.experts)
+            if tensor.dim() != 3 or len(tensor) != self.experts or tensor.shape[1] % len(STACKED[kind]):
+                raise ModelError(f"{name} {list(tensor.shape)} is no stack of the matrices of {self.experts} experts")
+            return zip(names, tensor.flatten(0, 1).chunk(len(names)), strict=True)
         key_rows = self.kv_heads * self.head_dim
         rows = {"qkv_proj": (self.heads * self.head_dim, key_rows, key_rows),
                 "gate_up_proj": (self.intermediate_size, self.intermediate_size)}.get(part)  # fmt: skip
@@ -199,6 +228,44 @@ class ModelConfig:
         if any(own * count % total for own in rows):
             raise ModelError(f"{name} {list(tensor.shape)} cannot be split into {' + '.join(map(str, rows))} rows")
         return zip(names, tensor.split([own * count // total for own in rows]), strict=True)
+
+
+def expert_names(owner: str, kind: str, count: int) -> list[str]:
+    """Return the names of the matrices that a stacked tensor of a layer's experts holds, in their order.
+
+    owner: the name of the layer's MLP. kind: the stacked tensor's last name, see `STACKED`.
+    """
+    return [f"{owner}.experts.{expert}.{part}.weight" for expert in range(count) for part in STACKED[kind]]
+
+
+def _mixture(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that tell of experts; keys: those that the family reads, with their defaults.
+
+    The number of experts has two names, of which either may be in the file of either family.
+    """
+    names = ("num_experts", "num_local_experts")
+    given = {**config, "num_experts": next((config[name] for name in names if config.get(name) is not None), None)}
+    read = {key: default if given.get(key) is None else given[key] for key, default in keys.items()}
+    experts = _whole("num_experts", read["num_experts"], 0)
+    step, dense = _whole("decoder_sparse_step", read.get("decoder_sparse_step", 1)), read.get("mlp_only_layers", ())
+    if not isinstance(dense, (list, tuple)) or not all(isinstance(layer, int) for layer in dense):
+        raise ValueError(f"mlp_only_layers must be a list of layers, got {dense!r}")
+    sparse = (layer for layer in range(config["num_hidden_layers"]) if layer not in dense and (layer + 1) % step == 0)
+    per_token = _whole("num_experts_per_tok", read["num_experts_per_tok"])
+    if per_token > experts > 0:
+        raise ValueError(f"num_experts_per_tok must be at most num_experts, {experts}, got {per_token}")
+    return {
+        "sparse": tuple(sparse) if experts else (), "experts": experts, "experts_per_token": per_token,
+        "expert_size": _whole("moe_intermediate_size", read.get("moe_intermediate_size", config["intermediate_size"])),
+        "norm_topk_prob": bool(read.get("norm_topk_prob", True)),
+    }  # fmt: skip
+
+
+def _whole(key: str, value: Any, least: int = 1) -> int:
+    """Return a whole number that a config states; raise ValueError naming the key for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{key} must be a whole number of at least {least}, got {value!r}")
+    return value
 
 
 def _positive(key: str, value: Any) -> float:

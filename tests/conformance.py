@@ -22,7 +22,19 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
-from exactness import VOCAB, Oracle, any_ids, build, mixed_requests, reference, request, run, tiny_model, truth_of
+from exactness import (
+    MIXTURE,
+    VOCAB,
+    Oracle,
+    any_ids,
+    build,
+    mixed_requests,
+    reference,
+    request,
+    run,
+    tiny_model,
+    truth_of,
+)
 from trained import sentence, trained_head, trained_model
 
 from minispec.beam import BeamDrafter
@@ -40,6 +52,7 @@ from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter
 
 sharp_model = functools.cache(tiny_model)
+mixture_model = functools.cache(functools.partial(tiny_model, **MIXTURE))
 
 
 @dataclass

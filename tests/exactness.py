@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -60,11 +61,14 @@ def tiny_config(context: int = CONTEXT) -> ModelConfig:
     )  # fmt: skip
 
 
-def tiny_model(seed: int = 0, context: int = CONTEXT) -> Model:
-    """Return a random model whose every layer looks far back."""
+MIXTURE = {"sparse": (0, 2), "experts": 6, "experts_per_token": 2, "expert_size": 48}  # a dense layer between two
+
+
+def tiny_model(seed: int = 0, context: int = CONTEXT, **switches: Any) -> Model:
+    """Return a random model whose every layer looks far back; switches: fields of its config."""
     torch.manual_seed(seed)
     with torch.inference_mode():
-        model = Model.empty(tiny_config(context), torch.float32, CPU)
+        model = Model.empty(replace(tiny_config(context), **switches), torch.float32, CPU)
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0) if name.endswith("norm.weight") else parameter.normal_(0, 0.35)
     return model

@@ -3,7 +3,7 @@
 A line on standard input describes each: where the model's weights are, its sizes, and what its pages are like. Its
 clock, its seeds and its memory are not those of rank 0, since nothing may depend on them. While there is a file named
 LOOK beside the one in which the ranks met, it looks for NaN in its pages before it reads them, and if there is any, it
-writes a file named FOUND.
+writes a file named FOUND. What routers chose for an engine is written to a file named CHOSEN when the engine ends.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,13 +22,14 @@ from safetensors.torch import load_file
 from minispec.buffers import Sizes
 from minispec.cpu.gather import PagedGather
 from minispec.engine import Engine
+from minispec.experts import Experts
 from minispec.kv import KVShape, PagedKV
 from minispec.load.weights import load_weights
 from minispec.model import Model, ModelConfig, published_tensors
 from minispec.ranks.link import Elsewhere, Ranks, follow
 from minispec.ranks.shards import Shard
 
-LOOK, FOUND = "look", "found"
+LOOK, FOUND, CHOSEN = "look", "found", "chosen"
 
 
 def split(config: ModelConfig, ranks: Ranks, weights: dict[str, torch.Tensor]) -> Model:
@@ -70,6 +72,18 @@ def look(folder: Path) -> None:
     PagedGather._rows_and_mask = looking
 
 
+def noted(choices: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Return `Experts.choose` with a note of every router's scores and of the experts that were chosen by them."""
+    inner = Experts.choose
+
+    def choose(self: Experts, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, weights = inner(self, scores)
+        choices.append((scores.clone(), chosen))
+        return chosen, weights
+
+    return choose
+
+
 def main() -> None:
     """Follow until standard input ends."""
     file, perturbed = sys.argv[1:]
@@ -77,10 +91,15 @@ def main() -> None:
         perturb()
     look(Path(file).parent)
     dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=1, world_size=2)
-    ranks = Ranks()
+    ranks, choices = Ranks(), []
+    Experts.choose = noted(choices)
     for line in sys.stdin:
+        choices.clear()
         with torch.inference_mode():
             follow(follower(json.loads(line), ranks, ranks.same_sizes(None)), ranks)
+        if choices:
+            torch.save(choices, f"{file}.part")
+            Path(f"{file}.part").rename(Path(file).parent / CHOSEN)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +26,7 @@ import lowering
 import pytest
 import torch
 from conftest import slow_unless
-from exactness import CPU, run
+from exactness import CPU, MIXTURE, run
 from lowering import Cell
 from test_attention import LAYERS, World, check, eager, tree_scene
 from torch import Tensor, nn
@@ -34,12 +35,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import minispec.attention as attention_module
+import minispec.experts as experts_module
 from minispec.asked.scores import Scores
 from minispec.attention import QUERY_BLOCK, FlexLayer, Plan, most_nodes
 from minispec.config import Config
 from minispec.cpu.gather import PagedGather
 from minispec.cuda.fp8 import Fp8Linear, use_fp8
 from minispec.engine import Engine, Pending
+from minispec.experts import Experts
 from minispec.kv import KVShape, PagedKV
 from minispec.load.drafters import make_drafter
 from minispec.load.warm_up import step_seconds
@@ -157,10 +160,15 @@ class Rows(list):
 MAKE_TENSOR = torch.tensor
 
 
-def serve_on_fake_cuda(name: str, law: str, fault: Callable[[ExitStack], None] | None = None) -> int:
-    """Serve requests whose tensors are fake and on CUDA; every token is the same, since none is computed."""
+def serve_on_fake_cuda(
+    name: str, law: str, fault: Callable[[ExitStack], None] | None = None, switches: Mapping[str, object] = {}
+) -> int:
+    """Serve requests whose tensors are fake and on CUDA; every token is the same, since none is computed.
+
+    switches: fields of the model's config.
+    """
     subject = conformance.SUBJECTS[name]
-    model = exactness.tiny_model()
+    model = exactness.tiny_model(**switches)
     with torch.inference_mode():
         drafter = subject.drafter(model)
     lowering.allow_fake_cuda()
@@ -213,6 +221,11 @@ def test_no_step_waits_on_cuda(name: str, law: str, pretender: ProcessPoolExecut
     assert pretender.submit(serve_on_fake_cuda, name, law).result() > 1
 
 
+@needs_fake_cuda
+def test_no_step_of_a_mixture_waits_on_cuda(pretender: ProcessPoolExecutor) -> None:
+    assert pretender.submit(serve_on_fake_cuda, "eagle3-tree", "greedy", None, MIXTURE).result() > 1
+
+
 def padding_by_a_number(stack: ExitStack) -> None:
     """The length of slot 0 is set from a number on the host."""
 
@@ -262,6 +275,15 @@ def longest_block_by_a_look(stack: ExitStack) -> None:
     stack.enter_context(mock.patch.object(PagedGather, "_reach", reach))
 
 
+def experts_by_a_look(stack: ExitStack) -> None:
+    """Every expert multiplies its own tokens, so the host asks how many those are."""
+
+    def looking(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return experts_module._chosen_experts(x, chosen, weights, gate_up, down)
+
+    stack.enter_context(mock.patch.object(experts_module, "_gathered", looking))
+
+
 FAULTS = (padding_by_a_number, length_by_a_number, pageable_upload, rows_by_a_mask, longest_block_by_a_look)
 
 
@@ -270,6 +292,12 @@ FAULTS = (padding_by_a_number, length_by_a_number, pageable_upload, rows_by_a_ma
 def test_what_waits_on_cuda_is_seen(fault: Callable[[ExitStack], None], pretender: ProcessPoolExecutor) -> None:
     with pytest.raises(HostWaits):
         pretender.submit(serve_on_fake_cuda, "none", "greedy", fault).result()
+
+
+@needs_fake_cuda
+def test_experts_that_make_the_host_wait_are_seen(pretender: ProcessPoolExecutor) -> None:
+    with pytest.raises(HostWaits):
+        pretender.submit(serve_on_fake_cuda, "none", "greedy", experts_by_a_look, MIXTURE).result()
 
 
 def test_a_look_is_seen_on_the_cpu() -> None:
@@ -420,6 +448,46 @@ def fp8_block() -> tuple[list[str], int]:
 @needs_triton
 def test_a_block_with_fp8_layers_is_one_graph_for_an_h200(pretender: ProcessPoolExecutor) -> None:
     assert pretender.submit(fp8_block).result() == ([], 4)
+
+
+def mixture_block(cell: Cell) -> tuple[list[str], int, int]:
+    """Return the faults of a block with experts, how many grouped products it calls, and how many other ones."""
+    make = lowering.make_layer
+
+    def made(cell: Cell) -> tuple:
+        """Return a cell's block with experts in place of its MLP, and the other arguments."""
+        block, x, rope, attend = make(cell)
+        config = SimpleNamespace(hidden_size=x.shape[-1], experts=16, expert_size=96, experts_per_token=4,
+                                 norm_topk_prob=True)  # fmt: skip
+        with torch.device("meta"):
+            block.router, block.experts = nn.Linear(x.shape[-1], 16, bias=False), Experts(config)
+        block.sparse = True
+        lowering.fake_module(block, cell.dtype)
+        return block.eval(), x, rope, attend
+
+    # Constants are folded by computing them on the device, which is not there.
+    folding = torch._inductor.config.patch(joint_graph_constant_folding=False)
+    with mock.patch.object(lowering, "make_layer", made), folding:
+        source = lowering.lower(cell)
+    grouped = source.count("extern_kernels._grouped_mm(")
+    return lowering.faults_of_source(cell, source), grouped, len(re.findall(r"extern_kernels\.(bmm|baddbmm)\(", source))
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize(
+    ("cell", "grouped", "others"),
+    [
+        (Cell(4, 8, 64), 2, 0),
+        (Cell(4, QUERY_BLOCK, 64, prefill=True), 2, 0),
+        (Cell(4, 4, 64, dtype=torch.float16), 0, 2),  # as many pairs as experts: gathered
+        (Cell(4, QUERY_BLOCK, 64, prefill=True, dtype=torch.float16), 0, 8),  # four pieces, by all experts
+    ],
+)
+def test_a_block_with_experts_is_one_graph_for_an_h200(
+    cell: Cell, grouped: int, others: int, pretender: ProcessPoolExecutor
+) -> None:
+    assert pretender.submit(mixture_block, cell).result() == ([], grouped, others)
 
 
 def fp8_rows(size: int, rows: int, by_columns: bool) -> list[int]:

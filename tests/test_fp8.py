@@ -21,6 +21,7 @@ import torch
 from exactness import CPU, tiny_config
 from safetensors.torch import load_file, save_file
 from test_cuda_path import NoWaiting
+from test_model import as_mixtral_names_them
 from torch import Tensor, nn
 
 import minispec.load.build as build_module
@@ -183,6 +184,12 @@ CONFIG = {
     "num_attention_heads": 10, "num_key_value_heads": 5, "head_dim": 16, "vocab_size": 61, "rms_norm_eps": 1e-5,
     "max_position_embeddings": 256, "torch_dtype": "bfloat16",
 }  # fmt: skip
+SPARSE = replace(
+    SHAPE, architecture="Qwen3MoeForCausalLM", qkv_bias=False, qk_norm=True, sparse=(1,), experts=4,
+    experts_per_token=2, expert_size=144, norm_topk_prob=False,
+)  # fmt: skip
+OF_EXPERTS = {**CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+              "moe_intermediate_size": 144, "decoder_sparse_step": 2}  # fmt: skip
 IGNORED = ("layers.0.self_attn.k_proj.weight", "layers.1.self_attn.o_proj.weight")  # as modules_to_not_convert lists
 
 
@@ -217,12 +224,16 @@ BLOCK = {"compressed-tensors, blocks": (64, 96), "fp8, blocks": (128, 128)}
 class Written:
     """A folder of a published format: what is in its files, and what its weights stand for."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(
+        self, folder: Path, name: str, shape: ModelConfig = SHAPE, config: dict[str, Any] = CONFIG
+    ) -> None:
+        """config: what config.json says of a model of this shape."""
         torch.manual_seed(len(name))
+        self.shape, self.config = shape, config
         stated, suffix, shape_of = FORMATS[name]
         self.folder, self.name, self.files, self.meant = folder, name, {}, {}
         with torch.device("meta"):
-            shapes = {name: tensor.shape for name, tensor in published_tensors(Model(SHAPE)).items()}
+            shapes = {name: tensor.shape for name, tensor in published_tensors(Model(shape)).items()}
         for tensor, shape in shapes.items():
             value = torch.randn(shape).bfloat16()
             spelled = tensor if tensor.startswith("lm_head") else f"model.{tensor}"
@@ -248,7 +259,7 @@ class Written:
     def write(self, stated: Any) -> None:
         """Write config.json and two shards; a weight and its scale are never in the same one."""
         self.folder.mkdir(exist_ok=True)
-        (self.folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": stated}))
+        (self.folder / "config.json").write_text(json.dumps({**self.config, "quantization_config": stated}))
         shards = {"a.safetensors": {}, "b.safetensors": {}}
         for name, tensor in self.files.items():
             shards["ab"[name.endswith("weight") == ("up_proj" in name)] + ".safetensors"][name] = tensor
@@ -261,7 +272,7 @@ class Written:
         """Load the folder as `LLM` does, on the CPU."""
         config = Config(model_path=str(self.folder), quantization=quantization)
         with torch.inference_mode():
-            return load_model(config, SHAPE, self.folder, dtype, CPU)
+            return load_model(config, self.shape, self.folder, dtype, CPU)
 
 
 @pytest.fixture(params=FORMATS)
@@ -278,6 +289,22 @@ def test_a_checkpoint_s_weights_are_numbers_times_scales(written: Written) -> No
         assert tensors.keys() == written.meant.keys()
         for name, tensor in tensors.items():
             assert torch.equal(tensor, written.meant[name].float().to(dtype)), name
+
+
+@pytest.mark.parametrize("spelling", [lambda name: name, as_mixtral_names_them], ids=["Qwen3-MoE", "Mixtral"])
+@pytest.mark.parametrize("name", ["fp8, blocks", "compressed-tensors, tensors"])
+def test_a_checkpoint_s_experts_are_multiplied_out(
+    name: str, spelling: Callable[[str], str], tmp_path: Path
+) -> None:
+    made = Written(tmp_path / "published", name, SPARSE, OF_EXPERTS)
+    made.files = {spelling(one): tensor for one, tensor in made.files.items()}
+    made.write(FORMATS[name][0])
+    shape = ModelConfig.from_hf(build_module.read_config(made.folder))
+    assert (shape.sparse, shape.experts, shape.expert_size) == (SPARSE.sparse, SPARSE.experts, SPARSE.expert_size)
+    assert made.files[f"model.{spelling('layers.1.mlp.experts.3.up_proj.weight')}"].dtype == FP8
+    tensors = published_tensors(made.load())
+    assert tensors.keys() == made.meant.keys()
+    assert all(torch.equal(tensor, made.meant[one].float().bfloat16()) for one, tensor in tensors.items())
 
 
 def test_with_fp8_a_checkpoint_keeps_its_weights_where_it_can(

@@ -87,12 +87,13 @@ def only_the_schema_knows_pydantic(module: str, source: str) -> Iterator[str]:
 
 
 def model_knows_attend_alone(module: str, source: str) -> Iterator[str]:
-    """The model imports its config alone, which imports nothing; both have no name for what lies behind `attend`."""
-    if module not in ("model", "model_config"):
+    """The model imports its experts and its config, which import no more; none names what lies behind `attend`."""
+    parts = ("model", "experts", "model_config")
+    if module not in parts:
         return
-    allowed = "minispec.model_config" if module == "model" else None
+    allowed = {f"minispec.{part}" for part in parts[parts.index(module) + 1 :]}
     for line, name in imported(source):
-        if name.startswith(("minispec", ".")) and name.rpartition(".")[0] != allowed:
+        if name.startswith(("minispec", ".")) and name.rpartition(".")[0] not in allowed:
             yield f"{module}:{line}: {name}"
     hidden = re.compile(r"page|tree|slot|draft|quant|pack(?!age)|parallel", re.IGNORECASE)
     for node in ast.walk(ast.parse(source)):

@@ -8,6 +8,7 @@ asserted. Then what is special to each family is taken away, to see the comparis
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,11 +30,13 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
@@ -46,10 +49,12 @@ from minispec.cpu.linear import PackedLinear, can_pack, pack_linears, room_for_b
 from minispec.drafter import Plain
 from minispec.eagle import Eagle3Head
 from minispec.load.build import _context_length
+from minispec.load.heads import _layer
 from minispec.load.tokenizer import load_tokenizer
 from minispec.load.weights import load_weights, read_config, read_tensors
 from minispec.model import (
     FINAL,
+    Block,
     Model,
     ModelConfig,
     ModelError,
@@ -171,6 +176,34 @@ def with_interleaved_heads(model: Model) -> None:
         block.o_proj.weight.copy_(block.o_proj.weight[:, rows].clone())
 
 
+def with_experts_swapped(model: Model) -> None:
+    """Let the first two experts of each layer change places, but not in the router."""
+    for block in model.layers:
+        for stack in (block.experts.gate_up_proj, block.experts.down_proj) if block.sparse else ():
+            stack[:2] = stack[:2].flip(0)
+
+
+def with_expert_s_up_before_gate(model: Model) -> None:
+    """Read the rows of the experts' matrices in the other order."""
+    for block in model.layers:
+        if block.sparse:
+            block.experts.gate_up_proj.copy_(torch.cat(block.experts.gate_up_proj.chunk(2, 1)[::-1], 1))
+
+
+def with_other_renormalisation(model: Model) -> None:
+    """Divide the weights of the chosen experts by their sum where that is not asked for, and leave it where it is."""
+    for block in model.layers:
+        if block.sparse:
+            block.experts.renormalises = not block.experts.renormalises
+
+
+def with_an_expert_less(model: Model) -> None:
+    """Let each token go through one expert less."""
+    for block in model.layers:
+        if block.sparse:
+            block.experts.per_token -= 1
+
+
 FAMILIES = {
     "llama3": Family(LlamaConfig, shape(96, 6, 2, head_dim=32, rope_parameters=LLAMA3_ROPE), [without_scaling]),
     "llama-yarn": Family(
@@ -206,9 +239,29 @@ FAMILIES = {
          without("logits_multiplier")],
     ),
     "phi3": Family(Phi3Config, shape(96, 6, 2), [with_qkv_by_heads, with_up_before_gate]),
+    "qwen3-moe": Family(
+        Qwen3MoeConfig,
+        shape(96, 6, 2, num_hidden_layers=4, head_dim=32, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True,
+              moe_intermediate_size=48, mlp_only_layers=[0, 3]),
+        [with_experts_swapped, with_expert_s_up_before_gate, with_other_renormalisation, with_an_expert_less,
+         without_qk_norm],
+    ),
+    "qwen3-moe-every-other": Family(
+        Qwen3MoeConfig,
+        shape(96, 6, 2, num_hidden_layers=4, num_experts=8, num_experts_per_tok=3, norm_topk_prob=False,
+              moe_intermediate_size=64, decoder_sparse_step=2),
+        [with_experts_swapped, with_other_renormalisation, with_an_expert_less],
+    ),
+    "mixtral": Family(
+        MixtralConfig,
+        shape(96, 6, 2, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+        [with_experts_swapped, with_expert_s_up_before_gate, with_other_renormalisation, with_an_expert_less,
+         with_default_theta],
+    ),
 }  # fmt: skip
 SCALED = ("llama3", "llama-yarn", "qwen2-yarn")
-NEW = ("llama-yarn", "qwen2-yarn", "smollm3", "granite", "phi3")
+NEW = ("llama-yarn", "qwen2-yarn", "smollm3", "granite", "phi3", "qwen3-moe", "qwen3-moe-every-other", "mixtral")
+SPARSE = {"qwen3-moe": (1, 2), "qwen3-moe-every-other": (1, 3), "mixtral": (0, 1, 2)}
 
 
 def scaled_weights(model: PreTrainedModel) -> None:
@@ -223,8 +276,8 @@ def scaled_weights(model: PreTrainedModel) -> None:
         elif name.endswith("bias"):
             parameter.data = noise
         else:
-            q_or_k = name.endswith(("q_proj.weight", "k_proj.weight"))
-            gain = 2.3 if q_or_k else 3.0 if name.endswith(("embed_tokens.weight", "lm_head.weight")) else 0.7
+            is_sharp = name.endswith(("q_proj.weight", "k_proj.weight", "mlp.gate.weight"))
+            gain = 2.3 if is_sharp else 3.0 if name.endswith(("embed_tokens.weight", "lm_head.weight")) else 0.7
             parameter.data = gain * noise / parameter.shape[-1] ** 0.5
             if name.endswith("qkv_proj.weight"):
                 values = model.config.num_key_value_heads * model.config.hidden_size // model.config.num_attention_heads
@@ -379,7 +432,7 @@ def test_defaults_are_those_of_transformers() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8,
              "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
     for architecture, family in _ARCHITECTURES.items():
-        kind = architecture.removesuffix("ForCausalLM").lower()
+        kind = architecture.removesuffix("ForCausalLM").lower().replace("moe", "_moe")
         if kind == "mimo":  # transformers has no class for it
             continue
         want = CONFIG_MAPPING[kind](**sizes, pad_token_id=None, bos_token_id=None, eos_token_id=None)
@@ -389,6 +442,12 @@ def test_defaults_are_those_of_transformers() -> None:
         assert given.rope_theta == want.rope_parameters["rope_theta"] and given.rope_scaling is None, kind
         assert given.sliding_window == getattr(want, "sliding_window", None), kind
         rotates = getattr(want, "no_rope_layers", [1] * 8)
+        assert given.experts == getattr(want, "num_local_experts", 0), kind
+        if given.experts:
+            inner = getattr(want, "moe_intermediate_size", want.intermediate_size)
+            chosen = (want.num_experts_per_tok, inner, getattr(want, "norm_topk_prob", True))
+            assert (given.experts_per_token, given.expert_size, given.norm_topk_prob) == chosen, kind
+            assert given.sparse == tuple(range(8)) and not getattr(want, "mlp_only_layers", []), kind
         assert given.unrotated == tuple(layer for layer in range(8) if not rotates[layer]), kind
         multipliers = [getattr(want, key, None) for key in _MULTIPLIERS]
         ours = (given.embedding_multiplier, given.query_multiplier * given.head_dim**-0.5, given.residual_multiplier,
@@ -398,7 +457,8 @@ def test_defaults_are_those_of_transformers() -> None:
 
 
 def test_keys_of_another_family_are_ignored_as_transformers_ignores_them() -> None:
-    odd = {"residual_multiplier": 0.3, "logits_scaling": 4.0, "attention_multiplier": 1.0, "no_rope_layers": [0, 0, 0]}
+    odd = {"residual_multiplier": 0.3, "logits_scaling": 4.0, "attention_multiplier": 1.0, "no_rope_layers": [0, 0, 0],
+           "num_experts": 8, "num_local_experts": 8}  # fmt: skip
     assert ModelConfig.from_hf(minimal(**odd)) == ModelConfig.from_hf(minimal())
 
 
@@ -429,6 +489,75 @@ def test_a_matrix_that_is_there_joined_and_by_itself_is_named(folders: dict[str,
         load(tmp_path)
 
 
+def as_mixtral_names_them(name: str) -> str:
+    """Return the name that Mixtral's files give a tensor of a mixture."""
+    letters = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    for ours, theirs in letters.items():
+        name = re.sub(rf"mlp(\.experts\.\d+)\.{ours}", rf"block_sparse_moe\1.{theirs}", name)
+    return name.replace("mlp.gate.", "block_sparse_moe.gate.")
+
+
+def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors with the experts of a layer stacked, as transformers holds them."""
+    made = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in sorted({name.partition(".mlp.experts.")[0] for name in tensors if ".experts." in name}):
+        count = len([name for name in tensors if re.fullmatch(rf"{layer}\.mlp\.experts\.\d+\.up_proj\.weight", name)])
+        parts = {part: torch.stack([tensors[f"{layer}.mlp.experts.{i}.{part}_proj.weight"] for i in range(count)])
+                 for part in ("gate", "up", "down")}  # fmt: skip
+        made[f"{layer}.mlp.experts.gate_up_proj"] = torch.cat((parts["gate"], parts["up"]), 1)
+        made[f"{layer}.mlp.experts.down_proj"] = parts["down"]
+    return made
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_the_three_layouts_of_experts_load_the_same(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    config = ModelConfig.from_hf(read_config(folders[name]))
+    assert config.sparse == SPARSE[name]
+    in_file = dict(read_tensors(folders[name]))
+    apart = {one: part for whole, tensor in in_file.items() for one, part in config.split(whole, tensor)}
+    layouts = [apart, {as_mixtral_names_them(one): tensor for one, tensor in apart.items()}, stacked(apart)]
+    assert in_file.keys() == layouts[name == "mixtral"].keys()
+    marks = ("layers.1.mlp.experts.1.up_proj.weight", "layers.1.block_sparse_moe.experts.1.w3.weight",
+             "layers.1.mlp.experts.gate_up_proj")  # fmt: skip
+    want = load(folders[name]).state_dict()
+    for number, (mark, tensors) in enumerate(zip(marks, layouts, strict=True)):
+        assert [mark in layout for layout in layouts].count(True) == 1 and mark in tensors
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "config.json").write_bytes((folders[name] / "config.json").read_bytes())
+        whole = {f"model.{one}": tensor.contiguous() for one, tensor in tensors.items()}
+        save_file(whole, folder / "model.safetensors")
+        got = load(folder).state_dict()
+        assert got.keys() == want.keys() and all(torch.equal(got[one], want[one]) for one in want)
+
+
+@pytest.mark.parametrize("shape", [(5, 96, 96), (6, 95, 96), (576, 96)])
+def test_a_stack_of_experts_of_another_shape_is_named(shape: tuple[int, ...], folders: dict[str, Path]) -> None:
+    config = ModelConfig.from_hf(read_config(folders["qwen3-moe"]))
+    said = rf"gate_up_proj \[{', '.join(map(str, shape))}\] is no stack of the matrices of 6 experts"
+    with pytest.raises(ModelError, match=said):
+        config.split("layers.1.mlp.experts.gate_up_proj", torch.ones(shape))
+    transposed = dict(config.split("layers.1.mlp.experts.gate_up_proj", torch.ones(6, 96, 100)))
+    with pytest.raises(ModelError, match=r"wrong shapes: layers.1.mlp.experts.0.gate_proj.weight \[48, 100\]"):
+        load_weights(published_tensors(Model.empty(config, torch.float32, CPU)), transposed.items())
+
+
+def test_a_head_of_a_mixture_has_an_ordinary_mlp_whatever_its_file_copies(folders: dict[str, Path]) -> None:
+    stated = read_config(folders["qwen3-moe"])
+    target = ModelConfig.from_hf(stated)
+    plain = target.plain()
+    assert target.sparse and plain.sparse == () and plain.intermediate_size == 160 and plain.qk_norm
+    layer = _layer(stated, {}, "midlayer.")  # an EAGLE head's config.json is often its target's with some keys more
+    assert layer.sparse == () and layer.intermediate_size == 160
+    for config in (plain, layer):
+        block = Block(config)
+        assert not block.sparse and block.gate_up_proj.out_features == 320
+    # and if its file has the experts of a mixture, that is said
+    experts = {f"mlp.experts.0.{part}_proj.weight": torch.ones(1) for part in ("gate", "up", "down")}
+    with pytest.raises(ModelError, match="unknown tensors: mlp.experts.0.gate_proj.weight"):
+        load_weights(published_tensors(Block(layer)), experts.items())
+
+
 def test_head_dim_from_the_hidden_size_does_not_fit_qwen3(folders: dict[str, Path]) -> None:
     with pytest.raises(ModelError, match="wrong shapes: .*self_attn.q_proj"):
         load(folders["qwen3"], head_dim=96 // 6)
@@ -442,6 +571,9 @@ def test_head_dim_from_the_hidden_size_does_not_fit_qwen3(folders: dict[str, Pat
         ("smollm2", {"tied": False}, "missing tensors: lm_head.weight"),
         ("llama3", {"layers": 4}, "missing tensors: layers.3"),
         ("llama3", {"layers": 2}, "unknown tensors: .*layers.2"),
+        ("qwen3-moe", {"sparse": (0, 1, 2)}, "missing tensors: .*layers.0.mlp.experts.0.gate_proj.weight.* unknown"),
+        ("qwen3-moe", {"sparse": (1,)}, "missing tensors: layers.2.mlp.gate_proj.weight.*unknown tensors: layers.2"),
+        ("qwen3-moe", {"experts": 7}, "missing tensors: .*layers.1.mlp.experts.6.*wrong shapes: .*layers.1.mlp.gate"),
     ],
 )
 def test_weights_that_do_not_fit_the_config_are_named(
@@ -604,6 +736,9 @@ def minimal(**changes: Any) -> dict[str, Any]:
     return {**config, **changes}
 
 
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -619,6 +754,13 @@ def minimal(**changes: Any) -> dict[str, Any]:
         ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, ["logits_scaling must be", "above 0, got 0"]),
         ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": "x"}, ["residual_multiplier", "got 'x'"]),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]}, ["no_rope_layers has 2", "layers 3"]),
+        ({**MOE, "num_experts": "8"}, ["num_experts must be a whole number of at least 0, got '8'"]),
+        ({**MOE, "num_experts_per_tok": 0}, ["num_experts_per_tok must be a whole number of at least 1, got 0"]),
+        ({**MOE, "num_experts_per_tok": 9}, ["num_experts_per_tok must be at most num_experts, 8, got 9"]),
+        ({**MOE, "decoder_sparse_step": 0}, ["decoder_sparse_step must be a whole number of at least 1, got 0"]),
+        ({**MOE, "moe_intermediate_size": -1}, ["moe_intermediate_size must be a whole number", "got -1"]),
+        ({**MOE, "mlp_only_layers": "0,1"}, ["mlp_only_layers must be a list of layers, got '0,1'"]),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, ["Qwen2Moe", "another kind of mixture of experts"]),
     ],
 )
 def test_unsupported_models_are_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
@@ -626,6 +768,26 @@ def test_unsupported_models_are_refused_by_name(changes: dict[str, Any], words: 
     with pytest.raises(ValueError) as caught:
         ModelConfig.from_hf(minimal(**changes))
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({}, (0, 1, 2, 3, 4, 5)),
+        ({"decoder_sparse_step": 2}, (1, 3, 5)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3, 4]}, (1, 5)),
+        ({"decoder_sparse_step": 9}, ()),
+        ({"mlp_only_layers": None, "decoder_sparse_step": None}, (0, 1, 2, 3, 4, 5)),
+        ({"num_experts": 0}, ()),
+    ],
+)
+def test_which_layers_are_sparse_is_as_in_transformers(changes: dict[str, Any], sparse: tuple[int, ...]) -> None:
+    given = {**MOE, "num_hidden_layers": 6, "moe_intermediate_size": 16, **changes}
+    assert ModelConfig.from_hf(minimal(**given)).sparse == sparse
+    options = shape(96, 6, 2, **{key: value for key, value in given.items() if value is not None})
+    with torch.device("meta"):
+        other = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**options))
+    assert tuple(i for i, layer in enumerate(other.model.layers) if hasattr(layer.mlp, "experts")) == sparse
 
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "sliding_window": 128}

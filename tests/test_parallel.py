@@ -17,17 +17,17 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conformance import SUBJECTS, WISHES, Subject, random_head
-from conftest import slow_unless
-from exactness import VOCAB, Oracle, build, mixed_requests, request, run, tiny_config, truth_of
-from rank_one import FOUND, LOOK, split
+from conformance import SUBJECTS, WISHES, Subject, mixture_model, random_head, sharp_model
+from conftest import slow_unless, wait_until
+from exactness import MIXTURE, VOCAB, Oracle, build, mixed_requests, request, run, tiny_config, truth_of
+from rank_one import CHOSEN, FOUND, LOOK, noted, split
 from safetensors.torch import save_file
 from test_faults import fail_in, finish, nan_in_a_prompt, nan_while_decoding, raise_once, submit
 from test_grammar import HOW as GRAMMATICAL
@@ -47,6 +47,7 @@ from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.drafter import Plain
 from minispec.eagle import Eagle3Head
+from minispec.experts import Experts
 from minispec.load.build import load_model
 from minispec.load.memory import size_of
 from minispec.load.ranks import RankPlace, RankProcess, described, gather, join, open_store, understood
@@ -82,8 +83,7 @@ class Pair:
 
     def build(self, model: Model, drafter: object, **how: object) -> Scheduler:
         """Put a scheduler together over both ranks; the one before is done with."""
-        if self.leading is not None:
-            self.ranks.call("stop")
+        self.stop()
         part, weights = self.part(model)
         scheduler = build(part, drafter, **how)
         kv = scheduler.kv
@@ -96,10 +96,15 @@ class Pair:
         Lead(self.leading, self.ranks)
         return scheduler
 
-    def close(self) -> None:
-        """End rank 1, and leave the group."""
+    def stop(self) -> None:
+        """End the engine, if there is one."""
         if self.leading is not None:
             self.ranks.call("stop")
+        self.leading = None
+
+    def close(self) -> None:
+        """End rank 1, and leave the group."""
+        self.stop()
         self.process.stdin.close()
         assert self.process.wait(20) == 0
         dist.destroy_process_group()
@@ -140,12 +145,15 @@ def wanted(subject: Subject) -> list[Request]:
 
 
 DRAFTERS = ("none", "ngram", "oracle", "standalone-tree", "eagle-chain", "eagle3-tree", "mtp-tree")
+ON_TWO = {name: SUBJECTS[name] for name in DRAFTERS}
+ON_TWO |= {f"{name}, experts": dataclasses.replace(SUBJECTS[name], model=mixture_model)
+           for name in ("oracle", "eagle3-tree")}  # fmt: skip
 _truth: dict[object, list[list[int]]] = {}  # by what was asked of which model
 
 
-@pytest.mark.parametrize("name", slow_unless(DRAFTERS, lambda name: name in ("ngram", "eagle3-tree")))
+@pytest.mark.parametrize("name", slow_unless(ON_TWO, lambda name: name in ("ngram", "eagle3-tree", "oracle, experts")))
 def test_on_two_ranks_every_drafter_gives_the_tokens_of_plain_decoding(name: str, pair: Pair) -> None:
-    subject = SUBJECTS[name]
+    subject = ON_TWO[name]
     model = subject.model()
     if id(model) not in _truth:
         _truth[id(model)] = plain(pair, model, wanted(subject))
@@ -218,6 +226,23 @@ def test_in_float64_the_tokens_are_those_of_one_rank(pair: Pair) -> None:
     assert as_on_one_rank(pair)
     assert as_on_one_rank(pair, unrotated=(1,), embedding_multiplier=1.5, query_multiplier=1.2,
                           residual_multiplier=0.8, logits_multiplier=0.9)  # fmt: skip
+    assert as_on_one_rank(pair, **MIXTURE) and as_on_one_rank(pair, **MIXTURE, norm_topk_prob=False)
+
+
+def test_all_ranks_have_the_same_scores_of_experts_and_choose_the_same_bit_for_bit(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices: list[tuple[torch.Tensor, torch.Tensor]] = []
+    monkeypatch.setattr(Experts, "choose", noted(choices))
+    scheduler = pair.build(mixture_model(), Plain(), running=3, chunk=50)
+    (pair.folder / CHOSEN).unlink(missing_ok=True)  # of the engine before
+    run(scheduler, mixed_requests(6))
+    pair.stop()
+    wait_until((pair.folder / CHOSEN).exists)
+    others = torch.load(pair.folder / CHOSEN)
+    assert len(choices) == len(others) > 100 and len({int(i) for _, chosen in choices for i in chosen.unique()}) == 6
+    assert all(torch.equal(scores, other) for (scores, _), (other, _) in zip(choices, others, strict=True))
+    assert all(torch.equal(chosen, other) for (_, chosen), (_, other) in zip(choices, others, strict=True))
 
 
 def sum_dropped(patch: pytest.MonkeyPatch) -> None:
@@ -240,7 +265,7 @@ def keys_of_other_heads(patch: pytest.MonkeyPatch) -> None:
 def bias_added_by_each(patch: pytest.MonkeyPatch) -> None:
     """The bias of o and down is part of each rank's product."""
     patch.setattr(shards.Summed, "forward", lambda self, x: shards.summed(
-        self.linear(x) + self.bias, self.group))  # fmt: skip
+        self.layer(x) + self.bias, self.group))  # fmt: skip
 
 
 def another_verdict(patch: pytest.MonkeyPatch) -> None:
@@ -249,14 +274,46 @@ def another_verdict(patch: pytest.MonkeyPatch) -> None:
         path=torch.zeros_like(verdict.path))), verdict)[1])  # fmt: skip
 
 
+def router_cut(patch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has the router's rows of the first half of the experts only."""
+    inner = Shard.slice
+
+    def slice_(self: Shard, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        part = inner(self, name, tensor)
+        if ".mlp.gate." not in name or self.rank:
+            return part
+        return torch.cat((part[: len(part) // 2], torch.zeros_like(part[len(part) // 2 :])))
+
+    patch.setattr(Shard, "slice", slice_)
+
+
+def experts_swapped(patch: pytest.MonkeyPatch) -> None:
+    """Rank 0 takes its part of the first expert for that of the second, and the reverse."""
+    inner = Shard.slices
+    other = {".experts.0.": ".experts.1.", ".experts.1.": ".experts.0."}
+
+    def slices(self: Shard, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in inner(self, tensors):
+            mark = next((mark for mark in other if mark in name and not self.rank), "")
+            yield name.replace(mark, other.get(mark, "")), tensor
+
+    patch.setattr(Shard, "slices", slices)
+
+
+MUTATIONS = {
+    sum_dropped: {}, keys_of_other_heads: {}, bias_added_by_each: {}, another_verdict: {}, router_cut: MIXTURE,
+    experts_swapped: MIXTURE,
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mutation", [sum_dropped, keys_of_other_heads, bias_added_by_each, another_verdict])
+@pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_wrong_sum_or_slice_is_noticed(
     mutation: Callable[[pytest.MonkeyPatch], None], pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutation(monkeypatch)
     pair.parts.clear()
-    assert not as_on_one_rank(pair)
+    assert not as_on_one_rank(pair, **MUTATIONS[mutation])
     pair.parts.clear()
 
 
@@ -378,13 +435,20 @@ def test_heads_that_do_not_divide_are_one_line_with_what_is_allowed(size: int) -
         shards_of(size)
 
 
-def test_slices_put_together_are_the_whole() -> None:
-    model = double_model()
+def test_a_mixture_whose_experts_are_too_narrow_is_one_line() -> None:
+    with pytest.raises(ValueError, match="--tp-size 3: its MLP of 2 or its vocabulary of 61 has less than a row for"):
+        shards_of(3, **{**MIXTURE, "expert_size": 2})
+    assert [len(s.inner_of_expert) for s in shards_of(3, **MIXTURE)] == [16, 16, 16]
+
+
+@pytest.mark.parametrize("switches", [{}, {**MIXTURE, "expert_size": 64}], ids=["dense", "experts"])
+def test_slices_put_together_are_the_whole(switches: dict[str, object]) -> None:
+    model = double_model(**switches)
     two, weights = [Shard(model.config, rank, 2, "") for rank in range(2)], published_tensors(model)
     for name, tensor in weights.items():
         first, second = (shard.slice(name, tensor) for shard in two)
         dim = int(name.endswith(("o_proj.weight", "down_proj.weight")))
-        if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
+        if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias", ".mlp.gate.weight")):
             assert torch.equal(first, tensor) and torch.equal(second, tensor)
         else:
             assert torch.equal(torch.cat((first, second), dim).narrow(dim, 0, tensor.shape[dim]), tensor), name
@@ -412,6 +476,17 @@ def test_joined_matrices_of_a_file_are_split_before_they_are_sliced(tmp_path: Pa
                 names = [f"layers.{index}.{owner}.{name}_proj.weight" for name in names]
                 want = torch.cat([shard.slice(name, whole[name]) for name in names])
                 assert torch.equal(getattr(block, part).weight, want), names
+
+
+@torch.inference_mode()
+def test_random_weights_have_the_same_routers_on_all_ranks(tmp_path: Path) -> None:
+    config, sizes = Config(model_path=str(tmp_path), load_format="dummy"), mixture_model().config
+    first, second = (load_model(config, sizes, tmp_path, torch.float32, CPU, Shard(sizes, rank, 2, ""))
+                     for rank in range(2))  # fmt: skip
+    for layer in MIXTURE["sparse"]:
+        one, other = (model.layers[layer] for model in (first, second))
+        assert torch.equal(one.router.weight, other.router.weight) and one.router.weight.std() > 0.01
+        assert one.experts.layer.down_proj.shape == (6, 72, 32) and other.experts.layer.down_proj.shape == (6, 72, 16)
 
 
 # ---- what it costs -----------------------------------------------------------------------------------------------
@@ -590,8 +665,9 @@ def test_what_a_row_has_in_common_is_told_from_what_reorders_it() -> None:
     assert torch.tensor(ranks.differ([row * torch.nan], [row])[:3]).isnan().all()
 
 
-def test_in_float32_two_ranks_are_the_model_of_one(pair: Pair) -> None:
-    model = SUBJECTS["none"].model()
+@pytest.mark.parametrize("model_of", [sharp_model, mixture_model], ids=["dense", "experts"])
+def test_in_float32_two_ranks_are_the_model_of_one(model_of: Callable[[], Model], pair: Pair) -> None:
+    model = model_of()
     one = build(model, Plain(), chunk=256)
     prompts = [r.prompt_ids for r in mixed_requests(3)]
     answers = ranks.answer(one, prompts, 12)

@@ -106,6 +106,25 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # repository: (keys 
          "tie_word_embeddings": False},
         {"qkv_bias": True, "output_bias": False, "sliding_window": None, "rope_theta": 640000.0},
     ),
+    # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
+    "Qwen/Qwen3-30B-A3B": (
+        {"architectures": ["Qwen3MoeForCausalLM"], **sizes(151936, 2048, 6144, 48, 32, 4), "head_dim": 128,
+         "max_position_embeddings": 40960, "rope_theta": 1000000.0, "rope_scaling": None, "rms_norm_eps": 1e-6,
+         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+         "decoder_sparse_step": 1, "mlp_only_layers": [], "max_window_layers": 48, "use_sliding_window": False,
+         "sliding_window": None, "attention_bias": False, "router_aux_loss_coef": 0.001, "tie_word_embeddings": False},
+        {"sparse": tuple(range(48)), "experts": 128, "experts_per_token": 8, "expert_size": 768,
+         "norm_topk_prob": True, "qk_norm": True, "head_dim": 128, "intermediate_size": 6144, "sliding_window": None},
+    ),
+    # https://huggingface.co/mistralai/Mixtral-8x7B-v0.1/blob/main/config.json
+    "mistralai/Mixtral-8x7B-v0.1": (
+        {"architectures": ["MixtralForCausalLM"], **sizes(32000, 4096, 14336, 32, 32, 8), "rms_norm_eps": 1e-5,
+         "max_position_embeddings": 32768, "rope_theta": 1000000.0, "num_local_experts": 8, "num_experts_per_tok": 2,
+         "sliding_window": None, "output_router_logits": False, "router_aux_loss_coef": 0.02,
+         "tie_word_embeddings": False},
+        {"sparse": tuple(range(32)), "experts": 8, "experts_per_token": 2, "expert_size": 14336,
+         "norm_topk_prob": True, "qk_norm": False, "sliding_window": None, "context_length": 32768},
+    ),
     # https://huggingface.co/mistralai/Mistral-7B-v0.1/blob/main/config.json
     "mistralai/Mistral-7B-v0.1": (
         {"architectures": ["MistralForCausalLM"], **sizes(32000, 4096, 14336, 32, 32, 8), "rms_norm_eps": 1e-5,
@@ -125,7 +144,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # repository: (keys of its c
     # https://huggingface.co/meta-llama/Llama-4-Scout-17B-16E-Instruct/blob/main/config.json
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": (
         {"architectures": ["Llama4ForConditionalGeneration"], "text_config": {"attention_chunk_size": 8192}},
-        "attention in chunks and a mixture of experts",
+        "attention in chunks and another kind of mixture of experts",
     ),
     # https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json
     "deepseek-ai/DeepSeek-V3": (
@@ -146,11 +165,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # repository: (keys of its c
     ),
     # https://huggingface.co/allenai/OLMo-2-1124-7B/blob/main/config.json
     "allenai/OLMo-2-1124-7B": ({"architectures": ["Olmo2ForCausalLM"]}, "norms over the full width"),
-    # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
-    "Qwen/Qwen3-30B-A3B": ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}, "a mixture of experts"),
-    # https://huggingface.co/mistralai/Mixtral-8x7B-v0.1/blob/main/config.json
-    "mistralai/Mixtral-8x7B-v0.1": (
-        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}, "a mixture of experts",
+    # https://huggingface.co/Qwen/Qwen1.5-MoE-A2.7B/blob/main/config.json
+    "Qwen/Qwen1.5-MoE-A2.7B": (
+        {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 60, "shared_expert_intermediate_size": 5632},
+        "another kind of mixture of experts",
     ),
     # https://huggingface.co/microsoft/Phi-3-mini-128k-instruct/blob/main/config.json
     "microsoft/Phi-3-mini-128k-instruct": (

@@ -5,6 +5,7 @@ That the process ends with a server that is told to end is tested in test_server
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -25,6 +26,7 @@ import torch
 from conftest import slow_unless, wait_until
 from exactness import CPU, VOCAB, Oracle, build, graphs_made, reference, request, run, tiny_model, truth_of
 from test_engine import MODEL, eagle3
+from test_experts import MIXED
 from test_llm import config_of
 
 from minispec import LLM
@@ -183,9 +185,10 @@ def target_and_draft(at: Path) -> tuple[Path, Path]:
 DRAFTERS = {"EAGLE3": target_and_head, "STANDALONE": target_and_draft}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", DRAFTERS)
-def test_the_rehearsal_has_the_graphs_of_the_engine(algorithm: str, tmp_path: Path, monkeypatch) -> None:
+def graphs_of_engine_and_rehearsal(
+    config: Config, monkeypatch: pytest.MonkeyPatch, count: int | None = None
+) -> tuple[Engine, list[list[tuple[str, list[str]]]]]:
+    """Return an engine, and the graphs that it and its rehearsal make for the first steps, for all by default."""
     graphs: list[tuple[str, list[str]]] = []
 
     def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -195,13 +198,6 @@ def test_the_rehearsal_has_the_graphs_of_the_engine(algorithm: str, tmp_path: Pa
         return graph.forward
 
     monkeypatch.setattr("minispec.cpu.direct.lookup_backend", lambda name: note)
-    target, draft = DRAFTERS[algorithm](tmp_path)
-    weights = "dummy" if algorithm == "EAGLE3" else "auto"
-    config = Config(
-        model_path=str(target), load_format=weights, dtype="float32", device="cpu", max_running_requests=1,
-        speculative_algorithm=algorithm, speculative_draft_model_path=str(draft), speculative_num_steps=2,
-        speculative_eagle_topk=2, speculative_num_draft_tokens=4, chunked_prefill_size=64,
-    )  # fmt: skip
     noted = []
     llm = LLM(config=config, progress=lambda line: None, compile_later=True)
     engine = llm.scheduler.engine
@@ -209,19 +205,49 @@ def test_the_rehearsal_has_the_graphs_of_the_engine(algorithm: str, tmp_path: Pa
     for one in (engine, rehearse(config, engine.kv.pages)):
         torch._dynamo.reset()
         graphs.clear()
-        for step in steps_of(one) if algorithm == "EAGLE3" else steps_of(one)[:1]:
+        for step in steps_of(one)[:count]:
             complete = False
             while not complete:
                 made = len(graphs)
                 complete = make_graph(one, step)
                 assert len(graphs) == made + 1 or complete and len(graphs) == made, "one at a time"
         noted.append(list(graphs))
+    return engine, noted
+
+
+PLAIN_FLAGS = {"dtype": "float32", "device": "cpu", "max_running_requests": 1, "chunked_prefill_size": 64}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", DRAFTERS)
+def test_the_rehearsal_has_the_graphs_of_the_engine(algorithm: str, tmp_path: Path, monkeypatch) -> None:
+    target, draft = DRAFTERS[algorithm](tmp_path)
+    weights = "dummy" if algorithm == "EAGLE3" else "auto"
+    config = Config(
+        model_path=str(target), load_format=weights, speculative_algorithm=algorithm, speculative_num_steps=2,
+        speculative_draft_model_path=str(draft), speculative_eagle_topk=2, speculative_num_draft_tokens=4,
+        **PLAIN_FLAGS,
+    )  # fmt: skip
+    engine, noted = graphs_of_engine_and_rehearsal(config, monkeypatch, None if algorithm == "EAGLE3" else 1)
     assert noted[0] == noted[1]
     around = [name for name in shapes(engine) if name.startswith("around")]  # two functions each
     if algorithm == "EAGLE3":
         assert len(noted[0]) == len(shapes(engine)) + len(around)
     else:  # of a step with trees: draft and target are of one shape, and have two, three and four rows
         assert len(noted[0]) == 3 + 2 * 2
+
+
+@pytest.mark.slow
+def test_of_a_mixture_the_rehearsal_has_two_graphs_of_blocks_for_each_of_the_engine_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXED))
+    config = Config(model_path=str(tmp_path), load_format="dummy", speculative_algorithm="NONE", **PLAIN_FLAGS)
+    engine, noted = graphs_of_engine_and_rehearsal(config, monkeypatch)
+    assert noted[0] == noted[1]
+    around = [name for name in shapes(engine) if name.startswith("around")]  # two functions each
+    assert len(noted[0]) == 2 * (len(shapes(engine)) - len(around)) + 2 * len(around) > 4
+    assert sum("_experts" in code for code, _ in noted[0]) == len(shapes(engine)) - len(around)
 
 
 def warming(monkeypatch: pytest.MonkeyPatch, command: str) -> tuple[Warming, Scheduler]:

@@ -14,18 +14,25 @@ a small tree, which take little longer. From six rows on such loops are bound by
 of blocks keep that weight too, where memory allows (`room_for_both`). Weights of 8 bits have such loops at any number
 of rows (`int8.py`).
 
+The experts of a mixture are packed one by one. Which are multiplied is known in the step alone, so one operator looks
+up all of them, and the weights from the file are given up.
+
 Read next: `model.py`, whose nn.Linear modules are replaced here.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from minispec.experts import Experts, Product, through_chosen
 
 FEW_ROWS = 4  # of a product, up to which loops are faster than oneDNN
 
@@ -94,6 +101,47 @@ class PackedLinear(nn.Module):
         return torch.ops.minispec.packed_linear(x, self.handle, self.features, self.bias)
 
 
+class PackedExperts(Experts):
+    """The experts of a layer, each of whose matrices is a PackedLinear; inference on a CPU only."""
+
+    handle: Tensor
+
+    def __init__(self, experts: Experts) -> None:
+        nn.Module.__init__(self)
+        self.per_token, self.renormalises = experts.per_token, experts.renormalises
+        # In tuples, which torch.compile does not search for weights.
+        self.first, self.second = (tuple(map(_packed, stack)) for stack in (experts.gate_up_proj, experts.down_proj))
+        _experts[id(self)] = self
+        self.register_buffer("handle", torch.tensor(id(self), device="cpu"), persistent=False)
+
+    def mix(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return torch.ops.minispec.packed_experts(x, chosen, weights, self.handle)
+
+    def now(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Do what `mix` does, once it is known which experts were chosen."""
+        return through_chosen(x, chosen, weights, _by(self.first), _by(self.second))
+
+
+def _packed(weight: Tensor) -> PackedLinear:
+    """Return a packed layer of a weight [out, in]."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    return PackedLinear(linear)
+
+
+def _by(layers: Sequence[PackedLinear]) -> Product:
+    """Return the product with an expert's layer; called as a module, it would take a fifth longer."""
+    return lambda rows, expert: _product(rows, _weights[layers[expert].key], None, "none", _NO_SCALARS, "")
+
+
+_experts: weakref.WeakValueDictionary[int | float, PackedExperts] = weakref.WeakValueDictionary()  # by id
+_library.define("packed_experts(Tensor x, Tensor chosen, Tensor weights, Tensor handle) -> Tensor")
+_library.impl(
+    "packed_experts", lambda x, chosen, weights, handle: _experts[handle.item()].now(x, chosen, weights), "CPU"
+)
+torch.library.register_fake("minispec::packed_experts", lambda x, chosen, weights, handle: x.new_empty(x.shape))
+
+
 def is_few(rows: int) -> bool:
     """Return whether a graph is of so few rows, and of no other number."""
     return statically_known_true(rows <= FEW_ROWS)
@@ -139,12 +187,14 @@ def room_for_both(block_bytes: int, total: int) -> bool:
 
 
 def pack_linears(module: nn.Module, keep: bool = False) -> None:
-    """Replace every nn.Linear below `module` by a PackedLinear; an embedding tied to one keeps its weight.
+    """Replace every nn.Linear below `module` by a PackedLinear, and experts too; a tied embedding keeps its weight.
 
     keep: see PackedLinear; an LM head, which runs outside of compiled blocks, is left out of that.
     """
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
             setattr(module, name, PackedLinear(child, keep and name != "lm_head"))
+        elif isinstance(child, Experts):
+            setattr(module, name, PackedExperts(child))
         else:
             pack_linears(child, keep)

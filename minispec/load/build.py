@@ -5,7 +5,7 @@ weights move to huge pages, and `Build.engine_of` makes the engine around the pa
 
     Build        rank 0, or a process alone: weights from the files, a drafter, and all that warms the engine up
     Outline      the parts that it will have, on the meta device, to estimate memory by: sizes and no weights
-    Rehearsal    an engine that only compiles, beside a server: its layers are one without meaning
+    Rehearsal    an engine that only compiles, beside a server: its layers of a kind are one without meaning
     Follow       another rank: its part of the model, and no drafter but what rank 0 sends
 
 Read next: `memory.py`, which counts what is made here; `link.py` for ranks, `warming.py` for rehearsals.
@@ -50,7 +50,7 @@ from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.load.warm_up import shapes, steps_of, time_steps, warm_up
 from minispec.load.weights import eos_token_ids, load_weights, read_config, resolve_model
-from minispec.model import Model, ModelConfig, published_tensors
+from minispec.model import Block, Model, ModelConfig, published_tensors
 from minispec.ranks.link import Elsewhere, Lead, Ranks
 from minispec.ranks.link import follow as follow_rank
 from minispec.ranks.shards import Shard
@@ -85,6 +85,8 @@ class Build:
         self.dtype, self.folder = choose_dtype(config, self.device), choose_folder(config, tell)
         self.hf_config = read_config(self.folder)
         self.model_config = ModelConfig.from_hf(self.hf_config)
+        if self.model_config.sparse and config.quantization is not None:
+            raise ValueError(_no_experts("--quantization", config.quantization))
 
     def lead(self, batches: Sequence[int] = (), later: bool = False) -> None:
         """Find out what follows from flags and config.json where the engine serves, and start the other ranks.
@@ -130,11 +132,11 @@ class Build:
         if self.config.quantization == "int8":  # after a head has taken what it needs of the target's weights
             self.quantize(network, drafter)
         if self.config.draft_quantization == "fp8" and drafter.network is not None:
+            if any(block.sparse for block in _blocks(drafter.network)):
+                raise ValueError(_no_experts("--speculative-draft-model-quantization", "fp8"))
             use_fp8(drafter.network)
         if self.device.type == "cpu" and can_pack(self.dtype):
-            # Not of all parameters: in an engine that only compiles, layers share theirs.
-            block_bytes = len(network.layers) * sum(parameter.nbytes for parameter in network.layers[0].parameters())
-            keep = room_for_both(block_bytes, host_memory()[1])
+            keep = room_for_both(_linear_bytes(network), host_memory()[1])
             for model in (network, drafter.network, beside):
                 if model is not None:
                     pack_linears(model, keep)
@@ -202,8 +204,7 @@ class Build:
             compile_head(network, compiler)
             # Every shape is a graph of the same function, and several LLMs may share a process. Not for the warm-up
             # alone: whoever registers a pytree node later (transformers does) invalidates all graphs.
-            # Blocks whose layers are not of the same types, as in a checkpoint that is fp8 in part, have a graph each.
-            kinds = {tuple(type(part) for part in block.modules()) for block in network.layers}
+            kinds = {_kind(block) for model in (network, drafter.network) for block in _blocks(model)}
             torch._dynamo.config.recompile_limit += len(shapes(engine)) * len(kinds)
         return engine
 
@@ -269,6 +270,34 @@ class Build:
             self._mover.start()
 
 
+def _blocks(model: nn.Module | None) -> Iterator[Block]:
+    """Yield the decoder layers of a model or of a drafter's network, every one as often as it is there."""
+    parts = [] if model is None else model.named_modules(remove_duplicate=False)
+    yield from (part for _, part in parts if isinstance(part, Block))
+
+
+def _kind(block: Block) -> tuple[type, ...]:
+    """Return what decides which graphs a block has: the types of its layers.
+
+    They differ between an MLP and experts, and within a checkpoint that is fp8 in part.
+    """
+    return tuple(type(part) for part in block.modules())
+
+
+def _linear_bytes(model: Model) -> int:
+    """Return the bytes of the linear layers in blocks; experts, which are never kept twice, are not counted.
+
+    Layer by layer, since in an engine that only compiles, several are one.
+    """
+    linears = (part for block in _blocks(model) for part in block.modules() if isinstance(part, nn.Linear))
+    return sum(parameter.nbytes for linear in linears for parameter in linear.parameters())
+
+
+def _no_experts(flag: str, kind: str) -> str:
+    """Return the line for experts that a flag would have quantized."""
+    return f"{flag} {kind}: experts are not quantized yet; a mixture of experts is served without the flag"
+
+
 def compile_step(function: Step, device: torch.device) -> Step:
     """Return `function` compiled for inference on `device`."""
     return autotuned(function) if device.type == "cuda" else DirectStep(function)
@@ -299,22 +328,23 @@ class Outline(Build):
 
 
 class Rehearsal(Outline):
-    """The parts of an engine on a CPU whose graphs are another's: all layers are one without meaning."""
+    """The parts of an engine on a CPU whose graphs are another's: all layers of a kind are one without meaning."""
 
     def network(self) -> Model:
-        return Model.empty(self.model_config, self.dtype, self.device, change=_share_layer)
+        return Model.empty(self.model_config, self.dtype, self.device, change=_share_layers)
 
     def draft(self, target: Model) -> Drafter:
         """Return the drafter for a target, one of the operator's own too."""
         drafter = Build.draft(self, target)
         if isinstance(drafter, StandaloneDrafter):
-            _share_layer(drafter.network.model)
+            _share_layers(drafter.network.model)
         return drafter
 
 
-def _share_layer(model: Model) -> None:
-    """Let a model have its first layer in place of each."""
-    model.layers = nn.ModuleList([model.layers[0]] * len(model.layers))
+def _share_layers(model: Model) -> None:
+    """Let a model have its first layer of each kind in place of all of that kind."""
+    firsts: dict[tuple[type, ...], Block] = {}
+    model.layers = nn.ModuleList(firsts.setdefault(_kind(block), block) for block in _blocks(model))
 
 
 @torch.inference_mode()
@@ -486,6 +516,8 @@ def _fill_at_random(model: Model, seed: int) -> None:
             parameter.fill_(1.0)
         elif name.endswith(("o_proj.bias", "down_proj.bias")):  # which all ranks have, so they must not differ there
             parameter.zero_()
+        elif name.endswith("router.weight"):  # nor there
+            parameter.normal_(0.0, 0.02, generator=torch.Generator(device=parameter.device).manual_seed(seed))
         else:
             parameter.normal_(0.0, 0.02, generator=generator)
 

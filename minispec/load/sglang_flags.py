@@ -17,7 +17,7 @@ LINES = {  # what is done instead -> flags; a whole clause, as it follows "--fla
         --attention-backend --prefill-attention-backend --decode-attention-backend --mm-attention-backend
         --speculative-attention-mode --speculative-draft-attention-backend""",
     "one seeded sampler draws for every request": "--sampling-backend",
-    "there are no mixture-of-experts models here, so there are no kernels for them to choose": """--moe-runner-backend
+    "experts have one kernel on each kind of device, so there is none to choose": """--moe-runner-backend
         --moe-a2a-backend --speculative-moe-runner-backend --speculative-moe-a2a-backend""",
     "a batch is padded to the next size that there is, captured or not": "--disable-cuda-graph-padding",
     "Python's garbage collector runs as usual while graphs are captured": "--enable-cudagraph-gc",

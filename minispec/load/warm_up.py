@@ -37,7 +37,8 @@ def shapes(engine: Engine) -> list[str]:
     """Return a name for every graph of blocks and of what surrounds them, the drafter's included.
 
     They stand in the order of `steps_of`. On a CPU a graph may serve several of them. What surrounds the blocks has a
-    name a side, for all of its functions; an int8 LM head has two graphs of its own, which are not named here.
+    name a side, for all of its functions. Not named here are the two graphs that an int8 LM head has of its own, and
+    the second graph of a model some of whose blocks have experts.
     """
     names: list[str] = []
     for step in steps_of(engine):

@@ -3,10 +3,12 @@
 With tensor parallelism (Megatron-LM, arXiv 1909.08053) every rank has all layers and a part of each matrix. The one
 idea: a block of fewer attention heads and a narrower MLP is an ordinary `Block` of a smaller config, so the model's own
 code runs on every rank. Only the two products that lead back into the residual stream, o and down, yield a part of a
-sum, which the ranks add up (`Summed`). Every rank therefore holds the whole residual stream, the same bits on all.
+sum, which the ranks add up (`Summed`). Every rank therefore holds the whole residual stream, the same bits on all. So
+do the scores of a mixture's router, and all ranks choose the same experts.
 
     q, k, v       rows of whole KV groups: a KV head and the query heads that read it
-    gate, up      rows, the same for both
+    gate, up      rows, the same for both; of every expert
+    router        whole
     o, down       the columns that belong to those rows
     embedding     rows by token id; what a rank lacks is zero, and the ranks add up (`SplitEmbedding`)
     LM head       the same rows; the ranks' logits are put side by side (`SplitHead`)
@@ -87,8 +89,9 @@ class Shard:
         if self.size not in allowed:
             return (f"the model has {c.heads} attention heads over {c.kv_heads} KV heads, and whole KV groups go to a "
                     f"rank, or several ranks share one; allowed: {', '.join(map(str, allowed))}")  # fmt: skip
-        if self.size > c.intermediate_size or self.size > c.vocab_size:
-            return f"its MLP of {c.intermediate_size} or its vocabulary of {c.vocab_size} has less than a row for each"
+        narrowest = min(c.intermediate_size, c.expert_size if c.sparse else c.intermediate_size)
+        if self.size > narrowest or self.size > c.vocab_size:
+            return f"its MLP of {narrowest} or its vocabulary of {c.vocab_size} has less than a row for each"
         return None
 
     def _divides(self, size: int) -> bool:
@@ -117,8 +120,16 @@ class Shard:
 
     @property
     def inner(self) -> range:
-        """The rows of gate and of up; whole multiples of 16 where that can be, which kernels like."""
-        width = self.whole.intermediate_size
+        """The rows of gate and of up."""
+        return self._inner(self.whole.intermediate_size)
+
+    @property
+    def inner_of_expert(self) -> range:
+        """The rows of an expert's gate and up."""
+        return self._inner(self.whole.expert_size)
+
+    def _inner(self, width: int) -> range:
+        """Return this rank's part of an inner width; whole multiples of 16 where that can be, which kernels like."""
         return share(width, self.size, self.rank, 16 if width % 16 == 0 and width >= 16 * self.size else 1)
 
     @property
@@ -132,7 +143,7 @@ class Shard:
         """The sizes of this rank's model, its vocabulary included."""
         return replace(
             self.whole, heads=len(self.heads), kv_heads=len(self.kv_heads), intermediate_size=len(self.inner),
-            vocab_size=len(self.vocabulary),
+            expert_size=len(self.inner_of_expert), vocab_size=len(self.vocabulary),
         )  # fmt: skip
 
     # ---- from the files ----------------------------------------------------------------------------------------
@@ -144,9 +155,9 @@ class Shard:
     def slice(self, name: str, tensor: Tensor) -> Tensor:
         """Return this rank's slice of one published tensor, a view where it can be; raises ModelError for its shape."""
         part, _, kind = name.rpartition(".")
-        along = self._along(part.rpartition(".")[2])
+        along = self._along(part.rpartition(".")[2], ".experts." in part)
         if along is None or (along[0] == 1 and kind != "weight"):
-            return tensor  # a norm; the bias of o and down, which is added once; scales of output channels
+            return tensor  # a norm, a router; the bias of o and down, which is added once; scales of output channels
         dim, rows, count = along
         if tensor.dim() <= dim or tensor.shape[dim] != count:
             raise ModelError(f"the weights are not those that config.json describes; wrong shapes: {name} "
@@ -155,15 +166,18 @@ class Shard:
         missing = len(rows) - found.shape[dim]
         return torch.cat((found, tensor.new_zeros(missing, *tensor.shape[1:]))) if missing else found
 
-    def _along(self, part: str) -> tuple[int, range, int] | None:
+    def _along(self, part: str, of_expert: bool) -> tuple[int, range, int] | None:
         """Return by which dimension a published module is sliced, the indices there, and how many there are in all."""
+        inner, width = self.inner, self.whole.intermediate_size
+        if of_expert:
+            inner, width = self.inner_of_expert, self.whole.expert_size
         c, dim = self.whole, self.whole.head_dim
         heads, kv_heads = (range(own.start * dim, own.stop * dim) for own in (self.heads, self.kv_heads))
         table = {
             "q_proj": (0, heads, c.heads * dim), "k_proj": (0, kv_heads, c.kv_heads * dim),
             "v_proj": (0, kv_heads, c.kv_heads * dim), "o_proj": (1, heads, c.heads * dim),
-            "gate_proj": (0, self.inner, c.intermediate_size), "up_proj": (0, self.inner, c.intermediate_size),
-            "down_proj": (1, self.inner, c.intermediate_size), "embed_tokens": (0, self.vocabulary, c.vocab_size),
+            "gate_proj": (0, inner, width), "up_proj": (0, inner, width), "down_proj": (1, inner, width),
+            "embed_tokens": (0, self.vocabulary, c.vocab_size),
             "lm_head": (0, self.vocabulary, c.vocab_size),
         }  # fmt: skip
         return table.get(part)
@@ -174,7 +188,9 @@ class Shard:
         To be called when the weights are loaded and before they are packed.
         """
         for block in cast(Iterable[Any], model.layers):
-            block.o_proj, block.down_proj = Summed(block.o_proj, self), Summed(block.down_proj, self)
+            last = "experts" if block.sparse else "down_proj"
+            block.o_proj = Summed(block.o_proj, self)
+            setattr(block, last, Summed(getattr(block, last), self))
         model.embed_tokens = SplitEmbedding(model.embed_tokens, self)  # type: ignore[assignment]  # is called, and no more
         model.lm_head = SplitHead(model.lm_head, self)  # type: ignore[assignment]
         model.config = replace(self.config, vocab_size=self.whole.vocab_size)
@@ -184,16 +200,19 @@ class Shard:
 
 
 class Summed(nn.Module):
-    """A linear layer of which every rank has some of the inputs: the ranks' products are added up, then the bias."""
+    """A layer that gives every rank a part of a sum: the ranks' parts are added up, then the bias.
 
-    def __init__(self, linear: nn.Linear, shard: Shard) -> None:
+    It is a linear layer of which a rank has some of the inputs, or experts of which it has some of the inner width.
+    """
+
+    def __init__(self, layer: nn.Module, shard: Shard) -> None:
         super().__init__()
-        self.linear, self.bias, self.group = linear, linear.bias, shard.group
-        linear.bias = None  # type: ignore[assignment]  # as nn.Linear has it without one
+        self.layer, self.bias, self.group = layer, getattr(layer, "bias", None), shard.group
+        layer.bias = None  # type: ignore[assignment]  # as nn.Linear has it without one
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x [..., in] times the whole weight, plus the bias, [..., out], where x are this rank's inputs."""
-        out = summed(self.linear(x), self.group)
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return the whole layer's output [..., out] for this rank's part of x [..., in], or for x and scores."""
+        out = summed(self.layer(*inputs), self.group)
         return out if self.bias is None else out + self.bias
 
 

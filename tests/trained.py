@@ -5,8 +5,8 @@ mark says which of two orders the letters follow from now on, and a letter is fo
 The next token depends on the newest one and on something far back, and the head has to find both: the token in the
 embedding, the order in the target's features.
 
-The modules that are trained are those that are served: `Model` and `Eagle3Head` with `attention.Causal`, and `DFlashHead`
-as `train/blocks.py` trains it.
+The modules that are trained are those that are served: `Model` and `Eagle3Head` with `attention.Causal`, and
+`DFlashHead` as `train/blocks.py` trains it.
 """
 
 from __future__ import annotations

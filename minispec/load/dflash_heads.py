@@ -23,14 +23,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from torch import Tensor
 
 from minispec.config import MAX_NODES
 from minispec.dflash import DFlashConfig, DFlashHead
 from minispec.load.fp8_weights import read_weights
-from minispec.load.heads import check_fit, layer_sizes, naming, slice_head
+from minispec.load.heads import Published, check_fit, layer_sizes, naming, slice_head
 from minispec.load.weights import load_weights, read_config
 from minispec.model import Model, ModelConfig, ModelError, published_tensors
 
@@ -50,13 +50,6 @@ KEYS = frozenset("""
     """.split()) | {*OWN_KEYS}  # fmt: skip
 
 
-class PublishedDFlash(NamedTuple):
-    """What a folder holds: the network that it describes, and its weights by their names in the files."""
-
-    config: DFlashConfig
-    tensors: dict[str, Tensor]
-
-
 def load_dflash(
     folder: Path, target: Model, *, token_map: Tensor | None = None, load_format: str = "auto"
 ) -> DFlashHead:
@@ -67,20 +60,20 @@ def load_dflash(
     naming --speculative-draft-model-path if the folder holds none, one for another target, or a variant.
     """
     with naming("--speculative-draft-model-path", folder):
-        config, tensors = read_dflash(folder, target.config, load_format)
-        head = DFlashHead.empty(replace(config, token_map=token_map), target)
+        config, tensors, _ = read_dflash(folder, target.config, load_format)
+        head = DFlashHead.empty(replace(cast(DFlashConfig, config), token_map=token_map), target)
         if not target.norm.weight.is_meta:
             ours = published_tensors(head)
             ours.pop("lm_head.weight", None)  # rows of the target's, which are in no file
             load_weights(ours, tensors.items())
     if head.lm_head is not None and token_map is not None and not target.norm.weight.is_meta:
         head.lm_head.weight.copy_(slice_head(target, token_map))
-    logger.info("DFlash reads the target's residual stream entering layers %s, in blocks of %d", config.taps,
-                config.block_size)  # fmt: skip
+    logger.info("DFlash reads the target's residual stream entering layers %s, in blocks of %d", head.taps,
+                head.block_size)  # fmt: skip
     return head
 
 
-def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") -> PublishedDFlash:
+def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") -> Published:
     """Return what a folder describes and holds, for a target of these sizes.
 
     Raises ValueError; its message does not name the flag.
@@ -95,14 +88,14 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
         raise ModelError("mask_embedding.pt, an embedding of its own for the mask, is not supported; supported: "
                          "mask_token_id")  # fmt: skip
     _refuse_sliding(stated)
-    tensors = dict(read_weights(folder, load_format))
+    tensors, prefix = dict(read_weights(folder, load_format)), "layers.0."
     given = {key: own.get(key, stated.get(key)) for key in OWN_KEYS}
     size, layers = given["block_size"], _number("num_hidden_layers", stated.get("num_hidden_layers"), 1, 1000)
-    shape = layer_sizes({**stated, "use_sliding_window": False}, tensors, "layers.0.")
+    shape = layer_sizes({**stated, "use_sliding_window": False}, tensors, prefix)
     check_fit(shape.hidden_size, shape.vocab_size, target)
     if (count := stated.get("num_target_layers") or target.layers) != target.layers:
         raise ModelError(f"num_target_layers is {count}, and the target has {target.layers}")
-    return PublishedDFlash(
+    return Published(
         DFlashConfig(
             DFlashHead.name,
             replace(shape, layers=layers),
@@ -112,6 +105,7 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
             causal=bool(given["is_causal"]),
         ),
         tensors,
+        prefix,
     )
 
 

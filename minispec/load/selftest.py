@@ -29,6 +29,11 @@ PROMPT = (
 )
 STEPS = 24  # verify steps of the test
 HOPELESS_LENGTH = 1.05  # a head with an accept length below this is read wrongly, or not made for this target
+KEYS = {  # of config.json, which decide how a network of this name is read
+    "dflash": "dflash_config's target_layer_ids, which number the layers from 0 and mean their outputs, mask_token_id, "
+    "is_causal",
+}
+OTHER_KEYS = "eagle_aux_hidden_state_layer_ids, norm_before_residual"  # of all other heads
 
 
 @torch.inference_mode()
@@ -45,9 +50,9 @@ def self_test(engine: Engine, drafter: Drafter, prompt: Sequence[int]) -> None:
     if length >= HOPELESS_LENGTH:
         logger.info("%s", said)
         return
-    logger.warning("%s: its config.json may state other layers or norms than it was trained with "
-                   "(eagle_aux_hidden_state_layer_ids, norm_before_residual), or it was not made for this target; see "
-                   "--speculative-draft-model-path", said)  # fmt: skip
+    logger.warning("%s: its config.json may state other layers or norms than it was trained with (%s), or it was not "
+                   "made for this target; see --speculative-draft-model-path", said,
+                   KEYS.get(drafter.name, OTHER_KEYS))  # fmt: skip
 
 
 def _serve(engine: Engine, drafter: Drafter, prompt: Sequence[int]) -> float | None:

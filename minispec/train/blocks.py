@@ -33,7 +33,9 @@ from torch import Tensor
 from minispec.dflash import DFlashHead
 from minispec.model import Block, LayerAttend
 from minispec.train.corpus import TrainingReply
+from minispec.train.export import BlockRecipe
 from minispec.train.rounds import SoftCrossEntropy, Teacher
+from minispec.train.trainer import Trainer
 
 GAMMA = {16: 7.0, 10: 5.0}  # of the decay, by S, as the paper has it; for other sizes S / 2
 SHARE = 3  # reply tokens a block drafts with other blocks: one anchor for every S / SHARE tokens
@@ -194,3 +196,31 @@ def replay(
     while anchor + depth <= len(every):
         emitted, steps, anchor = emitted + table[anchor] + 1, steps + 1, anchor + table[anchor] + 1
     return emitted, steps
+
+
+class BlockTrainer(Trainer):
+    """The trainer of a DFlash network."""
+
+    recipe: BlockRecipe
+    head: DFlashHead
+
+    @property
+    def depths(self) -> list[int]:
+        """The lengths of chains for which the accept length is worth telling; the last is a whole block's."""
+        most = self.recipe.block_size - 1
+        return [*(depth for depth in super().depths if depth < most), most]
+
+    def _losses(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the loss on the replies of these indices, at anchors drawn for this update, and the hits by depth."""
+        rng = random.Random(f"{self.recipe.seed}/anchors/{self.step}")
+        chosen = self._teaching(chosen)
+        replies = [self.replies[i] for i in chosen]
+        anchors = [draw_anchors(reply, self.recipe.block_size, rng) for reply in replies]
+        batch = pack(self.head, replies, [self.features.of(i) for i in chosen], anchors)
+        return losses(self.head, batch, self.taps, self.teacher, self.recipe.weights)
+
+    def _replay(self, index: int, rounds: int) -> tuple[int, int]:
+        if not self._teaching([index]):
+            return 0, 0
+        reply, features = self.replies[index], self.features.of(index)
+        return replay(self.head, reply, features, self.taps, self.teacher, rounds)

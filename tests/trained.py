@@ -131,25 +131,25 @@ MASK = VOCAB - 2  # an odd id, which no sentence has
 
 @functools.cache
 @torch.inference_mode(False)
-def trained_dflash(causal: bool = False) -> DFlashHead:
+def trained_dflash(taps: tuple[int, ...] = TAPS) -> DFlashHead:
     """Return a DFlash network that drafts `trained_model` in blocks of six rows, from `DRAFT_IDS`."""
     model, rng = trained_model(), random.Random(3)
     torch.manual_seed(1)
     shape = dataclasses.replace(model.config, layers=2, qk_norm=True)
-    config = DFlashConfig("dflash", shape, TAPS, DRAFT_IDS, block_size=BLOCK, mask_token=MASK, causal=causal)
+    config = DFlashConfig("dflash", shape, taps, DRAFT_IDS, block_size=BLOCK, mask_token=MASK)
     head = DFlashHead(config, model)
     randomise(head, 0.1)
     head.lm_head.weight.data = model.lm_head.weight[DRAFT_IDS].clone()
-    teacher, taps = Teacher(head.lm_head.weight, DRAFT_IDS, VOCAB), slice(0, len(TAPS) * model.config.hidden_size)
+    teacher, columns = Teacher(head.lm_head.weight, DRAFT_IDS, VOCAB), slice(0, len(taps) * model.config.hidden_size)
 
     def loss_of(ids: Tensor) -> Tensor:
         with torch.no_grad():
-            hidden, features = model(ids, torch.arange(48)[None], Causal(), (*TAPS, FINAL))
+            hidden, features = model(ids, torch.arange(48)[None], Causal(), (*taps, FINAL))
             choices = model.logits(hidden).argmax(-1)
         texts = [TrainingReply(text, 4, 0.0, "") for text in ids.tolist()]
         anchors = [draw_anchors(text, 2 * BLOCK, rng) for text in texts]
         packed = pack(head, texts, list(zip(features, choices, strict=True)), anchors)
-        return losses(head, packed, taps, teacher, "decay")[0]
+        return losses(head, packed, columns, teacher, "decay")[0]
 
     train([p for p in head.parameters() if p is not head.lm_head.weight], loss_of, steps=120, seed=2)
     return head.requires_grad_(False).eval()

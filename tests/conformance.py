@@ -162,7 +162,7 @@ SUBJECTS: dict[str, Subject] = {
     "standalone-tree": standalone(3, 3, 8, accept_length=2.0),
     # The chain has more rows than the network was trained with: with fewer the pool of `retraction` is not short.
     "dflash-chain": block(1.9, block=BLOCK + 2, nodes=BLOCK + 2),
-    "dflash-tree": block(2.2, block=BLOCK, nodes=10, topk=3),
+    "dflash-tree": block(2.0, block=BLOCK, nodes=10, topk=3),
     **{f"{name}-{shape}": subject for name, shapes in HEADS.items() for shape, subject in shapes.items()},
 }
 

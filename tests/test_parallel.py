@@ -139,7 +139,8 @@ def wanted(subject: Subject) -> list[Request]:
     return requests
 
 
-DRAFTERS = ("none", "ngram", "oracle", "standalone-tree", "eagle-chain", "eagle3-tree", "mtp-tree")
+DRAFTERS = ("none", "ngram", "oracle", "standalone-tree", "eagle-chain", "eagle3-tree", "mtp-tree",
+            "dflash-tree")  # fmt: skip
 _truth: dict[object, list[list[int]]] = {}  # by what was asked of which model
 
 

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from exactness import CPU, VOCAB, build, check, mixed_requests, reference, reque
 from safetensors.torch import save_file
 from test_beam import paths
 from torch import Tensor
+from torch._dynamo import lookup_backend
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
@@ -29,6 +31,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
+import minispec.cpu.direct as direct_module
 from minispec.attention import Causal, Plan
 from minispec.beam import rerank
 from minispec.config import Config
@@ -36,10 +39,12 @@ from minispec.cpu.gather import PagedGather
 from minispec.dflash import DFlashConfig, DFlashDrafter, DFlashHead, Pass, likeliest_paths, most_nodes
 from minispec.drafter import Batch, Committed
 from minispec.kv import KVShape, PagedKV
+from minispec.load.build import compile_step
 from minispec.load.dflash_heads import default_ids, load_dflash
 from minispec.load.drafters import make_drafter
 from minispec.load.heads import load_head
 from minispec.load.tokenizer import byte_tokenizer
+from minispec.load.warm_up import shapes, warm_up
 from minispec.lookup import Lookups
 from minispec.model import Model, ModelError
 from minispec.sampling import gumbel
@@ -170,11 +175,12 @@ def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Seen = list[tuple[list[int], Tensor, list[int], list[int], Any]]  # text, logits, tokens, parents, request
 
 
-def watch(scheduler: Scheduler) -> Seen:
-    """Note of every tree the text before it, the logits of its block, the tree and the request."""
+def watch(scheduler: Scheduler, compiled: bool = False) -> Seen:
+    """Note of every tree the text before it, the logits of its block unless compiled, the tree and the request."""
     seen: Seen = []
     drafter = scheduler.engine.drafter
     inner, read = drafter.propose, drafter.network.logits
+    drafter.read = torch.zeros(scheduler.sizes.max_running, 0)
 
     def logits(states: Tensor) -> Tensor:
         drafter.read = read(states)
@@ -192,7 +198,9 @@ def watch(scheduler: Scheduler) -> Seen:
                              slots[slot]))  # fmt: skip
         return tree
 
-    drafter.network.logits, drafter.propose = logits, propose
+    drafter.propose = propose
+    if not compiled:
+        drafter.network.logits = logits
     return seen
 
 
@@ -702,3 +710,37 @@ def test_what_is_taken_otherwise_leaves_a_line(folder: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, "minispec"):
         assert made(folder, dflash_block_size=8).block == 8
     assert "blocks of 5 rows, and is to draft 8" in caplog.text
+
+
+# ---- compiled -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_compiled_all_graphs_are_made_before_and_drafts_are_the_same(folder: Path, monkeypatch) -> None:
+    torch._dynamo.reset()  # the blocks of other tests are the same function
+    # What Inductor makes of a block is tested in test_engine.py.
+    monkeypatch.setattr(direct_module, "lookup_backend", lambda name: lookup_backend("aot_eager"))
+    with torch.inference_mode():
+        drafter = DFlashDrafter(load_dflash(folder, MODEL), block=5, topk=2, nodes=8)
+    compiler, model = partial(compile_step, device=CPU), tiny_model()
+    model.compile_blocks(compiler)
+    drafter.compile(compiler)
+    scheduler = build(model, drafter, running=2, chunk=128, compiled=True)
+    scheduler.engine.compile_small(compiler, lambda batch, nodes, samples: batch == 1)
+    with torch._dynamo.config.patch(recompile_limit=32), torch.inference_mode():
+        warm_up(scheduler.engine, lambda line: None)
+    names = shapes(scheduler.engine)  # the block of one request and that of two; prompts need no graph of the draft's
+    assert sum(name.startswith("draft, ") for name in names) == 2 and "around the drafter" in " ".join(names)
+    seen = watch(scheduler, compiled=True)
+    requests = mixed_requests(4, max_new_tokens=8)
+    requests[0].params = replace(requests[0].params, temperature=0.9)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        run(scheduler, requests)
+    torch._dynamo.reset()
+    known = Reference(folder)
+    for ids, _, tokens, parents, r in seen[::3]:
+        logits = known.logits(ids, 5)
+        if t := r.params.temperature:
+            logits = logits / t + gumbel(torch.tensor(r.seed), torch.arange(len(ids), len(ids) + 4), VOCAB)
+        assert paths(tokens, parents) == heap_tree(logits.log_softmax(-1), 2, 7), f"after {len(ids)} tokens"
+    assert all(r.output_ids == reference(MODEL, r) for r in requests)

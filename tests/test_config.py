@@ -46,12 +46,12 @@ DOCUMENTED = documented()
 @pytest.mark.parametrize("number", range(len(DOCUMENTED)))
 def test_every_documented_command_is_accepted_as_written(number: int) -> None:
     environ, argv = DOCUMENTED[number]
-    assert len(DOCUMENTED) == 22
+    assert len(DOCUMENTED) == 24
     config = config_from_args(argv, environ)
     asked = dict(zip(argv, argv[1:], strict=False))
     assert config.model_path == (asked.get("--model") or asked["--model-path"])
     assert config.algorithm == (asked.get("--speculative-algorithm") or asked["--speculative-algo"])
-    assert config.speculative_num_draft_tokens == int(asked["--speculative-num-draft-tokens"])
+    assert str(config.speculative_num_draft_tokens) == asked.get("--speculative-num-draft-tokens", "None")
     noted = [flag for flag in argv if flag in foreign_flags() or flag == "--trust-remote-code"]
     assert len(config.notes) == len(noted) + len(environ)  # a line for each flag that does not act, and no other
     assert all(any(flag in note for note in config.notes) for flag in noted)
@@ -282,7 +282,7 @@ CONTRACT = """
     --speculative-adaptive --speculative-algo --speculative-algorithm --speculative-attention-mode --speculative-draft
     --speculative-draft-attention-backend --speculative-draft-load-format --speculative-draft-model
     --speculative-draft-model-path --speculative-draft-model-quantization --speculative-draft-model-revision
-    --speculative-dflash-block-size --speculative-draft-window-size
+    --speculative-dflash-block-size --speculative-dflash-draft-window-size --speculative-draft-window-size
     --speculative-eagle-topk --speculative-moe-a2a-backend --speculative-moe-runner-backend
     --speculative-ngram-branch-length --speculative-ngram-capacity --speculative-ngram-match-type
     --speculative-ngram-max-bfs-breadth --speculative-ngram-max-match-window-size --speculative-ngram-max-trie-depth

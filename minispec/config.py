@@ -374,7 +374,7 @@ class Config:
                 owners = ("NGRAM", *GROWN) if self.looks_up(self.device != "cuda") else ("NGRAM",)
             if f.name == "speculative_token_map":
                 continue  # if it is not used, this is logged when the drafter is made
-            if self.is_own_drafter and not f.name.startswith("speculative_ngram_"):
+            if self.is_own_drafter and not f.name.startswith(("speculative_ngram_", BLOCK)):
                 continue  # the user's class gets the whole config, and may use the flag
             if f.name == BLOCK:
                 owners = ("DFLASH",)

@@ -705,8 +705,9 @@ def test_flags_that_contradict_each_other_are_refused(flags: dict, said: str, fo
 def test_what_is_taken_otherwise_leaves_a_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = Config(model_path="x", speculative_algorithm="DFLASH", speculative_num_steps=5)
     assert any("--speculative-num-steps 5 is taken as 1" in note for note in config.notes)
-    other = Config(model_path="x", speculative_algorithm="EAGLE", speculative_dflash_block_size=8)
-    assert any("--speculative-dflash-block-size does nothing" in note for note in other.notes)
+    for algorithm in ("EAGLE", "mine:Own"):
+        other = Config(model_path="x", speculative_algorithm=algorithm, speculative_dflash_block_size=8)
+        assert any("--speculative-dflash-block-size does nothing" in note for note in other.notes)
     with caplog.at_level(logging.WARNING, "minispec"):
         assert made(folder, dflash_block_size=8).block == 8
     assert "blocks of 5 rows, and is to draft 8" in caplog.text

@@ -173,6 +173,21 @@ def trainer(model: Model, texts: Sequence[TrainingReply], folder: Path, name: st
     return BlockTrainer(recipe(**options), features, folder / name, lambda line: None)
 
 
+def test_a_reply_has_other_anchors_in_another_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = target(), []
+
+    def noted(head: DFlashHead, texts: object, found: object, anchors: list[list[int]]) -> Packed:
+        seen.append(tuple(anchors[0]))
+        return pack(head, texts, found, anchors)
+
+    monkeypatch.setattr("minispec.train.blocks.pack", noted)
+    made = trainer(model, replies(model, 12), tmp_path, "out")
+    for step in (0, 1, 2, 3, 0):
+        made.step = step
+        made._losses([0])
+    assert len(set(seen[:4])) > 2 and seen[4] == seen[0]
+
+
 def test_a_run_cut_in_two_is_bit_identical(tmp_path: Path) -> None:
     model = target()
     texts = replies(model, 24)

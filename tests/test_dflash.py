@@ -624,7 +624,7 @@ def test_what_does_not_act_is_no_reason_to_refuse(tmp_path: Path) -> None:
 
 
 def test_as_an_eagle_head_the_folder_is_refused(folder: Path) -> None:
-    with pytest.raises(ModelError, match="--speculative-draft-model-path"):
+    with pytest.raises(ModelError, match="--speculative-draft-model-path .*give --speculative-algorithm DFLASH"):
         load_head(folder, MODEL)
 
 

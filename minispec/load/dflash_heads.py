@@ -30,13 +30,12 @@ from torch import Tensor
 from minispec.config import MAX_NODES
 from minispec.dflash import DFlashConfig, DFlashHead
 from minispec.load.fp8_weights import read_weights
-from minispec.load.heads import Published, check_fit, layer_sizes, naming, slice_head
+from minispec.load.heads import DFLASH_MODEL, Published, check_fit, layer_sizes, naming, slice_head
 from minispec.load.weights import load_weights, read_config
 from minispec.model import Model, ModelConfig, ModelError, published_tensors
 
 logger = logging.getLogger("minispec")
 
-ARCHITECTURE = "DFlashDraftModel"
 BLOCK_SIZE = 16  # where config.json states none, as SGLang has it
 OWN_KEYS = ("block_size", "mask_token_id", "target_layer_ids", "is_causal")  # in dflash_config, or at the top level
 # Keys at the top level that are read here or by `ModelConfig`, and those that change nothing of a draft.
@@ -79,8 +78,8 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
     Raises ValueError; its message does not name the flag.
     """
     stated = read_config(folder)
-    if (architectures := stated.get("architectures") or []) != [ARCHITECTURE]:
-        raise ModelError(f"architectures {architectures} are not supported; supported: {ARCHITECTURE}")
+    if (architectures := stated.get("architectures") or []) != [DFLASH_MODEL]:
+        raise ModelError(f"architectures {architectures} are not supported; supported: {DFLASH_MODEL}")
     own = stated.get("dflash_config") or {}
     _refuse_unknown("dflash_config", own, OWN_KEYS)
     _refuse_unknown("config.json", stated, KEYS)

@@ -52,6 +52,7 @@ ARCHITECTURES = {  # what config.json may call a head of each kind; the first EA
     ),
     MtpHead.name: ("MiMoForCausalLM", "MiMoMTP", "MiMoMTPModel"),
 }
+DFLASH_MODEL = "DFlashDraftModel"  # what config.json calls a network that `dflash_heads.py` reads
 # How the names of a layer's tensors begin; first the spelling that SGLang reads.
 LAYER_NAMES = {EagleHead.name: ("layers.0.",), Eagle3Head.name: ("midlayer.", "layers.0."),
                MtpHead.name: ("mtp_layers.0.",)}  # fmt: skip
@@ -177,6 +178,8 @@ def _kind(stated: Stated, tensors: Tensors) -> str:
     if (speculators := stated.get("speculators_model_type", Eagle3Head.name)) != Eagle3Head.name:
         raise ModelError(f"speculators_model_type {speculators!r} is not supported; supported: {Eagle3Head.name}")
     architectures = stated.get("architectures") or []
+    if DFLASH_MODEL in architectures:
+        raise ModelError(f"{DFLASH_MODEL} is no head of one layer; give --speculative-algorithm DFLASH")
     said = next((kind for kind, names in ARCHITECTURES.items() if set(names) & set(architectures)), None)
     found = None
     if any(name.startswith("mtp_layers.") for name in tensors):

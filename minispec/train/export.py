@@ -23,8 +23,8 @@ from torch import Tensor
 
 from minispec.dflash import DFlashConfig, DFlashHead
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
-from minispec.load.dflash_heads import ARCHITECTURE, read_dflash
-from minispec.load.heads import HEAD_KINDS, Published, head_tensors, naming, read_head, slice_head
+from minispec.load.dflash_heads import read_dflash
+from minispec.load.heads import DFLASH_MODEL, HEAD_KINDS, Published, head_tensors, naming, read_head, slice_head
 from minispec.load.weights import load_weights
 from minispec.model import Model, ModelConfig, ModelError, published_tensors, scaled
 from minispec.mtp import MtpHead
@@ -195,7 +195,7 @@ def export(head: DraftHead, model: Model, folder: Path) -> None:
 def _dflash_config(head: DFlashHead, outputs: Sequence[int], target: ModelConfig) -> dict[str, Any]:
     """Return the keys of config.json, in z-lab's format, in which DFlash differs from a Llama of one layer."""
     return {
-        "architectures": [ARCHITECTURE],
+        "architectures": [DFLASH_MODEL],
         "model_type": "qwen3",
         "num_hidden_layers": len(head.layers),
         "num_target_layers": target.layers,

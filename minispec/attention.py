@@ -79,17 +79,17 @@ class Plan:
     nodes.
 
     slots   [r] int64          the slot of each block
-    starts  [r] int64          the first row of each block
+    starts  [r] int64          the first row of each block's window
     ends    [r] int64          the row after the last one that a block reads
     rows    [r * W] int64      the physical row that each node writes
-    visible [r, W, M] bool     for each node, which rows of the window it sees: the M rows that begin at `starts`
+    visible [r, W, M] bool     which rows of the window each node sees; the window is the M rows from `starts` on
     kv_count   [batch, 1, blocks] int32          for FlexAttention: how many pages a block reads through the mask
     kv_index   [batch, 1, blocks, PAGES] int32   which pages these are
     full_count, full_index                       the same for the pages that a block sees whole, without the mask
 
-    By default the window is the block's own rows (M = W). A drafter that grows trees in rounds
-    has a larger window, which holds the nodes of earlier rounds too. `prompts`: whether the blocks are chunks of
-    prompts, of any number of requests.
+    By default the window is the block's own rows (M = W). A drafter that grows trees in rounds has a larger window,
+    which holds the nodes of earlier rounds too; the block's own rows then begin `offset` rows later (`fill`).
+    `prompts`: whether the blocks are chunks of prompts, of any number of requests.
     """
 
     def __init__(
@@ -105,7 +105,8 @@ class Plan:
         self.visible = torch.zeros(r, width, self.window, dtype=torch.bool, device=device)
         self.rows = torch.zeros(r * width, dtype=torch.int64, device=device)
         self.ends = torch.ones(r, dtype=torch.int64, device=device)
-        # A block lists only its slot's pages, but the lists have PAGES columns: the CPU kernel needs them that long.
+        # A block lists only its slot's pages, but the lists have PAGES columns: FlexAttention's CPU kernel, which tests
+        # run, needs them that long.
         lists: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.kv_count = torch.zeros(batch, 1, blocks, **lists)
         self.kv_index = torch.zeros(batch, 1, blocks, kv.pages, **lists)

@@ -106,6 +106,23 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return scores.masked_fill(scores.isnan(), -torch.inf), ids
 
 
+def couple(logits: Tensor, batch: Batch, positions: Tensor, token_map: Tensor | None) -> Tensor:
+    """Return the logits [B, K, Vd], with the noise of the target's picks for sampled requests.
+
+    positions [B, K] or [B, 1] int64: where the tokens that the logits are for will stand. token_map: [Vd], the target's
+    id for each draft id; None: the same ids. For a sampled request the result is logits / T + noise, up to a constant
+    that softmax ignores. The softmax of the result scores the children. Given the noise, this softmax is the
+    probability that the target picks each child, if the target's logits / T differ from the head's by independent
+    standard Gumbel errors.
+    """
+    if batch.temperature is None or batch.seed is None:
+        return logits
+    noise = gumbel(batch.seed[:, None], positions, logits.shape[-1] if token_map is None else token_map)
+    t, logits = batch.temperature[:, None, None], logits.float()
+    score = t * noise - (logits.amax(-1, keepdim=True) - logits)  # in `pick`'s order, so that rounding is equal
+    return torch.where(t > 0, score / t.clamp(min=GREEDY_BELOW), logits)
+
+
 ToTarget = Callable[[Tensor], Tensor]  # maps draft ids to target ids
 
 
@@ -241,7 +258,6 @@ class BeamDrafter(Drafter):
         return sorted({min(size.nodes, self.longest) for size in self.trees} | {self.longest})
 
     def expect(self, longest: int) -> None:
-        """Prepare for paths of up to `longest` tokens, since looked-up trees may be deeper; called before `attach`."""
         self.longest = max(longest, self.depth + 1)
 
     def compile(self, compiler: Compiler) -> None:
@@ -351,19 +367,9 @@ class BeamDrafter(Drafter):
         return self._attends[plan]
 
     def _couple(self, logits: Tensor, batch: Batch, depth: int | Tensor) -> Tensor:
-        """Return the logits [B, K, Vd] of nodes at `depth`, with the noise of the target's picks for sampled requests.
-
-        For these the result is logits / T + noise, up to a constant that softmax ignores. The softmax of the result
-        scores the children. Given the noise, this softmax is the probability that the target picks each child, if the
-        target's logits / T differ from the head's by independent standard Gumbel errors.
-        """
-        if not self.coupled or batch.temperature is None or batch.seed is None:
-            return logits
-        ids = logits.shape[-1] if self.network.token_map is None else self.network.token_map
-        noise = gumbel(batch.seed, batch.lens + depth + 1, ids)[:, None]
-        t, logits = batch.temperature[:, None, None], logits.float()
-        score = t * noise - (logits.amax(-1, keepdim=True) - logits)  # in `pick`'s order, so that rounding is equal
-        return torch.where(t > 0, score / t.clamp(min=GREEDY_BELOW), logits)
+        """Return the logits [B, K, Vd] of nodes at `depth`, coupled unless the drafter is told not to."""
+        positions = (batch.lens + depth + 1)[:, None]
+        return couple(logits, batch, positions, self.network.token_map) if self.coupled else logits
 
     def _to_target(self, ids: Tensor) -> Tensor:
         return ids if self.network.token_map is None else self.network.token_map[ids]

@@ -27,8 +27,8 @@ from minispec.load.reply_formats import CALLS, THOUGHTS
 from minispec.load.sglang_flags import INSTEAD
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # served when no model is named
-LEARNED = ("EAGLE", "EAGLE3")  # drafters with a trained head; NEXTN is another name of EAGLE
-GROWN = (*LEARNED, "STANDALONE")  # drafters that grow their trees on the device, and load a draft model or head
+LEARNED = ("EAGLE", "EAGLE3", "DFLASH")  # drafters with a trained head; NEXTN is another name of EAGLE
+GROWN = (*LEARNED, "STANDALONE")  # drafters that draft their trees on the device, and load a draft model or head
 HEADS = Path(__file__).parent / "heads"  # the draft heads and models that ship for the default model
 # The folders in `HEADS`. NEXTN is another name of EAGLE, but for the default model it loads another head, an MTP layer.
 SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "standalone"}
@@ -41,6 +41,7 @@ _SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative
            "speculative_accept_threshold_single", "speculative_accept_threshold_acc")  # fmt: skip
 # The numbers that give a tree its shape, in the order in which shapes are written: steps/topk/nodes.
 NUMBERS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+BLOCK = "speculative_dflash_block_size"
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # an environment variable that torchrun sets in the processes it starts
 _DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
@@ -188,9 +189,9 @@ class Config:
     )  # fmt: skip
 
     speculative_algorithm: str | None = _flag(
-        None, "Speculation", "NONE, NGRAM, EAGLE (alias NEXTN), EAGLE3 or STANDALONE, in any case, or module:Class of "
-        "your own (docs/adding-a-drafter.md); default: EAGLE3 for the default model; for a named one NONE, or a MiMo "
-        "model's own MTP layer",
+        None, "Speculation", "NONE, NGRAM, EAGLE (alias NEXTN), EAGLE3, DFLASH or STANDALONE, in any case, or "
+        "module:Class of your own (docs/adding-a-drafter.md); default: EAGLE3 for the default model; for a named one "
+        "NONE, or a MiMo model's own MTP layer",
     )  # fmt: skip
     speculative_draft_model_path: str | None = _flag(
         None, "Speculation", "id or folder of the draft head or model, or its GGUF file; MiMo brings its own"
@@ -204,7 +205,8 @@ class Config:
         choices=("fp8", "unquant"),
     )  # fmt: skip
     speculative_num_steps: int | None = _flag(
-        None, "Speculation", "rounds of drafting (with the next two: all or none; a chain needs no number of tokens)",
+        None, "Speculation", "rounds of drafting (with the next two: all or none; a chain needs no number of tokens); "
+        "DFLASH has one",
         low=1, high=32,
     )  # fmt: skip
     speculative_eagle_topk: int | None = _flag(None, "Speculation", "branches of a draft round", low=1, high=32)
@@ -214,7 +216,11 @@ class Config:
     )
     speculative_num_draft_tokens: int | None = _flag(
         None, "Speculation", "nodes of a draft tree, root included; default for NGRAM: its longest match window, at "
-        "most 4 with int8 weights", low=1, high=MAX_NODES,
+        "most 4 with int8 weights; for DFLASH: its block", low=1, high=MAX_NODES,
+    )  # fmt: skip
+    speculative_dflash_block_size: int | None = _flag(
+        None, "Speculation", "rows of DFLASH's block, the newest token's included; in a chain the number of draft "
+        "tokens means the same; default: the checkpoint's", low=2, high=MAX_NODES,
     )  # fmt: skip
     speculative_adaptive: bool | None = _flag(
         None, "Speculation", "choose each step's shape, plain or one of at most two trees, by what it is worth; "
@@ -287,8 +293,8 @@ class Config:
     def _check_together(self) -> None:
         """Raise ValueError if a value is impossible, alone or beside the others."""
         if self.speculative_algorithm not in (None, "NONE", "NGRAM", *GROWN) and not self.is_own_drafter:
-            raise ValueError("--speculative-algorithm must be NONE, NGRAM, EAGLE, EAGLE3, NEXTN or STANDALONE, or "
-                             f"module:Class of your own, got {self.speculative_algorithm!r}")  # fmt: skip
+            raise ValueError("--speculative-algorithm must be NONE, NGRAM, EAGLE, EAGLE3, NEXTN, DFLASH or STANDALONE, "
+                             f"or module:Class of your own, got {self.speculative_algorithm!r}")  # fmt: skip
         if self.mem_fraction_static in (0.0, 1.0):
             raise ValueError(f"--mem-fraction-static must lie between 0 and 1, got {self.mem_fraction_static:g}")
         if self.chunked_prefill_size == 0:
@@ -368,16 +374,14 @@ class Config:
                 owners = ("NGRAM", *GROWN) if self.looks_up(self.device != "cuda") else ("NGRAM",)
             if f.name == "speculative_token_map":
                 continue  # if it is not used, this is logged when the drafter is made
-            if self.is_own_drafter and not f.name.startswith("speculative_ngram_"):
+            if self.is_own_drafter and not f.name.startswith(("speculative_ngram_", BLOCK)):
                 continue  # the user's class gets the whole config, and may use the flag
+            if f.name == BLOCK:
+                owners = ("DFLASH",)
             if self.algorithm not in owners:
                 self._note(f"{flag_name(f.name)} does nothing with --speculative-algorithm {self.algorithm}; "
                            f"it belongs to {', '.join(owners)}")  # fmt: skip
-        missing = [flag_name(name) for name in NUMBERS if getattr(self, name) is None]
-        is_chain = self.speculative_eagle_topk == 1 and missing == [flag_name(NUMBERS[2])]  # of steps + 1 nodes
-        if self.algorithm in GROWN and 0 < len(missing) < len(NUMBERS) and not is_chain:
-            raise ValueError(f"{', '.join(map(flag_name, NUMBERS))} go together, all or none; not given: "
-                             f"{', '.join(missing)}")  # fmt: skip
+        self._check_block() if self.algorithm == "DFLASH" else self._check_rounds()
         if self.algorithm in GROWN and self.speculative_num_draft_tokens == 1:
             raise ValueError("--speculative-num-draft-tokens must be at least 2, the root and a draft, got 1")
         if self.simulate_acc_len is not None and self.algorithm == "NONE":
@@ -385,6 +389,27 @@ class Config:
                              "NONE drafts none")  # fmt: skip
         if self.speculative_draft_model_revision is not None and self.speculative_draft_model_path is None:
             raise ValueError("--speculative-draft-model-revision needs --speculative-draft-model-path")
+
+    def _check_rounds(self) -> None:
+        """Raise ValueError if only a part of the numbers of a tree grown in rounds is given."""
+        missing = [flag_name(name) for name in NUMBERS if getattr(self, name) is None]
+        is_chain = self.speculative_eagle_topk == 1 and missing == [flag_name(NUMBERS[2])]  # of steps + 1 nodes
+        if self.algorithm in GROWN and 0 < len(missing) < len(NUMBERS) and not is_chain:
+            raise ValueError(f"{', '.join(map(flag_name, NUMBERS))} go together, all or none; not given: "
+                             f"{', '.join(missing)}")  # fmt: skip
+
+    def _check_block(self) -> None:
+        """Raise ValueError if the numbers of a tree drafted as a block contradict each other."""
+        topk, nodes, block = self.speculative_eagle_topk or 1, self.speculative_num_draft_tokens, getattr(self, BLOCK)
+        if (self.speculative_num_steps or 1) > 1:
+            self._note(f"--speculative-num-steps {self.speculative_num_steps} is taken as 1: DFLASH drafts a block in "
+                       "one pass")  # fmt: skip
+        if topk == 1 and nodes is not None and block not in (None, nodes):
+            raise ValueError(f"--speculative-num-draft-tokens must be {flag_name(BLOCK)}, {block}, where drafts are a "
+                             f"chain, got {nodes}")  # fmt: skip
+        if topk > 1 and nodes is None:
+            raise ValueError(f"--speculative-eagle-topk {topk} needs --speculative-num-draft-tokens, the nodes of the "
+                             "tree")  # fmt: skip
 
     def _put_graph_batches(self) -> None:
         """Sort the batches of --cuda-graph-bs; the largest of them becomes --cuda-graph-max-bs, as in SGLang."""
@@ -410,7 +435,7 @@ class Config:
     @property
     def gives_numbers(self) -> bool:
         """Whether a flag gives a number of the tree's shape."""
-        return any(getattr(self, name) is not None for name in NUMBERS)
+        return any(getattr(self, name) is not None for name in (*NUMBERS, BLOCK))
 
     @property
     def adaptive(self) -> bool:

@@ -156,6 +156,12 @@ class Drafter(ABC):
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:  # noqa: B027  see `compile`
         """Run the code around the network compiled by `compiler` in the steps that `choice` names."""
 
+    def expect(self, longest: int) -> None:  # noqa: B027  most drafters take in paths of any length
+        """Prepare for accepted paths of up to `longest` tokens, since looked-up trees may be deeper than one's own.
+
+        To be called before `attach`.
+        """
+
     def attach(  # noqa: B027  a drafter without tensors has nothing to allocate
         self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
     ) -> None:

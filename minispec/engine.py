@@ -5,8 +5,8 @@ Compacting moves the rows (keys and values) of these paths together. Then the dr
 
 A slot is the place of a running request in all tables. `launch(slots)` runs one decode step. `prefill(chunks)` runs one
 step over known tokens, such as prompts. Both return a `Pending`, and `collect(pending)` waits for the tokens emitted.
-Until `collect`, the host waits for no value of the device, unless a request asks for more than tokens
-(`asked/steps.py`). So the next step can be launched before this one is collected.
+Until `collect`, the host waits for no value of the device, unless a request asks for more than tokens, such as
+log-probabilities (`asked/steps.py`). So the next step can be launched before this one is collected.
 
 A launch has three parts: the host fills the step's inputs; the step, `decode` or `prefill_step`, runs on tensors at
 fixed addresses; the step's outputs are copied to the host. On CUDA a step can be captured: it is recorded once as a
@@ -67,8 +67,8 @@ class Pending:
     outputs: Tensor  # [B, A + 2] int64 on the host: A tokens, how many of them were emitted, 1 if a logit was NaN
     ready: torch.cuda.Event | None  # this event tells when `outputs` is filled; None: `outputs` is filled already
     nodes: int = 1  # N, the nodes of each tree; a prefill step has 1
-    # When the launch began, by `perf_counter`. It is moved later by the next field, so that the time of a step does not
-    # have the seconds in which the drafter caught up.
+    # When the launch began, by `perf_counter`, plus the next field. So the time of a step leaves out the seconds in
+    # which the drafter caught up.
     launched: float = 0.0
     catching_up: float = 0.0  # the seconds in which the drafter took in its backlog, within the launch
     keeps: bool = False  # whether the accepted rows of trees join the backlog; then `collect` must count them
@@ -271,9 +271,9 @@ class Engine:
         """Launch one decode step for these slots: verify one tree per slot, keep the accepted path, emit its tokens.
 
         shape: one of `Sizes.shapes_of` for this batch; default: the drafter's largest trees. drafts: trees from
-        `host_drafts`, one per slot, cut to N nodes here; default: `host_drafts` is called here. For a head with lookups
-        (`looks_up`), the draft NOTHING (a root alone) makes a request verify the head's tree; the default is NOTHING
-        for every request.
+        `host_drafts`, one per slot, cut to N nodes here; default: `host_drafts` is called here. Beside a head with
+        lookups (`looks_up`) the default for each request is the draft NOTHING, a root alone. Where the shape drafts, a
+        request with this draft verifies the head's tree.
         """
         batch = self.batch_of(len(slots))
         if drafts is None:
@@ -472,7 +472,7 @@ class Engine:
         slots, picked = buffers.chunk_slots, buffers.picked
         if self.drafter.commits:
             # The token after a last chunk's last row is the one just picked. `picked` is 1 for last chunks, else 0.
-            # Padding chunks have the end 0, so they add 0 to row 0. An assignment would let them overwrite that row.
+            # Padding chunks have end 0 and `picked` 0, so they add 0 to row 0, which an assignment would overwrite.
             after = buffers.following.index_add(0, buffers.ends, picked * (token - buffers.following[buffers.ends]))
             self.drafter.commit(Committed(slots, buffers.tokens[None], after[None], read.positions, read.features,
                                           buffers.ends, buffers.plan, prefill=True))  # fmt: skip
@@ -494,7 +494,7 @@ class Engine:
     ) -> Pending:
         """Queue the copy of a step's outputs to the host.
 
-        The next step is queued behind this copy, so that step may overwrite the outputs.
+        The next step runs after this copy, so it may overwrite the outputs.
         """
         outputs = step.outputs
         on_host, ready = outputs.to("cpu", non_blocking=True, copy=True), None

@@ -3,9 +3,9 @@
 A drafter with a network computes its rows (keys and values) from tokens and features, which are hidden states of the
 target. Plain steps do not run the network, which would cost most of the time that plain steps save. Steps whose trees
 all come from lookups do not run it either. Both kinds of step save tokens and features here; those of row r are at
-place r modulo 64. The drafter takes in all of a slot's backlog at once, like a chunk of a prompt. So before it drafts
-again it must compute at most 64 rows a slot. A page is shared with other requests only after the drafter's rows in it
-are written.
+place r modulo 64. The drafter takes in all of a slot's backlog at once, like a chunk of a prompt. A backlog
+has at most 64 rows, so the drafter never computes more than these before it drafts again. A page is shared with other
+requests only after the drafter's rows in it are written.
 
 The host counts the rows of each slot's backlog. A plain step adds exactly one row, so the next step may be launched
 before the plain step ends. A step with looked-up trees adds as many rows as it emits tokens, and the host must know
@@ -54,7 +54,10 @@ class Late:
         self.prefills, self.lens, self.root = prefills, lens, root
 
     def keeps(self, step: DecodeBuffers) -> bool:
-        """Return whether a step adds its rows to the backlog, which it does if it does not run the drafter."""
+        """Return whether a step adds its rows to the backlog: it does not run a drafter that takes in tokens.
+
+        Paths of more than 64 tokens have no room in it. After a step with such paths the drafter takes them in at once.
+        """
         return self.tokens is not None and not step.shape.drafts and step.most <= KEPT_ROWS
 
     def keep(self, slots: Tensor, rows: Tensor, tokens: Tensor, features: Tensor | None) -> None:

@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 
 from minispec.attention import AttendKind, PagedAttend, Plan
-from minispec.beam import BeamDrafter
 from minispec.compiled import CompileFor, Compiler
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, HostDrafter, HostTrees, TreeSize
 from minispec.kv import PagedKV
@@ -143,7 +142,7 @@ class Lookups(Drafter):
 
     looks_up = True
 
-    def __init__(self, head: BeamDrafter, shared: NgramDrafter, vocab_size: int) -> None:
+    def __init__(self, head: Drafter, shared: NgramDrafter, vocab_size: int) -> None:
         """shared: the drafter over the trie. Its `nodes` are N, at least the nodes of the network's trees."""
         assert shared.nodes >= head.nodes, "lookups have at least as many nodes as other trees"
         self.head, self.texts = head, HostTrees(Texts(shared), vocab_size)

@@ -2,7 +2,7 @@
 
 Definitions, as in SGLang's log: a decode forward over B requests counts B verify steps; accept len is the tokens that
 requests keep per verify step, the target's own included (1.00 is plain decoding); accept rate is the share of verified
-drafts that was accepted. Tokens behind a stop do not count. All who tell of acceptance have it from `Verified`.
+drafts that was accepted. Tokens behind a stop do not count. Every number about acceptance comes from a `Verified`.
 Throughputs are tokens over the time in which there was work.
 """
 
@@ -31,7 +31,7 @@ class Load(NamedTuple):
 class Kept(NamedTuple):
     """What a verify step gave one request."""
 
-    tokens: int  # those that it kept, to the end of its text
+    tokens: int  # how many of the step's tokens the request kept: none behind a stop
     source: str | None = None  # whose drafts it verified, as `Planned.verified` tells; None: nobody's
     drafted: int = 0  # drafts verified; of a head's tree all nodes but the root, padding included
     accepted: int = 0  # drafts among the tokens
@@ -150,7 +150,11 @@ class Metrics:
         return f", cuda graph: {captured}" if self.on_cuda else ""
 
     def prefill(self, load: Load, chunks: Sequence[int], *, cached: int, emitted: int, captured: bool) -> None:
-        """Count and log one prefill step: prompt tokens computed, by chunk; `cached` found; `emitted` picked."""
+        """Count and log one prefill step.
+
+        chunks: how many tokens of each chunk were computed. cached: how many were found in the prefix cache. emitted:
+        how many tokens requests got.
+        """
         new = sum(chunks)
         self.prefill_steps += 1
         self.generated_tokens += emitted
@@ -165,9 +169,9 @@ class Metrics:
         )  # fmt: skip
 
     def decode(self, load: Load, kept: Sequence[Kept], *, nodes: int, captured: bool, seconds: float = 0.0) -> None:
-        """Count one decode step, of which each request kept so much, and log every `log_interval` steps.
+        """Count one decode step, and write a log line every `log_interval` steps.
 
-        seconds: of its launch and of the wait for it.
+        kept: what the step gave each request. seconds: the time of its launch and of the wait for it.
         """
         for one in kept:
             self.verified.add(one)

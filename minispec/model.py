@@ -200,9 +200,7 @@ class Block(nn.Module):
         EAGLE-3's head reads token and state side by side, so `read` may be wider than d.
         """
         batch, length, _ = x.shape
-        qkv = self.qkv_proj(read).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
-        q, k, v = (part.view(batch, length, -1, self.head_dim).transpose(1, 2) for part in qkv)
-        out = attend(scaled(rope.turn(self.q_norm(q)), self.query_multiplier), rope.turn(self.k_norm(k)), v)
+        out = attend(*self.project(read, rope))
         x = x + scaled(self.o_proj(out.transpose(1, 2).reshape(batch, length, self.q_size)), self.residual_multiplier)
         return x + scaled(self.mlp(self.post_attention_layernorm(x)), self.residual_multiplier)
 
@@ -212,6 +210,16 @@ class Block(nn.Module):
             return self.experts(x, self.router(x))
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
+
+    def project(self, read: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, Hq, T, D], keys and values [B, Hkv, T, D] of `read` [B, T, ...], as attention takes them.
+
+        Queries and keys are normed if the model norms them, and turned by `rope`.
+        """
+        batch, length, _ = read.shape
+        qkv = self.qkv_proj(read).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
+        q, k, v = (part.view(batch, length, -1, self.head_dim).transpose(1, 2) for part in qkv)
+        return scaled(rope.turn(self.q_norm(q)), self.query_multiplier), rope.turn(self.k_norm(k)), v
 
 
 class Model(nn.Module):

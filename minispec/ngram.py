@@ -3,11 +3,11 @@
 One trie, shared by all requests, holds every stretch of up to `branch_length` tokens that was seen: each is a path of
 nodes from the root of the trie. A suffix of a text is its last few tokens.
 
-The one idea, in `Trie.extend`: the trie has a path for each suffix of a text, up to that length. The text keeps the
-node at the end of each such path. These nodes are called the text's open paths, one for each suffix length. A new token
-moves each open path one child down. This inserts every new stretch exactly once, so the count of a node is the number
-of times its path occurred. The nodes reached are also the matches of all suffix lengths, found without a search from
-the root. To index a text is to do this for its tokens.
+The one idea, in `Trie.extend`: the trie has a path for each suffix of up to `branch_length` tokens of a text. The text
+keeps the node at the end of each such path. These nodes are called the text's open paths, one for each suffix length. A
+new token moves each open path one child down. This inserts every new stretch exactly once, so the count of a node is
+the number of times its path occurred. The nodes reached are also the matches of all suffix lengths, found without a
+search from the root. To index a text is to do this for its tokens.
 
 Objects would cost too much memory, so a node is one index into a few integer arrays that grow with the nodes. Linear
 hashing (Litwin, 1980) finds the child for a token. It splits one bucket per new node, so no step rehashes the whole
@@ -401,8 +401,8 @@ class NgramDrafter(HostDrafter):
     from the root. Tokens that an ended request left in line are still indexed, up to KEPT_AFTER_RELEASE.
 
     A predicted output (`predict`) is indexed before all else, in its own trie, which ends with the request. If both
-    tries have a match, the longer match drafts. If the two are equally long, the prediction's drafts, since it was
-    given for this text.
+    tries have a match, the tree comes from the longer match. If both are equally long, it comes from the prediction,
+    which was given for this text.
     """
 
     name = "ngram"

@@ -530,8 +530,8 @@ class Scheduler:
     def fail(self, error: BaseException) -> list[Update]:
         """After an exception in a step, or in a command between two steps, end the requests that cannot go on.
 
-        If the step had not begun to change slots (`Engine.changes`), these are the step's requests, else those that
-        `fail_all` ends.
+        If the step had not begun to change slots (`Engine.changes`), the step's requests end. Else `fail_all` ends
+        requests.
         """
         (requests, changes), self._launching = self._launching, NOT_LAUNCHING
         if changes == self.engine.changes:

@@ -35,10 +35,11 @@ from exactness import (
     tiny_model,
     truth_of,
 )
-from trained import sentence, trained_head, trained_model
+from trained import BLOCK, sentence, trained_dflash, trained_head, trained_model
 
 from minispec.beam import BeamDrafter
 from minispec.config import Config
+from minispec.dflash import DFlashDrafter
 from minispec.drafter import Draft, Drafter, HostDrafter, HostTrees, Plain
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
 from minispec.load.drafters import make_drafter
@@ -153,6 +154,12 @@ def standalone(steps: int, topk: int, nodes: int, **options: object) -> Subject:
                    **options)  # fmt: skip
 
 
+def block(accept_length: float, **shape: int) -> Subject:
+    """Return the subject of a network that drafts a block in one pass."""
+    return Subject(lambda model: DFlashDrafter(trained_dflash(), **shape), model=trained_model, text=sentence,
+                   accept_length=accept_length)  # fmt: skip
+
+
 HALF = torch.arange(0, VOCAB, 2)  # a draft vocabulary, target ids
 HEADS: dict[str, dict[str, Subject]] = {
     "eagle": beams(lambda model: random_head(EagleHead, model, fc_bias=True), accepted=0),
@@ -166,6 +173,9 @@ SUBJECTS: dict[str, Subject] = {
     "oracle": Subject(lambda model: Oracle(truth_of(model)), accept_length=1.5),
     "standalone-chain": standalone(3, 1, 4, accept_length=3.0),
     "standalone-tree": standalone(3, 3, 8, accept_length=2.0),
+    # The chain has more rows than the network was trained with: with fewer the pool of `retraction` is not short.
+    "dflash-chain": block(1.9, block=BLOCK + 2, nodes=BLOCK + 2),
+    "dflash-tree": block(2.0, block=BLOCK, nodes=10, topk=3),
     **{f"{name}-{shape}": subject for name, shapes in HEADS.items() for shape, subject in shapes.items()},
 }
 

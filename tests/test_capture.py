@@ -126,7 +126,7 @@ def replayed(name: str, simulated: float | None = None, **wishes: object) -> Rep
     return replays
 
 
-GROWN = ("standalone", "eagle", "eagle3", "mtp", "trained")
+GROWN = ("standalone", "eagle", "eagle3", "mtp", "trained", "dflash")
 NAMES = ("none", "ngram", "oracle", *(f"{method}-{shape}" for method in GROWN for shape in ("chain", "tree")))
 
 
@@ -134,7 +134,7 @@ FILTERS = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
 
 
 TEMPERATURE = {"temperature": 0.9}  # a chain draws its noise as a tree does
-QUICK = ("none", "ngram", "eagle3-tree", "standalone-tree")  # the other heads are grown by the same drafter
+QUICK = ("none", "ngram", "eagle3-tree", "standalone-tree", "dflash-tree")  # the other heads have the same drafter
 CASES = [(name, wishes) for name in NAMES for wishes in ({}, TEMPERATURE) if not wishes or name in QUICK]
 CASES += [(name, FILTERS) for name in ("none", "standalone-tree", "trained-tree")]
 

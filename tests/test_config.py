@@ -46,12 +46,12 @@ DOCUMENTED = documented()
 @pytest.mark.parametrize("number", range(len(DOCUMENTED)))
 def test_every_documented_command_is_accepted_as_written(number: int) -> None:
     environ, argv = DOCUMENTED[number]
-    assert len(DOCUMENTED) == 22
+    assert len(DOCUMENTED) == 24
     config = config_from_args(argv, environ)
     asked = dict(zip(argv, argv[1:], strict=False))
     assert config.model_path == (asked.get("--model") or asked["--model-path"])
     assert config.algorithm == (asked.get("--speculative-algorithm") or asked["--speculative-algo"])
-    assert config.speculative_num_draft_tokens == int(asked["--speculative-num-draft-tokens"])
+    assert str(config.speculative_num_draft_tokens) == asked.get("--speculative-num-draft-tokens", "None")
     noted = [flag for flag in argv if flag in foreign_flags() or flag == "--trust-remote-code"]
     assert len(config.notes) == len(noted) + len(environ)  # a line for each flag that does not act, and no other
     assert all(any(flag in note for note in config.notes) for flag in noted)
@@ -156,7 +156,7 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
          "or one of chatml, llama-2, llama-3-instruct, vicuna_v1.1, hermes, llama3-json, got 'vicuna'"),
         (["--load-format", "gguf"], "--load-format must be one of auto, safetensors, pt, dummy, got 'gguf'"),
         (["--pgae-size", "16"], "did you mean --page-size?"),
-        (["--speculative-dflash-block-size", "3"], "unknown argument --speculative-dflash-block-size; --help lists"),
+        (["--speculative-cascade-depth", "3"], "unknown argument --speculative-cascade-depth; --help lists"),
         (["stray"], "unknown argument stray"),
         (["--page-size", "48"], "--page-size must be one of 16, 32, 64, 128, got 48"),
         (["--port", "70000"], "--port must be in [0, 65535], got 70000"),
@@ -185,7 +185,7 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
          "--dp-size 2 is not for --nnodes 2"),
         (["--dp", "2", "--ray-address", "ray://here:1"], "--ray-address must be HOST:PORT with a port in [1, 65535]"),
         (["--revision", "main"], "--revision needs --model-path"),
-        (["--speculative-algorithm", "medusa"], "NONE, NGRAM, EAGLE, EAGLE3, NEXTN or STANDALONE, or module:Class of"),
+        (["--speculative-algorithm", "medusa"], "NONE, NGRAM, EAGLE, EAGLE3, NEXTN, DFLASH or STANDALONE, or module:"),
         (["--speculative-algorithm", "my drafter:X"], "or module:Class of your own, got"),
         (["--speculative-algo", "standalone", "--speculative-num-steps", "3"], "--speculative-eagle-topk"),
         (["--simulate-acc-len", "0.5"], "--simulate-acc-len must be at least 1.0, got 0.5"),
@@ -241,7 +241,7 @@ def test_values_that_stand_for_another_are_taken_as_it_with_a_line(name: str) ->
     ("argv", "said"),
     [
         (["--model", "m", "--speculative-draft", "x"], "--speculative-draft-model-path does nothing with"),
-        (["--speculative-algo", "NGRAM", "--speculative-eagle-topk", "3"], "belongs to EAGLE, EAGLE3, STANDALONE"),
+        (["--speculative-algo", "NGRAM", "--speculative-eagle-topk", "3"], "belongs to EAGLE, EAGLE3, DFLASH,"),
         (["--model", "x", "--speculative-num-draft-tokens", "4"], "--speculative-algorithm NONE; it belongs to NGRAM"),
         (["--model", "x", "--speculative-accept-threshold-acc", "0.9"], "--speculative-algorithm NONE; it belongs to"),
         (["--speculative-algorithm", "my.drafter:X", "--speculative-ngram-capacity", "99"], "belongs to NGRAM"),
@@ -282,6 +282,7 @@ CONTRACT = """
     --speculative-adaptive --speculative-algo --speculative-algorithm --speculative-attention-mode --speculative-draft
     --speculative-draft-attention-backend --speculative-draft-load-format --speculative-draft-model
     --speculative-draft-model-path --speculative-draft-model-quantization --speculative-draft-model-revision
+    --speculative-dflash-block-size --speculative-dflash-draft-window-size --speculative-draft-window-size
     --speculative-eagle-topk --speculative-moe-a2a-backend --speculative-moe-runner-backend
     --speculative-ngram-branch-length --speculative-ngram-capacity --speculative-ngram-match-type
     --speculative-ngram-max-bfs-breadth --speculative-ngram-max-match-window-size --speculative-ngram-max-trie-depth

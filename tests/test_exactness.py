@@ -38,7 +38,7 @@ from minispec.request import Request
 
 # One drafter grows the trees of all heads, so of the heads two are put through every check in the quick run, and the
 # others through those that depend on what a head keeps of its own: after a retraction, by chunks, and with noise.
-WHOLE = ("none", "ngram", "oracle", "standalone-tree", "trained-tree")
+WHOLE = ("none", "ngram", "oracle", "standalone-tree", "trained-tree", "dflash-tree")
 OF_ALL = (retraction, chunked_prompts, seeded_samples)
 
 

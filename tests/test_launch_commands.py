@@ -1,4 +1,4 @@
-"""Five of the documentation's launch commands, run as written against tiny checkpoints in the formats of their models.
+"""Six of the documentation's launch commands, run as written against tiny checkpoints in the formats of their models.
 
 A folder whose name is a hub's id is found before the hub is asked, so each command runs in a folder that holds its
 checkpoints under the very ids. Appended are a free port, `--device cpu --disable-torch-compile`, for speed, and
@@ -176,6 +176,31 @@ def standalone(at: Path, text: Text, base: Path) -> None:
     write(at / "Qwen/Qwen2.5-1.5B-Instruct", draft, target(text, biases=True, layers=2), tokenizer=base)
 
 
+def dflash(at: Path, text: Text, base: Path) -> None:
+    """Qwen3 and z-lab's DFlash: the masks, whose embedding is zero, take in the newest token by attention.
+
+    Context rows hold nothing, as do masks, and all rows weigh the same. So each mask predicts what follows the newest
+    token, which is right in the first row alone.
+    """
+    mask = next(i for i in range(text.vocab) if i not in text.ids)
+    norms = {f"self_attn.{name}_norm.weight": torch.ones(SIZE) for name in "qk"}
+    whole = target(text) | {f"model.layers.{i}.{name}": x for i in range(LAYERS) for name, x in norms.items()}
+    whole["model.embed_tokens.weight"] = text.embed.index_fill(0, torch.tensor([mask]), 0.0)
+    stated = config(text, "Qwen3ForCausalLM", model_type="qwen3", head_dim=SIZE)
+    write(at / "Qwen/Qwen3-8B", stated, whole, tokenizer=base)
+    draft = {"fc.weight": keep(H, 0), "hidden_norm.weight": torch.zeros(H), "norm.weight": torch.ones(H),
+             **layer("layers.0.", silent=True), **{f"layers.0.{name}": x for name, x in norms.items()},
+             "layers.0.input_layernorm.weight": torch.ones(H)}  # fmt: skip
+    for name, factor in (("q", 0.0), ("k", 1.0), ("v", 10.0), ("o", 10.0)):
+        draft[f"layers.0.self_attn.{name}_proj.weight"] = factor * torch.eye(H)
+    stated |= {
+        "architectures": ["DFlashDraftModel"], "num_hidden_layers": 1, "num_target_layers": LAYERS,
+        "num_key_value_heads": HEADS, "layer_types": ["full_attention"], "block_size": 16,
+        "dflash_config": {"mask_token_id": mask, "target_layer_ids": [1]},
+    }  # fmt: skip
+    write(at / "z-lab/Qwen3-8B-DFlash-b16", stated, draft)
+
+
 class Case(NamedTuple):
     """A command, by its number among the documented ones, its checkpoints, and what is accepted if read rightly."""
 
@@ -191,6 +216,7 @@ CASES = [
     Case(3, eagle3, (3, 4, 16), 1.8),  # its first draft is right, and its state stays where it is
     Case(4, mimo, (1, 1, 2), 1.9),
     Case(5, standalone, (4, 2, 7), 4.5),
+    Case(23, dflash, (1, 1, 16), 1.9),  # its first draft is right
 ]
 
 
@@ -283,7 +309,7 @@ def test_a_documented_command_serves_the_documented_call(
     try:
         launched.wait()
         asked = DOCUMENTED[case.number][1]
-        model = asked[asked.index("--model") + 1]
+        model = next(value for flag, value in zip(asked, asked[1:], strict=False) if flag.startswith("--model"))
         client = openai.Client(base_url=f"http://127.0.0.1:{launched.port}/v1", api_key="None", max_retries=0)
         response = client.chat.completions.create(
             model=model,

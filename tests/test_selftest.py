@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,16 @@ import torch
 from exactness import VOCAB, build, reference, request, run, tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
+from trained import BLOCK, DRAFT_IDS, sentence, trained_dflash, trained_model
 
 from minispec.attention import Causal
 from minispec.beam import BeamDrafter
+from minispec.dflash import DFlashDrafter
+from minispec.load.dflash_heads import load_dflash
 from minispec.load.heads import load_head
 from minispec.load.selftest import STEPS, self_test
 from minispec.scheduler import Scheduler
+from minispec.train.export import export
 
 WIDTH, HEADS, KV_HEADS, SIZE, INNER, LAYERS = 72, 9, 3, 8, 96, 3
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -156,6 +161,32 @@ def test_a_head_that_was_not_made_for_the_target_is_warned_of(tmp_path, caplog) 
     config, tensors = eagle3(SIGNS, norm_before_residual=True, **{KEY: RIGHT})
     tensors["lm_head.weight"] = torch.randn(VOCAB, WIDTH)
     assert "--speculative-draft-model-path" in said(write(tmp_path, config, tensors), caplog)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ({}, []),
+        ({"target_layer_ids": [0]}, ["one later the accept length is"]),
+        (None, ["target_layer_ids, which number the layers from 0"]),  # a network of which nothing is accepted
+    ],
+    ids=str,
+)
+def test_a_dflash_network_that_reads_the_layer_before_is_warned_of(written, said, tmp_path, caplog) -> None:
+    export(trained_dflash((2,)), trained_model(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["dflash_config"] |= written or {}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.inference_mode():
+        network = load_dflash(tmp_path, trained_model(), token_map=DRAFT_IDS)
+        network.norm.weight.mul_(-1 if written is None else 1)
+        drafter = DFlashDrafter(network, block=BLOCK, nodes=BLOCK)
+        scheduler = build(trained_model(), drafter, running=2)
+    with caplog.at_level(logging.WARNING, "minispec"):
+        self_test(scheduler.engine, drafter, sentence(20, random.Random(5)))
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True)), lines
+    assert drafter.taps == network.taps and not scheduler.kv.table.any()
 
 
 def test_without_room_nothing_is_tested(tmp_path, caplog) -> None:

@@ -40,6 +40,7 @@ from minispec.load.warm_up import make_graph, shapes, steps_of, time_steps
 from minispec.model import Block
 from minispec.scheduler import Scheduler
 from minispec.serve.warming import NICENESS, CompilerProcess, CompilerTask, Warming
+from minispec.train.export import BlockRecipe, export, new_head
 
 MAKE_GRAPH = "minispec.load.warm_up.make_graph"
 PROMPT = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9]
@@ -177,12 +178,20 @@ def target_and_head(at: Path) -> tuple[Path, Path]:
     return config_of(target, at / "target"), test_heads.write(at / "head", test_heads.eagle3_specforge(target))
 
 
+def target_and_block(at: Path) -> tuple[Path, Path]:
+    """Write a model and a DFlash network for it."""
+    target = test_heads.make_target()
+    recipe = BlockRecipe("dflash", rounds=3, epochs=1, learning_rate=1e-3, batch_tokens=1, draft_vocab=1, seed=0)
+    export(new_head(recipe, target, torch.arange(9), (2, 4, 6), torch.ones(3)), target, at / "head")
+    return config_of(target, at / "target"), at / "head"
+
+
 def target_and_draft(at: Path) -> tuple[Path, Path]:
     """Write a model and a smaller one of two layers with the same tokenizer."""
     return test_standalone.write(at / "target"), test_standalone.write(at / "draft", seed=1, num_hidden_layers=2)
 
 
-DRAFTERS = {"EAGLE3": target_and_head, "STANDALONE": target_and_draft}
+DRAFTERS = {"EAGLE3": target_and_head, "DFLASH": target_and_block, "STANDALONE": target_and_draft}
 
 
 def graphs_of_engine_and_rehearsal(
@@ -222,16 +231,16 @@ PLAIN_FLAGS = {"dtype": "float32", "device": "cpu", "max_running_requests": 1, "
 @pytest.mark.parametrize("algorithm", DRAFTERS)
 def test_the_rehearsal_has_the_graphs_of_the_engine(algorithm: str, tmp_path: Path, monkeypatch) -> None:
     target, draft = DRAFTERS[algorithm](tmp_path)
-    weights = "dummy" if algorithm == "EAGLE3" else "auto"
+    weights = "auto" if algorithm == "STANDALONE" else "dummy"
     config = Config(
         model_path=str(target), load_format=weights, speculative_algorithm=algorithm, speculative_num_steps=2,
         speculative_draft_model_path=str(draft), speculative_eagle_topk=2, speculative_num_draft_tokens=4,
         **PLAIN_FLAGS,
     )  # fmt: skip
-    engine, noted = graphs_of_engine_and_rehearsal(config, monkeypatch, None if algorithm == "EAGLE3" else 1)
+    engine, noted = graphs_of_engine_and_rehearsal(config, monkeypatch, 1 if algorithm == "STANDALONE" else None)
     assert noted[0] == noted[1]
     around = [name for name in shapes(engine) if name.startswith("around")]  # two functions each
-    if algorithm == "EAGLE3":
+    if algorithm != "STANDALONE":
         assert len(noted[0]) == len(shapes(engine)) + len(around)
     else:  # of a step with trees: draft and target are of one shape, and have two, three and four rows
         assert len(noted[0]) == 3 + 2 * 2

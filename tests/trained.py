@@ -1,15 +1,17 @@
-"""A tiny target that knows a small language, and an EAGLE-3 head trained on it: both take seconds on one core.
+"""A tiny target that knows a small language, and drafters trained on it: each takes seconds on one core.
 
 A random head is hardly ever accepted, so a test could not tell if it read the wrong things. Here text is predictable: a
 mark says which of two orders the letters follow from now on, and a letter is followed by its successor in that order.
 The next token depends on the newest one and on something far back, and the head has to find both: the token in the
 embedding, the order in the target's features.
 
-The modules that are trained are those that are served, `Model` and `Eagle3Head`, with `attention.Causal`.
+The modules that are trained are those that are served: `Model` and `Eagle3Head` with `attention.Causal`, and
+`DFlashHead` as `train/blocks.py` trains it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterable
@@ -20,8 +22,12 @@ from exactness import VOCAB, tiny_config
 from torch import Tensor, nn
 
 from minispec.attention import Causal
+from minispec.dflash import DFlashConfig, DFlashHead
 from minispec.eagle import Eagle3Head, HeadConfig
-from minispec.model import Model
+from minispec.model import FINAL, Model
+from minispec.train.blocks import draw_anchors, losses, pack
+from minispec.train.corpus import TrainingReply
+from minispec.train.rounds import Teacher
 
 MARKS = [0, 1]
 LETTERS = list(range(2, VOCAB, 2))
@@ -116,4 +122,34 @@ def trained_head() -> Eagle3Head:
         return loss / ROUNDS
 
     train(head.parameters(), loss_of, steps=100, seed=2)
+    return head.requires_grad_(False).eval()
+
+
+BLOCK = 6  # rows
+MASK = VOCAB - 2  # an odd id, which no sentence has
+
+
+@functools.cache
+@torch.inference_mode(False)
+def trained_dflash(taps: tuple[int, ...] = TAPS) -> DFlashHead:
+    """Return a DFlash network that drafts `trained_model` in blocks of six rows, from `DRAFT_IDS`."""
+    model, rng = trained_model(), random.Random(3)
+    torch.manual_seed(1)
+    shape = dataclasses.replace(model.config, layers=2, qk_norm=True)
+    config = DFlashConfig("dflash", shape, taps, DRAFT_IDS, block_size=BLOCK, mask_token=MASK)
+    head = DFlashHead(config, model)
+    randomise(head, 0.1)
+    head.lm_head.weight.data = model.lm_head.weight[DRAFT_IDS].clone()
+    teacher, columns = Teacher(head.lm_head.weight, DRAFT_IDS, VOCAB), slice(0, len(taps) * model.config.hidden_size)
+
+    def loss_of(ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden, features = model(ids, torch.arange(48)[None], Causal(), (*taps, FINAL))
+            choices = model.logits(hidden).argmax(-1)
+        texts = [TrainingReply(text, 4, 0.0, "") for text in ids.tolist()]
+        anchors = [draw_anchors(text, 2 * BLOCK, rng) for text in texts]
+        packed = pack(head, texts, list(zip(features, choices, strict=True)), anchors)
+        return losses(head, packed, columns, teacher, "decay")[0]
+
+    train([p for p in head.parameters() if p is not head.lm_head.weight], loss_of, steps=120, seed=2)
     return head.requires_grad_(False).eval()

@@ -18,13 +18,16 @@ from typing import Any, cast
 from minispec.attention import QUERY_BLOCK, most_nodes
 from minispec.beam import BeamDrafter
 from minispec.config import MAX_NODES, Config
+from minispec.dflash import DFlashDrafter
 from minispec.drafter import Drafter, HostDrafter, Plain, as_drafter
+from minispec.eagle import DraftHead
+from minispec.load.dflash_heads import load_dflash
 from minispec.load.draft_models import load_draft
 from minispec.load.gguf_models import as_folder
 from minispec.load.heads import load_head
 from minispec.load.token_map import read_token_map
 from minispec.load.tokenizer import Tokenizer
-from minispec.load.tree_shape import beam_shape, lookup_nodes, smaller_nodes, tree_shape
+from minispec.load.tree_shape import beam_shape, block_shape, lookup_nodes, smaller_nodes
 from minispec.load.weights import read_tensors, resolve_file, resolve_model
 from minispec.lookup import Lookups, Texts
 from minispec.model import Model, ModelError
@@ -65,6 +68,7 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
         "NGRAM": lambda config, model, *_: _texts(config, model),
         "EAGLE": _learned,
         "EAGLE3": _learned,
+        "DFLASH": _dflash,
         "STANDALONE": _standalone,
     }
     if config.speculative_token_map is not None and not config.reads_target:
@@ -141,14 +145,34 @@ def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -
         logger.warning("%s; it is ignored: an EAGLE-3 head has a draft vocabulary of its own", bad_map)
     if head.name != config.algorithm.lower():
         logger.info("--speculative-algorithm %s: the head is of kind %s and used as such", config.algorithm, head.name)
-    context = config.context_length or model.config.context_length
-    if head.positions < context:
-        logger.info("the draft head states %d positions, the context has %d: it drafts on beyond them, perhaps worse",
-                    head.positions, context)  # fmt: skip
+    _tell_positions(config, model, head)
     shape = beam_shape(config, model.config.architecture, _on_cpu(config, model))
     if shape["topk"] > head.draft_vocab:
         raise ValueError(f"--speculative-eagle-topk {shape['topk']}: the head drafts {head.draft_vocab} tokens only")
     return _with_lookups(config, model, BeamDrafter(head, **shape))
+
+
+def _dflash(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> Drafter:
+    """Build the drafter around a network that drafts a block in one pass."""
+    path = config.draft_path
+    if path is None:
+        raise ValueError("--speculative-algorithm DFLASH needs --speculative-draft-model-path: a DFlash checkpoint "
+                         "made for this target")  # fmt: skip
+    ids = None if config.token_map is None else read_token_map(_token_map_file(config), model.config.vocab_size)
+    head = load_dflash(_draft_folder(config, path), model, token_map=ids, load_format=config.draft_load_format)
+    _tell_positions(config, model, head)
+    shape = block_shape(config, head.block_size, _on_cpu(config, model))
+    if shape["topk"] > head.draft_vocab:
+        raise ValueError(f"--speculative-eagle-topk {shape['topk']}: the draft has {head.draft_vocab} tokens only")
+    return _with_lookups(config, model, DFlashDrafter(head, **shape))
+
+
+def _tell_positions(config: Config, model: Model, head: DraftHead) -> None:
+    """Log it if texts may be longer than a head was made for."""
+    context = config.context_length or model.config.context_length
+    if head.positions < context:
+        logger.info("the draft head states %d positions, the context has %d: it drafts on beyond them, perhaps worse",
+                    head.positions, context)  # fmt: skip
 
 
 def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> Drafter:
@@ -185,13 +209,11 @@ def _texts(config: Config, model: Model) -> HostDrafter:
     return Texts(drafter) if config.several_sizes and _on_cpu(config, model) else drafter
 
 
-def _with_lookups(config: Config, model: Model, drafter: BeamDrafter) -> Drafter:
+def _with_lookups(config: Config, model: Model, drafter: Drafter) -> Drafter:
     """Return a drafter with texts looked up beside it, where that is wanted."""
-    on_cpu = _on_cpu(config, model)
-    if not config.looks_up(on_cpu):
+    if not config.looks_up(_on_cpu(config, model)):
         return drafter
-    nodes = lookup_nodes(config, tree_shape(config, model.config.architecture, on_cpu)[2])
-    return Lookups(drafter, _ngram(config, nodes), model.config.vocab_size)
+    return Lookups(drafter, _ngram(config, lookup_nodes(config, drafter.nodes)), model.config.vocab_size)
 
 
 def _draft_folder(config: Config, path: str) -> Path:

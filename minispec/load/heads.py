@@ -52,6 +52,7 @@ ARCHITECTURES = {  # what config.json may call a head of each kind; the first EA
     ),
     MtpHead.name: ("MiMoForCausalLM", "MiMoMTP", "MiMoMTPModel"),
 }
+DFLASH_MODEL = "DFlashDraftModel"  # what config.json calls a network that `dflash_heads.py` reads
 # How the names of a layer's tensors begin; first the spelling that SGLang reads.
 LAYER_NAMES = {EagleHead.name: ("layers.0.",), Eagle3Head.name: ("midlayer.", "layers.0."),
                MtpHead.name: ("mtp_layers.0.",)}  # fmt: skip
@@ -177,6 +178,8 @@ def _kind(stated: Stated, tensors: Tensors) -> str:
     if (speculators := stated.get("speculators_model_type", Eagle3Head.name)) != Eagle3Head.name:
         raise ModelError(f"speculators_model_type {speculators!r} is not supported; supported: {Eagle3Head.name}")
     architectures = stated.get("architectures") or []
+    if DFLASH_MODEL in architectures:
+        raise ModelError(f"{DFLASH_MODEL} is no head of one layer; give --speculative-algorithm DFLASH")
     said = next((kind for kind, names in ARCHITECTURES.items() if set(names) & set(architectures)), None)
     found = None
     if any(name.startswith("mtp_layers.") for name in tensors):
@@ -197,9 +200,9 @@ def _kind(stated: Stated, tensors: Tensors) -> str:
 
 def _read_eagle(stated: Stated, tensors: Tensors, target: ModelConfig, layer_name: str) -> HeadConfig:
     """Return the config of an EAGLE or EAGLE-2 head; an LM head in its files is taken out of `tensors`."""
-    layer = _layer(stated, tensors, layer_name)
+    layer = layer_sizes(stated, tensors, layer_name)
     _check_single("num_hidden_layers", stated)
-    _check_fit(layer.hidden_size, layer.vocab_size, target)
+    check_fit(layer.hidden_size, layer.vocab_size, target)
     if tensors.pop("lm_head.weight", None) is not None:
         logger.info("the draft head's own lm_head.weight is not used: EAGLE-2 drafts with the target's")
     return HeadConfig(
@@ -215,8 +218,8 @@ def _read_eagle(stated: Stated, tensors: Tensors, target: ModelConfig, layer_nam
 def _read_mtp(stated: Stated, tensors: Tensors, target: ModelConfig, layer_name: str) -> HeadConfig:
     """Return the config of MiMo's layer."""
     _check_single("num_nextn_predict_layers", stated)
-    layer = _layer(stated, tensors, layer_name)
-    _check_fit(layer.hidden_size, layer.vocab_size, target)
+    layer = layer_sizes(stated, tensors, layer_name)
+    check_fit(layer.hidden_size, layer.vocab_size, target)
     return HeadConfig(MtpHead.name, layer, _last_state(stated, target))
 
 
@@ -224,10 +227,10 @@ def _read_eagle3(stated: Stated, tensors: Tensors, target: ModelConfig, layer_na
     """Return the config of an official, SGLang, SpecForge or speculators head; d2t and t2d leave `tensors`."""
     tensors.pop("t2d", None)  # it says which target ids are drafted, as d2t does
     nested = _layer_config(stated)
-    layer = _layer(nested, tensors, layer_name)
+    layer = layer_sizes(nested, tensors, layer_name)
     _check_single("num_hidden_layers", nested)
     stream = stated.get("target_hidden_size") or layer.hidden_size
-    _check_fit(stream, layer.vocab_size, target)
+    check_fit(stream, layer.vocab_size, target)
     taps = _taps(stated, target)
     return HeadConfig(
         Eagle3Head.name,
@@ -244,7 +247,7 @@ def _read_eagle3(stated: Stated, tensors: Tensors, target: ModelConfig, layer_na
 # ---- what config.json and the tensors say -------------------------------------------------------------------------
 
 
-def _layer(stated: Stated, tensors: Tensors, layer_name: str) -> ModelConfig:
+def layer_sizes(stated: Stated, tensors: Tensors, layer_name: str) -> ModelConfig:
     """Return the sizes of the head's layer; the tensors tell whether it has biases and norms on q and k."""
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     if missing := [key for key in needed if stated.get(key) is None]:
@@ -284,7 +287,7 @@ def _check_single(key: str, stated: Stated) -> None:
         raise ModelError(f"{key} is {layers}; supported: 1")
 
 
-def _check_fit(hidden_size: int, vocab_size: int, target: ModelConfig) -> None:
+def check_fit(hidden_size: int, vocab_size: int, target: ModelConfig) -> None:
     """Raise ModelError unless the head was made for a target of these sizes."""
     for key, made_for, has in (
         ("hidden_size", hidden_size, target.hidden_size),

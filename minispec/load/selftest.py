@@ -5,6 +5,9 @@ wrongly loads, drafts nonsense and changes no output; only the speed suffers, an
 drafted and verified before the first request. A head that is hardly ever accepted gets a warning that names the keys of
 config.json to look at.
 
+A DFlash network that reads a layer too early or too late is still accepted, only less, since the streams of neighbours
+are alike. So it is tried with each of its layers one earlier and one later as well.
+
 Read next: `heads.py`, where config.json becomes a reading; EAGLE-3 (arXiv 2503.01840) for what a head reads.
 """
 
@@ -29,6 +32,12 @@ PROMPT = (
 )
 STEPS = 24  # verify steps of the test
 HOPELESS_LENGTH = 1.05  # a head with an accept length below this is read wrongly, or not made for this target
+BETTER = 1.15  # by this factor another reading must be accepted better before it is spoken of
+KEYS = {  # of config.json, which decide how a network of this name is read
+    "dflash": "dflash_config's target_layer_ids, which number the layers from 0 and mean their outputs, mask_token_id, "
+    "is_causal",
+}
+OTHER_KEYS = "eagle_aux_hidden_state_layer_ids, norm_before_residual"  # of all other heads
 
 
 @torch.inference_mode()
@@ -42,12 +51,32 @@ def self_test(engine: Engine, drafter: Drafter, prompt: Sequence[int]) -> None:
     if length is None:
         return
     said = f"self-test of the draft head: accept length {length:.2f} over {STEPS} steps"
+    if drafter.name in KEYS and not engine.graphs:  # captured steps read the layers that they were captured with
+        _compare_layers(engine, drafter, prompt[:QUERY_BLOCK], length)
     if length >= HOPELESS_LENGTH:
         logger.info("%s", said)
         return
-    logger.warning("%s: its config.json may state other layers or norms than it was trained with "
-                   "(eagle_aux_hidden_state_layer_ids, norm_before_residual), or it was not made for this target; see "
-                   "--speculative-draft-model-path", said)  # fmt: skip
+    logger.warning("%s: its config.json may state other layers or norms than it was trained with (%s), or it was not "
+                   "made for this target; see --speculative-draft-model-path", said,
+                   KEYS.get(drafter.name, OTHER_KEYS))  # fmt: skip
+
+
+def _compare_layers(engine: Engine, drafter: Drafter, prompt: Sequence[int], length: float) -> None:
+    """Log a warning if the drafter is accepted better when it reads other layers; length: as it is."""
+    taps, layers = drafter.taps, engine.model.config.layers
+    for shift, where in ((-1, "earlier"), (1, "later")):
+        moved = tuple(tap + shift for tap in taps if isinstance(tap, int))
+        if not all(0 <= tap < layers for tap in moved):
+            continue
+        drafter.taps = moved
+        try:
+            other = _serve(engine, drafter, prompt)
+        finally:
+            drafter.taps = taps
+        if other is not None and other > BETTER * length:
+            logger.warning("self-test of the draft head: with every layer of target_layer_ids one %s the accept length "
+                           "is %.2f, and %.2f as they are: its ids should number layers from 0 and mean "
+                           "their outputs", where, other, length)  # fmt: skip
 
 
 def _serve(engine: Engine, drafter: Drafter, prompt: Sequence[int]) -> float | None:

@@ -12,7 +12,8 @@ import logging
 from typing import Any
 
 from minispec.beam import candidate_count
-from minispec.config import INT8_NODES, LEARNED, NUMBERS, Config
+from minispec.config import BLOCK, INT8_NODES, LEARNED, NUMBERS, Config
+from minispec.dflash import most_nodes
 
 logger = logging.getLogger("minispec")
 
@@ -57,6 +58,20 @@ def beam_shape(config: Config, architecture: str, on_cpu: bool) -> dict[str, Any
     return {"steps": steps, "topk": topk, "nodes": wider, "smaller": (steps, nodes) if wider > nodes else smaller}
 
 
+def block_shape(config: Config, trained: int, on_cpu: bool) -> dict[str, Any]:
+    """Return block, topk, nodes and the nodes of the smaller size of a tree that is drafted as a block.
+
+    trained: the rows of the block that the network was trained with. A chain takes one token of each row.
+    """
+    topk, nodes, block = config.speculative_eagle_topk or 1, config.speculative_num_draft_tokens, getattr(config, BLOCK)
+    block = block or (nodes if topk == 1 else None) or trained
+    if block > trained:
+        logger.warning("the draft was trained with blocks of %d rows, and is to draft %d: the later ones may be worse",
+                       trained, block)  # fmt: skip
+    nodes = most_nodes(block - 1, topk, nodes or block)
+    return {"block": block, "topk": topk, "nodes": nodes, "smaller": smaller_nodes(config, nodes, on_cpu)}
+
+
 def lookup_nodes(config: Config, nodes: int) -> int:
     """Return N, the nodes of the larger trees with lookups, beside a drafter whose trees have `nodes`."""
     if not config.several_sizes:
@@ -65,7 +80,7 @@ def lookup_nodes(config: Config, nodes: int) -> int:
 
 
 def smaller_nodes(config: Config, nodes: int, on_cpu: bool) -> int | None:
-    """Return the nodes to which trees of the host may be cut, None where that gains nothing: half of eight or more.
+    """Return the nodes of smaller trees of the host or of a block; None where they gain nothing: half of eight or more.
 
     Fewer nodes than that cost a step what a few more do, but on a CPU four are faster than six.
     """

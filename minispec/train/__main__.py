@@ -7,13 +7,14 @@ pass gives the target's features, from which its distribution follows; they are 
     python -m minispec.train eagle3      EAGLE-3, with a draft vocabulary of its own
     python -m minispec.train eagle       EAGLE-2; its state must also imitate the target's features
     python -m minispec.train mtp         a layer in MiMo's format
+    python -m minispec.train dflash      a network in z-lab's format that drafts a whole block in one pass
     python -m minispec.train standalone  a small model with the target's vocabulary, a demonstration
     python -m minispec.train token-map   the most frequent tokens, for FR-Spec (arXiv 2502.14856)
     python -m minispec.train replies     the replies alone, in shards that `--replies FOLDER` gives to the others
 
 With `--start FOLDER` a head begins with the weights and the draft vocabulary of an exported one, not from scratch.
 
-Read next: `corpus.py` for where the replies come from, `rounds.py` for what is learned from them.
+Read next: `corpus.py` for where the replies come from, `rounds.py` and `blocks.py` for what is learned from them.
 """
 
 from __future__ import annotations
@@ -27,34 +28,36 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
 
 from minispec.config import Config
 from minispec.cpu.linear import can_pack, pack_linears
+from minispec.dflash import DFlashConfig, DFlashHead
 from minispec.llm import LLM
 from minispec.load.build import choose_device, choose_dtype, choose_folder, load_model
 from minispec.load.default_model import DefaultModelError
 from minispec.load.draft_models import tokenizer_digest
-from minispec.load.heads import HEAD_KINDS
 from minispec.load.machine import keep_freed_memory
 from minispec.load.tokenizer import load_tokenizer
 from minispec.load.weights import read_config
 from minispec.model import FINAL, Model, ModelConfig
+from minispec.train.blocks import WEIGHTS, BlockTrainer
 from minispec.train.corpus import Features, TrainingReply, begin_replies, generate, groups, groups_done, read_replies
-from minispec.train.export import Recipe, draft_vocabulary, export, read_start
+from minispec.train.export import KINDS as HEADS
+from minispec.train.export import BlockRecipe, Recipe, draft_vocabulary, export, read_start, spare_token
 from minispec.train.prompts import Tell, collect, read_jsonl
 from minispec.train.shards import read_shards, restore, write_shards
 from minispec.train.small import export_small, small_model, train_small
 from minispec.train.trainer import Trainer
 
-KINDS = (*HEAD_KINDS, "standalone", "token-map", "replies")
+KINDS = (*HEADS, "standalone", "token-map", "replies")
 FEATURE_WEIGHT = {"eagle": 1.0}  # the target's LM head reads its state, which so must come close to the target's
 ON_CPU = {"count": 3000, "max_new_tokens": 96, "long_share": 0.25, "rounds": 3, "epochs": 4, "batch_tokens": 500}
 ON_CUDA = {"count": 100_000, "max_new_tokens": 512, "long_share": 1.0, "rounds": 5, "epochs": 3, "batch_tokens": 32768}
-RATE = {"standalone": 2e-3}  # 1e-3 for the others
+RATE = {"standalone": 2e-3, "dflash": 6e-4}  # 1e-3 for the others
 LONG = 768  # prompt tokens from which on a conversation counts as long
 # The engine that writes replies: how many at once, and on a CPU a pool for as many of a thousand tokens, in pages so
 # small that the system turn which most prompts begin with is shared.
@@ -87,8 +90,8 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
         if getattr(options, name) is None:
             setattr(options, name, value)
     recipe = _recipe(options)
-    if recipe.start is not None:  # refused before hours of replies if it does not fit
-        read_start(recipe, ModelConfig.from_hf(read_config(choose_folder(config, tell))))
+    if recipe.start is not None or isinstance(recipe, BlockRecipe):  # what does not fit is refused before hours of work
+        check_recipe(recipe, options.mask_token, ModelConfig.from_hf(read_config(choose_folder(config, tell))))
     work = options.work or options.out / "work"
     work.mkdir(parents=True, exist_ok=True)
     if options.replies is not None:
@@ -108,7 +111,7 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
         save_file({"ids": ids.int()}, options.out / "token_map.safetensors")
         tell(f"wrote {options.out / 'token_map.safetensors'}: {len(ids)} ids, most frequent first")
         return
-    if options.kind not in HEAD_KINDS:
+    if options.kind not in HEADS:
         small = small_model(model, options.width, 1)
         right = train_small(recipe, small, replies, tell)
         export_small(small, tokenizer_digest(load_tokenizer(choose_folder(config, tell))), options.out)
@@ -116,17 +119,20 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
         return
     taps: tuple[int | str, ...] = (2, model.config.layers // 2, model.config.layers - 3, FINAL)
     features = Features(model, replies, taps, work, options.feature_gigabytes * 10**9)
-    trainer = Trainer(recipe, features, options.out, tell, [len(part) for part in parts])
+    recipe = with_mask(recipe, options.mask_token, replies, model.config)
+    make = BlockTrainer if isinstance(recipe, BlockRecipe) else Trainer
+    trainer = make(recipe, features, options.out, tell, [len(part) for part in parts])
     trainer.run()
     export(trainer.head, model, options.out)
-    lengths = ", ".join(f"{trainer.accept_length(rounds):.2f} with {rounds}" for rounds in (1, 2, 3, 5))
+    lengths = ", ".join(f"{trainer.accept_length(rounds):.2f} with {rounds}" for rounds in trainer.depths)
     tell(f"held out ({len(trainer.held_out)} greedy replies), accept length drafting chains: {lengths}")
-    tell(f"wrote {options.out}; serve it with --speculative-draft-model-path {options.out}")
+    mapped = f" --speculative-token-map {options.out}/token_map.safetensors" if make is BlockTrainer else ""
+    tell(f"wrote {options.out}; serve it with --speculative-draft-model-path {options.out}{mapped}")
 
 
 def _recipe(options: argparse.Namespace) -> Recipe:
     """Return how `options` say to train."""
-    return Recipe(
+    recipe = Recipe(
         kind=options.kind,
         rounds=options.rounds,
         epochs=options.epochs,
@@ -138,6 +144,32 @@ def _recipe(options: argparse.Namespace) -> Recipe:
         feature_weight=FEATURE_WEIGHT.get(options.kind, 0.0),
         start=None if options.start is None else str(options.start),
     )
+    if options.kind != DFlashHead.name:
+        return recipe
+    own = {"block_size": options.block_size, "layers": options.layers, "weights": options.weights}
+    return BlockRecipe(**vars(recipe) | {"rounds": options.block_size - 1}, **own)
+
+
+def check_recipe(recipe: Recipe, mask: int | None, model: ModelConfig) -> None:
+    """Raise ValueError naming the flag if the mask, or the head to start from, does not fit the target."""
+    read_start(recipe, model)
+    if not isinstance(recipe, BlockRecipe):
+        return
+    if model.layers < 5:
+        raise ValueError(f"{recipe.kind} needs a target of at least 5 layers, and this one has {model.layers}")
+    if mask is not None and not 0 <= mask < model.vocab_size:
+        raise ValueError(f"--mask-token must be in [0, {model.vocab_size - 1}], got {mask}")
+
+
+def with_mask(recipe: Recipe, given: int | None, replies: Sequence[TrainingReply], model: ModelConfig) -> Recipe:
+    """Return the recipe, of a DFlash network with the id of its mask: as given, else the start's, else a spare one."""
+    if not isinstance(recipe, BlockRecipe):
+        return recipe
+    start = read_start(recipe, model)
+    if given is None:
+        spare = spare_token(replies, model.vocab_size)
+        given = spare if start is None else cast(DFlashConfig, start.config).mask_token
+    return replace(recipe, mask_token=given)
 
 
 def made_with(options: argparse.Namespace, config: Config) -> dict[str, object]:
@@ -217,6 +249,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--learning-rate", type=float, help="highest learning rate (default 1e-3; standalone 2e-3)")
     add("--draft-vocab", type=int, default=8192, help="size of the draft vocabulary (default 8192)")
     add("--variant", choices=("3", "3.1"), default="3", help="EAGLE-3 as published, or 3.1 with a norm per stream")
+    add("--block-size", type=int, default=8, choices=range(2, 33), metavar="{2..32}", help="rows of DFLASH's block (8)")
+    add("--layers", type=int, default=2, choices=range(1, 17), metavar="{1..16}", help="layers of a DFlash network (2)")
+    add("--weights", choices=WEIGHTS, default=WEIGHTS[0], help="of a block's rows: the paper's, or D-PACE's")
+    add("--mask-token", type=int, help="id that stands for what is to be drafted (default: one that no reply has)")
     add("--width", type=int, default=128, help="hidden size of a standalone model (default 128)")
     add("--feature-gigabytes", type=int, default=8, help="features kept on disk (default 8); others are recomputed")
     add("--seed", type=int, default=0)

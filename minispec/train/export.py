@@ -21,12 +21,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from minispec.dflash import DFlashConfig, DFlashHead
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
-from minispec.load.heads import HEAD_KINDS, Published, head_tensors, naming, read_head, slice_head
+from minispec.load.dflash_heads import read_dflash
+from minispec.load.heads import DFLASH_MODEL, HEAD_KINDS, Published, head_tensors, naming, read_head, slice_head
 from minispec.load.weights import load_weights
-from minispec.model import Model, ModelConfig, ModelError, scaled
+from minispec.model import Model, ModelConfig, ModelError, published_tensors, scaled
 from minispec.mtp import MtpHead
 from minispec.train.corpus import TrainingReply
+
+KINDS: dict[str, type[DraftHead]] = {**HEAD_KINDS, DFlashHead.name: DFlashHead}
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,25 @@ class Recipe:
     feature_weight: float = 0.0  # EAGLE-2: weight of the loss for imitating the target's next feature
 
 
+@dataclass(frozen=True)
+class BlockRecipe(Recipe):
+    """How a DFlash network is trained; `rounds` is the drafts of a block."""
+
+    block_size: int = 8  # S
+    layers: int = 2
+    mask_token: int = 0  # the target's id that stands where a token is to be drafted
+    weights: str = "decay"  # one of `blocks.WEIGHTS`
+
+
+def spare_token(replies: Sequence[TrainingReply], vocab_size: int) -> int:
+    """Return the highest id that stands in no prompt and no reply, to be a mask; the last id if there is none.
+
+    Models whose embedding has more rows than their tokenizer has tokens have the spare rows at the end.
+    """
+    seen = {token for reply in replies for token in reply.ids}
+    return next((i for i in reversed(range(vocab_size)) if i not in seen), vocab_size - 1)
+
+
 def draft_vocabulary(replies: Sequence[TrainingReply], size: int, vocab_size: int) -> Tensor:
     """Return the `size` most frequent tokens of the replies, most frequent first, filled up with the lowest ids."""
     counts = Counter(token for reply in replies for token in reply.ids[reply.start :])
@@ -66,7 +89,7 @@ def read_start(recipe: Recipe, target: ModelConfig) -> Published | None:
     if recipe.start is None:
         return None
     with naming("--start", folder := Path(recipe.start)):
-        start = read_head(folder, target)
+        start = (read_dflash if isinstance(recipe, BlockRecipe) else read_head)(folder, target)
         kind, ids = start.config.kind, start.config.token_map
         if kind != recipe.kind:
             raise ModelError(f"holds a head of the kind {kind}, and this run trains one of the kind {recipe.kind}")
@@ -85,10 +108,15 @@ def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], s
     shape = replace(model.config.plain(), layers=1)
     device = model.embed_tokens.weight.device
     torch.manual_seed(recipe.seed)
-    kind, newer = HEAD_KINDS[recipe.kind], recipe.variant == "3.1"
+    kind, newer = KINDS[recipe.kind], recipe.variant == "3.1"
     config = HeadConfig(recipe.kind, shape, token_map=ids, fc_bias=kind is EagleHead)
     if kind is Eagle3Head:
         config = replace(config, taps=taps, fc_norm=newer, norm_output=newer)
+    if isinstance(recipe, BlockRecipe):
+        shape = replace(shape, layers=recipe.layers, qk_norm=True, qkv_bias=False, output_bias=False, mlp_bias=False)
+        config = DFlashConfig(
+            recipe.kind, shape, taps, ids, block_size=recipe.block_size, mask_token=recipe.mask_token
+        )
     head = kind(config, model).float()
     with torch.no_grad():
         for name, parameter in head.named_parameters():
@@ -98,11 +126,11 @@ def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], s
                 parameter.zero_()
         assert head.lm_head is not None
         head.lm_head.weight.copy_(slice_head(model, ids).float())
-        if isinstance(head, Eagle3Head):
+        if isinstance(head, (Eagle3Head, DFlashHead)):
             head.norm.weight.copy_(scaled(model.norm.weight, model.config.logits_multiplier))
-            if not head.fc_norm and head.fc is not None:
+            if not newer and head.fc is not None:
                 head.fc.weight.div_(scale.repeat_interleave(model.config.hidden_size))
-        else:
+        if not isinstance(head, Eagle3Head):
             head.lm_head.requires_grad_(False)  # when served, the head uses the target's own rows
     if start := read_start(recipe, model.config):
         with naming("--start", Path(str(recipe.start))):
@@ -118,10 +146,10 @@ def _fill(head: DraftHead, config: HeadConfig, start: Published) -> None:
     if differing := [name for name in ours if ours[name] != theirs[name]]:
         name = differing[0]
         raise ModelError(f"its head has {name} {theirs[name]}, and this run trains one with {name} {ours[name]}")
-    tensors = dict(start.tensors)
+    tensors, own = dict(start.tensors), head_tensors(head, start.layer_name)
     if not isinstance(head, Eagle3Head):
-        tensors["lm_head.weight"] = head_tensors(head)["lm_head.weight"]  # the target's rows, which are in no file
-    load_weights(head_tensors(head, start.layer_name), tensors.items())
+        tensors["lm_head.weight"] = own["lm_head.weight"]  # the target's rows, which are in no file
+    load_weights(own, tensors.items())
 
 
 def _described(config: HeadConfig) -> dict[str, Any]:
@@ -135,14 +163,14 @@ def export(head: DraftHead, model: Model, folder: Path) -> None:
     """Write a head in the format that SGLang reads: config.json and model.safetensors, bfloat16."""
     c = model.config
     config = published_config(replace(c, layers=1, tied=False))
-    tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in head_tensors(head).items()}
+    ours = published_tensors(head) if isinstance(head, DFlashHead) else head_tensors(head)
+    tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in ours.items()}
     assert head.token_map is not None
-    ids = head.token_map.cpu()
+    ids, outputs = head.token_map.cpu(), [int(tap) - 1 for tap in head.taps if isinstance(tap, int)]
     if isinstance(head, Eagle3Head):
         known = torch.zeros(c.vocab_size, dtype=torch.bool)
         known[ids] = True
         tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": known}
-        outputs = [int(tap) - 1 for tap in head.taps]
         config |= {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": len(ids),
@@ -152,12 +180,31 @@ def export(head: DraftHead, model: Model, folder: Path) -> None:
             config |= {"fc_norm": True, "norm_output": True}
     else:
         del tensors["lm_head.weight"]  # it is the target's
-        if isinstance(head, MtpHead):
+        if isinstance(head, DFlashHead):
+            config |= _dflash_config(head, outputs, c)
+        elif isinstance(head, MtpHead):
             tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
             config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
         else:
             config["architectures"] = ["LlamaForCausalLMEagle"]
     write_folder(folder, config, tensors)
+    if isinstance(head, DFlashHead):
+        save_file({"ids": ids.int()}, folder / "token_map.safetensors")
+
+
+def _dflash_config(head: DFlashHead, outputs: Sequence[int], target: ModelConfig) -> dict[str, Any]:
+    """Return the keys of config.json, in z-lab's format, in which DFlash differs from a Llama of one layer."""
+    return {
+        "architectures": [DFLASH_MODEL],
+        "model_type": "qwen3",
+        "num_hidden_layers": len(head.layers),
+        "num_target_layers": target.layers,
+        "layer_types": ["full_attention"] * len(head.layers),
+        "attention_bias": False,
+        "dflash_config": {
+            "block_size": head.block_size, "mask_token_id": head.mask_token, "target_layer_ids": list(outputs),
+        },
+    }  # fmt: skip
 
 
 def published_config(c: ModelConfig) -> dict[str, Any]:

@@ -19,11 +19,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from minispec.dflash import DFlashHead
 from minispec.eagle import Eagle3Head
-from minispec.load.heads import HEAD_KINDS, slice_head
+from minispec.load.heads import slice_head
 from minispec.model import scaled
 from minispec.train.corpus import Features, held_out
-from minispec.train.export import Recipe, draft_vocabulary, export, new_head, read_start
+from minispec.train.export import KINDS, Recipe, draft_vocabulary, export, new_head, read_start
 from minispec.train.prompts import Tell
 from minispec.train.rounds import Packed, Teacher, losses, pack, replay
 from minispec.train.stages import Stages
@@ -44,7 +45,7 @@ class Trainer:
         self.held_out = held_out(replies)
         self.training = sorted(set(range(len(replies))) - set(self.held_out))
         hidden, vocab = model.config.hidden_size, model.config.vocab_size
-        streams = HEAD_KINDS[recipe.kind] is Eagle3Head  # the other kinds read the final state alone
+        streams = issubclass(KINDS[recipe.kind], (Eagle3Head, DFlashHead))  # the others read the final state alone
         start = read_start(recipe, model.config)
         if start is not None and start.config.token_map is not None:
             ids = start.config.token_map  # in the order of the rows of its LM head
@@ -97,9 +98,23 @@ class Trainer:
         emitted = steps = 0
         for i in self.held_out:
             with self._autocast():
-                more = replay(self.head, self._batch([i], rounds), self.taps, self.teacher)
+                more = self._replay(i, rounds)
             emitted, steps = emitted + more[0], steps + more[1]
         return emitted / max(1, steps)
+
+    @property
+    def depths(self) -> list[int]:
+        """The lengths of chains for which the accept length is worth telling."""
+        return [1, 2, 3, 5]
+
+    def _replay(self, index: int, rounds: int) -> tuple[int, int]:
+        """Return the tokens emitted and the verify steps on one reply, drafting chains of `rounds` tokens."""
+        return replay(self.head, self._batch([index], rounds), self.taps, self.teacher)
+
+    def _losses(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the loss on the replies of these indices, and the hits by depth."""
+        batch = self._batch(chosen, self.recipe.rounds)
+        return losses(self.head, batch, self.taps, self.teacher, self.recipe.feature_weight)
 
     def _write_trunk(self) -> None:
         """Export the head before the learning rate falls, so that a later run can go on from it with more replies."""
@@ -109,19 +124,22 @@ class Trainer:
         self.tell(f"wrote {folder}, from which --start goes on with more replies")
 
     def _batch(self, chosen: Sequence[int], rounds: int) -> Packed:
-        """Return a batch of the replies of these indices, except those of a single token, which teach nothing."""
-        chosen = [i for i in chosen if len(self.replies[i].ids) - self.replies[i].start > 1]
+        """Return a batch of the replies of these indices that teach."""
+        chosen = self._teaching(chosen)
         found = [self.features.of(i) for i in chosen]
         return pack([self.replies[i] for i in chosen], found, self.model.config.hidden_size, rounds)
+
+    def _teaching(self, chosen: Sequence[int]) -> list[int]:
+        """Return these indices except those of replies of a single token, which teach nothing."""
+        return [i for i in chosen if len(self.replies[i].ids) - self.replies[i].start > 1]
 
     def _update(self, chosen: Sequence[int]) -> tuple[float, Tensor]:
         """Make one update of the weights; returns the loss and the hits."""
         recipe = self.recipe
         for group in self.optimizer.param_groups:
             group["lr"] = self.stages.rate(self.step)
-        batch = self._batch(chosen, recipe.rounds)
         with self._autocast():
-            loss, hits = losses(self.head, batch, self.taps, self.teacher, recipe.feature_weight)
+            loss, hits = self._losses(chosen)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), recipe.clip)

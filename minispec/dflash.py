@@ -1,0 +1,216 @@
+"""DFlash: a small network that drafts a whole block of tokens in one pass.
+
+An autoregressive head (`eagle.py`) needs a pass for each depth of its tree. DFlash reads the newest token, which is
+called the bonus here, and after it a mask token in each place to be filled. One pass predicts all of these places:
+
+    row         0 ... lens-1 |  lens  lens+1  lens+2  lens+3
+    holds          context   |  bonus  mask    mask    mask
+    predicts                 |    -   lens+1  lens+2  lens+3        each mask row predicts the token at its own position
+
+A context row holds keys and values that come from the target's features (hidden states) alone: in layer l they are the
+projections of c = hidden_norm(fc features). They need no query, no attention and no MLP, and no later token changes
+them. So `commit` writes them once for each committed token. The row of the bonus is no context row yet, since the
+target has not read the bonus. Block rows are scratch: the next `commit` writes over them.
+
+Within the block there is no mask: each row sees all others (bidirectional), unless the checkpoint says that it is
+causal. Row j then knows which token is likely in row j - 1, but not which one is picked there. So the logits of a row
+are the same whatever precedes it, and a path of a tree has the product of its tokens' probabilities. A chain takes the
+likeliest token of each row. A tree takes the N - 1 likeliest paths of all (DDTree, arXiv 2604.12989): a path's score
+never exceeds that of its beginning, so they form a tree.
+
+Paper: DFlash, arXiv 2602.06036. Letters: B is the number of requests, S the rows of a block, N the nodes of a tree, K
+the tokens that a tree may take from a row, F the width of the features, d the hidden size, Vd the number of tokens that
+can be drafted.
+
+Read next: `load/dflash_heads.py`, which reads checkpoints; docs/block-drafters.md for how this differs from EAGLE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from minispec.attention import AttendKind, PagedAttend, Plan, write_rows
+from minispec.beam import Candidates, best, couple, likeliest, rerank
+from minispec.compiled import CompileFor, Compiler, Key, Small
+from minispec.drafter import Batch, Committed, Drafter, TreeSize
+from minispec.eagle import DraftHead, HeadConfig
+from minispec.kv import KVShape, PagedKV
+from minispec.model import Attend, Block, LayerAttend, Model, RMSNorm, Rope
+from minispec.tree import DraftTree
+
+
+@dataclass(frozen=True, eq=False)
+class DFlashConfig(HeadConfig):
+    """The sizes of a DFlash network; `layer.layers` is how many layers it has, and `layer` the sizes of each."""
+
+    block_size: int = 16  # S that the network was trained with
+    mask_token: int = 0  # the target's id whose embedding stands where a token is to be drafted
+    causal: bool = False  # whether a row of the block sees only itself and the rows before
+
+
+class DFlashHead(DraftHead):
+    """The network. Its embedding and LM head are the target's; with a token map, rows of that LM head."""
+
+    name = "dflash"
+
+    def __init__(self, config: DFlashConfig, target: Model) -> None:
+        super().__init__(config, target)
+        shape = config.layer
+        self.block_size, self.mask_token, self.causal = config.block_size, config.mask_token, config.causal
+        self.fc = nn.Linear(len(config.taps) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.run_block: Callable[[Block, Tensor, Rope, LayerAttend], Tensor] = Block.forward
+
+    @property
+    def layer(self) -> Block:  # type: ignore[override]  # other heads have one layer
+        return cast(Block, self.layers[0])
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return what all layers make context rows of, c [B, T, d], from features [B, T, F]."""
+        return self.hidden_norm(self.fc(features))
+
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:  # type: ignore[override]
+        """Return the states [B, S, d] of blocks whose embeddings are x [B, S, d]."""
+        for index, block in enumerate(self.layers):
+            x = self.run_block(cast(Block, block), x, rope, attend.layer(index))
+        return x
+
+    def logits(self, state: Tensor) -> Tensor:
+        return super().logits(self.norm(state))
+
+
+# ---- a tree from the rows of a block --------------------------------------------------------------------------------
+
+
+def most_nodes(rows: int, topk: int, limit: int) -> int:
+    """Return the nodes of the largest tree that K = `topk` tokens in each of `rows` rows allow, at most `limit`."""
+    return min(limit, 1 + sum(min(limit, topk**depth) for depth in range(1, rows + 1)))
+
+
+def likeliest_paths(scores: Tensor, tokens: Tensor, count: int) -> Candidates:
+    """Return the `count` likeliest paths of each depth, at most, as candidates for a tree.
+
+    scores fp32 and tokens int64, both [B, rows, K]: the likeliest tokens of each row, with their log-probabilities. The
+    `count` likeliest paths of all depths are among them, since the beginning of such a path is one of them too.
+    """
+    topk, known, found = scores.shape[-1], 0, []
+    path = torch.zeros_like(scores[:, 0, :1])  # the root's score
+    index = torch.full_like(tokens[:, 0, :1], -1)  # the root is no candidate
+    for row in range(scores.shape[1]):
+        longer = (path[..., None] + scores[:, row, None]).flatten(1)
+        path, flat = longer.topk(min(count, longer.shape[1]), dim=1)
+        found.append((tokens[:, row].gather(1, flat % topk), path, index.gather(1, flat // topk)))
+        index = torch.arange(known, known + path.shape[1], device=path.device).expand_as(flat)
+        known += path.shape[1]
+    return Candidates(*(torch.cat(parts, dim=1) for parts in zip(*found, strict=True)))
+
+
+# ---- the drafter ----------------------------------------------------------------------------------------------------
+
+
+class Pass(Key):
+    """The static tensors of a pass that drafts trees of N nodes for B requests."""
+
+    def __init__(self, plan: Plan, nodes: int, network: DFlashHead) -> None:
+        batch, width, device = plan.batch, plan.width, plan.slots.device
+        self.batch, self.nodes, self.plan = batch, nodes, plan
+        self.rows = min(nodes, width)  # how many rows of the block are read, the bonus's included
+        self.masks = torch.full((batch, width - 1), network.mask_token, device=device)
+        self.live = torch.ones(batch, width, dtype=torch.bool, device=device)
+        everything = torch.ones(width, width, dtype=torch.bool, device=device)
+        self.visible = everything.tril() if network.causal else everything
+
+
+class DFlashDrafter(Drafter):
+    """The drafter around a DFlash network: one pass over a block of S rows gives a chain, or a tree, of N nodes.
+
+    A second, smaller size of tree has fewer nodes and the same pass, since fewer rows would change what all rows
+    predict. `_open` and `_close` run before and after the network, and may be compiled.
+    """
+
+    steps = 1
+    topk: int
+
+    def __init__(
+        self, network: DFlashHead, *, block: int, nodes: int, topk: int = 1, smaller: int | None = None,
+        coupled: bool = True,
+    ) -> None:  # fmt: skip
+        """block: S. topk: K. smaller: the nodes of the smaller size; None: there is one size.
+
+        coupled: whether to draft with the noise of the target's picks; if not, drafts are the likeliest tokens.
+        """
+        assert 1 < nodes <= most_nodes(block - 1, topk, nodes), "more nodes than paths"
+        assert smaller is None or 1 < smaller < nodes, "the smaller tree is the smaller one"
+        self.network: DFlashHead = network
+        self.name, self.taps, self.block, self.topk, self.coupled = network.name, network.taps, block, topk, coupled
+        self.nodes, self.depth = nodes, min(block, nodes) - 1
+        self.smaller = None if smaller is None else TreeSize(smaller, min(block, smaller) - 1, self.steps)
+        self.scratch = block
+        self.kv_shape = KVShape(len(network.layers), network.kv_heads, network.head_dim)
+        self.small = Small(DFlashDrafter._open, DFlashDrafter._close)
+
+    def attach(
+        self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
+    ) -> None:
+        """Allocate the drafter's own pages, and a plan for the block at each batch size."""
+        self.kv = kv.sibling(self.kv_shape)
+        self._attends: dict[int, PagedAttend] = {}  # by B
+        self._passes: dict[tuple[int, ...], Pass] = {}  # by B and N
+        for batch in batch_sizes:
+            plan = Plan(self.kv, batch, 1, self.block)
+            self._attends[batch] = attend_kind(self.kv, plan, self.kv_shape.layers)
+            self._passes |= {(batch, size.nodes): Pass(plan, size.nodes, self.network) for size in self.trees}
+
+    def compile(self, compiler: Compiler) -> None:
+        self.network.run_block = compiler(Block.forward)
+
+    def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
+        self.small.compile(compiler, choice)
+
+    def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
+        """Return the attention of the block in a decode step; `commit` attends to nothing."""
+        attends = [] if prefill else [self._attends[plan.batch]]
+        return {f"draft, {attend.graph}": attend for attend in attends}
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """Draft one tree per request; writes scratch rows from row `lens` on in the drafter's own pages."""
+        step, watched = self._passes[tuple(batch.tree.tokens.shape)], batch.scores is not None
+        batch = batch._replace(tree=None)  # type: ignore[arg-type]  # the host's trees are not read
+        open_, close = self.small.eager if watched else self.small.of(step, batch.temperature is not None)
+        embedding, rope = open_(self, step, batch)
+        return close(self, step, batch, self.network(embedding, rope, self._attends[step.batch]))
+
+    def _open(self, step: Pass, batch: Batch) -> tuple[Tensor, Rope]:
+        """Fill the block's plan; return the embeddings [B, S, d] and rotary factors of its rows."""
+        step.plan.fill(batch.slots, batch.lens, step.visible.expand(step.batch, -1, -1), step.live)
+        tokens = torch.cat((batch.root[:, None], step.masks), dim=1)
+        positions = batch.lens[:, None] + torch.arange(self.block, device=tokens.device)
+        return self.network.embed(tokens), self.network.rope(positions)
+
+    def _close(self, step: Pass, batch: Batch, states: Tensor) -> DraftTree:
+        """Return the tree of the likeliest paths; states [B, S, d]: the network's output."""
+        logits = self.network.logits(states[:, 1 : step.rows])  # row 0 holds the bonus, which is known
+        token_map = self.network.token_map
+        if self.coupled:
+            positions = batch.lens[:, None] + torch.arange(1, step.rows, device=states.device)
+            logits = couple(logits, batch, positions, token_map)
+        scores, ids = likeliest(logits, self.topk)
+        candidates = likeliest_paths(scores, ids if token_map is None else token_map[ids], step.nodes - 1)
+        if batch.scores is not None:
+            batch.scores[:, 1:] = candidates.scores.gather(1, best(candidates, step.nodes - 1))
+        return rerank(candidates, batch.root, step.nodes)
+
+    def commit(self, new: Committed) -> None:
+        """Write the context rows of the tokens just committed, from the target's features."""
+        context, rope = self.network.fuse(cast(Tensor, new.features)), self.network.rope(new.positions)
+        for index, block in enumerate(self.network.layers):
+            _, *rows = cast(Block, block).project(context, rope)
+            for pool, new_rows in zip(self.kv.layer(index), rows, strict=True):
+                write_rows(pool, new.plan.rows, new_rows)

@@ -1,0 +1,161 @@
+"""DFlash checkpoints in z-lab's format: a folder is read into a `DFlashConfig` and tensors, and these into a network.
+
+config.json is that of the network's body, a Qwen3 whatever the target is, with these keys more. `dflash_config` is read
+first; older files have some of its keys at the top level.
+
+    dflash_config.target_layer_ids    layers of the target whose OUTPUT is read, so the tap is the next layer's input
+    dflash_config.mask_token_id       the target's id whose embedding stands in the places to be drafted
+    dflash_config.block_size          rows of the block, the bonus's included
+    num_target_layers                 how many layers the target has
+    is_causal                         whether a row of the block sees only itself and the rows before
+
+The tensors are `fc`, `hidden_norm`, `norm` and the layers of a Qwen3; embedding and LM head are the target's. A network
+that is read wrongly drafts nonsense, and no output shows it. Variants come as further keys and tensors (DFlash2's
+convolutions, attention sinks, values that are scaled). So every key and every tensor that is not known is refused by
+its name.
+
+Read next: `dflash.py` for the network, `heads.py` for the formats of other heads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from minispec.config import MAX_NODES
+from minispec.dflash import DFlashConfig, DFlashHead
+from minispec.load.fp8_weights import read_weights
+from minispec.load.heads import DFLASH_MODEL, Published, check_fit, layer_sizes, naming, slice_head
+from minispec.load.weights import load_weights, read_config
+from minispec.model import Model, ModelConfig, ModelError, published_tensors
+
+logger = logging.getLogger("minispec")
+
+BLOCK_SIZE = 16  # where config.json states none, as SGLang has it
+OWN_KEYS = ("block_size", "mask_token_id", "target_layer_ids", "is_causal")  # in dflash_config, or at the top level
+# Keys at the top level that are read here or by `ModelConfig`, and those that change nothing of a draft.
+KEYS = frozenset("""
+    architectures attention_bias dflash_config head_dim hidden_act hidden_size intermediate_size layer_types
+    max_position_embeddings max_window_layers mlp_bias num_attention_heads num_hidden_layers num_key_value_heads
+    num_target_layers partial_rotary_factor rms_norm_eps rope_scaling rope_theta sliding_window torch_dtype
+    use_sliding_window vocab_size
+    _name_or_path attention_dropout auto_map bos_token_id eos_token_id initializer_range model_type pad_token_id
+    quantization_config tie_word_embeddings transformers_version use_cache
+    """.split()) | {*OWN_KEYS}  # fmt: skip
+
+
+def load_dflash(
+    folder: Path, target: Model, *, token_map: Tensor | None = None, load_format: str = "auto"
+) -> DFlashHead:
+    """Return the DFlash network in `folder` for inference, in the target's dtype and on its device.
+
+    token_map: [Vd] int64, the target ids that may be drafted. load_format: as for `read_weights`. To be called before
+    the target's LM head is packed. For a target on the meta device the network has its sizes alone. Raises ModelError
+    naming --speculative-draft-model-path if the folder holds none, one for another target, or a variant.
+    """
+    with naming("--speculative-draft-model-path", folder):
+        config, tensors, _ = read_dflash(folder, target.config, load_format)
+        head = DFlashHead.empty(replace(cast(DFlashConfig, config), token_map=token_map), target)
+        if not target.norm.weight.is_meta:
+            ours = published_tensors(head)
+            ours.pop("lm_head.weight", None)  # rows of the target's, which are in no file
+            load_weights(ours, tensors.items())
+    if head.lm_head is not None and token_map is not None and not target.norm.weight.is_meta:
+        head.lm_head.weight.copy_(slice_head(target, token_map))
+    logger.info("DFlash reads the target's residual stream entering layers %s, in blocks of %d", head.taps,
+                head.block_size)  # fmt: skip
+    return head
+
+
+def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") -> Published:
+    """Return what a folder describes and holds, for a target of these sizes.
+
+    Raises ValueError; its message does not name the flag.
+    """
+    stated = read_config(folder)
+    if (architectures := stated.get("architectures") or []) != [DFLASH_MODEL]:
+        raise ModelError(f"architectures {architectures} are not supported; supported: {DFLASH_MODEL}")
+    own = stated.get("dflash_config") or {}
+    _refuse_unknown("dflash_config", own, OWN_KEYS)
+    _refuse_unknown("config.json", stated, KEYS)
+    if (folder / "mask_embedding.pt").exists():
+        raise ModelError("mask_embedding.pt, an embedding of its own for the mask, is not supported; supported: "
+                         "mask_token_id")  # fmt: skip
+    _refuse_sliding(stated)
+    tensors, prefix = dict(read_weights(folder, load_format)), "layers.0."
+    given = {key: own.get(key, stated.get(key)) for key in OWN_KEYS}
+    size, layers = given["block_size"], _number("num_hidden_layers", stated.get("num_hidden_layers"), 1, 1000)
+    shape = layer_sizes({**stated, "use_sliding_window": False}, tensors, prefix)
+    check_fit(shape.hidden_size, shape.vocab_size, target)
+    if (count := stated.get("num_target_layers") or target.layers) != target.layers:
+        raise ModelError(f"num_target_layers is {count}, and the target has {target.layers}")
+    return Published(
+        DFlashConfig(
+            DFlashHead.name,
+            replace(shape, layers=layers),
+            _taps(given["target_layer_ids"], layers, target),
+            block_size=_number("block_size", BLOCK_SIZE if size is None else size, 2, MAX_NODES),
+            mask_token=_number("mask_token_id", given["mask_token_id"], 0, target.vocab_size - 1),
+            causal=bool(given["is_causal"]),
+        ),
+        tensors,
+        prefix,
+    )
+
+
+def default_ids(layers: int, count: int) -> list[int]:
+    """Return the ids of the `count` layers that a network reads if none are stated, of a target of so many layers."""
+    if count == 1:
+        return [layers // 2]
+    return [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]  # a half goes to the even id, as in Python
+
+
+def _taps(ids: Any, layers: int, target: ModelConfig) -> tuple[int, ...]:
+    """Return the taps for target_layer_ids: the output of layer i is the input of layer i + 1.
+
+    ids: None if none are stated; then as many layers are read as the network has. The last layer's output is refused:
+    files may mean it before the final norm or after.
+    """
+    ids = default_ids(target.layers, layers) if ids is None else ids
+    whole = isinstance(ids, Sequence) and not isinstance(ids, str) and len(ids) > 0
+    if not whole or not all(type(i) is int and 0 <= i < target.layers - 1 for i in ids):
+        raise ModelError(f"target_layer_ids must be ids in [0, {target.layers - 2}], of layers whose output is read, "
+                         f"got {ids!r}")  # fmt: skip
+    return tuple(i + 1 for i in ids)
+
+
+def _refuse_unknown(where: str, stated: Mapping[str, Any], known: Sequence[str] | frozenset[str]) -> None:
+    """Raise ModelError naming the keys that may change what the network computes, and are not known.
+
+    A key that says null or false asks for nothing.
+    """
+    if unknown := sorted(key for key, value in stated.items() if key not in known and value not in (None, False)):
+        raise ModelError(f"{where} has keys that are not supported, of a variant of DFlash or of another drafter: "
+                         f"{', '.join(unknown)}")  # fmt: skip
+
+
+def _refuse_sliding(stated: Mapping[str, Any]) -> None:
+    """Raise ModelError if a layer's attention slides: here every row of the context is seen.
+
+    Without layer_types the layers from max_window_layers on slide, if use_sliding_window is true.
+    """
+    layers = stated.get("num_hidden_layers") or 0
+    types = stated.get("layer_types")
+    if types is None:
+        full = stated.get("max_window_layers", layers) if stated.get("use_sliding_window") else layers
+        types = ["full_attention" if index < full else "sliding_attention" for index in range(layers)]
+    if other := sorted({str(kind) for kind in types} - {"full_attention"}):
+        raise ModelError(f"layer_types {', '.join(other)} (sliding_window {stated.get('sliding_window')}) are not "
+                         "supported; supported: full_attention")  # fmt: skip
+
+
+def _number(key: str, value: Any, low: int, high: int) -> int:
+    """Return an int that config.json states; raises ModelError naming the key unless it lies in [low, high]."""
+    if type(value) is not int or not low <= value <= high:
+        raise ModelError(f"{key} must be an int in [{low}, {high}], got {value!r}")
+    return value

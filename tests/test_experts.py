@@ -250,7 +250,7 @@ def test_compiled_in_bfloat16_a_token_is_the_likeliest_or_nearly_so(
 # ---- every drafter, and trees ----------------------------------------------------------------------------------------
 
 DRAFTERS = {name: replace(subject, model=mixture_model, tally=Tally(), built=[])
-            for name, subject in SUBJECTS.items() if not name.startswith("trained")}  # fmt: skip
+            for name, subject in SUBJECTS.items() if not name.startswith(("trained", "dflash"))}  # fmt: skip
 QUICK = (greedy_alone_and_in_a_batch_of_eight, prefix_hits_and_a_second_turn, retraction)
 
 

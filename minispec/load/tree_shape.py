@@ -17,8 +17,9 @@ from minispec.dflash import most_nodes
 
 logger = logging.getLogger("minispec")
 
-CPU_SHAPE = (2, 3, 4)  # steps/topk/nodes: the fastest for heads on two CPU cores (docs/measured.md)
+CPU_SHAPE = (1, 1, 2)  # steps/topk/nodes: the fastest for heads on two CPU cores (docs/measured.md)
 INT8_SHAPE = (1, 3, INT8_NODES)  # in place of larger trees with int8 weights
+HOST_NODES = 4  # of the smaller trees of the host on a CPU
 LOOKUP_NODES = 12  # of the larger trees where texts are looked up too: what a lookup finds may hold for long
 SMALLER = {(5, 4, 8): (2, 5), (3, 1, 4): (1, 2)}  # steps/topk/nodes -> steps and nodes of the smaller tree beside it
 
@@ -86,4 +87,4 @@ def smaller_nodes(config: Config, nodes: int, on_cpu: bool) -> int | None:
     """
     if nodes < 8 or not config.several_sizes:
         return None
-    return CPU_SHAPE[2] if on_cpu else nodes // 2
+    return HOST_NODES if on_cpu else nodes // 2

@@ -49,7 +49,7 @@ from minispec.cpu.linear import PackedLinear, can_pack, pack_linears, room_for_b
 from minispec.drafter import Plain
 from minispec.eagle import Eagle3Head
 from minispec.load.build import _context_length
-from minispec.load.heads import _layer
+from minispec.load.heads import layer_sizes
 from minispec.load.tokenizer import load_tokenizer
 from minispec.load.weights import load_weights, read_config, read_tensors
 from minispec.model import (
@@ -547,7 +547,7 @@ def test_a_head_of_a_mixture_has_an_ordinary_mlp_whatever_its_file_copies(folder
     target = ModelConfig.from_hf(stated)
     plain = target.plain()
     assert target.sparse and plain.sparse == () and plain.intermediate_size == 160 and plain.qk_norm
-    layer = _layer(stated, {}, "midlayer.")  # an EAGLE head's config.json is often its target's with some keys more
+    layer = layer_sizes(stated, {}, "midlayer.")  # an EAGLE head's config.json is often its target's with some keys more
     assert layer.sparse == () and layer.intermediate_size == 160
     for config in (plain, layer):
         block = Block(config)
@@ -838,7 +838,7 @@ def skip_what_cannot_be_packed(dtype: torch.dtype) -> None:
 @needs_packing
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_packed_linear_is_a_linear_layer(dtype: torch.dtype, bound: float, bias: bool) -> None:
+def test_packed_linear_is_a_linearlayer_sizes(dtype: torch.dtype, bound: float, bias: bool) -> None:
     skip_what_cannot_be_packed(dtype)
     torch.manual_seed(0)
     linear = nn.Linear(72, 100, bias=bias).to(dtype)

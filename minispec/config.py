@@ -211,8 +211,8 @@ class Config:
     )  # fmt: skip
     speculative_eagle_topk: int | None = _flag(None, "Speculation", "branches of a draft round", low=1, high=32)
     speculative_token_map: str | None = _flag(
-        None, "Speculation", "FILE, or owner/repo/file of the hub, of the target ids a head may draft, most frequent "
-        "first (FR-Spec)",
+        None, "Speculation", "FILE, or owner/repo/file of the hub, of the target ids a head or draft model may draft, "
+        "most frequent first (FR-Spec)",
     )
     speculative_num_draft_tokens: int | None = _flag(
         None, "Speculation", "nodes of a draft tree, root included; default for NGRAM: its longest match window, at "

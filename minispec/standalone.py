@@ -34,20 +34,23 @@ from minispec.model import Model, Rope
 
 
 class DraftModel(nn.Module):
-    """A model as the network of a beam. It reads no features of the target, and drafts ids below `vocab_size`."""
+    """A model as the network of a beam. It reads no features of the target, and drafts ids below `vocab_size`.
+
+    token_map: [Vd] int64, the target ids that it may draft, one for each row of its LM head; None: all of them.
+    """
 
     name = "standalone"
     taps: tuple[int | str, ...] = ()
-    token_map: Tensor | None = None
 
-    def __init__(self, model: Model, vocab_size: int) -> None:
+    def __init__(self, model: Model, vocab_size: int, token_map: Tensor | None = None) -> None:
         super().__init__()
-        self.model, self.vocab_size = model, vocab_size
+        self.model, self.token_map = model, token_map
+        self.vocab_size = vocab_size if token_map is None else len(token_map)
         config = model.config
         self.hidden_size, self.kv_heads, self.head_dim = config.hidden_size, config.kv_heads, config.head_dim
 
     def logits(self, state: Tensor) -> Tensor:
-        """Return the logits [..., vocab_size] of hidden states [..., H]; later ids are never drafted."""
+        """Return the logits [..., vocab_size] of hidden states [..., H]; ids from there on are never drafted."""
         return self.model.logits(state)[..., : self.vocab_size]
 
 

@@ -547,7 +547,8 @@ def test_a_head_of_a_mixture_has_an_ordinary_mlp_whatever_its_file_copies(folder
     target = ModelConfig.from_hf(stated)
     plain = target.plain()
     assert target.sparse and plain.sparse == () and plain.intermediate_size == 160 and plain.qk_norm
-    layer = layer_sizes(stated, {}, "midlayer.")  # an EAGLE head's config.json is often its target's with some keys more
+    # An EAGLE head's config.json is often its target's with some keys more.
+    layer = layer_sizes(stated, {}, "midlayer.")
     assert layer.sparse == () and layer.intermediate_size == 160
     for config in (plain, layer):
         block = Block(config)

@@ -458,6 +458,37 @@ def test_vocabularies_of_other_sizes_fit_and_padding_is_never_proposed(vocab, tm
         assert 0 <= seen.min() and seen.max() < min(rows, tokens, 300) and len(seen) > 50
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_with_a_token_map_the_draft_keeps_those_rows_of_its_lm_head_and_changes_no_token(tied, tmp_path) -> None:
+    target = write(tmp_path / "target")
+    draft = write(tmp_path / "draft", vocab_size=280, tokens=280, num_hidden_layers=1, tie_word_embeddings=tied, seed=1)
+    ids = [5, 60, 7, 290, 8, 31, 2, 120]  # the draft has no 290
+    known = [token for token in ids if token < 280]
+    (tmp_path / "map.json").write_text(json.dumps(ids))
+    (tmp_path / "none.json").write_text("[290, 291]")
+    plain, whole = LLM(target, **OPTIONS), drafting(target, draft)
+    llm = drafting(target, draft, 3, 4, 9, speculative_token_map=str(tmp_path / "map.json"))
+    few, full = (one.scheduler.engine.drafter.network for one in (llm, whole))
+    state = torch.randn(4, few.hidden_size)
+    with torch.inference_mode():
+        torch.testing.assert_close(few.logits(state), full.logits(state)[:, known])
+    drafted, propose = set(), llm.scheduler.engine.drafter.propose
+
+    def noted(batch):
+        tree = propose(batch)
+        drafted.update(tree.tokens[:, 1:].flatten().tolist())
+        return tree
+
+    llm.scheduler.engine.drafter.propose = noted
+    for params in (GREEDY, SamplingParams(temperature=1.0, max_new_tokens=16, sampling_seed=3)):
+        assert outputs(llm, params) == outputs(plain, params)
+    assert drafted <= set(known) and len(drafted) > 3
+    with pytest.raises(ValueError, match="--speculative-token-map has no id below 280"):
+        drafting(target, draft, speculative_token_map=str(tmp_path / "none.json"))
+    with pytest.raises(ValueError, match="--speculative-eagle-topk 8: the draft has 7 tokens only"):
+        drafting(target, draft, 3, 8, 9, speculative_token_map=str(tmp_path / "map.json"))
+
+
 def refusal(target: Path, draft: Path | str, **options: object) -> str:
     """Return the one line with which a draft is refused; it names the flag."""
     with pytest.raises(ValueError, match="--speculative-draft-model-path") as caught:

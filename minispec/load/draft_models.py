@@ -12,7 +12,10 @@ import hashlib
 import logging
 from pathlib import Path
 
+from torch import Tensor, nn
+
 from minispec.load.fp8_weights import read_weights
+from minispec.load.heads import slice_head
 from minispec.load.tokenizer import Tokenizer, load_tokenizer
 from minispec.load.weights import load_weights, read_config
 from minispec.model import Model, ModelConfig, ModelError, published_tensors
@@ -22,13 +25,16 @@ logger = logging.getLogger("minispec")
 
 
 def load_draft(
-    folder: Path, target: Model, tokenizer: Tokenizer, context_length: int | None, load_format: str = "auto"
-) -> DraftModel:
+    folder: Path, target: Model, tokenizer: Tokenizer, context_length: int | None, load_format: str = "auto",
+    token_map: Tensor | None = None,
+) -> DraftModel:  # fmt: skip
     """Return the model in `folder` as a drafter for `target`, in its dtype and on its device.
 
     tokenizer: the target's. context_length: the one served, None for the target's own. load_format: as for
-    `read_weights`. For a target on the meta device the draft has its sizes alone. Raises ModelError naming
-    --speculative-draft-model-path if the model is not supported or gives token ids another meaning.
+    `read_weights`. token_map: [Vd] int64, the only target ids to draft; ids that the draft lacks are left out. For a
+    target on the meta device the draft has its sizes alone. Raises ModelError naming --speculative-draft-model-path if
+    the model is not supported or gives token ids another meaning, and --speculative-token-map if it has none of the
+    draft's ids.
     """
     weight = target.embed_tokens.weight
     try:
@@ -48,7 +54,22 @@ def load_draft(
     if reach < served:
         logger.info("the draft model is made for %d tokens of the %d served: beyond them it runs on, and may draft "
                     "worse", reach, served)  # fmt: skip
-    return DraftModel(model, min(config.vocab_size, vocab_size, target.config.vocab_size))
+    shared = min(config.vocab_size, vocab_size, target.config.vocab_size)
+    if token_map is None:
+        return DraftModel(model, shared)
+    ids = token_map[token_map < shared].to(weight.device)
+    if not len(ids):
+        raise ModelError(f"--speculative-token-map has no id below {shared}, so the draft model could draft nothing")
+    keep_rows(model, ids)
+    return DraftModel(model, shared, ids)
+
+
+def keep_rows(model: Model, ids: Tensor) -> None:
+    """Give a model an LM head of these ids [Vd] int64 alone, as FR-Spec does (arXiv 2502.14856)."""
+    rows = slice_head(model, ids)
+    # A new module, since the old one's matrix is the embedding where the two are tied.
+    model.lm_head = nn.Linear(model.config.hidden_size, len(ids), bias=False, device="meta", dtype=rows.dtype)
+    model.lm_head.weight = nn.Parameter(rows, requires_grad=False)
 
 
 def _compared(digest: str | None, tokenizer: Tokenizer, folder: Path) -> int:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from minispec.attention import QUERY_BLOCK, most_nodes
 from minispec.beam import BeamDrafter
-from minispec.config import MAX_NODES, Config
+from minispec.config import GROWN, MAX_NODES, Config
 from minispec.dflash import DFlashDrafter
 from minispec.drafter import Drafter, HostDrafter, Plain, as_drafter
 from minispec.eagle import DraftHead
@@ -71,9 +71,9 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
         "DFLASH": _dflash,
         "STANDALONE": _standalone,
     }
-    if config.speculative_token_map is not None and not config.reads_target:
-        logger.warning("--speculative-token-map is ignored: --speculative-algorithm %s drafts without the target's LM "
-                       "head", config.algorithm)  # fmt: skip
+    if config.speculative_token_map is not None and config.algorithm not in GROWN and not config.is_own_drafter:
+        logger.warning("--speculative-token-map is ignored: --speculative-algorithm %s drafts without an LM head",
+                       config.algorithm)  # fmt: skip
     make = _own if config.is_own_drafter else table[config.algorithm]
     drafter = make(config, model, folder, tokenizer)
     _check_size(config, drafter, model)
@@ -182,8 +182,11 @@ def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer
         raise ValueError("--speculative-algorithm STANDALONE needs --speculative-draft-model-path: "
                          "a smaller model with the target's tokenizer")  # fmt: skip
     where, context = _draft_folder(config, path), config.context_length
-    draft = load_draft(where, model, tokenizer, context, config.draft_load_format)
+    ids = None if config.token_map is None else read_token_map(_token_map_file(config), model.config.vocab_size)
+    draft = load_draft(where, model, tokenizer, context, config.draft_load_format, ids)
     shape = beam_shape(config, model.config.architecture, _on_cpu(config, model))
+    if shape["topk"] > draft.vocab_size:
+        raise ValueError(f"--speculative-eagle-topk {shape['topk']}: the draft has {draft.vocab_size} tokens only")
     return _with_lookups(config, model, StandaloneDrafter(draft, **shape))
 
 

@@ -12,7 +12,7 @@ projections of c = hidden_norm(fc features). They need no query, no attention an
 them. So `commit` writes them once for each committed token. The row of the bonus is no context row yet, since the
 target has not read the bonus. Block rows are scratch: the next `commit` writes over them.
 
-Within the block there is no mask: each row sees all others (bidirectional), unless the checkpoint says that it is
+Attention within the block is bidirectional: each row sees all rows of the block, unless the checkpoint says that it is
 causal. Row j then knows which token is likely in row j - 1, but not which one is picked there. So the logits of a row
 are the same whatever precedes it, and a path of a tree has the product of its tokens' probabilities. A chain takes the
 likeliest token of each row. A tree takes the N - 1 likeliest paths of all (DDTree, arXiv 2604.12989): a path's score
@@ -54,7 +54,7 @@ class DFlashConfig(HeadConfig):
 
 
 class DFlashHead(DraftHead):
-    """The network. Its embedding and LM head are the target's; with a token map, rows of that LM head."""
+    """The network, with the target's embedding and LM head; with a token map it has those rows of the LM head alone."""
 
     name = "dflash"
 
@@ -73,7 +73,7 @@ class DFlashHead(DraftHead):
         return cast(Block, self.layers[0])
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return what all layers make context rows of, c [B, T, d], from features [B, T, F]."""
+        """Return c [B, T, d], from which each layer computes its context rows, from features [B, T, F]."""
         return self.hidden_norm(self.fc(features))
 
     def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:  # type: ignore[override]
@@ -98,7 +98,7 @@ def likeliest_paths(scores: Tensor, tokens: Tensor, count: int) -> Candidates:
     """Return the `count` likeliest paths of each depth, at most, as candidates for a tree.
 
     scores fp32 and tokens int64, both [B, rows, K]: the likeliest tokens of each row, with their log-probabilities. The
-    `count` likeliest paths of all depths are among them, since the beginning of such a path is one of them too.
+    `count` likeliest paths of all depths are among these candidates, since a path is never likelier than its beginning.
     """
     topk, known, found = scores.shape[-1], 0, []
     path = torch.zeros_like(scores[:, 0, :1])  # the root's score

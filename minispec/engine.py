@@ -67,7 +67,7 @@ class Pending:
     outputs: Tensor  # [B, A + 2] int64 on the host: A tokens, how many of them were emitted, 1 if a logit was NaN
     ready: torch.cuda.Event | None  # this event tells when `outputs` is filled; None: `outputs` is filled already
     nodes: int = 1  # N, the nodes of each tree; a prefill step has 1
-    # When the launch began, by `perf_counter`, plus the next field. So the time of a step leaves out the seconds in
+    # When the launch began, by `perf_counter`, plus `catching_up`. So the time of a step leaves out the seconds in
     # which the drafter caught up.
     launched: float = 0.0
     catching_up: float = 0.0  # the seconds in which the drafter took in its backlog, within the launch
@@ -180,7 +180,7 @@ class Engine:
         paths = {(batch, self._most(shape.nodes)) for batch, shape in self.decodes if shape.drafts and drafter.commits}
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
         for plan in self.path_plans.values():
-            drafter.attends(plan, prefill=False)  # made before a step is compiled, since filling a plan writes to them
+            drafter.attends(plan, prefill=False)  # makes its attention, which `Plan.fill` writes to
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
         """Compile the code before and after the blocks of target and drafter, for the steps that `choice` names."""
@@ -271,9 +271,9 @@ class Engine:
         """Launch one decode step for these slots: verify one tree per slot, keep the accepted path, emit its tokens.
 
         shape: one of `Sizes.shapes_of` for this batch; default: the drafter's largest trees. drafts: trees from
-        `host_drafts`, one per slot, cut to N nodes here; default: `host_drafts` is called here. Beside a head with
-        lookups (`looks_up`) the default for each request is the draft NOTHING, a root alone. Where the shape drafts, a
-        request with this draft verifies the head's tree.
+        `host_drafts`, one per slot, cut to N nodes here; default: `host_drafts` is called here. If the drafter is a
+        head with lookups (`looks_up`), it is not called, and each request gets the draft NOTHING, a root alone. A
+        request with this draft verifies the head's tree if the shape drafts.
         """
         batch = self.batch_of(len(slots))
         if drafts is None:

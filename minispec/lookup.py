@@ -9,8 +9,8 @@ looked-up tree, the step does not run the head, and saves the accepted paths for
 A lookup has two sources: the request's own text, and a trie that all texts share (`ngram.py`). A lookup that finds
 nothing must cost almost nothing. In the request's own text, a dictionary gives the last occurrence of the newest three
 or two tokens within a microsecond. Lookups, and the insertion of texts into the trie, take at most 1 % of the time.
-NGRAM alone has the same sources and limit on a CPU (`Texts`), unless flags fix the size of its trees. Then it has the
-trie alone, without a limit of time.
+NGRAM alone has the same sources and limit on a CPU (`Texts`). Elsewhere, or if flags fix the size of its trees, it has
+the trie alone, without a limit of time.
 
 Lookup in the prompt: Saxena, prompt-lookup-decoding (2023); beside a head: SuffixDecoding (arXiv 2411.04975).
 Read next: `ngram.py` for the trie, `beam.py` for the head's drafter, `policy.py` for the choice.
@@ -136,8 +136,8 @@ class Texts(HostDrafter):
 class Lookups(Drafter):
     """A drafter with a network, and lookups of `Texts` beside it, one tree for each request.
 
-    The larger trees have N nodes, so that a looked-up tree may be a chain of N. In a step with larger trees, the
-    network's trees are padded to N nodes if they have fewer.
+    Trees have one or two sizes, and the larger ones have N nodes, so that a looked-up tree may be a chain of N. In a
+    step with larger trees, the network's trees are padded to N nodes if they have fewer.
     """
 
     looks_up = True
@@ -158,7 +158,7 @@ class Lookups(Drafter):
 
     @property
     def trees(self) -> tuple[TreeSize, ...]:
-        """The sizes of trees, the smaller one first; `depth` is that of the network's trees, not of a lookup's."""
+        """The sizes of trees, the smaller one first; `TreeSize.depth` is that of the network's trees, not a lookup's."""
         return self._sizes
 
     def attach(

@@ -79,8 +79,8 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 def _yarn_ramp(dim: int, theta: float, scaling: Mapping[str, Any]) -> Tensor:
     """Return how much of each frequency [D / 2] fp32 YaRN keeps, from 1 to 0.
 
-    Frequency i turns t = original / (2 pi theta^(2i / D)) times within the original context, so i is this at t turns:
-    D log(original / (2 pi t)) / (2 log theta). The ends are whole indices unless `truncate` is false.
+    Frequency i turns t = original / (2 pi theta^(2i / D)) times within the original context. Solved for
+    i: i = D log(original / (2 pi t)) / (2 log theta). The ends are whole indices unless `truncate` is false.
     """
     original = scaling["original_max_position_embeddings"]
     turns = (scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1)

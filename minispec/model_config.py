@@ -28,7 +28,8 @@ JOINED = {  # our module: the modules of published files that it joins, with the
     "down_proj": ("mlp.down_proj",),
     "router": ("mlp.gate",),
 }
-# A stacked tensor [E, out, in] of a layer's experts: the matrices of one expert that lie in it, one below the other.
+# Some files stack the matrices of a layer's E experts in one tensor [E, out, in]. For the last part of the tensor's
+# name: which matrices of each expert it holds, one below the other.
 STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _LETTERS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # what Mixtral's files call an expert's matrices
 
@@ -38,7 +39,7 @@ class Family(NamedTuple):
 
     bias: bool = False  # always a bias on q, k, v
     qk_norm: bool = False  # norms on q and k
-    # Keys that only this family reads, or whose default is not Llama's; the defaults are transformers'.
+    # Keys that Llama does not read, or whose default is another here than Llama's; the defaults are transformers'.
     keys: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -59,13 +60,15 @@ _ARCHITECTURES = {
         keys={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
               "decoder_sparse_step": 1, "mlp_only_layers": ()},
     ),
-    # Its experts have the width that other models' MLP has, all its layers have them, and weights add up to 1.
+    # The width of an expert is `intermediate_size`, every layer has experts, and a token's weights of experts are
+    # divided by their sum.
     "MixtralForCausalLM": Family(
         keys={"num_experts": 8, "num_experts_per_tok": 2, "use_sliding_window": True, "rope_theta": 1e6,
               "rms_norm_eps": 1e-5}
     ),
 }  # fmt: skip
-_NEEDS = {  # part of an architecture's name: what such a model needs and has not got here; the first that fits is said
+# For a part of an architecture's name: what such a model needs that is not here. The error names the first that fits.
+_NEEDS = {
     "GptOss": "attention sinks and MXFP4 weights",
     "Llama4": "attention in chunks and another kind of mixture of experts",
     "DeepseekV": "latent attention and another kind of mixture of experts",
@@ -95,7 +98,7 @@ class ModelError(ValueError):
 class ModelConfig:
     """The sizes and switches of a decoder, read once from a Hugging Face `config.json`.
 
-    The multipliers are Granite's (transformers, models/granite/modeling_granite.py); elsewhere they are 1:
+    The multipliers are Granite's (transformers, models/granite/modeling_granite.py). Other models have none:
 
         x = embedding_multiplier * embedding        scores = attention_multiplier * q k, in place of q k / sqrt(D)
         x = x + residual_multiplier * (attention, then MLP)             logits = LM head / logits_scaling
@@ -199,12 +202,12 @@ class ModelConfig:
         )  # fmt: skip
 
     def split(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Return a file's tensor with its name, or its parts if it joins q, k and v, gate and up, or experts.
+        """Return a file's tensor with its name, or, if it joins several matrices, these with their names.
 
-        Their rows lie one after the other (transformers, models/phi3/modeling_phi3.py), and so do scales of fp8
-        weights; one scale for all rows is every part's. Experts may be stacked (`STACKED`) or, as in Mixtral's files,
-        have other names. Raises ModelError if a border between two parts falls inside a row, as it can where one row
-        of scales covers several rows of weights.
+        A tensor may join q, k and v, or gate and up. The rows of its parts lie one after the other (transformers,
+        models/phi3/modeling_phi3.py), and so do scales of fp8 weights. If there is one scale for all rows, every part
+        gets it. Experts may be stacked (`STACKED`) or, as in Mixtral's files, have other names. Raises ModelError if a
+        border between two parts falls inside a row, as it can where one row of scales covers several rows of weights.
         """
         name = name.replace(".block_sparse_moe.", ".mlp.")
         stem, _, kind = name.rpartition(".")
@@ -276,7 +279,7 @@ def _positive(key: str, value: Any) -> float:
 
 
 def _unrotated(given: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Return the layers without rotary positions; raise ValueError if `no_rope_layers` does not name every layer.
+    """Return the layers without rotary positions; raise ValueError if `no_rope_layers` is too short.
 
     In spite of its name, a 1 in `no_rope_layers` rotates; without the list every `no_rope_layer_interval`th layer does
     not (transformers, models/smollm3/configuration_smollm3.py; NoPE, arXiv 2305.19466).
@@ -291,8 +294,8 @@ def _unrotated(given: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 def _longest_text(positions: int, scaling: Mapping[str, Any] | None) -> int:
     """Return how long texts may be: YaRN's `factor` times the original length, if `max_position_embeddings` is less.
 
-    Who adds YaRN to a config by hand, as Qwen's model cards advise, leaves `max_position_embeddings` as it was. So the
-    length is computed from the factor here, as vLLM does.
+    Qwen's model cards advise to add YaRN to a config by hand, and then `max_position_embeddings` stays as it was. So
+    the length is computed from the factor here, as vLLM does.
     """
     if scaling is None or scaling["rope_type"] != "yarn":
         return positions

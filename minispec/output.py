@@ -5,8 +5,8 @@ the same token as in plain decoding; the step's later tokens are dropped from id
 
 The rules are checked in this order: EOS or stop id, stop string, the request's own rule (`Request.ends`), length. The
 id that stops a request stays in the ids but not in the text. A stop string is cut from the text, while the ids keep all
-tokens up to the one that completes it. With `no_stop_trim` the text keeps both. Below `min_new_tokens` only the length
-can end a request, and the sampler masks EOS and stop ids.
+tokens up to the one that completes it. With `no_stop_trim` the text keeps both. For the first `min_new_tokens` tokens
+only the length can end a request, and the sampler masks EOS and stop ids.
 
 Text that may be the beginning of a stop string, or half of a character, is held back until it is certain.
 
@@ -94,7 +94,7 @@ class Output:
 
     def _stop_string(self, before: int) -> str | None:
         """Return the earliest stop string that ends in text[before:], and cut the text at it; None if there is none."""
-        # A stop string that an earlier token completed is not searched for: it was ignored below min_new_tokens.
+        # A stop string that an earlier token completed is not searched for: it was among the first min_new_tokens.
         found = [(self.text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self.params.stop]
         found = [(at, stop) for at, stop in found if at >= 0]
         if not found:

@@ -569,7 +569,7 @@ class Scheduler:
         """Empty prefix cache and drafter, and begin all counts anew; while there are requests, only return False."""
         if self.waiting or self.prefilling or self.running:
             return False
-        self._land_flight()  # no request takes the flight's tokens, but pages that were kept for it come back
+        self._land_flight()  # no request is left to take its tokens, but pages of requests that left come back
         self._refused = None
         self.kv.give_back(self.cache.evict(self.cache.count))
         self.engine.drafter.clear()

@@ -83,7 +83,7 @@ class StandaloneDrafter(BeamDrafter):
         shapes = [*paths, *((count, 1) for count in chunk_counts)]
         self._tails = {shape: Plan(self.kv, shape[0], 1, shape[1]) for shape in shapes}  # by requests, and rows of each
         for plan in self._tails.values():
-            self._attend(plan)  # made before a step is compiled, since filling a plan writes to it
+            self._attend(plan)  # made here already, since `Plan.fill` writes to it
 
     def compile(self, compiler: Compiler) -> None:
         self.network.model.compile_blocks(compiler)

@@ -158,7 +158,7 @@ class Lookups(Drafter):
 
     @property
     def trees(self) -> tuple[TreeSize, ...]:
-        """The sizes of trees, the smaller one first; `TreeSize.depth` is that of the network's trees, not a lookup's."""
+        """The sizes of trees, the smaller first; `TreeSize.depth` is that of the network's trees, not of a lookup's."""
         return self._sizes
 
     def attach(

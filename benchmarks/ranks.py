@@ -116,9 +116,10 @@ def in_float64(llm: LLM, texts: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return what `read_again` does, by the same weights in float64, in one pass without pages."""
     device = llm.scheduler.engine.device
     model = load_model(llm.config, llm.model_config, llm.folder, torch.float64, device)
-    ids = [torch.tensor([text[:-1]], device=device) for text in texts]
-    return [model.logits(model(row, torch.arange(row.shape[1], device=device)[None], Causal())[0][0]).cpu().float()
-            for row in ids]  # fmt: skip
+    rows = [torch.tensor([text[:-1]], device=device) for text in texts]
+    places = [torch.arange(row.shape[1], device=device)[None] for row in rows]
+    attends = [Causal(model.config.windows(row.shape[1])) for row in rows]
+    return [model.logits(model(*given)[0][0]).cpu().float() for given in zip(rows, places, attends, strict=True)]
 
 
 def answer(scheduler: Scheduler, prompts: Sequence[Sequence[int]], tokens: int) -> list[Request]:

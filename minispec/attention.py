@@ -9,6 +9,10 @@ decode and prefill. H is the number of attention heads and D their size:
     row:   0 ......... starts | 0 1 2 3  <- nodes, at rows starts + 0..W-1
     node 2 sees all of this ->  x . x .  <- visible[i, 2]
 
+In layers with a sliding window a query sees only the newest tokens of its text: itself and those just before it. Such
+layers attend under a part of the plan that hides the other rows (`Plan.within`). So a kind of attention knows little of
+windows, and a drafted node loses rows by its depth, as the token that it may become would.
+
 There are three kinds of attention:
 
   PagedFlex    uses FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled, on CUDA
@@ -26,7 +30,8 @@ Read next: `drafter.py`, which proposes the trees; `engine.py`, which fills a pl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -90,7 +95,13 @@ class Plan:
     By default the window is the block's own rows (M = W). A drafter that grows trees in rounds has a larger window,
     which holds the nodes of earlier rounds too; the block's own rows then begin `offset` rows later (`fill`).
     `prompts`: whether the blocks are chunks of prompts, of any number of requests.
+
+    For layers with a sliding window a plan has parts, which are plans as well (`within`). A part has another `visible`,
+    and `first` [r, W] int32: the first row before the block that each node sees, counted from `starts`, so at most 0.
     """
+
+    first: Tensor | None = None  # None: every node sees all rows before its block
+    sliding: int  # how many tokens a node of a part sees, itself included
 
     def __init__(
         self, kv: PagedKV, batch: int, blocks: int, width: int, window: int | None = None, *, prompts: bool = False
@@ -119,6 +130,34 @@ class Plan:
         self.full_blocks = device.type != "cuda" or blocks > 1
         # What `fill` does last, for the attention under this plan. `PagedGather`, which reads no lists, changes it.
         self.finish: Callable[[], None] = self._list_pages
+        self.parts: list[Plan] = []
+
+    def within(self, sliding: int) -> Plan:
+        """Return a part of this plan, for layers in which a token sees the last `sliding` ones, itself included.
+
+        It shares the tensors that do not depend on that, and is filled whenever this plan is.
+        """
+        part = Plan(self.kv, self.batch, self.blocks, self.width, self.window, prompts=self.prompts)
+        part.slots, part.starts, part.rows, part.ends = self.slots, self.starts, self.rows, self.ends
+        part.sliding = sliding
+        part.first = torch.zeros(self.visible.shape[:2], dtype=torch.int32, device=self.slots.device)
+        part.narrow(self.visible)  # this plan may be filled already
+        self.parts.append(part)
+        return part
+
+    def narrow(self, visible: Tensor) -> None:
+        """Fill this part, given what the nodes see in full: visible [r, W, M] bool.
+
+        A node sees one row for each token of its text: all before the block, then its ancestors, parents first. So
+        counting the rows that it sees gives their positions, in a tree as in a chunk, and the last of them stay.
+        """
+        assert self.first is not None
+        count = visible.cumsum(-1)
+        self.first.copy_((count[..., -1] - self.sliding).clamp(max=0))
+        # Padding, which writes to page 0, still sees its block's first row. Of no row at all attention would be NaN.
+        padding = self.rows.view(self.first.shape) < self.kv.page_size
+        self.visible.copy_(visible & ((count > count[..., -1:] - self.sliding) | padding[..., None]))
+        self.finish()
 
     @property
     def name(self) -> str:
@@ -144,17 +183,21 @@ class Plan:
         used = (live * (offset + torch.arange(1, self.width + 1, device=starts.device))).amax(1)
         self.ends.copy_(starts + used)
         self.finish()
+        for part in self.parts:
+            part.narrow(self.visible)
 
     def _list_pages(self) -> None:
         """Write, for each block, which pages it sees whole and which it reads through the mask."""
         kv, slots, starts, shape = self.kv, self.slots, self.starts, self.kv_count.shape
-        whole = starts // kv.page_size if self.full_blocks else torch.zeros_like(starts)
+        whole = starts // kv.page_size if self.full_blocks and self.first is None else torch.zeros_like(starts)
+        # The first page that is read through the mask; pages behind all windows are not read.
+        begin = whole if self.first is None else (starts + self.first.amin(1)).clamp(min=0) // kv.page_size
         total = ((self.ends + kv.page_size - 1) // kv.page_size).clamp(max=kv.pages_per_slot)
         table = kv.table[slots]
         column = torch.arange(kv.pages_per_slot, device=starts.device)
-        tail = table.gather(1, (whole[:, None] + column).clamp(max=kv.pages_per_slot - 1))
+        tail = table.gather(1, (begin[:, None] + column).clamp(max=kv.pages_per_slot - 1))
         width = min(kv.pages_per_slot, kv.pages)
-        self.kv_count.copy_((total - whole).view(shape))
+        self.kv_count.copy_((total - begin).view(shape))
         self.kv_index[..., :width].copy_(tail[:, :width].view(*shape, width))
         self.full_count.copy_(whole.view(shape))
         self.full_index[..., :width].copy_(table[:, :width].view(*shape, width))
@@ -169,6 +212,29 @@ class PagedAttend(Protocol):
 
 
 AttendKind = Callable[[PagedKV, Plan, int], PagedAttend]  # arguments: the pages, a plan, the number of layers
+
+
+def with_windows(kind: AttendKind, windows: Sequence[int]) -> AttendKind:
+    """Return a kind of attention whose layers see windows (`ModelConfig.windows`); `kind` itself if there are none."""
+    return partial(Windows, kind, windows) if windows else kind
+
+
+class Windows:
+    """Attention of layers that see sliding windows: for each length of window one of another kind, over a plan's part.
+
+    Layers that see the whole text beside them have a window that is as long as any text, so all layers share a graph.
+    """
+
+    def __init__(self, kind: AttendKind, windows: Sequence[int], kv: PagedKV, plan: Plan, layers: int) -> None:
+        self._kinds = {window: kind(kv, plan.within(window), layers) for window in sorted({*windows})}
+        self._windows, self.graph = windows, self._kinds[windows[0]].graph
+
+    def layer(self, index: int) -> LayerAttend:
+        """Return the attention of one layer; asked for layer 0, every kind works out what its part of the step sees."""
+        if index == 0:
+            for kind in self._kinds.values():
+                kind.layer(0)
+        return self._kinds[self._windows[index]].layer(index)
 
 
 class PagedFlex:
@@ -252,7 +318,8 @@ class FlexLayer(Key):
         ahead = page * page_size + row % page_size - plan.starts[block].int()
         # The index is clamped, since `visible` is read for rows outside the window too.
         within = (ahead < window) & plan.visible[block, node, ahead.clamp(0, window - 1)]
-        return (page >= 0) & ((ahead < 0) | within)
+        seen = (page >= 0) & ((ahead < 0) | within)
+        return seen if plan.first is None else seen & (ahead >= plan.first[block, node])
 
     def _kernel_options(self, q: Tensor, kv_heads: int) -> Any:
         """Return the options that each device's kernel needs; docs/cuda.md and docs/cpu.md list the traps."""
@@ -273,15 +340,25 @@ class FlexLayer(Key):
 
 
 class Causal:
-    """Causal attention over the given tokens, without a cache; for training and as the reference of tests."""
+    """Causal attention over the given tokens, without a cache; for training and as the reference of tests.
+
+    windows: what each layer sees (`ModelConfig.windows`). window: what this one sees; None: all tokens before.
+    """
+
+    def __init__(self, windows: Sequence[int] = (), window: int | None = None) -> None:
+        self.windows, self.window = windows, window
 
     def layer(self, index: int) -> Causal:
-        """Return the attention of one layer, the same for all."""
-        return self
+        """Return the attention of one layer, the same for all if none has a window."""
+        return Causal(window=self.windows[index]) if self.windows else self
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with q [B, Hq, T, D] to k, v [B, Hkv, T, D] up to each query's position."""
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        gqa = q.shape[1] != k.shape[1]
+        if self.window is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril().triu(1 - self.window)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
 
 
 def write_rows(pool: Tensor, rows: Tensor, new: Tensor) -> None:

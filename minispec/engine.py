@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minispec.attention import AttendKind, Plan, prefill_block
+from minispec.attention import AttendKind, Plan, prefill_block, with_windows
 from minispec.buffers import Chunk, DecodeBuffers, PrefillBuffers, Prefills, Sizes
 from minispec.compiled import CompileFor, Compiler, Small, Step, within_step
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter
@@ -163,7 +163,7 @@ class Engine:
         # How many steps have begun to change slots. After an exception this number tells whether the failed step had
         # already begun to.
         self.changes = 0
-        attend = (attend_kind, model.config.layers)
+        attend = (with_windows(attend_kind, model.config.windows(sizes.context_length)), model.config.layers)
         self.decodes: dict[tuple[int, Shape], DecodeBuffers] = {}
         for batch in sizes.batch_sizes:
             # Shapes with looked-up trees come last: each takes the buffers of the drafted shape with as many nodes.

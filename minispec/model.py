@@ -1,12 +1,12 @@
 """The target model: one decoder for the Llama family, built from a model's `config.json`.
 
-Llama 2/3, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, MiMo, SmolLM2/3, Granite and Phi-3 are one architecture with a few
-switches:
+Llama 2/3, Mistral, Mixtral, Qwen2/3, Qwen3-MoE, MiMo, SmolLM2/3, Granite and Phi-3 differ by a few switches:
 
     biases on q, k, v        Qwen2, MiMo; any Llama whose file says so
     norms on q and k         Qwen3
     rotary scaling           Llama 3.1, YaRN, linear: `rope_frequencies`, `rope_factor`
     no rotary positions      some layers of SmolLM3: `Rope.still`
+    sliding windows          Mistral 0.1, Phi-3, some layers of some Qwen2: behind `attend`, `attention.Windows`
     multipliers              Granite: of embedding, attention, residual and logits: `ModelConfig`
     tied embeddings          small models
     a mixture of experts     Mixtral; some or all layers of Qwen3-MoE: `experts.py`

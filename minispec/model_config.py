@@ -43,27 +43,30 @@ class Family(NamedTuple):
     keys: Mapping[str, Any] = MappingProxyType({})
 
 
+# Qwen's: a window where `use_sliding_window` says so, in the layers that `layer_types` names, else from one on.
+_SLIDING = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 _ARCHITECTURES = {
     "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(keys={"use_sliding_window": True, "sliding_window": 4096}),
-    "Qwen2ForCausalLM": Family(bias=True),
-    "MiMoForCausalLM": Family(bias=True),
-    "Qwen3ForCausalLM": Family(qk_norm=True),
+    "MistralForCausalLM": Family(keys={"sliding_window": 4096}),
+    "Qwen2ForCausalLM": Family(bias=True, keys=_SLIDING),
+    "MiMoForCausalLM": Family(bias=True, keys=_SLIDING),
+    "Qwen3ForCausalLM": Family(qk_norm=True, keys=_SLIDING),
     "SmolLM3ForCausalLM": Family(
-        keys={"tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layers": None, "no_rope_layer_interval": 4}
+        keys={"tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layers": None, "no_rope_layer_interval": 4,
+              "use_sliding_window": False, "sliding_window": None, "layer_types": None}
     ),
     "GraniteForCausalLM": Family(keys=dict.fromkeys(_MULTIPLIERS, 1.0)),
-    "Phi3ForCausalLM": Family(keys={"use_sliding_window": True, "rms_norm_eps": 1e-5}),
+    "Phi3ForCausalLM": Family(keys={"sliding_window": None, "rms_norm_eps": 1e-5}),
     "Qwen3MoeForCausalLM": Family(
         qk_norm=True,
         keys={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
-              "decoder_sparse_step": 1, "mlp_only_layers": ()},
+              "decoder_sparse_step": 1, "mlp_only_layers": (), "use_sliding_window": False, "sliding_window": 4096},
     ),
     # The width of an expert is `intermediate_size`, every layer has experts, and a token's weights of experts are
     # divided by their sum.
     "MixtralForCausalLM": Family(
-        keys={"num_experts": 8, "num_experts_per_tok": 2, "use_sliding_window": True, "rope_theta": 1e6,
+        keys={"num_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "rope_theta": 1e6,
               "rms_norm_eps": 1e-5}
     ),
 }  # fmt: skip
@@ -121,9 +124,10 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     tied: bool
-    sliding_window: int | None  # tokens; a longer context is refused, since attention here is full; None: no limit
+    sliding_window: int | None  # how many tokens the `sliding` layers see of a text: the newest; None: all of them
     dtype: str | None
     unrotated: tuple[int, ...] = ()  # layers without rotary positions
+    sliding: tuple[int, ...] = ()  # layers that see a sliding window; the others see the whole text
     embedding_multiplier: float = 1.0
     # The query is multiplied by this after its rotary embedding. It is attention_multiplier * sqrt(D), since all kinds
     # of attention divide by sqrt(D). If D is 64 and attention_multiplier 1/64, it is a power of two, which costs no
@@ -160,6 +164,8 @@ class ModelConfig:
         heads, multiplied = config["num_attention_heads"], "attention_multiplier" in keys
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         scaling = _checked_scaling(config.get("rope_scaling"))
+        unrotated = _unrotated(given, config["num_hidden_layers"]) if "no_rope_layers" in keys else ()
+        window, sliding = _sliding({key: given[key] for key in keys}, config["num_hidden_layers"], unrotated)
         # Only Granite reads these keys; transformers' other classes ignore them, whatever a file says.
         multiplier = lambda key: _positive(key, given[key]) if key in keys else 1.0  # noqa: E731
         return cls(
@@ -181,9 +187,10 @@ class ModelConfig:
             mlp_bias=bool(config.get("mlp_bias", False)),
             qk_norm=qk_norm,
             tied=bool(given.get("tie_word_embeddings", False)),
-            sliding_window=given.get("sliding_window") if given.get("use_sliding_window") else None,
+            sliding_window=window,
             dtype=config.get("torch_dtype"),
-            unrotated=_unrotated(given, config["num_hidden_layers"]) if "no_rope_layers" in keys else (),
+            unrotated=unrotated,
+            sliding=sliding,
             embedding_multiplier=multiplier("embedding_multiplier"),
             query_multiplier=multiplier("attention_multiplier") * (math.sqrt(head_dim) if multiplied else 1.0),
             residual_multiplier=multiplier("residual_multiplier"),
@@ -194,12 +201,18 @@ class ModelConfig:
     def plain(self) -> ModelConfig:
         """Return a copy for a drafter of this model: a Llama with positions and an MLP in all layers, multipliers 1.
 
-        Biases, norms on q and k and all else stay.
+        All its layers see the whole text. Biases, norms on q and k and all else stay.
         """
         return replace(
-            self, architecture="LlamaForCausalLM", unrotated=(), sparse=(), embedding_multiplier=1.0,
-            query_multiplier=1.0, residual_multiplier=1.0, logits_multiplier=1.0,
+            self, architecture="LlamaForCausalLM", unrotated=(), sliding_window=None, sliding=(), sparse=(),
+            embedding_multiplier=1.0, query_multiplier=1.0, residual_multiplier=1.0, logits_multiplier=1.0,
         )  # fmt: skip
+
+    def windows(self, longest: int) -> tuple[int, ...]:
+        """Return how many tokens each layer sees of texts of up to `longest` tokens; () if all layers see all."""
+        if not self.sliding or self.sliding_window is None or self.sliding_window >= longest:
+            return ()
+        return tuple(self.sliding_window if layer in self.sliding else longest for layer in range(self.layers))
 
     def split(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         """Return a file's tensor with its name, or, if it joins several matrices, these with their names.
@@ -289,6 +302,26 @@ def _unrotated(given: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     if len(listed) < layers:
         raise ValueError(f"no_rope_layers has {len(listed)} entries for num_hidden_layers {layers}")
     return tuple(index for index in range(layers) if not listed[index])
+
+
+def _sliding(read: Mapping[str, Any], layers: int, unrotated: tuple[int, ...]) -> tuple[int | None, tuple[int, ...]]:
+    """Return the sliding window, None if there is none, and the layers that see it, as transformers' classes do.
+
+    read: the keys that the family reads. Without `use_sliding_window` among them the window alone decides. Without
+    `layer_types` SmolLM3's layers slide that have no positions (`unrotated`), Qwen's from `max_window_layers` on, and
+    those of the other families all.
+    """
+    window, kinds = read.get("sliding_window"), read.get("layer_types")
+    if window is None or not read.get("use_sliding_window", True):
+        return None, ()
+    if kinds is None:
+        first = _whole("max_window_layers", read.get("max_window_layers", 0), 0)
+        kinds = unrotated if "no_rope_layers" in read else range(first, layers)
+        return _whole("sliding_window", window), tuple(kinds)
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, (list, tuple)) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise ValueError(f"layer_types must have {' or '.join(known)} for each of {layers} layers, got {kinds!r}")
+    return _whole("sliding_window", window), tuple(layer for layer in range(layers) if kinds[layer] == known[1])
 
 
 def _longest_text(positions: int, scaling: Mapping[str, Any] | None) -> int:

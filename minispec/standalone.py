@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minispec.attention import AttendKind, PagedAttend, Plan
+from minispec.attention import AttendKind, PagedAttend, Plan, with_windows
 from minispec.beam import BeamDrafter, Inputs
 from minispec.compiled import Compiler
 from minispec.drafter import Committed
@@ -78,7 +78,8 @@ class StandaloneDrafter(BeamDrafter):
         self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
     ) -> None:
         """Allocate what a head needs, and the plans for `commit`, whose rows end at a root."""
-        super().attach(kv, attend_kind, batch_sizes, chunk_counts)
+        windows = self.network.model.config.windows(kv.pages_per_slot * kv.page_size)
+        super().attach(kv, with_windows(attend_kind, windows), batch_sizes, chunk_counts)
         paths = [(count, length) for count in batch_sizes for length in self.path_lengths]
         shapes = [*paths, *((count, 1) for count in chunk_counts)]
         self._tails = {shape: Plan(self.kv, shape[0], 1, shape[1]) for shape in shapes}  # by requests, and rows of each

@@ -20,23 +20,29 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from exactness import (
     MIXTURE,
     VOCAB,
+    WINDOWED,
     Oracle,
     any_ids,
     build,
     mixed_requests,
+    next_logits,
     reference,
     request,
     run,
     tiny_model,
     truth_of,
 )
+from torch import Tensor
 from trained import BLOCK, sentence, trained_dflash, trained_head, trained_model
 
+import minispec.verify as verify_module
 from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.dflash import DFlashDrafter
@@ -51,9 +57,11 @@ from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import Request
 from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter
+from minispec.tree import DraftTree
 
 sharp_model = functools.cache(tiny_model)
 mixture_model = functools.cache(functools.partial(tiny_model, **MIXTURE))
+windowed_model = functools.cache(functools.partial(tiny_model, **WINDOWED))
 
 
 @dataclass
@@ -338,3 +346,32 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
     prompts_that_differ_around_a_page_s_end, retraction, arrival_one_by_one, seeded_samples,
     requests_of_every_kind_in_one_batch, the_last_row_of_context_and_pool, texts_that_repeat_are_drafted_for,
 )  # fmt: skip
+
+
+class Heard(Oracle):
+    """An oracle that remembers the text for which it drafted last."""
+
+    def propose(self, slots: Sequence[int]) -> list[Draft]:
+        """Return a random tree per slot."""
+        (self.heard,) = (list(self.texts[slot]) for slot in slots)
+        return super().propose(slots)
+
+
+def nodes_have_the_logits_of_their_own_paths(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare every node of every tree of a reply with the text that ends in it, read without a cache."""
+    compared: list[float] = []
+    oracle, inner = Heard(truth_of(model), nodes=8), verify_module.verify_greedy
+
+    def verify(trees: Any, logits: Tensor) -> Any:
+        tree: DraftTree = trees.tree
+        tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
+        paths: list[list[int]] = []
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            paths.append([*(paths[parent] if node else oracle.heard[:-1]), token])
+            if token >= 0:
+                compared.append(float((logits[0, node] - next_logits(model, paths[node])).abs().max()))
+        return inner(trees, logits)
+
+    monkeypatch.setattr(verify_module, "verify_greedy", verify)
+    run(build(model, oracle, running=1), [request("r", [3, 1, 4, 1, 5, 9, 2, 6], max_new_tokens=80)])
+    assert len(compared) > 100 and max(compared) < 1e-4 and oracle.branched > 5

@@ -62,6 +62,7 @@ def tiny_config(context: int = CONTEXT) -> ModelConfig:
 
 
 MIXTURE = {"sparse": (0, 2), "experts": 6, "experts_per_token": 2, "expert_size": 48}  # a dense layer between two
+WINDOWED = {"sliding_window": 20, "sliding": (0, 2)}  # a layer that sees the whole text between two that slide
 
 
 def tiny_model(seed: int = 0, context: int = CONTEXT, **switches: Any) -> Model:
@@ -77,7 +78,7 @@ def tiny_model(seed: int = 0, context: int = CONTEXT, **switches: Any) -> Model:
 @torch.inference_mode()
 def next_logits(model: Model, ids: Sequence[int]) -> torch.Tensor:
     """Return the logits [V] after `ids`, computed from the whole text with plain causal attention."""
-    hidden, _ = model(torch.tensor([ids]), torch.arange(len(ids))[None], Causal())
+    hidden, _ = model(torch.tensor([ids]), torch.arange(len(ids))[None], Causal(model.config.windows(len(ids))))
     return model.logits(hidden[0, -1])
 
 

@@ -10,10 +10,11 @@ CUDA, where alone chunks of prompts go through it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from minispec.attention import QUERY_BLOCK, AttendKind, Causal, FlexLayer, PagedFlex, Plan
+from minispec.attention import QUERY_BLOCK, AttendKind, Causal, FlexLayer, PagedAttend, PagedFlex, Plan, with_windows
 from minispec.cpu import gather as gather_module
 from minispec.cpu import products as products_module
 from minispec.cpu.direct import any_size
@@ -69,6 +70,7 @@ class World:
             KVShape(LAYERS, self.kv_heads, dim), pages=slots * -(-rows // page) + 2, page_size=page, slots=slots + 1,
             rows_per_slot=rows, zeros=partial(torch.zeros, dtype=dtype, device=device),
         )  # fmt: skip
+        self.windows: Sequence[int] = ()  # how many tokens each layer sees; all, unless a test says otherwise
         self.texts: list[dict[int, tuple[Tensor, Tensor]]] = []
         self.pages: dict[int, list[int]] = {}
 
@@ -181,7 +183,8 @@ def expected(
     for r, block in enumerate(blocks):
         for node, live in enumerate(block.live):
             if live and block.slot:
-                rows = [*range(block.start), *(block.start + seen for seen in block.sees[node])]
+                rows = [*range(block.start), *(block.start + seen for seen in sorted(block.sees[node]))]
+                rows = rows[-world.windows[layer] :] if world.windows else rows
                 keys, values = (torch.stack([part[row] for row in rows]).double() for part in texts[block.slot])
                 outs[r, node] = attention_of(q[r, :, node].double(), keys, values, world.group)
     return pool, outs
@@ -204,7 +207,7 @@ def eager(layer: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return layer(q, k, v)
 
 
-def check(world: World, plan: Plan, attend: PagedFlex | PagedGather, call: Call, blocks: list[Block]) -> None:
+def check(world: World, plan: Plan, attend: PagedAttend, call: Call, blocks: list[Block]) -> None:
     """Run one layer on random queries and compare outputs and every row of the pool with the reference."""
     layer = world.random.randrange(LAYERS)
     r, width, heads = len(blocks), plan.width, world.kv_heads * world.group
@@ -373,6 +376,95 @@ def test_causal_matches_the_reference() -> None:
             torch.testing.assert_close(out[0, :, i].double(), want, atol=1e-6, rtol=1e-5)
 
 
+# ---- sliding windows ---------------------------------------------------------------------------------------------
+
+
+def sliding(window: int, group: int = 3, **options: Any) -> World:
+    """Return a world in whose layer 0 a query sees so many tokens, and in layer 1 all."""
+    world = World(group, **options)
+    world.windows = (window, world.rows_per_slot)
+    return world
+
+
+def check_windows(world: World, plan: Plan, kind: AttendKind, scene: Callable[[], list[Block]]) -> None:
+    """Check scenes of one shape until both layers had some."""
+    attend = with_windows(kind, world.windows)(world.kv, plan, LAYERS)
+    for _ in range(6):
+        check(world, plan, attend, eager, scene())
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("kind", [PagedGather, PagedFlex])
+@pytest.mark.parametrize("window", [1, 2, 21, 100])
+def test_a_window_cuts_what_the_nodes_of_a_tree_see_by_their_depth(window: int, kind: AttendKind) -> None:
+    """Also within the tree, where the window is shorter than a path."""
+    world = sliding(window, seed=window)
+    for nodes in (1, 8, 33):
+        plan = Plan(world.kv, 3, 1, nodes)
+        check_windows(world, plan, kind, lambda nodes=nodes: tree_scene(world, nodes, 3))
+
+
+@pytest.mark.parametrize("by", ["gather, merged", "gather, by block", "products"])
+@pytest.mark.parametrize("window", [1, 21, 100])
+def test_a_window_cuts_what_the_rows_of_chunks_see(window: int, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather_module, "WORTH", 0)
+    world = sliding(window, rows=400, dtype=torch.bfloat16 if by == "products" else torch.float32, seed=window)
+
+    def kind(kv: PagedKV, plan: Plan, layers: int) -> PagedGather:
+        attend = PagedGather(kv, plan, layers)
+        attend.merges, attend.products = by != "gather, by block", Products() if by == "products" else None
+        return attend
+
+    check_windows(world, Plan(world.kv, 1, 16, 32, prompts=True), kind, lambda: prefill_scene(world, 16, width=32))
+
+
+def test_a_beam_s_later_rounds_see_the_window_too() -> None:
+    """Round 2 of two branches: its nodes lie in rows 2 and 3 of the scratch, and each sees one row of round 1."""
+    world = sliding(3)
+    plan = Plan(world.kv, 1, 1, 2, window=4)
+    part = plan.within(3)
+    visible = torch.tensor([[[True, False, True, False], [True, False, False, True]]])
+    plan.fill(torch.tensor([1]), torch.tensor([9]), visible, torch.ones(1, 2, dtype=torch.bool), offset=2)
+    assert part.first is not None and part.first.tolist() == [[-1, -1]] and torch.equal(part.visible, visible)
+    assert part.rows is plan.rows
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("kind", [PagedGather, PagedFlex])
+@pytest.mark.parametrize("off", [-1, 1])
+def test_a_window_off_by_one_is_found(off: int, kind: AttendKind) -> None:
+    world = sliding(21)
+    plan, scene = Plan(world.kv, 3, 1, 8), lambda: tree_scene(world, 8, 3)
+    check_windows(world, plan, kind, scene)
+    plan.parts[0].sliding += off
+    attend = with_windows(kind, (21 + off, world.rows_per_slot))(world.kv, plan, LAYERS)
+    with pytest.raises(AssertionError, match="error"):
+        for _ in range(6):
+            check(world, plan, attend, eager, scene())
+
+
+def test_pages_behind_all_windows_are_not_listed_for_flex_attention() -> None:
+    world = sliding(21)
+    world.deal(dict.fromkeys(range(1, world.slots + 1), 100))
+    plan = Plan(world.kv, 1, 1, 2)
+    part = plan.within(21)
+    fill(plan, [Block(1, 100, [[0], [0, 1]], [True, True])])  # its rows from 80 on are seen, in pages of 16
+    assert int(part.kv_count) == 2 and int(part.full_count) == 0
+    assert part.kv_index.flatten()[:2].tolist() == world.pages[1][5:7]
+
+
+def test_causal_with_a_window_matches_the_reference() -> None:
+    world = World(3)
+    q, k, v = (world.draw(1, heads, 20, world.dim) for heads in (6, 2, 2))
+    for window in (1, 7, 20):
+        out = Causal((window, 20)).layer(0)(q, k, v)
+        for i in range(20):
+            keys, values = (t[0, :, max(0, i + 1 - window) : i + 1].transpose(0, 1).double() for t in (k, v))
+            want = attention_of(q[0, :, i].double(), keys, values, 3)
+            torch.testing.assert_close(out[0, :, i].double(), want, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(Causal((window, 20)).layer(1)(q, k, v), Causal()(q, k, v))
+
+
 # ---- compiled ----------------------------------------------------------------------------------------------------
 
 
@@ -456,6 +548,19 @@ def test_compiled_gather_of_few_queries_matches_the_reference(
         return blocks
 
     check_compiled(world, plan, scene, 4, PagedGather)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["few", "several", "prompts", "flex"])
+def test_compiled_layers_with_and_without_a_window_share_a_graph(of: str) -> None:
+    world = sliding(21, rows=256 if of == "flex" else 400)
+    kind = with_windows(PagedFlex if of == "flex" else PagedGather, world.windows)
+    if of == "prompts":
+        plan, scene = Plan(world.kv, 1, 3, QUERY_BLOCK, prompts=True), lambda: prefill_scene(world, 3)
+    else:
+        batch, nodes = (1, 3) if of == "few" else (4, 9)
+        plan, scene = Plan(world.kv, batch, 1, nodes), lambda: tree_scene(world, nodes, batch, padded=batch > 1)
+    check_compiled(world, plan, scene, 6, kind)
 
 
 @pytest.mark.cuda

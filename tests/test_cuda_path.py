@@ -26,7 +26,7 @@ import lowering
 import pytest
 import torch
 from conftest import slow_unless
-from exactness import CPU, MIXTURE, run
+from exactness import CPU, MIXTURE, WINDOWED, run
 from lowering import Cell
 from test_attention import LAYERS, World, check, eager, tree_scene
 from torch import Tensor, nn
@@ -224,6 +224,11 @@ def test_no_step_waits_on_cuda(name: str, law: str, pretender: ProcessPoolExecut
 @needs_fake_cuda
 def test_no_step_of_a_mixture_waits_on_cuda(pretender: ProcessPoolExecutor) -> None:
     assert pretender.submit(serve_on_fake_cuda, "eagle3-tree", "greedy", None, MIXTURE).result() > 1
+
+
+@needs_fake_cuda
+def test_no_step_with_windows_waits_on_cuda(pretender: ProcessPoolExecutor) -> None:
+    assert pretender.submit(serve_on_fake_cuda, "standalone-tree", "greedy", None, WINDOWED).result() > 1
 
 
 def padding_by_a_number(stack: ExitStack) -> None:

@@ -27,6 +27,7 @@ from conformance import (
     Tally,
     greedy_alone_and_in_a_batch_of_eight,
     mixture_model,
+    nodes_have_the_logits_of_their_own_paths,
     prefix_hits_and_a_second_turn,
     random_head,
     retraction,
@@ -50,18 +51,15 @@ from torch._dynamo import lookup_backend
 
 import minispec.cpu.linear as linear_module
 import minispec.experts as experts_module
-import minispec.verify as verify_module
 from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.cpu.linear import PackedExperts, PackedLinear, can_pack, pack_linears
 from minispec.cpu.products import products_pay
-from minispec.drafter import Draft
 from minispec.eagle import Eagle3Head
 from minispec.experts import Experts, _by_all, _gathered, _grouped
 from minispec.load.build import Build, Outline, Rehearsal, _kind, _linear_bytes, compile_step
 from minispec.load.memory import size_of
 from minispec.model import Model
-from minispec.tree import DraftTree
 
 needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="this PyTorch has no oneDNN")
 
@@ -277,32 +275,8 @@ def test_a_row_that_gets_another_row_s_experts_is_noticed(monkeypatch: pytest.Mo
         greedy_alone_and_in_a_batch_of_eight(subject)
 
 
-class Heard(Oracle):
-    """An oracle that remembers the text for which it drafted last."""
-
-    def propose(self, slots: Sequence[int]) -> list[Draft]:
-        """Return a random tree per slot."""
-        (self.heard,) = (list(self.texts[slot]) for slot in slots)
-        return super().propose(slots)
-
-
 def test_every_node_of_a_tree_has_the_logits_of_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, compared = mixture_model(), []
-    oracle, inner = Heard(truth_of(model), nodes=8), verify_module.verify_greedy
-
-    def verify(trees: Any, logits: Tensor) -> Any:
-        tree: DraftTree = trees.tree
-        tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
-        paths: list[list[int]] = []
-        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-            paths.append([*(paths[parent] if node else oracle.heard[:-1]), token])
-            if token >= 0:
-                compared.append(float((logits[0, node] - next_logits(model, paths[node])).abs().max()))
-        return inner(trees, logits)
-
-    monkeypatch.setattr(verify_module, "verify_greedy", verify)
-    run(build(model, oracle, running=1), [request("r", [3, 1, 4, 1, 5, 9, 2, 6], max_new_tokens=80)])
-    assert len(compared) > 100 and max(compared) < 1e-4 and oracle.branched > 5
+    nodes_have_the_logits_of_their_own_paths(mixture_model(), monkeypatch)
 
 
 # ---- what is made per layer ------------------------------------------------------------------------------------------

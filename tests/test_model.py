@@ -204,6 +204,15 @@ def with_an_expert_less(model: Model) -> None:
             block.experts.per_token -= 1
 
 
+def with_another(**fields: Any) -> Callable[[Model], None]:
+    """Return a function that changes fields of a model's config."""
+
+    def change(model: Model) -> None:
+        model.config = replace(model.config, **fields)
+
+    return change
+
+
 FAMILIES = {
     "llama3": Family(LlamaConfig, shape(96, 6, 2, head_dim=32, rope_parameters=LLAMA3_ROPE), [without_scaling]),
     "llama-yarn": Family(
@@ -222,6 +231,21 @@ FAMILIES = {
         Qwen2Config,
         shape(96, 6, 2, rope_parameters={**YARN, "mscale": 3.0, "mscale_all_dim": 0.5, "truncate": False}),
         [without_scaling, without_factor, without_bias],
+    ),
+    "mistral-windowed": Family(
+        MistralConfig, shape(96, 6, 2, num_hidden_layers=2, sliding_window=50),
+        [with_another(sliding_window=49), with_another(sliding_window=51), with_another(sliding=(0,))],
+    ),
+    "qwen2-windowed": Family(
+        Qwen2Config,
+        shape(96, 6, 2, num_hidden_layers=4, use_sliding_window=True, sliding_window=50, max_window_layers=1,
+              layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"]),
+        [with_another(sliding_window=49), with_another(sliding_window=51), with_another(sliding=()),
+         with_another(sliding=(1, 2, 3))],
+    ),
+    "phi3-windowed": Family(
+        Phi3Config, shape(96, 6, 2, num_hidden_layers=2, sliding_window=50),
+        [with_another(sliding_window=49), with_another(sliding_window=51)],
     ),
     "qwen3": Family(Qwen3Config, shape(96, 6, 2, head_dim=32), [without_qk_norm]),
     "smollm2": Family(LlamaConfig, shape(144, 9, 3, tie_word_embeddings=True), [with_interleaved_heads]),
@@ -260,7 +284,8 @@ FAMILIES = {
     ),
 }  # fmt: skip
 SCALED = ("llama3", "llama-yarn", "qwen2-yarn")
-NEW = ("llama-yarn", "qwen2-yarn", "smollm3", "granite", "phi3", "qwen3-moe", "qwen3-moe-every-other", "mixtral")
+NEW = ("llama-yarn", "qwen2-yarn", "smollm3", "granite", "phi3", "qwen3-moe", "qwen3-moe-every-other", "mixtral",
+       "mistral-windowed", "qwen2-windowed")  # fmt: skip
 SPARSE = {"qwen3-moe": (1, 2), "qwen3-moe-every-other": (1, 3), "mixtral": (0, 1, 2)}
 
 
@@ -328,7 +353,8 @@ def text() -> Tensor:
 @torch.inference_mode()
 def logits_of(model: Model, tokens: Tensor) -> Tensor:
     """Return all logits [B, T, V] by plain causal attention."""
-    hidden, _ = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), Causal())
+    attend = Causal(model.config.windows(tokens.shape[1]))
+    hidden, _ = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), attend)
     return model.logits(hidden)
 
 
@@ -791,23 +817,61 @@ def test_which_layers_are_sparse_is_as_in_transformers(changes: dict[str, Any], 
     assert tuple(i for i, layer in enumerate(other.model.layers) if hasattr(layer.mlp, "experts")) == sparse
 
 
-MISTRAL = {"architectures": ["MistralForCausalLM"], "sliding_window": 128}
-QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128}
+KINDS = {"full": "full_attention", "slides": "sliding_attention"}
+WINDOWED = {  # architecture: its class, and keys with the layers of six that slide then
+    "MistralForCausalLM": (MistralConfig, [({}, range(6)), ({"use_sliding_window": False}, range(6)),
+                                           ({"sliding_window": None}, ())]),
+    "MixtralForCausalLM": (MixtralConfig, [({}, range(6)), ({"sliding_window": None}, ())]),
+    "Phi3ForCausalLM": (Phi3Config, [({}, range(6)), ({"sliding_window": None}, ())]),
+    "Qwen2ForCausalLM": (Qwen2Config, [
+        ({}, ()), ({"use_sliding_window": True}, ()),
+        ({"use_sliding_window": True, "max_window_layers": 4}, (4, 5)),
+        ({"use_sliding_window": True, "layer_types": [KINDS["slides"], KINDS["full"]] * 3}, (0, 2, 4)),
+    ]),
+    "Qwen3ForCausalLM": (Qwen3Config, [({"use_sliding_window": True, "max_window_layers": 0}, range(6))]),
+    "Qwen3MoeForCausalLM": (Qwen3MoeConfig, [({}, ()), ({"use_sliding_window": True}, range(6))]),
+    "SmolLM3ForCausalLM": (SmolLM3Config, [({}, ()), ({"use_sliding_window": True}, (3,))]),
+    "GraniteForCausalLM": (GraniteConfig, [({"use_sliding_window": True}, ())]),
+    "LlamaForCausalLM": (LlamaConfig, [({"use_sliding_window": True}, ())]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", [MISTRAL, {**QWEN2, "use_sliding_window": True}])
-def test_active_sliding_window_shorter_than_the_context_is_refused(changes: dict[str, Any]) -> None:
-    model = ModelConfig.from_hf(minimal(**changes))
-    with pytest.raises(ValueError, match="sliding window of 128.*context of 512"):
-        _context_length(Config(model_path="m"), model)
-    assert _context_length(Config(model_path="m", context_length=128), model) == 128
+@pytest.mark.parametrize("architecture", WINDOWED)
+def test_which_layers_have_a_sliding_window_is_as_in_transformers(architecture: str) -> None:
+    kind, cases = WINDOWED[architecture]
+    for changes, sliding in cases:
+        options = shape(96, 6, 2, **{"num_hidden_layers": 6, "sliding_window": 128, **changes})
+        given = ModelConfig.from_hf({"architectures": [architecture], **options})
+        assert given.sliding == tuple(sliding) and (given.sliding_window == 128 or not given.sliding)
+        with torch.device("meta"):
+            attentions = [layer.self_attn for layer in AutoModelForCausalLM.from_config(kind(**options)).model.layers]
+        if hasattr(attentions[0], "sliding_window"):
+            assert [layer.sliding_window for layer in attentions] == [
+                128 if layer in given.sliding else None for layer in range(6)
+            ]
+        elif kind in (GraniteConfig, LlamaConfig):
+            assert given.sliding == ()
+        else:  # one mask for all layers, by the window alone
+            assert bool(given.sliding) == (kind(**options).sliding_window is not None)
+
+
+def test_a_window_acts_where_it_is_shorter_than_the_context() -> None:
+    mistral = ModelConfig.from_hf(minimal(architectures=["MistralForCausalLM"], sliding_window=128))
+    assert mistral.windows(129) == (128,) * 3 and mistral.windows(128) == ()
+    qwen2 = replace(mistral, sliding=(1,))
+    assert qwen2.windows(512) == (512, 128, 512) and qwen2.plain().windows(512) == ()
+    assert _context_length(Config(model_path="m"), mistral) == 512
 
 
 @pytest.mark.parametrize(
-    "changes", [{**MISTRAL, "sliding_window": None}, {**MISTRAL, "sliding_window": 512}, {**QWEN2}, {}]
-)
-def test_idle_sliding_window_is_no_obstacle(changes: dict[str, Any]) -> None:
-    assert _context_length(Config(model_path="m"), ModelConfig.from_hf(minimal(**changes))) == 512
+    "changes", [{"sliding_window": 0}, {"sliding_window": "4k"}, {"max_window_layers": -1},
+                {"layer_types": [KINDS["full"]]}, {"layer_types": ["chunked_attention"] * 3}],
+)  # fmt: skip
+def test_a_window_that_cannot_be_read_is_named(changes: dict[str, Any]) -> None:
+    given = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 0, **changes}
+    (key, value), *_ = changes.items()
+    with pytest.raises(ValueError, match=rf"^{key} must .*, got {re.escape(repr(value))}$"):
+        ModelConfig.from_hf(minimal(**given))
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_attention_heads"])

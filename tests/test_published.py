@@ -193,12 +193,9 @@ def test_a_published_config_is_read(name: str, tmp_path: Path) -> None:
     assert {field: getattr(config, field) for field in fields} == fields
     multipliers = {value for field, value in vars(config).items() if field.endswith("_multiplier")}
     assert (multipliers == {1.0}) == ("granite" not in name)
-    if (window := WINDOWED.get(name)) is None:
-        assert _context_length(Config(model_path="m"), config) == config.context_length
-        return
-    with pytest.raises(ValueError, match=f"sliding window of {window} tokens.*--context-length {window} serves it"):
-        _context_length(Config(model_path="m"), config)
-    assert _context_length(Config(model_path="m", context_length=window), config) == window
+    assert _context_length(Config(model_path="m"), config) == config.context_length
+    window = WINDOWED.get(name)
+    assert config.windows(config.context_length) == (() if window is None else (window,) * config.layers)
 
 
 @pytest.mark.parametrize("name", REFUSED)

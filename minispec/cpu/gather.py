@@ -149,7 +149,8 @@ class PagedGather:
         for first in range(0, len(starts), count):
             some = slice(first, first + count)
             queries = slice(first * width, (first + len(starts[some])) * width)
-            tiles.append(Tile(queries, min(starts[some]), max(ends[some])))
+            seen = min(starts[some]) if self.plan.first is None else 0
+            tiles.append(Tile(queries, seen, max(ends[some])))
         return tiles
 
     def _reach(self) -> int:
@@ -174,9 +175,9 @@ class PagedGather:
 
         Blocks that are merged count as one, of all their queries, since they are of one request.
 
-        A row that no live query of its block may see is replaced by the block's row 0, which all of them see. Masking
-        alone would not keep it out: in float16 it may hold an overflow, of padding in page 0 or of a page's former
-        owner, and a weight of 0 times infinity is NaN.
+        A row that no live query of its block may see is replaced by the block's row 0, which is the request's own.
+        Masking alone would not keep it out: in float16 it may hold an overflow, of padding in page 0 or of a page's
+        former owner, and a weight of 0 times infinity is NaN.
         """
         plan, page_size = self.plan, self.kv.page_size
         position = torch.arange(reach, device=plan.starts.device)
@@ -184,6 +185,8 @@ class PagedGather:
         inside = ahead.clamp(0, plan.window - 1)[:, None, :].expand(-1, plan.width, -1)
         within = (ahead < plan.window)[:, None, :] & plan.visible[blocks].gather(2, inside)
         mask, slots, ends = (ahead < 0)[:, None, :] | within, plan.slots[blocks], plan.ends[blocks, None]
+        if plan.first is not None:
+            mask = mask & (ahead[:, None, :] >= plan.first[blocks, :, None])
         if self.merges:
             mask, slots, ends = mask.view(1, -1, reach), slots[:1], ends.amax(0, keepdim=True)
         rows = self.kv.table[slots][:, position // page_size].long() * page_size + position % page_size

@@ -259,5 +259,5 @@ def _quantize_linears(module: nn.Module, prompt_rows: int, kind: type[Int8Linear
 
 def _logits(model: Model, ids: list[int]) -> Tensor:
     """Return the logits [T, V] after each of `ids`, eagerly."""
-    hidden, _ = model(torch.tensor([ids]), torch.arange(len(ids))[None], Causal())
+    hidden, _ = model(torch.tensor([ids]), torch.arange(len(ids))[None], Causal(model.config.windows(len(ids))))
     return model.logits(hidden[0])

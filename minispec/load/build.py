@@ -249,7 +249,9 @@ class Build:
             for _ in self.try_out(engine):
                 pass
         self.memory = measure(engine)
-        self.tell(f"memory, measured: {self.memory}")
+        kept = (f"; pages behind the sliding window of {self.model_config.sliding_window} tokens are not given back yet"
+                if self.model_config.windows(engine.sizes.context_length) else "")  # fmt: skip
+        self.tell(f"memory, measured: {self.memory}{kept}")
         return engine
 
     def try_out(self, engine: Engine) -> Iterator[None]:
@@ -460,11 +462,6 @@ def _context_length(config: Config, model: ModelConfig) -> int:
     context = config.context_length or model.context_length
     if context > model.context_length:
         raise ValueError(f"--context-length {context} is beyond the model's {model.context_length} positions")
-    if model.sliding_window is not None and model.sliding_window < context:
-        raise ValueError(
-            f"the model attends within a sliding window of {model.sliding_window} tokens, shorter than the context "
-            f"of {context}, which is not supported; --context-length {model.sliding_window} serves it exactly"
-        )
     return context
 
 

@@ -50,10 +50,9 @@ def load_draft(
     except ValueError as error:
         raise ModelError(f"--speculative-draft-model-path {folder}: {error}") from error
     served = context_length or target.config.context_length
-    reach = min(config.context_length, config.sliding_window or config.context_length)
-    if reach < served:
+    if config.context_length < served:
         logger.info("the draft model is made for %d tokens of the %d served: beyond them it runs on, and may draft "
-                    "worse", reach, served)  # fmt: skip
+                    "worse", config.context_length, served)  # fmt: skip
     shared = min(config.vocab_size, vocab_size, target.config.vocab_size)
     if token_map is None:
         return DraftModel(model, shared)

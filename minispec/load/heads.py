@@ -255,8 +255,8 @@ def layer_sizes(stated: Stated, tensors: Tensors, layer_name: str) -> ModelConfi
     like_llama = {"num_hidden_layers": 1, **stated, "architectures": ["LlamaForCausalLM"]}
     positions = stated.get("max_position_embeddings") or sys.maxsize
     shape = ModelConfig.from_hf({**like_llama, "max_position_embeddings": positions})
-    if shape.sliding_window is not None:
-        raise ModelError(f"sliding_window {shape.sliding_window} of the head is not supported; supported: none")
+    if stated.get("use_sliding_window") and (window := stated.get("sliding_window")) is not None:
+        raise ModelError(f"sliding_window {window} of the head is not supported; supported: none")
 
     def has(*parts: str) -> bool:
         return any(f"{layer_name}{part}" in tensors for part in parts)

@@ -324,7 +324,7 @@ class Features:
         sequence = self.sequences[index]
         ids = torch.tensor([sequence.ids], device=self.device)
         positions = torch.arange(ids.shape[1], device=self.device)[None]
-        hidden, features = self.model(ids, positions, Causal(), self.taps)
+        hidden, features = self.model(ids, positions, Causal(self.model.config.windows(ids.shape[1])), self.taps)
         assert features is not None
         choices = torch.zeros_like(ids[0])
         choices[sequence.start - 1 :] = self.model.logits(hidden[0, sequence.start - 1 :]).argmax(-1)

@@ -298,7 +298,7 @@ def test_packed_experts_take_the_place_of_their_weights_and_go_with_their_module
     assert isinstance(model.layers[0].router, PackedLinear) and model.layers[0].router.kept is not None
     del model
     gc.collect()
-    assert set(linear_module._weights) == before
+    assert set(linear_module._weights) <= before  # other tests' models may have gone too
 
 
 MIXED = {  # layers 1 and 3 have experts

@@ -61,7 +61,7 @@ class ThreeWays:
         self.reference = torch.compile(step.function, fullgraph=True, dynamic=False)
         self.seen: dict[PlanShape, float] = {}
 
-    def __call__(self, owner: Any, *args: Any) -> Tensor | None:
+    def __call__(self, owner: Any, *args: Any) -> Tensor:
         """Return what the direct call does, after comparing; raises AssertionError where it is not torch.compile's."""
         attend: GatherLayer | PromptLayer = args[self.attend_at]
         direct = bool(self.step.calls.get(attend))
@@ -72,7 +72,7 @@ class ThreeWays:
                 pool[:, :, attend.plan.rows] = 77.0
             with any_size(args, attend):  # the same graphs for both: those of few rows have other products
                 out = way()
-            results.append((*_defined(attend, out, owner), out))
+            results.append((*_defined(attend, out, attend.keys, attend.values), out))
         (*eager, _), (*reference, _), (*got, out) = results
         shape = PlanShape.of(attend.plan)
         assert all(torch.equal(a, b) for a, b in zip(got, reference, strict=True)), f"{shape}: torch.compile's bits"
@@ -84,15 +84,11 @@ class ThreeWays:
         return out
 
 
-def _defined(attend: GatherLayer | PromptLayer, out: Tensor | None, owner: Any) -> tuple[Tensor, ...]:
-    """Return copies of what is not of padding, whose nodes share the trash page: any of them may be written last.
-
-    out: what a step returned; None: it was written to the drafter's states, of which slot 0 is padding.
-    """
+def _defined(attend: GatherLayer | PromptLayer, out: Tensor, *pools: Tensor) -> tuple[Tensor, ...]:
+    """Return copies of what is not of padding, whose nodes share the trash page: any of them may be written last."""
     page_size = attend.plan.kv.page_size
     live = attend.plan.rows >= page_size
-    made = owner.state[1:].clone() if out is None else out.flatten(0, 1)[live]
-    return made, *(pool[:, :, page_size:].clone() for pool in (attend.keys, attend.values))
+    return out.flatten(0, 1)[live], *(pool[:, :, page_size:].clone() for pool in pools)
 
 
 def target_shapes(engine: Engine) -> set[PlanShape]:

@@ -339,15 +339,13 @@ class BeamDrafter(Drafter):
     def commit(self, new: Committed) -> None:
         """Compute the rows of the tokens just committed, from the target's features; keep the state at each end."""
         attend = self._attend(new.plan).layer(0)
-        self.take_in(self, attend, new.slots, new.following, new.features, new.positions, new.ends)
+        states = self.take_in(self, attend, new.following, new.features, new.positions)
+        self.state[new.slots] = states.flatten(0, 1)[new.ends]  # not compiled: a graph would be of one number of chunks
 
-    def _take_in(
-        self, attend: LayerAttend, slots: Tensor, tokens: Tensor, features: Tensor, positions: Tensor, ends: Tensor
-    ) -> None:
-        """Do the work of `commit`, with `Committed.following` as `tokens`; it may be compiled."""
+    def _take_in(self, attend: LayerAttend, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
+        """Return the states [B, T, H] of committed tokens, `Committed.following`; it may be compiled."""
         embedding, cos, sin, _ = self._read(tokens, positions)
-        states = self.network(embedding, self.network.fuse(features), Rope(cos, sin), attend, positions)
-        self.state[slots] = states.flatten(0, 1)[ends]
+        return self.network(embedding, self.network.fuse(features), Rope(cos, sin), attend, positions)
 
     def _read(self, tokens: Tensor, positions: Tensor) -> Inputs:
         """Return the inputs of the network for tokens at positions, both [B, T] int64."""

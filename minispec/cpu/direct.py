@@ -219,8 +219,7 @@ def any_size(args: Sequence[Any], key: Key) -> Iterator[None]:
         members = [member for arg in args for member in (arg if isinstance(arg, tuple) else (arg,))]
         marked += [(member, (0, 2 if member.dim() == 4 else 1)) for member in members if isinstance(member, Tensor)]
     for tensor, dimensions in marked:
-        there = [at for at in dimensions if at < tensor.dim()]
-        torch._dynamo.maybe_mark_dynamic(tensor, [at for at in there if tensor.shape[at] != 1])
+        torch._dynamo.maybe_mark_dynamic(tensor, [at for at in dimensions if tensor.shape[at] != 1])
     from torch.fx.experimental import _config  # here, since importing it takes a while
 
     # Two sizes that happen to be equal now need not be so later, and a computed one that is one now need not stay so.

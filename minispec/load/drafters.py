@@ -15,6 +15,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
+from torch import Tensor
+
 from minispec.attention import QUERY_BLOCK, most_nodes
 from minispec.beam import BeamDrafter
 from minispec.config import GROWN, MAX_NODES, Config
@@ -132,11 +134,10 @@ def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -
             f"({model.config.architecture}) brings no draft head of its own"
         )
     ids, bad_map = None, None
-    if config.token_map is not None:
-        try:
-            ids = read_token_map(_token_map_file(config), model.config.vocab_size)
-        except ValueError as error:  # raised below only if the head, once its files are read, is one that uses a map
-            bad_map = error
+    try:
+        ids = _token_map(config, model)
+    except ValueError as error:  # raised below only if the head, once its files are read, is one that uses a map
+        bad_map = error
     where = folder if path is None else _draft_folder(config, path)
     head = load_head(where, model, token_map=ids, load_format=config.draft_load_format)
     if bad_map is not None:
@@ -158,8 +159,8 @@ def _dflash(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) ->
     if path is None:
         raise ValueError("--speculative-algorithm DFLASH needs --speculative-draft-model-path: a DFlash checkpoint "
                          "made for this target")  # fmt: skip
-    ids = None if config.token_map is None else read_token_map(_token_map_file(config), model.config.vocab_size)
-    head = load_dflash(_draft_folder(config, path), model, token_map=ids, load_format=config.draft_load_format)
+    where, ids = _draft_folder(config, path), _token_map(config, model)
+    head = load_dflash(where, model, token_map=ids, load_format=config.draft_load_format)
     _tell_positions(config, model, head)
     shape = block_shape(config, head.block_size, _on_cpu(config, model))
     if shape["topk"] > head.draft_vocab:
@@ -182,8 +183,7 @@ def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer
         raise ValueError("--speculative-algorithm STANDALONE needs --speculative-draft-model-path: "
                          "a smaller model with the target's tokenizer")  # fmt: skip
     where, context = _draft_folder(config, path), config.context_length
-    ids = None if config.token_map is None else read_token_map(_token_map_file(config), model.config.vocab_size)
-    draft = load_draft(where, model, tokenizer, context, config.draft_load_format, ids)
+    draft = load_draft(where, model, tokenizer, context, config.draft_load_format, _token_map(config, model))
     shape = beam_shape(config, model.config.architecture, _on_cpu(config, model))
     if shape["topk"] > draft.vocab_size:
         raise ValueError(f"--speculative-eagle-topk {shape['topk']}: the draft has {draft.vocab_size} tokens only")
@@ -229,12 +229,15 @@ def _draft_folder(config: Config, path: str) -> Path:
         raise ModelError(f"--speculative-draft-model-path {path}: {error}") from error
 
 
-def _token_map_file(config: Config) -> Path:
-    """Return the token map's file; raises ModelError naming the flag."""
+def _token_map(config: Config, model: Model) -> Tensor | None:
+    """Return the ids of the token map, None where there is none; raises ValueError naming the flag."""
+    if config.token_map is None:
+        return None
     try:
-        return resolve_file(cast(str, config.token_map), config.download_dir)
+        file = resolve_file(config.token_map, config.download_dir)
     except ModelError as error:
         raise ModelError(f"--speculative-token-map {config.token_map}: {error}") from error
+    return read_token_map(file, model.config.vocab_size)
 
 
 def _on_cpu(config: Config, model: Model) -> bool:

@@ -27,6 +27,10 @@ import torch
 
 from minispec.load.default_model import DefaultModelError, ensure_default_model
 
+# Every shape of an engine is a graph of the same functions, and a worker runs the engines of many tests. What loads a
+# model for a user raises the limit by the shapes of its engine (`Build`); most tests make their engines without it.
+torch._dynamo.config.recompile_limit = 64
+
 
 def slow_unless(cases: Iterable[Any], quick: Callable[..., bool]) -> list[Any]:
     """Return the cases of a parametrization; those for which `quick` is False are marked slow."""

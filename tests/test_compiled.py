@@ -39,7 +39,6 @@ def engine_of(drafter: Any, **options: Any) -> Scheduler:
 
 
 @pytest.mark.slow
-@torch._dynamo.config.patch(recompile_limit=32)  # the shapes of test_engine.py may be there already
 def test_every_shape_has_the_bits_of_torch_compile_and_eager_is_near() -> None:
     with torch.inference_mode():
         drafter = eagle3()

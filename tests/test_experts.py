@@ -214,7 +214,6 @@ def shortfall(plain: Model, ids: Sequence[int], token: int) -> float:
 
 
 @pytest.mark.slow
-@torch._dynamo.config.patch(recompile_limit=32)
 @pytest.mark.parametrize("drafter", ["oracle", "eagle3"])
 def test_compiled_in_float32_the_tokens_are_exact_with_a_graph_for_each_kind_of_layer(drafter: str) -> None:
     before = graphs_made()
@@ -226,7 +225,6 @@ def test_compiled_in_float32_the_tokens_are_exact_with_a_graph_for_each_kind_of_
 
 
 @pytest.mark.slow
-@torch._dynamo.config.patch(recompile_limit=32)
 @pytest.mark.skipif(not products_pay(torch.bfloat16, CPU), reason="bfloat16 has no products of its own here")
 @pytest.mark.parametrize("drafter", ["oracle", "eagle3"])
 def test_compiled_in_bfloat16_a_token_is_the_likeliest_or_nearly_so(

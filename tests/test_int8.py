@@ -136,7 +136,6 @@ class Rows(Key):
     [((576, 960), torch.bfloat16), ((1536, 576), torch.float32), ((72, 62), torch.bfloat16)],
     ids=str,
 )
-@torch._dynamo.config.patch(recompile_limit=32)
 def test_a_row_has_the_bits_that_it_has_alone_in_compiled_code(shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

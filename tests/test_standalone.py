@@ -262,7 +262,7 @@ def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_t
     scheduler = build(models[0], own, running=1, chunk=128, compiled=True)
     graphs = lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]  # noqa: E731
     before = graphs()
-    with torch._dynamo.config.patch(recompile_limit=16), torch.inference_mode():
+    with torch.inference_mode():
         warm_up(scheduler.engine, lambda line: None)
     # The target's prompt, a tree and a plain step; the draft's paths and frontiers, of few rows, and the roots of a
     # prefill step, one a query block. The models are of one shape, so the draft's prompts are the target's graph.

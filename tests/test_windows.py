@@ -113,7 +113,6 @@ def compiled(**switches: object) -> tuple[Scheduler, int]:
 
 
 @pytest.mark.slow
-@torch._dynamo.config.patch(recompile_limit=32)
 def test_compiled_windows_need_no_further_graph_and_tokens_stay_the_same() -> None:
     (plain, wanted), (scheduler, made) = compiled(), compiled(**WINDOWED)
     assert shapes(scheduler.engine) == shapes(plain.engine) and made == wanted

@@ -16,7 +16,7 @@ WITH_TORCH = {"LLM": "llm", "Draft": "drafter", "Drafter": "drafter", "HostDraft
 
 
 def __getattr__(name: str) -> Any:
-    """Import what brings torch when it is first asked for: `--help` should not wait for that."""
+    """Import the names that need torch when they are first used, so that `--help` does not wait for torch."""
     if name in WITH_TORCH:
         return getattr(import_module(f"minispec.{WITH_TORCH[name]}"), name)
     raise AttributeError(f"module 'minispec' has no attribute {name!r}")

@@ -6,10 +6,11 @@ node, and the K best of these K * K are the next frontier. All proposed nodes ar
 N - 1 candidates form the tree (EAGLE-2, arXiv 2406.16858). A child's score never exceeds its parent's, and ties go to
 the earlier index, so the parent of a kept candidate is kept too.
 
-A head reads pairs (state at i, token i + 1). The keys and values of such a pair are in row i of the head's own memory,
+A head reads pairs (state for token i, token i + 1). A state is made of the target's features (hidden states) of token i
+or, in drafting, is the head's own output. The keys and values of such a pair are in row i of the head's own memory,
 which uses the same page numbers as the target's. After a forward pass of the target, `commit` computes the rows of the
-accepted tokens from the target's features (hidden states). In drafting the head reads its own states instead. The rows
-that it writes while drafting are scratch, and follow the committed rows:
+accepted tokens from the target's features. The rows that the head writes while drafting are scratch, and follow the
+committed rows:
 
     row   0 ... lens-1 | lens .. lens+K-1 | lens+K .. lens+2K-1 | ...
           committed      first frontier     second frontier          each node sees the committed rows and its ancestors
@@ -109,7 +110,7 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def couple(logits: Tensor, batch: Batch, positions: Tensor, token_map: Tensor | None) -> Tensor:
     """Return the logits [B, K, Vd], with the noise of the target's picks for sampled requests.
 
-    positions [B, K] or [B, 1] int64: where the tokens that the logits are for will stand. token_map: [Vd], the target's
+    positions [B, K] or [B, 1] int64: the positions of the tokens that the logits predict. token_map: [Vd], the target's
     id for each draft id; None: the same ids. For a sampled request the result is logits / T + noise, up to a constant
     that softmax ignores. The softmax of the result scores the children. Given the noise, this softmax is the
     probability that the target picks each child, if the target's logits / T differ from the head's by independent
@@ -331,7 +332,7 @@ class BeamDrafter(Drafter):
         """Fill the plan for frontier `number`, whose rows follow those of earlier frontiers; return its inputs."""
         if beam.plan is None:
             return None
-        first = batch.lens + 1 - self.lookahead  # the row of the first drafted token, which has position lens + 1
+        first = batch.lens + 1 - self.lookahead  # the first drafted row, whose number is its position for the network
         beam.plan.fill(batch.slots, first, frontier.visible, beam.live, offset=(number - 1) * self.topk)
         positions = (first + number - 1)[:, None].repeat(1, self.topk)
         return self._read(frontier.tokens, positions)
@@ -340,10 +341,10 @@ class BeamDrafter(Drafter):
         """Compute the rows of the tokens just committed, from the target's features; keep the state at each end."""
         attend = self._attend(new.plan).layer(0)
         states = self.take_in(self, attend, new.following, new.features, new.positions)
-        self.state[new.slots] = states.flatten(0, 1)[new.ends]  # not compiled: a graph would be of one number of chunks
+        self.state[new.slots] = states.flatten(0, 1)[new.ends]  # eager: a graph would serve one number of chunks only
 
     def _take_in(self, attend: LayerAttend, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-        """Return the states [B, T, H] of committed tokens, `Committed.following`; it may be compiled."""
+        """Return the states [B, T, H] of committed rows, after which `tokens` follow; this function may be compiled."""
         embedding, cos, sin, _ = self._read(tokens, positions)
         return self.network(embedding, self.network.fuse(features), Rope(cos, sin), attend, positions)
 

@@ -1,7 +1,8 @@
 """One step on the device, told in order: propose, forward, verify, compact, commit.
 
 The drafter proposes trees, and the target reads them in one forward pass. Verification finds the accepted paths.
-Compacting moves the rows (keys and values) of these paths together. Then the drafter takes the accepted paths in.
+Compacting moves the rows (keys and values) of each path to directly after the request's committed rows. Then the
+drafter takes the accepted paths in.
 
 A slot is the place of a running request in all tables. `launch(slots)` runs one decode step. `prefill(chunks)` runs one
 step over known tokens, such as prompts. Both return a `Pending`, and `collect(pending)` waits for the tokens emitted.
@@ -97,7 +98,7 @@ class Pending:
 class ReadTrees(NamedTuple):
     """Trees as the target reads them."""
 
-    tokens: Tensor  # [B, N] int64; `_before_blocks` makes padding of nodes that are too deep
+    tokens: Tensor  # [B, N] int64; `_before_blocks` replaces nodes beyond the request's reach by padding
     parents: Tensor  # [B, N] int64
     above: Tensor  # [B, N, N] bool, `tree.ancestors`
 
@@ -160,8 +161,8 @@ class Engine:
         # The captured steps; `cuda/graphs.py` adds them.
         self.graphs: dict[tuple[DecodeBuffers | PrefillBuffers, Needs], torch.cuda.CUDAGraph] = {}
         self.amended = False  # whether `set_thresholds` changed the thresholds since the start
-        # How many steps have begun to change slots. After an exception this number tells whether the failed step had
-        # already begun to.
+        # How many steps have begun to change what slots hold. If it is the same after an exception as before the step,
+        # the failed step changed nothing.
         self.changes = 0
         attend = (with_windows(attend_kind, model.config.windows(sizes.context_length)), model.config.layers)
         self.decodes: dict[tuple[int, Shape], DecodeBuffers] = {}
@@ -180,7 +181,7 @@ class Engine:
         paths = {(batch, self._most(shape.nodes)) for batch, shape in self.decodes if shape.drafts and drafter.commits}
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
         for plan in self.path_plans.values():
-            drafter.attends(plan, prefill=False)  # makes its attention, which `Plan.fill` writes to
+            drafter.attends(plan, prefill=False)  # makes the attention, which reads what `Plan.fill` writes
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
         """Compile the code before and after the blocks of target and drafter, for the steps that `choice` names."""
@@ -271,9 +272,9 @@ class Engine:
         """Launch one decode step for these slots: verify one tree per slot, keep the accepted path, emit its tokens.
 
         shape: one of `Sizes.shapes_of` for this batch; default: the drafter's largest trees. drafts: trees from
-        `host_drafts`, one per slot, cut to N nodes here; default: `host_drafts` is called here. If the drafter is a
-        head with lookups (`looks_up`), it is not called, and each request gets the draft NOTHING, a root alone. A
-        request with this draft verifies the head's tree if the shape drafts.
+        `host_drafts`, one per slot, cut to N nodes here. Without `drafts`, each request of a head with lookups
+        (`looks_up`) gets the draft NOTHING, a root alone, and for all other drafters `host_drafts` is called here. A
+        request with the draft NOTHING verifies the head's tree if the shape drafts.
         """
         batch = self.batch_of(len(slots))
         if drafts is None:
@@ -472,7 +473,7 @@ class Engine:
         slots, picked = buffers.chunk_slots, buffers.picked
         if self.drafter.commits:
             # The token after a last chunk's last row is the one just picked. `picked` is 1 for last chunks, else 0.
-            # Padding chunks have end 0 and `picked` 0, so they add 0 to row 0, which an assignment would overwrite.
+            # Padding chunks have end 0 and `picked` 0, so they add 0 to row 0. An assignment would overwrite that row.
             after = buffers.following.index_add(0, buffers.ends, picked * (token - buffers.following[buffers.ends]))
             self.drafter.commit(Committed(slots, buffers.tokens[None], after[None], read.positions, read.features,
                                           buffers.ends, buffers.plan, prefill=True))  # fmt: skip

@@ -3,9 +3,10 @@
 Multi-token prediction (MTP) gives a model one more layer, which predicts one token further than the model does. MiMo's
 model files contain this layer, so no draft folder is needed.
 
-The layer is a draft head like EAGLE's, with an ordinary decoder block and three differences: the state comes BEFORE the
-token's embedding, each of the two has its own norm, and the next round reads the state after the final norm. In the
-formula emb is the embedding, f the state and f' the state of the next round:
+The layer is a draft head like EAGLE's, with an ordinary decoder block. A state is the output of a round of drafting,
+which the next round reads; round one reads the target's features. There are three differences: in the joined input the
+state stands BEFORE the token's embedding, each of the two has its own norm, and the next round reads the state after
+the final norm. In the formula emb is the embedding, f the state and f' the state of the next round:
 
     x = input_proj[norm f; norm emb]     a = block(x)     f' = norm a     logits = target's LM head(f')
 

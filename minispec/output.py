@@ -94,7 +94,8 @@ class Output:
 
     def _stop_string(self, before: int) -> str | None:
         """Return the earliest stop string that ends in text[before:], and cut the text at it; None if there is none."""
-        # A stop string that an earlier token completed is not searched for: it was among the first min_new_tokens.
+        # A stop string that an earlier token completed is not searched for. That token was one of the first
+        # min_new_tokens, or the request would have ended with it.
         found = [(self.text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self.params.stop]
         found = [(at, stop) for at, stop in found if at >= 0]
         if not found:

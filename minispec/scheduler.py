@@ -388,7 +388,7 @@ class Scheduler:
         for request in [request for request, seat in flight.seats.items() if self.seats.get(request) is seat]:
             if request.slot in pending.nan and pending.nodes > 1 and request.speculative:
                 # NaN in one draft reaches all nodes of its tree, since attention multiplies masked values by 0, and
-                # 0 * NaN is NaN. Without drafts the logits may hold no NaN.
+                # 0 * NaN is NaN. Without drafts there is perhaps no NaN among the logits.
                 request.undrafted = True
                 self._send_back(request, sound=False)
                 logger.warning("request %s goes on without drafts: there was NaN among its logits", request.rid)
@@ -498,7 +498,7 @@ class Scheduler:
         """
         (self.running if request in self.running else self.prefilling).remove(request)
         flies = self._flies(request)
-        # Tokens that a step emitted after a stop were dropped, so `ids` ends before their rows, which are not shared.
+        # Tokens that a step emitted after a stop were dropped. They are not in `ids`, so their rows are not shared.
         seat = self.seats.leave(request, request.ids[: self._landed_rows(request)], sound)
         if flies and self._flight is not None:
             self._flight.left.append((request.slot, seat.owned()))
@@ -530,8 +530,8 @@ class Scheduler:
     def fail(self, error: BaseException) -> list[Update]:
         """After an exception in a step, or in a command between two steps, end the requests that cannot go on.
 
-        If the step had not begun to change slots (`Engine.changes`), the step's requests end. Else `fail_all` ends
-        requests.
+        If the step had not begun to change slots (`Engine.changes`), only the step's requests end. Else `fail_all`
+        ends all requests that have a slot.
         """
         (requests, changes), self._launching = self._launching, NOT_LAUNCHING
         if changes == self.engine.changes:
@@ -545,7 +545,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def fail_all(self, error: BaseException, waiting: bool = False) -> list[Update]:
-        """After an exception, end all requests that have a slot, and the choices that wait for such a leader.
+        """After an exception, end all requests that have a slot, and the choices that wait for one of them.
 
         If `waiting`, end the queued requests and their choices too. Pages, slots, prefix cache and drafter start anew,
         whatever the step left half done.
@@ -595,7 +595,7 @@ class Scheduler:
         self.seats.check(self._left)
 
     def stats(self) -> dict[str, Any]:
-        """Return current numbers for /server_info, under SGLang's names if it has one."""
+        """Return current numbers for /server_info. A number that SGLang gives too has SGLang's name."""
         return {
             "kv_pages_total": self.kv.pages - 1,
             "kv_pages_free": len(self.kv.free),

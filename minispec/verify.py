@@ -51,7 +51,7 @@ class Accept:
 
     @property
     def couples(self) -> bool:
-        """Whether a drafter may use the noise of the picks (coupling, `beam.py`); with thresholds a coin decides."""
+        """Whether a drafter may use the noise of the picks (coupling, `beam.py`); with thresholds a coin accepts."""
         return self.thresholds is None
 
     def judge(self, trees: Trees, logits: Tensor, wishes: Wishes | None, host_looks: bool) -> Verdict:
@@ -158,8 +158,8 @@ def pick_lossy(logits: Tensor, wishes: Wishes, position: Tensor, drafted: Tensor
     coin = uniform(wishes.seed, position, torch.full((1,), COIN, device=logits.device))
     accepted = (mass > 0) & ((coin < mass.cumsum(1) / acc) | (mass >= single))
     left = q.scatter_add(1, held, -mass)  # exactly 0 at each child: siblings are distinct, so each is subtracted once
-    # If the children hold all the mass, nothing is left to draw from. Yet rounding can let no child pass. Then the
-    # token is drawn from all of q.
+    # If the children hold all the mass, nothing is left to draw from. By rounding it can happen that no child passes
+    # then. In this case the token is drawn from all of q.
     left = torch.where(left.amax(-1, keepdim=True) > 0, left, q)
     drawn = (left.log() + gumbel(wishes.seed, position, logits.shape[1])).argmax(-1)
     chosen = held.gather(1, accepted.to(torch.int8).argmax(-1, keepdim=True)).squeeze(1)  # the first of equal maxima

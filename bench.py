@@ -62,6 +62,7 @@ METHODS: dict[str, dict[str, Any]] = {  # name -> launch flags; without a path a
     "mtp": {"speculative_algorithm": "NEXTN"},
     "mtp-full-vocabulary": {"speculative_algorithm": "NEXTN", "speculative_token_map": "none"},
     "standalone": {"speculative_algorithm": "STANDALONE"},
+    "dflash": {"speculative_algorithm": "DFLASH"},
 }
 HEADLESS = ("none", "ngram")  # methods without a head or a tree to shape
 LOOKUPS = {"alone": False, "+ lookup": True}  # the rows of a method with a head: whether it looks texts up too

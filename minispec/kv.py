@@ -1,8 +1,8 @@
 """The paged KV pool: pages of P rows, a page table per slot, and the copy that keeps an accepted path.
 
-Row r of a request is the keys and values of its r-th token. A slot's table maps its logical pages to physical pages,
-so a request grows without moving its rows, and two requests share a prefix by sharing pages. Paged attention: Kwon et
-al., arXiv 2309.06180.
+Row r of a request is the keys and values of its r-th token. A slot's table maps logical pages, numbered in the order of
+the text, to physical pages of the pool. So a request grows without moving its rows, and two requests share a prefix by
+sharing pages. Paged attention: Kwon et al., arXiv 2309.06180.
 
     slot 3, P = 64, lens = 150          table[3] = [17,  4, 90,  0, 0 ...]
     rows   0..63  committed             page 17  (maybe shared, then read only)
@@ -10,11 +10,12 @@ al., arXiv 2309.06180.
     rows 128..149 committed, 150.. draft tree or garbage   page 90
 
 Invariants owned here:
-  - Page 0 is the trash page: it is in no free list and in no request's table. Slot 0 is padding. Padding writes to
-    page 0, so it needs no branch, and no output is computed from that page.
-  - Rows at or beyond a slot's length (`lens`) are garbage, except in the step that writes them. In that step a query
-    reads those of these rows that its mask allows.
-  - Each page is in exactly one place: the free list, the prefix cache, or one request, its owner (`seats.py`).
+  - Page 0 is the trash page: it is in no free list and belongs to no request. Slot 0 is padding. Padding writes to
+    page 0, so no code branches for padding, and no output is computed from that page.
+  - Rows at or beyond a slot's length (`lens`) are garbage, except in the step that writes them. A query of that step
+    reads the new rows that its mask allows.
+  - Each page but page 0 is in exactly one place: the free list, the prefix cache, or one request, which owns it
+    (`seats.py`).
 
 Read next: `attention.py`, which reads these rows, and `radix.py`, which shares pages.
 """
@@ -64,7 +65,8 @@ class KVShape(NamedTuple):
 class PagedKV:
     """Pages for every layer's keys and values under one page table.
 
-    R is the number of slots, slot 0 included, and L that of layers; in this file M is the most pages of a slot.
+    R is the number of slots, slot 0 included, L that of layers, PAGES that of pages, page 0 included. Hkv is the number
+    of KV heads, D their size, and in this file M is the most pages of a slot.
 
     pool    [2L, Hkv, PAGES * P, D]  keys of layer i at 2i, values at 2i + 1
     table   [R, M] int32             physical page of each logical page of a slot; 0 beyond the slot's pages
@@ -93,8 +95,8 @@ class PagedKV:
         self.mapped = [0] * slots  # the number of logical pages of each slot, on the host
         self.free: list[int] = []  # a stack, since the page freed last is likeliest to be in the processor's cache
         self.pools = [self.pool]  # the target's pool; `sibling` adds the drafter's
-        # Called before tables or pages change, with the method's name and numbers. So other ranks (processes that hold
-        # a share of the model) do the same.
+        # Called before tables or pages change, with the name of the changing method and its numbers, so that the other
+        # ranks (processes that hold a share of the model) make the same change.
         self.tell: Callable[[str, Sequence[int]], None] = lambda method, numbers: None
         self.reset()
 
@@ -126,10 +128,10 @@ class PagedKV:
         """Take `count` pages off the free list, which must hold that many."""
         assert count <= len(self.free), f"asked for {count} pages, {len(self.free)} free"
         pages = [self.free.pop() for _ in range(count)]
-        # The drafter's pages are cleared here. Nobody looks for NaN in them, since they change no token, but one text's
-        # NaN would spoil the drafts of the next text in its pages. The target's pages are wiped as soon as a NaN is
-        # found (`wipe`). In float16 they are cleared here too: its range is small, so a row may hold an infinity that
-        # nobody noticed.
+        # The drafter's pages are cleared here. Nobody looks for NaN in them, since NaN there changes no output, but one
+        # text's NaN would spoil the drafts of the next text in the same pages. The target's pages are wiped as soon as
+        # a NaN is found (`wipe`). In float16 the target's pages are cleared here too: the range of float16 is small, so
+        # a row may hold an infinity that nobody noticed, and 0 * infinity is NaN.
         if self.pool.dtype == torch.float16:
             self.clear(pages)
         else:
@@ -192,7 +194,7 @@ class PagedKV:
         return torch.where(live, physical, spread).flatten()
 
     def compact(self, slots: Tensor, lens: Tensor, path: Tensor, count: Tensor) -> None:
-        """Move tree rows lens + path[a] to rows lens + a for a < count, in every layer at once.
+        """Move tree rows lens + path[a] to rows lens + a for a < count, in one copy for all layers.
 
         slots, lens, count [B] int64, path [B, A] int64. All sources are read before any row is written.
         """

@@ -7,9 +7,9 @@ in any batch, with any drafter and any tree (drafter-invariant decoding, arXiv 2
 is greedy decoding, so no branch is needed.
 
 Top-k (arXiv 1805.04833), top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082) keep every token whose logit is at least
-a threshold, so tokens that tie at the threshold are all kept. Sorting the vocabulary to find the threshold would be
-slow. A radix selection over the bits of the fp32 values finds it exactly, with three histograms. These sum integers, so
-the order of summation does not matter.
+a threshold, so tokens that tie at the threshold are all kept. Sorting the vocabulary to find the threshold of top-k or
+top-p would be slow. A radix selection over the bits of the fp32 values finds it exactly, with three histograms. The
+histograms sum integers, so the order of summation does not matter.
 
 Everything on the device has a static shape and waits for no decision of the host. `Wishes` are the inputs of a batch's
 picks: options such as temperature, and counts of tokens. An option that no request of the batch uses is None there and
@@ -83,7 +83,8 @@ def gumbel(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
     """Return `[.., V] fp32` of standard Gumbel noise in [-2.9, 22.9]; the arguments are those of `uniform`.
 
     A token's noise must be the same float everywhere: alone or in a batch, among all ids or some, in compiled code or
-    eager. So it is a custom operator: a compiler's logarithm may differ in the last bit.
+    eager. So the function is a custom operator, which is never compiled: a compiler's logarithm may differ in the last
+    bit.
     """
     ids = torch.arange(ids, device=seed.device) if isinstance(ids, int) else ids
     return torch.ops.minispec.gumbel(seed, position, ids)
@@ -94,7 +95,7 @@ _library.define("gumbel(Tensor seed, Tensor position, Tensor ids) -> Tensor")
 
 
 def _gumbel(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
-    """Return -log(-log1p(-u)), u uniform. Near u = 0, where the noise is large and decides, log1p is precise."""
+    """Return -log(-log1p(-u)), u uniform. Large noise comes from u near 0, where log1p is precise."""
     # In place: on a CPU allocating tensors of width V would take most of the time.
     return uniform(seed, position, ids).neg_().log1p_().neg_().log_().neg_()
 
@@ -113,7 +114,10 @@ torch.library.register_fake("minispec::gumbel", _gumbel_shape)
 
 
 class Wishes(NamedTuple):
-    """The inputs of one pick per request. A member that no request needs is None, and the work for it is skipped."""
+    """The inputs of one pick per request.
+
+    A member that may be None is None if no request needs it, and the work for it is skipped.
+    """
 
     temperature: Tensor | None  # [B] fp32; 0 or at least 1e-6; 0 is greedy; None if all requests are greedy
     top_k: Tensor | None  # [B] int64, at least 1; the vocabulary size or more keeps all
@@ -135,8 +139,8 @@ def adjust(logits: Tensor, wishes: Wishes) -> Tensor:
     """Return `[B, V] fp32` logits after penalties, bias and the stop ids' mask, in this order.
 
     The repetition penalty (arXiv 1909.05858) concerns ids in prompt and output: it divides their positive logits and
-    multiplies their negative ones. From the logits of ids in the output, frequency times count is subtracted, and so is
-    presence. Neutral values leave a request's logits unchanged, bit for bit.
+    multiplies their negative ones. Frequency times count, and also presence, is subtracted from the logits of ids in
+    the output. Neutral values leave a request's logits unchanged, bit for bit.
     """
     logits = logits.float()
     if wishes.counts is not None:
@@ -314,11 +318,12 @@ class SamplingState:
         output_ids: Sequence[int],
         stop_ids: Iterable[int],
     ) -> None:
-        """Give `slot` to a request whose output so far is `output_ids` (not empty if it was retracted).
+        """Give `slot` to a request whose output so far is `output_ids`.
 
-        stop_ids: the ids that end the request, masked until min_new_tokens: EOS unless ignored, and stop_token_ids.
-        Every id must be in the vocabulary. A top_k of 1 is stored as temperature 0: the likeliest token is picked, of
-        equal ones the lowest id.
+        A request that was retracted, that is, sent back to the queue, can have output already. stop_ids: the ids that
+        end the request (EOS unless ignored, and stop_token_ids), which are masked until min_new_tokens are output.
+        Every id must be in the vocabulary. A top_k of 1 is stored as temperature 0: the likeliest token is picked, and
+        of equally likely ones that with the lowest id.
         """
         needs = self._needs[slot] = _needed(params, len(output_ids), self.vocab_size)
         temperature = 0.0 if params.greedy else params.temperature
@@ -357,7 +362,7 @@ class SamplingState:
         self._needs[slot] -= {"stop_mask"}
 
     def needs(self, slots: Sequence[int]) -> Needs:
-        """Return the needs of the requests in these slots together; GREEDY if a bare argmax serves them all."""
+        """Return the union of the needs of the requests in these slots; GREEDY if a bare argmax serves them all."""
         return GREEDY.union(*(self._needs[slot] for slot in slots))
 
     def wishes(self, slots: Tensor, needs: Needs) -> Wishes:

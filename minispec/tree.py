@@ -2,8 +2,9 @@
 
 A tree is two integer arrays: the token of each node and the index of its parent. Node 0 is the root: the newest token
 of the text, whose keys and values are not computed yet. The ancestors and the depth of each node follow from the
-parents by tensor operations of static shape, so they work in a compiled graph. Plain decoding is a tree of one node,
-and a prompt chunk is a chain. Tree attention comes from SpecInfer (arXiv 2305.09781).
+parents by tensor operations of static shape, so a graph of these operations can be compiled. Plain decoding is a tree
+of one node, and a chunk of a prompt is a chain: a tree in which no node has two children. Tree attention comes from
+SpecInfer (arXiv 2305.09781).
 
 This file owns invariant 1: parents precede children, siblings hold distinct tokens, padding nodes hold -1. B is the
 number of requests of a step and N the number of nodes of a tree, both padded.
@@ -25,7 +26,8 @@ PADDING = -1  # the token of a padding node; no pick of the target ever equals i
 class Shape(NamedTuple):
     """The shape of a decode step: how large its trees are, and who proposes them.
 
-    Shapes are ordered: `max` of a batch's shapes is the largest tree that the drafter proposes.
+    Shapes compare as tuples: of the shapes that a batch size has, `max` is the one with the largest trees that the
+    drafter proposes.
     """
 
     nodes: int  # N, root included; 1 in a plain step
@@ -50,8 +52,9 @@ class DraftTree(NamedTuple):
 def ancestors(parents: Tensor) -> Tensor:
     """Return `[B, N, N] bool` from `parents [B, N] int64`: entry [b, i, j] is true if j is i or an ancestor of i.
 
-    This is pointer doubling: after k rounds a node knows its ancestors less than 2^k levels up, itself included, and
-    points to the one 2^k levels up. So ceil(log2 N) rounds are enough for any tree.
+    This is pointer doubling: after k rounds a node knows its ancestors fewer than 2^k levels up, itself included, and
+    points to the ancestor 2^k levels up, or to the root if there is none. So ceil(log2 N) rounds are enough for any
+    tree.
     """
     batch, nodes = parents.shape
     known = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, nodes, nodes)
@@ -70,8 +73,8 @@ def depth(ancestors: Tensor) -> Tensor:
 def problem(tokens: Sequence[int], parents: Sequence[int], nodes: int, vocab_size: int) -> str | None:
     """Return what breaks invariant 1 in one request's tree, given as lists without padding; None if nothing does.
 
-    Also checked: at most `nodes` nodes, and ids below `vocab_size`. Node 0's token is not checked: the engine
-    puts the root there itself.
+    The tree must also have at most `nodes` nodes, and ids below `vocab_size`. Node 0's token is not checked: the engine
+    writes the root's token there.
     """
     if not 0 < len(tokens) <= nodes or len(parents) != len(tokens):
         return f"{len(tokens)} tokens and {len(parents)} parents, where 1 to {nodes} of both are allowed"

@@ -27,9 +27,10 @@ from torch import Tensor
 from minispec.sampling import Wishes, gumbel, largest, law, pick, uniform
 from minispec.tree import PADDING, DraftTree, depth
 
-# No token has these ids, so their noise is independent of all tokens' noise.
-COIN = -1  # its noise is the coin of `pick_lossy`
-COUNT = -2  # its noise is the coin of `simulate`
+# No token has these ids, so the numbers drawn for them are independent of all tokens' noise. A coin is a random number
+# in (0, 1).
+COIN = -1  # the coin of `pick_lossy`
+COUNT = -2  # the coin of `simulate`
 
 
 class Trees(NamedTuple):
@@ -38,7 +39,7 @@ class Trees(NamedTuple):
     tree: DraftTree  # tokens and parents, [B, N] each
     above: Tensor  # [B, N, N] bool, `tree.ancestors`
     slots: Tensor  # [B] int64
-    lens: Tensor  # [B] int64, the committed rows of each request, which is also the position of its root
+    lens: Tensor  # [B] int64, how many rows of each request are committed; this is also the position of its root
     most: int  # A, the most tokens emitted per request
 
 
@@ -46,19 +47,19 @@ class Trees(NamedTuple):
 class Accept:
     """The operator's settings for acceptance; with the defaults the output is exact."""
 
-    thresholds: tuple[float, float] | None = None  # (single, acc) of `pick_lossy`; None: `pick` decides
+    thresholds: tuple[float, float] | None = None  # (single, acc) of `pick_lossy`; None: `pick` takes all tokens
     simulated: float | None = None  # the `mean` of `simulate`; None: the verdict stays as it is
 
     @property
     def couples(self) -> bool:
-        """Whether a drafter may use the noise of the picks (coupling, `beam.py`); with thresholds a coin accepts."""
+        """Whether a drafter may use the noise of the picks (coupling, `beam.py`): not if a coin accepts drafts."""
         return self.thresholds is None
 
     def judge(self, trees: Trees, logits: Tensor, wishes: Wishes | None, host_looks: bool) -> Verdict:
-        """Return the verdict on `logits [B, N, V]`. wishes: None for a greedy batch, which needs no walk.
+        """Return the verdict on `logits [B, N, V]`.
 
-        host_looks: whether the host may read values during the walk, to end the walk early. On a CPU such a read costs
-        nothing.
+        wishes: the inputs of the picks; None for a greedy batch, which needs no walk. host_looks: whether the host may
+        read values during the walk, to end the walk early. On a CPU such a read costs nothing.
         """
         if wishes is None:
             verdict = verify_greedy(trees, logits)
@@ -72,7 +73,8 @@ class Accept:
 class Verdict(NamedTuple):
     """The accepted paths and their tokens.
 
-    In `path` and `emitted` only the first `count` entries count. The rest is garbage, though valid indices and ids.
+    Only the first `count` entries of `path` and `emitted` have a meaning. The others are valid indices and ids, but
+    garbage.
     """
 
     path: Tensor  # [B, A] int64 node indices, path[:, 0] = 0
@@ -99,7 +101,8 @@ def verify_greedy(trees: Trees, logits: Tensor) -> Verdict:
     place = torch.where(accepted, level, A)  # nodes that are not accepted go to column A, which is cut off
     index = torch.arange(nodes, device=picks.device).expand(batch, nodes)
     path = torch.zeros(batch, A + 1, dtype=torch.int64, device=picks.device).scatter_(1, place, index)[:, :A]
-    # Entries after the path repeat the root's pick. So the check for NaN reads the root's logits again, to no harm.
+    # Entries after the path repeat the root's pick. For them the check for NaN reads the root's logits once more, which
+    # does no harm.
     emitted = picks.gather(1, path)
     row = torch.arange(batch, device=picks.device)[:, None]
     nan = logits[row, path, emitted].isnan().any(-1)  # argmax picks NaN if the logits contain one
@@ -158,8 +161,8 @@ def pick_lossy(logits: Tensor, wishes: Wishes, position: Tensor, drafted: Tensor
     coin = uniform(wishes.seed, position, torch.full((1,), COIN, device=logits.device))
     accepted = (mass > 0) & ((coin < mass.cumsum(1) / acc) | (mass >= single))
     left = q.scatter_add(1, held, -mass)  # exactly 0 at each child: siblings are distinct, so each is subtracted once
-    # If the children hold all the mass, nothing is left to draw from. By rounding it can happen that no child passes
-    # then. In this case the token is drawn from all of q.
+    # If the children hold all the mass, nothing is left to draw from. Even then rounding can keep every child from
+    # passing; the token is then drawn from all of q.
     left = torch.where(left.amax(-1, keepdim=True) > 0, left, q)
     drawn = (left.log() + gumbel(wishes.seed, position, logits.shape[1])).argmax(-1)
     chosen = held.gather(1, accepted.to(torch.int8).argmax(-1, keepdim=True)).squeeze(1)  # the first of equal maxima
@@ -169,10 +172,10 @@ def pick_lossy(logits: Tensor, wishes: Wishes, position: Tensor, drafted: Tensor
 def simulate(trees: Trees, verdict: Verdict, mean: float) -> Verdict:
     """Return a verdict that emits `mean` tokens on average, whatever the target picked. The text is junk.
 
-    `mean` lies in [1, A]. The path leads to the first of the deepest nodes; the path's drafts and the target's bonus
-    are emitted. A coin decides whether the count is the floor or the ceiling of `mean`. The coin depends on slot and
-    length alone. So each replay of a captured step draws anew, and a second run draws the same. A tree of depth D emits
-    at most D + 1 tokens, so shallow trees lower the mean.
+    `mean` lies in [1, A]. The path leads to the first of the deepest nodes; its first count - 1 drafts and the target's
+    bonus are emitted. A coin decides whether `count` is the floor or the ceiling of `mean`. The coin depends on slot
+    and length alone. Lengths grow, so each replay of a captured step has other coins; a second run has the same coins
+    again. A tree of depth D emits at most D + 1 tokens, so shallow trees lower the mean.
     """
     tree, ancestors, slots, lens, _ = trees
     (batch, nodes), most = tree.tokens.shape, verdict.path.shape[1]

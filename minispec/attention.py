@@ -1,7 +1,7 @@
 """Attention over pages and trees, and the plan of a step, which tells attention what each query sees.
 
 A query block holds W queries of one slot: the nodes of a tree, or a part of a prompt chunk. A plan describes all query
-blocks of a step. Block i starts at row `starts[i]` of its slot. Its queries see all rows below that start, and those
+blocks of a step. Block i starts at row `starts[i]` of its slot. Its queries see all rows before that one, and those
 rows of the block that `visible[i]` allows: the ancestors in a tree, the lower triangle in a chunk. So one mask serves
 decode and prefill. H is the number of attention heads and D their size:
 
@@ -10,13 +10,14 @@ decode and prefill. H is the number of attention heads and D their size:
     node 2 sees all of this ->  x . x .  <- visible[i, 2]
 
 In layers with a sliding window a query sees only the newest tokens of its text: itself and those just before it. Such
-layers attend under a part of the plan that hides the other rows (`Plan.within`). So a kind of attention knows little of
-windows, and a drafted node loses rows by its depth, as the token that it may become would.
+layers attend under a part of the plan that hides the other rows (`Plan.within`). So each kind of attention below needs
+little code for windows. The deeper a drafted node, the fewer old rows it sees: just those that a token at its position
+sees in plain decoding.
 
 There are three kinds of attention:
 
   PagedFlex    uses FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled, on CUDA
-  PagedGather  gives the same without FlexAttention, on a CPU and in eager steps (`cpu/gather.py`)
+  PagedGather  computes the same without FlexAttention, on a CPU and in eager steps (`cpu/gather.py`)
   Causal       has no cache; it serves training, and tests as the independent reference
 
 This is the only file with FlexAttention. `load/build.py` chooses which kind of attention an engine has (`AttendKind`).
@@ -65,7 +66,7 @@ torch.library.register_fake("minispec::write_rows", lambda pool, rows, new: None
 
 
 def most_nodes(device: torch.device) -> int:
-    """Return the most nodes of a tree. CUDA's decode kernel takes fewer than 128 query rows: there it is 127."""
+    """Return the most nodes of a tree. CUDA's decode kernel takes fewer than 128 query rows, so the most is 127."""
     return QUERY_BLOCK - 1 if device.type == "cuda" else QUERY_BLOCK
 
 
@@ -93,8 +94,8 @@ class Plan:
     full_count, full_index                       the same for the pages that a block sees whole, without the mask
 
     By default the window is the block's own rows (M = W). A drafter that grows trees in rounds has a larger window,
-    which holds the nodes of earlier rounds too; the block's own rows then begin `offset` rows later (`fill`).
-    `prompts`: whether the blocks are chunks of prompts, of any number of requests.
+    which holds the nodes of earlier rounds too; the block's own rows then begin `offset` rows after `starts` (`fill`).
+    `prompts`: whether the blocks hold chunks of prompts, which may belong to several requests.
 
     For layers with a sliding window a plan has parts, which are plans as well (`within`). A part has another `visible`,
     and `first` [r, W] int32: the first row before the block that each node sees, counted from `starts`, so at most 0.
@@ -123,19 +124,20 @@ class Plan:
         self.kv_index = torch.zeros(batch, 1, blocks, kv.pages, **lists)
         self.full_count = torch.zeros(batch, 1, blocks, **lists)
         self.full_index = torch.zeros(batch, 1, blocks, kv.pages, **lists)
-        # Whether there are separate lists of the pages that a block sees whole. With these, CUDA's decode kernel would
-        # share out all PAGES columns of a list among its multiprocessors. A request's pages are the first few columns,
-        # so one multiprocessor would read all of them. Elsewhere the lists are worth it: the mask is evaluated on the
-        # last pages only.
+        # Whether there are separate lists of the pages that a block sees whole. With such lists, CUDA's decode kernel
+        # would share out all PAGES columns of a list among its multiprocessors. A request's pages are the first few
+        # columns, so one multiprocessor would read all of them. Elsewhere the lists are worth it: with them the mask is
+        # evaluated on the last pages only.
         self.full_blocks = device.type != "cuda" or blocks > 1
-        # What `fill` does last, for the attention under this plan. `PagedGather`, which reads no lists, changes it.
+        # What `fill` does last, for the attention under this plan. `PagedGather`, which reads no lists of pages, puts
+        # another function here.
         self.finish: Callable[[], None] = self._list_pages
         self.parts: list[Plan] = []
 
     def within(self, sliding: int) -> Plan:
-        """Return a part of this plan, for layers in which a token sees the last `sliding` ones, itself included.
+        """Return a part of this plan, for layers in which a token sees only the last `sliding` tokens, itself included.
 
-        It shares the tensors that do not depend on that, and is filled whenever this plan is.
+        The part shares this plan's tensors that do not depend on `sliding`, and is filled whenever this plan is.
         """
         part = Plan(self.kv, self.batch, self.blocks, self.width, self.window, prompts=self.prompts)
         part.slots, part.starts, part.rows, part.ends = self.slots, self.starts, self.rows, self.ends
@@ -148,13 +150,15 @@ class Plan:
     def narrow(self, visible: Tensor) -> None:
         """Fill this part, given what the nodes see in full: visible [r, W, M] bool.
 
-        A node sees one row for each token of its text: all before the block, then its ancestors, parents first. So
-        counting the rows that it sees gives their positions, in a tree as in a chunk, and the last of them stay.
+        A node sees one row for each token of its text: first the rows before the block, then its ancestors, parents
+        first. So the k-th row that a node sees holds the k-th token of its text, in a tree as in a chunk. The last
+        `sliding` of these rows stay visible.
         """
         assert self.first is not None
         count = visible.cumsum(-1)
         self.first.copy_((count[..., -1] - self.sliding).clamp(max=0))
-        # Padding, which writes to page 0, still sees its block's first row. Of no row at all attention would be NaN.
+        # Padding loses no row of its block: attention over no row at all would be NaN, and a padding node does not see
+        # its own row, since that row is in page 0.
         padding = self.rows.view(self.first.shape) < self.kv.page_size
         self.visible.copy_(visible & ((count > count[..., -1:] - self.sliding) | padding[..., None]))
         self.finish()
@@ -190,7 +194,7 @@ class Plan:
         """Write, for each block, which pages it sees whole and which it reads through the mask."""
         kv, slots, starts, shape = self.kv, self.slots, self.starts, self.kv_count.shape
         whole = starts // kv.page_size if self.full_blocks and self.first is None else torch.zeros_like(starts)
-        # The first page that is read through the mask; pages behind all windows are not read.
+        # The first page that is read through the mask; pages before the sliding windows of all nodes are not read.
         begin = whole if self.first is None else (starts + self.first.amin(1)).clamp(min=0) // kv.page_size
         total = ((self.ends + kv.page_size - 1) // kv.page_size).clamp(max=kv.pages_per_slot)
         table = kv.table[slots]
@@ -220,9 +224,9 @@ def with_windows(kind: AttendKind, windows: Sequence[int]) -> AttendKind:
 
 
 class Windows:
-    """Attention of layers that see sliding windows: for each length of window one of another kind, over a plan's part.
+    """Attention of models with sliding windows: for each length a given kind of attention over one part of the plan.
 
-    Layers that see the whole text beside them have a window that is as long as any text, so all layers share a graph.
+    Other layers of such a model see the whole text. They get a window as long as any text, so all layers share a graph.
     """
 
     def __init__(self, kind: AttendKind, windows: Sequence[int], kv: PagedKV, plan: Plan, layers: int) -> None:
@@ -230,7 +234,7 @@ class Windows:
         self._windows, self.graph = windows, self._kinds[windows[0]].graph
 
     def layer(self, index: int) -> LayerAttend:
-        """Return the attention of one layer; asked for layer 0, every kind works out what its part of the step sees."""
+        """Return the attention of one layer; a call for layer 0 has all parts work out what their queries see."""
         if index == 0:
             for kind in self._kinds.values():
                 kind.layer(0)
@@ -280,7 +284,7 @@ class FlexLayer(Key):
         return out.reshape(batch, heads, length, dim)
 
     def _folds(self, q: Tensor, group: int) -> bool:
-        """Return whether the query heads that share a KV head, a group, become rows of one head.
+        """Return whether the query heads of a group, which share a KV head, become rows of one head.
 
         Then each key is read once. CUDA's decode kernel does this itself if the group's size is a power of two. That
         kernel takes fewer rows than a query block has.
@@ -342,7 +346,7 @@ class FlexLayer(Key):
 class Causal:
     """Causal attention over the given tokens, without a cache; for training and as the reference of tests.
 
-    windows: what each layer sees (`ModelConfig.windows`). window: what this one sees; None: all tokens before.
+    windows: how many tokens each layer sees (`ModelConfig.windows`). window: how many this layer sees; None: all.
     """
 
     def __init__(self, windows: Sequence[int] = (), window: int | None = None) -> None:

@@ -1,22 +1,24 @@
-"""A mixture of experts: many small MLPs side by side, of which every token goes through the few that a router picks.
+"""A mixture of experts: many small MLPs side by side; a router picks the few that each token goes through.
 
 The router is a matrix with a row for each expert. Its scores become probabilities in fp32; the K likeliest experts are
 chosen, and their outputs are added up, weighted by their probabilities. With `norm_topk_prob` the K weights are divided
-by their sum. So a token reads K of E experts, and the result of a token depends on no other token.
+by their sum. A token reads K of E experts, and its result depends on no other token.
 
     chosen, p = top K of softmax(router(x))     out = sum of p_i * down_i(silu(gate_i(x)) * up_i(x)) over the chosen
 
-There are three ways to the same result. None but the first, on a CPU, looks at which experts were chosen:
+There are three ways to the same result. Only in the first, on a CPU, does the host read which experts were chosen:
 
-    chosen_experts   a CPU: each chosen expert multiplies its own tokens. One operator, which compiled code does not
-                     look into; with packed weights it is `PackedExperts` (`cpu/linear.py`)
+    chosen_experts   a CPU: each chosen expert multiplies its own tokens. This is one operator, which a compiler does
+                     not look into; packed weights have `PackedExperts` instead (`cpu/linear.py`)
     _grouped         CUDA, compiled, in bfloat16: PyTorch's product of many matrices, tokens sorted by their experts
-    _gathered        CUDA otherwise: a few tokens copy their experts' weights, many go through all experts
+    _gathered        CUDA otherwise: for a few tokens the chosen experts' weights are copied; many tokens go through
+                     all experts
 
 N is the number of tokens, E the number of experts, K how many a token goes through, I an expert's inner width, d the
 hidden size.
 
-Papers: Mixtral (arXiv 2401.04088), Switch Transformers (arXiv 2101.03961). Read next: `model.py`, whose blocks have it.
+Papers: Mixtral (arXiv 2401.04088), Switch Transformers (arXiv 2101.03961). Read next: `model.py`, whose blocks contain
+the experts.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from torch import Tensor, nn
 
 from minispec.model_config import ModelConfig
 
-PIECE = 128  # tokens that go through all experts at once: it bounds the memory
+PIECE = 128  # the most tokens that one product sends through all experts, to bound the memory
 
-Product = Callable[[Tensor, int], Tensor]  # rows [n, in] times a matrix of the expert of this number, [n, out]
+Product = Callable[[Tensor, int], Tensor]  # (rows [n, in], an expert's number) -> rows times its matrix [n, out]
 
 
 class Experts(nn.Module):
     """The experts of one layer, their matrices stacked: gate_up_proj [E, 2 I, d], gate first, and down_proj [E, d, I].
 
-    The router is a linear layer of the block, since it is packed and sliced otherwise than these.
+    The router is a linear layer of the block, not of this module, since it is packed and sliced in another way.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -67,8 +69,8 @@ class Experts(nn.Module):
 def through_chosen(x: Tensor, chosen: Tensor, weights: Tensor, first: Product, second: Product) -> Tensor:
     """Return the weighted sum [..., d] of what the chosen experts [..., K] make of x [..., d], expert by expert.
 
-    first, second: an expert's product with its gate and up, and with its down. The tensors are on a CPU, since Python
-    looks at which experts were chosen.
+    first: the product with an expert's gate and up matrices. second: the product with its down matrix. The tensors are
+    on a CPU, since Python reads which experts were chosen.
     """
     pairs = chosen.flatten()
     order = pairs.argsort(stable=True)
@@ -85,7 +87,7 @@ def through_chosen(x: Tensor, chosen: Tensor, weights: Tensor, first: Product, s
 
 
 def _grouped(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Do it in two grouped products, whose groups are the tokens of an expert."""
+    """Compute the result of `through_chosen` in two grouped products; each expert's tokens are a group."""
     pairs = chosen.flatten()
     order = pairs.argsort(stable=True)
     ends = torch.searchsorted(pairs[order], torch.arange(len(down), device=x.device), right=True).int()
@@ -95,7 +97,10 @@ def _grouped(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: 
 
 
 def _gathered(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Do it with copies of the chosen experts' weights, or by all experts where copies would be more than those."""
+    """Compute the result of `through_chosen` from copies of the chosen experts' weights.
+
+    If there would be more copies than experts, all experts read all rows instead.
+    """
     pairs, rows = chosen.flatten(), x.reshape(-1, x.shape[-1])
     if len(pairs) > len(down):
         return _by_all(rows, chosen, weights, gate_up, down).view(x.shape)
@@ -105,19 +110,19 @@ def _gathered(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down:
 
 
 def _by_all(rows: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Let all experts read all rows [N, d], and drop what was not chosen; returns [N, d]."""
+    """Let all experts read all rows [N, d], and drop the outputs of experts not chosen; returns [N, d]."""
     is_chosen = chosen[..., None] == torch.arange(len(down), device=chosen.device)
     of_all = (weights[..., None] * is_chosen).sum(-2).view(len(rows), -1).T[..., None]  # weights [E, N, 1]
     sums = []
     for piece, part in zip(rows.split(PIECE), of_all.split(PIECE, 1), strict=True):
         gate, up = torch.matmul(piece, gate_up.mT).chunk(2, dim=-1)  # [E, n, I] each
         out = torch.matmul(F.silu(gate) * up, down.mT).float() * part
-        sums.append(out.masked_fill(part == 0, 0).sum(0))  # what was not chosen may be an infinity in float16
+        sums.append(out.masked_fill(part == 0, 0).sum(0))  # an output not chosen may be an infinity in float16
     return torch.cat(sums).to(rows.dtype)
 
 
 def _summed(out: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum [..., d] of the experts' outputs [N * K, ..., d], by weights [..., K], rounded once."""
+    """Return the sum [..., d] of the experts' outputs [N * K, ..., d], weighted by [..., K], rounded once."""
     parts = out.view(*weights.shape, -1)
     return (parts.float() * weights[..., None]).sum(-2).to(out.dtype)
 

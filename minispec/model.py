@@ -12,14 +12,14 @@ Llama 2/3, Mistral, Mixtral, Qwen2/3, Qwen3-MoE, MiMo, SmolLM2/3, Granite and Ph
     a mixture of experts     Mixtral; some or all layers of Qwen3-MoE: `experts.py`
     joined matrices          Phi-3's files, some files of experts: `ModelConfig.split`
 
-`ModelConfig` reads them from `config.json`; the forward pass has no branch on a model's name.
+`ModelConfig` reads these switches from `config.json`; the forward pass has no branch on a model's name.
 
 The model reaches its context, the keys and values of earlier tokens, through one function:
 `attend.layer(i)(q, k, v) -> out`. Pages, trees, chunks and masks are behind it (`attention.py`). So the same module
 decodes, verifies trees, trains heads and is the reference in tests. A drafter may read the residual stream. A tap names
-the place where it reads: the input of a layer, or the output of the last, before or after the norm.
+the place where it reads: the input of a layer, or the output of the last layer, before or after the final norm.
 
-Letters: B is the batch, T the tokens of each of its rows, d the hidden size, D the size of an attention head, H the
+Letters: B is the batch, T the tokens of each batch entry, d the hidden size, D the size of an attention head, H the
 number of heads (Hq of queries, Hkv of keys and values), L the number of layers, V the size of the vocabulary.
 
 Papers: LLaMA (arXiv 2302.13971), rotary embeddings (arXiv 2104.09864), grouped-query attention (arXiv 2305.13245).
@@ -46,7 +46,8 @@ NAMES_SHOWN = 8  # tensors that a message names
 def rope_frequencies(config: ModelConfig) -> Tensor:
     """Return the rotary angular frequencies [D / 2] fp32: scaled as in Llama 3.1, as in YaRN, linearly, or not at all.
 
-    A wavelength is the number of tokens in which an angle makes one turn. In Llama 3.1, frequencies with wavelengths
+    A wavelength is the number of tokens in which an angle makes one turn. In Llama 3.1 let original, high and low be
+    the keys `original_max_position_embeddings`, `high_freq_factor` and `low_freq_factor`. Frequencies with wavelengths
     below original/high stay, and those above original/low are divided by `factor`. Those between are interpolated,
     linearly in original/wavelength.
 
@@ -70,7 +71,7 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
         scaling["original_max_position_embeddings"],
     )
     # How often an angle turns within the original context. The order of operations is that of transformers: a
-    # difference in the last bit becomes 1e-4 in the logits of a sharp model after 300 tokens.
+    # difference in the last bit becomes 1e-4 in the logits of a model with sharp attention after 300 tokens.
     turns = original / (2 * math.pi / frequency)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * frequency / scaling["factor"] + keep * frequency
@@ -80,7 +81,7 @@ def _yarn_ramp(dim: int, theta: float, scaling: Mapping[str, Any]) -> Tensor:
     """Return how much of each frequency [D / 2] fp32 YaRN keeps, from 1 to 0.
 
     Frequency i turns t = original / (2 pi theta^(2i / D)) times within the original context. Solved for
-    i: i = D log(original / (2 pi t)) / (2 log theta). The ends are whole indices unless `truncate` is false.
+    i: i = D log(original / (2 pi t)) / (2 log theta). The ramp's ends are whole indices unless `truncate` is false.
     """
     original = scaling["original_max_position_embeddings"]
     turns = (scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1)
@@ -93,9 +94,10 @@ def _yarn_ramp(dim: int, theta: float, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def rope_factor(config: ModelConfig) -> float:
-    """Return the factor on cos and sin: YaRN's `attention_factor`, by default 0.1 ln(factor) + 1; elsewhere 1.
+    """Return the factor on cos and sin: YaRN's `attention_factor`, by default 0.1 ln(factor) + 1; without YaRN 1.
 
-    With `mscale` and `mscale_all_dim` it is (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
+    If `mscale` and `mscale_all_dim` are given, the default is
+    (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
     """
     scaling = config.rope_scaling
     if scaling is None or scaling["rope_type"] != "yarn":
@@ -254,7 +256,7 @@ class Model(nn.Module):
             model = cls(config).to(dtype)
             change(model)
         model = model.to_empty(device=device).requires_grad_(False).eval()
-        model.tie()  # to_empty untied the two
+        model.tie()  # to_empty untied the LM head and the embedding
         model.frequencies = rope_frequencies(config).to(device)
         return model
 
@@ -341,6 +343,6 @@ def published_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def some(names: list[str]) -> str:
-    """Return the first few names and how many there are in all."""
+    """Return the names; if they are many, the first few and how many there are in all."""
     shown = ", ".join(names[:NAMES_SHOWN])
     return shown if len(names) <= NAMES_SHOWN else f"{shown}, ... ({len(names)} in all)"

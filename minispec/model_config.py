@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-JOINED = {  # our module: the modules of published files that it joins, with their names within a layer
+JOINED = {  # our module: the names, within a layer, of the published modules that it joins
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o_proj": ("self_attn.o_proj",),
     "q_norm": ("self_attn.q_norm",),
@@ -28,8 +28,8 @@ JOINED = {  # our module: the modules of published files that it joins, with the
     "down_proj": ("mlp.down_proj",),
     "router": ("mlp.gate",),
 }
-# Some files stack the matrices of a layer's E experts in one tensor [E, out, in]. For the last part of the tensor's
-# name: which matrices of each expert it holds, one below the other.
+# Some files stack the matrices of a layer's E experts in one tensor [E, out, in]. A key is the last part of such a
+# tensor's name, its value the matrices of each expert in the tensor, one below the other.
 STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _LETTERS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # what Mixtral's files call an expert's matrices
 
@@ -39,11 +39,12 @@ class Family(NamedTuple):
 
     bias: bool = False  # always a bias on q, k, v
     qk_norm: bool = False  # norms on q and k
-    # Keys that Llama does not read, or whose default is another here than Llama's; the defaults are transformers'.
+    # Keys that Llama does not read, or that have another default than in Llama; the defaults are transformers'.
     keys: Mapping[str, Any] = MappingProxyType({})
 
 
-# Qwen's: a window where `use_sliding_window` says so, in the layers that `layer_types` names, else from one on.
+# Qwen's keys. If `use_sliding_window` is true, the layers that `layer_types` names have a window; without
+# `layer_types`, the layers from `max_window_layers` on.
 _SLIDING = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 _ARCHITECTURES = {
@@ -70,7 +71,8 @@ _ARCHITECTURES = {
               "rms_norm_eps": 1e-5}
     ),
 }  # fmt: skip
-# For a part of an architecture's name: what such a model needs that is not here. The error names the first that fits.
+# A key is a part of an architecture's name, its value what such a model needs and minispec lacks. The error names the
+# first value whose key fits.
 _NEEDS = {
     "GptOss": "attention sinks and MXFP4 weights",
     "Llama4": "attention in chunks and another kind of mixture of experts",
@@ -101,7 +103,7 @@ class ModelError(ValueError):
 class ModelConfig:
     """The sizes and switches of a decoder, read once from a Hugging Face `config.json`.
 
-    The multipliers are Granite's (transformers, models/granite/modeling_granite.py). Other models have none:
+    Granite alone has multipliers (transformers, models/granite/modeling_granite.py):
 
         x = embedding_multiplier * embedding        scores = attention_multiplier * q k, in place of q k / sqrt(D)
         x = x + residual_multiplier * (attention, then MLP)             logits = LM head / logits_scaling
@@ -124,7 +126,7 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     tied: bool
-    sliding_window: int | None  # how many tokens the `sliding` layers see of a text: the newest; None: all of them
+    sliding_window: int | None  # how many of a text's newest tokens the `sliding` layers see; None: all
     dtype: str | None
     unrotated: tuple[int, ...] = ()  # layers without rotary positions
     sliding: tuple[int, ...] = ()  # layers that see a sliding window; the others see the whole text
@@ -136,7 +138,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logits_multiplier: float = 1.0  # 1 / logits_scaling
     sparse: tuple[int, ...] = ()  # layers with a mixture of experts in place of an MLP (`experts.py`)
-    experts: int = 0  # of such a layer
+    experts: int = 0  # the number of experts in such a layer
     experts_per_token: int = 0
     expert_size: int = 0  # an expert's inner width
     norm_topk_prob: bool = True  # whether a token's weights of experts are divided by their sum
@@ -215,7 +217,7 @@ class ModelConfig:
         return tuple(self.sliding_window if layer in self.sliding else longest for layer in range(self.layers))
 
     def split(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Return a file's tensor with its name, or, if it joins several matrices, these with their names.
+        """Return a file's tensor with its name; if it joins several matrices, return each matrix with its name.
 
         A tensor may join q, k and v, or gate and up. The rows of its parts lie one after the other (transformers,
         models/phi3/modeling_phi3.py), and so do scales of fp8 weights. If there is one scale for all rows, every part
@@ -249,15 +251,15 @@ class ModelConfig:
 def expert_names(owner: str, kind: str, count: int) -> list[str]:
     """Return the names of the matrices that a stacked tensor of a layer's experts holds, in their order.
 
-    owner: the name of the layer's MLP. kind: the stacked tensor's last name, see `STACKED`.
+    owner: the name of the layer's MLP. kind: the last part of the stacked tensor's name, see `STACKED`.
     """
     return [f"{owner}.experts.{expert}.{part}.weight" for expert in range(count) for part in STACKED[kind]]
 
 
 def _mixture(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that tell of experts; keys: those that the family reads, with their defaults.
+    """Return the fields of `ModelConfig` about experts; keys: the keys that the family reads, with their defaults.
 
-    The number of experts has two names, of which either may be in the file of either family.
+    The number of experts has two names, and the files of both families may use either.
     """
     names = ("num_experts", "num_local_experts")
     given = {**config, "num_experts": next((config[name] for name in names if config.get(name) is not None), None)}
@@ -294,8 +296,9 @@ def _positive(key: str, value: Any) -> float:
 def _unrotated(given: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """Return the layers without rotary positions; raise ValueError if `no_rope_layers` is too short.
 
-    In spite of its name, a 1 in `no_rope_layers` rotates; without the list every `no_rope_layer_interval`th layer does
-    not (transformers, models/smollm3/configuration_smollm3.py; NoPE, arXiv 2305.19466).
+    In spite of the key's name, a 1 in `no_rope_layers` stands for a layer with rotary positions. Without the list,
+    every `no_rope_layer_interval`th layer has none (transformers, models/smollm3/configuration_smollm3.py; NoPE, arXiv
+    2305.19466).
     """
     interval = _positive("no_rope_layer_interval", given["no_rope_layer_interval"])
     listed = given["no_rope_layers"] or [(index + 1) % interval for index in range(layers)]
@@ -307,9 +310,10 @@ def _unrotated(given: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 def _sliding(read: Mapping[str, Any], layers: int, unrotated: tuple[int, ...]) -> tuple[int | None, tuple[int, ...]]:
     """Return the sliding window, None if there is none, and the layers that see it, as transformers' classes do.
 
-    read: the keys that the family reads. Without `use_sliding_window` among them the window alone decides. Without
-    `layer_types` SmolLM3's layers slide that have no positions (`unrotated`), Qwen's from `max_window_layers` on, and
-    those of the other families all.
+    read: the keys that the family reads. If a family does not read `use_sliding_window`, there is a window whenever
+    `sliding_window` is a number. Without `layer_types` the window is seen by SmolLM3's layers without positions
+    (`unrotated`), by the layers of Qwen2, Qwen3 and MiMo from `max_window_layers` on, and by all layers of other
+    families.
     """
     window, kinds = read.get("sliding_window"), read.get("layer_types")
     if window is None or not read.get("use_sliding_window", True):
@@ -325,7 +329,7 @@ def _sliding(read: Mapping[str, Any], layers: int, unrotated: tuple[int, ...]) -
 
 
 def _longest_text(positions: int, scaling: Mapping[str, Any] | None) -> int:
-    """Return how long texts may be: YaRN's `factor` times the original length, if `max_position_embeddings` is less.
+    """Return the longest text: `max_position_embeddings`, or YaRN's `factor` times the original length if longer.
 
     Qwen's model cards advise to add YaRN to a config by hand, and then `max_position_embeddings` stays as it was. So
     the length is computed from the factor here, as vLLM does.
@@ -340,7 +344,7 @@ def _checked_scaling(scaling: Mapping[str, Any] | None) -> Mapping[str, Any] | N
     if not scaling:
         return None
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if "long_factor" in scaling:  # the first Phi-3 files called it otherwise
+    if "long_factor" in scaling:  # the first Phi-3 files gave this kind another name
         kind = "longrope"
     if kind == "default":
         return None

@@ -6,19 +6,20 @@ node, and the K best of these K * K are the next frontier. All proposed nodes ar
 N - 1 candidates form the tree (EAGLE-2, arXiv 2406.16858). A child's score never exceeds its parent's, and ties go to
 the earlier index, so the parent of a kept candidate is kept too.
 
-A head reads pairs (state for token i, token i + 1). A state is made of the target's features (hidden states) of token i
-or, in drafting, is the head's own output. The keys and values of such a pair are in row i of the head's own memory,
-which uses the same page numbers as the target's. After a forward pass of the target, `commit` computes the rows of the
-accepted tokens from the target's features. The rows that the head writes while drafting are scratch, and follow the
-committed rows:
+A head reads pairs (state for token i, token i + 1). The state for token i comes from the target's features (hidden
+states) of that token, or, in drafting, is the head's own output. The keys and values of this pair are in row i of the
+head's own memory, whose pages have the same numbers as the target's pages. After a forward pass of the target, `commit`
+computes the rows of the accepted tokens from the target's features. The rows that the head writes while drafting come
+after the committed rows, and are overwritten later (scratch):
 
     row   0 ... lens-1 | lens .. lens+K-1 | lens+K .. lens+2K-1 | ...
           committed      first frontier     second frontier          each node sees the committed rows and its ancestors
 
-A sampled pick of the target is argmax(logits + T * noise) at temperature T. The noise is known before the target runs.
-Coupling adds the same noise to the head's logits ("Coupling without communication and drafter-invariant speculative
-decoding", arXiv 2408.07978). So two models that agree on the logits also agree on the pick. The head ignores penalties
-and filters, which is safe, since verification alone makes the output exact.
+A sampled pick of the target is argmax(logits + T * noise) at temperature T. The noise depends on seed, position and
+token alone, so it is known before the target runs. Coupling adds the same noise to the head's logits ("Coupling without
+communication and drafter-invariant speculative decoding", arXiv 2408.07978). So two models that agree on the logits
+also agree on the pick. The head ignores penalties and filters. This is safe, since verification alone makes the output
+exact.
 
 Read next: `eagle.py` for the heads, `standalone.py` for a draft model in place of a head, `engine.py` for the calls.
 """
@@ -100,8 +101,8 @@ def rerank(candidates: Candidates, root: Tensor, nodes: int) -> DraftTree:
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return log-probabilities fp32 and ids of the `count` likeliest tokens, each [..., count], from logits [..., V].
 
-    Logits with NaN or infinity give NaN probabilities, which a sort puts first. Then children would enter the tree
-    without their parents. So such children score -inf.
+    Logits with NaN or infinity give NaN probabilities, which a sort puts first. Children with such a score would then
+    enter the tree without their parents, so they get -inf.
     """
     scores, ids = logits.float().log_softmax(-1).topk(count, dim=-1)
     return scores.masked_fill(scores.isnan(), -torch.inf), ids
@@ -193,7 +194,7 @@ class Beam(Key):
     def __init__(self, batch: int, size: TreeSize, plan: Plan | None, live: Tensor) -> None:
         """plan: a frontier's attention plan, which both sizes of tree share.
 
-        live: [B, K] bool, which nodes of a frontier are not padding: all of them.
+        live: [B, K] bool, true for the nodes of a frontier that are not padding, which are all.
         """
         assert size.steps is not None, "a beam grows in rounds"
         self.batch, self.nodes, self.steps, self.live = batch, size.nodes, size.steps, live
@@ -270,7 +271,7 @@ class BeamDrafter(Drafter):
         self.small.compile(compiler, choice)
 
     def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
-        """Return the attention of a prefill step, or that of accepted paths and of frontiers."""
+        """Return the attention of `commit` in a prefill step, or of `commit` and the frontiers in a decode step."""
         path = self._attend(plan)
         frontier = None if prefill else self._beams[plan.batch, self.nodes].plan
         graphs = {f"draft's committed tokens, {path.graph}": path}
@@ -332,19 +333,19 @@ class BeamDrafter(Drafter):
         """Fill the plan for frontier `number`, whose rows follow those of earlier frontiers; return its inputs."""
         if beam.plan is None:
             return None
-        first = batch.lens + 1 - self.lookahead  # the first drafted row, whose number is its position for the network
+        first = batch.lens + 1 - self.lookahead  # the first drafted row; its number is also frontier 1's position
         beam.plan.fill(batch.slots, first, frontier.visible, beam.live, offset=(number - 1) * self.topk)
         positions = (first + number - 1)[:, None].repeat(1, self.topk)
         return self._read(frontier.tokens, positions)
 
     def commit(self, new: Committed) -> None:
-        """Compute the rows of the tokens just committed, from the target's features; keep the state at each end."""
+        """Compute the rows of the tokens just committed, from the target's features; keep each last row's state."""
         attend = self._attend(new.plan).layer(0)
         states = self.take_in(self, attend, new.following, new.features, new.positions)
         self.state[new.slots] = states.flatten(0, 1)[new.ends]  # eager: a graph would serve one number of chunks only
 
     def _take_in(self, attend: LayerAttend, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-        """Return the states [B, T, H] of committed rows, after which `tokens` follow; this function may be compiled."""
+        """Return the states [B, T, H] of committed rows; tokens: the one after each row's own. May be compiled."""
         embedding, cos, sin, _ = self._read(tokens, positions)
         return self.network(embedding, self.network.fuse(features), Rope(cos, sin), attend, positions)
 
@@ -366,7 +367,7 @@ class BeamDrafter(Drafter):
         return self._attends[plan]
 
     def _couple(self, logits: Tensor, batch: Batch, depth: int | Tensor) -> Tensor:
-        """Return the logits [B, K, Vd] of nodes at `depth`, coupled unless the drafter is told not to."""
+        """Return the logits [B, K, Vd] of nodes at `depth`, coupled if `coupled` is set."""
         positions = (batch.lens + depth + 1)[:, None]
         return couple(logits, batch, positions, self.network.token_map) if self.coupled else logits
 

@@ -40,13 +40,14 @@ class HeadConfig:
     taps: tuple[int | str, ...] = (FINAL,)  # where the features are read, in this order; see `Model.forward`
     token_map: Tensor | None = None  # [Vd] int64, the target's id for each id of the head; None: the same ids
     own_embedding: bool = False  # whether the head has its own embedding; if not, it uses the target's
-    # Whether the head has its own LM head. If not, the target's LM head reads the state, unless there is a token map.
+    # Whether a head without a token map has its own LM head; if not, it uses the target's. With a token map it always
+    # has its own.
     own_lm_head: bool = False
     fc_bias: bool = False  # whether the head's linear layer `fc` has a bias
     # The fields below are for EAGLE-3 alone. A stream is what one tap reads.
     fc: bool = True  # whether `fuse` has a linear layer; False: the one stream is the first state
     fc_norm: bool = False  # whether each stream has a norm before `fc` (EAGLE-3.1)
-    norm_before_fc: bool = False  # whether there is one norm over all streams together, before `fc`
+    norm_before_fc: bool = False  # whether one norm over the joined streams comes before `fc`
     norm_before_residual: bool = False  # whether attention is added to the normed state; the weights do not show this
     norm_output: bool = False  # whether the next round reads the normed state (EAGLE-3.1)
 
@@ -55,8 +56,8 @@ class DraftHead(nn.Module):
     """The base of all heads; a subclass adds the one decoder layer and `forward`.
 
     Vd is the number of tokens that the head can draft: the token map's length, or without a map the target's
-    vocabulary. `lm_head` and `embed_tokens` are None if the head uses the target's. It then uses the matrix alone,
-    without Granite's multipliers, so that a copy of the matrix in the head's own files drafts the same.
+    vocabulary. `lm_head` and `embed_tokens` are None if the head uses the target's. The head then uses the target's
+    matrix alone, without Granite's multipliers, so that a copy of the matrix in the head's own files drafts the same.
     """
 
     name: ClassVar[str]
@@ -69,8 +70,8 @@ class DraftHead(nn.Module):
         self.taps, self.token_map = config.taps, ids
         self.hidden_size, self.kv_heads, self.head_dim = shape.hidden_size, shape.kv_heads, shape.head_dim
         self.positions = shape.context_length  # how many positions config.json states; the head drafts beyond them too
-        # Neither this nor `token_map` is a buffer: `to(bfloat16)` would round the frequencies, and `to_empty` would
-        # lose the map.
+        # Neither `frequencies` nor `token_map` is a buffer: `to(bfloat16)` would round the frequencies, and `to_empty`
+        # would lose the map.
         self.frequencies, self.rope_factor = rope_frequencies(shape), rope_factor(shape)
         self.draft_vocab = shape.vocab_size if ids is None else len(ids)
         own_lm_head = config.own_lm_head or ids is not None
@@ -128,7 +129,7 @@ class EagleHead(DraftHead):
         shape = config.layer
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=config.fc_bias)
         self.layer = Block(shape)
-        self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]  # it is only called
+        self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]  # the block only calls it
 
     def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
         return self.layer(self.fc(torch.cat((embedding, state), dim=-1)), rope, attend)

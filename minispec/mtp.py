@@ -4,13 +4,14 @@ Multi-token prediction (MTP) gives a model one more layer, which predicts one to
 model files contain this layer, so no draft folder is needed.
 
 The layer is a draft head like EAGLE's, with an ordinary decoder block. A state is the output of a round of drafting,
-which the next round reads; round one reads the target's features. There are three differences: in the joined input the
-state stands BEFORE the token's embedding, each of the two has its own norm, and the next round reads the state after
-the final norm. In the formula emb is the embedding, f the state and f' the state of the next round:
+which the next round reads; round one reads the target's features. Three things differ from EAGLE's heads: in the joined
+input the state stands BEFORE the token's embedding, each of the two has its own norm, and the next round reads the
+state after the final norm. In the formula emb is the embedding, [x; y] joins vectors, f is the state and f' the state
+of the next round:
 
     x = input_proj[norm f; norm emb]     a = block(x)     f' = norm a     logits = target's LM head(f')
 
-MiMo is published for one round of drafting. In further rounds the layer reads its own state.
+MiMo is published for one round of drafting. In further rounds the layer reads the f' that it returned.
 
 Papers: MiMo (arXiv 2505.07608); multi-token prediction, Gloeckle et al. (arXiv 2404.19737).
 Read next: `eagle.py` for heads in general, `beam.py` for the trees that they grow.
@@ -41,7 +42,8 @@ class MtpHead(DraftHead):
 
     def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
         """Return the next state [B, T, H], after the final norm; see `DraftHead.forward`."""
-        # Position 0 has embedding 0, as in SGLang and vLLM: the layer's known accept length was measured that way.
+        # Zeros replace position 0's embedding, as in SGLang and vLLM, with which the layer's accept length was
+        # measured.
         embedding = embedding.masked_fill((positions == 0)[..., None], 0)
         pair = torch.cat((self.hidden_layernorm(state), self.token_layernorm(embedding)), dim=-1)
         return self.final_layernorm(self.layer(self.input_proj(pair), rope, attend))

@@ -1,7 +1,8 @@
 """DFlash: a small network that drafts a whole block of tokens in one pass.
 
 An autoregressive head (`eagle.py`) needs a pass for each depth of its tree. DFlash reads the newest token, which is
-called the bonus here, and after it a mask token in each place to be filled. One pass predicts all of these places:
+called the bonus here, and after it a mask token in each place to be filled. One pass predicts the tokens of all these
+places:
 
     row         0 ... lens-1 |  lens  lens+1  lens+2  lens+3
     holds          context   |  bonus  mask    mask    mask
@@ -12,11 +13,11 @@ projections of c = hidden_norm(fc features). They need no query, no attention an
 them. So `commit` writes them once for each committed token. The row of the bonus is no context row yet, since the
 target has not read the bonus. Block rows are scratch: the next `commit` writes over them.
 
-Attention within the block is bidirectional: each row sees all rows of the block, unless the checkpoint says that it is
-causal. Row j then knows which token is likely in row j - 1, but not which one is picked there. So the logits of a row
-are the same whatever precedes it, and a path of a tree has the product of its tokens' probabilities. A chain takes the
-likeliest token of each row. A tree takes the N - 1 likeliest paths of all (DDTree, arXiv 2604.12989): a path's score
-never exceeds that of its beginning, so they form a tree.
+Attention within the block is bidirectional: each row sees all rows of the block, unless the checkpoint says that
+attention is causal. Row j can infer which tokens are likely in row j - 1, but not which one is picked there. So a row
+has the same logits for all paths of a tree, and the probability of a path is the product of its tokens' probabilities.
+A chain takes the likeliest token of each row. A tree takes the N - 1 likeliest paths of all (DDTree, arXiv 2604.12989):
+a path is never likelier than its beginning, so these paths form a tree.
 
 Paper: DFlash, arXiv 2602.06036. Letters: B is the number of requests, S the rows of a block, N the nodes of a tree, K
 the tokens that a tree may take from a row, F the width of the features, d the hidden size, Vd the number of tokens that
@@ -48,13 +49,16 @@ from minispec.tree import DraftTree
 class DFlashConfig(HeadConfig):
     """The sizes of a DFlash network; `layer.layers` is how many layers it has, and `layer` the sizes of each."""
 
-    block_size: int = 16  # S that the network was trained with
+    block_size: int = 16  # the S that the network was trained with
     mask_token: int = 0  # the target's id whose embedding stands where a token is to be drafted
     causal: bool = False  # whether a row of the block sees only itself and the rows before
 
 
 class DFlashHead(DraftHead):
-    """The network, with the target's embedding and LM head; with a token map it has those rows of the LM head alone."""
+    """The network, which uses the target's embedding and LM head.
+
+    With a token map it has a copy of the LM head's rows that the map names.
+    """
 
     name = "dflash"
 
@@ -90,12 +94,12 @@ class DFlashHead(DraftHead):
 
 
 def most_nodes(rows: int, topk: int, limit: int) -> int:
-    """Return the nodes of the largest tree that K = `topk` tokens in each of `rows` rows allow, at most `limit`."""
+    """Return the most nodes, up to `limit`, of a tree from K = `topk` tokens in each of `rows` rows."""
     return min(limit, 1 + sum(min(limit, topk**depth) for depth in range(1, rows + 1)))
 
 
 def likeliest_paths(scores: Tensor, tokens: Tensor, count: int) -> Candidates:
-    """Return the `count` likeliest paths of each depth, at most, as candidates for a tree.
+    """Return the likeliest paths of each depth, at most `count` for each, as candidates for a tree.
 
     scores fp32 and tokens int64, both [B, rows, K]: the likeliest tokens of each row, with their log-probabilities. The
     `count` likeliest paths of all depths are among these candidates, since a path is never likelier than its beginning.

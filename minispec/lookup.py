@@ -3,14 +3,14 @@
 A lookup runs alone (NGRAM) or beside a head. A head drafts for every text, and a token or two are accepted. Where a
 text repeats itself or an earlier text, a lookup is almost always right, for many tokens. So head and lookup both
 propose, and for each request the step verifies the tree with the most expected tokens, as `policy.py` estimates them.
-The looked-up trees are inputs of the step, and replace the head's trees of their requests. If every request takes a
-looked-up tree, the step does not run the head, and saves the accepted paths for it (`late.py`).
+The looked-up trees are inputs of the step, and replace the head's trees of their requests. If all trees of a step are
+looked up, the step does not run the head, and saves the accepted paths for it (`late.py`).
 
 A lookup has two sources: the request's own text, and a trie that all texts share (`ngram.py`). A lookup that finds
-nothing must cost almost nothing. In the request's own text, a dictionary gives the last occurrence of the newest three
-or two tokens within a microsecond. Lookups, and the insertion of texts into the trie, take at most 1 % of the time.
-NGRAM alone has the same sources and limit on a CPU (`Texts`). Elsewhere, or if flags fix the size of its trees, it has
-the trie alone, without a limit of time.
+nothing must cost almost nothing. So in the request's own text a dictionary gives the last occurrence of the newest
+three or two tokens within a microsecond. Lookups, and the insertion of texts into the trie, take at most 1 % of the
+time. NGRAM alone has the same sources and limit on a CPU (`Texts`). Elsewhere, or if flags fix the size of its trees,
+it has the trie alone, without a limit of time.
 
 Lookup in the prompt: Saxena, prompt-lookup-decoding (2023); beside a head: SuffixDecoding (arXiv 2411.04975).
 Read next: `ngram.py` for the trie, `beam.py` for the head's drafter, `policy.py` for the choice.
@@ -33,7 +33,7 @@ from minispec.tree import PADDING, DraftTree
 
 SHARE = 0.01  # the share of the time between two proposals that lookups may take, indexing included
 LONGEST_STEP = 0.1  # seconds; if two proposals are further apart, the rest was idle time, which earns no share
-KEYS = (3, 2)  # last tokens that must match: three are tried first, then two
+KEYS = (3, 2)  # how many of the last tokens must match: first three are tried, then two
 
 
 class Echo:
@@ -52,10 +52,10 @@ class Echo:
                 self._behind[tuple(self.text[at - key : at])] = at
 
     def draft(self, after: Sequence[int], nodes: int, longest: int, shortest: int = 1) -> Draft:
-        """Return the chain of at most `nodes` nodes that followed the last tokens of `after`; a root if nothing did.
+        """Return the chain that followed the last tokens of `after`, at most `nodes` nodes; without a match a root.
 
         longest, shortest: lengths of a match; a longer match counts as `longest`, a shorter one as none. If `after` is
-        this text and the chain reaches the text's end, the chain starts over, since the text looks periodic.
+        this text and the chain reaches the text's end, the chain is repeated, since the text looks periodic.
         """
         places = ((self._behind.get(tuple(after[-key:])), key) for key in KEYS)
         at, match = next(((at, key) for at, key in places if at is not None), (0, 0))
@@ -74,7 +74,7 @@ class Echo:
 
 
 class Texts(HostDrafter):
-    """Lookups in each request's own text, in its predicted output, and in the trie; the longest match drafts."""
+    """Lookups in each request's own text, its predicted output and the trie; the longest match gives the draft."""
 
     def __init__(self, shared: NgramDrafter) -> None:
         """shared: the drafter over the trie, which then indexes texts only within the time that `propose` gives it."""
@@ -119,7 +119,7 @@ class Texts(HostDrafter):
         self._debt += time.perf_counter() - started
 
     def predict(self, slot: int, tokens: Sequence[int]) -> None:
-        """Take in a slot's predicted output; only this slot gets drafts from it."""
+        """Take in a slot's predicted output, which its output may resemble; only this slot gets drafts from it."""
         expected = self._expected[slot] = Echo()
         expected.extend(tokens)
 
@@ -137,7 +137,7 @@ class Lookups(Drafter):
     """A drafter with a network, and lookups of `Texts` beside it, one tree for each request.
 
     Trees have one or two sizes, and the larger ones have N nodes, so that a looked-up tree may be a chain of N. In a
-    step with larger trees, the network's trees are padded to N nodes if they have fewer.
+    step of the larger size, trees of the network with fewer than N nodes are padded.
     """
 
     looks_up = True
@@ -188,7 +188,7 @@ class Lookups(Drafter):
         room = (0, host.tokens.shape[1] - grown)
         taken = host.tokens[:, 1:2] != PADDING
         if scores is not None:
-            scores.masked_fill_(taken, torch.nan)  # these are scores of the network's tree, which the row does not take
+            scores.masked_fill_(taken, torch.nan)  # these scores are of the network's tree, which the row does not take
         return DraftTree(torch.where(taken, host.tokens, F.pad(tree.tokens, room, value=PADDING)),
                          torch.where(taken, host.parents, F.pad(tree.parents, room)))  # fmt: skip
 

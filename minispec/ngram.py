@@ -7,7 +7,7 @@ The one idea, in `Trie.extend`: the trie has a path for each suffix of up to `br
 keeps the node at the end of each such path. These nodes are called the text's open paths, one for each suffix length. A
 new token moves each open path one child down. This inserts every new stretch exactly once, so the count of a node is
 the number of times its path occurred. The nodes reached are also the matches of all suffix lengths, found without a
-search from the root. To index a text is to do this for its tokens.
+search from the root. To index a text is to do this for each of its tokens.
 
 Objects would cost too much memory, so a node is one index into a few integer arrays that grow with the nodes. Linear
 hashing (Litwin, 1980) finds the child for a token. It splits one bucket per new node, so no step rehashes the whole
@@ -47,8 +47,8 @@ class NgramOptions:
 
     min_match: int = 1  # length of the shortest suffix that is looked up
     max_match: int = 12  # length of the longest suffix that is looked up
-    min_breadth: int = 1  # BFS: how many children are drafted right after the longest match
-    max_breadth: int = 10  # BFS: about so many after the shortest match; PROB: how many children a node may give
+    min_breadth: int = 1  # BFS: how many children are drafted after a match of max_match tokens
+    max_breadth: int = 10  # BFS: about how many after one of min_match tokens; PROB: the most children of a node
     match_type: str = "BFS"  # continuations are chosen by recency (BFS) or by frequency (PROB)
     branch_length: int = 18  # how many tokens the longest path has
     capacity: int = 10_000_000  # the most nodes of the trie, root included
@@ -128,8 +128,8 @@ class Trie:
     def _descend(self, parent: int, token: int, count: bool) -> int:
         """Find or create the child for `token`, count it, pin it and make it the newest sibling.
 
-        Returns the child, or 0 if the trie is full. The parent is the root or pinned, so it is never in the ring of
-        evictable leaves.
+        Returns the child, or 0 if the trie is full. The parent is the root or pinned, so it cannot be evicted for the
+        new node.
         """
         bucket = self._home(parent, token)
         child = self._bucket[bucket]
@@ -151,7 +151,7 @@ class Trie:
         return child
 
     def _create(self, parent: int, token: int, bucket: int) -> int:
-        """Return a new node, hashed but not yet among its siblings; 0 if every node is in use."""
+        """Return a new node, hashed but not yet among its siblings; 0 if the trie is full and every leaf is pinned."""
         node = len(self._token)
         if node < self.options.capacity:
             self._append(parent, token, bucket)
@@ -163,7 +163,7 @@ class Trie:
         return node
 
     def _append(self, parent: int, token: int, bucket: int) -> None:
-        """Grow every array by one."""
+        """Grow every array by one entry, for a new node, and hash this node."""
         node = len(self._token)
         self._token.append(token)
         self._parent.append(parent)
@@ -239,7 +239,7 @@ class Trie:
         return bucket if bucket < len(self._bucket) else bucket & (self._mask >> 1)
 
     def _split(self) -> None:
-        """Add one bucket, and move nodes that belong there into it; all of them come from one other bucket."""
+        """Add one bucket, and move the nodes that now belong to it there; all of them come from one other bucket."""
         added = len(self._bucket)
         self._bucket.append(0)
         self._mask = (1 << added.bit_length()) - 1
@@ -265,7 +265,7 @@ class Trie:
     # ---- matching and selection
 
     def locate(self, tokens: Sequence[int]) -> list[int]:
-        """Return the open paths after `tokens`, as `extend` would, without a change; 0 where there is no node.
+        """Return the open paths after `tokens`, as `extend` would, but change nothing; 0 where there is no node.
 
         The trie holds the suffixes of every stretch that it holds. So if one suffix is missing, all longer ones are
         missing too.
@@ -310,9 +310,10 @@ class Trie:
                 child, room = self._next[child], room - 1
 
     def _by_probability(self, tree: _Growth, match: Match) -> None:
-        """Add continuations by the product of estimated probabilities, highest first; ties by depth, then token id.
+        """Add continuations by their estimated probability, highest first; ties by depth, then token id.
 
-        A child's estimated probability is its share of the occurrences of the `max_breadth` likeliest children.
+        A child's share is its count over the counts of its parent's `max_breadth` likeliest children. The probability
+        of a continuation is the product of the shares on its path.
         """
         token, count = self._token, self._count
         heap: list[tuple[float, int, int, int, int]] = []
@@ -395,14 +396,14 @@ class _Text:
 class NgramDrafter(HostDrafter):
     """The drafter over one shared trie; per slot it keeps the newest tokens, open paths and tokens to be indexed.
 
-    Without a time limit (`seconds`), output is indexed as it is committed, and prompts wait in line: INDEX_PER_STEP
-    tokens are indexed in a step, for all requests together, first come first served. With a time limit all tokens wait
-    in line until there is time. Until the whole text of a request is indexed, the text's newest tokens are looked up
-    from the root. Tokens that an ended request left in line are still indexed, up to KEPT_AFTER_RELEASE.
+    Without a time limit (`seconds`), output is indexed as it is committed, and prompts wait in line: a step indexes at
+    most INDEX_PER_STEP of their tokens, first come first served. With a time limit all tokens wait in line until there
+    is time. Until the whole text of a request is indexed, the text's newest tokens are looked up from the root of the
+    trie. Tokens that an ended request left in line are still indexed, up to KEPT_AFTER_RELEASE.
 
     A predicted output (`predict`) is indexed before all else, in its own trie, which ends with the request. If both
-    tries have a match, the tree comes from the longer match. If both are equally long, it comes from the prediction,
-    which was given for this text.
+    tries have a match, the tree comes from the longer match. If the two matches are equally long, the tree comes from
+    the predicted output, which was given for this text.
     """
 
     name = "ngram"
@@ -432,7 +433,7 @@ class NgramDrafter(HostDrafter):
         return special if special.match_length >= draft.match_length else draft
 
     def predict(self, slot: int, tokens: Sequence[int]) -> None:
-        """Take in a slot's predicted output; only this slot gets drafts from it."""
+        """Take in a slot's predicted output, which its output may resemble; only this slot gets drafts from it."""
         expected = _Text(Trie(self.options), waiting=deque(tokens))
         self._texts.setdefault(slot, _Text(self.trie)).expected = expected
         self._line.appendleft(expected)
@@ -440,8 +441,9 @@ class NgramDrafter(HostDrafter):
     def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
         """Take in the next tokens of a slot's text, even those whose rows the prefix cache had.
 
-        A retracted request commits its text once more in its next slot. `again` marks tokens that were committed
-        before, so that they are not counted twice. Raises ValueError if such tokens follow new ones.
+        A retracted request, one that went back to the queue, commits its text once more in its next slot. `again` marks
+        tokens that were committed before, so that they are not counted twice. Raises ValueError if such tokens follow
+        new ones.
         """
         if not tokens:
             return
@@ -489,7 +491,7 @@ class NgramDrafter(HostDrafter):
             self.trie.close(text.path)
 
     def clear(self) -> None:
-        """Empty the trie and the line. Texts in slots stay, but match only tokens that are committed after this."""
+        """Empty the trie and the line. Texts in slots stay; only the tokens that they get after this are indexed."""
         self.trie.clear()
         self._line.clear()
         for text in self._texts.values():

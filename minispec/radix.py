@@ -1,8 +1,8 @@
 """The prefix cache: a radix tree from pages of tokens to page ids, so that a known prefix is not computed again.
 
-Each node is one cached page. Its key is the page's P tokens and the next `lookahead` tokens (0 or 1). The next token is
-there for drafters whose row i depends on token i + 1, since a page that is found must hold valid rows of the drafter
-too. Radix caching of prompts comes from SGLang (arXiv 2312.07104).
+Each node is one cached page. Its key is the page's P tokens and the next `lookahead` tokens (0 or 1). The key has the
+next token for drafters whose row i depends on token i + 1, since a page that is found must hold valid rows of the
+drafter too. Radix caching of prompts comes from SGLang (arXiv 2312.07104).
 
 A node is either held by running requests or idle. Idle nodes are in one queue, in the order of their release. Paths are
 released deepest page first, so a child always precedes its parent in the queue, and the front of the queue is always a
@@ -13,7 +13,7 @@ A request may have a salt, a string: requests share pages only under the same sa
 Invariants owned here: only full pages enter; a page in the cache is never written again; held nodes are never evicted.
 This file deals in page ids and does not know what a page holds.
 
-Read next: `seats.py`, which holds paths, enters pages and gives pages back.
+Read next: `seats.py`, which holds paths, inserts pages and gives pages back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-# A page's tokens and the lookahead; the key of a text's first page begins with the salt, if there is one.
+# A page's tokens and the lookahead tokens; the key of a text's first page begins with the salt, if there is one.
 Key = tuple[int | str, ...]
 
 
@@ -44,7 +44,7 @@ class PrefixCache:
         self.root = Node((), 0, None)
         self.idle: dict[Node, None] = {}  # ordered: least recently used first
         self.count = 0  # pages in the cache, held or idle
-        self.insertions = 0  # how many pages ever entered; as long as this is the same, no prompt can match more
+        self.insertions = 0  # how many pages ever entered; while this number is the same, no prompt can match more
 
     def _key(self, ids: Sequence[int], page: int, salt: str) -> Key | None:
         """Return the key of page number `page` of `ids`; None if `ids` is too short for the page and its lookahead.
@@ -86,8 +86,9 @@ class PrefixCache:
     def insert(self, ids: Sequence[int], pages: Sequence[int], path: list[Node], salt: str = "") -> None:
         """Extend the held `path` in place by the further full pages of `ids`; pages[i] holds the i-th page's rows.
 
-        These pages must hold the drafter's rows too. Page i now belongs to the cache, unless the cache has a page with
-        the same tokens already. In that case `path` gets the cache's page, and pages[i] still belongs to the caller.
+        These pages must hold the drafter's rows too. After the call pages[i] belongs to the cache, unless the cache had
+        a page with the same tokens before. In that case `path` gets the cache's page, and pages[i] still belongs to the
+        caller.
         """
         if not self.enabled:
             return

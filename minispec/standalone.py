@@ -1,12 +1,12 @@
 """STANDALONE: a whole small model as drafter, with its own keys and values under the target's page table.
 
-This oldest kind of drafter (speculative decoding, arXiv 2211.17192 and 2302.01318) needs no training: any model with
-the same token ids will do. The model reads the text as if it served alone, from the first token on and at true
-positions.
+This is the oldest kind of drafter (speculative decoding, arXiv 2211.17192 and 2302.01318). It needs no training: any
+model with the same token ids will do. The model reads the text as if it served alone, from the first token on and at
+true positions.
 
 The model drafts by the same beam as a head (`beam.py`), but its row i holds token i (lookahead 0). A head's row i holds
-the pair of state i and token i + 1 (lookahead 1), so the root is in row lens - 1. The model needs a row more, which
-`commit` writes: that of the root.
+the pair of state i and token i + 1 (lookahead 1), so a head reads the root in row lens - 1. The model needs one more
+row, that of the root, which `commit` writes.
 
     row   0 ... lens-1 | lens | lens+1 .. lens+K | lens+K+1 .. lens+2K | ...
           committed      root   first frontier     second frontier
@@ -36,7 +36,8 @@ from minispec.model import Model, Rope
 class DraftModel(nn.Module):
     """A model as the network of a beam. It reads no features of the target, and drafts ids below `vocab_size`.
 
-    token_map: [Vd] int64, the target ids that it may draft, one for each row of its LM head; None: all of them.
+    token_map: [Vd] int64, the target ids that it may draft, one for each row of its LM head; None: all below
+    `vocab_size`.
     """
 
     name = "standalone"
@@ -50,7 +51,7 @@ class DraftModel(nn.Module):
         self.hidden_size, self.kv_heads, self.head_dim = config.hidden_size, config.kv_heads, config.head_dim
 
     def logits(self, state: Tensor) -> Tensor:
-        """Return the logits [..., vocab_size] of hidden states [..., H]; ids from there on are never drafted."""
+        """Return the logits [..., vocab_size] of hidden states [..., H]; higher ids are never drafted."""
         return self.model.logits(state)[..., : self.vocab_size]
 
 
@@ -84,7 +85,7 @@ class StandaloneDrafter(BeamDrafter):
         shapes = [*paths, *((count, 1) for count in chunk_counts)]
         self._tails = {shape: Plan(self.kv, shape[0], 1, shape[1]) for shape in shapes}  # by requests, and rows of each
         for plan in self._tails.values():
-            self._attend(plan)  # made here already, since `Plan.fill` writes to it
+            self._attend(plan)  # made already, since an attention may change what `Plan.fill` does
 
     def compile(self, compiler: Compiler) -> None:
         self.network.model.compile_blocks(compiler)
@@ -93,7 +94,8 @@ class StandaloneDrafter(BeamDrafter):
         """Return the attention of each call of the model.
 
         In a prefill step: over the chunks, then over the roots after them. In a decode step: over the paths, which end
-        at a root, then over the frontiers. All of them run the model's blocks, so plans of equal `graph` share one.
+        at a root, then over the frontiers. All calls run the model's blocks, so attentions of equal `graph` share one
+        compiled graph.
         """
         shape = (plan.blocks, 1) if prefill else (plan.batch, plan.width)
         first = [self._attend(plan)] if prefill else []

@@ -224,7 +224,7 @@ def with_windows(kind: AttendKind, windows: Sequence[int]) -> AttendKind:
 
 
 class Windows:
-    """Attention of models with sliding windows: for each length a given kind of attention over one part of the plan.
+    """Attention of models with sliding windows: for each window length, a given kind of attention over a plan's part.
 
     Other layers of such a model see the whole text. They get a window as long as any text, so all layers share a graph.
     """
@@ -234,7 +234,7 @@ class Windows:
         self._windows, self.graph = windows, self._kinds[windows[0]].graph
 
     def layer(self, index: int) -> LayerAttend:
-        """Return the attention of one layer; a call for layer 0 has all parts work out what their queries see."""
+        """Return the attention of one layer; a call for layer 0 makes all parts work out what their queries see."""
         if index == 0:
             for kind in self._kinds.values():
                 kind.layer(0)

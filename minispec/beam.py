@@ -86,7 +86,7 @@ def best(candidates: Candidates, count: int) -> Tensor:
 
 
 def rerank(candidates: Candidates, root: Tensor, nodes: int) -> DraftTree:
-    """Return the tree of the root [B] int64 and the best nodes - 1 candidates, in the order of their indices."""
+    """Return the tree of the root [B] int64 and the best `nodes - 1` candidates, in the order of their indices."""
     chosen = best(candidates, nodes - 1)
     place = torch.zeros_like(candidates.parents)  # each candidate's node index in the tree
     place.scatter_(1, chosen, torch.arange(1, nodes, device=root.device).expand_as(chosen))

@@ -16,8 +16,8 @@ target has not read the bonus. Block rows are scratch: the next `commit` writes 
 Attention within the block is bidirectional: each row sees all rows of the block, unless the checkpoint says that
 attention is causal. Row j can infer which tokens are likely in row j - 1, but not which one is picked there. So a row
 has the same logits for all paths of a tree, and the probability of a path is the product of its tokens' probabilities.
-A chain takes the likeliest token of each row. A tree takes the N - 1 likeliest paths of all (DDTree, arXiv 2604.12989):
-a path is never likelier than its beginning, so these paths form a tree.
+A chain takes the likeliest token of each row. A tree takes the N - 1 likeliest paths of all lengths (DDTree, arXiv
+2604.12989), each as the node at its end: a path is never likelier than its beginning, so these nodes form a tree.
 
 Paper: DFlash, arXiv 2602.06036. Letters: B is the number of requests, S the rows of a block, N the nodes of a tree, K
 the tokens that a tree may take from a row, F the width of the features, d the hidden size, Vd the number of tokens that

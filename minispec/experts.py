@@ -39,7 +39,7 @@ Product = Callable[[Tensor, int], Tensor]  # (rows [n, in], an expert's number) 
 class Experts(nn.Module):
     """The experts of one layer, their matrices stacked: gate_up_proj [E, 2 I, d], gate first, and down_proj [E, d, I].
 
-    The router is a linear layer of the block, not of this module, since it is packed and sliced in another way.
+    The router is a linear layer of the block, not of this module, since it is packed and sliced unlike the experts.
     """
 
     def __init__(self, config: ModelConfig) -> None:

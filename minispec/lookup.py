@@ -52,7 +52,7 @@ class Echo:
                 self._behind[tuple(self.text[at - key : at])] = at
 
     def draft(self, after: Sequence[int], nodes: int, longest: int, shortest: int = 1) -> Draft:
-        """Return the chain that followed the last tokens of `after`, at most `nodes` nodes; without a match a root.
+        """Return the chain that followed the last tokens of `after`, at most `nodes` nodes; a root alone if none match.
 
         longest, shortest: lengths of a match; a longer match counts as `longest`, a shorter one as none. If `after` is
         this text and the chain reaches the text's end, the chain is repeated, since the text looks periodic.
@@ -77,7 +77,7 @@ class Texts(HostDrafter):
     """Lookups in each request's own text, its predicted output and the trie; the longest match gives the draft."""
 
     def __init__(self, shared: NgramDrafter) -> None:
-        """shared: the drafter over the trie, which then indexes texts only within the time that `propose` gives it."""
+        """shared: the drafter over the trie, which from now on indexes only within the time that `propose` gives it."""
         self.shared, self.name, self.nodes, self.depth = shared, shared.name, shared.nodes, shared.depth
         self.shared.seconds = 0.0
         self._own: dict[int, Echo] = {}

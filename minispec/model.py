@@ -40,7 +40,7 @@ from minispec.experts import Experts
 from minispec.model_config import JOINED, ModelConfig, ModelError, expert_names  # noqa: F401  others import ModelError
 
 FINAL = "final"  # the tap of the normed last hidden state, which the LM head reads
-NAMES_SHOWN = 8  # tensors that a message names
+NAMES_SHOWN = 8  # the most tensors that a message names
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:

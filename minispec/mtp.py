@@ -42,8 +42,8 @@ class MtpHead(DraftHead):
 
     def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
         """Return the next state [B, T, H], after the final norm; see `DraftHead.forward`."""
-        # Zeros replace position 0's embedding, as in SGLang and vLLM, with which the layer's accept length was
-        # measured.
+        # Zeros replace the embedding at position 0, as in SGLang and vLLM: the accept length that is known of this
+        # layer was measured that way.
         embedding = embedding.masked_fill((positions == 0)[..., None], 0)
         pair = torch.cat((self.hidden_layernorm(state), self.token_layernorm(embedding)), dim=-1)
         return self.final_layernorm(self.layer(self.input_proj(pair), rope, attend))

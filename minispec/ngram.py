@@ -9,10 +9,10 @@ new token moves each open path one child down. This inserts every new stretch ex
 the number of times its path occurred. The nodes reached are also the matches of all suffix lengths, found without a
 search from the root. To index a text is to do this for each of its tokens.
 
-Objects would cost too much memory, so a node is one index into a few integer arrays that grow with the nodes. Linear
-hashing (Litwin, 1980) finds the child for a token. It splits one bucket per new node, so no step rehashes the whole
-table. Drafting several branches at once from a trie comes from Lookahead (Zhao et al., arXiv 2312.12728). The rules by
-which branches are chosen are those of SGLang's NGRAM.
+Python objects would cost too much memory, so a node is one index into a few integer arrays that grow with the nodes.
+Linear hashing (Litwin, 1980) finds the child for a token. It splits one bucket per new node, so no step rehashes the
+whole table. Drafting several branches at once from a trie comes from Lookahead (Zhao et al., arXiv 2312.12728). The
+rules by which branches are chosen are those of SGLang's NGRAM.
 
 Read next: `drafter.py` for the protocol, `verify.py` for how a draft is verified.
 """
@@ -239,7 +239,7 @@ class Trie:
         return bucket if bucket < len(self._bucket) else bucket & (self._mask >> 1)
 
     def _split(self) -> None:
-        """Add one bucket, and move the nodes that now belong to it there; all of them come from one other bucket."""
+        """Add one bucket, and move into it the nodes that now belong there; all of them come from one other bucket."""
         added = len(self._bucket)
         self._bucket.append(0)
         self._mask = (1 << added.bit_length()) - 1
@@ -296,8 +296,8 @@ class Trie:
     def _by_recency(self, tree: _Growth, match: Match) -> None:
         """Add continuations level by level, newest first; the breadth falls by `scale` per level, down to 1.
 
-        The breadth is the number of children that are taken of a node. A longer match starts with a smaller breadth, so
-        its tree gets deeper.
+        The breadth is the number of children that are taken from a node. A longer match starts with a smaller breadth,
+        so its tree gets deeper.
         """
         o = self.options
         scale = (o.max_breadth - o.min_breadth) / (o.max_match - o.min_match + 1)

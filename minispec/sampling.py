@@ -139,8 +139,8 @@ def adjust(logits: Tensor, wishes: Wishes) -> Tensor:
     """Return `[B, V] fp32` logits after penalties, bias and the stop ids' mask, in this order.
 
     The repetition penalty (arXiv 1909.05858) concerns ids in prompt and output: it divides their positive logits and
-    multiplies their negative ones. Frequency times count, and also presence, is subtracted from the logits of ids in
-    the output. Neutral values leave a request's logits unchanged, bit for bit.
+    multiplies their negative ones. The frequency penalty times the count, and the presence penalty, are subtracted from
+    the logits of ids in the output. Neutral values leave a request's logits unchanged, bit for bit.
     """
     logits = logits.float()
     if wishes.counts is not None:
@@ -199,7 +199,7 @@ def law(logits: Tensor, wishes: Wishes) -> Tensor:
     return torch.where(wishes.temperature[:, None] > 0, scaled.softmax(-1), likeliest)
 
 
-# Probabilities are summed as integers, scaled so that the likeliest token has this number. Floats that are summed in
+# Probabilities are summed as integers, scaled so that the likeliest token has MASS_UNIT. Floats that are summed in
 # another order round differently, so two batch shapes could disagree about a threshold. Sums over up to 2^23 ids fit
 # into int64.
 MASS_UNIT = 2.0**40

@@ -3,8 +3,8 @@
 A walk starts at the root, where the target picks a token. If a child of the root holds this token, the walk moves to
 that child, and the target picks again. The walk ends where no child holds the pick. The picks are the output. So the
 target draws exactly as it would without a draft, and draft probabilities never matter. The original speculative
-sampling (arXiv 2211.17192, 2302.01318) accepts a draft by the ratio of the two models' probabilities; its output has
-the same distribution.
+sampling (arXiv 2211.17192, 2302.01318) accepts a draft by the ratio of the target's and the drafter's probabilities;
+its output has the same distribution.
 
 A sampled pick is the argmax of logits plus noise. The noise depends on seed, position and token alone
 (`sampling.gumbel`). So a seeded request gets the same text with every drafter: drafter-invariant decoding (arXiv
@@ -152,9 +152,9 @@ def pick_lossy(logits: Tensor, wishes: Wishes, position: Tensor, drafted: Tensor
     drafted [B, N] int64: the tokens of the node's children, -1 elsewhere. The law is the target's distribution after
     all filters (`sampling.law`). Let q_1, q_2 ... be the children's probabilities under it, and u a coin, uniform in
     (0, 1). The rule takes the first child with q_i > 0 and (u < (q_1 + ... + q_i) / acc or q_i >= single). If no child
-    passes, it draws from the law without the children. `single` lies in [0, 1], `acc` in (0, 1]. At 1 and 1 this
-    samples the law exactly, but a seed gives other tokens than with `pick`; lower values favour the drafts. A greedy
-    request gets the token of `pick`: its law is one-hot.
+    passes, the rule draws from the law without the children. `single` lies in [0, 1], `acc` in (0, 1]. At 1 and 1 the
+    rule samples the law exactly, but a seed gives other tokens than with `pick`; lower values favour the drafts. A
+    greedy request gets the token of `pick`: its law is one-hot.
     """
     q, held = law(logits, wishes), drafted.clamp(min=0)
     mass = q.gather(1, held) * (drafted != PADDING)

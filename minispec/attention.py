@@ -157,8 +157,8 @@ class Plan:
         assert self.first is not None
         count = visible.cumsum(-1)
         self.first.copy_((count[..., -1] - self.sliding).clamp(max=0))
-        # Padding loses no row of its block: attention over no row at all would be NaN, and a padding node does not see
-        # its own row, since that row is in page 0.
+        # Padding, which writes to page 0, loses no row of its block. The place of a padding node may be beyond the rows
+        # that are read (`ends`), and attention over no row at all would be NaN.
         padding = self.rows.view(self.first.shape) < self.kv.page_size
         self.visible.copy_(visible & ((count > count[..., -1:] - self.sliding) | padding[..., None]))
         self.finish()

@@ -1,6 +1,6 @@
 """minispec: a torch.compile-first speculative-decoding engine, one file per concern.
 
-`LLM` is the interface for use in Python, `python -m minispec.server` starts the server. Read next: `tree.py`, then
+`LLM` is the interface in Python, and `python -m minispec.server` starts the server. Read next: `tree.py`, then
 `verify.py`, `model.py`, `kv.py`, `attention.py`, `drafter.py`, `engine.py`, `scheduler.py`, and `server.py` last.
 """
 

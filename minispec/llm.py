@@ -1,7 +1,7 @@
 """The offline interface: `LLM(model, ...).generate(prompts, params)`.
 
-An `LLM` is an engine, which `load/build.py` makes from a `Config`, with a scheduler in front of it. The server builds
-the same object and drives the same scheduler, so offline measurements hold for the server.
+An `LLM` is an engine with a scheduler in front of it; `load/build.py` makes the engine from a `Config`. The server
+builds the same object and drives the same scheduler, so offline measurements hold for the server.
 
     from minispec import LLM, SamplingParams
     llm = LLM("path-or-id", speculative_algorithm="NGRAM")
@@ -34,11 +34,11 @@ Prompt = str | Sequence[int]
 class LLM:
     """A loaded model behind a scheduler. Keyword options are the fields of `Config`, that is, the launch flags.
 
-    With tp_size above 1 it starts the other ranks: processes that have a part of the model each. They end with this
-    process, and this process ends if one of them dies.
+    With tp_size above 1 the LLM starts the other ranks: processes that have a part of the model each. They end with
+    this process, and this process ends if one of them dies.
 
     compile_later: for the server on a CPU. Steps run eagerly until `serve/warming.py` has made their graphs. The
-    attribute of this name is True only if graphs are made later.
+    attribute `compile_later` says whether that is so; flags or the device may forbid it (`Build.lead`).
     batches: for bench.py. Batch sizes to compile. They replace the usual sizes up to the largest size given.
     Raises ValueError or RuntimeError with one readable sentence if model, flags and machine do not fit together.
     """
@@ -94,16 +94,16 @@ class LLM:
         self.scheduler.restart_times()
 
     def move_weights(self) -> None:
-        """Start a thread that moves the weights to huge pages of memory, if loading has put that off."""
+        """Start a thread that moves the weights to huge pages of memory, if loading left them where they were."""
         self._build.move_weights()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Any:
-        """Return the objects that /generate answers (text, output_ids, meta_info), one per prompt, in their order.
+        """Return objects like the answers of /generate (text, output_ids, meta_info), one per prompt, in their order.
 
         A prompt is a string or a list of token ids; a single prompt gives a single object. `params`: one for all
-        prompts or one for each. Raises RequestError if a prompt cannot be served, before any is started.
+        prompts or one for each. If a prompt cannot be served, RequestError is raised before any prompt is started.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         listed = cast(list[Prompt], [prompts] if single else list(prompts))
@@ -116,7 +116,7 @@ class LLM:
         return results[0] if single else results
 
     def serve(self, requests: Sequence[Request]) -> dict[Request, str]:
-        """Run requests to their ends and return their texts; raises RequestError before any is started."""
+        """Run requests to their ends and return their texts; raises RequestError, and runs none, if one is invalid."""
         for request in requests:
             self.scheduler.validate(request)
         texts = dict.fromkeys(requests, "")
@@ -133,7 +133,10 @@ class LLM:
         return texts
 
     def request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
-        """Make a request of a prompt; without params its limit of tokens is the default, or the room in the context."""
+        """Make a request of a prompt.
+
+        Without params its limit of tokens is the default limit, or the room in the context if that is less.
+        """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if params is None:
             room = self.scheduler.sizes.context_length - len(ids)

@@ -1,16 +1,16 @@
 """Tokens to text, and when to stop: the rules applied to every emitted token, one at a time, in order.
 
 A step may emit several tokens. They are appended one by one, and the rules are checked after each. So a request ends at
-the same token as in plain decoding; the step's later tokens are dropped from ids and text.
+the same token as in plain decoding; tokens that the step emitted after it are dropped from ids and text.
 
 The rules are checked in this order: EOS or stop id, stop string, the request's own rule (`Request.ends`), length. The
 id that stops a request stays in the ids but not in the text. A stop string is cut from the text, while the ids keep all
-tokens up to the one that completes it. With `no_stop_trim` the text keeps both. For the first `min_new_tokens` tokens
-only the length can end a request, and the sampler masks EOS and stop ids.
+tokens up to the one that completes it. With `no_stop_trim` the text keeps the stop id's text and the stop string. For
+the first `min_new_tokens` tokens only the length can end a request, and the sampler masks EOS and stop ids.
 
 Text that may be the beginning of a stop string, or half of a character, is held back until it is certain.
 
-`load/tokenizer.py` implements the protocols for tokenizers below.
+Below are the protocols for tokenizers, which `load/tokenizer.py` implements.
 
 Read next: `scheduler.py`, which calls `append`; `load/tokenizer.py` for the incremental decoding.
 """
@@ -24,14 +24,14 @@ from minispec.request import Finish, Request, SamplingParams
 
 
 class GrowingText(Protocol):
-    """The text of one list of ids that grows."""
+    """The text of a list of ids to which ids are added one by one."""
 
     def append(self, token_id: int) -> str: ...  # returns the text that this id makes certain
     def flush(self) -> str: ...  # returns the text held back, once the list is complete
 
 
 class TextMaker(Protocol):
-    """Makes text for requests: a tokenizer."""
+    """A tokenizer, as far as it makes text for requests."""
 
     def detokenizer(self, params: SamplingParams) -> GrowingText: ...
 
@@ -62,7 +62,7 @@ class Output:
         self.ends: list[int] = []  # the text's length after each token
         self.longest_stop = max(map(len, self.params.stop), default=0)
         given, request.output_ids = request.output_ids, []
-        for token in given:  # of a request that began on another replica
+        for token in given:  # a request that began on another replica has output already
             self.append(token)
 
     def append(self, token: int) -> Finish | None:
@@ -105,7 +105,7 @@ class Output:
         return stop
 
     def release(self, finished: bool) -> str:
-        """Return the text that became certain since the last call; of a finished request, all that is left."""
+        """Return the text that became certain since the last call; if the request is finished, all text left."""
         end = len(self.text) if finished else len(self.text) - self._held_back()
         released = self.request.released
         new = self.text[released:end]

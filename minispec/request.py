@@ -1,8 +1,8 @@
 """Requests: what one generation asks for, how far it has come, and how it ended. Host side only, no torch.
 
 `SamplingParams` says how to generate and is checked once, at construction. A `Request` is a prompt with these
-parameters and its progress; the scheduler owns it. `Limits` check it before it is queued. An `Update` brings the client
-what one step added. A `RequestError` says why a request cannot be served. Names and defaults are those of
+parameters and its progress; the scheduler owns it. `Limits` check a request before it is queued. An `Update` brings the
+client what one step added. A `RequestError` says why a request cannot be served. Names and defaults are those of
 SGLang's `sampling_params`.
 
 Read next: `scheduler.py` for the life of a request, `sampling.py` for what the parameters do to logits.
@@ -20,9 +20,9 @@ from minispec.metrics import Verified
 
 MAX_TOP = 20  # likeliest tokens reported beside each token
 MAX_ASKED_IDS = 128  # ids reported because a client names them
-MAX_STOPS, MAX_STOP = 64, 1024  # stop strings, and characters of each; the text is compared with all after every token
+MAX_STOPS, MAX_STOP = 64, 1024  # stop strings, and characters of each; all are searched for after every token
 GREEDY_BELOW = 1e-6  # a temperature under this is greedy, as in SGLang
-ABORT_WANTED = 499  # the status of an abort that somebody asked for; with any other the request has failed
+ABORT_WANTED = 499  # the status of an abort that somebody asked for; any other status means that the request has failed
 
 
 class RequestError(ValueError):
@@ -72,7 +72,7 @@ MAX_GRAMMAR = 2**16  # characters
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an output must match; `grammar.py` explains the kinds. Errors name `origin`, the field it came in."""
+    """What an output must match; `grammar.py` explains the kinds. Errors name `origin`, the field with the grammar."""
 
     kind: str  # one of GRAMMARS
     text: str = field(repr=False)  # not in logs
@@ -90,14 +90,14 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True)
 class Logprobs:
-    """Which log-probabilities a request wants: those of its output tokens, and of its prompt's after `start`.
+    """Which log-probabilities a request wants: of its output tokens, and of its prompt tokens after index `start`.
 
     They come from the model's logits at temperature 1, before penalties, bias and filters.
     """
 
     top: int = 0  # how many of the likeliest tokens to report beside each token
     ids: tuple[int, ...] = ()  # tokens to report beside each token
-    start: int | None = None  # report the prompt's tokens after this one; None: none
+    start: int | None = None  # report the prompt tokens after this index; None: no prompt tokens
 
     def __post_init__(self) -> None:
         _integer("top_logprobs", self.top, 0, MAX_TOP)
@@ -115,7 +115,7 @@ class Scored(NamedTuple):
 
     logprob: float  # of the token itself
     top: list[tuple[int, float]]  # the likeliest ids, the likeliest first
-    ids: list[float]  # of the ids that were named
+    ids: list[float]  # log-probabilities of `Logprobs.ids`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class SamplingParams:
     sampling_seed: int | None = None  # None: drawn at submission
     speculative: bool = True  # False: no drafts are verified for this request
     logprobs: Logprobs | None = None  # None: none
-    grammar: Grammar | None = None  # what the output must match; EOS then ends it, whatever ignore_eos says
+    grammar: Grammar | None = None  # what the output must match; EOS then ends the output, whatever ignore_eos says
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen: normalise once, here
@@ -232,7 +232,7 @@ class SamplingParams:
 def choice_seed(seed: int | None, choice: int) -> int | None:
     """Return the seed of the choice-th answer to one prompt: seed + choice * 0x9E3779B97F4A7C15 in 64 bits with a sign.
 
-    The first choice has the plain seed. Without a seed each draws its own.
+    The first choice has the plain seed. If `seed` is None, the result is None, and each choice draws its own seed.
     """
     return seed if seed is None else (seed + choice * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63
 
@@ -266,25 +266,26 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     ends: Callable[[str], bool] | None = None  # called with the text of each token; True ends the request there
     prediction: Sequence[int] = ()  # tokens that the output is expected to resemble; a hint for drafts
-    thinking: bool | None = None  # True: the prompt ends inside a reasoning; False: after one; None: it does not say
+    thinking: bool | None = None  # True: the prompt ends inside reasoning; False: after reasoning; None: not known
     leader: Request | None = None  # the first of several choices for this prompt; the others wait for its pages
     salt: str = ""  # requests share cached pages, and texts for lookups, only under the same salt
     trace: Trace | None = None  # None: not watched
 
     seed: int = 0  # params.sampling_seed, or drawn at submission; kept through retraction
-    max_new_tokens: int = 0  # params.max_new_tokens, or what context and pool leave
+    max_new_tokens: int = 0  # params.max_new_tokens, or the room in context and pool if that is less
     output_ids: list[int] = field(default_factory=list)
     released: int = 0  # characters of its text that were handed out
-    # One entry a token, if asked for. They only grow, so a thread that has seen n ids may read n entries.
+    # These lists have one entry a token, if the request asks for scores. They only grow, so a thread that was told of n
+    # ids by updates may read n entries.
     output_scores: list[Scored] = field(default_factory=list)
-    prompt_scores: list[Scored] = field(default_factory=list)  # of the tokens after `start`
-    prompt_done: bool = False  # whether its rows were computed and its pages are shared
+    prompt_scores: list[Scored] = field(default_factory=list)  # of the prompt tokens after `Logprobs.start`
+    prompt_done: bool = False  # whether the prompt's rows were computed and its full pages offered for sharing
     finish: Finish | None = None
-    slot: int = 0  # 0: not in the running set
+    slot: int = 0  # 0: none, since the request waits or has ended
     kv_len: int = 0  # rows of KV written and kept; host mirror of `lens`
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
-    verified: Verified = field(default_factory=Verified)  # what the decode steps gave in which it took part
-    undrafted: bool = False  # whether it goes on without drafts, since its logits had NaN with them
+    verified: Verified = field(default_factory=Verified)  # what its decode steps gave it
+    undrafted: bool = False  # whether it goes on without drafts, because its logits had NaN in a step with drafts
     retractions: int = 0
     finished_at: float = 0.0
     compiled_grammar: Any = None  # params.grammar, as `Grammars.compile` returned it; set by `Asked.prepare`
@@ -306,14 +307,15 @@ class Request:
 
     @property
     def asks_of_prompt(self) -> bool:
-        """Whether scores of its prompt are missing yet."""
+        """Whether scores of its prompt are still missing."""
         return bool(self.unscored)
 
     @property
     def cacheable(self) -> int:
         """How many rows of its text may come from a prefix cache.
 
-        Not the last one, whose hidden state picks the next token, nor those whose scores are asked for.
+        The last row may not: its hidden state, from which the next token is picked, must be computed. Nor may rows
+        that must still give a score, or rows after them.
         """
         rows, unscored = len(self.prompt_ids) + len(self.output_ids) - 1, self.unscored
         return min(rows, unscored.start) if unscored else rows
@@ -332,12 +334,12 @@ class Request:
 
 
 class Limits(NamedTuple):
-    """What a model and its pool of pages allow, as plain numbers that can be sent to another process."""
+    """What a model and its pool of KV pages allow, as plain numbers that can be sent to another process."""
 
     vocab_size: int
     context_length: int
-    pool_rows: int  # rows of all pages that requests may have
-    tree_rows: int  # rows that a request needs beyond its text for one step
+    pool_rows: int  # rows in the pool, all pages taken together, without the padding page
+    tree_rows: int  # rows that a request needs for one step, beyond those of its text
     eos_ids: tuple[int, ...]
 
     @property
@@ -363,7 +365,7 @@ class Limits(NamedTuple):
                 "prompt",
                 code="context_length_exceeded",
             )
-        # The longest output in an otherwise empty pool; an output that reaches it ends with `length`.
+        # `room` is the longest output if no other request has pages. An output of this length ends with `length`.
         room, wanted = min(context, self.longest_prompt + 1) - count, params.max_new_tokens
         if wanted is not None and count + wanted > context:
             raise RequestError(
@@ -375,7 +377,7 @@ class Limits(NamedTuple):
         request.max_new_tokens = room if wanted is None else min(wanted, room)
 
     def _check_scores_and_allowed(self, request: Request) -> None:
-        """Raise RequestError if scores begin behind the prompt, or if no token could be picked at first."""
+        """Raise RequestError if scores would begin behind the prompt, or if no token could be picked at the start."""
         params, count = request.params, len(request.prompt_ids)
         if params.logprobs is not None and (params.logprobs.start or 0) >= count:
             raise RequestError(f"logprob_start_len must be in [-1, {count - 1}] for {count} prompt tokens, got "

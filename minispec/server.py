@@ -2,12 +2,12 @@
 
     python -m minispec.server [--model PATH] [--port 30000] ...
 
-There are two threads. The event loop parses, counts and streams. The engine thread (`serve/worker.py`) owns the `LLM`
-and runs its steps. With --dp-size, replicas in other processes take that thread's place (`replicas/workers.py`). What
-the loop knows of the model is in a `Front` (`serve/front.py`).
+There are two threads. The event loop parses requests, counts prompts and streams answers. The engine thread
+(`serve/worker.py`) owns the `LLM` and runs its steps. With --dp-size, replicas in other processes take the place of the
+engine thread (`replicas/workers.py`). What the loop knows of the model is in a `Front` (`serve/front.py`).
 
-The server listens at once, and answers 503 until it is ready. Every failure is OpenAI's error object, in a stream as an
-event. If a client hangs up, its requests are aborted.
+The server listens before the model is loaded, and answers 503 until it is ready. It answers every failure with OpenAI's
+error object, which a stream carries as an event. If a client hangs up, its requests are aborted.
 
 Read next: `serve/parse.py` and `serve/reply.py` for what goes in and out, `scheduler.py` for what a step is.
 """
@@ -81,15 +81,15 @@ class Server:
         self.created = int(time.time())
         self.port = config.port
         self.exchanges: set[Exchange] = set()  # the HTTP requests for text that are under way
-        self.routes: dict[Request, Exchange] = {}  # for each request in the engine, who gets its updates
-        self.admitted = 0  # prompts under way, also those not tokenized yet
+        self.routes: dict[Request, Exchange] = {}  # for each request in the engine, the exchange that gets its updates
+        self.admitted = 0  # prompts under way, including those not tokenized yet
         self.produced = asyncio.Event()  # set whenever a step has given tokens
         self.must_end = asyncio.Event()  # set if the process must end, since it will not answer any more
         self.draining = self.stopping = False  # draining: no new work is taken; stopping: what is left is ended
         self.bodies = Bodies()
-        self.watchdog = Watchdog(0)  # watches nothing; `serve`, whose process is the server's own, sets another
-        # These threads do what takes long. What waits for them counts against the bound of the queue. Requests with a
-        # grammar have a thread of their own, so that a slow grammar delays only other grammars.
+        self.watchdog = Watchdog(0)  # watches nothing; only `serve`, which may end the process, sets one that does
+        # These threads do work that takes long. Prompts that wait for them count against the bound of the queue.
+        # Requests with a grammar have a thread of their own, so that a slow grammar delays only other grammars.
         self.tokenizing, self.compiling = ThreadPoolExecutor(2, "tokenizing"), ThreadPoolExecutor(1, "grammars")
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class Server:
         self.engine.start()
 
     async def drain(self, at_once: asyncio.Event) -> bool:
-        """Take no new work, and let what was taken finish; False if --shutdown-timeout or `at_once` comes first."""
+        """Take no new work and wait for the work under way; False if --shutdown-timeout or `at_once` comes first."""
         self.draining = True
         return await drained(self.exchanges, self.config.shutdown_timeout, at_once)
 
@@ -155,7 +155,7 @@ class Server:
                 exchange.add(update)
 
     def _died(self) -> None:
-        """Answer everyone, since the engine has failed; end the process if it never was ready, or is lost."""
+        """Answer everyone, since the engine has failed; end the process if the engine was never loaded or is lost."""
         message = one_line(self.engine.error)
         self._fail_everything(RequestError(f"the engine has failed: {message}", None, 503, "engine_failed"))
         if self.engine.loaded.is_set() and not self.engine.lost:
@@ -164,13 +164,13 @@ class Server:
             self.must_end.set()
 
     def hung(self) -> None:
-        """Answer everyone and end the process, since a step will not end."""
+        """Answer everyone and end the process, since a step hangs."""
         self.engine.error = RuntimeError(f"a step has not ended in {2 * self.watchdog.seconds:g} seconds")
         cast(EngineThread, self.engine).state, self.engine.lost = "failed", True
         self._died()
 
     def _fail_everything(self, error: RequestError) -> None:
-        """End every exchange, whose handler then aborts its requests, and every question to the scheduler."""
+        """End every exchange, and every question to the scheduler; an exchange's handler then aborts its requests."""
         for exchange in self.exchanges:
             exchange.end(error)
         self.engine.refuse_questions(error)
@@ -186,7 +186,7 @@ class Server:
         return await self._answer(http, lambda body: parse.parse_completion(body, self._ready().defaults))
 
     async def response(self, http: web.Request) -> web.StreamResponse:
-        """OpenAI's responses, none of which is stored."""
+        """OpenAI's responses; the server stores none."""
         return await self._answer(http, lambda body: parse_response(body, self._ready().defaults))
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
@@ -211,7 +211,7 @@ class Server:
             reply = await asyncio.get_running_loop().run_in_executor(threads, prepare)
             exchange.requests = reply.requests
             if not exchange.items.empty():
-                await exchange.next()  # it was ended while its prompt was tokenized: this raises
+                await exchange.next()  # the exchange was ended while its prompt was tokenized, so this raises the error
             self._submit(exchange)
             if self.config.log_requests:
                 log_requests(reply.requests)
@@ -238,7 +238,7 @@ class Server:
 
     @contextmanager
     def _kept(self, exchange: Exchange) -> Iterator[None]:
-        """Keep an exchange among `exchanges` while the block runs, --request-timeout at most; then abort the rest."""
+        """Keep an exchange in `exchanges` while the block runs, --request-timeout at most; abort what is unfinished."""
         self.exchanges.add(exchange)
         limit = self.config.request_timeout
         late = partial(exchange.end, RequestError(f"the request took more than {limit} seconds", None, 504, "timeout"))
@@ -261,7 +261,7 @@ class Server:
         self._end_aborted(exchange)
 
     def _end_aborted(self, exchange: Exchange) -> None:
-        """Have the engine end the requests of an exchange that /abort_request named; their last updates follow."""
+        """Have the engine end those requests of an exchange that /abort_request named; their last updates follow."""
         aborted = [request for index, request in enumerate(exchange.requests) if index in exchange.aborted]
         if aborted:
             self.engine.abort([request for request in aborted if request in self.routes])
@@ -269,7 +269,7 @@ class Server:
     # ---- the other endpoints -----------------------------------------------------------------------------------------
 
     async def health(self, http: web.Request) -> web.Response:
-        """200 once ready, with how much is compiled; else 503 with a line of progress."""
+        """200 once the server is ready, with how much is compiled; else 503 with a line of progress."""
         state = "shutting_down" if self.draining else self.engine.state
         line = self._progress()
         if state == "ready" and self.watchdog.late:
@@ -287,7 +287,7 @@ class Server:
             exchange.requests = _prepare(exchange.job, intake, self._served).requests
             self.produced.clear()
             self._submit(exchange)
-            # A token of any request will do: behind a long queue our own may take longer, though the server is well.
+            # A token of any request will do: in a long queue this request may wait longer, though the server is well.
             waits = [asyncio.ensure_future(self.produced.wait()), asyncio.ensure_future(exchange.next())]
             try:
                 done, _ = await asyncio.wait(waits, timeout=HEALTH_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
@@ -304,7 +304,7 @@ class Server:
         return json_answer({"object": "list", "data": [self._card()]})
 
     async def model(self, http: web.Request) -> web.Response:
-        """The model by its name, which may contain slashes."""
+        """The model of this name, which may contain slashes."""
         parse.check_model(http.match_info["id"], self._names)
         return json_answer(self._card())
 
@@ -320,7 +320,7 @@ class Server:
         })  # fmt: skip
 
     async def server_info(self, http: web.Request) -> web.Response:
-        """The launch flags, and an engine's sizes and current numbers; internal_states has those of each engine."""
+        """The launch flags, with one engine's sizes and current numbers; internal_states has them for each engine."""
         front = self._ready()
         answers = await self.engine.each("stats")
         stats: dict[str, Any] = next(filter(None, answers), {})
@@ -334,7 +334,7 @@ class Server:
         return json_answer(info)
 
     async def loads(self, http: web.Request) -> web.Response:
-        """How busy each engine is, in SGLang's numbers; `include` may leave out those of speculation."""
+        """How busy each engine is, in SGLang's numbers; `include` may leave out the numbers of speculation."""
         self._ready()
         include = set(filter(None, http.query.get("include", "all").split(",")))
         if unknown := include - {"core", "memory", "spec", "lora", "disagg", "queues", "all"}:
@@ -367,14 +367,14 @@ class Server:
         return web.Response(body=body, headers={"Content-Type": kind})
 
     async def flush_cache(self, http: web.Request) -> web.Response:
-        """Empty prefix cache, drafter and totals; 400 while requests are running or waiting."""
+        """Empty the prefix cache, the drafter's memory and the totals; 400 while requests are running or waiting."""
         self._ready()
         if not all(await self.engine.each("flush")):
             raise RequestError("the cache was not flushed: requests are running or waiting", code="busy")
         return web.Response(text="Cache flushed.\n")
 
     async def restart(self, http: web.Request) -> web.Response:
-        """Restart a replica, which may finish its requests first (--shutdown-timeout); answers when it is ready."""
+        """Restart a replica, which may finish its requests first (--shutdown-timeout); answers when it is up again."""
         self._ready()
         if not isinstance(self.engine, Replicas):
             raise RequestError("there are no replicas without --dp-size", None, 404)
@@ -382,7 +382,7 @@ class Server:
         return json_answer({"status": "ready"})
 
     async def set_internal_state(self, http: web.Request) -> web.Response:
-        """Change flags between two steps, and count accepted drafts anew, as SGLang does."""
+        """Change flags between two steps, and restart the counts of accepted drafts, as SGLang does."""
         self._ready()
         asked = (await self._body(http, fields.InternalState)).server_args
         try:
@@ -395,9 +395,10 @@ class Server:
         return json_answer([True])
 
     async def abort_request(self, http: web.Request) -> web.Response:
-        """End the prompts whose rid begins with `rid`, or all; 200 whether there were any or not.
+        """End the prompts whose rid begins with `rid`, or all prompts; 200 even if there were none.
 
-        If there is an admin key, a client without it must name a whole rid: knowing it shows that it is the client's.
+        If there is an admin key, a client without it must name a whole rid. A client that knows the whole rid is taken
+        for the one that sent the prompt.
         """
         asked = await self._body(http, fields.Abort)
         if not asked.abort_all and asked.rid is None:
@@ -455,7 +456,7 @@ class Server:
         return await self.bodies.read(http, partial(fields.read, kind))
 
     async def _worked_out(self, work: Callable[[], dict[str, Any]]) -> web.Response:
-        """Answer with what `work` returns in a tokenizer's thread; it counts as a prompt against the queue's bound."""
+        """Run `work` in a tokenizing thread and answer with its result; this counts as one prompt in the queue."""
         with self._counted(1):
             body = await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: parse.dump(work()))
         return web.Response(body=body, content_type="application/json")
@@ -474,14 +475,14 @@ class Server:
         return self.engine.front
 
     def _open(self) -> Front:
-        """Return what `_ready` returns, for new work: RequestError 503 from the first signal on, too."""
+        """Return what `_ready` returns, for new work; raises RequestError 503 also from the first signal on."""
         if self.draining:
             raise shutting_down()
         return self._ready()
 
     @cached_property
     def _served(self) -> Served:
-        """What answers say about the server; known once it is ready."""
+        """What answers say about the server; this is known once the server is ready."""
         config, front = self.config, self._ready()
         facts, tokenizer = front.facts, front.intake.tokenizer
         shown = calls_of(tokenizer.chat.tool_template or "")
@@ -530,10 +531,11 @@ def _prepare(job: parse.Job, intake: Intake, served: Served) -> Reply:
 
 
 async def serve(config: Config, temporary: Path | None = None) -> int:
-    """Serve until a signal comes and what runs has finished. Then end the process, with 0, or 1 if the engine was lost.
+    """Serve until a signal comes, let running requests finish, and end the process.
 
-    Without a signal the process ends only if `Server.must_end` is set, with 1. This function returns only if the server
-    cannot listen on its address or its certificate cannot be used, with 1. `temporary`: a folder to remove at the end.
+    The exit code is 0, or 1 if the engine was lost. Without a signal the process ends only if `Server.must_end` is set,
+    and the code is 1. This function returns only if the server cannot listen on its address or cannot use its
+    certificate; the value is 1. `temporary`: a folder to remove at the end.
     """
     try:
         server = Server(config, build_sealed_llm)
@@ -560,7 +562,8 @@ async def serve(config: Config, temporary: Path | None = None) -> int:
     if signals.first.is_set():
         ended = "1 request was" if left == 1 else f"{left} requests were"
         logger.info("shut down: %s", f"{ended} ended with an error" if left else "no request was cut off")
-    # Threads that compile, or tokenize a long prompt, cannot be interrupted, and the loop's end would wait for them.
+    # Threads that compile or tokenize a long prompt cannot be interrupted. An ordinary exit would wait for them, so the
+    # process ends by `os._exit`, and what an ordinary exit would do is done here.
     if temporary is not None:
         shutil.rmtree(temporary, ignore_errors=True)
     logging.shutdown()
@@ -591,7 +594,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _serves(config: Config) -> bool:
-    """Return whether this process is rank 0 of several; any other rank follows rank 0 here, until that ends."""
+    """Return whether this process is rank 0 of several; any other rank follows rank 0 here, until rank 0 ends."""
     try:
         if config.first_rank() == 0:
             return True

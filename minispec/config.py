@@ -1,8 +1,8 @@
 """Launch flags: one frozen dataclass, checked once, from which the command line is derived.
 
 Names and defaults are SGLang's where they make sense here, so that a launch command written for SGLang starts. No flag
-is ever parsed and ignored: a flag acts, or one line at start says what is done instead. The server refuses to start
-only for a flag that would change what clients get, or would open or close a door, as keys and TLS do. Flags that act
+is ever parsed and ignored: a flag acts, or one line at start says what is done instead. A flag of SGLang's that cannot
+act here stops the start only if it would change what clients get, or who has access, as keys and TLS do. Flags that act
 are the fields of `Config`. SGLang's other flags are in the tables of `load/sglang_flags.py`. Any other flag is an
 error.
 
@@ -35,7 +35,7 @@ SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "
 INT8_NODES = 4  # nodes of a tree with int8 weights: their products take four rows at a time
 BEST = ("EAGLE3", "NGRAM")  # the default model's drafter is the first of these whose files are here
 MAX_NODES = 128  # of a draft tree: the nodes of one request must fit in a query block of FlexAttention
-OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # a user's own drafter, named as module:Class
+OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class, the name of a user's own drafter
 # Flags that concern every drafter but NONE.
 _SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative_adaptive",
            "speculative_accept_threshold_single", "speculative_accept_threshold_acc")  # fmt: skip
@@ -46,19 +46,19 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"  # an environment variable that torchrun sets i
 _DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
-Ints = tuple[int, ...]  # one or several after their flag
+Ints = tuple[int, ...]  # type of a flag that takes one or several integers
 
 
 def _flag(default: Any, group: str, help: str, *, choices: Sequence[Any] = (), low: float | None = None,
           high: float | None = None) -> Any:  # fmt: skip
-    """Declare one flag: its default, section of --help, effect, and the values it takes (`low` and `high` included)."""
+    """Declare a flag: its default, its section of --help, its effect, its values (`low` and `high` are allowed too)."""
     meta = {"group": group, "help": help, "choices": tuple(choices), "low": low, "high": high}
     return field(default=default, metadata=meta)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Every launch flag, with underscores for dashes; raises ValueError naming flag, value given and values allowed."""
+    """Every launch flag, with underscores for dashes; a ValueError names flag, value given and values allowed."""
 
     model_path: str | None = _flag(
         None, "Model", f"Hugging Face id, folder or GGUF file; without it {DEFAULT_MODEL} is served"
@@ -266,7 +266,7 @@ class Config:
     )
     decode_log_interval: int = _flag(40, "Logging", "decode steps between two log lines", low=1)
 
-    draft_path: str | None = field(default=None, init=False)  # of the draft model or head: as named, or a shipped one
+    draft_path: str | None = field(default=None, init=False)  # the draft model or head: as named, or a shipped one
     notes: tuple[str, ...] = ()  # lines to log, one for each flag that does not act as given
 
     def __post_init__(self) -> None:
@@ -314,7 +314,7 @@ class Config:
                                  f"got {template!r}, which is no file")  # fmt: skip
         ordered = (
             ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size", 0),
-            # A path must hold one token more than the longest match, or such a match could draft nothing.
+            # An indexed path must be longer than the longest match, or a match of that length could draft nothing.
             ("speculative_ngram_max_match_window_size", "speculative_ngram_branch_length", 1),
             ("speculative_ngram_min_bfs_breadth", "speculative_ngram_max_bfs_breadth", 0),
         )
@@ -365,7 +365,7 @@ class Config:
             self._note("--ray-address does nothing with --dp-size 1: there are no replicas to place")
 
     def _check_drafter(self) -> None:
-        """Note flags that belong to other drafters; raise ValueError if only a part of a tree's shape is given."""
+        """Note flags that belong to other drafters; raise ValueError if the drafter's flags contradict each other."""
         for f in FLAGS:
             if not f.name.startswith("speculative_") or getattr(self, f.name) in (f.default, "NONE"):
                 continue
@@ -373,7 +373,7 @@ class Config:
             if f.name.startswith("speculative_ngram_"):
                 owners = ("NGRAM", *GROWN) if self.looks_up(self.device != "cuda") else ("NGRAM",)
             if f.name == "speculative_token_map":
-                continue  # if it is not used, this is logged when the drafter is made
+                continue  # `make_drafter` logs a line if the map is not used
             if self.is_own_drafter and not f.name.startswith(("speculative_ngram_", BLOCK)):
                 continue  # the user's class gets the whole config, and may use the flag
             if f.name == BLOCK:
@@ -391,9 +391,9 @@ class Config:
             raise ValueError("--speculative-draft-model-revision needs --speculative-draft-model-path")
 
     def _check_rounds(self) -> None:
-        """Raise ValueError if only a part of the numbers of a tree grown in rounds is given."""
+        """Raise ValueError if some of the numbers of a tree grown in rounds are given and others are missing."""
         missing = [flag_name(name) for name in NUMBERS if getattr(self, name) is None]
-        is_chain = self.speculative_eagle_topk == 1 and missing == [flag_name(NUMBERS[2])]  # of steps + 1 nodes
+        is_chain = self.speculative_eagle_topk == 1 and missing == [flag_name(NUMBERS[2])]  # its nodes are steps + 1
         if self.algorithm in GROWN and 0 < len(missing) < len(NUMBERS) and not is_chain:
             raise ValueError(f"{', '.join(map(flag_name, NUMBERS))} go together, all or none; not given: "
                              f"{', '.join(missing)}")  # fmt: skip
@@ -429,19 +429,20 @@ class Config:
         self._put("notes", (*self.notes, line))
 
     def _put(self, name: str, value: Any) -> None:
-        """Set a field while the config is made; later its fields cannot be set."""
+        """Set a field while the config is made, since the class is frozen."""
         object.__setattr__(self, name, value)
 
     @property
     def gives_numbers(self) -> bool:
-        """Whether a flag gives a number of the tree's shape."""
+        """Whether flags give any number of the tree's shape."""
         return any(getattr(self, name) is not None for name in (*NUMBERS, BLOCK))
 
     @property
     def adaptive(self) -> bool:
         """Whether `policy.py` chooses each step's shape.
 
-        By default it does, unless flags give a tree's numbers or simulate an accept length, which is that of one shape.
+        By default it does, unless flags give a tree's numbers or simulate an accept length. A simulated accept length
+        belongs to one shape.
         """
         if self.speculative_adaptive is None:
             return not self.gives_numbers and self.simulate_acc_len is None
@@ -449,13 +450,13 @@ class Config:
 
     @property
     def several_sizes(self) -> bool:
-        """Whether trees may have more than one size: shapes are chosen, and no flag gives numbers."""
+        """Whether trees may have more than one size, because shapes are chosen and no flag gives numbers."""
         return self.adaptive and not self.gives_numbers
 
     def looks_up(self, on_cpu: bool) -> bool:
         """Return whether texts are looked up beside a drafter that grows its trees on the device."""
         wanted = self.speculative_lookup
-        if wanted is None:  # on CUDA steps could then not overlap
+        if wanted is None:  # not on CUDA, where lookups would keep steps from overlapping
             wanted = on_cpu and self.several_sizes
         return wanted and self.algorithm in GROWN
 
@@ -469,7 +470,7 @@ class Config:
 
     @property
     def token_map(self) -> str | None:
-        """The file of ids that a head may draft: as named, or for a shipped EAGLE head the shipped one; else None."""
+        """The file of ids that a head may draft: the one named, else the one shipped with an EAGLE head, else None."""
         if self.speculative_token_map is not None:
             return None if self.speculative_token_map == "none" else self.speculative_token_map
         beside = HEADS / "token_map.safetensors"
@@ -477,22 +478,23 @@ class Config:
         return str(beside) if wanted and beside.is_file() else None
 
     def _shipped(self, name: str) -> str | None:
-        """Return the folder of the head that ships under this name; None if there is none, or for another model."""
+        """Return the folder of the head that ships under this name; None if there is none, or for a named model."""
         folder = HEADS / SHIPPED.get(name, "")
         whole = self.model_path is None and name in SHIPPED and (folder / "config.json").is_file()
         return str(folder) if whole else None
 
     @property
     def draft_load_format(self) -> str:
-        """Which weight files of the draft are read: by --speculative-draft-load-format, else as --load-format says.
+        """Which weight files of the draft are read: as --speculative-draft-load-format says, else as --load-format.
 
-        Draft weights are never dummy: tensors tell what kind of head it is, and random ones draft nothing of use.
+        Draft weights are never dummy: the tensors in the files show the kind of head, and random weights draft nothing
+        of use.
         """
         return self.speculative_draft_load_format or ("auto" if self.load_format == "dummy" else self.load_format)
 
     @property
     def draft_quantization(self) -> str | None:
-        """How the drafter's weights are quantized: fp8 if a flag says so or the target's are, else None."""
+        """How the drafter's weights are quantized: fp8 or None, by the drafter's flag, else as the target's."""
         wanted = self.speculative_draft_model_quantization or self.quantization
         return "fp8" if wanted == "fp8" and (self.algorithm in GROWN or self.is_own_drafter) else None
 
@@ -502,7 +504,7 @@ class Config:
         return OWN.fullmatch(self.algorithm) is not None
 
     def first_rank(self, environ: Mapping[str, str] = os.environ) -> int:
-        """Return the rank of this process, which a user or torchrun has started with these flags; rank 0 serves.
+        """Return the rank of this process, which was started with these flags by a user or torchrun; rank 0 serves.
 
         Raises ValueError if torchrun has started a number of processes other than --tp-size.
         """
@@ -533,13 +535,13 @@ class Config:
 
     @property
     def thresholds(self) -> tuple[float, float] | None:
-        """The accept thresholds (single, acc), or None if both are 1, so that verification is exact."""
+        """The accept thresholds (single, acc), or None if both are 1: verification is then exact."""
         pair = (self.speculative_accept_threshold_single, self.speculative_accept_threshold_acc)
         return None if pair == (1, 1) else pair
 
     @property
     def served_name(self) -> str:
-        """The model's name in answers: the one given, else the path given, else the default model's."""
+        """The model's name in answers: the name given, else the path given, else the default model's name."""
         return self.served_model_name or self.model_path or DEFAULT_MODEL
 
 

@@ -1,9 +1,9 @@
 """Speculation in a terminal, step by step: `python -m minispec.explain "PROMPT"`.
 
-For readers of the code. It draws each step as a tree, with the drafter's and the model's probability of each node, the
-drafts accepted, the token that the model added, and the time of each part of the step. A table of all steps comes last.
-With rich (`pip install 'minispec[explain]'`) the lines are coloured. `--worked-step` prints the README's step in
-numbers, in float32, so that it is the same on every machine.
+This command is for readers of the code. It draws each step as a tree, with the drafter's and the model's probability of
+each node, the drafts accepted, the token that the model added, and the time of each part of the step. A table of all
+steps comes last. With rich (`pip install 'minispec[explain]'`) the lines are coloured. `--worked-step` prints the
+README's step in numbers. It computes in float32, so that the step is the same on every machine.
 
 Read next: `asked/trace.py` for what a trace holds, `engine.py` for the step.
 """
@@ -26,10 +26,10 @@ from minispec.verify import Trees, Verdict
 
 Line = list[tuple[str, str]]  # pieces of text with their styles
 ACCEPTED, REJECTED, OWN, QUIET, HEAD = "bold green", "dim", "bold cyan", "dim", "bold"
-MARKS = {"head": "●", "lookup": "◆", "host": "▲"}  # before a draft, by the source of its step
+MARKS = {"head": "●", "lookup": "◆", "host": "▲"}  # source of a step's drafts -> what is printed before each
 LEGEND = "● drafted by a head or draft model, ◆ looked up in a text, ▲ drafted on the host"
 QUESTION = "Why is the sea salty?"  # the prompt of the README's step
-PARTS = ("propose", "blocks", "logits", "compact", "commit")  # of a step; `Clock` names the function that does each
+PARTS = ("propose", "blocks", "logits", "compact", "commit")  # the parts of a step; `Clock` names the function of each
 
 
 class Clock:
@@ -71,7 +71,7 @@ def tree_lines(step: dict[str, Any], piece: Callable[[int], str]) -> list[Line]:
         if parent >= 0:
             children[parent].append(node)
     accepted, emitted, mark = set(step["accepted"]), step["emitted"], MARKS.get(step["source"], "")
-    adds = len(emitted) == len(step["accepted"])  # else a stop cut the step
+    adds = len(emitted) == len(step["accepted"])  # whether the model's own token was kept; else a stop came before it
     lines: list[Line] = [[(f"{piece(step['tokens'][0])!r}", HEAD), ("  so far", QUIET)]]
 
     def below(node: int, indent: str) -> None:
@@ -132,7 +132,7 @@ class Screen:
         self.console.print(Text.assemble(*pieces))
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """Print a table with its head first and its sums last; 80 columns hold it, and no cell is cut in fewer."""
+        """Print a table with its head first and its sums last; it fits in 80 columns, and no cell is ever cut."""
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             text = " ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--steps must be at least 1, got {asked.steps}")
     screen = Screen()
     try:
-        on_cuda = torch.cuda.is_available()  # there a captured step would have no parts to time
+        on_cuda = torch.cuda.is_available()  # on CUDA a captured step would have no parts to time
         llm = LLM(asked.model, progress=lambda line: screen.line((line, QUIET)), max_running_requests=1,
                   disable_torch_compile=not asked.compile, disable_overlap_schedule=True, disable_cuda_graph=on_cuda,
                   speculative_algorithm=asked.algorithm, speculative_draft_model_path=asked.draft_model)  # fmt: skip

@@ -1,9 +1,9 @@
 """Counters of a running engine, and the two log lines operators read, in SGLang's words.
 
-Definitions, as in SGLang's log: a decode forward over B requests counts B verify steps; accept len is the tokens that
-requests keep per verify step, the target's own included (1.00 is plain decoding); accept rate is the share of verified
-drafts that was accepted. Tokens behind a stop do not count. Every number about acceptance comes from a `Verified`.
-Throughputs are tokens over the time in which there was work.
+Definitions, as in SGLang's log: a decode forward over B requests counts B verify steps. Accept len is the number of
+tokens that requests keep per verify step, the target's own token included; plain decoding has 1.00. Accept rate is the
+share of verified drafts that was accepted. Tokens behind a stop do not count. Every number about acceptance comes from
+a `Verified`. A throughput is tokens divided by the time in which there was work.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Load(NamedTuple):
 class Kept(NamedTuple):
     """What a verify step gave one request."""
 
-    tokens: int  # how many of the step's tokens the request kept: none behind a stop
-    source: str | None = None  # whose drafts it verified, as `Planned.verified` tells; None: nobody's
+    tokens: int  # how many of the step's tokens the request kept; tokens behind a stop are not kept
+    source: str | None = None  # the source of the drafts verified (`Planned.verified`); None: there were no drafts
     drafted: int = 0  # drafts verified; of a head's tree all nodes but the root, padding included
-    accepted: int = 0  # drafts among the tokens
+    accepted: int = 0  # how many of the tokens kept were drafts
 
 
 @dataclass
 class Verified:
-    """What verify steps gave, by whose drafts they verified."""
+    """What verify steps gave, by the source of the drafts that they verified (`Kept.source`)."""
 
     steps: Counter[str | None] = field(default_factory=Counter)
     tokens: Counter[str | None] = field(default_factory=Counter)
     drafted: Counter[str | None] = field(default_factory=Counter)
     accepted: Counter[str | None] = field(default_factory=Counter)
-    depths: Counter[int] = field(default_factory=Counter)  # drafts accepted of a step -> how often
+    depths: Counter[int] = field(default_factory=Counter)  # number of drafts accepted in a step -> number of such steps
 
     def add(self, kept: Kept) -> None:
         """Count a verify step of one request."""
@@ -68,7 +68,7 @@ class Verified:
 
 
 STEP_BOUNDS = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0, 4.0)  # seconds of a step
-WAIT_BOUNDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds of a request
+WAIT_BOUNDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds a request waits
 
 
 class Histogram:
@@ -89,7 +89,7 @@ class Metrics:
 
     nodes: int  # N, nodes of a draft tree
     log_interval: int  # decode steps between log lines
-    on_cuda: bool = False  # whether steps may be CUDA graphs; where none can, log lines do not speak of them
+    on_cuda: bool = False  # whether steps may be CUDA graphs; if not, log lines do not mention graphs
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -98,8 +98,8 @@ class Metrics:
     requests: int = 0
     aborted: int = 0
     retractions: int = 0
-    last: Verified = field(default_factory=Verified)  # of the last window, as logged
-    last_throughput: float = 0.0  # likewise
+    last: Verified = field(default_factory=Verified)  # counts of the last whole window, as logged
+    last_throughput: float = 0.0  # of the same window, in tokens a second
     step_seconds: float = 0.0  # spent on launching decode steps and waiting for them
     host_seconds: float = 0.0  # spent after decode steps on stop rules, text and ending requests
     prefill_steps: int = 0
@@ -108,16 +108,16 @@ class Metrics:
     queue_times: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))  # from arrival to a slot
     _window: Verified = field(default_factory=Verified)
     _window_start: float = field(default_factory=time.monotonic)
-    _last: float = field(default_factory=time.monotonic)  # when the newest step ended, or work came after a rest
+    _last: float = field(default_factory=time.monotonic)  # when the newest step ended, or when work came after a rest
 
     @property
     def shape_shares(self) -> dict[str, float]:
-        """The share of decode forwards by nodes of a tree, 1 for plain ones; keys are strings, for JSON."""
+        """The share of decode forwards by nodes of a tree (key "1": plain steps); keys are strings, for JSON."""
         return {str(nodes): round(count / self.shapes.total(), 4) for nodes, count in sorted(self.shapes.items())}
 
     @property
     def lookup_shares(self) -> dict[str, float]:
-        """The share of verify steps whose tree was looked up, and the share of tokens that these emitted."""
+        """The share of verify steps whose tree was looked up, and the share of tokens that came from these steps."""
         counts = {"verify_steps": self.verified.steps, "tokens": self.verified.tokens}
         return {name: round(count["lookup"] / max(count.total(), 1), 4) for name, count in counts.items()}
 
@@ -171,7 +171,7 @@ class Metrics:
     def decode(self, load: Load, kept: Sequence[Kept], *, nodes: int, captured: bool, seconds: float = 0.0) -> None:
         """Count one decode step, and write a log line every `log_interval` steps.
 
-        kept: what the step gave each request. seconds: the time of its launch and of the wait for it.
+        kept: what the step gave each request. seconds: the time spent on launching the step and on waiting for it.
         """
         for one in kept:
             self.verified.add(one)

@@ -73,9 +73,9 @@ def _speculation(request: Request) -> dict[str, Any]:
 
 
 def spec_tokens_details(request: Request) -> dict[str, Any]:
-    """Return what its verify steps gave a request, as SGLang's newest names have it, and the same by source of drafts.
+    """Return what verify steps gave a request, under SGLang's newest names: in all, and by the source of the drafts.
 
-    Each source (`Kept.source`) has an entry once a tree of its was verified. Steps without drafts are in no entry.
+    A source (`Kept.source`) has an entry once a tree from it was verified. Steps without drafts are in no entry.
     """
     verified = request.verified
     counts = (verified.steps, verified.tokens, verified.drafted, verified.accepted)
@@ -103,10 +103,10 @@ def _histogram(verified: Verified) -> list[int]:
 
 
 def _logprob_lists(request: Request, count: int, spell: Callable[[int], str] | None) -> dict[str, Any]:
-    """Return SGLang's lists of log-probabilities, of the first `count` output tokens; no list if none was asked for.
+    """Return SGLang's lists of log-probabilities, for the first `count` output tokens; none if none was asked for.
 
     Items are [logprob, id, text]; text is null without `spell`. The prompt's items begin at logprob_start_len, and the
-    first of them has null for its logprob. An aborted request has items as far as its tokens were scored.
+    logprob of the first item is null. An aborted request has items for those tokens only that were scored.
     """
     wish = request.params.logprobs
     if wish is None:

@@ -1,8 +1,9 @@
 """Constrained output: which tokens a grammar allows after each node of a draft tree. Host side, by `llguidance`.
 
-A request may carry a grammar: a JSON schema, a regular expression, a context-free grammar, tags within free text.
-`Grammars` compiles it to a matcher, once. A `Constraint` is one request's copy of that matcher and follows its output.
-`Constraints` holds those of the running slots and fills the masks of a step.
+A request may carry a grammar: a JSON schema, a regular expression, a context-free grammar, or tags within free text.
+`Grammars` compiles it once to a matcher, which reads tokens and says which tokens may come next. A `Constraint` is one
+request's copy of that matcher and follows the request's output. `Constraints` holds the constraints of the running
+slots and fills the masks of a step. A mask has one bit for each token of the vocabulary: whether it is allowed.
 
 The one idea: a matcher that can go back one token can walk a tree depth first. At each node it cuts the children whose
 token the node's mask lacks. For every other child it consumes the token, fills the child's mask, walks on from there,
@@ -10,14 +11,15 @@ and rolls back. So the target's pick at every node is one that the grammar allow
 is that of plain decoding under the same masks. A mask is applied to logits before penalties, filters and noise.
 
 A grammar's text may be hostile. Compiling and stepping have limits in llguidance's own units (LIMITS), and `schemas.py`
-refuses schemas that these do not bound. A matcher that hits a limit never works again. If a draft
-led there, it is made anew; else its request fails and no other. The masks of drafts may take DRAFT_SECONDS of a step,
-all requests together. Drafts that were not reached by then are cut, which costs speed and no exactness.
+refuses schemas whose cost these limits do not bound. A matcher that hits a limit never works again. If a draft made it
+hit the limit, the matcher is made anew; otherwise its request fails, and no other request does. The masks of drafts may
+take DRAFT_SECONDS of a step, for all requests together. Drafts that were not reached by then are cut, which costs speed
+but not exactness.
 
 From Python, `SamplingParams(grammar=Grammar("regex", "[a-z]+"))` constrains a request. The kind "lark" is llguidance's
 own language, in which `%json {...}` embeds a schema and `<name>` a special token; tool calls can be written in it. The
-kind "ebnf" is that language or GBNF. `Scheduler.validate` compiles, and raises a RequestError that names
-`Grammar.origin`.
+kind "ebnf" is that language or GBNF. `Scheduler.validate` compiles the grammar. If the grammar is wrong, it raises a
+RequestError that names `Grammar.origin`.
 
 Constrained decoding follows Willard, Louf, "Efficient guided generation for large language models", arXiv 2307.09702.
 Read next: `schemas.py`, which closes schemas; `steps.py`, which cuts a step in two around `Constraints.masks`.
@@ -45,7 +47,7 @@ from minispec.tree import PADDING
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# A mask then takes some 20 ms at most, and a compilation a few tenths of a second, on one core.
+# With these limits a mask takes some 20 ms at most, and a compilation a few tenths of a second, on one core.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 400_000, "step_lexer_fuel": 100_000, "step_max_items": 10_000, "max_lexer_states": 30_000,
     "max_grammar_size": 100_000, "max_items_in_row": 500,
@@ -80,10 +82,10 @@ def _words(vocab_size: int) -> int:
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary and caches the newest. Any thread may call it, but it blocks an event loop.
+    """Compiles grammars for one vocabulary and caches the newest. Any thread may call it; it would block an event loop.
 
-    vocab_size: of the model; ids beyond the tokenizer's are never allowed. eos_ids: allowed where a grammar can end;
-    where it must end, only they are.
+    vocab_size: the model's; ids that the tokenizer lacks are never allowed. eos_ids: ids that are allowed where a
+    grammar can end; where it must end, no others are allowed.
     """
 
     def __init__(self, backend: TokenizerBackend, vocab_size: int, eos_ids: Iterable[int]) -> None:
@@ -98,7 +100,7 @@ class Grammars:
             request.compiled_grammar = self.compile(request.params.grammar)
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Compile a grammar, within half a second, at the first call a second more; RequestError 400 if it is wrong."""
+        """Compile a grammar within half a second, the first within 1.5 seconds; RequestError 400 if it is wrong."""
         if (known := self._compiled.get(grammar)) is not None:
             return known
         check_installed(grammar.origin)
@@ -112,7 +114,7 @@ class Grammars:
             limits = LLParserLimits(verbose_errors=False, **LIMITS)
             matcher = LLMatcher(self._tokenizer(grammar), source, log_level=0, limits=limits)
             if not matcher.get_error():
-                matcher.deep_copy().compute_bitmask()  # the first mask builds a lexer, which must not delay a step
+                matcher.deep_copy().compute_bitmask()  # the first mask builds a lexer: here, so that no step is delayed
             if wrong := matcher.get_error():
                 raise _refused(grammar, wrong)
             compiled = self._compiled[grammar] = Compiled(matcher, _words(self._size))
@@ -154,7 +156,7 @@ class Grammars:
 
 
 class _Bytes:
-    """A tokenizer as llguidance reads it, a table of bytes; an id without a token has no bytes."""
+    """A tokenizer in the form that llguidance reads: a table of each id's bytes; an id without a token has no bytes."""
 
     bos_token_id = None
 
@@ -182,14 +184,14 @@ def _parsed(text: str) -> Any:
 
 
 def _lark(gbnf: str) -> str:
-    """Return a grammar in GBNF as Lark; ValueError if it is none, or has too many rules."""
+    """Translate a grammar from GBNF to Lark; ValueError if it is not GBNF, or has too many rules."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if (rules := gbnf.count("::=")) > MOST_RULES:
         raise ValueError(f"it may have at most {MOST_RULES} rules, got {rules}")
     try:
         return gbnf_to_lark(gbnf)
-    except Exception as error:  # its own, and what a hostile text makes it raise
+    except Exception as error:  # its own errors, and any others that a hostile text causes
         raise ValueError(f"it cannot be read as GBNF: {error}") from None
 
 
@@ -236,7 +238,7 @@ class Constraint:
         self._restart()
 
     def _restart(self) -> None:
-        """Replace the matcher by one that has consumed nothing; one with an error never works again."""
+        """Replace the matcher by one that has consumed nothing; a matcher with an error never works again."""
         self.matcher, self.consumed = self.request.compiled_grammar.matcher.deep_copy(), 0
 
     def catch_up(self) -> None:
@@ -265,9 +267,9 @@ class Constraint:
             raise Stuck(f"the grammar leaves no token to choose from ({reason})")
 
     def walk(self, tokens: Sequence[int], parents: Sequence[int], rows: np.ndarray, until: float) -> set[int]:
-        """Fill the masks `rows [N, W] uint32` of a tree and return the legal nodes; raises Stuck if the root's fails.
+        """Fill the masks `rows [N, W] uint32` of a tree and return the legal nodes; raises Stuck if the root fails.
 
-        until: the time on `time.perf_counter` after which drafts are cut unseen.
+        until: the time on `time.perf_counter` after which drafts are cut without a look at them.
         """
         self.catch_up()
         self.fill(rows[0], 0)
@@ -291,7 +293,7 @@ class Constraint:
                         self.fill(rows[child], depth + 1)
                         legal.add(child)
                         visit(child, depth + 1)
-                    except Stuck:  # the node is cut: if the target picks its token, the next step reports the error
+                    except Stuck:  # the child is cut: if the target picks its token, the next step reports the error
                         if self.matcher.is_error():
                             raise
                     if not self.matcher.rollback(1):
@@ -337,7 +339,7 @@ class Constraints:
               pinned: bool = False) -> Masks:  # fmt: skip
         """Return the masks of a step over slots [B] with trees [B, N]; slots without a grammar are allowed all tokens.
 
-        A slot for which no token is allowed has failed; as placeholders its masks allow all.
+        A slot for which no token is allowed has failed; its masks then allow all tokens, as placeholders.
         """
         nodes, kept, failed = len(tokens[0]), [list(row) for row in tokens], dict[int, str]()
         width = max((constraint.words for constraint in self.slots.values()), default=self.words)
@@ -358,7 +360,7 @@ class Constraints:
 
 
 def mask(logits: Tensor, bits: Tensor) -> Tensor:
-    """Return `logits [.., V]` with -inf where a bit of `bits [rows, 4 W] uint8` is 0, one row for each of logits."""
+    """Return `logits [.., V]` with -inf where a bit of `bits [rows, 4 W] uint8` is 0; both have as many rows."""
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     allowed = ((bits[..., None] >> places) & 1).view(len(bits), -1)[:, : logits.shape[-1]]
     return logits.masked_fill(allowed.view(logits.shape) == 0, -torch.inf)

@@ -1,14 +1,15 @@
-"""JSON schemas as they are compiled: checked, closed where they leave open what else an object has, and bounded.
+"""JSON schemas in the form that is compiled: checked, bounded and closed. A closed schema allows no unnamed properties.
 
-By the standard an object may have properties that its schema does not name, and a small model invents some until its
-tokens end. Other servers read such a schema as closed, and so does `closed`: where `properties` or `patternProperties`
-name properties, the object has no others, unless `additionalProperties` or `unevaluatedProperties` says what others may
-be. `{"type": "object"}` names none and stays open.
+By the standard an object may have properties that its schema does not name, and a small model keeps inventing such
+properties until its tokens run out. Other servers read such a schema as closed, and so does `closed`: if `properties`
+or `patternProperties` name properties, the object has no others, unless `additionalProperties` or
+`unevaluatedProperties` says which others it may have. `{"type": "object"}` names none and stays open.
 
-A schema may describe an object in parts: by `allOf`, `anyOf`, `oneOf`, `$ref` and what stands beside them. A part that
-was closed to its own names would forbid those of the others. So each part is closed to its own names and to those
-beside it, and the whole has just these. An option of `anyOf` or `oneOf` is not beside another option. A `$ref` that has
-names beside it gives way to a copy of its target. A `$ref` alone stays, since its target is closed where it lies.
+A schema may describe an object in parts: by `allOf`, `anyOf`, `oneOf`, `$ref` and the keywords beside them. A part
+that allowed only its own names would forbid the names of the other parts. So each part allows its own names and those
+of the parts beside it, and the object may have all these names and no others. An option of `anyOf` or `oneOf` is not
+beside another option. A `$ref` that has names beside it is replaced by a copy of its target. A `$ref` alone stays,
+since its target is closed in its own place.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
-MOST_MULTIPLE = 10_000  # bound on the least common multiple of a schema's `multipleOf`, the states of its automaton
-MOST_WORK = 200_000  # bound on what closing a schema looks at and copies; copies of copies can be many
-# Without bounds small models never stop: between two tokens of JSON, and in the fraction of a second.
+MOST_MULTIPLE = 10_000  # bound on the least common multiple of a schema's `multipleOf`: an automaton has so many states
+MOST_WORK = 200_000  # bound on the keywords and names that closing a schema reads and copies; copies can hold copies
+# Without these two bounds small models write without end: whitespace in JSON, and digits of the fraction of a second.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
-MOST_CHARACTERS = {"time": 24, "date-time": 35}  # with nine digits of the fraction
+MOST_CHARACTERS = {"time": 24, "date-time": 35}  # of a text in this format; room for nine digits of the fraction
 
-_PARTS = ("allOf", "anyOf", "oneOf", "$ref")  # describe the same object as what stands beside them
+_PARTS = ("allOf", "anyOf", "oneOf", "$ref")  # describe the same object as the keywords beside them
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")  # from names to schemas
 _DATA = ("const", "enum", "default", "examples", "required")  # hold no schemas
 _EMPTY: Mapping[str, bool] = MappingProxyType({})
@@ -39,7 +40,7 @@ T = TypeVar("T")
 
 
 def compiled_form(schema: Any) -> str:
-    """Return a schema as llguidance compiles it: closed and bounded; ValueError if it is no schema, or too large."""
+    """Return a schema as llguidance gets it: closed and bounded; ValueError if it is no schema, or too large."""
     if not isinstance(schema, (dict, bool)):
         raise ValueError(f"a JSON schema must be an object or a boolean, got {type(schema).__name__}")
     check_multiples(schema)
@@ -50,7 +51,7 @@ def compiled_form(schema: Any) -> str:
     return json.dumps({**closed(schema), "x-guidance": {"whitespace_pattern": WHITESPACE, **own}})
 
 
-# ---- what a schema embedded in a grammar of lark is ------------------------------------------------------------------
+# ---- schemas embedded in a grammar in Lark ---------------------------------------------------------------------------
 
 
 def close_embedded(lark: str) -> str:
@@ -67,12 +68,12 @@ def close_embedded(lark: str) -> str:
 
 
 def _embedded(lark: str) -> Iterator[tuple[int, int, Any]]:
-    """Yield the schemas that a lark grammar embeds, with where each begins and ends."""
+    """Yield where each schema in a Lark grammar begins, where it ends, and the schema."""
     decoder = json.JSONDecoder()
     for found in _EMBEDDED.finditer(lark):
         try:
             schema, end = decoder.raw_decode(lark, found.end())
-        except ValueError:  # in a comment, or not valid, which compiling reports
+        except ValueError:  # it is in a comment, or it is not valid and compiling will report that
             continue
         yield found.end(), end, schema
 
@@ -81,9 +82,10 @@ def _embedded(lark: str) -> Iterator[tuple[int, int, Any]]:
 
 
 def check_multiples(schema: Any) -> None:
-    """Raise ValueError if `multipleOf` makes automata of more than MOST_MULTIPLE states, which no limit bounds.
+    """Raise ValueError if `multipleOf` could make an automaton of more than MOST_MULTIPLE states.
 
-    Several in one allOf become an automaton of their least common multiple; hence the bound on the whole schema's.
+    No limit of llguidance bounds these automata. Several numbers in one allOf become one automaton, whose states are
+    their least common multiple. So the bound is on the least common multiple of all numbers in the schema.
     """
     common, values = 1, list(_multiples(schema))
     for value in values:
@@ -112,7 +114,7 @@ def _multiples(value: Any) -> Iterator[int | float]:
 
 
 def closed(schema: Any) -> Any:
-    """Return a schema closed to the properties that it names, with times that end; ValueError if it is too large."""
+    """Return a schema that allows only the properties it names, with bounded times; ValueError if it is too large."""
     return _Closing(schema).close(schema)
 
 
@@ -121,8 +123,8 @@ class Names(NamedTuple):
 
     properties: Mapping[str, bool] = _EMPTY
     patterns: Mapping[str, bool] = _EMPTY
-    named: bool = False  # there are `properties` or `patternProperties`
-    settled: bool = False  # the schema says itself what others there may be
+    named: bool = False  # whether there are `properties` or `patternProperties`
+    settled: bool = False  # whether the schema itself says which other properties there may be
 
 
 NOTHING = Names()
@@ -133,19 +135,19 @@ class _Closing:
 
     def __init__(self, document: Any) -> None:
         self.document, self.left = document, MOST_WORK
-        self.followed: list[str] = []  # the references that led to where we are
+        self.followed: list[str] = []  # the references that led to the schema being closed
 
     def close(self, schema: Any, beside: Names = NOTHING) -> Any:
-        """Return a schema closed to its own names and to those of `beside`, said elsewhere of the same object."""
+        """Return a schema that allows only its own names and those in `beside`, of other parts of the same object."""
         if schema is True and beside.named:
             schema = {}
         if not isinstance(schema, dict):
             return schema
         self._spend(len(schema))
-        if schema.get("unevaluatedProperties") is False and beside == NOTHING:  # asks for this, and llguidance lacks it
+        if schema.get("unevaluatedProperties") is False and beside == NOTHING:  # llguidance lacks this keyword
             schema = {word: value for word, value in schema.items() if word != "unevaluatedProperties"}
             beside = Names(named=True)
-        parts = [word for word in schema if word in _PARTS]  # what an only part says is not beside anything
+        parts = [word for word in schema if word in _PARTS]  # a single part is beside no other: nobody needs its names
         says = {word: self._says(word, value) for word, value in schema.items() if parts != [word]}
         done: dict[str, Any] = {}
         for word, value in schema.items():
@@ -162,7 +164,7 @@ class _Closing:
         return done
 
     def _close_part(self, word: str, value: Any, others: Names) -> dict[str, Any]:
-        """Return a keyword whose schemas describe the same object as the `others`, closed."""
+        """Return a keyword with its schemas closed; they describe an object to which `others` gives names too."""
         if word == "$ref":
             target = None if others == NOTHING else self._follow(value, partial(self.close, beside=others))
             return {word: value} if target is None else {"allOf": [target]}
@@ -175,7 +177,7 @@ class _Closing:
                        for i, part in enumerate(value)]}  # fmt: skip
 
     def _close_inner(self, word: str, value: Any) -> Any:
-        """Return the value of any other keyword; the schemas in it describe something else, and are closed as such."""
+        """Return the value of any other keyword; its schemas describe other values, and each is closed by itself."""
         if word in _DATA:
             return value
         if word in _MAPS and isinstance(value, dict):
@@ -183,7 +185,7 @@ class _Closing:
         return [self.close(schema) for schema in value] if isinstance(value, list) else self.close(value)
 
     def _closure(self, says: Mapping[str, Names], whole: Names) -> dict[str, Any]:
-        """Return the keywords that close a schema without parts to the names of the whole that it is part of."""
+        """Return keywords by which a schema without parts allows only the names in `whole`, of all parts of the object."""
         if not whole.named or whole.settled:
             return {}
         own = says.get("properties", NOTHING).properties, says.get("patternProperties", NOTHING).patterns
@@ -195,7 +197,7 @@ class _Closing:
     # ---- what is said of an object -----------------------------------------------------------------------------------
 
     def _names(self, schema: Any) -> Names:
-        """Return what a schema says of an object, in all its parts."""
+        """Return what all parts of a schema say of an object."""
         return self._union(self._says(*item) for item in schema.items()) if isinstance(schema, dict) else NOTHING
 
     def _says(self, word: str, value: Any) -> Names:
@@ -227,7 +229,7 @@ class _Closing:
         return Names(properties, patterns, named, settled)
 
     def _follow(self, reference: Any, use: Callable[[Any], T]) -> T | None:
-        """Return what `use` makes of the target of a reference; None if it leads in a circle."""
+        """Return what `use` makes of the target of a reference; None if the reference leads in a circle."""
         if not isinstance(reference, str) or reference in self.followed:
             return None
         target, (first, *steps) = self.document, unquote(reference).split("/")

@@ -7,9 +7,9 @@ ask are scored, at most 128 at a time, so the logits of a long prompt never exis
 
 A token's score and its entry among the likeliest tokens are read from the same tensor, so they are the same float.
 
-The host knows before the launch which scores a step is asked for (`Questions`), and uploads that in one copy. The
-answers (`Scores`) come back with the step's tokens. Such steps run uncaptured, since their shapes depend on what is
-asked.
+The host knows before the launch which scores a step is asked for (`Questions`), and uploads the questions in one copy.
+The answers (`Scores`) come back with the step's tokens. Steps with questions run uncaptured, since their shapes depend
+on what is asked.
 
 Read next: `steps.py`, which asks; `serve/logprobs.py` and `answers.py` for what clients see.
 """
@@ -44,7 +44,7 @@ class Questions:
 
     def __init__(self, asked: Sequence[Question], device: torch.device) -> None:
         self.asked = asked
-        self.top = max(question.wish.top for question in asked)  # here K: how many likeliest tokens are wanted at most
+        self.top = max(question.wish.top for question in asked)  # K in this file: the largest `top` of a request
         self.width = max(len(question.wish.ids) for question in asked)  # I, the most ids that a request names
         picks = [(question.row, owner) for owner, question in enumerate(asked) if question.picks]
         known = [(row, owner) for owner, question in enumerate(asked) for row in question.known]
@@ -67,16 +67,16 @@ class Scores:
     """A step's n answers: first those for the picks, A a request, then those for the known tokens."""
 
     questions: Questions
-    values: Tensor  # [n, 1 + K + I] fp32: of the token, of the K likeliest tokens, of the named ids
+    values: Tensor  # [n, 1 + K + I] fp32: log-probabilities of the token, of the K likeliest tokens, of the named ids
     top: Tensor  # [n, K] int64, the ids of the K likeliest tokens
 
     def to_host(self) -> Scores:
-        """Start a copy to the host, and return it."""
+        """Start a copy to the host, and return the copy."""
         values, top = (part.to("cpu", non_blocking=True, copy=True) for part in (self.values, self.top))
         return replace(self, values=values, top=top)
 
     def read(self, most: int) -> dict[int, tuple[list[Scored], list[Scored]]]:
-        """Return, by row or chunk, the scores of known tokens and of A = `most` picks; the copy must be complete."""
+        """Return the scores of known tokens and of A = `most` picks by row or chunk; the copy must be complete."""
         values, top = self.values.tolist(), self.top.tolist()
         picked, known = 0, len(self.questions.picks) * most
         told = {}
@@ -117,7 +117,7 @@ def _score(logits: Tensor, tokens: Tensor, ids: Tensor, count: int) -> tuple[Ten
 def score_picks(questions: Questions, logits: Tensor, path: Tensor, emitted: Tensor) -> Scores:
     """Score the tokens of a decode step: `logits [B, N, V]`, `path` and `emitted [B, A] int64` of its verdict.
 
-    Entries of a path from the verdict's count on are scored too, and dropped later.
+    A path has A entries, of which the verdict's count are valid. The others are scored too, and dropped later.
     """
     (_, nodes, vocab), most = logits.shape, path.shape[1]
     flat, rows = logits.reshape(-1, vocab), questions.picks

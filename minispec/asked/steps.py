@@ -1,12 +1,12 @@
 """What some requests ask of a step beyond its tokens: the masks of a grammar, log-probabilities, a trace.
 
-A step over such a request runs here, from the same pieces as `Engine.decode` and `Engine.prefill_step` and in the same
+A step over such a request runs here. It has the same pieces as `Engine.decode` or `Engine.prefill_step`, in the same
 order. So the engine's own steps have no branch for any of this, and steps without such requests pay nothing for it. A
-grammar changes the step: between the forward pass and the verdict it removes drafts and masks logits, which needs the
-trees on the host. Log-probabilities and traces only watch. Such steps run uncaptured, since their work depends on what
-is asked; their blocks are the compiled ones.
+grammar changes the step: between the forward pass and the verdict it removes drafts and masks logits, and for this the
+trees must be on the host. Log-probabilities and traces only watch. The steps of this file run uncaptured, since their
+work depends on what is asked, but they use the compiled blocks.
 
-Answers travel with the step (`Pending.asked`), since a step's buffers are refilled before it is collected.
+Answers travel with the step (`Pending.asked`), since its buffers may be refilled before the step is collected.
 
 Read next: `grammar.py`, `scores.py`, `trace.py`.
 """
@@ -39,8 +39,8 @@ Crossed = list[list[list[int]]]  # tensors of a step on the host, as lists
 class Allowed(NamedTuple):
     """What grammars allow in a step."""
 
-    tokens: Tensor  # [B, N] of trees, with padding for forbidden drafts
-    logits: Tensor  # -inf where a token is forbidden
+    tokens: Tensor  # [B, N] tokens of the trees, with padding in place of forbidden drafts
+    logits: Tensor  # the logits given, with -inf where a token is forbidden
     failed: dict[int, str]  # slots for which no token is allowed -> why
 
 
@@ -48,7 +48,7 @@ class Asking(Asked):
     """What the requests in an engine's slots ask for."""
 
     def __init__(self, engine: Engine, grammars: Grammars | None = None) -> None:
-        """`grammars`: None on a rank that follows, where no request arrives."""
+        """`grammars`: None on a rank other than 0, where no request arrives."""
         self.engine, self.grammars = engine, grammars
         self.constraints = Constraints(engine.model.config.vocab_size)
         self.requests: dict[int, Request] = {}  # by slot, those that ask for more than tokens
@@ -91,16 +91,16 @@ class Asking(Asked):
                 if known or chunk.last:
                     asking[row] = request
                 if (wish := request.params.logprobs) is not None and row in asking:
-                    shift = first - chunk.start  # where the chunk lies among the step's T rows
+                    shift = first - chunk.start  # from a row of the text to a row of the step
                     rows = range(known.start + shift, known.stop + shift) if known else range(0)
                     questions.append(Question(row, wish, chunk.last, rows))
             first += self.engine.prefills.blocks_of(len(chunk.tokens)) * step.width
         return AskedPrefill(self, step, asking, questions) if asking else None
 
     def constrain(self, logits: Tensor, trees: Callable[[], Crossed]) -> Allowed:
-        """Return what grammars allow of trees.
+        """Return what grammars allow of trees; `trees` returns slots, tokens and parents, or slots alone.
 
-        logits: [B, N, V] with trees; [B, V] without, when `trees` returns the slots alone.
+        logits: [B, N, V], or [B, V] if `trees` returns slots alone.
         """
         slots, *tree = trees()
         tokens, parents = tree or ([[PADDING]] * len(slots), [[-1]] * len(slots))
@@ -109,7 +109,7 @@ class Asking(Asked):
         return Allowed(upload(masks.tokens, torch.int64, logits.device), mask(logits, bits), masks.failed)
 
     def follow(self, step: PrefillBuffers, numbers: Sequence[int]) -> AskedStep:
-        """Return a prefill step that runs the LM head for the same rows as rank 0's step, which has these `numbers`."""
+        """Return a prefill step that runs the LM head for the same rows as rank 0's step, whose `numbers` are given."""
         picks, *known = numbers
         nothing = Logprobs()
         questions = [Question(0, nothing)] * picks
@@ -139,7 +139,7 @@ class Answered(AskedStep, Generic[Step]):
 
     @property
     def told(self) -> dict[int, tuple[list[Scored], list[Scored]]]:
-        """By row or chunk, the scores of known tokens and of picks; the step's copies must be complete."""
+        """The scores of known tokens and of picks, by row or chunk; the step's copies must be complete."""
         if self._told is None:
             self._told = {} if self.scores is None else self.scores.read(self.step.most)
         return self._told
@@ -151,7 +151,7 @@ class Answered(AskedStep, Generic[Step]):
     def tell(self, row: int, output: Output, ids: Sequence[int], seconds: float, source: str | None) -> None:
         """Give a request its answers on the tokens `ids` that it kept of this step, which took `seconds`.
 
-        source: whose drafts it verified, None: nobody's.
+        source: the source of the drafts that the request verified; None: there were no drafts.
         """
         request = output.request
         if row in self.told:
@@ -164,7 +164,7 @@ class Answered(AskedStep, Generic[Step]):
                 request.trace.steps.append({"at": at, "seconds": round(seconds, 6), "source": source, **step})
 
     def allow(self, logits: Tensor, trees: Callable[[], Crossed]) -> tuple[Tensor, Tensor]:
-        """Return the tokens [B, N] of trees that grammars allow, and masked logits."""
+        """Return the tokens [B, N] of trees without the drafts that grammars forbid, and masked logits."""
         allowed = self.asking.constrain(logits, trees)
         self.failed |= allowed.failed
         return allowed.tokens, allowed.logits
@@ -215,7 +215,7 @@ class AskedPrefill(Answered[PrefillBuffers]):
 
 
 def to_host(*parts: Tensor) -> Callable[[], Crossed]:
-    """Start a copy of `[B, ..] int64` tensors to the host; returns a function that waits for it and returns them.
+    """Start a copy of `[B, ..] int64` tensors to the host; return a function that waits and returns them as lists.
 
     The device runs what is launched after this call while the host waits and works on the lists.
     """

@@ -1,7 +1,7 @@
 """Watching a step: its trees, the probabilities of each node by drafter and target, and the accepted nodes.
 
-The one idea: a watched step runs the same operations and a few more after them (`look`), so its output is the same,
-token for token. A step with a watched request runs in `steps.py`, uncaptured.
+The one idea: a watched step runs the operations of any other step and a few more after them (`look`), so its output is
+the same, token for token. A step with a watched request runs in `steps.py`, uncaptured.
 
 Read next: `steps.py`, which looks; `serve/traces.py` for what clients see.
 """
@@ -24,12 +24,12 @@ class SeenStep(NamedTuple):
 
     tokens: Tensor  # [B, N] int64
     parents: Tensor  # [B, N] int64
-    drafted: Tensor  # [B, N] fp32, the drafter's log-probability of each path from the root; NaN if it has none
+    drafted: Tensor  # [B, N] fp32, the drafter's log-probability of the path from the root to each node; NaN: none
     target: Tensor  # [B, N] fp32, the target's log-probability of each node's token after its parent
     path: Tensor  # [B, A] int64
     count: Tensor  # type: ignore[assignment]  # [B] int64; it hides tuple.count, which nobody calls
     picked: Tensor  # [B, A] fp32, log-probability of each emitted token
-    margin: Tensor  # [B, A] fp32, the best token's lead over the second in score (`pick`, before filters)
+    margin: Tensor  # [B, A] fp32, lead of the best token over the second, in logit + noise, unfiltered
 
     def to_host(self) -> SeenStep:
         """Return a copy on the host, which on CUDA is complete when `Pending.ready` is."""
@@ -38,9 +38,9 @@ class SeenStep(NamedTuple):
     def step(self, row: int, emitted: list[int]) -> dict[str, Any]:
         """Return what was seen of one request, ready for JSON; `emitted` are the tokens that it kept.
 
-        Nodes are numbered without padding. `draft` and `target` are probabilities of a node's token after its parent's:
-        None at the root, and in `draft` if the drafter has none. `accepted` are nodes, from the root on, but for those
-        behind a stop.
+        Nodes are numbered without padding. `draft` and `target` are probabilities of a node's token after its parent's
+        token: None at the root, and in `draft` also if the drafter has none. `accepted` are the nodes of the accepted
+        path, from the root on; nodes behind a stop are left out.
         """
         tokens, above = self.tokens[row].tolist(), self.parents[row].tolist()
         real = [node for node, token in enumerate(tokens) if token != PADDING or node == 0]
@@ -80,7 +80,7 @@ def look(
 
 
 def _ratio(score: float, above: float) -> float | None:
-    """Return exp(score - above), a probability from a node's and its parent's logarithms; None if one is missing."""
+    """Return exp(score - above): a node's probability, from its and its parent's logarithm; None if one is missing."""
     return None if math.isnan(score) or math.isinf(above) else _rounded(math.exp(min(score - above, 0.0)))
 
 

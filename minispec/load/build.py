@@ -1,12 +1,13 @@
 """How an engine is put together, once for every kind of process: from flags and a model's folder to an `Engine`.
 
-`Build.parts` has the steps in their order: target, drafter, 8 bits, packing, as flags and device want them. Then
-weights move to huge pages, and `Build.engine_of` makes the engine around the parts and has it compiled. The kinds:
+`Build.parts` has the steps in their order: target, drafter, 8-bit weights, packed weights. Flags and device decide
+whether the last two are done. Then weights move to huge pages, and `Build.engine_of` makes the engine around the parts,
+with functions that compile when they first run. The kinds of builds:
 
     Build        rank 0, or a process alone: weights from the files, a drafter, and all that warms the engine up
-    Outline      the parts that it will have, on the meta device, to estimate memory by: sizes and no weights
-    Rehearsal    an engine that only compiles, beside a server: its layers of a kind are one without meaning
-    Follow       another rank: its part of the model, and no drafter but what rank 0 sends
+    Outline      the parts of an engine to come, on the meta device, to estimate its memory: sizes and no weights
+    Rehearsal    an engine that only compiles, beside a server: its layers of one kind are one layer, with junk weights
+    Follow       a rank other than 0: its part of the model, and no drafter, since rank 0 sends the trees
 
 Read next: `memory.py`, which counts what is made here; `link.py` for ranks, `warming.py` for rehearsals.
 """
@@ -59,7 +60,7 @@ from minispec.verify import Accept
 
 logger = logging.getLogger("minispec")
 
-# Token counts of prefill steps on a CPU, where all share a graph.
+# Token counts of prefill steps on a CPU, where all prefill steps share a graph.
 CPU_PREFILLS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512)
 
 
@@ -73,12 +74,12 @@ class Parts(NamedTuple):
 
 
 class Build:
-    """One engine in the making, of rank 0 or of a process alone; the kinds below do a few of the steps otherwise."""
+    """One engine in the making, of rank 0 or of a process alone; the kinds below do a few of the steps differently."""
 
-    memory: Memory  # what the engine takes, once it stands
+    memory: Memory  # what the engine takes; set when the engine is complete
     ranks: Ranks | None = None  # of --tp-size
     shard: Shard | None = None  # this rank's part of the model
-    _mover: Mover | None = None  # whoever moves weights to huge pages after the last graph is made
+    _mover: Mover | None = None  # moves weights to huge pages after the last graph is made
 
     def __init__(self, config: Config, tell: Callable[[str], None]) -> None:
         self.config, self.tell, self.device = config, tell, choose_device(config)
@@ -89,7 +90,7 @@ class Build:
             raise ValueError(_no_experts("--quantization", config.quantization))
 
     def lead(self, batches: Sequence[int] = (), later: bool = False) -> None:
-        """Find out what follows from flags and config.json where the engine serves, and start the other ranks.
+        """Set what follows from flags and config.json for an engine that serves, and start the other ranks.
 
         batches, later: `LLM`'s options batches and compile_later.
         """
@@ -113,19 +114,19 @@ class Build:
         self.limits: dict[str, Any] = {"context_length": context, "max_running": running, "chunk_size": chunk}
         self.limits |= {"batches": batches} if batches else {}
         self.compiled = _can_compile(config, self.device)
-        # With other ranks, every rank would need processes that compile beside it.
+        # With other ranks compiling cannot come later: every rank would need processes that compile beside it.
         self.later = later and self.compiled and on_cpu and not config.wait_until_compiled and self.ranks is None
 
     def join(self, ranks: Ranks) -> None:
-        """Be one of these ranks, with its part of the model."""
+        """Make this process one of these ranks, with its part of the model."""
         self.ranks, self.shard = ranks, Shard(self.model_config, ranks.rank, ranks.size, ranks.group)
 
     # ---- the steps -----------------------------------------------------------------------------------------------
 
     def parts(self) -> Parts:
-        """Return target and drafter, their weights quantized and packed where that is wanted.
+        """Return target and drafter, with weights quantized and packed as flags and device say.
 
-        Ranks agree on sizes, and quantize together; what they do together they do in this order.
+        All ranks agree on sizes and quantize together. So every rank must take these steps in the same order.
         """
         parts = self.drafted(self.network())
         _, network, drafter, beside = parts
@@ -147,7 +148,7 @@ class Build:
         return load_model(self.config, self.model_config, self.folder, self.dtype, self.device, self.shard)
 
     def drafted(self, network: Model) -> Parts:
-        """Return the parts around a target, with the drafter that the flags ask for, on all ranks of the same sizes."""
+        """Return the parts around a target, with the drafter that the flags ask for; all ranks get the same sizes."""
         config = self.config
         if config.thresholds is not None:
             logger.warning("--speculative-accept-threshold-single %g, -acc %g: sampled output is no longer exact, "
@@ -162,7 +163,7 @@ class Build:
             _fill(target, config, self.folder)
         drafter = self.draft(target)
         for part in ("embed_tokens", "lm_head") if spread else ():
-            if getattr(drafter.network, part, None) is not None:  # it has one of its own
+            if getattr(drafter.network, part, None) is not None:  # the drafter has one of its own
                 setattr(target, part, None)
         sizes = resolve_sizes(config, self.device, self.limits, drafter)
         if self.ranks is not None:
@@ -183,7 +184,7 @@ class Build:
                   f"{cost.agreement:.0%} of them")  # fmt: skip
 
     def engine_of(self, parts: Parts, pages: int) -> Engine:
-        """Return the engine around the parts, with so many pages; its functions are to be compiled, if any are."""
+        """Return the engine around the parts, with so many pages; if `compiled`, its functions compile at first run."""
         sizes, network, drafter, beside = parts
         compiler: Compiler = partial(compile_step, device=self.device)
         if self.compiled:
@@ -195,15 +196,16 @@ class Build:
         engine = Engine(network, kv, drafter, sizes, attend_kind=attend_kind, accept=accept)
         engine.beside = beside
         if self.compiled:
-            # On a CPU it costs seconds of compiling a shape, and gains 5 to 7 % where blocks are fast: docs/log.md.
-            # Larger trees that a drafter grows on the device would have its own functions compiled as well.
+            # Compiling the code around the blocks costs a CPU seconds for each shape, and gains 5 to 7 % if blocks are
+            # fast (docs/log.md). For larger trees grown on the device, the drafter's functions would be compiled too.
             most = sizes.nodes if sizes.steps is None else FEW_ROWS
             few: CompileFor = lambda batch, nodes, samples: batch == 1 and nodes <= most and not samples  # noqa: E731
             every: CompileFor = lambda batch, nodes, samples: True  # noqa: E731
             engine.compile_small(compiler, every if kv.pool.is_cuda else few)
             compile_head(network, compiler)
-            # Every shape is a graph of the same function, and several LLMs may share a process. Not for the warm-up
-            # alone: whoever registers a pytree node later (transformers does) invalidates all graphs.
+            # Every shape is a graph of the same function, and several LLMs may share a process, so the limit is raised
+            # by the number of graphs. It stays raised after the warm-up, since code that later registers a pytree node,
+            # as transformers does, invalidates all graphs, and they are compiled again.
             kinds = {_kind(block) for model in (network, drafter.network) for block in _blocks(model)}
             torch._dynamo.config.recompile_limit += len(shapes(engine)) * len(kinds)
         return engine
@@ -212,7 +214,7 @@ class Build:
 
     @torch.inference_mode()
     def engine(self) -> Engine:
-        """Return the engine, warmed up and captured unless that comes later; says where memory goes, first and last."""
+        """Return the engine, warmed up and captured unless that comes later; logs memory, estimated and measured."""
         config, ranks = self.config, self.ranks
         with unsaid():
             budget = Budget(config, self.device, *Outline(self).parts())
@@ -225,7 +227,7 @@ class Build:
             self.tell(f"loading {config.served_name} as {dtype} on {self.device.type}")
             parts = self.parts()
             if self.later and not cache_is_empty():
-                self._mover = Mover()  # where graphs wait in the cache, taking them comes first
+                self._mover = Mover()  # graphs in the cache are loaded before weights move
             else:
                 move_to_huge_pages(self.device)
         budget.sizes, budget.network, budget.drafter, _ = parts
@@ -233,7 +235,7 @@ class Build:
             engine = self.engine_of(parts, budget.pages() if ranks is None else ranks.least(budget.pages()))
             engine.asked = Asking(engine, Grammars(self.tokenizer.backend, self.model_config.vocab_size, self.eos_ids))
             if ranks is not None:
-                Lead(engine, ranks)  # the others follow it from here on
+                Lead(engine, ranks)  # from here on the other ranks follow this engine
         if self.later:
             for step in steps_of(engine):
                 step.ready = False
@@ -242,7 +244,8 @@ class Build:
                 warm_up(engine, self.tell)
             with budget.watch("capturing CUDA graphs"):
                 captured = captured_batches(config, engine.sizes)
-                # Run eagerly, attention's reach is a number that Python knows, and a graph would keep it.
+                # In eager steps the number of rows that attention reads is a Python number, which a captured graph
+                # would keep for all later steps. So only compiled steps are captured.
                 if captured and self.compiled:
                     capture(engine, captured, self.tell)
             engine.settle()
@@ -255,9 +258,9 @@ class Build:
         return engine
 
     def try_out(self, engine: Engine) -> Iterator[None]:
-        """Time steps and test the head, once all graphs are made; pauses where a request may be served in between."""
+        """Time steps and test the head, once all graphs are made; a request may be served at each `yield`."""
         while self._mover is not None and self._mover.is_alive():
-            self._mover.join(0.02)  # seconds, which a request has to wait at most
+            self._mover.join(0.02)  # seconds; a request waits no longer for this
             yield
         drafter, config = engine.drafter, self.config
         for batch in engine.sizes.batch_sizes if config.adaptive else ():
@@ -273,30 +276,30 @@ class Build:
 
 
 def _blocks(model: nn.Module | None) -> Iterator[Block]:
-    """Yield the decoder layers of a model or of a drafter's network, every one as often as it is there."""
+    """Yield the decoder layers of a model or of a drafter's network; a layer that is there n times comes n times."""
     parts = [] if model is None else model.named_modules(remove_duplicate=False)
     yield from (part for _, part in parts if isinstance(part, Block))
 
 
 def _kind(block: Block) -> tuple[type, ...]:
-    """Return what decides which graphs a block has: the types of its layers.
+    """Return the types of a block's layers: blocks with the same types share graphs.
 
-    They differ between an MLP and experts, and within a checkpoint that is fp8 in part.
+    The types differ between an MLP and experts, and between blocks of a checkpoint that is fp8 in part.
     """
     return tuple(type(part) for part in block.modules())
 
 
 def _linear_bytes(model: Model) -> int:
-    """Return the bytes of the linear layers in blocks; experts, which are never kept twice, are not counted.
+    """Return the bytes of the linear layers in blocks, without experts, which are never kept twice.
 
-    Layer by layer, since in an engine that only compiles, several are one.
+    A block that is there several times counts each time, because an engine that only compiles must get the same number.
     """
     linears = (part for block in _blocks(model) for part in block.modules() if isinstance(part, nn.Linear))
     return sum(parameter.nbytes for linear in linears for parameter in linear.parameters())
 
 
 def _no_experts(flag: str, kind: str) -> str:
-    """Return the line for experts that a flag would have quantized."""
+    """Return the error for a flag that would quantize experts."""
     return f"{flag} {kind}: experts are not quantized yet; a mixture of experts is served without the flag"
 
 
@@ -311,7 +314,7 @@ def compile_step(function: Step, device: torch.device) -> Step:
 class Outline(Build):
     """The parts that another build will have, on the meta device: their sizes, and no memory.
 
-    A drafter of the operator's own, whose code is to run once, is stood for by none.
+    `Plain` stands for a drafter of the operator's own, since the code of that drafter should run only once.
     """
 
     def __init__(self, build: Build) -> None:
@@ -330,13 +333,13 @@ class Outline(Build):
 
 
 class Rehearsal(Outline):
-    """The parts of an engine on a CPU whose graphs are another's: all layers of a kind are one without meaning."""
+    """The parts of an engine on a CPU that compiles for another: all layers of a kind are one, with junk weights."""
 
     def network(self) -> Model:
         return Model.empty(self.model_config, self.dtype, self.device, change=_share_layers)
 
     def draft(self, target: Model) -> Drafter:
-        """Return the drafter for a target, one of the operator's own too."""
+        """Return the drafter for a target, even if it is the operator's own."""
         drafter = Build.draft(self, target)
         if isinstance(drafter, StandaloneDrafter):
             _share_layers(drafter.network.model)
@@ -344,17 +347,17 @@ class Rehearsal(Outline):
 
 
 def _share_layers(model: Model) -> None:
-    """Let a model have its first layer of each kind in place of all of that kind."""
+    """Replace each layer of a model by the model's first layer of the same kind."""
     firsts: dict[tuple[type, ...], Block] = {}
     model.layers = nn.ModuleList(firsts.setdefault(_kind(block), block) for block in _blocks(model))
 
 
 @torch.inference_mode()
 def rehearse(config: Config, pages: int) -> Engine:
-    """Return an engine on a CPU with the sizes, pages and so the graphs of another one; none is compiled yet.
+    """Return an engine on a CPU with the same sizes and pages as another one; no graph is compiled yet.
 
-    Graphs know nothing of weights, so what is compiled here is what the other finds in Inductor's cache. Steps on
-    padding write to page 0 alone, and of the other pages no memory is taken.
+    Graphs do not depend on the values of weights. So the other engine finds in Inductor's cache what is compiled here.
+    Steps on padding write to page 0 alone, so the other pages take no memory.
     """
     build = Build(config, lambda line: None)
     build.lead()
@@ -364,23 +367,23 @@ def rehearse(config: Config, pages: int) -> Engine:
 
 
 class Follow(Build):
-    """The build of another rank than 0."""
+    """The build of a rank other than 0."""
 
     ranks: Ranks
 
     def drafted(self, network: Model) -> Parts:
-        """Return the parts around a target, with what stands for rank 0's drafter."""
+        """Return the parts around a target, with `Elsewhere` in place of rank 0's drafter."""
         sizes = self.ranks.same_sizes(None)
         return Parts(sizes, network, Elsewhere(sizes))
 
     def quantize(self, network: Model, drafter: Drafter) -> None:
-        """Make the weights int8 together with rank 0, which says what that costs."""
+        """Make the weights int8 together with rank 0, which logs the cost in accuracy."""
         quantize(network, self.ranks.same(()), prompt_rows(drafter.nodes))
 
 
 @torch.inference_mode()
 def follow(config: Config, ranks: Ranks) -> None:
-    """Be another rank than 0: load its part of the model, and do what rank 0 calls until that ends."""
+    """Run a rank other than 0: load its part of the model, and do what rank 0 calls until rank 0 ends."""
     build = Follow(config, logger.info)
     build.join(ranks)
     if build.device.type == "cpu":
@@ -413,13 +416,13 @@ def choose_device(config: Config) -> torch.device:
 
 
 def quantizations(config: Config) -> dict[str, str]:
-    """Return how weights are to be quantized, by the flags that say so: the target's, then the drafter's."""
+    """Return the kinds of quantization asked for, by flag: the target's, then the drafter's."""
     flags = {"--quantization": config.quantization, "--speculative-draft-model-quantization": config.draft_quantization}
     return {flag: kind for flag, kind in flags.items() if kind is not None}
 
 
 def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Return the dtype of weights and KV; auto is bfloat16 where the device multiplies it natively."""
+    """Return the dtype of weights and KV; auto is bfloat16 if the device multiplies bfloat16 natively, else float32."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     native = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -427,10 +430,10 @@ def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def dtype_line(config: Config, stored: str | None, dtype: torch.dtype) -> str:
-    """Return the name of a dtype, and where auto chose another one than SGLang's auto a word on that.
+    """Return the name of a dtype, with a remark if SGLang's auto would have chosen another one.
 
-    stored: the dtype that config.json names. SGLang takes float16 for float16 and float32 checkpoints; bfloat16 has
-    float32's range, in which no activation overflows.
+    stored: the dtype that config.json names. SGLang takes float16 for float16 and float32 checkpoints. Here auto never
+    does, since activations can overflow in float16; bfloat16 has float32's range.
     """
     name = str(dtype).removeprefix("torch.")
     differs = config.dtype == "auto" and dtype == torch.bfloat16 and stored in ("float16", "float32")
@@ -445,7 +448,7 @@ def choose_folder(config: Config, tell: Callable[[str], None]) -> Path:
 
 
 def choose_tokenizer(config: Config, folder: Path, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer: the one named, else the model's own; dummy weights may do without either."""
+    """Return the tokenizer: the one named, else the model's own; with dummy weights, one of bytes if there is none."""
     if (path := config.tokenizer_path) is not None:
         folder = resolve_model(as_folder(path, "--tokenizer-path"), cache=config.download_dir)
     try:
@@ -458,7 +461,7 @@ def choose_tokenizer(config: Config, folder: Path, vocab_size: int) -> Tokenizer
 
 
 def _context_length(config: Config, model: ModelConfig) -> int:
-    """Return the context to serve; raises ValueError where the model cannot."""
+    """Return the length of the context to serve; raises ValueError if it is beyond the model's."""
     context = config.context_length or model.context_length
     if context > model.context_length:
         raise ValueError(f"--context-length {context} is beyond the model's {model.context_length} positions")
@@ -469,12 +472,13 @@ def load_model(
     config: Config, model_config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device,
     shard: Shard | None = None,
 ) -> Model:  # fmt: skip
-    """Return the model with its weights, in fp8 where that is asked for; int8 comes later. On meta it has none.
+    """Return the model with its weights, in fp8 if that is asked for; int8 comes later.
 
-    shard: the part of the model that is wanted, whose layers are joined with those of the other ranks.
+    On the meta device the model has no weights. shard: the part of the model that is wanted; its layers are joined with
+    those of the other ranks.
     """
     dummy, to_fp8 = config.load_format == "dummy", config.quantization == "fp8"
-    places = to_fp8 and not dummy  # for fp8 weights of files, before there is memory; dummy ones are made of others
+    places = to_fp8 and not dummy  # fp8 layers before weights get memory; dummy weights are converted afterwards
     stored = lambda model: stored_in_fp8(folder, config.load_format, model.reads, model_config.split)  # noqa: E731
     change = lambda model: use_fp8(model, stored(model))  # noqa: E731
     shape = model_config if shard is None else shard.config
@@ -488,9 +492,10 @@ def load_model(
 
 
 def _fill(model: Model, config: Config, folder: Path, shard: Shard | None = None) -> None:
-    """Give a model its weights, those of the files or random ones; none on the meta device.
+    """Give a model its weights, from the files or at random; a model on the meta device gets none.
 
-    shard: the part of them that is wanted. A model without layers is the ends of another one, whose files have more.
+    shard: the part of the weights that is wanted. A model without layers is embedding, final norm and LM head of
+    another model; the files then have more tensors, which are not read.
     """
     into, kind = published_tensors(model), config.load_format
     if model.norm.weight.is_meta:
@@ -500,31 +505,32 @@ def _fill(model: Model, config: Config, folder: Path, shard: Shard | None = None
     elif not model.layers:
         load_weights(into, read_weights(folder, kind, wanted=lambda name: model.reads(name) and name in into))
     else:
-        split = (model.config if shard is None else shard.whole).split  # before a rank takes its slices
+        split = (model.config if shard is None else shard.whole).split  # by the whole model: a rank slices afterwards
         tensors = read_weights(folder, kind, wanted=model.reads, into=into, split=split)
         load_weights(into, tensors if shard is None else shard.slices(tensors))
 
 
 def _fill_at_random(model: Model, seed: int) -> None:
-    """Draw weights of a plausible scale: for speed work, where the text does not matter."""
+    """Draw weights of a plausible scale, for measuring speed, where the text does not matter."""
     generator = torch.Generator(device=model.embed_tokens.weight.device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             parameter.fill_(1.0)
-        elif name.endswith(("o_proj.bias", "down_proj.bias")):  # which all ranks have, so they must not differ there
+        elif name.endswith(("o_proj.bias", "down_proj.bias")):  # whole on all ranks: must not differ
             parameter.zero_()
-        elif name.endswith("router.weight"):  # nor there
+        elif name.endswith("router.weight"):  # routers too are whole on all ranks
             parameter.normal_(0.0, 0.02, generator=torch.Generator(device=parameter.device).manual_seed(seed))
         else:
             parameter.normal_(0.0, 0.02, generator=generator)
 
 
 def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], drafter: Drafter) -> Sizes:
-    """Return the sizes of an engine with this drafter; `limits` are those that `Sizes.resolve` takes by name.
+    """Return the sizes of an engine with this drafter; `limits` are keyword arguments of `Sizes.resolve`.
 
-    On CUDA the batch buckets are those of --cuda-graph-bs, or by default as few as cost no time; `limits` may name
-    others. On a CPU the smaller trees are for batches of one and two, since they pay for their graphs' compiling there
-    alone; and there are more prefill buckets, since they share their graph, and padding costs time.
+    A bucket is a size to which steps are padded. On CUDA the batch buckets are those of --cuda-graph-bs, or by default
+    as few as cost no time; `limits` may name others. On a CPU only batches of one and two have trees of two sizes,
+    since for larger batches a second size gains less than its graphs take to compile. A CPU has more prefill buckets
+    than CUDA, since all share a graph there, and padding costs time.
     """
     batches: Sequence[int] = ()
     if device.type == "cuda":
@@ -534,17 +540,17 @@ def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], 
     sizes = Sizes.resolve(drafter, **{"batches": batches, "both_up_to": both_up_to, **limits})
     if device.type == "cuda":
         return sizes
-    # With int8 weights, fewer tokens in a row than these are taken for a tree.
+    # With int8 weights, a product over fewer rows than `least` is computed as for a tree, not as for a prompt.
     least = prompt_rows(drafter.nodes) if config.quantization == "int8" else 1
     more = {size for size in CPU_PREFILLS if least <= size < sizes.prefill_sizes[-1]}
     return replace(sizes, prefill_sizes=tuple(sorted({*sizes.prefill_sizes, *more})))
 
 
 def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:
-    """Return the batch buckets whose decode steps are captured as CUDA graphs; none on a CPU, where one line says so.
+    """Return the batch buckets whose decode steps are captured as CUDA graphs; on a CPU none, with a warning for flags.
 
-    They are the buckets up to --cuda-graph-max-bs, whose default follows the GPU's memory as SGLang's does; or those
-    that --cuda-graph-bs lists.
+    They are the buckets up to --cuda-graph-max-bs, or those that --cuda-graph-bs lists. The default of
+    --cuda-graph-max-bs follows the GPU's memory, as SGLang's does.
     """
     device = choose_device(config)
     if device.type != "cuda":
@@ -561,7 +567,7 @@ def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:
 
 
 def _can_compile(config: Config, device: torch.device) -> bool:
-    """Return whether blocks are compiled, with Inductor prepared for that; if they cannot be, say what is missing."""
+    """Return whether blocks are compiled, and prepare Inductor if they are; if they cannot be, log what is missing."""
     if config.disable_torch_compile:
         return False
     from torch._inductor.cpp_builder import get_cpp_compiler

@@ -1,7 +1,7 @@
-"""From a config to a drafter: this file finds its folder and reads its weights.
+"""From a config to a drafter: this file finds the drafter's folder and reads its weights.
 
-It has the one table of drafters. A user's own drafter is named as module:Class, and called as the entries of the table
-are. Errors about a draft model name the flag that named the model.
+`make_drafter` has the one table of drafters. A user's own drafter is named as module:Class, and that class is called as
+the entries of the table are. Errors about a draft model name the flag that named the model.
 
 Read next: `drafter.py` for what a drafter is, `tree_shape.py` for its trees, `build.py` for the caller.
 """
@@ -42,10 +42,10 @@ logger = logging.getLogger("minispec")
 def with_own_head(
     config: Config, hf_config: Mapping[str, Any], folder: Path, tell: Callable[[str], None]
 ) -> Config:
-    """Return the config, with EAGLE where no flag speaks of speculation and the model brings a head, MiMo's MTP layer.
+    """Return the config, with EAGLE if no flag is about speculation and the model brings a head, MiMo's MTP layer.
 
-    SGLang drafts with that layer for --speculative-algorithm EAGLE and not by itself; NONE switches it off here. A copy
-    whose files lack the layer decodes plainly, as do dummy weights.
+    SGLang drafts with that layer only if --speculative-algorithm is EAGLE. Here the layer drafts by default, and NONE
+    switches it off. A copy of the model whose files lack the layer decodes plainly, as do dummy weights.
     """
     silent = all(getattr(config, f.name) == f.default for f in fields(config) if f.name.startswith("speculative_"))
     named = "MiMoForCausalLM" in (hf_config.get("architectures") or ()) and hf_config.get("num_nextn_predict_layers")
@@ -60,10 +60,10 @@ def with_own_head(
 
 
 def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> Drafter:
-    """Build the drafter a config asks for, for a target that lies in `folder`; the one table of drafters.
+    """Build the drafter that a config asks for; `model` is the target, whose files are in `folder`.
 
-    `module:Class` is no entry of it: the class is imported and called as the entries are. Raises ValueError naming the
-    flag if a head or draft model is missing or does not fit target and tokenizer, or if the class is no drafter.
+    `module:Class` is not in the table: the class is imported, and called as the entries are. Raises ValueError naming
+    the flag if a head or draft model is missing or does not fit target and tokenizer, or if the class is no drafter.
     """
     table: dict[str, Callable[[Config, Model, Path, Tokenizer], Drafter | HostDrafter]] = {
         "NONE": lambda *_: Plain(),
@@ -83,7 +83,7 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
 
 
 def _check_size(config: Config, drafter: Drafter | HostDrafter, model: Model) -> None:
-    """Raise ValueError naming the flag where trees are too large for device or weights, or too flat to simulate."""
+    """Raise ValueError naming the flag if trees are too large for device or weights, or too flat for a simulation."""
     flag = f"--speculative-algorithm {config.algorithm}" if config.is_own_drafter else "--speculative-num-draft-tokens"
     device = model.embed_tokens.weight.device
     most, where = most_nodes(device), f"on {device.type}"
@@ -107,7 +107,7 @@ def _own(config: Config, *target: object) -> Drafter | HostDrafter:
         if error.name is None or f"{where}.".startswith(f"{error.name}."):
             raise ValueError(f"{flag}: there is no module {error.name} on the Python path, which begins with the "
                              "folder the command is started in") from None  # fmt: skip
-        raise  # the module exists, but one that it imports does not
+        raise  # the module exists, but it imports another one that does not
     make = getattr(module, name, None)
     if not callable(make):
         classes = [k for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == where]
@@ -126,7 +126,7 @@ def _own(config: Config, *target: object) -> Drafter | HostDrafter:
 
 
 def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> Drafter:
-    """Build the drafter around a trained head; the head's own files decide which kind it is."""
+    """Build the drafter around a trained head; the head's files decide which kind of head it is, not the flag."""
     path = config.draft_path
     if path is None and model.config.architecture != "MiMoForCausalLM":
         raise ValueError(
@@ -136,7 +136,7 @@ def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -
     ids, bad_map = None, None
     try:
         ids = _token_map(config, model)
-    except ValueError as error:  # raised below only if the head, once its files are read, is one that uses a map
+    except ValueError as error:  # raised below, if the head's files show that it is of a kind that uses a map
         bad_map = error
     where = folder if path is None else _draft_folder(config, path)
     head = load_head(where, model, token_map=ids, load_format=config.draft_load_format)
@@ -169,7 +169,7 @@ def _dflash(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) ->
 
 
 def _tell_positions(config: Config, model: Model, head: DraftHead) -> None:
-    """Log it if texts may be longer than a head was made for."""
+    """Log a line if texts may be longer than the head was made for."""
     context = config.context_length or model.config.context_length
     if head.positions < context:
         logger.info("the draft head states %d positions, the context has %d: it drafts on beyond them, perhaps worse",
@@ -207,13 +207,13 @@ def _ngram(config: Config, nodes: int) -> NgramDrafter:
 
 
 def _texts(config: Config, model: Model) -> HostDrafter:
-    """Build the drafter over texts alone: on a CPU within a share of the time, unless trees are to be as given."""
+    """Build a drafter that only looks texts up; on a CPU within a share of the time, unless flags fix the trees."""
     drafter = _ngram(config, config.draft_tokens)
     return Texts(drafter) if config.several_sizes and _on_cpu(config, model) else drafter
 
 
 def _with_lookups(config: Config, model: Model, drafter: Drafter) -> Drafter:
-    """Return a drafter with texts looked up beside it, where that is wanted."""
+    """Return the drafter, wrapped so that texts are looked up beside it if the config wants that."""
     if not config.looks_up(_on_cpu(config, model)):
         return drafter
     return Lookups(drafter, _ngram(config, lookup_nodes(config, drafter.nodes)), model.config.vocab_size)
@@ -230,7 +230,7 @@ def _draft_folder(config: Config, path: str) -> Path:
 
 
 def _token_map(config: Config, model: Model) -> Tensor | None:
-    """Return the ids of the token map, None where there is none; raises ValueError naming the flag."""
+    """Return the ids of the token map, None if there is no map; raises ValueError naming the flag."""
     if config.token_map is None:
         return None
     try:
@@ -241,6 +241,6 @@ def _token_map(config: Config, model: Model) -> Tensor | None:
 
 
 def _on_cpu(config: Config, model: Model) -> bool:
-    """Return whether this model, which may be an outline, is for a CPU."""
+    """Return whether this model, which may be on the meta device (`build.Outline`), is for a CPU."""
     weight = model.embed_tokens.weight
     return (config.device if weight.is_meta else weight.device.type) == "cpu"

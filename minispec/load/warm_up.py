@@ -1,7 +1,8 @@
 """What is done with an engine before it serves: all graphs are made, and steps are timed.
 
-Steps run on padding for that: a step for nobody writes to page 0 and slot 0 alone, so it may run between two others.
-A server on a CPU makes its graphs while it serves, one at a time (`warming.py`); all else makes them first.
+Graphs are made by running steps on padding. Such a step serves no request and writes to page 0 and slot 0 alone, so it
+may run between two other steps. A server on a CPU makes its graphs while it serves, one at a time (`warming.py`). In
+all other cases the graphs are made first.
 
 Read next: `engine.py`, whose steps these are; `direct.py` for graphs.
 """
@@ -23,10 +24,13 @@ TIMED_CONTEXT = 512  # committed rows of the slots on which steps are timed
 
 
 def steps_of(engine: Engine) -> list[DecodeBuffers | PrefillBuffers]:
-    """Return every kind of step that has graphs of its own, in the order of compiling: one request alone first."""
+    """Return every kind of step that has graphs of its own, in the order in which a server that serves compiles them.
+
+    Decode steps for one request come first, then short prompts. `warm_up` takes the reverse order.
+    """
     prefills = [*engine.prefills.values()]
-    short = [step for step in prefills if step.attend.graph == prefills[0].attend.graph]  # on a CPU all have one
-    # Steps of lookups alone have the graphs of others.
+    short = [step for step in prefills if step.attend.graph == prefills[0].attend.graph]  # on a CPU all share one graph
+    # Steps whose trees are all looked up use the graphs of other steps.
     decodes = [step for step in engine.decodes.values() if not step.shape.of_host]
     decodes.sort(key=lambda step: (step.batch, -step.nodes))
     first = sum(step.batch == engine.sizes.batch_sizes[0] for step in decodes)
@@ -34,11 +38,11 @@ def steps_of(engine: Engine) -> list[DecodeBuffers | PrefillBuffers]:
 
 
 def shapes(engine: Engine) -> list[str]:
-    """Return a name for every graph of blocks and of what surrounds them, the drafter's included.
+    """Return a name for every graph of blocks and of the code around them, the drafter's included.
 
-    They stand in the order of `steps_of`. On a CPU a graph may serve several of them. What surrounds the blocks has a
-    name a side, for all of its functions. Not named here are the two graphs that an int8 LM head has of its own, and
-    the second graph of a model some of whose blocks have experts.
+    The names are in the order of `steps_of`. On a CPU a graph may serve several steps. The code around the blocks has
+    one name for the target and one for the drafter, each for all functions there. Not named here are the two graphs of
+    an int8 LM head, and the second graph of a model in which some blocks have experts and others do not.
     """
     names: list[str] = []
     for step in steps_of(engine):
@@ -59,7 +63,7 @@ def shapes(engine: Engine) -> list[str]:
 
 
 def warm_up(engine: Engine, progress: Callable[[str], None]) -> None:
-    """Run every kind of step on padding, largest first, so that all is compiled."""
+    """Compile everything: run every kind of step on padding, in the reverse order of `steps_of`."""
     steps = steps_of(engine)[::-1]
     for done, step in enumerate(steps, start=1):
         progress(f"warm-up {done}/{len(steps)}: {step.name}")
@@ -67,7 +71,7 @@ def warm_up(engine: Engine, progress: Callable[[str], None]) -> None:
 
 
 def _run_on_padding(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> None:
-    """Run a step for nobody: it writes to page 0 and slot 0 alone, so it may be run between two others."""
+    """Run a step that serves no request: it writes to page 0 and slot 0 alone, so it may run between two others."""
     if isinstance(step, PrefillBuffers):
         step.upload([])
         engine.run(step, GREEDY)
@@ -79,12 +83,12 @@ def _run_on_padding(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> Non
 
 @torch.inference_mode()
 def make_graph(engine: Engine, step: DecodeBuffers | PrefillBuffers, from_cache: bool = False) -> bool:
-    """Make one graph at most of those that a step lacks; returns whether it has all of them and is ready now.
+    """Make at most one of the graphs that a step lacks; returns whether the step now has all its graphs and is ready.
 
-    from_cache: raise `direct.NotCached` where the graph would have to be compiled. After this or another
-    exception the step runs eagerly, as before.
+    from_cache: raise `direct.NotCached` if the graph would have to be compiled. After this or another exception the
+    step runs eagerly, as before.
     """
-    step.ready = True  # for this run, which ends where a second graph is lacking
+    step.ready = True  # for this run, which ends as soon as a second graph is lacking
     try:
         with one_graph(from_cache):
             _run_on_padding(engine, step)
@@ -96,9 +100,10 @@ def make_graph(engine: Engine, step: DecodeBuffers | PrefillBuffers, from_cache:
 
 
 def time_steps(engine: Engine, batch: int, repeats: int = 3) -> None:
-    """Time the decode buckets of a batch size, captured or not as they will run, on slots with pages of their own.
+    """Time the decode steps of a batch size, captured or not, as they will run, on slots with pages of their own.
 
-    Padding would not do: all its rows lie in one page, which stays in the caches. Nothing may run meanwhile.
+    Padding would give wrong times: all its rows lie in one page, which stays in the processor's caches. No other step
+    may run meanwhile.
     """
     kv, timed = engine.kv, engine.sizes.shapes_of(batch)
     rows = min(TIMED_CONTEXT, engine.sizes.context_length // 2)
@@ -109,7 +114,8 @@ def time_steps(engine: Engine, batch: int, repeats: int = 3) -> None:
     slots, taken = range(1, batch + 1), kv.allocate(pages * batch)
     for index, slot in enumerate(slots):
         kv.map(slot, 0, taken[index * pages : (index + 1) * pages])
-    # In turn, and the least of several: the machine's mood at start must not decide about trees.
+    # Shapes are timed in turn, and the least of several times counts, since a slow moment of the machine at start must
+    # not decide how large trees are.
     times = [[step_seconds(engine, slots, shape, rows) for shape in timed] for _ in range(repeats)]
     engine.step_seconds |= {(batch, s): min(t) for s, t in zip(timed, zip(*times, strict=True), strict=True)}
     engine.timed_rows = rows
@@ -120,7 +126,7 @@ def time_steps(engine: Engine, batch: int, repeats: int = 3) -> None:
 
 
 def step_seconds(engine: Engine, slots: Sequence[int], shape: Shape, rows: int) -> float:
-    """Return the time of one decode step for slots that have so many rows; nobody is told what it emits."""
+    """Return the time of one decode step for slots with so many rows; the tokens that it emits are dropped."""
     buffers = engine.decodes[engine.batch_of(len(slots)), shape]
     engine.lens[1 : len(slots) + 1].fill_(rows)
     start = time.perf_counter()

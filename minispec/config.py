@@ -32,7 +32,7 @@ GROWN = (*LEARNED, "STANDALONE")  # drafters that draft their trees on the devic
 HEADS = Path(__file__).parent / "heads"  # the draft heads and models that ship for the default model
 # The folders in `HEADS`. NEXTN is another name of EAGLE, but for the default model it loads another head, an MTP layer.
 SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "standalone"}
-INT8_NODES = 4  # nodes of a tree with int8 weights: their products take four rows at a time
+INT8_NODES = 4  # nodes of a default tree with int8 weights, whose products take four rows at a time
 BEST = ("EAGLE3", "NGRAM")  # the default model's drafter is the first of these whose files are here
 MAX_NODES = 128  # of a draft tree: the nodes of one request must fit in a query block of FlexAttention
 OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class, the name of a user's own drafter

@@ -99,7 +99,7 @@ def _percent(probability: float | None) -> str:
 
 
 def table(steps: Sequence[dict[str, Any]], laps: Sequence[dict[str, float]]) -> list[list[str]]:
-    """Return the rows of the table of all steps, head first and sums last; times are in milliseconds."""
+    """Return the rows of the table of all steps, header first and sums last; times are in milliseconds."""
     rows = [["step", "drafted", "accepted", "tokens", "ms", *PARTS]]
     numbers = []
     for step, lap in zip(steps, laps, strict=True):
@@ -132,7 +132,7 @@ class Screen:
         self.console.print(Text.assemble(*pieces))
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """Print a table with its head first and its sums last; it fits in 80 columns, and no cell is ever cut."""
+        """Print a table with its header first and its sums last; it fits in 80 columns, and no cell is ever cut."""
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             text = " ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))

@@ -325,7 +325,7 @@ class Server:
         answers = await self.engine.each("stats")
         stats: dict[str, Any] = next(filter(None, answers), {})
         given = {**dataclasses.asdict(self.config), "speculative_algorithm": front.facts.algorithm}
-        hidden = {"api_key", "admin_api_key", "notes", *stats}  # flags that `stats` has too are shown as resolved
+        hidden = {"api_key", "admin_api_key", "notes", *stats}  # `stats` has the resolved value of some flags
         flags = {name: value for name, value in given.items() if name not in hidden}
         states = [{**flags, **answer, "dp_rank": rank} for rank, answer in enumerate(answers) if answer]
         info = {**stats, **flags, "version": version(), "internal_states": states}
@@ -583,7 +583,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = config_from_args(argv)
     logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S", stream=sys.stderr,
                         level=getattr(logging, config.log_level.upper()))  # fmt: skip
-    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # its errors quote raw request lines, which may hold keys
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # its errors quote raw requests, perhaps with keys
     for note in config.notes:
         logger.warning("%s", note)
     temporary = own_compile_cache()

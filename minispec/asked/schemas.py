@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
-MOST_MULTIPLE = 10_000  # bound on the least common multiple of a schema's `multipleOf`: an automaton has so many states
+MOST_MULTIPLE = 10_000  # bound on the least common multiple of a schema's `multipleOf`, the states of an automaton
 MOST_WORK = 200_000  # bound on the keywords and names that closing a schema reads and copies; copies can hold copies
 # Without these two bounds small models write without end: whitespace in JSON, and digits of the fraction of a second.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
@@ -185,7 +185,7 @@ class _Closing:
         return [self.close(schema) for schema in value] if isinstance(value, list) else self.close(value)
 
     def _closure(self, says: Mapping[str, Names], whole: Names) -> dict[str, Any]:
-        """Return keywords by which a schema without parts allows only the names in `whole`, of all parts of the object."""
+        """Return the keywords that a schema without parts needs to allow only the names of the `whole` object."""
         if not whole.named or whole.settled:
             return {}
         own = says.get("properties", NOTHING).properties, says.get("patternProperties", NOTHING).patterns

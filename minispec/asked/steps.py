@@ -51,7 +51,7 @@ class Asking(Asked):
         """`grammars`: None on a rank other than 0, where no request arrives."""
         self.engine, self.grammars = engine, grammars
         self.constraints = Constraints(engine.model.config.vocab_size)
-        self.requests: dict[int, Request] = {}  # by slot, those that ask for more than tokens
+        self.requests: dict[int, Request] = {}  # those that ask for more than tokens, by slot
 
     def prepare(self, request: Request) -> None:
         if self.grammars is not None:
@@ -121,7 +121,7 @@ class Answered(AskedStep, Generic[Step]):
     """The common part of both kinds of step."""
 
     def __init__(self, asking: Asking, step: Step, who: dict[int, Request], questions: Sequence[Question]) -> None:
-        """`who`: by row or chunk, the requests that ask."""
+        """`who`: the requests that ask, by row or chunk."""
         self.asking, self.engine, self.step, self.failed = asking, asking.engine, step, {}
         self.masked = any(request.params.grammar is not None for request in who.values())
         self.questions = Questions(questions, step.slots.device) if questions else None

@@ -77,7 +77,7 @@ class Build:
     """One engine in the making, of rank 0 or of a process alone; the kinds below do a few of the steps differently."""
 
     memory: Memory  # what the engine takes; set when the engine is complete
-    ranks: Ranks | None = None  # of --tp-size
+    ranks: Ranks | None = None  # the ranks of --tp-size; None: there is one rank
     shard: Shard | None = None  # this rank's part of the model
     _mover: Mover | None = None  # moves weights to huge pages after the last graph is made
 
@@ -184,7 +184,7 @@ class Build:
                   f"{cost.agreement:.0%} of them")  # fmt: skip
 
     def engine_of(self, parts: Parts, pages: int) -> Engine:
-        """Return the engine around the parts, with so many pages; if `compiled`, its functions compile at first run."""
+        """Return the engine around the parts, with `pages` pages; if `compiled`, its functions compile at first run."""
         sizes, network, drafter, beside = parts
         compiler: Compiler = partial(compile_step, device=self.device)
         if self.compiled:

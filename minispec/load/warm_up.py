@@ -40,9 +40,10 @@ def steps_of(engine: Engine) -> list[DecodeBuffers | PrefillBuffers]:
 def shapes(engine: Engine) -> list[str]:
     """Return a name for every graph of blocks and of the code around them, the drafter's included.
 
-    The names are in the order of `steps_of`. On a CPU a graph may serve several steps. The code around the blocks has
-    one name for the target and one for the drafter, each for all functions there. Not named here are the two graphs of
-    an int8 LM head, and the second graph of a model in which some blocks have experts and others do not.
+    The names are in the order of `steps_of`. On a CPU a graph may serve several steps. For each kind of step, the code
+    around the target's blocks has one name for all its functions, and the code around the drafter's has another. Not
+    named here are the two graphs of an int8 LM head, and the second graph of a model in which only some blocks have
+    experts.
     """
     names: list[str] = []
     for step in steps_of(engine):
@@ -126,7 +127,7 @@ def time_steps(engine: Engine, batch: int, repeats: int = 3) -> None:
 
 
 def step_seconds(engine: Engine, slots: Sequence[int], shape: Shape, rows: int) -> float:
-    """Return the time of one decode step for slots with so many rows; the tokens that it emits are dropped."""
+    """Return the time of one decode step for slots with `rows` rows each; the tokens that it emits are dropped."""
     buffers = engine.decodes[engine.batch_of(len(slots)), shape]
     engine.lens[1 : len(slots) + 1].fill_(rows)
     start = time.perf_counter()

@@ -45,7 +45,7 @@ class Sizes:
     depth: int  # the edges on the longest path of a draft tree; a step emits at most A = depth + 1 tokens for a request
     scratch: int  # how many rows drafting writes beyond the committed ones
     steps: int | None  # S, the rounds of drafting; None: the drafter does not draft in rounds
-    topk: int | None  # K, the branches of a round; None as well if there are no rounds
+    topk: int | None  # K, the branches of a round; None: there are no rounds
     batch_sizes: tuple[int, ...]  # the values of B, to which decode steps are padded: the batch buckets
     prefill_sizes: tuple[int, ...]  # the values of T, to which prefill steps are padded
     smaller: TreeSize | None = None  # the other size of tree, if there are two
@@ -79,10 +79,11 @@ class Sizes:
         return tuple(sorted({1, self.nodes} | ({self.smaller.nodes} if self.smaller else set())))
 
     def shapes_of(self, batch: int) -> tuple[Shape, ...]:
-        """Return the shapes of this batch size: plain, with the drafter's trees, with looked-up trees; each ascending.
+        """Return the shapes of this batch size: plain, with the drafter's trees, with looked-up trees alone.
 
-        Batches beyond `both_up_to` have one size of tree. That is the smaller one if trees are proposed on the host,
-        because in a large batch few requests have a lookup, and all would pay for the larger tree.
+        Trees of either kind ascend in size. Batches beyond `both_up_to` have one size of tree. It is the smaller one
+        if trees are proposed on the host: in a large batch few requests have a lookup, and all requests would pay for
+        larger trees.
         """
         host = self.looks_up or self.steps is None
         one = self.smaller.nodes if host and self.smaller else self.nodes
@@ -97,16 +98,16 @@ class Sizes:
 
 
 def coarse_batches(most: int, nodes: int, captured: int) -> tuple[int, ...]:
-    """Return the batch buckets up to `most` for a GPU, fewer than the powers of two where that costs no time.
+    """Return the batch buckets up to `most` for a GPU: fewer than the powers of two where more padding costs no time.
 
     nodes: N, of a tree. captured: the largest batch whose steps are captured, 0 for none. This batch is a bucket too,
-    so no smaller batch is padded to an uncaptured one.
+    so no smaller batch is padded to an uncaptured bucket.
 
     Few buckets make the first start short: each has several graphs, whose autotuning takes about a minute (an
     estimate). A step of few rows (B * N) takes as long as reading the weights. In bfloat16 a row costs one operation
     per byte of weights, and server GPUs since the A100 do at least some 150 operations while they read a byte. So up to
-    some 150 rows padding costs no time, and a bucket may be four times the one before. Beyond that buckets double. One
-    request alone is never padded.
+    some 150 rows padding costs no time, and a bucket may be four times the one before it. With more rows a bucket is
+    twice the one before it. One request alone is never padded.
     """
     sizes = [1]
     while sizes[-1] < most:
@@ -162,7 +163,7 @@ class DecodeBuffers(Key):
         write_front(self.inputs, values)
 
     def of_the_host(self) -> Self:
-        """Return the step, on the same tensors, in which all trees are looked up (`Shape.of_host`)."""
+        """Return buffers on the same tensors for the step in which all trees are looked up (`Shape.of_host`)."""
         twin = copy.copy(self)
         twin.original = self  # the graphs and `ready` of the original serve the twin too
         twin.shape, twin.name = self.shape._replace(drafts=False), f"{self.name}, all the host's"
@@ -170,9 +171,9 @@ class DecodeBuffers(Key):
 
 
 class PrefillBuffers(Key):
-    """The tensors of a prefill step: T tokens in n = T / W query blocks of W rows. Each chunk starts a block.
+    """The tensors of a prefill step: T tokens in n = T / W query blocks of W rows.
 
-    So there are at most n chunks.
+    Each chunk starts a block, so there are at most n chunks.
     """
 
     nodes = 1  # there is no tree
@@ -186,7 +187,7 @@ class PrefillBuffers(Key):
         self.tokens, self.following = parts[:2]  # [T] each
         self.slots, self.starts, self.sizes = parts[2:5]  # [n] each, by block; a size is the number of rows in use
         # [n] each, by chunk: the chunk's slot, how many committed rows this slot has after the step, 1 if a token is
-        # picked after the chunk (else 0), and the index of the chunk's last row among the T.
+        # picked after the chunk (else 0), and the index of the chunk's last row among the T rows.
         self.chunk_slots, self.lens, self.picked, self.ends = parts[5:]
         self.plan = Plan(kv, 1, blocks, width, prompts=True)
         kind, layers = attend
@@ -197,7 +198,7 @@ class PrefillBuffers(Key):
         self.most, self.outputs = 1, torch.zeros(blocks, 3, dtype=torch.int64, device=device)
 
     def upload(self, chunks: Sequence[Chunk]) -> None:
-        """Write the chunks, which must fit, with padding after them."""
+        """Write the chunks, and padding after them; the chunks must fit."""
         size, width = self.size, self.width
         tokens, following = [0] * size, [0] * size
         by_block: list[tuple[int, int, int]] = []  # slot, start, size: `slots`, `starts`, `sizes`

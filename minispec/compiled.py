@@ -5,8 +5,8 @@ CUDA torch.compile autotunes their kernels, and the whole step is captured as a 
 compiled functions are called without asking torch.compile each time (`cpu/direct.py`). `load/build.py` chooses the
 compiler.
 
-A step that is not `ready` runs all its functions eagerly (`within_step`). So a server can answer before its graphs are
-made. Here a graph is what torch.compile makes of a function for one shape.
+Here a graph is what torch.compile makes of a function for one shape. A step is `ready` when all its graphs are made.
+Until then it runs all its functions eagerly (`within_step`), so a server can answer before its graphs are made.
 
 Read next: `engine.py`, whose steps these are.
 """
@@ -31,7 +31,7 @@ def autotuned(function: Step) -> Step:
 
 
 class Key:
-    """The one argument of a compiled function that holds all its tensors with fixed addresses.
+    """The one argument of a compiled function that holds all the function's tensors with fixed addresses.
 
     A key is a layer's attention, a step's buffers or a beam. The function's graph is found by the identity of the key
     (`cpu/direct.py`).
@@ -47,7 +47,7 @@ class Key:
         """Tensors of the key, each with its dimensions that may have any length.
 
         If the key has such tensors, one graph serves all their lengths, and the lengths of the function's arguments can
-        change too. By default it has none.
+        change too. By default a key has none.
         """
         return ()
 
@@ -57,7 +57,7 @@ CompileFor = Callable[[int, int, bool], bool]
 
 
 class Small:
-    """Small functions around compiled blocks. For steps in which it is worth the time, they are compiled too."""
+    """Small functions around compiled blocks. They are compiled too, but only for steps in which compiling pays."""
 
     def __init__(self, *functions: Step) -> None:
         self.eager = self.compiled = functions

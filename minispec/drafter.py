@@ -1,16 +1,17 @@
 """Drafters: a drafter proposes trees, and it is told which tokens the target committed.
 
 The engine calls one interface, `Drafter`. If a step has trees, the engine asks for them, before the step or within it.
-The engine also reports every committed token, those of prompt chunks too, so "draft prefill" and "draft extend" are no
-separate phases. Tokens of steps without the drafter are reported later (`late.py`). The trees of the drafter `none` are
-a root alone, so plain decoding needs no separate path through the engine.
+The engine also reports every committed token, those of prompt chunks too. So there are no separate phases such as the
+"draft prefill" and "draft extend" of other engines. Tokens of steps that do not run the drafter are reported later
+(`late.py`). The trees of the drafter `none` are a root alone, so plain decoding needs no separate path through the
+engine.
 
 A drafter that works on tensors, inside the step, derives from `Drafter` (`beam.py` with its heads, `standalone.py`).
 A drafter that works on lists of tokens, between the steps, derives from `HostDrafter` (`ngram.py`). `HostTrees` makes a
 `Drafter` of it, and checks its trees.
 
 `policy.py`, not the drafter, chooses whether a step has trees and of which size. A drafter names the sizes it can
-draft. A drafter on the device is told the size before it drafts; the trees of a drafter on the host are cut.
+draft. A drafter on the device is told the size before it drafts; the trees of a drafter on the host are cut to it.
 
 Read next: `ngram.py` for a drafter, `engine.py` for the calls, docs/adding-a-drafter.md to write your own.
 """
@@ -39,23 +40,23 @@ class Draft:
 
     tokens: list[int]
     parents: list[int]
-    # How many of the last tokens the drafter recognised; the more, the better the bet. Trees of equal `match_length`
-    # are one class, and the policy learns for each class how many tokens its trees give.
+    # How many of the text's last tokens the drafter recognised; with more of them the tree is a better bet. Trees of
+    # equal `match_length` are one class, and the policy learns for each class how many tokens its trees give.
     match_length: int = 0
     # Who proposed the tree, for traces and counts: "lookup" if it was found in a text. Not compared by ==.
     source: str = field(default="host", compare=False)
 
     @property
     def match(self) -> int:
-        """The class of match, `match_length`: at least 1 for a tree with drafts, 0 for a root alone."""
+        """The class of match: `match_length`, but at least 1 for a tree with drafts, and 0 for a root alone."""
         return max(self.match_length, 1) if len(self.tokens) > 1 else 0
 
     def cut(self, nodes: int) -> Draft:
-        """Return the tree of the first `nodes` nodes; these are a tree, since parents precede children."""
+        """Return the first `nodes` nodes, which form a tree, since parents precede children."""
         return Draft(self.tokens[:nodes], self.parents[:nodes], self.match_length, self.source)
 
     def holds(self, tokens: Sequence[int], nodes: int | None = None) -> int:
-        """Return how many of the first `tokens` form a path below the root, in this tree cut to `nodes`."""
+        """Return how many of `tokens`, from the first on, form a path below the root of this tree, cut to `nodes`."""
         end, at = len(self.tokens[:nodes]), 0
         for count, token in enumerate(tokens):
             children = (n for n in range(at + 1, end) if self.tokens[n] == token and self.parents[n] == at)
@@ -69,7 +70,7 @@ class Draft:
         return min(self.holds(tokens, nodes) + 1, len(tokens))
 
 
-NOTHING = Draft([PADDING], [-1])  # a root alone; the step puts the root's token in
+NOTHING = Draft([PADDING], [-1])  # a root alone; the step writes the root's token
 
 
 class TreeSize(NamedTuple):
@@ -86,11 +87,12 @@ class Batch(NamedTuple):
     slots: Tensor  # [B] int64
     lens: Tensor  # [B] int64, how many rows are committed
     root: Tensor  # [B] int64, the newest token of the text, whose row is not committed yet
-    tree: DraftTree  # [B, N] each, the host's trees for this step; padding for requests without such a tree
+    tree: DraftTree  # [B, N] each, the host's trees for this step; padding for a request for which the host has none
     # The pick at depth d has position lens + d + 1, and its noise is gumbel(seed, position, target id).
     temperature: Tensor | None = None  # [B] fp32, 0 for greedy requests; None: all requests are greedy
     seed: Tensor | None = None  # [B] int64; None if temperature is None
-    # [B, N] fp32, given for a trace: a drafter with probabilities writes the log-probability of each node's path here.
+    # [B, N] fp32, only for a trace: here a drafter that has probabilities writes the log-probability of each node's
+    # path from the root.
     scores: Tensor | None = None
 
 
@@ -117,8 +119,8 @@ class Drafter(ABC):
     """The interface that the engine calls. The engine owns the slots; a drafter keeps its state by slot.
 
     Before a decode step that may have trees, the policy calls `host_drafts`. The engine calls `propose` and `commit`
-    inside the step, but in no plain step, and in no step whose trees are all looked up. What such steps commit is given
-    to `commit` later (`late.py`). When a step's tokens are on the host, the engine calls `observe`.
+    inside the step, except in plain steps and in steps whose trees are all looked up. `commit` gets the tokens of these
+    steps later (`late.py`). When a step's tokens are on the host, the engine calls `observe`.
     """
 
     name: str
@@ -135,8 +137,8 @@ class Drafter(ABC):
     kv_shape: KVShape = KVShape(0, 0, 0)  # the shape of the drafter's own rows, which have the target's page numbers
     network: nn.Module | None = None  # the module that the drafter drafts with; `load/` packs its linear layers
     commits: bool = True  # whether the engine calls `commit`; False saves the work for a drafter without device state
-    on_host: bool = False  # whether `host_drafts` proposes the trees, and not `propose`
-    # Whether `host_drafts` looks trees up beside `propose`; each request verifies one of the two.
+    on_host: bool = False  # whether `host_drafts` proposes the trees in place of `propose`
+    # Whether `host_drafts` looks trees up beside those of `propose`; each request verifies one of the two trees.
     looks_up: bool = False
 
     @property
@@ -157,7 +159,7 @@ class Drafter(ABC):
         """Run the code around the network compiled by `compiler` in the steps that `choice` names."""
 
     def expect(self, longest: int) -> None:  # noqa: B027  most drafters take in paths of any length
-        """Prepare for accepted paths of up to `longest` tokens, since looked-up trees may be deeper than one's own.
+        """Prepare for accepted paths of up to `longest` tokens, since looked-up trees may be deeper than drafted ones.
 
         To be called before `attach`.
         """
@@ -171,7 +173,7 @@ class Drafter(ABC):
         """
 
     def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
-        """Return the attention of each call of the network in a prefill or a decode step, by the names of their graphs.
+        """Return the attention of each call of the network in a prefill or a decode step, by the name of its graph.
 
         plan: the plan of the prefill step, or the plan of a decode step's accepted paths.
         """
@@ -181,19 +183,20 @@ class Drafter(ABC):
         """Propose a tree per slot on the host, before a decode step.
 
         A drafter that drafts inside the step returns none, unless it `looks_up`: then it offers trees here as well.
-        The step can still be plain, cut the trees to fewer nodes, or take other trees for some slots.
+        The step may still be plain, or cut the trees to fewer nodes, or verify other trees for some slots.
         """
         return ()
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree:
-        """Return trees of the shape [B, N] of `batch.tree`; N is one of `trees`, and the root is given.
+        """Return trees of the shape [B, N] of `batch.tree`; N is one of the sizes in `trees`, the root is `batch.root`.
 
-        If the drafter `looks_up`, `batch.tree` holds the host's tree in rows that take it, and a root alone elsewhere.
+        If the drafter `looks_up`, `batch.tree` has a looked-up tree for each request that verifies one, and a root
+        alone for the others.
 
         This runs inside the step: shapes are static, and the host reads no value. On CUDA the step is captured once and
-        replayed without this code, so the code must not depend on Python numbers that change. State between steps is in
-        tensors that `attach` allocates and this code writes in place.
+        replayed without this code, so the code must not depend on Python numbers that change. State that outlives a
+        step is in tensors that `attach` allocates and this code writes in place.
         """
 
     def commit(self, new: Committed) -> None:  # noqa: B027  a drafter without state on the device takes nothing in
@@ -213,7 +216,7 @@ class Drafter(ABC):
     def ignore(self, slot: int) -> None:  # noqa: B027  a drafter that reads no text learns nothing for others
         """Learn nothing from this slot's text until it is released: other requests must not profit from it."""
 
-    def release(self, slot: int) -> None:  # noqa: B027  what is written anew before it is read need not be forgotten
+    def release(self, slot: int) -> None:  # noqa: B027  state that is overwritten before it is read may stay
         """Forget a slot: its request ended or was retracted."""
 
     def clear(self) -> None:  # noqa: B027  a drafter that learns nothing from requests has nothing to forget
@@ -241,20 +244,20 @@ class HostDrafter(ABC):
 
     @abstractmethod
     def propose(self, slots: Sequence[int]) -> list[Draft]:
-        """Return one tree per slot; the first token of each is the newest committed one."""
+        """Return one tree per slot; its first token is the newest token of the slot's text."""
 
     @abstractmethod
     def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
         """Take in the tokens just committed to a slot's text; again: whether a retracted request replays its text."""
 
-    def predict(self, slot: int, tokens: Sequence[int]) -> None:  # noqa: B027  a drafter may do without the hint
+    def predict(self, slot: int, tokens: Sequence[int]) -> None:  # noqa: B027  a drafter may ignore the hint
         """Take in a text that a slot's output may resemble; called before `commit`."""
 
     @abstractmethod
     def release(self, slot: int) -> None:
         """Forget a slot: its request ended or was retracted."""
 
-    def clear(self) -> None:  # noqa: B027  a drafter that learns nothing beyond its requests has nothing to forget
+    def clear(self) -> None:  # noqa: B027  a drafter that keeps nothing of ended requests has nothing to forget
         """Forget everything learned from past requests."""
 
 
@@ -294,7 +297,7 @@ class HostTrees(Drafter):
         return NOTHING
 
     def _refuse(self, wrong: str) -> None:
-        """Count and log a fault of the drafter; a drafter that is always wrong must not flood the log."""
+        """Count a fault of the drafter, and log it, but seldom if there are many: they must not flood the log."""
         self.refused += 1
         if self.refused <= 10 or self.refused % 1000 == 0:
             logger.error("the drafter %s proposed what is no tree (%s), so its request decodes plainly in this step; "
@@ -325,5 +328,5 @@ class HostTrees(Drafter):
 
 
 def as_drafter(drafter: Drafter | HostDrafter, vocab_size: int, smaller: int | None = None) -> Drafter:
-    """Return a `HostDrafter` wrapped for the engine, a `Drafter` as it is; smaller: see `HostTrees`."""
+    """Return a `HostDrafter` wrapped for the engine, or a `Drafter` as it is; smaller: see `HostTrees`."""
     return HostTrees(drafter, vocab_size, smaller) if isinstance(drafter, HostDrafter) else drafter

@@ -6,8 +6,8 @@ drafter takes the accepted paths in.
 
 A slot is the place of a running request in all tables. `launch(slots)` runs one decode step. `prefill(chunks)` runs one
 step over known tokens, such as prompts. Both return a `Pending`, and `collect(pending)` waits for the tokens emitted.
-Until `collect`, the host waits for no value of the device, unless a request asks for more than tokens, such as
-log-probabilities (`asked/steps.py`). So the next step can be launched before this one is collected.
+Until `collect`, the host waits for no value of the device, unless a request has a grammar: its masks need the trees on
+the host (`asked/steps.py`). So the next step can be launched before this one is collected.
 
 A launch has three parts: the host fills the step's inputs; the step, `decode` or `prefill_step`, runs on tensors at
 fixed addresses; the step's outputs are copied to the host. On CUDA a step can be captured: it is recorded once as a
@@ -19,8 +19,8 @@ has its compiled graphs, and nothing is compiled again when lengths, trees or re
 shape of each decode step.
 
 Terms: the blocks are the layers of the target (`model.py`). A plan says which rows each node sees and writes
-(`attention.py`). Features are hidden states of the target, which a head drafts from. A step that does not run the
-drafter saves tokens and features, and the drafter takes in this backlog before it drafts again (`late.py`).
+(`attention.py`). Features are hidden states of the target, from which a head drafts. A step that does not run the head
+saves tokens and features as a backlog. The head takes the backlog in before it drafts again (`late.py`).
 
 Letters beside B and N: A is the most tokens that a step emits for a request, T the tokens of a prefill step, d the
 target's hidden size, F the size of a token's features, V the size of the vocabulary.
@@ -55,9 +55,11 @@ from minispec.verify import Accept, Trees, Verdict
 logger = logging.getLogger("minispec")
 
 # `Needs` says which options of sampling (temperature, filters, penalties and so on) the requests of a batch use.
-# For steps with these needs the code before and after the blocks (`_before_blocks`, `_after_blocks`) may be compiled.
+# For steps with one of these sets of needs the code around the blocks (`_before_blocks`, `_after_blocks`) may be
+# compiled.
 COMPILED = (GREEDY, TEMPERED)
-CAPTURED = (*COMPILED, FILTERED)  # steps with these needs are captured as CUDA graphs; each set includes the one before
+# Steps with one of these sets of needs are captured as CUDA graphs. Each set includes the one before it.
+CAPTURED = (*COMPILED, FILTERED)
 
 
 @dataclass
@@ -75,7 +77,8 @@ class Pending:
     keeps: bool = False  # whether the accepted rows of trees join the backlog; then `collect` must count them
     chunks: Sequence[Chunk] = ()  # the chunks of a prefill step; a decode step has none
     captured: bool = False  # whether the step was the replay of a CUDA graph
-    # If a request asks for more than tokens: the object that ran the step in place of the engine; it holds the answers.
+    # The object that ran the step in place of the engine, and holds the answers; None: no request asks for more than
+    # tokens.
     asked: AskedStep | None = None
     nan: Sequence[int] = ()  # slots with NaN among their logits, which emit nothing; `collect` sets it
 
@@ -150,7 +153,7 @@ class Engine:
         self.lens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.root = torch.zeros(slots, dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, model.config.vocab_size, device)
-        # [R]: only nodes less deep than this are verified. With 1 only the root is verified: no drafts are wanted.
+        # [R]: only nodes less deep than this are verified. 1: the request wants no drafts, only the root is verified.
         self.reach = torch.full((slots,), sizes.context_length, dtype=torch.int64, device=device)
         self.asked, self.link = Asked(), Link()  # both do nothing (`seams.py`) until `load/build.py` replaces them
         self.drafter_seconds = 0.0  # the seconds that the drafter took on the host, between steps
@@ -161,13 +164,13 @@ class Engine:
         # The captured steps; `cuda/graphs.py` adds them.
         self.graphs: dict[tuple[DecodeBuffers | PrefillBuffers, Needs], torch.cuda.CUDAGraph] = {}
         self.amended = False  # whether `set_thresholds` changed the thresholds since the start
-        # How many steps have begun to change what slots hold. If it is the same after an exception as before the step,
-        # the failed step changed nothing.
+        # How many steps have begun to change what slots hold. If this number is the same after an exception as before
+        # the step, the failed step changed nothing.
         self.changes = 0
         attend = (with_windows(attend_kind, model.config.windows(sizes.context_length)), model.config.layers)
         self.decodes: dict[tuple[int, Shape], DecodeBuffers] = {}
         for batch in sizes.batch_sizes:
-            # Shapes with looked-up trees come last: each takes the buffers of the drafted shape with as many nodes.
+            # Shapes whose trees are all looked up come last: each takes the buffers of the drafted shape of its size.
             for shape in sizes.shapes_of(batch):
                 self.decodes[batch, shape] = (
                     self.decodes[batch, Shape(shape.nodes, True)].of_the_host() if shape.of_host
@@ -181,7 +184,7 @@ class Engine:
         paths = {(batch, self._most(shape.nodes)) for batch, shape in self.decodes if shape.drafts and drafter.commits}
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
         for plan in self.path_plans.values():
-            drafter.attends(plan, prefill=False)  # makes the attention, which reads what `Plan.fill` writes
+            drafter.attends(plan, prefill=False)  # makes the attention now, since it may change `Plan.fill`
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
         """Compile the code before and after the blocks of target and drafter, for the steps that `choice` names."""
@@ -191,8 +194,9 @@ class Engine:
     def set_thresholds(self, thresholds: tuple[float, float] | None) -> None:
         """Accept sampled drafts by these thresholds (single, acc) from the next step on; None: accept exactly.
 
-        `verify.pick_lossy` explains the two numbers. Compiled and captured code holds the old thresholds. So from then
-        on sampled decode steps replay no CUDA graph, and their code before and after the blocks runs uncompiled.
+        `verify.pick_lossy` explains the two numbers. Compiled and captured code keeps the thresholds of the start. So
+        after the first change sampled decode steps replay no CUDA graph, and their code around the blocks runs
+        uncompiled.
         """
         if thresholds == self.accept.thresholds:
             return
@@ -272,16 +276,16 @@ class Engine:
         """Launch one decode step for these slots: verify one tree per slot, keep the accepted path, emit its tokens.
 
         shape: one of `Sizes.shapes_of` for this batch; default: the drafter's largest trees. drafts: trees from
-        `host_drafts`, one per slot, cut to N nodes here. Without `drafts`, each request of a head with lookups
-        (`looks_up`) gets the draft NOTHING, a root alone, and for all other drafters `host_drafts` is called here. A
-        request with the draft NOTHING verifies the head's tree if the shape drafts.
+        `host_drafts`, one per slot, cut to N nodes here. Without `drafts`, `host_drafts` is called here, unless the
+        drafter is a head with lookups (`looks_up`): then each request gets the draft NOTHING, a root alone. Beside a
+        head a request with the draft NOTHING verifies the head's tree, if the shape drafts.
         """
         batch = self.batch_of(len(slots))
         if drafts is None:
             drafts = [NOTHING] * len(slots) if self.drafter.looks_up else self.host_drafts(slots)
         buffers = self.decodes[batch, max(self.sizes.shapes_of(batch)) if shape is None else shape]
         started = time.perf_counter()
-        # If one request makes these two lines raise, only the step's requests are lost, since nothing has changed yet.
+        # If one of the next two lines raises, only the step's requests are lost, since nothing has changed yet.
         buffers.upload(slots, [draft.cut(buffers.nodes) for draft in drafts])
         asked = self.asked.decode(buffers, slots)
         began = time.perf_counter()
@@ -337,7 +341,7 @@ class Engine:
     ) -> tuple[Tensor, Tensor, DraftTree]:
         """Return what a decode step begins with: lens and root [B], and the trees [B, N] to verify.
 
-        told: [B, N] fp32, in which the drafter writes its log-probability of each node (`Batch.scores`).
+        told: [B, N] fp32, into which the drafter writes log-probabilities (`Batch.scores`); None: nobody wants them.
         """
         lens, root = self.lens[buffers.slots], self.root[buffers.slots]
         knows = wishes is not None and wishes.temperature is not None and self.accept.couples
@@ -409,7 +413,7 @@ class Engine:
         return self._path(buffers, lens, verdict, tokens, features) if nodes > 1 and self.drafter.commits else None
 
     def hand_over(self, buffers: DecodeBuffers, path: Path | None) -> None:
-        """Give the accepted paths to a drafter on the device, or add them to its backlog if the step did not run it."""
+        """Give the accepted paths to a drafter on the device, or to its backlog if the step did not run the drafter."""
         if path is None:
             return
         if self.late.keeps(buffers):
@@ -440,7 +444,7 @@ class Engine:
     def prefill(self, chunks: Sequence[Chunk]) -> Pending:
         """Launch a prefill step over chunks of several requests, packed as [1, T]. Each chunk starts a query block.
 
-        The step emits one token for each chunk that is its request's last, none for the others.
+        The step emits one token for each chunk that is its request's last, and none for other chunks.
         """
         buffers = self.prefills.of(sum(self.prefills.blocks_of(len(chunk.tokens)) for chunk in chunks))
         buffers.upload(chunks)
@@ -507,7 +511,7 @@ class Engine:
         return Pending(slots, on_host, ready, step.nodes, asked=asked, **what)
 
     def collect(self, pending: Pending) -> list[list[int]]:
-        """Wait for a step, tell the drafter its tokens, and return the emitted ones, one list per slot or chunk.
+        """Wait for a step, tell the drafter the step's tokens, and return those emitted, a list per slot or chunk.
 
         A slot with NaN among its logits emits nothing, and `pending.nan` names it.
         """

@@ -1,15 +1,15 @@
 """The backlog: tokens and features of steps that did not run the drafter, kept until the drafter takes them in.
 
 A drafter with a network computes its rows (keys and values) from tokens and features, which are hidden states of the
-target. Plain steps do not run the network, which would cost most of the time that plain steps save. Steps whose trees
-all come from lookups do not run it either. Both kinds of step save tokens and features here; those of row r are at
-place r modulo 64. The drafter takes in all of a slot's backlog at once, like a chunk of a prompt. A backlog
-has at most 64 rows, so the drafter never computes more than these before it drafts again. A page is shared with other
-requests only after the drafter's rows in it are written.
+target. Plain steps do not run the network, since running it would cost most of the time that plain steps save. Steps
+whose trees all come from lookups do not run it either. Both kinds of step save tokens and features here. The token and
+the features of row r are at place r modulo 64. The drafter takes in all of a slot's backlog in one pass, like a chunk
+of a prompt. A backlog has at most 64 rows, so the drafter never computes more than 64 rows of a slot before it drafts
+again. A page is shared with other requests only after the drafter's rows in it are written.
 
 The host counts the rows of each slot's backlog. A plain step adds exactly one row, so the next step may be launched
 before the plain step ends. A step with looked-up trees adds as many rows as it emits tokens, and the host must know
-this number before the next step. The device computes the first row of a backlog from the slot's length.
+this number before the next step. A backlog ends at the slot's length, which the device knows.
 
 Read next: `engine.py`, whose steps call `keep` and `before`.
 """
@@ -26,7 +26,7 @@ from minispec.buffers import Chunk, DecodeBuffers, PrefillBuffers, Prefills
 from minispec.compiled import within_step
 from minispec.drafter import Committed, Drafter
 
-KEPT_ROWS = 64  # the most rows of a slot's backlog; the largest prefill step must have room (it has at least 128)
+KEPT_ROWS = 64  # the most rows of a slot's backlog; they must fit into the largest prefill step, of at least 128 rows
 
 
 class Late:
@@ -54,17 +54,17 @@ class Late:
         self.prefills, self.lens, self.root = prefills, lens, root
 
     def keeps(self, step: DecodeBuffers) -> bool:
-        """Return whether a step adds its rows to the backlog: it does not run a drafter that takes in tokens.
+        """Return whether a step adds its rows to the backlog, since it does not run a drafter that takes in tokens.
 
-        Paths of more than 64 tokens have no room in it. After a step with such paths the drafter takes them in at once.
+        Paths of more than 64 tokens have no room in the backlog. The drafter takes them in at the end of their step.
         """
         return self.tokens is not None and not step.shape.drafts and step.most <= KEPT_ROWS
 
     def keep(self, slots: Tensor, rows: Tensor, tokens: Tensor, features: Tensor | None) -> None:
         """Save tokens [B, A] and features [B, A, F] of rows [B, A] of slots [B]; runs inside a step.
 
-        The first of the A rows are the accepted path, the rest is padding. Padding must not overwrite the backlog, so
-        `before` ensures that the backlog and A rows together are at most 64 rows.
+        The first of the A rows are the accepted path, the others are padding. Padding must not overwrite the backlog,
+        so `before` ensures that the backlog's rows and A further rows are at most 64.
         """
         assert self.tokens is not None, "nothing is kept for a drafter that takes in nothing"
         slots, place = slots[:, None], rows % KEPT_ROWS
@@ -73,7 +73,7 @@ class Late:
             self.features[slots, place] = cast(Tensor, features)
 
     def before(self, step: DecodeBuffers, slots: Sequence[int]) -> None:
-        """Let the drafter catch up on these slots, if the step runs it or could overfill the backlog of a slot."""
+        """Let the drafter catch up on these slots if the step runs it, or if a slot's backlog may lack room."""
         if not self.keeps(step) or any(self.waiting[slot] + step.most > KEPT_ROWS for slot in slots):
             self.catch_up(slots)
         if step.nodes == 1:  # a plain step adds one row a slot, so the rows can be counted before it runs
@@ -87,12 +87,12 @@ class Late:
     def catch_up(self, slots: Iterable[int]) -> None:
         """Let the drafter take in the backlogs of these slots, as chunks of prompts."""
         behind = [slot for slot in slots if self.waiting[slot]]
-        most = max(1, self.prefills.blocks // self.prefills.blocks_of(KEPT_ROWS))  # so many slots fit into one pass
+        most = max(1, self.prefills.blocks // self.prefills.blocks_of(KEPT_ROWS))  # how many slots fit into one pass
         while behind:
             part, behind = behind[:most], behind[most:]
             step = self.prefills.of(sum(self.prefills.blocks_of(self.waiting[slot]) for slot in part))
-            # Token 0 is a placeholder, since `_backlog` reads the tokens. A chunk's start is relative to the slot's
-            # length, which the device knows.
+            # Token 0 is a placeholder: `_backlog` reads the saved tokens. Here a chunk's start is relative to the
+            # slot's length, which the device knows.
             step.upload([Chunk(slot, [0] * self.waiting[slot], -self.waiting[slot], last=False) for slot in part])
             with within_step(step):
                 self.drafter.commit(self._backlog(step))

@@ -1,26 +1,26 @@
 """Which shape the next step has: plain, or one of the sizes of tree that the engine was made with.
 
-A tree costs the time of its nodes and of drafting them, and gives the tokens that are accepted. This time and this gain
+A tree costs the time of drafting and reading its nodes, and gives the tokens that are accepted. This time and this gain
 change with the batch, the length and kind of the texts, and the machine. The one idea is to measure both in the steps
 themselves. `Times` holds the times of real steps, `Acceptance` and `Matches` hold what real trees emitted. The policy
 takes the shape with the most expected tokens a second over the whole batch.
 
-A request's tree is drafted on the device within the step (by a head; here a draft model is one too), or it is proposed
-on the host before the step (by a host drafter, or by a lookup beside a head: `lookup.py`). With lookups, each request
-verifies the tree that promises more. Then there are also shapes in which the head does not run: every request verifies
-the tree looked up for it, or its root alone if there is none (`Shape.of_host`).
+A request's tree is drafted on the device within the step (by a head; here a draft model counts as a head), or it is
+proposed on the host before the step (by a host drafter, or by a lookup beside a head: `lookup.py`). With lookups, each
+request verifies the tree that promises more. Then there are also shapes in which the head does not run: every request
+verifies the tree looked up for it, or its root alone if there is none (`Shape.of_host`).
 
 A tree proposed on the host exists before the step. So even if the step does not verify this tree, the text shows later
-how many tokens the tree would have given. What a head would have drafted in a shape that was not taken is never known.
-So now and then another shape is tried, a probe, as long as all probes together have cost less than a hundredth of the
-time. A change of shape must promise a gain of 3 %, so that noise does not move the engine to and fro. Only a change
-back to plain steps needs no such gain, since speculation must never be slower than plain decoding. After steps without
-the head, the head first takes in the backlog of these steps (`late.py`). Its trees must pay for this catching up too
+how many tokens the tree would have given. But nobody learns what a head would have drafted in a shape that was not
+taken. So now and then a step tries another shape: a probe. All probes together may cost a hundredth of the time. A
+change of shape must promise a gain of 3 %, so that noise does not move the engine to and fro. Only a change back to
+plain steps needs no such gain, since speculation must never be slower than plain decoding. After steps without the
+head, the head first takes in the backlog of these steps (`late.py`). The head's trees must pay for this catching up too
 (`Returns`).
 
 `expected` returns the expected tokens of one request in one shape. `before` chooses a step's shape and the host's trees
-that the step verifies, and `after` learns from the result. Nothing here knows of tensors. Of a request the policy knows
-the identity, and whether the request wants drafts.
+that the step verifies, and `after` learns from the result. Nothing here knows of tensors. The policy knows two things
+of a request: its identity, and whether it wants drafts.
 
 Expected tokens against step times: arXiv 2211.17192. Read next: `scheduler.py`, which asks.
 """
@@ -42,20 +42,20 @@ GAIN = 1.03  # how much faster another shape must be to replace the one in use
 PROBES = 0.01  # the share of decode time that probes may cost
 HORIZON = 0.999  # at each step `Policy.spent` and `Policy.probing` are multiplied by this, so that old steps fade
 STALE = 100  # a shape that was not measured for so many steps of a kind may be probed
-SAMPLES = 15  # of how many newest times a median is taken: those of a shape, or those of catching up
-# In `Times`: how many of the newest steps decide which shape is the most used, how many of that shape's newest times a
-# new ratio is taken to, and how many of the newest ratios of each shape are kept.
+SAMPLES = 15  # a median is taken over so many of the newest times: of a shape, or of catching up
+# The length of three lists in `Times`: the newest steps, among which the most used shape is found; this shape's newest
+# times, whose median divides the time of another shape; and the newest of these ratios.
 AROUND = 9
-# After so many trees of the head, a request's own record of acceptance counts too. In the record over all requests it
-# is the weight of a prior, in observations.
+# After so many trees of the head, a request's own record of acceptance counts too. In the record over all requests the
+# same number is the weight of a prior, in observations.
 OWN_AFTER = 8
-# How many observations the record over all requests counts as when a request's own record is mixed with it. Few steps
+# The weight, in observations, of the record over all requests when it is mixed with a request's own record: few steps
 # of one request say little.
 OWN_PRIOR = 16
 SHORT = 2  # a match of so few tokens may be chance
 FIRST_RUN = 8.0  # the length of a run of steps that draft, assumed until a run has ended
 FIRST_CHANCE = 0.6  # the chance that a draft is accepted, assumed until a draft was tried
-# A new observation multiplies the weight of the older ones by this, in the record over all requests and in a request's.
+# The factor by which a new observation reduces the weight of older ones: over all requests, and in a request's record.
 ALL_KEEP, OWN_KEEP = 0.99, 0.97
 
 
@@ -73,13 +73,13 @@ class Kind(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One request of the next step; here a row is one of the batch, not of keys and values."""
+    """One request of the next step: here a row is a row of the batch, not of keys and values."""
 
     request: object  # compared by identity
     # `Draft.match` of the tree that a host drafter proposes; 0 if it has no drafts. None: a head drafts in the step.
     match: int | None = None
     wants: bool = True  # False: the request verifies no drafts, whatever the shape
-    # Only for a head with lookups, whose `match` is None: `Draft.match` of the tree looked up for the request, or 0.
+    # `Draft.match` of the tree looked up for the request beside the head; 0: there is no such tree.
     lookup: int = 0
 
     @property
@@ -93,7 +93,7 @@ class Choice(NamedTuple):
 
     shape: Shape
     probe: bool = False  # whether the shape was chosen to measure its time
-    lookups: Sequence[bool] = ()  # for each row: whether the looked-up tree replaces the head's; empty: for no row
+    lookups: Sequence[bool] = ()  # for each row: whether the looked-up tree replaces the head's; empty: in no row
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ class Planned:
     choice: Choice
     rows: Mapping[Request, tuple[Row, Draft | None]]  # with each row, the tree that the host offers, verified or not
     of_host: frozenset[Request]  # requests that verify the looked-up tree, not the head's
-    # The host's trees to verify, one for each request. With a head with lookups, a request that does not verify a
-    # looked-up tree has NOTHING here. Without lookups this is empty if the host was not asked or offered no trees.
+    # The host's trees to verify, one for each request. If the drafter is a head with lookups, a request that does not
+    # verify its looked-up tree has NOTHING here. Other drafters: empty if the host was not asked, or offered no trees.
     drafts: Sequence[Draft]
 
     def verified(self, request: Request) -> tuple[str | None, int]:
@@ -122,8 +122,8 @@ class Times:
     """The times of steps by kind and shape: medians of the newest measurements.
 
     Two shapes are seldom measured in the same minute, and a machine that others use too may be half as fast in the next
-    minute. The most used shape would then look slow beside a shape that was measured before. So the time of any other
-    shape is kept as a ratio to the time of the most used shape, from steps that were measured just after each other.
+    minute. In that minute the most used shape would look slow beside a shape that was measured before. So the time of
+    any other shape is kept as a ratio to the newest times of the most used shape.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class Times:
         """Return the seconds of a step: measured, or estimated from the nearest kind in which the shape was measured.
 
         The estimate is scaled by the ratio of a shape that was measured in both kinds. A shape that was never measured
-        with this batch size, at any text length, counts as fast as the kind's fastest shape, so that it is tried.
+        with this batch size is assumed to be as fast as the kind's fastest shape, so that it is tried.
         """
         here = self._samples.get(kind, {})
         if shape in here:
@@ -197,10 +197,10 @@ class Acceptance:
         """`keep`: the factor by which a new observation reduces the weight of older ones."""
         self.keep, self.steps = keep, 0
         self._tried: dict[tuple[int, int], float] = defaultdict(float)  # by nodes of the tree and depth
-        self._held: dict[tuple[int, int], float] = defaultdict(float)  # how many of those tried were accepted
+        self._held: dict[tuple[int, int], float] = defaultdict(float)  # how many of the tried drafts were accepted
 
     def learn(self, nodes: int, depth: int, accepted: int) -> None:
-        """Count a tree with so many nodes and this depth, of which `accepted` drafts were accepted."""
+        """Count a tree with so many nodes and this depth, `accepted` of whose drafts were accepted."""
         self.steps += 1
         for level in range(1, min(depth, accepted + 1) + 1):
             for key in ((nodes, level), (0, level)):  # 0: all sizes together
@@ -216,8 +216,8 @@ class Acceptance:
 class Matches:
     """The mean number of tokens that trees proposed on the host emit, by size and class of match (`Draft.match`).
 
-    Such a tree comes from a host drafter, or from a lookup beside a head. The mean is a running one, over what the
-    trees emitted, or would have emitted if they had been verified. It begins with a guess.
+    Such a tree comes from a host drafter, or from a lookup beside a head. A tree that was not verified counts with the
+    tokens that it would have emitted. The mean is a running one, and begins with a guess.
     """
 
     rate = 0.1  # the weight of the newest observation in the mean
@@ -226,7 +226,7 @@ class Matches:
         self._mean: dict[tuple[int, int], float] = {}  # by nodes of the tree and class of match
 
     def guess(self, nodes: int, match: int) -> float:
-        """Return the tokens that a tree is assumed to emit until one of its class was followed."""
+        """Return the tokens that a tree is assumed to emit until `learn` was called for a tree of its class."""
         return min(1.0 + 0.5 * max(match - SHORT, 0), float(nodes))
 
     def expected(self, nodes: int, match: int) -> float:
@@ -243,8 +243,8 @@ class Matches:
 class Returns:
     """The cost of drafting again after steps that did not draft: the time in which the head takes in its backlog.
 
-    This time is spent once before a run of steps that draft, so it is divided by the mean length of such runs lately.
-    A step whose trees are all looked up does not draft.
+    This time is spent once before a run of steps that draft, so it is divided by the mean length of the newest runs. A
+    step whose trees are all looked up does not draft.
     """
 
     rate = 0.1  # the weight of the newest run in the mean
@@ -253,7 +253,7 @@ class Returns:
         self._seconds: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLES))  # by batch size
         self._median: dict[int, float] = {}  # the median of `_seconds`, by batch size
         self._steps: dict[int, float] = defaultdict(lambda: FIRST_RUN)  # mean length of a run in steps, by batch size
-        self._run, self._behind = 0, False  # steps of the run so far; whether the newest step did not draft
+        self._run, self._behind = 0, False  # steps of the present run; whether the newest step did not draft
 
     def add(self, batch: int, choice: Choice, seconds: float) -> None:
         """Count a step, and the seconds of catching up before it. Probes neither extend nor end a run."""
@@ -284,7 +284,7 @@ class Policy:
         """`trees`: the depth of each size of tree, by nodes. Not `adaptive`: the largest tree, if there are drafts.
 
         looks_up: whether a row takes either a looked-up tree or the head's. The attribute `forced` is for tests and
-        benchmarks: if set, this function chooses the shape of each step, and no other rule applies.
+        benchmarks: if set, this function chooses the shape of each step in which some request wants drafts.
         """
         self.trees, self.adaptive, self.looks_up = dict(trees), adaptive, looks_up
         self.times, self.matches, self.everyone = Times(), Matches(), Acceptance(ALL_KEEP)
@@ -293,12 +293,12 @@ class Policy:
         self.forced_lookup: Callable[[], bool] | None = None  # if set, decides whether a row takes the looked-up tree
         self.spent = self.probing = 0.0  # decayed sums: the seconds of all decode steps, and the part that probes cost
         self._own: weakref.WeakKeyDictionary[object, Acceptance] = weakref.WeakKeyDictionary()  # each request's record
-        # The tree of each request that `follow` follows, with the tokens that the text has gained since.
+        # For each request the tree that `follow` follows, with the tokens that the text has gained since.
         self._open: weakref.WeakKeyDictionary[object, tuple[Draft, list[int]]] = weakref.WeakKeyDictionary()
         self._shape = max((Shape(nodes, True) for nodes in self.trees), default=PLAIN)  # the shape in use
         self._probed = 0  # how many probes there were since the start
         self._after_probe = False  # whether the newest step was a probe
-        self._pace = 0.0  # expected seconds of a token with the shape in use
+        self._pace = 0.0  # expected seconds a token, over the whole batch, with the shape in use
         self._chances: dict[int, list[float]] = {}  # the results of `_all_chances`, kept until `everyone` learns
 
     def before(
@@ -351,8 +351,8 @@ class Policy:
     def follow(self, request: object, draft: Draft, tokens: Sequence[int]) -> None:
         """Learn how many tokens the host's tree for a step gave, or would have given, from the tokens emitted.
 
-        A tree that was not verified teaches as much as one that was verified, once the text has left the tree's paths.
-        Until then one tree of each request is followed, and trees offered meanwhile are ignored.
+        Verified or not, a tree shows how many tokens it gives once the text has left the tree's paths. Until then this
+        one tree of the request is followed, and trees offered meanwhile are ignored.
         """
         draft, seen = self._open.pop(request, (draft, []))
         if not draft.match:
@@ -415,7 +415,7 @@ class Policy:
         return self.with_lookups(self._best(kind, shapes, rows), rows)
 
     def with_lookups(self, choice: Choice, rows: Sequence[Row]) -> Choice:
-        """Complete a choice with each row's tree; if all trees are looked up, the shape is one that drafts nothing."""
+        """Complete a choice with the tree that each row verifies; if all are looked up, the shape drafts nothing."""
         shape = choice.shape
         if shape == PLAIN or not any(row.lookup for row in rows):
             return choice
@@ -446,14 +446,15 @@ class Policy:
     def _seconds(self, kind: Kind, shape: Shape) -> float:
         """Return the time of a step, catching up included.
 
-        A shape whose trees are all looked up counts as no slower than the shape of as many nodes that drafts.
+        A shape whose trees are all looked up counts as no slower than the shape with as many nodes in which the head
+        drafts.
         """
         seconds = self.times.of(kind, shape)
         seconds = min(seconds, self.times.of(kind, Shape(shape.nodes, True))) if shape.of_host else seconds
         return seconds + self.returns.of(kind.batch, shape)
 
     def _probe(self, kind: Kind, shapes: Sequence[Shape], rows: int) -> Shape | None:
-        """Return another shape to try; None if no time is stale or probes have cost enough.
+        """Return another shape to try; None if no shape's time is stale, or if probes have cost enough.
 
         The cost of a probe is estimated as if the probe emitted one token a row, as plain steps do.
         """
@@ -475,7 +476,7 @@ class Policy:
         self.returns.add(kind.batch, choice, catching_up)
         self.spent = HORIZON * self.spent + seconds + catching_up
         self.probing *= HORIZON
-        if choice.probe or self._after_probe:  # the return from a probe is part of its cost
+        if choice.probe or self._after_probe:  # catching up for a probe, or for the step after it, is a cost of probing
             self.probing += catching_up
         if choice.probe:
             self.probing += max(seconds - emitted * self._pace, 0.0)

@@ -4,14 +4,14 @@ A request waits, gets a slot and pages (its seat), is prefilled in chunks, decod
 launches a prefill step over the chunks of several requests, or a decode step over all running ones. If there is work
 for both, prefill and decode steps alternate, so a long prompt slows other requests but never stops them.
 
-A launched step is called a flight. When the host collects its tokens, the flight lands. With `overlap`, step k + 1 is
-launched before step k is collected, so the device works while the host applies stop rules, makes text and admits
-requests. The host then learns one step late how long texts are and which have ended. It reserves rows for the longest
-outcome, and drops a flight's tokens for requests that ended meanwhile. Without overlap a step is collected right after
-its launch, in the same loop.
+A launched step is called a flight. When the host collects the step's tokens, the flight lands. With `overlap`, step
+k + 1 is launched before step k is collected, so the device works while the host applies stop rules, makes text and
+admits requests. The host then learns one step late how long texts are and which have ended. It reserves rows for the
+longest outcome, and drops a flight's tokens for requests that ended meanwhile. Without overlap a step is collected
+right after its launch, by the same code.
 
-Before each decode step `policy.py` chooses the step's shape. When the step lands, the policy learns how long it took
-and which tokens it gave.
+Before each decode step `policy.py` chooses the step's shape. When the step lands, the policy learns how long the step
+took and which tokens it gave.
 
 Pages: before a decode step every running request must hold rows for one whole tree. If the pool is short, the prefix
 cache gives up pages that nobody holds. If that is not enough, the newest request is retracted: it gives up its pages,
@@ -20,8 +20,8 @@ waits at the front of the queue, and its tokens are prefilled again. It keeps se
 goes on.
 
 Continuous batching: Orca (OSDI 2022); retraction is vLLM's recomputation (arXiv 2309.06180).
-Invariant owned here: if no request is left, every page is free or in the prefix cache. Callers of `step` run `check`
-then.
+Invariant owned here: if no request is left, every page is free or in the prefix cache. In that state callers of `step`
+run `check`.
 
 Read next: `engine.py` for what a step is, `policy.py` for the choice of its shape, `output.py` for the stop rules,
 `seats.py` and `radix.py` for pages, `server.py` for the HTTP in front.
@@ -59,7 +59,8 @@ class SchedulerOptions:
     """A scheduler's options."""
 
     radix: bool = True  # whether requests share the pages of equal beginnings, through the prefix cache
-    overlap: bool = False  # whether a step is launched before the last one is collected; not if the drafter reads text
+    # Whether a step is launched before the last one is collected. If the drafter reads text, it is not.
+    overlap: bool = False
     decode_log_interval: int = 40  # how many decode steps lie between two log lines
     random_seed: int | None = None  # seeds the generator that draws the seeds of requests without one
     adaptive: bool = False  # whether the policy chooses each step's shape by speed; if not, trees are the largest
@@ -72,13 +73,13 @@ class Flight:
     pending: Pending
     # The step's requests, in order. When the flight lands, a request gets tokens only if it still holds this seat.
     seats: dict[Request, Seat]
-    # For the requests whose first chunk is in this prefill step: how many of their tokens the prefix cache had.
+    # How many tokens the prefix cache had of the requests whose first chunk is in this prefill step.
     cached: int = 0
     seconds: float = 0.0  # how long the host took to launch a decode step
     planned: Planned | None = None  # the policy's choice for a decode step; None: a prefill step
     disturbances: tuple[int, int] = (0, 0)  # how many graphs were compiled and requests retracted before the launch
-    # Slots and own pages of requests that left since the launch. Until the flight lands nobody knows whether the pages
-    # hold NaN, so they are given back only then.
+    # Slots and own pages of requests that left since the launch. The pages are given back when the flight lands: only
+    # then is it known whether they hold NaN.
     left: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
@@ -104,7 +105,7 @@ class Scheduler:
         self.overlap = options.overlap and not engine.drafter.reads_text  # drafts from text need the last step's tokens
         self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval, engine.device.type == "cuda")
         self.waiting: deque[Request] = deque()
-        # If a client wants several answers (choices) to one prompt, the first one, their leader, computes the prompt.
+        # If a client wants several answers (choices) to one prompt, the first choice, the leader, computes the prompt.
         # The other choices wait here, by leader.
         self.parked: dict[Request, list[Request]] = {}
         self.outputs: dict[Request, Output] = {}  # of every request that has not ended
@@ -126,8 +127,8 @@ class Scheduler:
         self.free_slots = list(range(self.sizes.max_running, 0, -1))  # slot 0 is padding
         self._flight: Flight | None = None
         self._launching = NOT_LAUNCHING  # the requests of a step that is being launched, and `Engine.changes` before it
-        # The request that found too few pages, how many were available then, and how many had ever entered the cache.
-        # The request is tried again when more pages are available, or when further pages have entered the cache.
+        # The request that found too few pages, how many pages were available at that time, and how many had ever
+        # entered the cache. The request is tried again when more are available, or when further ones have entered.
         self._refused: tuple[Request, int, int] | None = None
 
     def restart_times(self) -> None:
@@ -163,9 +164,9 @@ class Scheduler:
             self.waiting.append(request)
 
     def _worth_sharing(self, request: Request) -> bool:
-        """Return whether a leader leaves the other choices something to use.
+        """Return whether another choice can use what its leader computes.
 
-        That is a full page, or the log-probabilities of the prompt's tokens.
+        It can use a full page, or the log-probabilities of the prompt's tokens.
         """
         pages = self.cache.enabled and len(request.prompt_ids) > self.kv.page_size
         return bool(pages or request.asks_of_prompt)
@@ -179,7 +180,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """Launch a step; land it or, with overlap, the one before; return what that added to requests."""
+        """Launch a step; land it or, with overlap, the one before; return what the landed step added to requests."""
         self._admit()
         launched = self._launch()
         due, self._flight = (self._flight, launched) if self.overlap else (launched, None)
@@ -194,7 +195,7 @@ class Scheduler:
     # ---- admit -----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Give slots and pages to waiting requests, in order, while both last."""
+        """Give slots and pages to waiting requests, in order, as long as there are slots and pages."""
         while self.waiting and self.free_slots:
             request, available = self.waiting[0], len(self.kv.free) + len(self.cache.idle)
             busy = self.running or self.prefilling  # if no request runs, none will free pages: try even if refused
@@ -203,7 +204,8 @@ class Scheduler:
             ids = request.ids
             path = self.cache.match(ids, request.cacheable, request.salt)
             self.cache.hold(path)
-            # One page is spared for each request that has a slot. Without these the newcomer would soon be retracted.
+            # One page is left for each request that has a slot. Without these pages the new request would soon be
+            # retracted.
             spare = len(self.running) + len(self.prefilling)
             needed = self.kv.pages_for(len(ids) + self.sizes.tree_rows) - len(path)
             if not self.seats.obtain(needed + spare) and not (spare == 0 and self.seats.obtain(needed)):
@@ -216,8 +218,8 @@ class Scheduler:
     def _refused_already(self, request: Request, available: int) -> bool:
         """Return whether another attempt would fail like the last one; this saves hashing a long prompt at each step.
 
-        The next attempt can succeed if pages became available, or if pages entered the prefix cache, since these may be
-        the prompt's own prefix, computed for another request.
+        The next attempt can succeed if pages became available, or if pages entered the prefix cache: these may hold a
+        prefix of the prompt that another request computed.
         """
         if self._refused is None or self._refused[0] is not request:
             return False
@@ -241,7 +243,7 @@ class Scheduler:
         if self._flight is not None:
             if all(self._grow(request) for request in self.running if self._goes_on(request)):
                 return
-            self._land_flight()  # the longest outcome of the flight does not fit, but the real outcome may
+            self._land_flight()  # the longest outcome of the flight does not fit, but its real outcome may fit
         for request in list(self.running):
             while request.slot and not self._grow(request):
                 newest = max([*self.prefilling, *self.running], key=lambda r: r.arrived)
@@ -266,7 +268,7 @@ class Scheduler:
         )
 
     def _send_back(self, request: Request, sound: bool = True) -> int:
-        """Send a request to the front of the queue and take its pages; returns how many it had."""
+        """Send a request to the front of the queue and take its pages; returns how many pages it had."""
         used = self._leave(request, sound)
         request.retractions += 1
         self.metrics.retractions += 1
@@ -332,11 +334,11 @@ class Scheduler:
         return chunks, requests
 
     def _goes_on(self, request: Request) -> bool:
-        """Return whether a running request needs another step after its flight, which brings one token at least."""
+        """Return whether a running request may need another step after the flight, which gives at least one token."""
         return len(request.output_ids) + self._flies(request) < request.max_new_tokens
 
     def _flies(self, request: Request) -> bool:
-        """Return whether this request is in the flight, with the seat that it still holds."""
+        """Return whether the flight has this request with its present seat."""
         return self._flight is not None and self._flight.seats.get(request) is self.seats[request]
 
     def _disturbances(self) -> tuple[int, int]:
@@ -388,7 +390,7 @@ class Scheduler:
         for request in [request for request, seat in flight.seats.items() if self.seats.get(request) is seat]:
             if request.slot in pending.nan and pending.nodes > 1 and request.speculative:
                 # NaN in one draft reaches all nodes of its tree, since attention multiplies masked values by 0, and
-                # 0 * NaN is NaN. Without drafts there is perhaps no NaN among the logits.
+                # 0 * NaN is NaN. Without drafts the logits may hold no NaN at all.
                 request.undrafted = True
                 self._send_back(request, sound=False)
                 logger.warning("request %s goes on without drafts: there was NaN among its logits", request.rid)
@@ -445,7 +447,7 @@ class Scheduler:
         seconds: the time of the decode step. source: whose drafts it verified (`Planned.verified`).
         """
         output, first = self.outputs[request], len(request.output_ids)
-        finish = Finish("length") if request.max_new_tokens == 0 else None  # only the prompt was asked about
+        finish = Finish("length") if request.max_new_tokens == 0 else None  # 0: the request asks about its prompt only
         for token in tokens if finish is None else ():
             finish = output.append(token)
             if finish:
@@ -481,7 +483,7 @@ class Scheduler:
         self._updates.append(Update(request, list(ids), text, finish))
 
     def _unpark(self, leader: Request) -> None:
-        """Queue the choices that waited for a leader, in front, since they arrived with it.
+        """Put the choices that waited for a leader at the front of the queue, since they arrived with it.
 
         They take over the log-probabilities of the prompt's tokens.
         """
@@ -498,7 +500,7 @@ class Scheduler:
         """
         (self.running if request in self.running else self.prefilling).remove(request)
         flies = self._flies(request)
-        # Tokens that a step emitted after a stop were dropped. They are not in `ids`, so their rows are not shared.
+        # Tokens that a step emitted after a stop were dropped, so they are not in `ids`, and their rows are not shared.
         seat = self.seats.leave(request, request.ids[: self._landed_rows(request)], sound)
         if flies and self._flight is not None:
             self._flight.left.append((request.slot, seat.owned()))
@@ -510,7 +512,7 @@ class Scheduler:
         return len(seat.pages)
 
     def _landed_rows(self, request: Request) -> int:
-        """Return how many rows of a request have landed; those of a chunk in flight may turn out to hold NaN."""
+        """Return how many rows of a request have landed; rows of a chunk in flight may turn out to hold NaN."""
         if self._flight is not None and self._flies(request):
             for chunk in self._flight.pending.chunks:
                 if chunk.slot == request.slot:
@@ -547,8 +549,8 @@ class Scheduler:
     def fail_all(self, error: BaseException, waiting: bool = False) -> list[Update]:
         """After an exception, end all requests that have a slot, and the choices that wait for one of them.
 
-        If `waiting`, end the queued requests and their choices too. Pages, slots, prefix cache and drafter start anew,
-        whatever the step left half done.
+        If `waiting`, end the queued requests and their choices too. All slots (the drafter's too), all pages and the
+        prefix cache are emptied, since the step may have left them half changed.
         """
         finish = _failure(error)
         queued = set() if waiting else set(self.waiting)
@@ -566,10 +568,10 @@ class Scheduler:
 
     @torch.inference_mode()
     def flush_cache(self) -> bool:
-        """Empty prefix cache and drafter, and begin all counts anew; while there are requests, only return False."""
+        """Empty prefix cache and drafter, and begin all counts anew; if there are requests, only return False."""
         if self.waiting or self.prefilling or self.running:
             return False
-        self._land_flight()  # no request is left to take its tokens, but pages of requests that left come back
+        self._land_flight()  # gives back the pages of requests that left; no request is here to take its tokens
         self._refused = None
         self.kv.give_back(self.cache.evict(self.cache.count))
         self.engine.drafter.clear()
@@ -587,7 +589,7 @@ class Scheduler:
 
     @property
     def _left(self) -> int:
-        """How many pages are kept until the flight lands, since their requests left meanwhile."""
+        """How many pages, of requests that left since the launch, are kept until the flight lands."""
         return sum(len(pages) for _, pages in self._flight.left) if self._flight is not None else 0
 
     def check(self) -> None:

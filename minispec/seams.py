@@ -1,8 +1,9 @@
-"""The interfaces of two things that only some need: what requests ask beyond tokens, and the ranks of one model.
+"""Interfaces for what only some requests or machines need: answers beyond tokens, and ranks.
 
-`engine.py` calls `Asked` and `Link` and knows nothing of what implements them. The classes here do nothing: they serve
-requests that ask for tokens alone, and a model in one process. `asked/steps.py` and `ranks/link.py` derive from them,
-and `load/build.py` attaches those as `Engine.asked` and `Engine.link`.
+Ranks are processes that share one model. `engine.py` calls `Asked` and `Link` and knows nothing of what implements
+them. The classes here do nothing: they serve requests that ask for tokens alone, and a model in one process.
+`asked/steps.py` and `ranks/link.py` derive from them, and `load/build.py` attaches the derived objects as
+`Engine.asked` and `Engine.link`.
 
 Read next: `engine.py`.
 """
@@ -28,13 +29,14 @@ class AskedStep(Protocol):
 
     failed: dict[int, str]  # slots that can get no token -> why; known after the run
     timed: bool  # whether the step's time is typical of steps of its shape
-    numbers: Sequence[int]  # what another rank must know to run the step
+    numbers: Sequence[int]  # what the other ranks must know to run the step
 
     def run(self, needs: Needs) -> None: ...  # runs the step, which is made of the engine's functions
     def to_host(self) -> None: ...  # queues the copy of the answers to the host
 
     def tell_prompt(self, row: int, request: Request) -> None: ...  # hands over the answers on the prompt of this chunk
-    # Hands over the answers on the tokens `ids` that the request of this row kept of the step; source: who drafted.
+    # Hands over the answers on the tokens `ids`, which the request of this row kept from the step. seconds: the step's
+    # time. source: whose drafts the request verified.
     def tell(self, row: int, output: Output, ids: Sequence[int], seconds: float, source: str | None) -> None: ...
 
 
@@ -51,7 +53,7 @@ class Asked:
         """Forget a slot."""
 
     def slows(self, slots: Sequence[int]) -> bool:
-        """Return whether answers slow a step over these slots."""
+        """Return whether a step over these slots is slower because of its answers."""
         return False
 
     def decode(self, step: DecodeBuffers, slots: Sequence[int]) -> AskedStep | None:
@@ -62,23 +64,23 @@ class Asked:
 
 
 class Link:
-    """What the ranks of one model tell each other, between steps and within."""
+    """What the ranks of one model tell each other, between steps and within them."""
 
     def tell(self, name: str, numbers: Sequence[int] = ()) -> None:
-        """Have the other ranks do the call `name` with these numbers."""
+        """Have the other ranks make the call `name` with these numbers."""
 
     def led(self, step: DecodeBuffers | PrefillBuffers, asked: AskedStep | None) -> AbstractContextManager[object]:
-        """Return a context in which this rank runs the step while the others run it too."""
+        """Return a context in which this rank runs the step while the other ranks run it too."""
         return nullcontext()
 
     def begin(
         self, step: DecodeBuffers, lens: Tensor, root: Tensor, tree: DraftTree
     ) -> tuple[Tensor, Tensor, DraftTree]:
-        """Return what all ranks begin a decode step with: lens and root [B] and the trees."""
+        """Return the same lens and root [B] and the same trees on all ranks, for the beginning of a decode step."""
         return lens, root, tree
 
     def share(self, step: PrefillBuffers) -> None:
-        """Give all ranks the same inputs of a prefill step, in place."""
+        """Give all ranks the same inputs of a prefill step; the buffers are written in place."""
 
     def verdict(self, verdict: Verdict) -> Verdict:
         """Return the verdict that all ranks act on."""

@@ -1,13 +1,13 @@
 """Seats: the pages that requests hold while they have a slot. Some belong to the request, others to the prefix cache.
 
-A request's seat begins with the cached pages of its known tokens. Fresh pages follow, for the rest of the tokens and
+A request's seat begins with the cached pages of its known tokens. Fresh pages follow, for its other known tokens and
 for one tree. More pages are added before the decode steps that need them. When the prompt is complete, and again when
 the request leaves, the seat's full pages enter the prefix cache, where other requests can read them.
 
 Invariant owned here: a page is free, in the cache, or owned by one seat. If a request leaves during a step, the
 scheduler keeps its pages until that step has landed, that is, until its results are on the host.
 
-Read next: `radix.py` for the cache, `scheduler.py` for when pages are asked for and given back.
+Read next: `radix.py` for the cache, `scheduler.py` for when requests get pages and give them back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minispec.request import Request
 
 
 class Seat:
-    """A request's pages in the order of its text; the first ones are those of a path in the prefix cache."""
+    """A request's pages in the order of its text; the first ones belong to a path in the prefix cache."""
 
     def __init__(self, ids: list[int], path: list[Node]) -> None:
         self.ids = ids  # the tokens known at admission; those that are not cached are prefilled
@@ -36,7 +36,7 @@ class Seats(dict[Request, Seat]):
     """The seats of all requests that have a slot."""
 
     def __init__(self, kv: PagedKV, cache: PrefixCache, catch_up: Callable[[Sequence[int]], None]) -> None:
-        """`catch_up(slots)` lets the drafter compute the rows that it lacks in these slots; shared pages need them."""
+        """`catch_up(slots)` lets the drafter compute the rows that it lacks in these slots, before pages are shared."""
         super().__init__()
         self.kv, self.cache, self.catch_up = kv, cache, catch_up
 
@@ -91,7 +91,7 @@ class Seats(dict[Request, Seat]):
         """Take a request's seat away, and enter the full pages of `known` into the cache.
 
         The caller frees the pages that the returned seat still owns. sound: False if the request's own pages may hold
-        NaN; then they are wiped, and not shared.
+        NaN; then these pages are wiped, and not shared.
         """
         if sound:
             self.share(request, known)

@@ -16,8 +16,9 @@ target has not read the bonus. Block rows are scratch: the next `commit` writes 
 Attention within the block is bidirectional: each row sees all rows of the block, unless the checkpoint says that
 attention is causal. Row j can infer which tokens are likely in row j - 1, but not which one is picked there. So a row
 has the same logits for all paths of a tree, and the probability of a path is the product of its tokens' probabilities.
-A chain takes the likeliest token of each row. A tree takes the N - 1 likeliest paths of all lengths (DDTree, arXiv
-2604.12989), each as the node at its end: a path is never likelier than its beginning, so these nodes form a tree.
+A chain takes the likeliest token of each row. A tree has, besides its root, a node for each of the N - 1 likeliest
+paths of all lengths: the last token of the path (DDTree, arXiv 2604.12989). A path is never likelier than its
+beginning, so its beginning is among these paths too, and the nodes form a tree.
 
 Paper: DFlash, arXiv 2602.06036. Letters: B is the number of requests, S the rows of a block, N the nodes of a tree, K
 the tokens that a tree may take from a row, F the width of the features, d the hidden size, Vd the number of tokens that
@@ -57,7 +58,8 @@ class DFlashConfig(HeadConfig):
 class DFlashHead(DraftHead):
     """The network, which uses the target's embedding and LM head.
 
-    With a token map it has a copy of the LM head's rows that the map names.
+    A token map lists the Vd tokens that can be drafted, by their ids in the target's vocabulary. With a map the network
+    has its own copy of the LM head's rows for these tokens.
     """
 
     name = "dflash"

@@ -88,7 +88,8 @@ class Batch(NamedTuple):
     lens: Tensor  # [B] int64, how many rows are committed
     root: Tensor  # [B] int64, the newest token of the text, whose row is not committed yet
     tree: DraftTree  # [B, N] each, the host's trees for this step; padding for a request for which the host has none
-    # The pick at depth d has position lens + d + 1, and its noise is gumbel(seed, position, target id).
+    # The token picked at a node of depth d has position lens + d + 1. Its noise is gumbel(seed, position, id), where
+    # id is the token's in the target's vocabulary.
     temperature: Tensor | None = None  # [B] fp32, 0 for greedy requests; None: all requests are greedy
     seed: Tensor | None = None  # [B] int64; None if temperature is None
     # [B, N] fp32, only for a trace: here a drafter that has probabilities writes the log-probability of each node's
@@ -156,7 +157,7 @@ class Drafter(ABC):
         """Run the network compiled by `compiler` from now on."""
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:  # noqa: B027  see `compile`
-        """Run the code around the network compiled by `compiler` in the steps that `choice` names."""
+        """Let `compiler` compile the code around the network, for the steps that `choice` names."""
 
     def expect(self, longest: int) -> None:  # noqa: B027  most drafters take in paths of any length
         """Prepare for accepted paths of up to `longest` tokens, since looked-up trees may be deeper than drafted ones.
@@ -169,7 +170,8 @@ class Drafter(ABC):
     ) -> None:
         """Allocate the drafter's pages, per-slot state and plans, once, before the first step.
 
-        batch_sizes: the batch sizes of decode steps. chunk_counts: the most chunks of each size of prefill step.
+        batch_sizes: the batch sizes of decode steps. chunk_counts: for each size of prefill step, how many
+        chunks it may have at most.
         """
 
     def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:

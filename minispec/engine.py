@@ -74,11 +74,11 @@ class Pending:
     # which the drafter caught up.
     launched: float = 0.0
     catching_up: float = 0.0  # the seconds in which the drafter took in its backlog, within the launch
-    keeps: bool = False  # whether the accepted rows of trees join the backlog; then `collect` must count them
+    keeps: bool = False  # whether accepted rows join the backlog; `collect` learns how many, and tells `late`
     chunks: Sequence[Chunk] = ()  # the chunks of a prefill step; a decode step has none
     captured: bool = False  # whether the step was the replay of a CUDA graph
-    # The object that ran the step in place of the engine, and holds the answers; None: no request asks for more than
-    # tokens.
+    # The object that ran the step in place of the engine, and holds what requests ask for beyond tokens, such as
+    # log-probabilities; None: no request asks for more than tokens.
     asked: AskedStep | None = None
     nan: Sequence[int] = ()  # slots with NaN among their logits, which emit nothing; `collect` sets it
 
@@ -170,7 +170,8 @@ class Engine:
         attend = (with_windows(attend_kind, model.config.windows(sizes.context_length)), model.config.layers)
         self.decodes: dict[tuple[int, Shape], DecodeBuffers] = {}
         for batch in sizes.batch_sizes:
-            # Shapes whose trees are all looked up come last: each takes the buffers of the drafted shape of its size.
+            # Shapes whose trees are all looked up come last: each uses the tensors of the shape with as many nodes
+            # whose trees the drafter proposes.
             for shape in sizes.shapes_of(batch):
                 self.decodes[batch, shape] = (
                     self.decodes[batch, Shape(shape.nodes, True)].of_the_host() if shape.of_host
@@ -184,7 +185,9 @@ class Engine:
         paths = {(batch, self._most(shape.nodes)) for batch, shape in self.decodes if shape.drafts and drafter.commits}
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
         for plan in self.path_plans.values():
-            drafter.attends(plan, prefill=False)  # makes the attention now, since it may change `Plan.fill`
+            # Called before the first `fill`: making the attention may add parts for sliding windows to the plan, and
+            # may replace `Plan.finish`.
+            drafter.attends(plan, prefill=False)
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
         """Compile the code before and after the blocks of target and drafter, for the steps that `choice` names."""
@@ -277,8 +280,8 @@ class Engine:
 
         shape: one of `Sizes.shapes_of` for this batch; default: the drafter's largest trees. drafts: trees from
         `host_drafts`, one per slot, cut to N nodes here. Without `drafts`, `host_drafts` is called here, unless the
-        drafter is a head with lookups (`looks_up`): then each request gets the draft NOTHING, a root alone. Beside a
-        head a request with the draft NOTHING verifies the head's tree, if the shape drafts.
+        drafter is a head with lookups (`looks_up`): then each request gets the draft NOTHING, a root alone. With
+        such a drafter, if `shape.drafts` is true, a request whose draft is NOTHING verifies the head's tree.
         """
         batch = self.batch_of(len(slots))
         if drafts is None:

@@ -9,7 +9,8 @@ by their sum. A token reads K of E experts, and its result depends on no other t
 There are three ways to the same result. Only in the first, on a CPU, does the host read which experts were chosen:
 
     chosen_experts   a CPU: each chosen expert multiplies its own tokens. This is one operator, which a compiler does
-                     not look into; packed weights have `PackedExperts` instead (`cpu/linear.py`)
+                     not look into. Weights that were reordered for the processor's matrix kernel (packed) have
+                     `PackedExperts` instead (`cpu/linear.py`)
     _grouped         CUDA, compiled, in bfloat16: PyTorch's product of many matrices, tokens sorted by their experts
     _gathered        CUDA otherwise: for a few tokens the chosen experts' weights are copied; many tokens go through
                      all experts
@@ -39,7 +40,8 @@ Product = Callable[[Tensor, int], Tensor]  # (rows [n, in], an expert's number) 
 class Experts(nn.Module):
     """The experts of one layer, their matrices stacked: gate_up_proj [E, 2 I, d], gate first, and down_proj [E, d, I].
 
-    The router is a linear layer of the block, not of this module, since it is packed and sliced unlike the experts.
+    The router is a linear layer of the block, not of this module: it is packed like any linear layer and is whole on
+    every rank, while the experts have a packing of their own and are sliced.
     """
 
     def __init__(self, config: ModelConfig) -> None:

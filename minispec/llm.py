@@ -37,9 +37,10 @@ class LLM:
     With tp_size above 1 the LLM starts the other ranks: processes that have a part of the model each. They end with
     this process, and this process ends if one of them dies.
 
-    compile_later: for the server on a CPU. Steps run eagerly until `serve/warming.py` has made their graphs. The
-    attribute `compile_later` says whether that is so; flags or the device may forbid it (`Build.lead`).
-    batches: for bench.py. Batch sizes to compile. They replace the usual sizes up to the largest size given.
+    compile_later: for the server on a CPU. Steps run eagerly until `serve/warming.py` has made their graphs.
+    Flags or the device may forbid this (`Build.lead`); the attribute `compile_later` says whether it is done.
+    batches: for bench.py. Batch sizes to compile, in place of those usual sizes that are no larger than the largest of
+    them.
     Raises ValueError or RuntimeError with one readable sentence if model, flags and machine do not fit together.
     """
 
@@ -94,7 +95,7 @@ class LLM:
         self.scheduler.restart_times()
 
     def move_weights(self) -> None:
-        """Start a thread that moves the weights to huge pages of memory, if loading left them where they were."""
+        """Start a thread that moves the weights to huge pages of memory, if loading put that off."""
         self._build.move_weights()
 
     def generate(

@@ -59,7 +59,7 @@ class SchedulerOptions:
     """A scheduler's options."""
 
     radix: bool = True  # whether requests share the pages of equal beginnings, through the prefix cache
-    # Whether a step is launched before the last one is collected. If the drafter reads text, it is not.
+    # Whether a step is launched before the last one is collected; ignored if the drafter reads text.
     overlap: bool = False
     decode_log_interval: int = 40  # how many decode steps lie between two log lines
     random_seed: int | None = None  # seeds the generator that draws the seeds of requests without one

@@ -127,7 +127,7 @@ class Pass(Key):
     def __init__(self, plan: Plan, nodes: int, network: DFlashHead) -> None:
         batch, width, device = plan.batch, plan.width, plan.slots.device
         self.batch, self.nodes, self.plan = batch, nodes, plan
-        self.rows = min(nodes, width)  # how many rows of the block are read, the bonus's included
+        self.rows = min(nodes, width)  # the rows that the tree is made of, the root among them
         self.masks = torch.full((batch, width - 1), network.mask_token, device=device)
         self.live = torch.ones(batch, width, dtype=torch.bool, device=device)
         everything = torch.ones(width, width, dtype=torch.bool, device=device)

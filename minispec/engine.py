@@ -74,7 +74,9 @@ class Pending:
     # which the drafter caught up.
     launched: float = 0.0
     catching_up: float = 0.0  # the seconds in which the drafter took in its backlog, within the launch
-    keeps: bool = False  # whether accepted rows join the backlog; `collect` learns how many, and tells `late`
+    # Whether the accepted rows of looked-up trees join the backlog: `collect` learns how many, and tells `late`. False for
+    # a plain step, whose one row was counted before the step.
+    keeps: bool = False
     chunks: Sequence[Chunk] = ()  # the chunks of a prefill step; a decode step has none
     captured: bool = False  # whether the step was the replay of a CUDA graph
     # The object that ran the step in place of the engine, and holds what requests ask for beyond tokens, such as
@@ -170,8 +172,8 @@ class Engine:
         attend = (with_windows(attend_kind, model.config.windows(sizes.context_length)), model.config.layers)
         self.decodes: dict[tuple[int, Shape], DecodeBuffers] = {}
         for batch in sizes.batch_sizes:
-            # Shapes whose trees are all looked up come last: each uses the tensors of the shape with as many nodes
-            # whose trees the drafter proposes.
+            # Shapes with looked-up trees alone come last. Each uses the tensors of an earlier shape: the one with the
+            # same number of nodes and trees from the drafter.
             for shape in sizes.shapes_of(batch):
                 self.decodes[batch, shape] = (
                     self.decodes[batch, Shape(shape.nodes, True)].of_the_host() if shape.of_host

@@ -74,8 +74,8 @@ class Pending:
     # which the drafter caught up.
     launched: float = 0.0
     catching_up: float = 0.0  # the seconds in which the drafter took in its backlog, within the launch
-    # Whether the accepted rows of looked-up trees join the backlog: `collect` learns how many, and tells `late`. False for
-    # a plain step, whose one row was counted before the step.
+    # Whether the accepted rows of looked-up trees join the backlog: `collect` learns how many, and tells `late`. False
+    # for a plain step, whose one row was counted before the step.
     keeps: bool = False
     chunks: Sequence[Chunk] = ()  # the chunks of a prefill step; a decode step has none
     captured: bool = False  # whether the step was the replay of a CUDA graph

@@ -38,9 +38,9 @@ class LLM:
     this process, and this process ends if one of them dies.
 
     compile_later: for the server on a CPU. Steps run eagerly until `serve/warming.py` has made their graphs.
-    Flags or the device may forbid this (`Build.lead`); the attribute `compile_later` says whether compiling was put off.
-    batches: for bench.py. Batch sizes to compile. They replace the usual sizes up to the largest size given here; larger
-    usual sizes stay.
+    Flags or the device may forbid this (`Build.lead`); the attribute `compile_later` says whether it was put off.
+    batches: for bench.py. Batch sizes to compile. They replace the usual sizes up to the largest size given here;
+    larger usual sizes stay.
     Raises ValueError or RuntimeError with one readable sentence if model, flags and machine do not fit together.
     """
 

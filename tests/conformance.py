@@ -40,7 +40,7 @@ from exactness import (
     truth_of,
 )
 from torch import Tensor
-from trained import BLOCK, sentence, trained_dflash, trained_head, trained_model
+from trained import BLOCK, sentence, trained_dflash, trained_head, trained_like, trained_model
 
 import minispec.verify as verify_module
 from minispec.beam import BeamDrafter
@@ -186,6 +186,13 @@ SUBJECTS: dict[str, Subject] = {
     "dflash-tree": block(2.0, block=BLOCK, nodes=10, topk=3),
     **{f"{name}-{shape}": subject for name, shapes in HEADS.items() for shape, subject in shapes.items()},
 }
+
+
+def subjects_with(sharp: Callable[[], Model], **switches: Any) -> dict[str, Subject]:
+    """Return all subjects on a model with switches of its config; `sharp` makes it of random weights."""
+    models = {sharp_model: sharp, trained_model: functools.partial(trained_like, **switches)}
+    return {name: dataclasses.replace(subject, model=models[subject.model], tally=Tally(), built=[])
+            for name, subject in SUBJECTS.items()}  # fmt: skip
 
 
 # ---- the truth ----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,6 +95,29 @@ def trained_model() -> Model:
 
     train(model.parameters(), loss_of, steps=160, seed=1)
     return model.requires_grad_(False).eval()
+
+
+@functools.cache
+@torch.inference_mode()
+def trained_like(**switches: Any) -> Model:
+    """Return a target with `trained_model`'s weights and switches of its config, whose text its drafters know as well.
+
+    Experts, if there are any, are its MLPs with some noise, each expert with its own.
+    """
+    model = trained_model()
+    torch.manual_seed(6)
+    width = {"expert_size": model.config.intermediate_size}
+    other = Model.empty(dataclasses.replace(model.config, **{**switches, **width}), torch.float32, torch.device("cpu"))
+    weights = model.state_dict()
+    for name, parameter in other.named_parameters():
+        if name in weights:
+            parameter.copy_(weights[name])
+        elif "router" in name:
+            parameter.normal_()
+        else:
+            like = weights[f"{name.replace('experts.', '')}.weight"]
+            parameter.copy_(like * (1 + 0.5 * torch.randn(parameter.shape)))
+    return other
 
 
 @functools.cache

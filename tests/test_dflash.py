@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from conformance import mixture_model, windowed_model
 from exactness import CPU, VOCAB, build, check, mixed_requests, reference, request, run, tiny_model
 from safetensors.torch import save_file
 from test_beam import paths
@@ -136,7 +137,7 @@ class Reference:
         hooks = [self.model.layers[i].register_forward_hook(lambda m, given, out: outputs.append(out))
                  for i in self.own["target_layer_ids"]]  # fmt: skip
         self.model.run_block = lambda layer, *given: layer(*given)  # through the hooks
-        self.model(torch.tensor([ids[:-1]]), torch.arange(known)[None], Causal())
+        self.model(torch.tensor([ids[:-1]]), torch.arange(known)[None], Causal(self.model.config.windows(known)))
         del self.model.run_block
         self.model.run_block = type(self.model.layers[0]).forward
         [hook.remove() for hook in hooks]
@@ -205,21 +206,21 @@ def watch(scheduler: Scheduler, compiled: bool = False) -> Seen:
 
 
 def served(
-    folder: Path, requests: list[Any], shape: dict[str, Any] | None = None, **how: Any
+    folder: Path, requests: list[Any], shape: dict[str, Any] | None = None, target: Model = MODEL, **how: Any
 ) -> tuple[Scheduler, Seen]:
     """Serve requests with a checkpoint, and return what was drafted."""
     with torch.inference_mode():
-        drafter = DFlashDrafter(load_dflash(folder, MODEL), **(shape or {"block": 5, "nodes": 5}))
-    scheduler = build(MODEL, drafter, **how)
+        drafter = DFlashDrafter(load_dflash(folder, target), **(shape or {"block": 5, "nodes": 5}))
+    scheduler = build(target, drafter, **how)
     seen = watch(scheduler)
     run(scheduler, requests)
     return scheduler, seen
 
 
-def assert_logits(folder: Path, seen: Seen, every: int = 3, block: int = 5) -> None:
+def assert_logits(folder: Path, seen: Seen, every: int = 3, block: int = 5, target: Model = MODEL) -> None:
     """Compare the logits of blocks with the reference's."""
     assert len(seen) > 8
-    known = Reference(folder)
+    known = Reference(folder, target)
     for ids, logits, *_ in seen[::every]:
         expected = known.logits(ids, block)
         assert expected.std() > 0.5, "logits too flat to compare"
@@ -242,6 +243,15 @@ def test_logits_are_the_reference_s_alone_in_chunks_and_under_retraction(how: di
 
 def test_a_causal_block_s_logits_are_the_reference_s(causal: Path) -> None:
     assert_logits(causal, served(causal, mixed_requests(max_new_tokens=6))[1])
+
+
+@pytest.mark.parametrize("make", [windowed_model, mixture_model], ids=["windows", "experts"])
+def test_logits_are_the_reference_s_for_a_target_with_windows_or_experts(
+    make: Callable[[], Model], folder: Path
+) -> None:
+    """The block has neither: it sees the whole text."""
+    _, seen = served(folder, mixed_requests(max_new_tokens=6), target=make(), chunk=50)
+    assert_logits(folder, seen, target=make())
 
 
 def test_after_commits_of_every_length_logits_are_the_reference_s(folder: Path) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from conformance import FEW, WISHES, Subject, assert_exact, truth
-from exactness import VOCAB, build, check, request, run, tiny_model
+from conformance import FEW, WISHES, Subject, Tally, assert_exact, truth
+from conftest import slow_unless
+from exactness import MIXTURE, VOCAB, WINDOWED, build, check, request, run, tiny_model
 from test_beam import MODEL, assert_slow_trees, drafter
 from test_trace import assert_told_truly, watched
-from trained import sentence, trained_head, trained_model
+from trained import sentence, trained_head, trained_like, trained_model
 
 from minispec.beam import BeamDrafter
 from minispec.buffers import Sizes
@@ -77,9 +80,13 @@ def repeating(subject: Subject, count: int = 6, **params: object) -> list[Reques
     return requests
 
 
-@pytest.mark.parametrize("name", PAIRS)
+ON_OTHERS = {f"head, {what}": replace(PAIRS["head"], model=partial(trained_like, **switches), tally=Tally(), built=[])
+             for what, switches in (("windows", WINDOWED), ("experts", MIXTURE))}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow_unless([*PAIRS, *ON_OTHERS], lambda name: name in PAIRS))
 def test_no_bet_changes_a_token(name) -> None:
-    subject = PAIRS[name]
+    subject = (PAIRS | ON_OTHERS)[name]
     for how in (dict(), dict(pages=15)):
         scheduler = subject.build(**how)
         made = adversary(scheduler)

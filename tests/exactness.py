@@ -82,6 +82,12 @@ def next_logits(model: Model, ids: Sequence[int]) -> torch.Tensor:
     return model.logits(hidden[0, -1])
 
 
+def shortfall(plain: Model, ids: Sequence[int], token: int) -> float:
+    """Return by how much a token's logit is below the largest, in standard deviations of all."""
+    logits = next_logits(plain, ids).float()
+    return float((logits.max() - logits[token]) / logits.std())
+
+
 @torch.inference_mode()
 def reference(model: Model, request: Request, stop_ids: Sequence[int] = ()) -> list[int]:
     """Return the request's output by sequential decoding without cache, batch, tree or scheduler."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -38,10 +38,10 @@ from exactness import (
     Oracle,
     build,
     graphs_made,
-    next_logits,
     reference,
     request,
     run,
+    shortfall,
     tiny_model,
     truth_of,
 )
@@ -204,12 +204,6 @@ def serve_compiled(dtype: torch.dtype, drafter: str) -> tuple[list[Any], Model, 
     requests = [request(f"{i}", [rng.randrange(61) for _ in range(40)], max_new_tokens=24) for i in range(3)]
     run(scheduler, requests)
     return requests, plain, scheduler.metrics.verified.accept_length
-
-
-def shortfall(plain: Model, ids: Sequence[int], token: int) -> float:
-    """Return by how much a token's logit is below the largest, in standard deviations of all."""
-    logits = next_logits(plain, ids).float()
-    return float((logits.max() - logits[token]) / logits.std())
 
 
 @pytest.mark.slow

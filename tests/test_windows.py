@@ -28,12 +28,26 @@ from conformance import (
     windowed_model,
 )
 from conftest import slow_unless
-from exactness import CPU, VOCAB, WINDOWED, build, graphs_made, mixed_requests, next_logits, reference, run, tiny_model
+from exactness import (
+    CPU,
+    VOCAB,
+    WINDOWED,
+    build,
+    graphs_made,
+    mixed_requests,
+    next_logits,
+    reference,
+    run,
+    shortfall,
+    tiny_model,
+)
 from test_llm import CONFIG
 
+import minispec.cpu.gather as gather_module
 from minispec import LLM
 from minispec.attention import Plan
 from minispec.cpu import int8
+from minispec.cpu.products import products_pay
 from minispec.load.build import compile_step
 from minispec.load.warm_up import shapes, warm_up
 from minispec.scheduler import Scheduler
@@ -98,18 +112,19 @@ def test_what_int8_weights_and_training_read_of_a_target_is_windowed_too(tmp_pat
     assert int(choices[-1]) != int(next_logits(sharp_model(), ids).argmax())
 
 
-def compiled(**switches: object) -> tuple[Scheduler, int]:
+@torch.inference_mode()
+def compiled(dtype: torch.dtype = torch.float32, running: int = 2, **switches: object) -> tuple[Scheduler, int]:
     """Return a scheduler whose model drafts for itself, all compiled, and how many graphs that took."""
     torch._dynamo.reset()
-    model, compiler = tiny_model(**switches), partial(compile_step, device=CPU)
+    model, draft = (tiny_model(**switches).to(dtype) for _ in range(2))
+    compiler = partial(compile_step, device=CPU)
     model.compile_blocks(compiler)
-    drafter = StandaloneDrafter(DraftModel(tiny_model(**switches), VOCAB), steps=2, topk=2, nodes=4)
+    drafter = StandaloneDrafter(DraftModel(draft, VOCAB), steps=2, topk=2, nodes=4)
     drafter.compile(compiler)
-    scheduler = build(model, drafter, compiled=True, running=2, chunk=100)
+    scheduler = build(model, drafter, compiled=True, running=running, chunk=100)
     scheduler.engine.compile_small(compiler, lambda batch, nodes, samples: batch == 1 and not samples)
     before = graphs_made()
-    with torch.inference_mode():
-        warm_up(scheduler.engine, lambda line: None)
+    warm_up(scheduler.engine, lambda line: None)
     return scheduler, graphs_made() - before
 
 
@@ -123,6 +138,24 @@ def test_compiled_windows_need_no_further_graph_and_tokens_stay_the_same() -> No
     for r in requests:
         assert r.output_ids == reference(windowed_model(), r)
     assert scheduler.metrics.verified.accept_length > 1.7
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not products_pay(torch.bfloat16, CPU), reason="bfloat16 has no products of its own here")
+def test_compiled_in_bfloat16_a_token_is_the_likeliest_or_nearly_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model whose window is a token longer or shorter, many of the tokens would not be that."""
+    monkeypatch.setattr(gather_module, "WORTH", 1)  # so that prompts as short as these are attended by products
+    scheduler, _ = compiled(torch.bfloat16, running=1, **WINDOWED)
+    requests = mixed_requests(4, max_new_tokens=24)
+    run(scheduler, requests)
+    assert scheduler.metrics.verified.accept_length > 1.7
+    for window in (19, 20, 21):
+        with torch.inference_mode():
+            model = tiny_model(**WINDOWED | {"sliding_window": window}).to(torch.bfloat16)
+        off = [shortfall(model, r.prompt_ids + r.output_ids[:i], token)
+               for r in requests for i, token in enumerate(r.output_ids)]  # fmt: skip
+        assert len(off) == 96
+        assert (sum(short == 0 for short in off) > 85) == (max(off) < 0.5) == (window == 20)
 
 
 def test_the_line_of_memory_says_that_pages_behind_a_window_stay(

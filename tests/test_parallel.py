@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from conformance import SUBJECTS, WISHES, Subject, mixture_model, random_head, sharp_model
 from conftest import slow_unless, wait_until
-from exactness import MIXTURE, VOCAB, Oracle, build, mixed_requests, request, run, tiny_config, truth_of
+from exactness import MIXTURE, VOCAB, WINDOWED, Oracle, build, mixed_requests, request, run, tiny_config, truth_of
 from rank_one import CHOSEN, FOUND, LOOK, noted, split
 from safetensors.torch import save_file
 from test_faults import fail_in, finish, nan_in_a_prompt, nan_while_decoding, raise_once, submit
@@ -228,6 +228,7 @@ def test_in_float64_the_tokens_are_those_of_one_rank(pair: Pair) -> None:
     assert as_on_one_rank(pair, unrotated=(1,), embedding_multiplier=1.5, query_multiplier=1.2,
                           residual_multiplier=0.8, logits_multiplier=0.9)  # fmt: skip
     assert as_on_one_rank(pair, **MIXTURE) and as_on_one_rank(pair, **MIXTURE, norm_topk_prob=False)
+    assert as_on_one_rank(pair, **WINDOWED)
 
 
 def test_all_ranks_have_the_same_scores_of_experts_and_choose_the_same_bit_for_bit(

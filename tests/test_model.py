@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conformance import random_head
+from conformance import nodes_have_the_logits_of_their_own_paths, random_head
 from exactness import Oracle, build, request, run, truth_of
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -285,7 +285,7 @@ FAMILIES = {
 }  # fmt: skip
 SCALED = ("llama3", "llama-yarn", "qwen2-yarn")
 NEW = ("llama-yarn", "qwen2-yarn", "smollm3", "granite", "phi3", "qwen3-moe", "qwen3-moe-every-other", "mixtral",
-       "mistral-windowed", "qwen2-windowed")  # fmt: skip
+       "mistral-windowed", "qwen2-windowed", "phi3-windowed")  # fmt: skip
 SPARSE = {"qwen3-moe": (1, 2), "qwen3-moe-every-other": (1, 3), "mixtral": (0, 1, 2)}
 
 
@@ -688,6 +688,14 @@ def test_what_is_served_is_what_transformers_generates(name: str, drafter: str, 
     assert again.output_ids == whole[150:] and again.cached_tokens >= 128
     assert_scores(again.output_scores, whole[150:], want[149:-1])
     assert drafter != "oracle" or scheduler.metrics.verified.accept_length > 1.5
+
+
+@pytest.mark.parametrize("name", ["llama-yarn", "smollm3", "granite"])
+def test_every_node_of_a_tree_has_the_logits_of_its_own_path(
+    name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows and experts are in test_windows.py and test_experts.py."""
+    nodes_have_the_logits_of_their_own_paths(load(folders[name]), monkeypatch)
 
 
 # ---- one model, many folders -------------------------------------------------------------------------------------

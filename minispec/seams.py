@@ -76,7 +76,7 @@ class Link:
     def led(
         self, step: DecodeBuffers | PrefillBuffers, asked: AskedStep | None, captured: bool
     ) -> AbstractContextManager[object]:
-        """Return a context in which this rank runs the step while the other ranks run it too, captured as here or not."""
+        """Return a context in which this rank runs the step while the others run it too, captured as here or not."""
         return nullcontext()
 
     def begin(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from minispec import LLM
 from minispec.buffers import WEIGHT_BOUND, Sizes, coarse_batches
 from minispec.config import Config
 from minispec.drafter import Plain
-from minispec.load.build import captured_batches, resolve_sizes
+from minispec.load.build import Build, captured_batches, resolve_sizes
 from minispec.load.memory import GIB, Budget, Memory, auto_fraction, is_out_of_memory, largest_graph, size_of
 from minispec.model import Model, ModelConfig
 
@@ -293,3 +294,24 @@ def test_a_cpu_says_once_that_it_captures_nothing(tmp_path, caplog) -> None:
     (line,) = [r.message for r in caplog.records if "graph" in r.message and r.levelname == "WARNING"]
     assert line.startswith("--cuda-graph-bs 1 3 changes nothing")
     assert llm.scheduler.sizes.batch_sizes == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "adapts_from"),
+    [(CUDA, {}, 8), (torch.device("cpu"), {}, math.inf), (CUDA, {"max_running_requests": 4}, 8),
+     (CUDA, {"speculative_adaptive": False}, math.inf), (CUDA, {"speculative_adaptive": True}, 1),
+     (CUDA, {"simulate_acc_len": 2.0}, math.inf), (CUDA, {"speculative_num_draft_tokens": None}, 1)],
+)  # fmt: skip
+def test_shapes_of_wide_batches_adapt_on_cuda_where_numbers_are_given(
+    device, options, adapts_from, tmp_path, monkeypatch
+) -> None:
+    folder = folder_of(tmp_path / "model", WIDE)
+    monkeypatch.setattr(build_module, "choose_device", lambda config: device)
+    monkeypatch.setattr(build_module, "spin_alone", lambda: None)
+    given = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4, **options}
+    lines: list[str] = []
+    build = Build(Config(model_path=str(folder), load_format="dummy", **given), lines.append)
+    build.lead()
+    assert build.config.adapts_from(device == CUDA) == adapts_from
+    said = [line for line in lines if "--no-speculative-adaptive" in line]
+    assert len(said) == (adapts_from == 8 and "max_running_requests" not in options), "one line where a batch is wide"

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from minispec.attention import AttendKind, Plan, prefill_block, with_windows
 from minispec.buffers import Chunk, DecodeBuffers, PrefillBuffers, Prefills, Sizes
-from minispec.compiled import CompileFor, Compiler, Small, Step, within_step
+from minispec.compiled import CompileFor, Compiler, Small, Step, untuned, within_step
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter
 from minispec.kv import PagedKV
 from minispec.late import Late
@@ -369,6 +369,7 @@ class Engine:
             drafted = DraftTree(*(part.clone() for part in buffers.tree))
         return self.link.begin(buffers, lens, root, drafted)
 
+    @untuned
     def _before_blocks(
         self, buffers: DecodeBuffers, lens: Tensor, root: Tensor, drafted: DraftTree | None
     ) -> tuple[ReadTrees, Tensor, Rope]:

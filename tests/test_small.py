@@ -221,3 +221,18 @@ def test_tokens_and_trees_are_those_of_the_eager_functions(shape: tuple[int, int
     rounds = {"_round"} if shape[0] > 2 else set()
     assert {"_before_blocks", "_after_blocks", "_open", "_close"} | rounds == set(compared)
     assert min(compared.values()) > 3
+
+
+def test_on_cuda_products_alone_are_tuned_and_attention_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tuning makes a start long: attention's kernel is given, and functions without an LM head have little to tune."""
+    made: dict[str, dict | None] = {}
+    monkeypatch.setattr(torch, "compile", lambda function, options, **how: made.setdefault(function.__name__, options))
+    compiler = partial(compile_step, device=torch.device("cuda"))
+    engine = build(tiny_model(), eagle3(2, 2, 4)).engine
+    for compiled in (engine, engine.drafter):
+        compiled.compile_small(compiler, lambda batch, nodes, samples: True)
+    engine.model.compile_blocks(compiler)
+    products = {"max_autotune_gemm": True, "coordinate_descent_tuning": True}
+    assert made == {"_before_blocks": None} | dict.fromkeys(
+        ("_after_blocks", "_open", "_round", "_close", "forward"), products
+    )

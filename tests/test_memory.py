@@ -17,11 +17,13 @@ import pytest
 import test_heads
 import test_standalone
 import torch
+from exactness import build, tiny_model
 from test_llm import CONFIG
 from torch import nn
 
 import minispec.load.build as build_module
 import minispec.load.memory as memory_module
+import minispec.load.warm_up as warm_up_module
 from minispec import LLM
 from minispec.buffers import WEIGHT_BOUND, Sizes, coarse_batches
 from minispec.config import Config
@@ -315,3 +317,17 @@ def test_shapes_of_wide_batches_adapt_on_cuda_where_numbers_are_given(
     assert build.config.adapts_from(device == CUDA) == adapts_from
     said = [line for line in lines if "--no-speculative-adaptive" in line]
     assert len(said) == (adapts_from == 8 and "max_running_requests" not in options), "one line where a batch is wide"
+
+
+def test_a_long_start_begins_with_one_request_and_names_the_flag_that_shortens_it(monkeypatch) -> None:
+    engine = build(tiny_model(), Plain()).engine
+    ran, lines = [], []
+    monkeypatch.setattr(warm_up_module, "_run_on_padding", lambda engine, step: ran.append(step))
+    warm_up_module.warm_up(engine, lines.append)
+    assert ran == warm_up_module.steps_of(engine)[::-1] and "--cuda-graph-bs" not in lines[0]
+    ran.clear()
+    lines.clear()
+    monkeypatch.setattr(engine, "device", CUDA)
+    warm_up_module.warm_up(engine, lines.append)
+    assert ran == warm_up_module.steps_of(engine) and ran[0].batch == 1
+    assert "--cuda-graph-bs" in lines[0] and len(lines) == len(ran) + 1

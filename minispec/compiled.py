@@ -25,9 +25,23 @@ Step = Callable[..., Any]  # function(owner, *args): it takes and returns tensor
 Compiler = Callable[[Step], Step]
 
 
+_untuned: set[Step] = set()
+
+
+def untuned(function: Step) -> Step:
+    """Mark a function without large matrix products: on CUDA it is compiled in the default mode, in less time."""
+    _untuned.add(function)
+    return function
+
+
 def autotuned(function: Step) -> Step:
-    """Return `function` compiled for CUDA, with a graph for every shape; each kernel is the fastest of several."""
-    return torch.compile(function, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
+    """Return `function` compiled for CUDA, with a graph for every shape; each product is the fastest of several."""
+    options = None
+    if function not in _untuned:
+        options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
+        # `max_autotune` would tune attention too, whose kernel is given, on lists of pages as long as the whole pool.
+        options["max_autotune_gemm"] = options.pop("max_autotune")
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
 class Key:

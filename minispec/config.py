@@ -15,6 +15,7 @@ Read next: `load/flags.py`, the command line, and `load/build.py`, which turns a
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "
 INT8_NODES = 4  # nodes of a default tree with int8 weights, whose products take four rows at a time
 BEST = ("EAGLE3", "NGRAM")  # the default model's drafter is the first of these whose files are here
 MAX_NODES = 128  # of a draft tree: the nodes of one request must fit in a query block of FlexAttention
+WIDE = 8  # from this batch on, trees cost a GPU more time than they may save, whatever shape the flags give them
 OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class, the name of a user's own drafter
 # Flags that concern every drafter but NONE.
 _SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative_adaptive",
@@ -224,7 +226,8 @@ class Config:
     )  # fmt: skip
     speculative_adaptive: bool | None = _flag(
         None, "Speculation", "choose each step's shape, plain or one of at most two trees, by what it is worth; "
-        "default: unless numbers of steps, branches or nodes are given, which then stay fixed",
+        "default: unless numbers of steps, branches or nodes are given, which then stay fixed, on CUDA for batches "
+        f"below {WIDE}",
     )
     speculative_lookup: bool | None = _flag(
         None, "Speculation", "beside a draft head or model look up texts as NGRAM does, and verify for each request "
@@ -447,6 +450,16 @@ class Config:
         if self.speculative_adaptive is None:
             return not self.gives_numbers and self.simulate_acc_len is None
         return self.speculative_adaptive
+
+    def adapts_from(self, on_cuda: bool) -> float:
+        """Return the smallest batch for which `policy.py` chooses each step's shape: 1, `WIDE`, or infinity for none.
+
+        On CUDA shapes of wide batches are chosen even where flags give a tree's numbers.
+        """
+        if self.adaptive:
+            return 1
+        default = self.speculative_adaptive is None and self.simulate_acc_len is None
+        return WIDE if on_cuda and default else math.inf
 
     @property
     def several_sizes(self) -> bool:

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from minispec.attention import AttendKind, Plan, prefill_block, with_windows
 from minispec.buffers import Chunk, DecodeBuffers, PrefillBuffers, Prefills, Sizes
-from minispec.compiled import CompileFor, Compiler, Small, Step, within_step
+from minispec.compiled import CompileFor, Compiler, Small, Step, untuned, within_step
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter
 from minispec.kv import PagedKV
 from minispec.late import Late
@@ -312,16 +312,25 @@ class Engine:
         A step may also replay a CUDA graph that was captured for more needs than its own. Options that no request uses
         then have neutral values in `Wishes`, the sampling inputs of a step.
         """
-        with self.link.led(step, asked), within_step(step):
-            if asked is not None:
-                asked.run(needs)
-                return False
-            for covering in CAPTURED:
-                if needs <= covering and (graph := self.graphs.get((step, covering))) is not None:
-                    graph.replay()
-                    return True
-            self.prefill_step(step, needs) if isinstance(step, PrefillBuffers) else self.decode(step, needs)
-            return False
+        covering = next((c for c in CAPTURED if needs <= c and (step, c) in self.graphs), None)
+        graph = None if covering is None or asked is not None else self.graphs[step, covering]
+        with self.link.led(step, asked, graph is not None), within_step(step):
+            self.run_here(step, needs, graph, asked)
+        return graph is not None
+
+    def run_here(
+        self, step: DecodeBuffers | PrefillBuffers, needs: Needs, graph: torch.cuda.CUDAGraph | None,
+        asked: AskedStep | None,
+    ) -> None:  # fmt: skip
+        """Run a step on this rank alone: as the replay of its graph if that is given, else uncaptured."""
+        if asked is not None:
+            asked.run(needs)
+        elif graph is not None:
+            graph.replay()
+        elif isinstance(step, PrefillBuffers):
+            self.prefill_step(step, needs)
+        else:
+            self.decode(step, needs)
 
     def decode(self, buffers: DecodeBuffers, needs: Needs) -> None:
         """Run the decode step that these buffers describe, and write its outputs.
@@ -360,6 +369,7 @@ class Engine:
             drafted = DraftTree(*(part.clone() for part in buffers.tree))
         return self.link.begin(buffers, lens, root, drafted)
 
+    @untuned
     def _before_blocks(
         self, buffers: DecodeBuffers, lens: Tensor, root: Tensor, drafted: DraftTree | None
     ) -> tuple[ReadTrees, Tensor, Rope]:

@@ -78,7 +78,7 @@ class LLM:
                 overlap=engine.device.type == "cuda" and not config.disable_overlap_schedule,
                 decode_log_interval=config.decode_log_interval,
                 random_seed=config.random_seed,
-                adaptive=config.adaptive,
+                adapts_from=config.adapts_from(engine.device.type == "cuda"),
             ),
         )
         engine.when_settled(self.scheduler.restart_times)  # step times taken while a compiler ran mean nothing

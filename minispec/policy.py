@@ -280,13 +280,14 @@ class Returns:
 class Policy:
     """Chooses the shape of every step, and learns from every step."""
 
-    def __init__(self, trees: Mapping[int, int], adaptive: bool, looks_up: bool = False) -> None:
-        """`trees`: the depth of each size of tree, by nodes. Not `adaptive`: the largest tree, if there are drafts.
+    def __init__(self, trees: Mapping[int, int], adapts_from: float, looks_up: bool = False) -> None:
+        """`trees`: the depth of each size of tree, by nodes.
 
+        adapts_from: the smallest batch whose shapes are chosen. Smaller ones have the largest tree, if any drafts.
         looks_up: whether a row takes either a looked-up tree or the head's. The attribute `forced` is for tests and
         benchmarks: if set, this function chooses the shape of each step in which some request wants drafts.
         """
-        self.trees, self.adaptive, self.looks_up = dict(trees), adaptive, looks_up
+        self.trees, self.adapts_from, self.looks_up = dict(trees), adapts_from, looks_up
         self.times, self.matches, self.everyone = Times(), Matches(), Acceptance(ALL_KEEP)
         self.returns = Returns()
         self.forced: Callable[[Sequence[Shape]], Shape] | None = None
@@ -410,7 +411,7 @@ class Policy:
         """Choose one of `shapes` for the next step, and each row's tree."""
         if not any(row.may_verify for row in rows):
             return Choice(PLAIN)
-        if not self.adaptive:
+        if kind.batch < self.adapts_from:
             return self.with_lookups(Choice(max(shapes)), rows)
         return self.with_lookups(self._best(kind, shapes, rows), rows)
 

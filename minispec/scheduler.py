@@ -30,6 +30,7 @@ Read next: `engine.py` for what a step is, `policy.py` for the choice of its sha
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections import deque
@@ -63,7 +64,8 @@ class SchedulerOptions:
     overlap: bool = False
     decode_log_interval: int = 40  # how many decode steps lie between two log lines
     random_seed: int | None = None  # seeds the generator that draws the seeds of requests without one
-    adaptive: bool = False  # whether the policy chooses each step's shape by speed; if not, trees are the largest
+    # The smallest batch for which the policy chooses each step's shape by speed. Smaller ones have the largest trees.
+    adapts_from: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Scheduler:
         self._updates: list[Update] = []
         self._prefilled_last = False  # whether the newest step was a prefill step
         trees = {size.nodes: size.depth for size in engine.drafter.trees}
-        self.policy = Policy(trees, options.adaptive, engine.drafter.looks_up)
+        self.policy = Policy(trees, options.adapts_from, engine.drafter.looks_up)
         self.restart_times()
         self._landed = 0.0  # when the last step was collected, by `perf_counter`
 
@@ -579,10 +581,10 @@ class Scheduler:
         self.metrics = Metrics(self.sizes.nodes, self.metrics.log_interval, self.metrics.on_cuda)
         return True
 
-    def reconfigure(self, thresholds: tuple[float, float] | None, adaptive: bool) -> None:
-        """Set thresholds (as `Engine.set_thresholds`) and `adaptive` for later steps, and count acceptance anew."""
+    def reconfigure(self, thresholds: tuple[float, float] | None, adapts_from: float) -> None:
+        """Set thresholds (as `Engine.set_thresholds`) and `adapts_from` for later steps, and count acceptance anew."""
         self.engine.set_thresholds(thresholds)
-        self.policy.adaptive = adaptive
+        self.policy.adapts_from = adapts_from
         self.metrics.verified = Verified()
 
     # ---- numbers ---------------------------------------------------------------------------------------------------

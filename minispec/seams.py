@@ -69,8 +69,14 @@ class Link:
     def tell(self, name: str, numbers: Sequence[int] = ()) -> None:
         """Have the other ranks make the call `name` with these numbers."""
 
-    def led(self, step: DecodeBuffers | PrefillBuffers, asked: AskedStep | None) -> AbstractContextManager[object]:
-        """Return a context in which this rank runs the step while the other ranks run it too."""
+    def all_have(self, own: bool) -> bool:
+        """Return whether every rank has what this rank has if `own` is true."""
+        return own
+
+    def led(
+        self, step: DecodeBuffers | PrefillBuffers, asked: AskedStep | None, captured: bool
+    ) -> AbstractContextManager[object]:
+        """Return a context in which this rank runs the step while the others run it too, captured as here or not."""
         return nullcontext()
 
     def begin(

@@ -389,7 +389,7 @@ class Server:
             config = dataclasses.replace(self.config, **asked.model_dump(exclude_none=True))
         except ValueError as error:
             raise RequestError(str(error), "server_args") from None
-        await self.engine.each("reconfigure", config.thresholds, config.adaptive)
+        await self.engine.each("reconfigure", config.thresholds, config.speculative_adaptive)
         self.config = config
         self.__dict__.pop("_served", None)  # its fingerprint depends on the config
         return json_answer([True])

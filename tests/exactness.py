@@ -9,6 +9,7 @@ and any error shows in the tokens.
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -195,7 +196,7 @@ def build(
     made = Engine(model, kv, drafter, sizes, attend_kind=attend_kind, accept=Accept(thresholds, simulated))
     tokenizer = tokenizer or Letters()
     made.asked = Asking(made, Grammars(tokenizer, config.vocab_size, eos))
-    options = SchedulerOptions(radix=radix, overlap=overlap, adaptive=adaptive)
+    options = SchedulerOptions(radix=radix, overlap=overlap, adapts_from=1 if adaptive else math.inf)
     return Scheduler(made, tokenizer, frozenset(eos), options)
 
 

@@ -3,7 +3,8 @@
 A line on standard input describes each: where the model's weights are, its sizes, and what its pages are like. Its
 clock, its seeds and its memory are not those of rank 0, since nothing may depend on them. While there is a file named
 LOOK beside the one in which the ranks met, it looks for NaN in its pages before it reads them, and if there is any, it
-writes a file named FOUND. What routers chose for an engine is written to a file named CHOSEN when the engine ends.
+writes a file named FOUND. What routers chose for an engine is written to a file named CHOSEN when the engine ends, and
+how many captured steps were replayed to a file named REPLAYED. A line may name a step that cannot be captured here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from capturing import Capture, looking, reads_all
 from safetensors.torch import load_file
 
 from minispec.buffers import Sizes
@@ -29,7 +31,7 @@ from minispec.model import Model, ModelConfig, published_tensors
 from minispec.ranks.link import Elsewhere, Ranks, follow
 from minispec.ranks.shards import Shard
 
-LOOK, FOUND, CHOSEN = "look", "found", "chosen"
+LOOK, FOUND, CHOSEN, REPLAYED = "look", "found", "chosen", "replayed"
 
 
 def split(config: ModelConfig, ranks: Ranks, weights: dict[str, torch.Tensor]) -> Model:
@@ -47,6 +49,7 @@ def follower(told: dict, ranks: Ranks, sizes: Sizes) -> Engine:
     model = split(ModelConfig(**told["config"]), ranks, load_file(told["weights"]))
     shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim)
     kv = PagedKV(shape, **told["pages"], zeros=model.norm.weight.new_zeros)
+    kv.host_looks = not told["fails"]
     return Engine(model, kv, Elsewhere(sizes), sizes, attend_kind=PagedGather)
 
 
@@ -95,8 +98,13 @@ def main() -> None:
     Experts.choose = noted(choices)
     for line in sys.stdin:
         choices.clear()
-        with torch.inference_mode():
-            follow(follower(json.loads(line), ranks, ranks.same_sizes(None)), ranks)
+        told = json.loads(line)
+        with torch.inference_mode(), Capture().emulated(), looking(told["fails"]):
+            engine = follower(told, ranks, ranks.same_sizes(None))
+            follow(reads_all(engine) if told["fails"] else engine, ranks)
+        if engine.graphs:
+            replays = sum(graph.replays for graph in engine.graphs.values())
+            (Path(file).parent / REPLAYED).write_text(str(replays))
         if choices:
             torch.save(choices, f"{file}.part")
             Path(f"{file}.part").rename(Path(file).parent / CHOSEN)

@@ -1,10 +1,8 @@
-"""A CUDA graph on a CPU: a step's operations are recorded once and replayed for other requests, as a graph does it.
+"""A step's operations are recorded once and replayed for other requests, as a CUDA graph does it (`capturing.py`).
 
-A graph holds kernels and addresses. What the recorder here holds is the same in PyTorch's terms: every operation with
-the very tensors that it read and wrote. A replay runs them again, and writes each result into the tensor that held it
-the first time. So whatever a graph would get wrong shows: a number that Python baked in, a tensor that a later step no
-longer uses, a table made while recording and zeroed at each replay. Each replay is compared, bit for bit, with the step
-run afresh from the same state.
+So whatever a graph would get wrong shows: a number that Python baked in, a tensor that a later step no longer uses, a
+table made while recording and zeroed at each replay. Each replay is compared, bit for bit, with the step run afresh
+from the same state.
 """
 
 from __future__ import annotations
@@ -15,54 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from capturing import Capture, Recording, looking, reads_all
 from conformance import SUBJECTS, assert_exact
 from conftest import slow_unless
 from exactness import run
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from minispec.beam import BeamDrafter
 from minispec.buffers import PrefillBuffers
+from minispec.cuda.graphs import capture
 from minispec.engine import CAPTURED, Engine
 from minispec.kv import PagedKV
 from minispec.request import Logprobs
 from minispec.sampling import FILTERED, GREEDY, TEMPERED, SamplingState
-
-
-def memory(value: object) -> set[int]:
-    """Return where the tensors in an operation's arguments or results lie."""
-    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
-
-
-class Recording(TorchDispatchMode):
-    """The operations of a step, in order, with the tensors that they read and wrote."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[tuple[Callable[..., Any], tuple, dict, list[Tensor]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        """Run one operation and note it."""
-        kwargs = kwargs or {}
-        if func.namespace == "aten":  # in inference mode some come whole
-            with self:
-                if (parts := func.decompose(*args, **kwargs)) is not NotImplemented:
-                    return parts
-        out = func(*args, **kwargs)
-        # A view, and what was written in place, lie where an argument lies: running the operation again is enough.
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        fresh = [] if memory(made) & memory((args, kwargs)) else made
-        self.operations.append((func, args, kwargs, fresh))
-        return out
-
-    def replay(self) -> None:
-        """Run the operations again, on the tensors of the first time."""
-        for func, args, kwargs, fresh in self.operations:
-            out = func(*args, **kwargs)
-            if fresh:
-                for old, new in zip(fresh, (x for x in tree_leaves(out) if isinstance(x, Tensor)), strict=True):
-                    old.copy_(new)
 
 
 def state_of(engine: Engine) -> list[Tensor]:
@@ -116,8 +79,7 @@ def replayed(name: str, simulated: float | None = None, **wishes: object) -> Rep
     """Serve requests of a subject, with prompts of many lengths; every step but the first of a kind is replayed."""
     subject = SUBJECTS[name]
     scheduler = subject.build(running=2, host_looks=False, pages=60, simulated=simulated)
-    engine = scheduler.engine
-    engine.kv.mapped[0] = engine.kv.pages_per_slot  # PagedGather reads all that a slot can have
+    engine = reads_all(scheduler.engine)
     rng, steps = random.Random(2), scheduler.metrics.shapes  # plain steps, which keep what is taken in later, too
     scheduler.policy.forced = lambda shapes: rng.choice(shapes) if steps else shapes[-1]
     replays = Replays(engine)
@@ -178,6 +140,25 @@ def test_a_step_is_replayed_by_the_least_graph_that_serves_its_needs(monkeypatch
         run(scheduler, requests)
         assert set(replays) == ({least} if least is not None else set())
         assert_exact(SUBJECTS["trained-tree"], requests)
+
+
+def test_a_step_whose_capture_fails_runs_uncaptured(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler, emulator = SUBJECTS["standalone-tree"].build(running=2, host_looks=False), Capture()
+    engine, name = reads_all(scheduler.engine), "decode, batch 2, 8 nodes a tree"
+    with torch.inference_mode(), emulator.emulated(), looking(name):
+        capture(engine, (1, 2), lambda line: None)
+    assert emulator.current == "default", "what comes after runs where it ran before"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{name} runs uncaptured, since its capture failed: RuntimeError: operation not permitted when stream is "
+        "capturing"
+    ]
+    steps = {step.name: step for step in (*engine.decodes.values(), engine.prefills[engine.sizes.prefill_sizes[0]])}
+    failed = steps.pop(name)
+    assert {*engine.graphs} == {(step, needs) for step in steps.values() for needs in CAPTURED}
+    requests = SUBJECTS["standalone-tree"].requests(max_new_tokens=10)[:4]
+    run(scheduler, requests)
+    assert_exact(SUBJECTS["standalone-tree"], requests)
+    assert scheduler.metrics.shapes[failed.nodes] and sum(graph.replays for graph in engine.graphs.values()) > 3
 
 
 # ---- errors on purpose ----------------------------------------------------------------------------------------------

@@ -374,7 +374,7 @@ def test_indexing_stays_within_its_share_and_the_rest_waits(monkeypatch) -> None
 
 
 def test_the_policy_takes_the_better_bet_and_spares_the_head_where_all_are_lookups() -> None:
-    policy, kind = Policy({5: 2, 10: 2}, adaptive=True), Kind(2, False, 8)
+    policy, kind = Policy({5: 2, 10: 2}, adapts_from=1), Kind(2, False, 8)
     shapes = (PLAIN, Shape(5, True), Shape(10, True), Shape(5, False), Shape(10, False))
     for shape, seconds in zip(shapes, (1.0, 1.2, 1.3, 1.05, 1.15), strict=True):
         policy.times.add(kind, shape, seconds)

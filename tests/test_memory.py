@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,16 +17,18 @@ import pytest
 import test_heads
 import test_standalone
 import torch
+from exactness import build, tiny_model
 from test_llm import CONFIG
 from torch import nn
 
 import minispec.load.build as build_module
 import minispec.load.memory as memory_module
+import minispec.load.warm_up as warm_up_module
 from minispec import LLM
 from minispec.buffers import WEIGHT_BOUND, Sizes, coarse_batches
 from minispec.config import Config
 from minispec.drafter import Plain
-from minispec.load.build import captured_batches, resolve_sizes
+from minispec.load.build import Build, captured_batches, resolve_sizes
 from minispec.load.memory import GIB, Budget, Memory, auto_fraction, is_out_of_memory, largest_graph, size_of
 from minispec.model import Model, ModelConfig
 
@@ -293,3 +296,38 @@ def test_a_cpu_says_once_that_it_captures_nothing(tmp_path, caplog) -> None:
     (line,) = [r.message for r in caplog.records if "graph" in r.message and r.levelname == "WARNING"]
     assert line.startswith("--cuda-graph-bs 1 3 changes nothing")
     assert llm.scheduler.sizes.batch_sizes == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "adapts_from"),
+    [(CUDA, {}, 8), (torch.device("cpu"), {}, math.inf), (CUDA, {"max_running_requests": 4}, 8),
+     (CUDA, {"speculative_adaptive": False}, math.inf), (CUDA, {"speculative_adaptive": True}, 1),
+     (CUDA, {"simulate_acc_len": 2.0}, math.inf), (CUDA, {"speculative_num_draft_tokens": None}, 1)],
+)  # fmt: skip
+def test_shapes_of_wide_batches_adapt_on_cuda_where_numbers_are_given(
+    device, options, adapts_from, tmp_path, monkeypatch
+) -> None:
+    folder = folder_of(tmp_path / "model", WIDE)
+    monkeypatch.setattr(build_module, "choose_device", lambda config: device)
+    monkeypatch.setattr(build_module, "spin_alone", lambda: None)
+    given = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4, **options}
+    lines: list[str] = []
+    build = Build(Config(model_path=str(folder), load_format="dummy", **given), lines.append)
+    build.lead()
+    assert build.config.adapts_from(device == CUDA) == adapts_from
+    said = [line for line in lines if "--no-speculative-adaptive" in line]
+    assert len(said) == (adapts_from == 8 and "max_running_requests" not in options), "one line where a batch is wide"
+
+
+def test_a_long_start_begins_with_one_request_and_names_the_flag_that_shortens_it(monkeypatch) -> None:
+    engine = build(tiny_model(), Plain()).engine
+    ran, lines = [], []
+    monkeypatch.setattr(warm_up_module, "_run_on_padding", lambda engine, step: ran.append(step))
+    warm_up_module.warm_up(engine, lines.append)
+    assert ran == warm_up_module.steps_of(engine)[::-1] and "--cuda-graph-bs" not in lines[0]
+    ran.clear()
+    lines.clear()
+    monkeypatch.setattr(engine, "device", CUDA)
+    warm_up_module.warm_up(engine, lines.append)
+    assert ran == warm_up_module.steps_of(engine) and ran[0].batch == 1
+    assert "--cuda-graph-bs" in lines[0] and len(lines) == len(ran) + 1

@@ -24,10 +24,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from capturing import Capture, reads_all
 from conformance import SUBJECTS, WISHES, Subject, mixture_model, random_head, sharp_model
 from conftest import slow_unless, wait_until
 from exactness import MIXTURE, VOCAB, WINDOWED, Oracle, build, mixed_requests, request, run, tiny_config, truth_of
-from rank_one import CHOSEN, FOUND, LOOK, noted, split
+from rank_one import CHOSEN, FOUND, LOOK, REPLAYED, noted, split
 from safetensors.torch import save_file
 from test_faults import fail_in, finish, nan_in_a_prompt, nan_while_decoding, raise_once, submit
 from test_grammar import HOW as GRAMMATICAL
@@ -45,8 +46,10 @@ from benchmarks import plan, ranks
 from minispec.asked.grammar import Constraints
 from minispec.beam import BeamDrafter
 from minispec.config import Config
+from minispec.cuda.graphs import capture
 from minispec.drafter import Plain
 from minispec.eagle import Eagle3Head
+from minispec.engine import CAPTURED
 from minispec.experts import Experts
 from minispec.load.build import load_model
 from minispec.load.memory import size_of
@@ -81,15 +84,19 @@ class Pair:
                 self.parts[id(model)] = (model, split(model.config, self.ranks, weights), path)
         return self.parts[id(model)][1:]
 
-    def build(self, model: Model, drafter: object, **how: object) -> Scheduler:
-        """Put a scheduler together over both ranks; the one before is done with."""
+    def build(self, model: Model, drafter: object, fails: str = "", **how: object) -> Scheduler:
+        """Put a scheduler together over both ranks; the one before is done with.
+
+        fails: the step that cannot be captured on rank 1.
+        """
         self.stop()
         part, weights = self.part(model)
         scheduler = build(part, drafter, **how)
         kv = scheduler.kv
         pages = {"pages": kv.pages, "page_size": kv.page_size, "slots": kv.table.shape[0],
                  "rows_per_slot": kv.pages_per_slot * kv.page_size}  # fmt: skip
-        told = {"weights": str(weights), "config": dataclasses.asdict(model.config), "pages": pages}  # fmt: skip
+        told = {"weights": str(weights), "config": dataclasses.asdict(model.config), "pages": pages,
+                "fails": fails}  # fmt: skip
         print(json.dumps(told), file=self.process.stdin, flush=True)
         self.leading = scheduler.engine
         self.ranks.same_sizes(scheduler.sizes)
@@ -190,6 +197,30 @@ def test_on_two_ranks_no_shape_and_no_bet_changes_a_token(subject: Subject, pair
     assert counts.retractions > 0 and counts.verified.accept_length > 1.2 * (subject is not SWITCHING)
     assert {choice.shape for choice in made} == set(scheduler.sizes.shapes_of(1))
     assert any(len(set(choice.lookups)) == 2 for choice in made) == (subject is not SWITCHING)
+
+
+def test_what_one_rank_cannot_capture_or_replay_none_does(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    subject, fails = SUBJECTS["standalone-tree"], "decode, batch 2, 8 nodes a tree"
+    wishes = ({}, {"logprobs": Logprobs()}, {"temperature": 0.9}, {"temperature": 0.9, "frequency_penalty": 0.5})
+    prompt = {"prompt": [7, 9, 30], "max_new_tokens": 8, "sampling_seed": 5}
+    wanted = lambda: [request(f"r{i}", **prompt, **wish) for i, wish in enumerate(wishes)]  # noqa: E731
+    with torch.inference_mode():
+        drafter = subject.drafter(subject.model())
+    scheduler = pair.build(subject.model(), drafter, fails, running=2, host_looks=False)
+    engine = reads_all(scheduler.engine)
+    with torch.inference_mode(), Capture().emulated():
+        capture(engine, (1, 2), lambda line: None)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{fails} runs uncaptured, since its capture failed: on another rank"]  # fmt: skip
+    assert fails not in {step.name for step, _ in engine.graphs} and len(engine.graphs) == 4 * len(CAPTURED)
+    requests = wanted()
+    for together in (requests[:1], requests[1:2], requests[2:3], requests[3:], again := wanted()):
+        run(scheduler, together)  # in steps that are captured, or not on any rank, or are not replayed for such wishes
+    pair.stop()
+    wait_until((pair.folder / REPLAYED).exists)
+    replays = sum(graph.replays for graph in engine.graphs.values())
+    assert int((pair.folder / REPLAYED).read_text()) == replays > 3
+    assert [r.output_ids for r in (*requests, *again)] == 2 * plain(pair, subject.model(), wanted())
 
 
 # ---- (b) as on one rank ------------------------------------------------------------------------------------------

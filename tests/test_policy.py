@@ -50,7 +50,7 @@ class World:
 
     def __init__(self, seconds: dict[tuple[int, int], float], chance: float, seed: int = 0) -> None:
         self.seconds, self.chance, self.rng = seconds, chance, random.Random(seed)
-        self.policy = Policy(TREES, adaptive=True)
+        self.policy = Policy(TREES, adapts_from=1)
         for (batch, nodes), took in seconds.items():  # as warm-up measures it
             self.policy.times.add(Kind.of(batch, False, 200), sized(nodes), took)
         self.clock = self.probes = 0.0
@@ -131,7 +131,7 @@ def test_plain_texts_that_become_easy_are_noticed() -> None:
 
 
 def test_a_single_tree_pays_for_what_the_drafter_must_take_in_and_a_run_shares_it() -> None:
-    policy, kind, row = Policy(TREES, adaptive=True), Kind.of(1, False, 200), Row(World(FLAT, 0.0))
+    policy, kind, row = Policy(TREES, adapts_from=1), Kind.of(1, False, 200), Row(World(FLAT, 0.0))
     for shape, took in ((PLAIN, 10.0), (SIX, 17.0)):
         policy.times.add(kind, shape, took)
     for _ in range(1000):
@@ -172,7 +172,7 @@ def test_load_of_one_eight_and_one_brings_drafts_back() -> None:
 
 
 def test_a_request_s_own_record_counts_after_eight_trees() -> None:
-    policy, good, bad = Policy(TREES, True), World(FLAT, 0), World(FLAT, 0)
+    policy, good, bad = Policy(TREES, 1), World(FLAT, 0), World(FLAT, 0)
     for _ in range(7):
         policy.learn(Row(good), 6, 3)
         policy.learn(Row(bad), 6, 1)
@@ -185,11 +185,14 @@ def test_a_request_s_own_record_counts_after_eight_trees() -> None:
 
 
 def test_a_request_that_wants_no_drafts_is_plain_alone_and_does_not_count_beside_others() -> None:
-    policy, kind = Policy(TREES, adaptive=False), Kind(2, False, 8)
+    policy, kind = Policy(TREES, adapts_from=8), Kind(2, False, 8)
     wants, not_ = Row(World(FLAT, 0)), Row(World(FLAT, 0), wants=False)
     assert policy.choose(kind, SHAPES, [not_]).shape == PLAIN
     assert policy.choose(kind, SHAPES, [not_, wants]).shape == SIX
     assert policy.choose(kind, SHAPES, [Row(wants.request, match=0)]).shape == PLAIN, "no tree to verify"
+    policy.restart({(batch, shape): shape.nodes for batch in (4, 8) for shape in SHAPES}, 8)
+    chosen = {batch: policy.choose(Kind.of(batch, False, 8), SHAPES, [wants]).shape for batch in (4, 8)}
+    assert chosen == {4: SIX, 8: PLAIN}, "wide batches adapt: a tree of six takes six times as long as a plain step"
     policy.learn(not_, 6, 3)
     assert policy.everyone.steps == 0
 

@@ -458,8 +458,8 @@ def test_thresholds_change_while_the_server_runs_and_back(served: Running) -> No
         assert status == 400 and answer["error"]["param"] == (param or "server_args"), answer
     policy = served.server.engine.llm.scheduler.policy
     for adaptive in (False, True):
-        assert policy.adaptive is not adaptive and state(speculative_adaptive=adaptive)[0] == 200
-        assert policy.adaptive is adaptive
+        assert (policy.adapts_from == 1) is not adaptive and state(speculative_adaptive=adaptive)[0] == 200
+        assert (policy.adapts_from == 1) is adaptive
     assert state(**{name: 1.0})[0] == 200
     assert served.ok("/generate", wish)["output_ids"] == exact
     assert len(set(prints)) == 2

@@ -8,6 +8,8 @@ compiled by force, counted with PyTorch's profiler, and compared with what they 
 from __future__ import annotations
 
 import copy
+import math
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from capturing import reads_all
 from conformance import random_head
 from exactness import CPU, build, mixed_requests, reference, request, run, tiny_model
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -26,6 +29,7 @@ from minispec.drafter import Drafter, Plain
 from minispec.eagle import Eagle3Head
 from minispec.engine import CAPTURED, Engine
 from minispec.load.build import compile_step
+from minispec.load.warm_up import warm_up
 from minispec.sampling import GREEDY
 from minispec.scheduler import Scheduler
 from minispec.tree import Shape
@@ -91,7 +95,7 @@ def swapped(fresh: Scheduler, scheduler: Scheduler, low: tuple[float, float]) ->
     exact, wanted = served(scheduler, **sampled), served(fresh, **sampled)
     assert exact != wanted and "_after_blocks" in ran, "thresholds so low change tokens"
     engine.graphs = {(step, needs): None for step in engine.decodes.values() for needs in CAPTURED}
-    scheduler.reconfigure(low, False)
+    scheduler.reconfigure(low, math.inf)
     assert {needs for _, needs in engine.graphs} == {GREEDY}, "of decode steps, greedy graphs alone are as they were"
     engine.graphs.clear()
     scheduler.flush_cache()
@@ -220,3 +224,41 @@ def test_tokens_and_trees_are_those_of_the_eager_functions(shape: tuple[int, int
     rounds = {"_round"} if shape[0] > 2 else set()
     assert {"_before_blocks", "_after_blocks", "_open", "_close"} | rounds == set(compared)
     assert min(compared.values()) > 3
+
+
+def test_on_cuda_products_alone_are_tuned_and_attention_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tuning makes a start long: attention's kernel is given, and functions without an LM head have little to tune."""
+    made: dict[str, dict | None] = {}
+    monkeypatch.setattr(torch, "compile", lambda function, options, **how: made.setdefault(function.__name__, options))
+    compiler = partial(compile_step, device=torch.device("cuda"))
+    engine = build(tiny_model(), eagle3(2, 2, 4)).engine
+    for compiled in (engine, engine.drafter):
+        compiled.compile_small(compiler, lambda batch, nodes, samples: True)
+    engine.model.compile_blocks(compiler)
+    products = {"max_autotune_gemm": True, "coordinate_descent_tuning": True}
+    assert made == {"_before_blocks": None} | dict.fromkeys(
+        ("_after_blocks", "_open", "_round", "_close", "forward"), products
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wish", [{}, {"temperature": 0.9}], ids=["greedy", "sampled"])
+def test_after_warm_up_torch_compile_makes_no_graph_more_and_the_tokens_are_those_of_eager_steps(wish: dict) -> None:
+    """As on CUDA: torch.compile checks each call, where a stride that differs between two callers is another graph."""
+    served = []
+    for compiled in (False, True):
+        scheduler = build(tiny_model(), eagle3(2, 2, 4), host_looks=False, pages=60, running=2)
+        engine, rng = reads_all(scheduler.engine), random.Random(2)
+        if compiled:
+            compiler = partial(torch.compile, backend="aot_eager", fullgraph=True, dynamic=False)
+            engine.compile_small(compiler, lambda batch, nodes, samples: True)
+            engine.drafter.compile(compiler)
+            engine.model.compile_blocks(compiler)
+            with torch.inference_mode():
+                warm_up(engine, lambda line: None)
+        scheduler.policy.forced = rng.choice  # plain steps too, after which the head catches up
+        requests = mixed_requests(5, max_new_tokens=10, **wish)
+        with torch.compiler.set_stance("fail_on_recompile" if compiled else "default"):
+            run(scheduler, requests, stagger=2)
+        served.append([r.output_ids for r in requests])
+    assert served[0] == served[1] and engine.late.tokens is not None

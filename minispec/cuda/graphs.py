@@ -14,6 +14,7 @@ Read next: `engine.py`, whose steps are recorded.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,12 @@ from minispec.buffers import DecodeBuffers, PrefillBuffers
 from minispec.engine import CAPTURED, Engine
 from minispec.sampling import Needs
 from minispec.tree import Shape
+
+logger = logging.getLogger("minispec")
+
+
+class CaptureFailed(RuntimeError):
+    """A step cannot be recorded; the message is the first error."""
 
 
 class Recorder:
@@ -36,16 +43,22 @@ class Recorder:
     def record(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Return the graph of a step. It is run twice before, so that nothing is tuned, loaded or made while recording.
 
-        Other threads may use the device meanwhile, which is why only this thread's unsafe calls are errors.
+        Other threads may use the device meanwhile, which is why only this thread's unsafe calls are errors. Raises
+        CaptureFailed if the recording fails, not if one of the two runs does.
         """
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):  # a recording that fails leaves its stream the current one
             step()
             step()
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            step()
+            current.wait_stream(self.stream)
+            try:
+                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                    step()
+            except Exception as error:
+                self.pool = torch.cuda.graph_pool_handle()  # the allocator takes the old one for still recorded to
+                first = error.__context__ or error  # the end of a failed recording raises an error of its own
+                raise CaptureFailed(f"{type(first).__name__}: {first}") from error
         return graph
 
 
@@ -55,6 +68,7 @@ def capture(engine: Engine, batches: Sequence[int], progress: Callable[[str], No
     Each is captured for greedy batches, for those with a temperature, and for those with filters; batches with
     penalties, bias or min_new_tokens run uncaptured. The largest come first, so that the smaller ones fit
     into the memory that those leave to the pool, and those whose trees are all the host's come last of a batch size.
+    A step that cannot be captured, on this or on another rank, runs uncaptured; a warning says so.
     """
     engine.link.tell("capture", batches)
     recorder = Recorder(engine.device)
@@ -64,8 +78,27 @@ def capture(engine: Engine, batches: Sequence[int], progress: Callable[[str], No
     steps.append((engine.prefill_step, engine.prefills[engine.sizes.prefill_sizes[0]]))
     for done, (step, buffers) in enumerate(steps, start=1):
         progress(f"capture {done}/{len(steps)}: {buffers.name}")
-        for needs in CAPTURED:
-            engine.graphs[buffers, needs] = recorder.record(lambda: step(buffers, needs))  # noqa: B023  called at once
+        graphs = _record(engine, recorder, step, buffers)
+        engine.graphs |= {(buffers, needs): graph for needs, graph in graphs.items()}
+
+
+def _record(
+    engine: Engine, recorder: Recorder, step: Callable[[Any, Needs], None], buffers: DecodeBuffers | PrefillBuffers
+) -> dict[Needs, torch.cuda.CUDAGraph]:
+    """Return the graphs of a step; none if a recording fails."""
+    graphs: dict[Needs, torch.cuda.CUDAGraph] = {}
+    for needs in CAPTURED:
+        why = None
+        try:
+            graphs[needs] = recorder.record(lambda: step(buffers, needs))  # noqa: B023  called at once
+        except CaptureFailed as error:
+            if engine.is_lost(error):
+                raise
+            why = str(error)
+        if not engine.link.all_have(why is None):
+            logger.warning("%s runs uncaptured, since its capture failed: %s", buffers.name, why or "on another rank")
+            return {}
+    return graphs
 
 
 def _turn(key: tuple[int, Shape]) -> tuple[int, bool, int]:

@@ -29,7 +29,7 @@ from minispec.asked.steps import Asking
 from minispec.attention import AttendKind, PagedFlex
 from minispec.buffers import Sizes, coarse_batches
 from minispec.compiled import CompileFor, Compiler, Step, autotuned
-from minispec.config import Config, flag_name
+from minispec.config import WIDE, Config, flag_name
 from minispec.cpu.direct import DirectStep, cache_is_empty, prepare
 from minispec.cpu.gather import PagedGather
 from minispec.cpu.huge_pages import Mover, move_to_huge_pages, sparse
@@ -109,6 +109,9 @@ class Build:
         self.tokenizer = choose_tokenizer(config, self.folder, self.model_config.vocab_size)
         self.eos_ids = eos_token_ids(self.folder, self.hf_config, self.tokenizer)
         running = config.max_running_requests or (8 if on_cpu else 48)
+        if config.adapts_from(not on_cpu) == WIDE <= running:
+            self.tell(f"from batch {WIDE} on a step verifies trees only where measured times favour them; "
+                      "--speculative-adaptive does so for all batches, --no-speculative-adaptive for none")  # fmt: skip
         chunk = config.chunked_prefill_size or (512 if on_cpu else 2048)
         chunk = context if chunk == -1 else min(chunk, context)
         self.limits: dict[str, Any] = {"context_length": context, "max_running": running, "chunk_size": chunk}
@@ -263,9 +266,11 @@ class Build:
             self._mover.join(0.02)  # seconds; a request waits no longer for this
             yield
         drafter, config = engine.drafter, self.config
-        for batch in engine.sizes.batch_sizes if config.adaptive else ():
-            time_steps(engine, batch)
-            yield
+        adapts_from = config.adapts_from(self.device.type == "cuda")
+        for batch in engine.sizes.batch_sizes:
+            if batch >= adapts_from:
+                time_steps(engine, batch)
+                yield
         if drafter.network is not None and config.load_format != "dummy" and config.simulate_acc_len is None:
             self_test(engine, drafter, self.tokenizer.encode(PROMPT))
 

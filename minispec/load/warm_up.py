@@ -64,8 +64,15 @@ def shapes(engine: Engine) -> list[str]:
 
 
 def warm_up(engine: Engine, progress: Callable[[str], None]) -> None:
-    """Compile everything: run every kind of step on padding, in the reverse order of `steps_of`."""
-    steps = steps_of(engine)[::-1]
+    """Run every kind of step on padding, so that all is compiled: on a CPU largest first, on CUDA one request's first.
+
+    On CUDA this takes long. If it is stopped, the cache has the graphs that are made.
+    """
+    steps = steps_of(engine)
+    if engine.device.type == "cuda":
+        progress(f"compiling {len(steps)} kinds of steps; fewer batch sizes in --cuda-graph-bs start sooner")
+    else:
+        steps.reverse()
     for done, step in enumerate(steps, start=1):
         progress(f"warm-up {done}/{len(steps)}: {step.name}")
         _run_on_padding(engine, step)

@@ -165,6 +165,10 @@ class SharedLink(Link):
         tokens, parents = (part.view(step.batch, step.nodes).clone() for part in flat)
         return lens.clone(), root.clone(), DraftTree(tokens, parents)
 
+    def all_have(self, own: bool) -> bool:
+        """Return whether every rank has what this rank has if `own` is true; all ranks call it together."""
+        return bool(self.ranks.least(own))
+
     def share(self, step: PrefillBuffers) -> None:
         """Take over rank 0's inputs."""
         step.inputs.copy_(from_first(step.inputs, self.ranks.group))
@@ -200,17 +204,17 @@ class Lead(SharedLink):
         self.ranks.call(name, numbers)
 
     @contextmanager
-    def led(self, step: DecodeBuffers | PrefillBuffers, asked: AskedStep | None) -> Iterator[None]:
-        """Have all ranks run a step.
+    def led(self, step: DecodeBuffers | PrefillBuffers, asked: AskedStep | None, captured: bool) -> Iterator[None]:
+        """Have all ranks run a step, captured on all or on none: NCCL may treat captured buffers in its own way.
 
         What fails of rank 0's own part is raised when the others have done the step too; RanksParted for all else.
         """
         self._leads, self._lost = True, None
         try:
             if isinstance(step, PrefillBuffers):
-                self.ranks.call("prefill", (step.size, *([] if asked is None else asked.numbers)))
+                self.ranks.call("prefill", (captured, step.size, *([] if asked is None else asked.numbers)))
             else:
-                self.ranks.call("decode", (step.batch, *step.shape))
+                self.ranks.call("decode", (captured, step.batch, *step.shape))
             yield
         except Exception as error:  # and the others wait within the step
             raise self.ranks.part(error) from error
@@ -266,17 +270,20 @@ def follow(engine: Engine, ranks: Ranks) -> None:
     engine.link, asking = SharedLink(engine, ranks), Asking(engine)
     setattr(engine.accept, "judge", no_verdict)  # noqa: B010  to be overwritten with rank 0's
 
+    def run(step: DecodeBuffers | PrefillBuffers, captured: int, asked: AskedStep | None = None) -> None:
+        engine.run_here(step, GREEDY, engine.graphs[step, GREEDY] if captured else None, asked)
+
     def prefill(numbers: Sequence[int]) -> None:
-        size, *asked = numbers
+        captured, size, *asked = numbers
         step = engine.prefills[size]
-        engine.run(step, GREEDY, asking.follow(step, asked) if asked else None)
+        run(step, captured, asking.follow(step, asked) if asked else None)
 
     does: dict[str, Callable[[list[int]], object]] = {
         "map": lambda n: engine.kv.map(n[0], n[1], n[2:]),
         "unmap": lambda n: engine.kv.unmap(*n),
         "reset": lambda n: engine.kv.reset(),
         "clear": lambda n: engine.kv.clear(n),
-        "decode": lambda n: engine.run(engine.decodes[n[0], Shape(n[1], bool(n[2]))], GREEDY),
+        "decode": lambda n: run(engine.decodes[n[1], Shape(n[2], bool(n[3]))], n[0]),
         "prefill": prefill,
         "capture": lambda n: capture(engine, n, logger.debug), "settle": lambda n: engine.settle(),
     }  # fmt: skip

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-import torch.distributed._functional_collectives as collectives
+import torch.distributed._functional_collectives  # how the operators below are traced
 from torch import Tensor, nn
 
 from minispec.model import Model, ModelConfig, ModelError
@@ -38,26 +38,23 @@ from minispec.model import Model, ModelConfig, ModelError
 # ---- what ranks do together; in compiled code and in captured steps too ------------------------------------------
 
 
+operators = torch.ops._c10d_functional  # not their Python wrappers, whose tensors no dispatch mode can record
+
+
 def summed(x: Tensor, group: str) -> Tensor:
     """Return the sum of every rank's x over a process group, by its name; the same bits on all ranks."""
-    return _waited(collectives.all_reduce(x, "sum", group))  # type: ignore[arg-type]  # a NewType of torch 2.13
+    return operators.wait_tensor(operators.all_reduce(x, "sum", group))
 
 
 def from_first(x: Tensor, group: str) -> Tensor:
     """Return rank 0's x on every rank; the others give a tensor of its shape and dtype."""
-    return _waited(collectives.broadcast(x, 0, group))  # type: ignore[arg-type]  # as above
+    return operators.wait_tensor(operators.broadcast(x, 0, group))
 
 
 def side_by_side(x: Tensor, size: int, group: str) -> Tensor:
     """Return the x [..., n] of all `size` ranks as [..., size * n], in the order of ranks."""
-    # The operator itself, since its Python wrapper has one name in some releases of PyTorch and another one in others.
-    flat = torch.ops._c10d_functional.all_gather_into_tensor(x.reshape(-1, x.shape[-1]), size, group)
-    parts = torch.ops._c10d_functional.wait_tensor(flat).chunk(size)
-    return torch.cat(parts, dim=-1).view(*x.shape[:-1], -1)
-
-
-def _waited(x: Tensor) -> Tensor:
-    return x.wait() if isinstance(x, collectives.AsyncCollectiveTensor) else x
+    flat = operators.all_gather_into_tensor(x.reshape(-1, x.shape[-1]), size, group)
+    return torch.cat(operators.wait_tensor(flat).chunk(size), dim=-1).view(*x.shape[:-1], -1)
 
 
 # ---- who has what ------------------------------------------------------------------------------------------------

@@ -52,8 +52,10 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
     "load": lambda llm: load_of(llm.scheduler),
     "counters": lambda llm: prometheus.counters(llm.scheduler, load_of(llm.scheduler)),
     "flush": lambda llm: llm.scheduler.flush_cache(),
-    "reconfigure": lambda llm, thresholds, adaptive: llm.scheduler.reconfigure(thresholds, adaptive),
-}
+    "reconfigure": lambda llm, thresholds, adaptive: llm.scheduler.reconfigure(
+        thresholds, dataclasses.replace(llm.config, speculative_adaptive=adaptive).adapts_from(
+            llm.scheduler.engine.device.type == "cuda")),
+}  # fmt: skip
 
 
 def numbers_of(llm: LLM) -> str:

@@ -1,0 +1,129 @@
+"""A CUDA graph on a CPU: the operations of a step, recorded once and replayed, and `torch.cuda`'s capture around them.
+
+A graph holds kernels and addresses. What a recording holds is the same in PyTorch's terms: every operation with the
+very tensors that it read and wrote. A replay runs them again, and writes each result into the tensor that held it the
+first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from minispec.engine import Engine
+
+
+def memory(value: object) -> set[int]:
+    """Return where the tensors in an operation's arguments or results lie."""
+    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
+
+
+class Recording(TorchDispatchMode):
+    """The operations of a step, in order, with the tensors that they read and wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Callable[..., Any], tuple, dict, list[Tensor]]] = []
+        self.replays = 0
+
+    def __torch_dispatch__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        """Run one operation and note it."""
+        kwargs = kwargs or {}
+        if func.namespace == "aten":  # in inference mode some come whole
+            with self:
+                if (parts := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return parts
+        if func.overloadpacket is torch.ops.aten._local_scalar_dense:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        out = func(*args, **kwargs)
+        # A view, and what was written in place, lie where an argument lies: running the operation again is enough.
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        fresh = [] if memory(made) & memory((args, kwargs)) else made
+        self.operations.append((func, args, kwargs, fresh))
+        return out
+
+    def replay(self) -> None:
+        """Run the operations again, on the tensors of the first time."""
+        self.replays += 1
+        for func, args, kwargs, fresh in self.operations:
+            out = func(*args, **kwargs)
+            if func.namespace == "_c10d_functional":  # what is recorded waits for the tensor of the first time
+                out = torch.ops._c10d_functional.wait_tensor(out)
+            if fresh:
+                for old, new in zip(fresh, (x for x in tree_leaves(out) if isinstance(x, Tensor)), strict=True):
+                    old.copy_(new)
+
+
+class Capture:
+    """Stands for `torch.cuda` while steps are captured. A capture that fails leaves behind what CUDA's leaves behind.
+
+    Its end raises a second error, its stream stays the current one, and its pool cannot be recorded to again.
+    """
+
+    def __init__(self) -> None:
+        self.current, self.pools, self.stuck = "default", 0, set()
+
+    @contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        """Make a stream the current one."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def graph_pool_handle(self) -> int:
+        """Return a new pool."""
+        self.pools += 1
+        return self.pools
+
+    @contextmanager
+    def graph(self, graph: Recording, pool: int, stream: object, capture_error_mode: str) -> Iterator[None]:
+        """Record into a graph."""
+        if pool in self.stuck:
+            raise RuntimeError("already recording to mempool_id")
+        self.current, before = stream, self.current
+        try:
+            with graph:
+                yield
+        except Exception:
+            self.stuck.add(pool)
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904  as CUDA does
+        self.current = before
+
+    @contextmanager
+    def emulated(self) -> Iterator[None]:
+        """Let steps be captured on a CPU within this context."""
+        stand_ins = {
+            "CUDAGraph": Recording, "Stream": lambda device: mock.Mock(), "current_stream": mock.Mock(),
+            "stream": self.stream, "graph": self.graph, "graph_pool_handle": self.graph_pool_handle,
+        }  # fmt: skip
+        with mock.patch.multiple(torch.cuda, **stand_ins):
+            yield
+
+
+@contextmanager
+def looking(name: str) -> Iterator[None]:
+    """Let the step of this name look at a value at its end, so that it can be run and not be captured."""
+    hand_over = Engine.hand_over
+
+    def looks(engine: Engine, buffers: Any, path: Any) -> None:
+        hand_over(engine, buffers, path)
+        if buffers.name == name:
+            buffers.count[0].item()
+
+    with mock.patch.object(Engine, "hand_over", looks):
+        yield
+
+
+def reads_all(engine: Engine) -> Engine:
+    """Return an engine whose PagedGather reads all that a slot can have, as a captured step must."""
+    engine.kv.mapped[0] = engine.kv.pages_per_slot
+    return engine

@@ -39,7 +39,7 @@ def autotuned(function: Step) -> Step:
     options = None
     if function not in _untuned:
         options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
-        # `max_autotune` would tune attention too, whose kernel is given, on lists of pages as long as the whole pool.
+        # `max_autotune` would tune attention too. Its kernel is given, and would run on lists as long as the pool.
         options["max_autotune_gemm"] = options.pop("max_autotune")
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
@@ -53,7 +53,7 @@ class Key:
 
     ready = True  # if the key is a step: whether all its graphs are made
     original: Key | None = None  # if this key is a copy: the key whose tensors and graphs it shares
-    few = False  # whether the key has so few rows that a graph is made for each number of rows
+    few = False  # whether the key's rows are so few that each number of rows has its own graph
     moving: tuple[Tensor, ...] = ()  # tensors that may be replaced between calls; a new tuple announces a replacement
 
     @property

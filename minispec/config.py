@@ -2,7 +2,7 @@
 
 Names and defaults are SGLang's where they make sense here, so that a launch command written for SGLang starts. No flag
 is ever parsed and ignored: a flag acts, or one line at start says what is done instead. A flag of SGLang's that cannot
-act here stops the start only if it would change what clients get, or who has access, as keys and TLS do. Flags that act
+act here stops the start only if it would change what clients get, or who has access (`--ssl-ca-certs`). Flags that act
 are the fields of `Config`. SGLang's other flags are in the tables of `load/sglang_flags.py`. Any other flag is an
 error.
 
@@ -53,7 +53,7 @@ Ints = tuple[int, ...]  # type of a flag that takes one or several integers
 
 def _flag(default: Any, group: str, help: str, *, choices: Sequence[Any] = (), low: float | None = None,
           high: float | None = None) -> Any:  # fmt: skip
-    """Declare a flag: its default, its section of --help, its effect, its values (`low` and `high` are allowed too)."""
+    """Declare a flag: default, section of --help, effect, and values (`low` to `high`, both included)."""
     meta = {"group": group, "help": help, "choices": tuple(choices), "low": low, "high": high}
     return field(default=default, metadata=meta)
 
@@ -111,8 +111,8 @@ class Config:
         None, "Server", "clients must send it as a bearer token, except to /health* and for the page at /"
     )
     admin_api_key: str | None = _flag(
-        None, "Server", "what /flush_cache and /set_internal_state need, and /abort_request for what others sent, in "
-        "place of --api-key; it opens every other path too",
+        None, "Server", "key for /flush_cache, /set_internal_state and aborting others' requests, where --api-key is "
+        "not enough then; it opens every other path too",
     )  # fmt: skip
     ssl_keyfile: str | None = _flag(None, "Server", "FILE with the private key to speak TLS with")
     ssl_certfile: str | None = _flag(None, "Server", "FILE with its certificate and those above it")
@@ -207,8 +207,8 @@ class Config:
         choices=("fp8", "unquant"),
     )  # fmt: skip
     speculative_num_steps: int | None = _flag(
-        None, "Speculation", "rounds of drafting (with the next two: all or none; a chain needs no number of tokens); "
-        "DFLASH has one",
+        None, "Speculation", "rounds of drafting (with --speculative-eagle-topk and --speculative-num-draft-tokens: "
+        "all or none; a chain needs no number of tokens); DFLASH has one",
         low=1, high=32,
     )  # fmt: skip
     speculative_eagle_topk: int | None = _flag(None, "Speculation", "branches of a draft round", low=1, high=32)
@@ -242,12 +242,12 @@ class Config:
         high=1.0,
     )  # fmt: skip
     simulate_acc_len: float | None = _flag(
-        None, "Speculation", "for measuring speed, with dummy weights say: a step with a tree emits so many tokens in "
-        "the mean, whatever the target picks, at most a token more than trees are deep; the output is junk", low=1.0,
+        None, "Speculation", "for measuring speed, with dummy weights say: mean number of tokens that a step with a "
+        "tree emits, whatever the target picks, at most the trees' depth plus 1; the output is junk", low=1.0,
     )  # fmt: skip
     speculative_ngram_min_match_window_size: int = _flag(
-        1, "Speculation", "shortest suffix looked up, of a request's own text, where none has fewer than two "
-        "tokens, and in the trie", low=1,
+        1, "Speculation", "shortest suffix looked up, in the trie and in a request's own text (there at least 2 "
+        "tokens)", low=1,
     )  # fmt: skip
     speculative_ngram_max_match_window_size: int = _flag(
         12, "Speculation", "longest suffix looked up, of a request's own text and in the trie", low=1

@@ -88,8 +88,8 @@ class Batch(NamedTuple):
     lens: Tensor  # [B] int64, how many rows are committed
     root: Tensor  # [B] int64, the newest token of the text, whose row is not committed yet
     tree: DraftTree  # [B, N] each, the host's trees for this step; padding for a request for which the host has none
-    # The token picked at a node of depth d has position lens + d + 1. Its noise is gumbel(seed, position, id), where
-    # id is the token's in the target's vocabulary.
+    # The two tensors below determine the noise of picks. A token picked at a node of depth d has position lens + d + 1,
+    # and a candidate there the noise gumbel(seed, position, id), by its id in the target's vocabulary.
     temperature: Tensor | None = None  # [B] fp32, 0 for greedy requests; None: all requests are greedy
     seed: Tensor | None = None  # [B] int64; None if temperature is None
     # [B, N] fp32, only for a trace: here a drafter that has probabilities writes the log-probability of each node's
@@ -119,8 +119,8 @@ class Committed(NamedTuple):
 class Drafter(ABC):
     """The interface that the engine calls. The engine owns the slots; a drafter keeps its state by slot.
 
-    Before a decode step that may have trees, the policy calls `host_drafts`. The engine calls `propose` and `commit`
-    inside the step, except in plain steps and in steps whose trees are all looked up. `commit` gets the tokens of these
+    Before a decode step that may have trees, the engine calls `host_drafts`. It calls `propose` and `commit` inside the
+    step, except in plain steps and in steps whose trees are all looked up. `commit` gets the tokens of these
     steps later (`late.py`). When a step's tokens are on the host, the engine calls `observe`.
     """
 
@@ -132,8 +132,8 @@ class Drafter(ABC):
     topk: int | None = None  # K, the branches of a round; None: there are no rounds
     scratch: int = 0  # how many rows drafting writes beyond the committed ones, in the drafter's own memory
     lookahead: int = 0  # 1 if the drafter's row i depends on token i + 1, else 0
-    # Which hidden states of the target the drafter reads as features. A number i stands for the input of layer i, the
-    # number of layers for the output of the last layer, and `model.FINAL` for that output after the norm.
+    # Which hidden states of the target the drafter reads as features. A number i stands for the input of layer i; the
+    # number of layers stands for the output of the last layer, and `model.FINAL` for that output after the norm.
     taps: tuple[int | str, ...] = ()
     kv_shape: KVShape = KVShape(0, 0, 0)  # the shape of the drafter's own rows, which have the target's page numbers
     network: nn.Module | None = None  # the module that the drafter drafts with; `load/` packs its linear layers
@@ -175,7 +175,7 @@ class Drafter(ABC):
         """
 
     def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
-        """Return the attention of each call of the network in a prefill or a decode step, by the name of its graph.
+        """Return the attentions of the network's calls in a prefill or a decode step; a key names the call's graph.
 
         plan: the plan of the prefill step, or the plan of a decode step's accepted paths.
         """

@@ -24,9 +24,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
-MOST_MULTIPLE = 10_000  # bound on the least common multiple of a schema's `multipleOf`, the states of an automaton
+# Bound on the least common multiple of all `multipleOf` of a number: an automaton has a state for each remainder.
+MOST_MULTIPLE = 10_000
 MOST_WORK = 200_000  # bound on the keywords and names that closing a schema reads and copies; copies can hold copies
-# Without these two bounds small models write without end: whitespace in JSON, and digits of the fraction of a second.
+# The next two bounds keep small models from writing without end: whitespace in JSON, digits of a second's fraction.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
 MOST_CHARACTERS = {"time": 24, "date-time": 35}  # of a text in this format; room for nine digits of the fraction
 
@@ -135,7 +136,7 @@ class _Closing:
 
     def __init__(self, document: Any) -> None:
         self.document, self.left = document, MOST_WORK
-        self.followed: list[str] = []  # the references that led to the schema being closed
+        self.followed: list[str] = []  # the references that are being followed, outermost first
 
     def close(self, schema: Any, beside: Names = NOTHING) -> Any:
         """Return a schema that allows only its own names and those in `beside`, of other parts of the same object."""
@@ -185,7 +186,7 @@ class _Closing:
         return [self.close(schema) for schema in value] if isinstance(value, list) else self.close(value)
 
     def _closure(self, says: Mapping[str, Names], whole: Names) -> dict[str, Any]:
-        """Return the keywords that a schema without parts needs to allow only the names of the `whole` object."""
+        """Return the keywords to add to a schema without parts, so that only the names of the `whole` are allowed."""
         if not whole.named or whole.settled:
             return {}
         own = says.get("properties", NOTHING).properties, says.get("patternProperties", NOTHING).patterns

@@ -188,7 +188,7 @@ class Engine:
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
         for plan in self.path_plans.values():
             # `attends` makes the drafter's attention for this plan. The plan must not be filled before that: the
-            # attention may add parts for sliding windows to the plan, and may replace `plan.finish` of `fill`.
+            # attention may add parts for sliding windows to the plan, and may replace its `finish`.
             drafter.attends(plan, prefill=False)
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:

@@ -74,8 +74,8 @@ class Pending:
     # which the drafter caught up.
     launched: float = 0.0
     catching_up: float = 0.0  # the seconds in which the drafter took in its backlog, within the launch
-    # Whether the accepted rows of looked-up trees join the backlog: `collect` learns how many, and tells `late`. False
-    # for a plain step, whose one row was counted before the step.
+    # Whether `collect` must still count the rows that this step adds to the backlog. True after a step with looked-up
+    # trees alone, which adds a row for each emitted token. A plain step's one row was counted before the step.
     keeps: bool = False
     chunks: Sequence[Chunk] = ()  # the chunks of a prefill step; a decode step has none
     captured: bool = False  # whether the step was the replay of a CUDA graph
@@ -188,7 +188,7 @@ class Engine:
         self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
         for plan in self.path_plans.values():
             # `attends` makes the drafter's attention for this plan. The plan must not be filled before that: the
-            # attention may add parts for sliding windows to the plan, and may replace its `finish`.
+            # attention may replace the function that `fill` calls last (`Plan.finish`).
             drafter.attends(plan, prefill=False)
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
@@ -365,7 +365,8 @@ class Engine:
             batch = Batch(buffers.slots, lens, root, buffers.tree, temperature, seed, told)
             drafted = self.drafter.propose(batch)
         elif buffers.shape.of_host:
-            # A clone: compiled code gets the buffers' own tree too, and must not get one tensor as two inputs.
+            # This step runs the graphs of the shape whose trees the drafter proposes, which take trees as an input of
+            # their own. A clone, since they get the buffers' tree too, and must not get one tensor as two inputs.
             drafted = DraftTree(*(part.clone() for part in buffers.tree))
         return self.link.begin(buffers, lens, root, drafted)
 

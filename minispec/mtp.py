@@ -42,8 +42,7 @@ class MtpHead(DraftHead):
 
     def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
         """Return the next state [B, T, H], after the final norm; see `DraftHead.forward`."""
-        # Zeros replace the embedding at position 0, as in SGLang and vLLM: the accept length that is known of this
-        # layer was measured that way.
+        # Zeros replace the embedding at position 0, as in SGLang and vLLM.
         embedding = embedding.masked_fill((positions == 0)[..., None], 0)
         pair = torch.cat((self.hidden_layernorm(state), self.token_layernorm(embedding)), dim=-1)
         return self.final_layernorm(self.layer(self.input_proj(pair), rope, attend))

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import slow_unless
 from exactness import (
     MIXTURE,
     VOCAB,
@@ -353,6 +354,17 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
     prompts_that_differ_around_a_page_s_end, retraction, arrival_one_by_one, seeded_samples,
     requests_of_every_kind_in_one_batch, the_last_row_of_context_and_pool, texts_that_repeat_are_drafted_for,
 )  # fmt: skip
+
+
+def checks_of(subjects: dict[str, Subject], quick: Sequence[Callable[[Subject], None]]) -> list[Any]:
+    """Return the parameters (name, check) of these subjects' tests; checks that are not `quick` are marked slow.
+
+    Few of the tokens of trained weights change with a fault, but their drafters show what drafts need to be accepted.
+    So subjects with trained weights have the quick checks alone.
+    """
+    trained = {name for name, subject in SUBJECTS.items() if subject.model is trained_model}
+    cases = [(name, check) for name in subjects for check in CHECKS if check in quick or name not in trained]
+    return slow_unless(cases, lambda name, check: check in quick)
 
 
 class Heard(Oracle):

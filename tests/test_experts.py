@@ -21,8 +21,8 @@ import test_standalone
 import torch
 import torch.nn.functional as F
 from conformance import (
-    CHECKS,
     Subject,
+    checks_of,
     greedy_alone_and_in_a_batch_of_eight,
     mixture_model,
     nodes_have_the_logits_of_their_own_paths,
@@ -31,7 +31,6 @@ from conformance import (
     retraction,
     subjects_with,
 )
-from conftest import slow_unless
 from exactness import (
     CPU,
     MIXTURE,
@@ -240,15 +239,9 @@ def test_compiled_in_bfloat16_a_token_is_the_likeliest_or_nearly_so(
 
 DRAFTERS = subjects_with(mixture_model, **MIXTURE)
 QUICK = (greedy_alone_and_in_a_batch_of_eight, prefix_hits_and_a_second_turn, retraction)
-# Few of the tokens of trained weights change with a fault, but their drafters show what drafts need to be accepted.
-CASES = [(name, check) for name, subject in DRAFTERS.items() for check in CHECKS
-         if check in QUICK or subject.model is mixture_model]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "check"),
-    slow_unless(CASES, lambda name, check: check in QUICK),
-)
+@pytest.mark.parametrize(("name", "check"), checks_of(DRAFTERS, QUICK))
 def test_with_experts_the_tokens_stay_the_same(name: str, check: Callable[[Subject], None]) -> None:
     check(DRAFTERS[name])
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from conformance import (
-    CHECKS,
     SUBJECTS,
     Subject,
+    checks_of,
     chunked_prompts,
     greedy_alone_and_in_a_batch_of_eight,
     nodes_have_the_logits_of_their_own_paths,
@@ -27,7 +27,6 @@ from conformance import (
     subjects_with,
     windowed_model,
 )
-from conftest import slow_unless
 from exactness import (
     CPU,
     VOCAB,
@@ -56,15 +55,9 @@ from minispec.train.corpus import Features, TrainingReply
 
 DRAFTERS = subjects_with(windowed_model, **WINDOWED)
 QUICK = (greedy_alone_and_in_a_batch_of_eight, chunked_prompts, prefix_hits_and_a_second_turn, retraction)
-# Few of the tokens of trained weights change with a fault, but their drafters show what drafts need to be accepted.
-CASES = [(name, check) for name, subject in DRAFTERS.items() for check in CHECKS
-         if check in QUICK or subject.model is windowed_model]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "check"),
-    slow_unless(CASES, lambda name, check: check in QUICK),
-)
+@pytest.mark.parametrize(("name", "check"), checks_of(DRAFTERS, QUICK))
 def test_with_windows_the_tokens_stay_the_same(name: str, check: Callable[[Subject], None]) -> None:
     """A draft model with windows is its own target here, so its accept length shows that it drafts within them."""
     check(DRAFTERS[name])

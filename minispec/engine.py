@@ -312,8 +312,8 @@ class Engine:
         A step may also replay a CUDA graph that was captured for more needs than its own. Options that no request uses
         then have neutral values in `Wishes`, the sampling inputs of a step.
         """
-        covering = next((c for c in CAPTURED if needs <= c and (step, c) in self.graphs), None)
-        graph = None if covering is None or asked is not None else self.graphs[step, covering]
+        graphs = (self.graphs.get((step, covering)) for covering in CAPTURED if needs <= covering)
+        graph = None if asked is not None else next(filter(None, graphs), None)
         with self.link.led(step, asked, graph is not None), within_step(step):
             self.run_here(step, needs, graph, asked)
         return graph is not None

@@ -47,15 +47,19 @@ def load_of(scheduler: Scheduler) -> dict[str, Any]:
     return load
 
 
+def _reconfigure(llm: LLM, thresholds: tuple[float, float] | None, adaptive: bool | None) -> None:
+    """Do what `Scheduler.reconfigure` does; adaptive: as the flag."""
+    config = dataclasses.replace(llm.config, speculative_adaptive=adaptive)
+    llm.scheduler.reconfigure(thresholds, config.adapts_from(llm.scheduler.engine.device.type == "cuda"))
+
+
 QUESTIONS: dict[str, Callable[..., Any]] = {
     "stats": lambda llm: {**llm.scheduler.stats(), **memory_stats(llm)},
     "load": lambda llm: load_of(llm.scheduler),
     "counters": lambda llm: prometheus.counters(llm.scheduler, load_of(llm.scheduler)),
     "flush": lambda llm: llm.scheduler.flush_cache(),
-    "reconfigure": lambda llm, thresholds, adaptive: llm.scheduler.reconfigure(
-        thresholds, dataclasses.replace(llm.config, speculative_adaptive=adaptive).adapts_from(
-            llm.scheduler.engine.device.type == "cuda")),
-}  # fmt: skip
+    "reconfigure": _reconfigure,
+}
 
 
 def numbers_of(llm: LLM) -> str:

@@ -1,4 +1,5 @@
-"""What all tests share: tests marked `cuda` are skipped without a CUDA device, and a fixture has the default model."""
+"""What all tests share: tests marked `cuda` are skipped without a CUDA device, files of tests without the packages that
+they import, and a fixture has the default model."""
 
 from __future__ import annotations
 
@@ -47,6 +48,8 @@ def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
 
 
 NO_MODEL = "the default model cannot be had"
+# Packages that a machine may lack and still run the tests of the core, those marked `cuda` among them.
+OPTIONAL = ("gguf", "hypothesis", "llguidance", "openai", "prometheus_client", "pydantic", "ray", "xdist")
 TALLY = "tally"  # the property in which a test reports what became of a drafter's trees
 LONGEST = ("test_served.py", "test_engine.py", "test_reliability.py", "test_served_methods.py", "test_cuda_path.py",
            "test_exactness.py", "test_overlap.py", "test_small.py", "test_launch_commands.py")  # fmt: skip
@@ -83,6 +86,25 @@ def pytest_configure(config: pytest.Config) -> None:
         # A worker that dies ends the run with the name of its test: one started in its place would wait for ever for
         # whole files, which pytest-xdist has given out already.
         config.option.maxworkerrestart = "0"
+
+
+class TestFile(pytest.Module):
+    """A file of tests. Where it imports a package of `OPTIONAL` that is not installed, it is skipped with its name."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        """Return the tests; where MINISPEC_CI is set, nothing is skipped."""
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            lacking = (getattr(error.__cause__, "name", None) or "").partition(".")[0]
+            if lacking not in OPTIONAL or os.environ.get("MINISPEC_CI"):
+                raise
+            pytest.skip(f"{self.path.name}: {lacking} is not installed", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    """Collect files of tests as `TestFile` says."""
+    return TestFile.from_parent(parent, path=module_path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

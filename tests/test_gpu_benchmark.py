@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import shutil
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -95,6 +97,18 @@ def test_every_stage_leaves_its_figures(
         assert [figures[name]["equal"] for name in ("none", "ngram")] == [{"batch 1": 2, "batch 8": 2}] * 2
     if stage == "default":
         assert figures["ngram"]["ngram"]["tokens"] == 2 * TINY.new_tokens and figures["ngram"]["tokens_per_s_ratio"] > 0
+
+
+@pytest.mark.slow
+def test_cuda_tests_are_collected_without_the_packages_that_other_tests_need() -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("MINISPEC_CI", "PYTEST_ADDOPTS")}
+    command = [sys.executable, "tests/bare.py", "-m", "cuda", "--collect-only", "-rs", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=gpu.ROOT, env={**environment, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tests/test_attention.py::" in done.stdout and "tests/test_fp8.py::" in done.stdout
+    for package, file in (("openai", "served"), ("pydantic", "grammar"), ("gguf", "gguf"), ("llguidance", "closing")):
+        assert f"test_{file}.py: {package} is not installed" in done.stdout
 
 
 def test_stages_that_are_done_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

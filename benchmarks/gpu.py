@@ -1,16 +1,17 @@
 """Everything that is to be known of a GPU, in one command: `python -m benchmarks.gpu`.
 
-It needs no network. The stages (`gpu_stages.py`; `--stages` names some) are run in order, each in a process of its own
-with a time limit, and each leaves `benchmarks/results/DEVICE/STAGE.json` and a log beside it. A stage that is done is
-not run again, unless with `--force`; one that was cut off goes on behind its last figure, so the same command, given
-again, finishes what is left.
+It needs no network; `carry.py` brings what it needs to a machine that has none. The stages (`--stages` names some) are
+run in the order of what one wants to know first, each in a process of its own with a limit of less than five minutes,
+and each leaves `benchmarks/results/DEVICE/STAGE.json` and a log beside it. What fails is said and written into the JSON
+(`failures`), and the next stage goes on. A stage that is done is not run again, unless with `--force`; one that was cut
+off or had failures goes on behind its last figure, so the same command, given again, finishes what is left.
 
 Compiling takes most of the time. `--cache FOLDER` keeps what was compiled in pieces of 15 MiB: they are put back at the
 start and written anew after each stage that compiled something. `--model FOLDER` says where the default model lies on a
 machine that cannot fetch it: a model folder, or the GGUF file of minispec/load/default_model.py, whole or in pieces
 whose names sort in their order. `--tiny` runs every stage on a CPU with toy sizes, which shows only that it runs.
 
-Read next: `gpu_stages.py`, what is measured and how.
+Read next: `gpu_first.py` and `gpu_stages.py`, what is measured and how.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -37,16 +38,31 @@ from typing import Any
 
 import torch
 
-from benchmarks import throughput
-from benchmarks.gpu_stages import FULL, SEED, STAGES, TINY, Report, Scale
+from benchmarks import gpu_first, gpu_stages, throughput
+from benchmarks.carry import cut, joined
+from benchmarks.gpu_stages import FULL, SEED, TINY, Report, Scale
 from minispec.load.default_model import FILES, FORMAT, GGUF_SHA256, MODEL_NAME, convert
 from minispec.load.user_cache import cache_root
 
 ROOT = Path(__file__).resolve().parent.parent
-PIECE = 15 << 20
-LIMIT_S = 470
+LIMIT_S = 290
 # A fixed place, since compiled code names files in it. Triton's cache lies inside.
 COMPILED = Path(tempfile.gettempdir()) / "minispec-gpu-compiled"
+STAGES: dict[str, Callable[[Report, Scale], None]] = {  # in the order of what one wants to know first
+    "smoke": gpu_first.smoke,
+    "attention": gpu_first.attention,
+    "step": gpu_stages.step,
+    "batch-1": gpu_stages.batch_of(1),
+    "batch-8": gpu_stages.batch_of(8),
+    "batch-64": gpu_stages.batch_of(64),
+    "overlap": gpu_stages.overlap,
+    "sampled": gpu_stages.sampled,
+    "tests": gpu_stages.tests,
+    "parity": gpu_stages.parity,
+    "default": gpu_stages.default,
+    "fp8": gpu_stages.fp8,
+    "profile": gpu_stages.profile,
+}
 
 
 def tell(line: str) -> None:
@@ -107,9 +123,6 @@ class CompileCache:
         self.pieces, self.compiled, self.made_with = pieces, compiled, made_with
         self.kept: list[tuple[str, int]] = []
 
-    def _parts(self) -> list[Path]:
-        return sorted(self.pieces.glob("compiled.tar.gz.*"))
-
     def _listing(self) -> list[tuple[str, int]]:
         files = (path for path in self.compiled.rglob("*") if path.is_file())
         return sorted((str(path.relative_to(self.compiled)), path.stat().st_size) for path in files)
@@ -119,7 +132,7 @@ class CompileCache:
         index = self.pieces / "compiled.json"
         if not index.is_file():
             return False
-        stated, whole = json.loads(index.read_text()), b"".join(part.read_bytes() for part in self._parts())
+        stated, whole = json.loads(index.read_text()), joined(self.pieces, "compiled.tar.gz")
         if stated["made_with"] != self.made_with:
             tell(f"the compile cache was made with {stated['made_with']}, not {self.made_with}: it is not used")
             return False
@@ -140,16 +153,11 @@ class CompileCache:
         with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=3) as archive:
             archive.add(self.compiled, arcname=".")
         whole = buffer.getvalue()
-        self.pieces.mkdir(parents=True, exist_ok=True)
-        for part in self._parts():
-            part.unlink()
-        starts = range(0, len(whole), PIECE)
-        for number, start in enumerate(starts):
-            (self.pieces / f"compiled.tar.gz.{number:03}").write_bytes(whole[start : start + PIECE])
+        pieces = cut(whole, self.pieces, "compiled.tar.gz")
         index = {"made_with": self.made_with, "sha256": hashlib.sha256(whole).hexdigest(), "bytes": len(whole)}
         (self.pieces / "compiled.json").write_text(json.dumps(index, indent=1) + "\n")
         self.kept = listing
-        return len(starts)
+        return pieces
 
 
 # ---- the default model -------------------------------------------------------------------------------------------
@@ -207,6 +215,13 @@ def run(command: Sequence[str], log: Path, limit_s: float) -> str | None:
     return f"it ended with status {status}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:])
 
 
+def note(path: Path, problem: str) -> None:
+    """Write into a stage's file that its process did not come to its end, and why."""
+    found = json.loads(path.read_text()) if path.is_file() else {"stage": path.stem, "complete": False, "figures": {}}
+    found["failures"] = {**found.get("failures", {}), "process": problem}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
@@ -232,21 +247,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the stages that are not done; returns 1 if one went wrong."""
     args = parse(argv)
     scale = TINY if args.tiny else FULL
-    results = args.out / device_name(scale)
+    results, wrong = args.out / device_name(scale), 0
     if args.in_this_process:
         for stage in args.stages:
             report = Report(results / f"{stage}.json", about(stage, scale, args.revision))
-            STAGES[stage](report, scale)
+            with report.part(stage):
+                STAGES[stage](report, scale)
             report.finish()
-        return 0
+            tell("".join(f"failed: {part}: {why}\n" for part, why in report.failures.items()))
+            wrong += bool(report.failures)
+        return int(wrong > 0)
     if args.model is not None:
-        place_default_model(args.model)
+        try:
+            place_default_model(args.model)
+        except (Exception, SystemExit) as error:
+            tell(f"{error}; stages that need the default model will fail")
     made_with = {"device": device_name(scale), "torch": torch.__version__, "triton": version("triton")}
     cache = CompileCache(args.cache, COMPILED, made_with) if args.cache else None
     if cache and cache.restore():
         tell(f"restored {len(cache.kept)} compiled files")
     results.mkdir(parents=True, exist_ok=True)
-    wrong = 0
     for stage in args.stages:
         path = results / f"{stage}.json"
         if is_done(path) and not args.force:
@@ -258,7 +278,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", "benchmarks.gpu", "--in-this-process", "--stages", stage, "--out",
                    str(args.out), "--revision", args.revision, *(["--tiny"] if args.tiny else [])]  # fmt: skip
         problem = run(command, path.with_suffix(".log"), args.limit)
-        wrong += problem is not None
+        if problem is not None:
+            wrong += 1
+            note(path, problem)
         tell(f"{stage}: {problem or f'done, {path}'} ({time.monotonic() - started:.0f} s)")
         if cache and (pieces := cache.save()):
             tell(f"kept what was compiled in {pieces} pieces")

@@ -1,5 +1,7 @@
 """What `gpu.py` measures: one function a stage, each within minutes on one GPU, with toy sizes on a CPU as well.
 
+The first two stages, smoke and attention, are in `gpu_first.py`.
+
 A stage writes its figures into a `Report`, each as soon as it is known, so that a stage that is cut off leaves what it
 had, and one that is run again goes on behind it. Things that are compared run in one process in the order A B B A,
 stretches of decode steps of fresh requests, so that a machine that warms up or slows down does so for both. A figure is
@@ -19,11 +21,13 @@ import ctypes
 import gc
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as xml
+import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -41,9 +45,7 @@ from benchmarks.parity import Reference
 from minispec import LLM, SamplingParams
 from minispec.buffers import Sizes
 from minispec.cuda.graphs import Recorder
-from minispec.eagle import HeadConfig
-from minispec.load.heads import HEAD_KINDS
-from minispec.load.weights import read_config
+from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.model import Model, ModelConfig
 from minispec.request import Request
 from minispec.sampling import GREEDY
@@ -57,10 +59,6 @@ LLAMA3 = {  # the sizes of Llama-3.1-8B
     "torch_dtype": "bfloat16", "hidden_act": "silu", "bos_token_id": 128000, "eos_token_id": 128009,
     "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
                      "original_max_position_embeddings": 8192},
-}  # fmt: skip
-LLAMA2 = {  # the sizes of Llama-2-7B
-    **LLAMA3, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000, "rope_scaling": None,
-    "max_position_embeddings": 4096, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 TOY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
        "num_key_value_heads": 2, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
@@ -76,8 +74,8 @@ class Scale:
     sizes: tuple[tuple[str, Any], ...] = ()  # of a model, in place of the published ones
     draft_vocab: int = 32000  # of the EAGLE-3 head, as in its published files
     eagle3: tuple[int, int, int] = (5, 8, 32)  # steps/topk/draft tokens
-    eagle2: tuple[int, int, int] = (5, 8, 64)
     prompt: int = 512
+    nodes: tuple[int, ...] = (1, 8, 32, 64)  # and contexts, of attention alone
     contexts: tuple[int, ...] = (512, 2048, 8192, 32768)
     lengths: tuple[float, float] = (1.5, 3.5)  # simulated accept lengths
     warm_up: int = 8  # decode steps before those that are timed
@@ -95,18 +93,19 @@ class Scale:
 FULL = Scale()
 TINY = Scale(
     device="cpu", dtype="float32", compiled=False, sizes=tuple(TOY.items()), draft_vocab=256, eagle3=(3, 2, 6),
-    eagle2=(3, 2, 6), prompt=16, contexts=(16, 40), lengths=(1.5, 2.5), warm_up=1, steps=6, copied=1 << 20, prompts=1,
+    prompt=16, nodes=(1, 3), contexts=(16, 90), lengths=(1.5, 2.5), warm_up=1, steps=6, copied=1 << 20, prompts=1,
     new_tokens=6, chunk=1024, methods=("ngram",), quantization="int8",
     tests=("tests/test_tree.py",),
 )  # fmt: skip
 
 
 class Report:
-    """A stage's JSON file; whoever reads it sees in `complete` whether the stage came to its end."""
+    """A stage's JSON file; whoever reads it sees in `complete` whether the stage came to its end without a failure."""
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         """`about`: what figures depend on; those of an earlier run that was cut off are kept if it is the same."""
         self.path, self.about, self.figures = path, json.loads(json.dumps(about)), {}
+        self.failures: dict[str, str] = {}
         if path.is_file():
             earlier = json.loads(path.read_text())
             same = all(earlier.get(name) == value for name, value in self.about.items())
@@ -120,14 +119,25 @@ class Report:
         self.figures[name] = figure
         self._write(complete=False)
 
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Within this context an error is said and written down, and what comes after goes on."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.failures[name] = f"{type(error).__name__}: {error}"[:2000]
+            self._write(complete=False)
+
     def finish(self) -> None:
-        """Mark the stage as done."""
-        self._write(complete=True)
+        """Mark the stage as done, if no part of it failed."""
+        self._write(complete=not self.failures)
 
     def _write(self, complete: bool) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         scratch = self.path.with_suffix(".partial")
-        scratch.write_text(json.dumps({**self.about, "complete": complete, "figures": self.figures}, indent=1) + "\n")
+        written = {**self.about, "complete": complete, "failures": self.failures, "figures": self.figures}
+        scratch.write_text(json.dumps(written, indent=1) + "\n")
         scratch.rename(self.path)
 
 
@@ -147,67 +157,66 @@ def only_batches(sizes: Sequence[int]) -> Iterator[None]:
         yield
 
 
-def write_model(folder: Path, published: dict[str, Any], scale: Scale) -> ModelConfig:
-    """Write a folder of config.json alone, for dummy weights, and return its sizes."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**published, **dict(scale.sizes)}))
-    return ModelConfig.from_hf(read_config(folder))
+def model_sizes(published: dict[str, Any], scale: Scale) -> ModelConfig:
+    """Return the sizes of a published model, or of the toy in its place."""
+    return ModelConfig.from_hf({**published, **dict(scale.sizes)})
 
 
-def write_head(folder: Path, kind: str, target: ModelConfig, draft_vocab: int) -> None:
-    """Write a random head for a target of these sizes, as published heads are, that is sure of what it drafts."""
+def write_head(folder: Path, target: ModelConfig, draft_vocab: int) -> None:
+    """Write a random EAGLE-3 head for a target of these sizes, as published heads are, sure of what it drafts."""
     layers, width = target.layers, target.hidden_size
     ids = torch.arange(draft_vocab)
-    taps = {"taps": (2, layers // 2, layers - 3)} if kind == "eagle3" else {}
+    config = HeadConfig("eagle3", replace(target, layers=1), (2, layers // 2, layers - 3), token_map=ids)
     with torch.device("meta"):
         model = Model(target)
-        head = HEAD_KINDS[kind](HeadConfig(kind, replace(target, layers=1), token_map=ids, **taps), model)
+        head = Eagle3Head(config, model)
     head = head.to(torch.bfloat16).to_empty(device="cpu").requires_grad_(False)
     head.token_map = ids
     generator = torch.Generator().manual_seed(SEED)
-    # Logits with a standard deviation of 64: the largest of thousands lies some 15 above the next. An EAGLE-2 head's
-    # are those that the target's LM head, of scale 0.02, gives to its state, so there it is the state that is large.
-    sure = {"lm_head.weight": 64 / width**0.5, "fc.weight": 0.02 if kind == "eagle3" else 64 / (0.02 * width)}
     for name, parameter in head.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
         else:
-            parameter.normal_(0.0, sure.get(name, 0.02), generator=generator)
+            # Logits with a standard deviation of 64: the largest of thousands lies some 15 above the next.
+            scale = 64 / width**0.5 if name == "lm_head.weight" else 0.02
+            parameter.normal_(0.0, scale, generator=generator)
     export(head, model, folder)
 
 
 class Dummy:
-    """A model of published sizes with dummy weights and a head, in a folder of its own while in use."""
+    """A model of published sizes with dummy weights and an EAGLE-3 head, in a folder of its own while in use."""
 
-    def __init__(self, published: dict[str, Any], kind: str, scale: Scale) -> None:
-        self.published, self.kind, self.scale = published, kind, scale
-        self.tree = {"eagle3": scale.eagle3, "eagle": scale.eagle2}[kind]
+    def __init__(self, published: dict[str, Any], scale: Scale) -> None:
+        self.published, self.scale = published, scale
 
     def __enter__(self) -> Dummy:
         self.folder = TemporaryDirectory()
-        root = Path(self.folder.name)
-        target = write_model(root / "model", self.published, self.scale)
-        write_head(root / "head", self.kind, target, min(self.scale.draft_vocab, target.vocab_size))
+        root, target = Path(self.folder.name), model_sizes(self.published, self.scale)
+        (root / "model").mkdir()
+        (root / "model" / "config.json").write_text(json.dumps({**self.published, **dict(self.scale.sizes)}))
+        write_head(root / "head", target, min(self.scale.draft_vocab, target.vocab_size))
         return self
 
     def __exit__(self, *error: object) -> None:
         self.folder.cleanup()
 
     def load(
-        self, batch: int, prompt: int, simulated: float | None = None, quantization: str | None = None
+        self, batch: int, simulated: float | None = None, quantization: str | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> LLM:
-        """Return the model with its drafter, ready for `batch` requests of `prompt` tokens."""
-        scale, root, (steps, topk, nodes) = self.scale, Path(self.folder.name), self.tree
+        """Return the model with its drafter, ready for `batch` requests of the scale's prompt."""
+        scale, root, (steps, topk, nodes) = self.scale, Path(self.folder.name), self.scale.eagle3
         # Requests that were seated first decode while the others' prompts are computed.
-        context = prompt + (steps + 1) * (scale.warm_up + scale.steps + batch + 4)
+        context = scale.prompt + (steps + 1) * (scale.warm_up + scale.steps + batch + 4)
         with only_batches([batch]):
             return LLM(
                 root / "model", load_format="dummy", random_seed=SEED, device=scale.device, dtype=scale.dtype,
-                disable_torch_compile=not scale.compiled, disable_radix_cache=True, decode_log_interval=10**6,
-                context_length=context, max_running_requests=batch, max_total_tokens=batch * (context + 256),
-                chunked_prefill_size=min(scale.chunk, batch * prompt), simulate_acc_len=simulated,
-                quantization=quantization, cuda_graph_bs=[batch] if scale.device == "cuda" else None,
-                speculative_algorithm=self.kind.upper(), speculative_draft_model_path=str(root / "head"),
+                progress=tell, disable_torch_compile=not scale.compiled, disable_radix_cache=True,
+                decode_log_interval=10**6, context_length=context, max_running_requests=batch,
+                max_total_tokens=batch * (context + 256), chunked_prefill_size=min(scale.chunk, batch * scale.prompt),
+                simulate_acc_len=simulated, quantization=quantization,
+                cuda_graph_bs=[batch] if scale.device == "cuda" else None,
+                speculative_algorithm="EAGLE3", speculative_draft_model_path=str(root / "head"),
                 speculative_num_steps=steps, speculative_eagle_topk=topk, speculative_num_draft_tokens=nodes,
             )  # fmt: skip
 
@@ -323,21 +332,36 @@ def state(llm: LLM) -> dict[str, Any]:
         "peak_memory_bytes": peak,
         "overlap": llm.scheduler.overlap,
         "captured": sorted({buffers.name for buffers, _ in engine.graphs}),
+        "compiled": compiled_so_far(),
     }
 
 
-def copy_bandwidth(scale: Scale, repeats: int = 20) -> dict[str, float]:
+def compiled_so_far() -> dict[str, Any]:
+    """Return how many graphs this process has compiled, the seconds of each, and what Inductor's cache did for them."""
+    counters, times = torch._dynamo.utils.counters, torch._dynamo.utils.compilation_time_metrics
+    cache = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass")}
+    seconds = times.get("_compile.compile_inner", [])
+    return {"graphs": counters["stats"]["unique_graphs"], "seconds": [round(one, 2) for one in seconds], "cache": cache}
+
+
+def copy_bandwidth(scale: Scale) -> dict[str, float]:
     """Return the rate at which the device copies within its memory, bytes read and written counted, in bytes/s."""
     source = torch.ones(scale.copied // 4, dtype=torch.int32, device=scale.device)
     target = torch.empty_like(source)
+    seconds = median_seconds(lambda: target.copy_(source), scale.device)
+    return {"bytes_per_s": 2 * source.nbytes / seconds, "copied_bytes": source.nbytes}
+
+
+def median_seconds(function: Callable[[], object], device: str, repeats: int = 20) -> float:
+    """Return the median of the seconds that the device takes for a call, without the first three."""
     seconds = []
     for _ in range(repeats + 3):
-        wait(scale.device)
+        wait(device)
         started = time.perf_counter()
-        target.copy_(source)
-        wait(scale.device)
+        function()
+        wait(device)
         seconds.append(time.perf_counter() - started)
-    return {"bytes_per_s": 2 * source.nbytes / statistics.median(seconds[3:]), "copied_bytes": source.nbytes}
+    return statistics.median(seconds[3:])
 
 
 def wait(device: str) -> None:
@@ -421,25 +445,55 @@ def graphs_of(llm: LLM) -> dict[str, Any]:
 # ---- the stages --------------------------------------------------------------------------------------------------
 
 
+OUTCOME = re.compile(r"(tests/.+?::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
+
+
 def tests(report: Report, scale: Scale) -> None:
-    """The tests marked `cuda`."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", f"--junitxml={path}", "-p", "no:cacheprovider", *scale.tests]
-        status = subprocess.run(command).returncode
-        if not path.is_file():
-            raise RuntimeError(f"pytest ended with status {status} and wrote no results; the log says why")
-        suites = list(xml.parse(path).getroot().iter("testsuite"))
-    counts = {name: sum(int(s.get(name, 0)) for s in suites) for name in ("tests", "failures", "errors", "skipped")}
-    wrong = [f"{case.get('classname')}::{case.get('name')}" for s in suites for case in s.iter("testcase")
-             if case.find("failure") is not None or case.find("error") is not None]  # fmt: skip
-    report.add("tests", {**counts, "wrong": wrong, "exit_status": status})
+    """The tests marked `cuda`, file by file; the outcome of each is written as soon as it is known."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    listed = subprocess.run([*command, "-rs", "--collect-only", *scale.tests], capture_output=True, text=True)
+    files: dict[str, list[str]] = defaultdict(list)
+    for line in listed.stdout.splitlines():
+        if line.startswith("tests/") and "::" in line:
+            files[line.partition("::")[0]].append(line)
+    if listed.returncode or not files:
+        raise RuntimeError(f"pytest ended with status {listed.returncode}: {listed.stdout[-1500:]}{listed.stderr}")
+    report.add("left out", re.findall(r"test_\w+\.py: \w+ is not installed|SKIPPED.*", listed.stdout))
+    for file, names in files.items():
+        with report.part(file):
+            outcomes = {**report.figures.get(file, {})}
+            for name, outcome in outcomes_of([*command, "-vv"], [name for name in names if name not in outcomes]):
+                outcomes[name] = outcome
+                report.add(file, outcomes)
+    every = [outcome for file in files for outcome in report.figures.get(file, {}).values()]
+    if not {"PASSED", "FAILED"}.intersection(every):
+        raise RuntimeError("no test ran: all were skipped")
 
 
-def step(report: Report, scale: Scale, published: dict[str, Any] = LLAMA3, kind: str = "eagle3") -> None:
+def outcomes_of(command: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Run tests in a process and yield each one's name and outcome; one with which the process died has CRASHED.
+
+    Then RuntimeError is raised, and whoever calls again with the rest goes on behind it.
+    """
+    left = [*names]
+    if not left:
+        return
+    with subprocess.Popen([*command, *left], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if (found := OUTCOME.match(line)) and found[1] in names:
+                left = [name for name in left if name != found[1]]
+                yield found[1], found[2]
+    if left:
+        yield left[0], "CRASHED"
+        raise RuntimeError(f"pytest ended with status {process.returncode} in {left[0]}; {len(left) - 1} are left")
+
+
+def step(report: Report, scale: Scale) -> None:
     """Batch 1: plain decoding against the bandwidth of a copy, and the whole step with a tree over a plain one."""
-    with Dummy(published, kind, scale) as dummy:
-        llm = dummy.load(1, scale.prompt)
+    with Dummy(LLAMA3, scale) as dummy:
+        llm = dummy.load(1)
         copies = [copy_bandwidth(scale)]
         plain, tree = Case(False, prompt=scale.prompt), Case(True, prompt=scale.prompt)
         steps = compare(scale, ("plain", llm, plain), ("tree", llm, tree))
@@ -454,21 +508,16 @@ def step(report: Report, scale: Scale, published: dict[str, Any] = LLAMA3, kind:
         report.add("graphs", graphs_of(llm))
 
 
-def eagle2(report: Report, scale: Scale) -> None:
-    """The same for Llama-2-7B with an EAGLE-2 head."""
-    step(report, scale, LLAMA2, "eagle")
-
-
 def batch_of(batch: int) -> Callable[[Report, Scale], None]:
     """Return the stage that compares plain decoding with simulated accept lengths for so many requests."""
 
     def stage(report: Report, scale: Scale) -> None:
-        with Dummy(LLAMA3, "eagle3", scale) as dummy:
+        with Dummy(LLAMA3, scale) as dummy:
             for length in scale.lengths:
                 name = f"accept length {length:g}"
                 if name in report:
                     continue
-                llm = dummy.load(batch, scale.prompt, simulated=length)
+                llm = dummy.load(batch, simulated=length)
                 plain, tree = (Case(draft, batch, scale.prompt) for draft in (False, True))
                 found = compare(scale, ("plain", llm, plain), ("tree", llm, tree))
                 report.add(name, {**found, "engine": state(llm), "simulated": length})
@@ -481,8 +530,8 @@ def batch_of(batch: int) -> Callable[[Report, Scale], None]:
 
 def overlap(report: Report, scale: Scale) -> None:
     """Batch 1: steps launched before the one before is collected, and steps one by one; plain, and with trees."""
-    with Dummy(LLAMA3, "eagle3", scale) as dummy:
-        llm = dummy.load(1, scale.prompt, simulated=scale.lengths[1])
+    with Dummy(LLAMA3, scale) as dummy:
+        llm = dummy.load(1, simulated=scale.lengths[1])
         for draft, name in ((False, "plain"), (True, "tree")):
             serial, both = (Case(draft, prompt=scale.prompt, overlap=one) for one in (False, True))
             report.add(name, compare(scale, ("serial", llm, serial), ("overlap", llm, both)))
@@ -491,29 +540,19 @@ def overlap(report: Report, scale: Scale) -> None:
 
 def sampled(report: Report, scale: Scale) -> None:
     """Batch 1: sampled decoding against greedy; plain, and with trees at a simulated accept length."""
-    with Dummy(LLAMA3, "eagle3", scale) as dummy:
-        llm = dummy.load(1, scale.prompt, simulated=scale.lengths[1])
+    with Dummy(LLAMA3, scale) as dummy:
+        llm = dummy.load(1, simulated=scale.lengths[1])
         for draft, name in ((False, "plain"), (True, "tree")):
             greedy, drawn = (Case(draft, prompt=scale.prompt, temperature=heat) for heat in (0.0, 0.8))
             report.add(name, compare(scale, ("greedy", llm, greedy), ("temperature 0.8", llm, drawn)))
         report.add("engine", {**state(llm), "simulated": scale.lengths[1]})
 
 
-def context(report: Report, scale: Scale) -> None:
-    """Batch 1: plain steps and steps with trees by the length of the prompt, at a simulated accept length."""
-    with Dummy(LLAMA3, "eagle3", scale) as dummy:
-        llm = dummy.load(1, scale.contexts[-1], simulated=scale.lengths[1])
-        for length in scale.contexts:
-            plain, tree = (Case(draft, prompt=length) for draft in (False, True))
-            report.add(f"prompt {length}", compare(scale, ("plain", llm, plain), ("tree", llm, tree)))
-        report.add("engine", {**state(llm), "simulated": scale.lengths[1]})
-
-
 def fp8(report: Report, scale: Scale) -> None:
     """Batch 1: weights of 8 bits against 16; plain, and with trees at a simulated accept length."""
-    with Dummy(LLAMA3, "eagle3", scale) as dummy:
-        wide = dummy.load(1, scale.prompt, simulated=scale.lengths[1])
-        narrow = dummy.load(1, scale.prompt, simulated=scale.lengths[1], quantization=scale.quantization)
+    with Dummy(LLAMA3, scale) as dummy:
+        wide = dummy.load(1, simulated=scale.lengths[1])
+        narrow = dummy.load(1, simulated=scale.lengths[1], quantization=scale.quantization)
         for draft, name in ((False, "plain"), (True, "tree")):
             case = Case(draft, prompt=scale.prompt)
             report.add(name, compare(scale, (scale.dtype, wide, case), (scale.quantization, narrow, case)))
@@ -523,8 +562,8 @@ def fp8(report: Report, scale: Scale) -> None:
 
 def profile(report: Report, scale: Scale) -> None:
     """Batch 1: what the device is busy with in a plain step and in one with a tree."""
-    with Dummy(LLAMA3, "eagle3", scale) as dummy:
-        llm = dummy.load(1, scale.prompt, simulated=scale.lengths[1])
+    with Dummy(LLAMA3, scale) as dummy:
+        llm = dummy.load(1, simulated=scale.lengths[1])
         for draft, name in ((False, "plain"), (True, "tree")):
             seated(llm, Case(draft, prompt=scale.prompt))
             for _ in range(scale.warm_up):
@@ -559,18 +598,19 @@ def parity(report: Report, scale: Scale) -> None:
     for name in ("none", *scale.methods):
         if name in report:
             continue
-        with only_batches([1, 8]):
-            one = throughput.Ours(name, default_options(scale, name, "float32"), [1, 8])
-        if not truth:
-            prompts = default_prompts(one.llm, scale)
-            truth = Reference(one.llm.folder, scale.device).generate(prompts, scale.new_tokens)
-        equal = {}
-        for batch in one.batches:
-            outputs = one.run(prompts, batch, scale.new_tokens, 0.0).outputs
-            equal[f"batch {batch}"] = sum(list(a) == b for a, b in zip(outputs, truth, strict=True))
-        report.add(name, {"equal": equal, "prompts": len(prompts), "engine": state(one.llm)})
-        del one
-        free()
+        with report.part(name):
+            with only_batches([1, 8]):
+                one = throughput.Ours(name, default_options(scale, name, "float32"), [1, 8])
+            if not truth:
+                prompts = default_prompts(one.llm, scale)
+                truth = Reference(one.llm.folder, scale.device).generate(prompts, scale.new_tokens)
+            equal = {}
+            for batch in one.batches:
+                outputs = one.run(prompts, batch, scale.new_tokens, 0.0).outputs
+                equal[f"batch {batch}"] = sum(list(a) == b for a, b in zip(outputs, truth, strict=True))
+            report.add(name, {"equal": equal, "prompts": len(prompts), "engine": state(one.llm)})
+            del one
+            free()
 
 
 def default(report: Report, scale: Scale) -> None:
@@ -582,18 +622,19 @@ def default(report: Report, scale: Scale) -> None:
     for name in scale.methods:
         if name in report:
             continue
-        with only_batches([1]):
-            one = throughput.Ours(name, default_options(scale, name, scale.dtype), [1])
-        for contestant in (plain, one):
-            contestant.run(warm, 1, 8, 0.0)
-        runs: dict[str, list[throughput.Run]] = {"none": [], name: []}
-        for contestant in (plain, one, one, plain):
-            runs[contestant.name].append(contestant.run(prompts, 1, scale.new_tokens, 0.0))
-        made = {who: served(both) for who, both in runs.items()}
-        ratio = made[name]["tokens_per_s"] / made["none"]["tokens_per_s"]
-        report.add(name, {**made, "tokens_per_s_ratio": ratio, "engine": state(one.llm)})
-        del one, contestant
-        free()
+        with report.part(name):
+            with only_batches([1]):
+                one = throughput.Ours(name, default_options(scale, name, scale.dtype), [1])
+            for contestant in (plain, one):
+                contestant.run(warm, 1, 8, 0.0)
+            runs: dict[str, list[throughput.Run]] = {"none": [], name: []}
+            for contestant in (plain, one, one, plain):
+                runs[contestant.name].append(contestant.run(prompts, 1, scale.new_tokens, 0.0))
+            made = {who: served(both) for who, both in runs.items()}
+            ratio = made[name]["tokens_per_s"] / made["none"]["tokens_per_s"]
+            report.add(name, {**made, "tokens_per_s_ratio": ratio, "engine": state(one.llm)})
+            del one, contestant
+            free()
 
 
 def served(runs: Sequence[throughput.Run]) -> dict[str, Any]:
@@ -609,20 +650,3 @@ def served(runs: Sequence[throughput.Run]) -> dict[str, Any]:
         "accepted_by_depth": throughput.by_depth(runs[0].verified),
         "tokens": runs[0].tokens,
     }
-
-
-STAGES: dict[str, Callable[[Report, Scale], None]] = {  # in the order of what matters most
-    "tests": tests,
-    "step": step,
-    "batch-1": batch_of(1),
-    "batch-8": batch_of(8),
-    "batch-64": batch_of(64),
-    "parity": parity,
-    "default": default,
-    "eagle2": eagle2,
-    "overlap": overlap,
-    "sampled": sampled,
-    "context": context,
-    "fp8": fp8,
-    "profile": profile,
-}

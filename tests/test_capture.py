@@ -17,8 +17,8 @@ from capturing import Capture, Recording, looking, reads_all
 from conformance import SUBJECTS, assert_exact
 from conftest import slow_unless
 from exactness import run
-from torch import Tensor
 
+from benchmarks.gpu_first import state_of
 from minispec.beam import BeamDrafter
 from minispec.buffers import PrefillBuffers
 from minispec.cuda.graphs import capture
@@ -26,18 +26,6 @@ from minispec.engine import CAPTURED, Engine
 from minispec.kv import PagedKV
 from minispec.request import Logprobs
 from minispec.sampling import FILTERED, GREEDY, TEMPERED, SamplingState
-
-
-def state_of(engine: Engine) -> list[Tensor]:
-    """Return every tensor that a step may change and a later one may read."""
-    sampling, drafter = engine.sampling, engine.drafter
-    every = [*engine.decodes.values(), *engine.prefills.values()]
-    kept = [engine.late.tokens, engine.late.features]
-    return [
-        engine.lens, engine.root, *(tensor for tensor in kept if tensor is not None), *engine.kv.pools,
-        sampling._floats, sampling._ints, *sampling.tables.values(),
-        *([drafter.state] if isinstance(drafter, BeamDrafter) else []), *(buffers.outputs for buffers in every),
-    ]  # fmt: skip
 
 
 class Replays:

@@ -7,17 +7,25 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from capturing import Capture, reads_all
+from conformance import SUBJECTS
+from exactness import run
 
-from benchmarks import gpu
-from benchmarks.gpu_stages import STAGES, TINY, Report, graph_nodes
+from benchmarks import carry, gpu
+from benchmarks.gpu import STAGES
+from benchmarks.gpu_first import WISHES, replays_compared
+from benchmarks.gpu_stages import TINY, Report, graph_nodes, outcomes_of
+from minispec.cuda.graphs import capture
 from minispec.load.default_model import FILES, ensure_default_model
 from minispec.load.weights import read_config
 from minispec.model import Model, ModelConfig, published_tensors
@@ -26,13 +34,11 @@ from minispec.train.export import published_config, write_folder
 COMPARED = {  # stage: its comparisons, and what each compares
     "step": {"steps": ("plain", "tree")},
     **{f"batch-{n}": {f"accept length {x:g}": ("plain", "tree") for x in TINY.lengths} for n in (1, 8, 64)},
-    "eagle2": {"steps": ("plain", "tree")},
     "overlap": {"plain": ("serial", "overlap"), "tree": ("serial", "overlap")},
     "sampled": {"plain": ("greedy", "temperature 0.8"), "tree": ("greedy", "temperature 0.8")},
     "fp8": {"plain": ("float32", "int8"), "tree": ("float32", "int8")},
-    "context": {f"prompt {n}": ("plain", "tree") for n in TINY.contexts},
 }
-OTHERS = {"tests", "parity", "default", "profile"}
+OTHERS = {"smoke", "attention", "tests", "parity", "default", "profile"}
 
 
 def measured(stage: str, out: Path) -> dict:
@@ -85,12 +91,20 @@ def test_every_stage_leaves_its_figures(
         assert [engine["sizes"][name] for name in ("steps", "topk", "nodes")] == list(TINY.eagle3)
     else:
         assert stage in OTHERS
-    if stage in ("step", "eagle2"):
+    if stage == "step":
         share = figures["bandwidth"]
         assert 0 < share["share_of_copy"] and share["plain_step_bytes"] > 1e4
         assert figures["graphs"] == {} and not engine["captured"]  # absent where nothing is captured
+    if stage == "smoke":
+        for name in WISHES:
+            assert figures[f"{name}, served"]["tokens"] == TINY.steps and f"{name}, replays" in figures
+    if stage == "attention":
+        cells = [figures[f"{nodes} nodes, context {context}"] for nodes in TINY.nodes for context in TINY.contexts]
+        assert all(cell["relative_error"] < 1e-6 and cell["ms_a_layer"] > 0 for cell in cells)
+        assert cells[0]["bytes_a_layer"] == 2 * 2 * 16 * 4 * (TINY.contexts[0] + TINY.nodes[0])
     if stage == "tests":
-        assert figures["tests"]["tests"] > 5 and figures["tests"]["failures"] == figures["tests"]["exit_status"] == 0
+        assert list(figures) == ["left out", "tests/test_tree.py"] and len(figures["tests/test_tree.py"]) > 5
+        assert set(figures["tests/test_tree.py"].values()) == {"PASSED"}
     if stage == "profile":
         assert figures["tree"]["operations_per_call"] > figures["plain"]["operations_per_call"] > 100
     if stage == "parity":
@@ -151,6 +165,160 @@ def test_a_process_is_ended_at_its_limit_with_those_that_it_started(tmp_path: Pa
     assert not made.exists()
 
 
+def test_what_fails_is_written_down_and_the_rest_goes_on(tmp_path: Path) -> None:
+    report = Report(tmp_path / "stage.json", {})
+    with report.part("broken"):
+        raise ValueError("why")
+    report.add("whole", 1)
+    report.finish()
+    found = json.loads(report.path.read_text())
+    assert found["failures"] == {"broken": "ValueError: why"} and found["figures"] == {"whole": 1}
+    assert not gpu.is_done(report.path), "so it is run again"
+    again = Report(report.path, {})
+    again.finish()
+    assert "whole" in again and gpu.is_done(report.path)
+    for path in (report.path, tmp_path / "none.json"):
+        gpu.note(path, "it was ended")
+        assert json.loads(path.read_text())["failures"] == {"process": "it was ended"}
+
+
+def test_outcomes_are_known_one_by_one_also_where_the_process_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_x.py").write_text(
+        "import os, pytest\n"
+        "def test_a(): pass\n"
+        "@pytest.mark.parametrize('n', ['b c'])\ndef test_b(n): assert False\n"
+        "def test_c(): os._exit(9)\n"
+        "def test_d(): pytest.skip('no')\n"
+    )
+    names = [f"tests/test_x.py::test_{name}" for name in ("a", "b[b c]", "c", "d")]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", f"--rootdir={tmp_path}"]
+    monkeypatch.chdir(tmp_path)
+    found = []
+    with pytest.raises(RuntimeError, match=r"status 9 in .*test_c; 1 are left"):
+        found.extend(outcomes_of(command, names))
+    assert found == [(names[0], "PASSED"), (names[1], "FAILED"), (names[2], "CRASHED")]
+    assert [*outcomes_of(command, names[3:])] == [(names[3], "SKIPPED")] and not [*outcomes_of(command, [])]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_replays_are_compared_bit_by_bit(wrong: bool) -> None:
+    scheduler = SUBJECTS["eagle3-tree"].build(running=1, host_looks=False)
+    engine = reads_all(scheduler.engine)
+    with torch.inference_mode(), Capture().emulated():
+        capture(engine, (1,), lambda line: None)
+    if wrong:
+        graph = engine.graphs[max(engine.graphs, key=lambda key: (getattr(key[0], "nodes", 0), not key[1]))]
+        replay = graph.replay
+        graph.replay = lambda: (replay(), engine.kv.pool[0, 0, -1].add_(1e-3))
+    serve = partial(run, scheduler, SUBJECTS["eagle3-tree"].requests(max_new_tokens=6)[:1])
+    with torch.inference_mode():
+        if wrong:
+            with pytest.raises(AssertionError, match="a replay leaves another state: [0-9]+ numbers"):
+                replays_compared(engine, serve)
+        else:
+            assert replays_compared(engine, serve)["equal"] > 2
+
+
+def tree(folder: Path) -> Path:
+    """Write a tree of sources that git knows, with heads in it."""
+    filled(folder, {"a.py": 900, "minispec/heads/eagle/model": 2500, "minispec/heads/map": 10})
+    for command in (["init", "-q"], ["add", "."]):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    return folder
+
+
+def test_what_is_carried_comes_in_few_loads_and_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carry, "PIECE", 1000)
+    monkeypatch.setattr(carry, "TRAVELS", 3500)  # the tree and two pieces
+    here, there, loads, store = tree(tmp_path / "here"), tmp_path / "there", tmp_path / "loads", tmp_path / "store"
+    before, model = contents(here / "minispec/heads"), filled(tmp_path, {"model": 1500}) / "model"
+    compiled = filled(tmp_path / "compiled", {"compiled.json": 5, "compiled.tar.gz.000": 70})
+    monkeypatch.setattr(carry, "ROOT", here)
+    count = carry.pack(loads, model, None, compiled)
+    assert count > 3 and not (here / "minispec/heads").exists()
+    with pytest.raises(SystemExit, match="puts it back"):
+        carry.pack(loads, model, None, compiled)  # which would lose the pieces
+    for load in range(count):
+        files = [*(loads / f"{load}").iterdir()]
+        assert sum(file.stat().st_size for file in files if file.name != "index.json") <= 2000
+    monkeypatch.setattr(carry, "ROOT", there)
+    lacking = [[what for what in carry.unpack(loads / f"{load}", store) if what[:4] != "pack"] for load in range(count)]
+    assert any("heads.tar: " in what for what in lacking[0]) and lacking[-1] == []
+    assert contents(there / "minispec/heads") == before and contents(store / "compiled") == contents(compiled)
+    assert b"".join(path.read_bytes() for path in sorted(store.glob("*.gguf.*"))) == model.read_bytes()
+    (store / "compiled" / "compiled.tar.gz.000").write_bytes(b"newer")
+    carry.unpack(loads / "0", store)
+    assert (store / "compiled" / "compiled.tar.gz.000").read_bytes() == b"newer", "what was compiled there stays"
+    (store / "heads.tar.001").write_bytes(b"torn")
+    assert "heads.tar: its pieces do not make what was cut" in carry.unpack(loads / f"{count - 1}", store)
+
+    results = filled(there / "benchmarks/results", {"h100/step.json": 300, "h100/step.log": 300_000, "h100/x.bin": 9})
+    out, cache = tmp_path / "out", filled(tmp_path / "cache", {f"compiled.tar.gz.00{i}": 9 for i in range(4)})
+    filled(cache, {"compiled.json": 9})
+    assert len(carry.collect(out, cache)) == 6
+    filled(cache, {"compiled.tar.gz.004": 9})
+    assert carry.collect(tmp_path / "less", cache) == ["results.tar.gz"]
+    monkeypatch.setattr(carry, "ROOT", here)
+    assert carry.unpack(out, store) == []
+    came = contents(here / "benchmarks/results")
+    assert came == {"h100/step.json": (results / "h100/step.json").read_bytes(),
+                    "h100/step.log": (results / "h100/step.log").read_bytes()[-carry.LOG :]}  # fmt: skip
+
+
+def ran(where: Path, *command: str, until: Path | None = None) -> int | None:
+    """Run a module of the tree at `where`; with `until`, kill it and all its processes once that file has a figure."""
+    environment = {**os.environ, "PYTHONPATH": str(where)}
+    process = subprocess.Popen([sys.executable, "-m", *command], cwd=where, env=environment)
+    try:
+        while until is not None and process.poll() is None:
+            if until.is_file() and json.loads(until.read_text())["figures"]:
+                break
+            time.sleep(0.05)
+        else:
+            return process.wait()
+    finally:
+        for pid in children(process.pid) if process.poll() is None else ():
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+    return None
+
+
+def children(pid: int) -> list[int]:
+    """Return a process and those that it started."""
+    below = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
+    return [pid, *(found for child in below for found in children(int(child)))]
+
+
+@pytest.mark.slow
+def test_pieces_in_an_empty_folder_run_and_go_on_where_they_were_killed(tmp_path: Path) -> None:
+    here, there, store = tmp_path / "here", tmp_path / "there", str(tmp_path / "store")
+    subprocess.run(["git", "clone", "-q", "--shared", str(gpu.ROOT), str(here)], check=True)
+    assert ran(here, "benchmarks.carry", "pack") == 0
+    names = subprocess.run(["git", "ls-files"], cwd=here, capture_output=True, text=True, check=True).stdout.split("\n")
+    for name in (name for name in names if (here / name).is_file()):  # as the tree travels
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(here / name, there / name)
+    for load in sorted((here / ".carry").iterdir()):
+        assert sum(file.stat().st_size for file in load.iterdir()) < carry.TRAVELS
+        assert ran(there, "benchmarks.carry", "unpack", str(load), "--store", store) == 0
+    stages, results = ("attention", "overlap", "tests"), there / "benchmarks/results/cpu"
+    command = ("benchmarks.gpu", "--tiny", "--stages", *stages)
+    for stage in stages:
+        assert ran(there, *command, until=results / f"{stage}.json") is None
+        assert not gpu.is_done(results / f"{stage}.json")
+    kept = json.loads((results / "tests.json").read_text())["figures"]["left out"]
+    assert ran(there, *command) == 0 and all(gpu.is_done(results / f"{stage}.json") for stage in stages)
+    assert json.loads((results / "tests.json").read_text())["figures"]["left out"] == kept
+    assert ran(there, "benchmarks.carry", "collect", str(tmp_path / "out")) == 0
+    loads = map(str, sorted((here / ".carry").iterdir()))
+    assert ran(here, "benchmarks.carry", "unpack", *loads, str(tmp_path / "out"), "--store", store) == 0
+    assert subprocess.run(["git", "status", "--short"], cwd=here, capture_output=True).stdout.count(b"heads") == 0
+    assert gpu.is_done(here / "benchmarks/results/cpu/attention.json")
+
+
 def filled(folder: Path, sizes: dict[str, int]) -> Path:
     """Write files of random bytes."""
     rng = random.Random(1)
@@ -168,7 +336,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_compiled_code_comes_back_from_its_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu, "PIECE", 1000)
+    monkeypatch.setattr(carry, "PIECE", 1000)
     pieces, made_with = tmp_path / "pieces", {"torch": "2"}
     source = filled(tmp_path / "compiled", {"fx/a.py": 3000, "triton/0/b.cubin": 1500})
     cache = gpu.CompileCache(pieces, source, made_with)

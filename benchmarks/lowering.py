@@ -54,7 +54,7 @@ H200 = SimpleNamespace(
     shared_memory_per_block_optin=SHARED_MEMORY, L2_cache_size=50 * 2**20, gcnArchName="",
 )  # fmt: skip
 GROUPS, NODES, HEAD_DIMS = (1, 2, 3, 4, 6, 7, 8), (1, 2, 6, 8, 16, 17, 31, 32, 33, 64, 127), (64, 128)
-PAGES = 1021  # of the pool: no other tensor of a block has a multiple of this prime
+PAGES = 8 * 131  # of the pool: whole blocks of 128 rows, and no other tensor of a block has a multiple of this prime
 
 
 class Cell(NamedTuple):
@@ -315,6 +315,8 @@ def faults_of_source(cell: Cell, source: str) -> list[str]:
     attention = [text for name, text in found.kernels.items() if name.startswith("triton_tem")]
     if [("SPLIT_KV :" in text) for text in attention] != [not cell.prefill]:
         faults.append(f"not in the {'prefill' if cell.prefill else 'decode'} kernel")
+    if cell.prefill and not all("IS_DIVISIBLE : tl.constexpr = True" in text for text in attention):
+        faults.append("every key is checked against the pool's end")
     inputs = {name for name, size in found.sizes.items() if size % pool == 0 and name.startswith("arg")}
     if len(inputs) != 2:
         faults.append(f"{len(inputs)} inputs are keys or values, not 2")

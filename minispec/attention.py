@@ -49,20 +49,29 @@ QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
 # CUDA's kernels work on tiles of query rows by key rows. Tiles larger than these spill registers into memory:
 # benchmarks/lowering.py compiles the kernels and shows it.
 TILE_ROWS, TILE_KEYS = 64, 32
+PROCESSORS = 132  # multiprocessors of an H100 or H200
 
 # Writing rows is a custom operator, so that CUDA's warm-up does not autotune it. Autotuning would copy the pool,
 # gigabytes, for each kernel that it tries.
+# The operator writes the values too, which `!` does not say: torch.compile copies the second of two tensors that share
+# memory if an operator is said to write both. Only attention reads the values, and with the keys, so after this write.
 library = torch.library.Library("minispec", "FRAGMENT")
-library.define("write_rows(Tensor(a!) pool, Tensor rows, Tensor new) -> ()")
+library.define("write_rows(Tensor(a!) keys, Tensor values, Tensor rows, Tensor new) -> ()")
 
 
-def _store(pool: Tensor, rows: Tensor, new: Tensor) -> None:
-    """Store new [1, Hkv, T, D] of Hkv KV heads in rows [T] of pool [1, Hkv, PAGES * P, D], PAGES pages of P rows."""
-    pool.index_copy_(2, rows, new)
+def _store(keys: Tensor, values: Tensor, rows: Tensor, new: Tensor) -> None:
+    """Store new [1, 2 * Hkv, T, D], keys and then values, in rows [T] of keys, values [1, Hkv, PAGES * P, D].
+
+    Hkv is the number of KV heads; there are PAGES pages of P rows. The values lie right behind the keys in memory, as
+    `PagedKV.layer` returns them, so the two are one tensor of 2 * Hkv heads, which one kernel writes.
+    """
+    assert values.data_ptr() == keys.data_ptr() + keys.nbytes, "values must lie right behind their keys"
+    both = keys.as_strided((1, new.shape[1], *keys.shape[2:]), keys.stride())
+    both.index_copy_(2, rows, new)
 
 
 library.impl("write_rows", _store, "CompositeExplicitAutograd")
-torch.library.register_fake("minispec::write_rows", lambda pool, rows, new: None)
+torch.library.register_fake("minispec::write_rows", lambda keys, values, rows, new: None)
 
 
 def most_nodes(device: torch.device) -> int:
@@ -263,8 +272,7 @@ class FlexLayer(Key):
         """Write k, v [B, Hkv, T, D] to the plan's rows, then attend with q [B, Hq, T, D] -> [B, Hq, T, D]."""
         batch, heads, length, dim = q.shape
         kv_heads = k.shape[1]
-        write_rows(self.keys, self.plan.rows, k)
-        write_rows(self.values, self.plan.rows, v)
+        write_rows(self.keys, self.values, self.plan.rows, k, v)
         group = heads // kv_heads
         fold = self._folds(q, group)
         if fold:
@@ -315,7 +323,8 @@ class FlexLayer(Key):
         """FlexAttention's mask_mod: return whether query q of sequence b sees the physical row `row`."""
         plan, page_size = self.plan, self.plan.kv.page_size
         width, window = plan.width, plan.window
-        block = b * plan.blocks + q // plan.query_block
+        # With one block a sequence, slot and start do not depend on q, so CUDA looks up the page once for each key.
+        block = b if plan.blocks == 1 else b * plan.blocks + q // plan.query_block
         node = (q % plan.query_block) % width  # the rows of folded heads repeat the nodes
         page = self.logical[plan.slots[block], row // page_size]
         # 32 bits, since a tile of 64-bit indices does not fit in CUDA's registers.
@@ -339,7 +348,11 @@ class FlexLayer(Key):
         rows = q.shape[1] * q.shape[2] // kv_heads
         tile = min(TILE_ROWS, max(16, 1 << (rows - 1).bit_length()))
         # The backend is named, so that a shape it cannot serve fails and does not run slowly in the prefill kernel.
-        decode = {"BACKEND": "TRITON_DECODE", "BLOCK_M": tile, "BLOCK_N": keys}
+        # The keys are split into so many parts that each multiprocessor has two thread blocks. Inductor's own number
+        # leaves out the tiles. Sums over each part are written in fp32, so for large trees those would be most of the
+        # traffic.
+        splits = max(1, 2 * (PROCESSORS // (q.shape[0] * kv_heads)) // -(-rows // tile))
+        decode = {"BACKEND": "TRITON_DECODE", "BLOCK_M": tile, "BLOCK_N": keys, "SPLIT_KV": splits}
         return {**decode, "num_warps": 4 if tile > 16 else 2, "num_stages": 3}
 
 
@@ -365,13 +378,24 @@ class Causal:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
 
 
-def write_rows(pool: Tensor, rows: Tensor, new: Tensor) -> None:
-    """Store new [B, Hkv, T, D] in rows [B * T] of pool [1, Hkv, PAGES * P, D]."""
-    new = new.transpose(0, 1).reshape(1, new.shape[1], -1, new.shape[3])
-    if pool.is_cuda:
-        torch.ops.minispec.write_rows(pool, rows, new)
+def write_rows(keys: Tensor, values: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
+    """Store k, v [B, Hkv, T, D] in rows [B * T] of a layer's keys, values [1, Hkv, PAGES * P, D]."""
+    if keys.is_cuda:
+        write_at_once(keys, values, rows, k, v)
     else:
-        pool.index_copy_(2, rows, new)  # compiled, this is fused with the code that computes `new`
+        # Compiled, each is fused with the code that computes the new rows.
+        keys.index_copy_(2, rows, _joined(k))
+        values.index_copy_(2, rows, _joined(v))
+
+
+def write_at_once(keys: Tensor, values: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
+    """Do the same in one kernel."""
+    torch.ops.minispec.write_rows(keys, values, rows, _joined(torch.cat((k, v), dim=1)))
+
+
+def _joined(new: Tensor) -> Tensor:
+    """Return new [B, H, T, D] with the rows of all sequences one after the other: [1, H, B * T, D]."""
+    return new.transpose(0, 1).reshape(1, new.shape[1], -1, new.shape[3])
 
 
 def _pad_group(q: Tensor, kv_heads: int, group: int) -> tuple[Tensor, int]:

@@ -218,6 +218,5 @@ class DFlashDrafter(Drafter):
         """Write the context rows of the tokens just committed, from the target's features."""
         context, rope = self.network.fuse(cast(Tensor, new.features)), self.network.rope(new.positions)
         for index, block in enumerate(self.network.layers):
-            _, *rows = cast(Block, block).project(context, rope)
-            for pool, new_rows in zip(self.kv.layer(index), rows, strict=True):
-                write_rows(pool, new.plan.rows, new_rows)
+            _, k, v = cast(Block, block).project(context, rope)
+            write_rows(*self.kv.layer(index), new.plan.rows, k, v)

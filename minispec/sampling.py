@@ -22,6 +22,7 @@ Read next: `verify.py` for the walk that calls `pick`, `request.py` for the para
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -158,12 +159,26 @@ def adjust(logits: Tensor, wishes: Wishes) -> Tensor:
     return logits
 
 
+ARGMAX_SHARES = 32  # thread blocks that look for the largest score of a row on CUDA
+
+
 def largest(scores: Tensor) -> Tensor:
     """Return `[..] int64`, the argmax of `scores [.., V]`: the lowest id of equal ones; NaN counts as the largest.
 
-    On a CPU `max` finds the same index in a third of the time; tests compare the two.
+    On a CPU `max` finds the index that `argmax` finds in a third of its time; tests compare them.
     """
-    return scores.argmax(-1) if scores.is_cuda else scores.max(-1).indices
+    return _largest_of_shares(scores) if scores.is_cuda else scores.max(-1).indices
+
+
+def _largest_of_shares(scores: Tensor) -> Tensor:
+    """Return the same as `largest`, faster on CUDA, where one thread block would read a whole row.
+
+    A row is cut into shares of equal length, as many as divide the vocabulary, up to ARGMAX_SHARES.
+    """
+    shares = scores.unflatten(-1, (math.gcd(scores.shape[-1], ARGMAX_SHARES), -1))
+    values, ids = shares.max(-1)
+    best = values.argmax(-1, keepdim=True)
+    return (best * shares.shape[-1] + ids.gather(-1, best)).squeeze(-1)
 
 
 def pick(logits: Tensor, wishes: Wishes, position: Tensor) -> Tensor:

@@ -364,12 +364,25 @@ def test_an_accepted_path_is_copied_as_rows_of_one_table() -> None:
 
 def test_the_operator_for_cuda_writes_what_index_copy_writes() -> None:
     torch.manual_seed(0)
-    pool, rows = torch.randn(1, 3, 40, 8), torch.randperm(40)[:6]
-    new = torch.randn(2, 3, 3, 8)
-    expected = pool.clone()
-    attention_module.write_rows(expected, rows, new)
-    torch.ops.minispec.write_rows(pool, rows, new.transpose(0, 1).reshape(1, 3, 6, 8))
-    assert torch.equal(pool, expected)
+    kv = World(3, slots=2).kv
+    kv.pool.normal_()
+    before, rows, (k, v) = kv.pool.clone(), torch.randperm(kv.pool.shape[2])[:6], torch.randn(2, 2, 2, 3, 16)
+    attention_module.write_rows(*kv.layer(1), rows, k, v)
+    expected = kv.pool.clone()
+    kv.pool.copy_(before)
+    copies, index_copy = [], torch.Tensor.index_copy_
+
+    def counted(pool: torch.Tensor, *given: object) -> torch.Tensor:
+        copies.append(pool.shape)
+        return index_copy(pool, *given)
+
+    with mock.patch.object(torch.Tensor, "index_copy_", counted):
+        attention_module.write_at_once(*kv.layer(1), rows, k, v)
+    assert torch.equal(kv.pool, expected) and not torch.equal(before, expected)
+    assert len(copies) == 1, "keys and values in one copy"
+    keys, values = kv.layer(1)
+    with pytest.raises(AssertionError, match="right behind"):
+        attention_module.write_at_once(keys.clone(), values, rows, k, v)
 
 
 @pytest.mark.parametrize("nodes", [1, 8, 33])
@@ -399,6 +412,18 @@ def pages_read_on_fake_cuda(mapped: int, window: int) -> int:
 def test_gather_reads_the_longest_request_s_pages_on_cuda(pretender: ProcessPoolExecutor) -> None:
     assert pretender.submit(pages_read_on_fake_cuda, 20, 8).result() == (20 * 16, 64)
     assert pretender.submit(pages_read_on_fake_cuda, 2, 100).result() == (128, 128), "padding sees itself"
+
+
+@pytest.mark.parametrize(
+    ("batch", "nodes", "splits"),
+    [(1, 1, 32), (1, 8, 32), (1, 32, 16), (1, 127, 4), (8, 32, 2), (48, 1, 1), (48, 32, 1)],
+)
+def test_the_decode_kernel_has_two_thread_blocks_a_multiprocessor(batch: int, nodes: int, splits: int) -> None:
+    kv = World(4).kv
+    layer = FlexLayer(*kv.layer(0), kv.logical, Plan(kv, batch, 1, nodes))
+    with FakeTensorMode():
+        q = torch.empty(batch, 32, nodes, 128, device=CUDA)
+    assert layer._kernel_options(q, 8)["SPLIT_KV"] == splits
 
 
 def test_trees_end_at_127_nodes_on_cuda() -> None:
@@ -531,9 +556,11 @@ def two_warps(stack: ExitStack) -> None:
 
 def rows_written_by_a_kernel(stack: ExitStack) -> None:
     """New rows are written by a kernel that torch.compile makes, and would tune."""
-    write = lambda pool, rows, new: pool.index_copy_(  # noqa: E731
-        2, rows, new.transpose(0, 1).reshape(1, new.shape[1], -1, new.shape[3])
-    )
+
+    def write(keys: Tensor, values: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
+        for part, new in ((keys, k), (values, v)):
+            part.index_copy_(2, rows, new.transpose(0, 1).reshape(1, new.shape[1], -1, new.shape[3]))
+
     stack.enter_context(mock.patch.object(attention_module, "write_rows", write))
 
 

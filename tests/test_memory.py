@@ -20,6 +20,7 @@ import torch
 from exactness import build, tiny_model
 from test_llm import CONFIG
 from torch import nn
+from torch.torch_version import TorchVersion
 
 import minispec.load.build as build_module
 import minispec.load.memory as memory_module
@@ -199,6 +200,15 @@ def test_a_pool_without_room_for_a_tree_gives_the_same_message_and_says_which_fl
         made.pages()
 
 
+@pytest.mark.parametrize("page", [16, 64, 128])
+def test_a_pool_on_cuda_holds_whole_blocks_of_128_rows(page, monkeypatch) -> None:
+    gpu(monkeypatch, 79, 80)
+    assert budget(page_size=page).pages() * page % 128 == 0
+    for tokens in (1000, 4096, 5000):
+        pages = budget(page_size=page, max_total_tokens=tokens).pages()
+        assert pages * page % 128 == 0 and tokens <= (pages - 1) * page < tokens + 128 + page
+
+
 @pytest.mark.parametrize(
     ("options", "gib", "largest"),
     [({}, 16, 8), ({}, 24, 24), ({}, 48, 32), ({}, 80, 256), ({}, 180, 512), ({"cuda_graph_max_bs": 3}, 80, 3),
@@ -213,6 +223,26 @@ def test_the_largest_captured_batch_is_sglang_s_or_the_one_given(options, gib, l
     sizes = Sizes.resolve(Plain(), context_length=64, max_running=48, chunk_size=64, batches=listed)
     assert sizes.batch_sizes == ((2, 4, 8, 16, 32, 48) if listed else (1, 2, 4, 8, 16, 32, 48))
     assert captured_batches(Config(**options), sizes) == tuple(b for b in sizes.batch_sizes if b <= largest)
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "options", "any_captured"),
+    [("2.11.0", (8, 9), {"quantization": "fp8"}, False), ("2.12.0", (8, 9), {"quantization": "fp8"}, True),
+     ("2.11.0", (9, 0), {"quantization": "fp8"}, True), ("2.11.0", (8, 9), {}, True),
+     ("2.11.0", (8, 9), {"speculative_draft_model_quantization": "fp8"}, False)],
+    ids=str,
+)  # fmt: skip
+def test_fp8_is_not_captured_where_it_leaves_the_stream(
+    version, capability, options, any_captured, monkeypatch, caplog
+) -> None:
+    gpu(monkeypatch, 24, 24)
+    monkeypatch.setattr(build_module, "choose_device", lambda config: CUDA)
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    sizes = Sizes.resolve(Plain(), context_length=64, max_running=48, chunk_size=64)
+    assert bool(captured_batches(Config(**options), sizes)) == any_captured
+    said = ["fp8 on sm_89 is not captured by PyTorch before 2.12: all steps run uncaptured, more slowly"]
+    assert caplog.messages == ([] if any_captured else said)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def test_largest_is_argmax_also_of_equal_scores_and_nan(rows: int, dtype: torch.
                 row[places[:4]] = math.inf
         assert torch.equal(largest(scores), scores.argmax(-1))
         assert torch.equal(largest(scores[None]), scores[None].argmax(-1))
+        assert torch.equal(sampling._largest_of_shares(scores[None]), scores[None].argmax(-1))  # on CUDA
 
 
 # ---------------------------------------------------------------------------------------------------------- noise

@@ -279,8 +279,7 @@ class GatherLayer(Key):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [B, Hkv, T, D] into their rows, then attend with q [B, Hq, T, D] -> [B, Hq, T, D]."""
-        write_rows(self.keys, self.rows, k)
-        write_rows(self.values, self.rows, v)
+        write_rows(self.keys, self.values, self.rows, k, v)
         (batch, heads, length, dim), kv_heads, mask = q.shape, k.shape[1], self.mask
         in_graph = torch.compiler.is_compiling() and not q.is_cuda
         if (length == 1 or self.few) and in_graph:
@@ -305,8 +304,7 @@ class PromptLayer(Key):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [1, Hkv, T, D] into their rows, then attend with q [1, Hq, T, D] -> [1, Hq, T, D]."""
-        write_rows(self.keys, self.rows, k)
-        write_rows(self.values, self.rows, v)
+        write_rows(self.keys, self.values, self.rows, k, v)
         if torch.compiler.is_compiling():
             return torch.ops.minispec.attend_rows(q, self.keys, self.values, self.gather.handle)
         return self.gather.attend(q, self.keys, self.values)

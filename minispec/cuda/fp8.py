@@ -81,6 +81,14 @@ def check_fp8(flag: str, dtype: torch.dtype, device: torch.device) -> None:
                          f"device, on CUDA it takes compute capability 8.9 or more: {said}") from error  # fmt: skip
 
 
+def can_capture_fp8(device: torch.device) -> bool:
+    """Return whether CUDA graphs may hold products of fp8 rows on this GPU.
+
+    On sm_89 PyTorch before 2.12 launches them on the default stream whatever the current one is (its issue 177651).
+    """
+    return torch.__version__ >= "2.12" or torch.cuda.get_device_capability(device) != (8, 9)
+
+
 def use_fp8(module: nn.Module, stored: Container[str] = ()) -> None:
     """Replace the linear layers below `module` by fp8 ones of the same weights, where that is possible; log which stay.
 

@@ -36,7 +36,7 @@ from minispec.cpu.huge_pages import Mover, move_to_huge_pages, sparse
 from minispec.cpu.int8 import TEXT, check_int8, compile_head, prompt_rows, quantize, replace_weights
 from minispec.cpu.linear import FEW_ROWS, can_pack, pack_linears, room_for_both
 from minispec.cpu.spinning import spin_alone
-from minispec.cuda.fp8 import check_fp8, use_fp8
+from minispec.cuda.fp8 import can_capture_fp8, check_fp8, use_fp8
 from minispec.cuda.graphs import capture
 from minispec.drafter import Drafter, Plain
 from minispec.engine import Engine
@@ -565,6 +565,9 @@ def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:
             value = " ".join(map(str, config.cuda_graph_bs or ())) if given == "cuda_graph_bs" else flags[given]
             shown = flag_name(given) + ("" if value is True else f" {value}")
             logger.warning("%s changes nothing: on a CPU there are no CUDA graphs", shown)
+        return ()
+    if "fp8" in quantizations(config).values() and not can_capture_fp8(device):
+        logger.warning("fp8 on sm_89 is not captured by PyTorch before 2.12: all steps run uncaptured, more slowly")
         return ()
     largest = largest_graph(config, free_bytes(device)[1])
     listed = sizes.batch_sizes if config.cuda_graph_bs is None else config.cuda_graph_bs

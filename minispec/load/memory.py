@@ -13,6 +13,7 @@ Read next: `machine.py` for a CPU's memory, `build.py` for the caller.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minispec.attention import QUERY_BLOCK
 from minispec.buffers import Sizes
 from minispec.config import Config
 from minispec.cpu import huge_pages
@@ -223,7 +225,8 @@ class Budget:
 
         To be called when the weights are loaded. On a CPU: running requests times min(context, 4096) rows, at most a
         quarter of free memory. With --mem-fraction-static (on CUDA always): what is left of that share of memory
-        beside the weights of target and draft. What follows from free memory is `coarse`.
+        beside the weights of target and draft. What follows from free memory is `coarse`. On CUDA the pool holds a
+        multiple of 128 rows: in another one the kernel for prompts would check at every key whether the pool ends.
         """
         pages = self._fitting(free_bytes(self.device)[0])
         size = self.config.page_size
@@ -234,7 +237,8 @@ class Budget:
         wanted = self.config.max_total_tokens
         if wanted is not None and pages * size < wanted:
             logger.warning("--max-total-tokens %d does not fit; using %d", wanted, pages * size)
-        return pages + 1
+        whole = QUERY_BLOCK // math.gcd(QUERY_BLOCK, size) if self.device.type == "cuda" else 1
+        return -(-(pages + 1) // whole) * whole
 
     def _fitting(self, free: int) -> int:
         """Return how many pages are made where `free` bytes are, the trash page not included."""

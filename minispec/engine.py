@@ -47,7 +47,7 @@ from minispec.kv import PagedKV
 from minispec.late import Late
 from minispec.model import Model, Rope
 from minispec.request import Request
-from minispec.sampling import FILTERED, GREEDY, TEMPERED, Needs, SamplingState, Wishes, largest, pick
+from minispec.sampling import EVERYTHING, GREEDY, TEMPERED, Needs, SamplingState, Wishes, largest, pick
 from minispec.seams import Asked, AskedStep, Link
 from minispec.tree import PADDING, DraftTree, Shape, ancestors, depth
 from minispec.verify import Accept, Trees, Verdict
@@ -55,11 +55,10 @@ from minispec.verify import Accept, Trees, Verdict
 logger = logging.getLogger("minispec")
 
 # `Needs` says which options of sampling (temperature, filters, penalties and so on) the requests of a batch use.
-# For steps with one of these sets of needs the code around the blocks (`_before_blocks`, `_after_blocks`) may be
-# compiled.
-COMPILED = (GREEDY, TEMPERED)
-# Steps with one of these sets of needs are captured as CUDA graphs. Each set includes the one before it.
-CAPTURED = (*COMPILED, FILTERED)
+# The code around the blocks (`_before_blocks`, `_after_blocks`) may be compiled for these sets of needs. Each includes
+# the one before it, so a batch takes the first that covers its needs; options that no request uses are then neutral.
+COMPILED = (GREEDY, TEMPERED, EVERYTHING)
+CAPTURED = COMPILED  # steps with one of these sets of needs are captured as CUDA graphs
 
 
 @dataclass
@@ -309,8 +308,7 @@ class Engine:
     def run(self, step: DecodeBuffers | PrefillBuffers, needs: Needs, asked: AskedStep | None = None) -> bool:
         """Run a step; returns whether a CUDA graph was replayed.
 
-        A step may also replay a CUDA graph that was captured for more needs than its own. Options that no request uses
-        then have neutral values in `Wishes`, the sampling inputs of a step.
+        A step may also replay a CUDA graph that was captured for more needs than its own.
         """
         graphs = (self.graphs.get((step, covering)) for covering in CAPTURED if needs <= covering)
         graph = None if asked is not None else next(filter(None, graphs), None)
@@ -338,8 +336,10 @@ class Engine:
         The step can be captured, since its tensors have fixed addresses and its work depends on shapes and `needs`
         alone.
         """
+        before, after = around = self.around(buffers, needs)
+        if around is not self.small.eager:
+            needs = next(covering for covering in COMPILED if needs <= covering)
         wishes = self.sampling.wishes(buffers.slots, needs) if needs else None
-        before, after = self.around(buffers, needs)
         lens, root, drafted = self.begin(buffers, wishes)
         read, embedding, rope = before(self, buffers, lens, root, None if drafted is buffers.tree else drafted)
         streams = self.model.run_blocks(embedding, rope, buffers.attend, self.drafter.taps)
@@ -347,8 +347,7 @@ class Engine:
 
     def around(self, buffers: DecodeBuffers, needs: Needs) -> Sequence[Step]:
         """Return `_before_blocks` and `_after_blocks`, compiled if `compile_small` chose this step."""
-        holds = needs in COMPILED and not (needs and self.amended)
-        return self.small.of(buffers, bool(needs)) if holds else self.small.eager
+        return self.small.eager if needs and self.amended else self.small.of(buffers, bool(needs))
 
     def begin(
         self, buffers: DecodeBuffers, wishes: Wishes | None, told: Tensor | None = None

@@ -84,31 +84,38 @@ def gumbel(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
     """Return `[.., V] fp32` of standard Gumbel noise in [-2.9, 22.9]; the arguments are those of `uniform`.
 
     A token's noise must be the same float everywhere: alone or in a batch, among all ids or some, in compiled code or
-    eager. So the function is a custom operator, which is never compiled: a compiler's logarithm may differ in the last
-    bit.
+    eager. The uniform numbers are integers and exact products, which every compiler computes alike. The logarithms are
+    a custom operator, since a compiler's logarithm may differ in the last bit.
     """
-    ids = torch.arange(ids, device=seed.device) if isinstance(ids, int) else ids
-    return torch.ops.minispec.gumbel(seed, position, ids)
+    # -log(-log1p(-u)), u uniform. Large noise comes from u near 0, where log1p is precise.
+    noise = uniform(seed, position, ids).neg_()
+    torch.ops.minispec.log_log1p_(noise)
+    return noise.neg_()
 
 
+# Operators that are never compiled.
 _library = torch.library.Library("minispec", "FRAGMENT")
-_library.define("gumbel(Tensor seed, Tensor position, Tensor ids) -> Tensor")
+_library.define("log_log1p_(Tensor(a!) x) -> ()")
+_library.define("exp_of_ratio(Tensor a, Tensor b) -> Tensor")
 
 
-def _gumbel(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
-    """Return -log(-log1p(-u)), u uniform. Large noise comes from u near 0, where log1p is precise."""
+def _log_log1p(x: Tensor) -> None:
+    """Replace x by log(-log1p(x)); x is in (-1, 0)."""
     # In place: on a CPU allocating tensors of width V would take most of the time.
-    return uniform(seed, position, ids).neg_().log1p_().neg_().log_().neg_()
+    x.log1p_().neg_().log_()
 
 
-def _gumbel_shape(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
-    """Return an empty tensor of the noise's shape, for tracing."""
-    shape = torch.broadcast_shapes(seed.shape, position.shape)
-    return torch.empty((*shape, ids.shape[-1]), dtype=torch.float32, device=seed.device)
+_library.impl("log_log1p_", _log_log1p, "CompositeExplicitAutograd")
+torch.library.register_fake("minispec::log_log1p_", lambda x: None)
 
 
-_library.impl("gumbel", _gumbel, "CompositeExplicitAutograd")
-torch.library.register_fake("minispec::gumbel", _gumbel_shape)
+def _exp_of_ratio(a: Tensor, b: Tensor) -> Tensor:
+    """Return exp(a / b) in the shape of a. The division is here too, since compiled for CUDA it is not exact."""
+    return torch.div(a, b).exp_()
+
+
+_library.impl("exp_of_ratio", _exp_of_ratio, "CompositeExplicitAutograd")
+torch.library.register_fake("minispec::exp_of_ratio", lambda a, b: torch.empty_like(a))
 
 
 # ----------------------------------------------------------------------------------------------------------- pick
@@ -218,39 +225,44 @@ def law(logits: Tensor, wishes: Wishes) -> Tensor:
 # another order round differently, so two batch shapes could disagree about a threshold. Sums over up to 2^23 ids fit
 # into int64.
 MASS_UNIT = 2.0**40
-SPREAD = 1024  # bins of `_sums_spread` for ids outside the histogram
+SPREAD = 1024  # bins of `_sums_spread` that are not read
 
 
 def _filtered(gap: Tensor, wishes: Wishes) -> Tensor:
     """Return `[B, V] bool`, the tokens that top-k, top-p and min-p remove; `gap [B, V] fp32` as in `pick`."""
     assert wishes.temperature is not None, "greedy picks are not filtered"
     bits = gap.view(torch.int32)
-    share = torch.exp(-gap / wishes.temperature.clamp(min=GREEDY_BELOW)[:, None])  # probability / the largest one
+    # The probability divided by the largest one. Tokens are kept or removed by its last bit, so it is not compiled.
+    share = torch.ops.minispec.exp_of_ratio(gap, -wishes.temperature.clamp(min=GREEDY_BELOW)[:, None])
     limit = torch.full_like(wishes.seed, 2**31 - 1, dtype=torch.int32)
     if wishes.top_k is not None:
-        limit = _cut(bits, torch.ones_like(bits, dtype=torch.int64), wishes.top_k)
+        limit = _cut(bits, torch.ones_like(bits), wishes.top_k, gap.is_cuda)
     if wishes.top_p is not None:
         mass = (share * (bits <= limit[:, None]) * MASS_UNIT).to(torch.int64)
         total = mass.sum(-1)
         goal = (total.double() * wishes.top_p.double()).ceil().to(torch.int64)
         goal = torch.where(wishes.top_p < 1, goal, total + 1)  # top_p = 1 keeps all: no cut reaches total + 1
-        limit = torch.minimum(limit, _cut(bits, mass, goal))
+        limit = torch.minimum(limit, _cut(bits, mass, goal, gap.is_cuda))
     gone = bits > limit[:, None]
     return gone if wishes.min_p is None else gone | (share < wishes.min_p[:, None])
 
 
-def _cut(bits: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
+def _cut(bits: Tensor, mass: Tensor, goal: Tensor, spread: bool) -> Tensor:
     """Return `[B] int32`, the smallest t with sum(mass[bits <= t]) >= goal, or 2^31 - 1 if there is none.
 
-    `bits [B, V] int32` are not negative; `mass [B, V] int64`, `goal [B] int64`. This is a radix selection: t's 31 bits
-    are found as digits of 11, 10 and 10 bits, each from one histogram. The sum of the largest digit is not needed: this
-    digit is the answer if no smaller one reaches the goal.
+    `bits [B, V] int32` are not negative; `mass [B, V]` int32 or int64, `goal [B] int64`. This is a radix selection:
+    t's 31 bits are found as digits of 11, 10 and 10 bits, each from one histogram. The sum of the largest digit is not
+    needed: this digit is the answer if no smaller one reaches the goal. spread: as `_sums_spread` does it, for CUDA.
     """
     prefix = torch.zeros_like(goal, dtype=torch.int32)
+    below = torch.zeros_like(goal)  # the mass of ids with bits below the prefix
     for shift, digits in ((20, 2048), (10, 1024), (0, 1024)):
         digit = (bits - prefix[:, None]) >> shift
-        sums = (_sums_spread if bits.is_cuda else _sums)(digit, mass, digits)
-        prefix = prefix + ((sums < goal[:, None]).sum(-1) << shift).to(torch.int32)
+        sums = below[:, None] + _sums_spread(digit, mass, digits) if spread else _sums(digit, mass, digits)
+        short = sums < goal[:, None]
+        prefix = prefix + (short.sum(-1) << shift).to(torch.int32)
+        if spread:
+            below = torch.maximum(below, (sums * short).amax(-1))
     return prefix
 
 
@@ -260,21 +272,20 @@ def _sums(digit: Tensor, mass: Tensor, digits: int) -> Tensor:
     Ids with bits below the prefix have a negative digit. They fall into the first bin, so that every sum has them.
     """
     bins = digit.clamp(0, digits - 1).to(torch.int64)
-    histogram = torch.zeros(len(digit), digits, dtype=torch.int64, device=digit.device)
+    histogram = torch.zeros(len(digit), digits, dtype=mass.dtype, device=digit.device)
     return histogram.scatter_add_(1, bins, mass).cumsum(-1)[:, :-1]
 
 
 def _sums_spread(digit: Tensor, mass: Tensor, digits: int) -> Tensor:
-    """Return the same as `_sums`, faster on CUDA, which adds the ids of one bin one after the other.
+    """Return the same as `_sums` without the ids of negative digits, faster on CUDA.
 
-    In `_sums` nearly all ids could be in one bin. Here ids with bits below the prefix are summed apart. They, and ids
-    beyond the digits, are spread over bins that are not read.
+    CUDA adds the ids of one bin one after the other, and in `_sums` nearly all could be in one bin. Here ids with
+    negative digits, and ids beyond the digits, are spread over bins that are not read.
     """
-    below = (mass * (digit < 0)).sum(-1, keepdim=True)
     aside = digits + torch.arange(digit.shape[1], device=digit.device) % SPREAD
     bins = torch.where((digit >= 0) & (digit < digits), digit, aside)
-    histogram = torch.zeros(len(digit), digits + SPREAD, dtype=torch.int64, device=digit.device)
-    return below + histogram.scatter_add_(1, bins, mass)[:, : digits - 1].cumsum(-1)
+    histogram = torch.zeros(len(digit), digits + SPREAD, dtype=mass.dtype, device=digit.device)
+    return histogram.scatter_add_(1, bins, mass)[:, : digits - 1].cumsum(-1)
 
 
 # ---------------------------------------------------------------------------------------------------------- state
@@ -289,8 +300,7 @@ TABLES = {"counts": torch.int32, "prompt_seen": torch.bool, "bias": torch.float3
 Needs = frozenset[str]
 GREEDY: Needs = frozenset()  # a bare argmax
 TEMPERED: Needs = frozenset(("temperature",))  # sampling without filters, penalties and bias
-FILTERED: Needs = frozenset(("temperature", "top_k", "top_p", "min_p"))
-EVERYTHING: Needs = FILTERED | TABLES.keys()
+EVERYTHING: Needs = frozenset(("temperature", "top_k", "top_p", "min_p", *TABLES))
 
 
 def _needed(params: SamplingParams, outputs: int, vocab_size: int) -> Needs:

@@ -121,7 +121,8 @@ def verify(
     """
     tree, lens, A = trees.tree, trees.lens, trees.most
     batch, nodes, vocab = logits.shape
-    flat, first = logits.reshape(batch * nodes, vocab), torch.arange(batch, device=logits.device) * nodes
+    row = torch.arange(batch, device=logits.device)
+    flat, first = logits.reshape(batch * nodes, vocab), row * nodes
     counts = None if wishes.counts is None else wishes.counts.clone()
     node, walking = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
     path, emitted = first.new_zeros(batch, A), first.new_zeros(batch, A)
@@ -137,7 +138,7 @@ def verify(
         if a + 1 == A:
             break
         if counts is not None:
-            counts.scatter_add_(1, token[:, None], walking[:, None].to(counts.dtype))
+            counts.index_put_((row, token), walking.to(counts.dtype), accumulate=True)  # compiled, it copies nothing
         child = drafted == token[:, None]  # true for at most one node, and never for padding
         walking = walking & child.any(-1)
         node = child.to(torch.int8).argmax(-1)  # 0, the root, for a walk that has stopped

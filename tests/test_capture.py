@@ -2,13 +2,14 @@
 
 So whatever a graph would get wrong shows: a number that Python baked in, a tensor that a later step no longer uses, a
 table made while recording and zeroed at each replay. Each replay is compared, bit for bit, with the step run afresh
-from the same state.
+from the same state, for what its requests need and no more.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ import torch
 from capturing import Capture, Recording, looking, reads_all
 from conformance import SUBJECTS, assert_exact
 from conftest import slow_unless
-from exactness import run
+from exactness import request, run
+from torch import Tensor
 
 from benchmarks.gpu_first import state_of
 from minispec.beam import BeamDrafter
@@ -24,8 +26,8 @@ from minispec.buffers import PrefillBuffers
 from minispec.cuda.graphs import capture
 from minispec.engine import CAPTURED, Engine
 from minispec.kv import PagedKV
-from minispec.request import Logprobs
-from minispec.sampling import FILTERED, GREEDY, TEMPERED, SamplingState
+from minispec.request import Logprobs, Request
+from minispec.sampling import EVERYTHING, GREEDY, TEMPERED, Needs, SamplingState
 
 
 class Replays:
@@ -34,7 +36,7 @@ class Replays:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.recordings: dict[tuple[Any, frozenset[str]], Recording] = {}
-        self.compared = 0
+        self.compared: Counter[Needs] = Counter()  # by what was needed
         for name in ("decode", "prefill_step"):
             setattr(engine, name, self.compare(getattr(engine, name)))
 
@@ -42,37 +44,35 @@ class Replays:
         """Return the step with the comparison around it."""
 
         def compared(buffers: Any, needs: frozenset[str]) -> None:
-            if needs not in CAPTURED:
-                return step(buffers, needs)
-            if (buffers, needs) not in self.recordings:
+            covering = next(covering for covering in CAPTURED if needs <= covering)
+            if (buffers, covering) not in self.recordings:
                 with Recording() as recording:
-                    step(buffers, needs)
-                self.recordings[buffers, needs] = recording
-                return None
-            before = [tensor.clone() for tensor in state_of(self.engine)]
+                    step(buffers, covering)
+                self.recordings[buffers, covering] = recording
+                return
+            before = [tensor.clone() for tensor in state_of(self.engine, needs)]
             step(buffers, needs)
-            after = [tensor.clone() for tensor in state_of(self.engine)]
-            for tensor, value in zip(state_of(self.engine), before, strict=True):
+            after = [tensor.clone() for tensor in state_of(self.engine, needs)]
+            for tensor, value in zip(state_of(self.engine, needs), before, strict=True):
                 tensor.copy_(value)
-            self.recordings[buffers, needs].replay()
-            for index, (tensor, value) in enumerate(zip(state_of(self.engine), after, strict=True)):
+            self.recordings[buffers, covering].replay()
+            for index, (tensor, value) in enumerate(zip(state_of(self.engine, needs), after, strict=True)):
                 assert torch.equal(tensor, value), f"{buffers.name}: a replay leaves another state ({index})"
-            self.compared += 1
-            return None
+            self.compared[needs] += 1
 
         return compared
 
 
-def replayed(name: str, simulated: float | None = None, **wishes: object) -> Replays:
-    """Serve requests of a subject, with prompts of many lengths; every step but the first of a kind is replayed."""
+def replayed(name: str, requests: Sequence[Request] = (), **wishes: object) -> Replays:
+    """Serve requests, by default of many lengths; every step but the first of a kind is replayed."""
     subject = SUBJECTS[name]
-    scheduler = subject.build(running=2, host_looks=False, pages=60, simulated=simulated)
+    scheduler = subject.build(running=2, host_looks=False, pages=60)
     engine = reads_all(scheduler.engine)
     rng, steps = random.Random(2), scheduler.metrics.shapes  # plain steps, which keep what is taken in later, too
     scheduler.policy.forced = lambda shapes: rng.choice(shapes) if steps else shapes[-1]
     replays = Replays(engine)
     with torch.inference_mode():
-        run(scheduler, subject.requests(max_new_tokens=10, **wishes)[:5], stagger=2)
+        run(scheduler, requests or subject.requests(max_new_tokens=10, **wishes)[:5], stagger=2)
     return replays
 
 
@@ -80,24 +80,40 @@ GROWN = ("standalone", "eagle", "eagle3", "mtp", "trained", "dflash")
 NAMES = ("none", "ngram", "oracle", *(f"{method}-{shape}" for method in GROWN for shape in ("chain", "tree")))
 
 
-FILTERS = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
+FILTERS = {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "temperature": 0.9}
+PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "temperature": 0.9}
 
 
 TEMPERATURE = {"temperature": 0.9}  # a chain draws its noise as a tree does
 QUICK = ("none", "ngram", "eagle3-tree", "standalone-tree", "dflash-tree")  # the other heads have the same drafter
 CASES = [(name, wishes) for name in NAMES for wishes in ({}, TEMPERATURE) if not wishes or name in QUICK]
-CASES += [(name, FILTERS) for name in ("none", "standalone-tree", "trained-tree")]
+CASES += [(name, wishes) for name in ("none", "standalone-tree", "trained-tree") for wishes in (FILTERS, PENALTIES)]
 
 
 @pytest.mark.parametrize(("name", "wishes"), slow_unless(CASES, lambda name, wishes: name in QUICK),
-                         ids=lambda value: value if isinstance(value, str) else len(value))  # fmt: skip
+                         ids=lambda value: value if isinstance(value, str) else [*value, "greedy"][0])  # fmt: skip
 def test_a_replayed_step_is_the_step(name: str, wishes: dict) -> None:
     replays = replayed(name, **wishes)
-    assert replays.compared > 8
-    needed = {0: GREEDY, 1: TEMPERED, 4: FILTERED}[len(wishes)]
+    assert replays.compared.total() > 8
+    needed = {0: GREEDY, 1: TEMPERED}.get(len(wishes), EVERYTHING)
     steps = [step for step, needs in replays.recordings if needs == needed]
     nodes = {0 if isinstance(step, PrefillBuffers) else step.nodes for step in steps}
     assert nodes >= {0, SUBJECTS[name].build().sizes.nodes}, "a prefill step and the tree's were replayed"
+
+
+# Requests of one slot after another, so that a graph's neutral entries follow others; min_new_tokens end within one.
+KINDS = ({}, {"repetition_penalty": 1.05}, {"temperature": 0.9}, {"min_new_tokens": 4}, FILTERS, PENALTIES,
+         {"temperature": 0.8, "min_new_tokens": 5}, {"logit_bias": {7: 2.0}}, {})  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["none", "standalone-tree"])
+def test_replays_serve_requests_of_every_kind_one_after_the_other_and_beside_each_other(name: str) -> None:
+    requests = [request(f"r{i}", [i, 2, 30, i, 2], max_new_tokens=8, sampling_seed=i, **wishes)
+                for i, wishes in enumerate(KINDS)]  # fmt: skip
+    replays = replayed(name, requests)
+    assert_exact(SUBJECTS[name], requests)
+    assert {needs for _, needs in replays.recordings} == set(CAPTURED)
+    assert len(replays.compared) > 5, "more sets of needs than graphs"
 
 
 def test_a_step_is_replayed_by_the_least_graph_that_serves_its_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +137,8 @@ def test_a_step_is_replayed_by_the_least_graph_that_serves_its_needs(monkeypatch
     steps += [(engine.prefill_step, buffers) for buffers in engine.prefills.values()]
     engine.graphs = {(buffers, needs): Graph(step, buffers, needs) for step, buffers in steps for needs in CAPTURED}
     top_p = {"temperature": 1.0, "top_p": 0.8}
-    for wishes, least in (({}, GREEDY), ({"temperature": 1.0}, TEMPERED), (top_p, FILTERED),
-                          ({"frequency_penalty": 1.0}, None), ({"logprobs": Logprobs()}, None)):  # fmt: skip
+    for wishes, least in (({}, GREEDY), ({"temperature": 1.0}, TEMPERED), (top_p, EVERYTHING),
+                          ({"frequency_penalty": 1.0}, EVERYTHING), ({"logprobs": Logprobs()}, None)):  # fmt: skip
         replays.clear()
         requests = SUBJECTS["trained-tree"].requests(max_new_tokens=6, **wishes)[:2]
         run(scheduler, requests)
@@ -199,8 +215,33 @@ def a_tensor_that_moves(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "_clear_padding", moved)
 
 
+def a_table_of_counts_made_at_first_use(patch: pytest.MonkeyPatch) -> None:
+    """How often each token was output is counted in a table that the first step makes which needs it."""
+    wishes = SamplingState.wishes
+
+    def made(state: SamplingState, slots: Tensor, needs: Needs) -> object:
+        if "counts" in needs and not hasattr(state, "made"):
+            state.made = state.tables["counts"] = state.tables["counts"].clone()
+        return wishes(state, slots, needs)
+
+    patch.setattr(SamplingState, "wishes", made)
+
+
+def counts_kept_by_the_host(patch: pytest.MonkeyPatch) -> None:
+    """What was output is counted when the host runs the step, so a replay counts nothing."""
+    commit = SamplingState.commit
+
+    def counted(state: SamplingState, *given: Any) -> None:
+        with torch.utils._python_dispatch._disable_current_modes():  # a recording does not see it
+            commit(state, *given)
+
+    patch.setattr(SamplingState, "commit", counted)
+
+
 FAULTS = [("trained-tree", {}, a_number_from_the_host), ("eagle3-tree", {}, a_table_made_at_first_use),
-          ("none", {"temperature": 0.9}, a_number_that_python_counts), ("none", {}, a_tensor_that_moves)]  # fmt: skip
+          ("none", {"temperature": 0.9}, a_number_that_python_counts), ("none", {}, a_tensor_that_moves),
+          ("none", PENALTIES, a_table_of_counts_made_at_first_use), ("none", PENALTIES, counts_kept_by_the_host),
+          ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -164,14 +164,36 @@ def test_bits_equal_the_generator_in_unbounded_integers() -> None:
 def test_compiled_bits_are_the_eager_bits(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    seed, position = torch.tensor(SEEDS), torch.arange(8) * 1000
+    seed, position = torch.tensor(SEEDS, device=device)[:, None], torch.arange(125_000, device=device) * 1000
 
     def both(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        return sampling._bits(seed, position, 1003), gumbel(seed, position, 1003)
+        return sampling.uniform(seed, position, 2), gumbel(seed, position, 2)
 
-    bits, g = torch.compile(both, fullgraph=True, dynamic=False)(seed.to(device), position.to(device))
-    assert torch.equal(bits.cpu(), sampling._bits(seed, position, 1003))
-    assert torch.allclose(g.cpu(), gumbel(seed, position, 1003), rtol=1e-5, atol=1e-6)
+    for compiled, eager in zip(torch.compile(both, fullgraph=True, dynamic=False)(seed, position),
+                               both(seed, position), strict=True):  # fmt: skip
+        assert compiled.shape == (8, 125_000, 2) and torch.equal(compiled, eager)
+
+
+@needs_compiler
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_compiled_filters_keep_the_ids_that_eager_ones_keep(device: str) -> None:
+    """100,000 rows whose likeliest tokens are close to each other, each with its own temperature, top-p and min-p."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.manual_seed(3)
+    compiled = torch.compile(sampling._filtered, fullgraph=True, dynamic=False)
+    for _ in range(10):
+        gap = torch.rand(10_000, 64, device=device) * 3
+        gap -= gap.amin(-1, keepdim=True)
+        row = rows_of(SamplingParams(temperature=1.0), [0], 64, [], [], full=True)
+        spread = [torch.rand(10_000, device=device) for _ in range(3)]
+        wishes = row._replace(
+            seed=torch.zeros(10_000, dtype=torch.int64, device=device), temperature=0.3 + spread[0],
+            top_k=torch.full((10_000,), 50, device=device), top_p=spread[1],
+            # Thresholds that shares come upon exactly: those of the tokens themselves.
+            min_p=torch.ops.minispec.exp_of_ratio(gap, -(0.3 + spread[0])[:, None])[:, 7],
+        )  # fmt: skip
+        assert torch.equal(compiled(gap, wishes), sampling._filtered(gap, wishes))
 
 
 def test_noise_does_not_depend_on_the_batch_or_the_vocabulary_around_it() -> None:
@@ -572,9 +594,9 @@ def test_a_token_s_noise_is_the_same_float_in_every_shape() -> None:
 
 
 def seen_by_the_compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-    """A backend that asserts that the noise is one operation to a compiler, which it cannot fuse with others."""
+    """A backend that asserts that the noise's logarithms are one operation, which a compiler does not make itself."""
     called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    assert "minispec.gumbel" in called and not any("log" in name for name in called), called
+    assert [name for name in called if "log" in name] == ["minispec.log_log1p_"], called
     return graph.forward
 
 
@@ -583,4 +605,7 @@ def test_histograms_for_cuda_give_the_sums_of_those_for_a_cpu() -> None:
     for vocab, reach in ((61, 3), (4099, 400), (4099, 3000)):
         digit = torch.randint(-reach, reach, (3, vocab), dtype=torch.int32)
         mass = torch.randint(0, 2**40, (3, vocab))
-        assert torch.equal(sampling._sums_spread(digit, mass, 1024), sampling._sums(digit, mass, 1024))
+        below = (mass * (digit < 0)).sum(-1, keepdim=True)
+        assert torch.equal(below + sampling._sums_spread(digit, mass, 1024), sampling._sums(digit, mass, 1024))
+        bits, goal = digit.abs(), mass.sum(-1) // 2
+        assert torch.equal(*(sampling._cut(bits, mass, goal, spread) for spread in (True, False)))

@@ -65,9 +65,9 @@ class Recorder:
 def capture(engine: Engine, batches: Sequence[int], progress: Callable[[str], None]) -> None:
     """Capture the decode steps of these batch sizes and the smallest prefill step, on CUDA and after warm-up.
 
-    Each is captured for greedy batches, for those with a temperature, and for those with filters; batches with
-    penalties, bias or min_new_tokens run uncaptured. The largest come first, so that the smaller ones fit
-    into the memory that those leave to the pool, and those whose trees are all the host's come last of a batch size.
+    Each is captured for greedy batches, for those with a temperature, and for all others. The largest come first, so
+    that the smaller ones fit into the memory that those leave to the pool, and those whose trees are all the host's
+    come last of a batch size.
     A step that cannot be captured, on this or on another rank, runs uncaptured; a warning says so.
     """
     engine.link.tell("capture", batches)

@@ -173,6 +173,12 @@ class Plan:
         self.finish()
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the plan and its parts; the first dimension of each is a multiple of the batch size."""
+        own = [value for value in vars(self).values() if isinstance(value, Tensor)]
+        return [*own, *(tensor for part in self.parts for tensor in part.tensors)]
+
+    @property
     def name(self) -> str:
         """The plan's shape in words; plans of different shapes have different names."""
         if self.prompts:

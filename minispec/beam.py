@@ -136,9 +136,9 @@ def sprout(logits: Tensor, state: Tensor, topk: int, width: int, to_target: ToTa
     batch = logits.shape[0]
     scores, ids = likeliest(logits, topk)
     tokens = to_target(ids)
-    index = torch.arange(topk, device=ids.device).expand(batch, topk)
-    visible = torch.eye(topk, width, dtype=torch.bool, device=ids.device).expand(batch, -1, -1)
     # `repeat`, not `expand`: the strides must be those of later rounds, or another graph would be needed.
+    index = torch.arange(topk, device=ids.device).repeat(batch, 1)
+    visible = torch.eye(topk, width, dtype=torch.bool, device=ids.device).repeat(batch, 1, 1)
     frontier = Frontier(tokens, state[:, None].repeat(1, topk, 1), scores, index, visible)
     # Copies, since no tensor may stand for two arguments of a compiled function.
     return Candidates(tokens.clone(), scores.clone(), torch.full_like(index, -1)), frontier
@@ -199,6 +199,10 @@ class Beam(Key):
         assert size.steps is not None, "a beam grows in rounds"
         self.batch, self.nodes, self.steps, self.live = batch, size.nodes, size.steps, live
         self.plan = plan if size.steps > 1 else None  # with one round the network reads no frontier
+
+    @property
+    def of_batch(self) -> Sequence[Tensor]:
+        return () if self.batch == 1 else [self.live, *(self.plan.tensors if self.plan is not None else ())]
 
 
 class BeamDrafter(Drafter):
@@ -278,6 +282,15 @@ class BeamDrafter(Drafter):
         if frontier is not None:
             graphs[f"draft's frontiers, {self._attend(frontier).graph}"] = self._attend(frontier)
         return graphs
+
+    def around(self, nodes: int, samples: bool) -> list[str]:
+        """Return the names of the graphs of `_open`, `_round` and `_close`, where they run."""
+        steps = {size.nodes: size.steps or 1 for size in self.trees}[nodes]
+        kind = "sampled" if samples and self.coupled else "greedy"
+        opening = "before the drafter" if steps > 1 else "before a drafter of one round"
+        rounds = [f"between the drafter's rounds, {kind}"] if steps > 2 else []
+        closing = f"after the drafter, {nodes} nodes a tree"  # after one round no logits are left to be sampled from
+        return [f"{opening}, {kind}", *rounds, f"{closing}, {kind}" if steps > 1 else closing]
 
     def propose(self, batch: Batch) -> DraftTree:
         """Grow one tree per request; writes scratch rows beyond the committed ones in the drafter's own pages."""

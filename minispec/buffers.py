@@ -107,12 +107,15 @@ def coarse_batches(most: int, nodes: int, captured: int) -> tuple[int, ...]:
     estimate). A step of few rows (B * N) takes as long as reading the weights. In bfloat16 a row costs one operation
     per byte of weights, and server GPUs since the A100 do at least some 150 operations while they read a byte. So up to
     some 150 rows padding costs no time, and a bucket may be four times the one before it. With more rows a bucket is
-    twice the one before it. One request alone is never padded.
+    twice the one before it. Of five buckets and more the largest may be three times the one before it, since it is
+    rarely filled. One request alone is never padded.
     """
     sizes = [1]
     while sizes[-1] < most:
         wide = 4 * sizes[-1]
         sizes.append(wide if wide * nodes <= WEIGHT_BOUND else 2 * sizes[-1])
+    if len(sizes) >= 5 and most <= 3 * sizes[-3]:
+        del sizes[-2]
     return tuple(sorted({min(size, most) for size in (*sizes, captured) if size}))
 
 
@@ -136,6 +139,9 @@ def write_front(buffer: Tensor, values: Sequence[int]) -> None:
 class DecodeBuffers(Key):
     """The tensors of a decode step of B requests with trees of N nodes; it emits at most A tokens per request."""
 
+    # The plan under which a drafter takes in the accepted paths, which the engine sets; None: it takes in none.
+    paths: Plan | None = None
+
     def __init__(self, kv: PagedKV, batch: int, shape: Shape, most: int, attend: tuple[AttendKind, int]) -> None:
         """`attend`: the kind of attention, and how many layers the target has; `most` is A."""
         device, nodes = kv.pool.device, shape.nodes
@@ -149,8 +155,15 @@ class DecodeBuffers(Key):
         self.plan = Plan(kv, batch, 1, nodes)
         kind, layers = attend
         self.attend = kind(kv, self.plan, layers)
+        # [B, A + 2]: the tokens emitted, how many of them count, 1 if a logit was NaN.
         self.most, self.outputs = most, torch.zeros(batch, most + 2, dtype=torch.int64, device=device)
-        self.emitted, self.count, self.nan = self.outputs[:, :most], self.outputs[:, most], self.outputs[:, most + 1]
+
+    @property
+    def of_batch(self) -> Sequence[Tensor]:
+        if self.batch == 1:
+            return ()
+        plans = [self.plan] if self.paths is None else [self.plan, self.paths]
+        return [self.slots, *self.tree, self.outputs, *(tensor for plan in plans for tensor in plan.tensors)]
 
     def upload(self, slots: Sequence[int], drafts: Sequence[Draft]) -> None:
         """Write slots and the host's trees, both padded; the step itself puts the root's token into node 0."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 Step = Callable[..., Any]  # function(owner, *args): it takes and returns tensors, alone or in named tuples
 Compiler = Callable[[Step], Step]
@@ -35,13 +36,29 @@ def untuned(function: Step) -> Step:
 
 
 def autotuned(function: Step) -> Step:
-    """Return `function` compiled for CUDA, with a graph for every shape; each product is the fastest of several."""
+    """Return `function` compiled for CUDA; each product is the fastest of several. See `shared_by_batches`."""
     options = None
     if function not in _untuned:
         options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
         # `max_autotune` would tune attention too. Its kernel is given, and would run on lists as long as the pool.
         options["max_autotune_gemm"] = options.pop("max_autotune")
-    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+    return shared_by_batches(torch.compile(function, fullgraph=True, dynamic=False, options=options))
+
+
+def shared_by_batches(compiled: Step) -> Step:
+    """Return a function of torch.compile with a graph for one request and another for all larger batches.
+
+    This holds for functions whose key names tensors `of_batch`. Other functions have a graph for every shape.
+    """
+
+    def call(owner: Any, *args: Any) -> Any:
+        key = next(arg for arg in args if isinstance(arg, Key))
+        for tensor in (*key.of_batch, *tree_leaves(args)) if key.of_batch else ():
+            if isinstance(tensor, Tensor) and tensor.dim():
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(owner, *args)
+
+    return call
 
 
 class Key:
@@ -55,6 +72,15 @@ class Key:
     original: Key | None = None  # if this key is a copy: the key whose tensors and graphs it shares
     few = False  # whether the key's rows are so few that each number of rows has its own graph
     moving: tuple[Tensor, ...] = ()  # tensors that may be replaced between calls; a new tuple announces a replacement
+
+    @property
+    def of_batch(self) -> Sequence[Tensor]:
+        """Tensors of the key with a row, or several, for each of two requests or more; none if there is one request.
+
+        If the key has such tensors, CUDA's graph of a function takes other batches too (`shared_by_batches`). All
+        arguments of the function must have such rows as well, except numbers in tensors without dimensions.
+        """
+        return ()
 
     @property
     def any_size(self) -> Sequence[tuple[Tensor, tuple[int, ...]]]:

@@ -133,6 +133,10 @@ class Pass(Key):
         everything = torch.ones(width, width, dtype=torch.bool, device=device)
         self.visible = everything.tril() if network.causal else everything
 
+    @property
+    def of_batch(self) -> Sequence[Tensor]:
+        return () if self.batch == 1 else [self.masks, self.live, *self.plan.tensors]
+
 
 class DFlashDrafter(Drafter):
     """The drafter around a DFlash network: one pass over a block of S rows gives a chain, or a tree, of N nodes.
@@ -184,6 +188,11 @@ class DFlashDrafter(Drafter):
         """Return the attention of the block in a decode step; `commit` attends to nothing."""
         attends = [] if prefill else [self._attends[plan.batch]]
         return {f"draft, {attend.graph}": attend for attend in attends}
+
+    def around(self, nodes: int, samples: bool) -> list[str]:
+        """Return the names of the graphs of `_open` and `_close`."""
+        kind = "sampled" if samples and self.coupled else "greedy"
+        return ["before the drafter", f"after the drafter, {nodes} nodes a tree, {kind}"]
 
     def propose(self, batch: Batch) -> DraftTree:
         """Draft one tree per request; writes scratch rows from row `lens` on in the drafter's own pages."""

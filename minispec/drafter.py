@@ -181,6 +181,13 @@ class Drafter(ABC):
         """
         return {}
 
+    def around(self, nodes: int, samples: bool) -> list[str]:
+        """Return a name for each graph around the network in a step with trees of N nodes.
+
+        samples: whether `Batch` has temperatures. Batches of two and more share a graph, so it is not named by batch.
+        """
+        return []
+
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
         """Propose a tree per slot on the host, before a decode step.
 

@@ -184,8 +184,10 @@ class Engine:
         drafter.attach(kv, attend_kind, sizes.batch_sizes, [size // self.prefills.width for size in self.prefills])
         # The attention plans under which the drafter takes in accepted paths, as chains of tokens; by batch size and A.
         paths = {(batch, self._most(shape.nodes)) for batch, shape in self.decodes if shape.drafts and drafter.commits}
-        self.path_plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
-        for plan in self.path_plans.values():
+        plans = {(batch, most): Plan(kv, batch, 1, most) for batch, most in sorted(paths)}
+        for buffers in self.decodes.values():
+            buffers.paths = plans.get((buffers.batch, buffers.most)) if buffers.nodes > 1 else None
+        for plan in plans.values():
             # `attends` makes the drafter's attention for this plan. The plan must not be filled before that: the
             # attention may replace the function that `fill` calls last (`Plan.finish`).
             drafter.attends(plan, prefill=False)
@@ -422,9 +424,8 @@ class Engine:
         self.lens[slots] = lens + verdict.count
         self.root[slots] = verdict.bonus
         self._clear_padding()
-        buffers.emitted.copy_(verdict.emitted)
-        buffers.count.copy_(verdict.count)
-        buffers.nan.copy_(verdict.nan)
+        # Written whole. As three views of one tensor the outputs would overlap for all that torch.compile knows.
+        buffers.outputs.copy_(torch.cat((verdict.emitted, verdict.count[:, None], verdict.nan[:, None]), dim=1))
         return self._path(buffers, lens, verdict, tokens, features) if nodes > 1 and self.drafter.commits else None
 
     def hand_over(self, buffers: DecodeBuffers, path: Path | None) -> None:
@@ -434,17 +435,18 @@ class Engine:
         if self.late.keeps(buffers):
             self.late.keep(buffers.slots, path.positions, path.tokens, path.features)
             return
-        plan = self.path_plans[buffers.batch, buffers.most]
-        self.drafter.commit(Committed(buffers.slots, *path, plan, prefill=False))
+        assert buffers.paths is not None
+        self.drafter.commit(Committed(buffers.slots, *path, buffers.paths, prefill=False))
 
     def _path(
         self, buffers: DecodeBuffers, lens: Tensor, verdict: Verdict, tokens: Tensor, features: Tensor | None
     ) -> Path:
         """Return the accepted paths as chains of A rows from `lens` on, and fill the drafter's plan for the chains."""
+        assert buffers.paths is not None
         batch, most = verdict.path.shape
         step = torch.arange(most, device=self.device)
         visible = (step <= step[:, None]).expand(batch, -1, -1)
-        self.path_plans[batch, most].fill(buffers.slots, lens, visible, step < verdict.count[:, None])
+        buffers.paths.fill(buffers.slots, lens, visible, step < verdict.count[:, None])
         if features is not None:
             features = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
         ends = torch.arange(batch, device=self.device) * most + verdict.count - 1

@@ -175,6 +175,9 @@ class Lookups(Drafter):
     def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
         return self.head.attends(plan, prefill)
 
+    def around(self, nodes: int, samples: bool) -> list[str]:
+        return self.head.around(self._grown[nodes], samples)
+
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
         return self.texts.host_drafts(slots)
 

@@ -117,7 +117,7 @@ def looking(name: str) -> Iterator[None]:
     def looks(engine: Engine, buffers: Any, path: Any) -> None:
         hand_over(engine, buffers, path)
         if buffers.name == name:
-            buffers.count[0].item()
+            buffers.outputs[0, 0].item()
 
     with mock.patch.object(Engine, "hand_over", looks):
         yield

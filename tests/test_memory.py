@@ -247,8 +247,8 @@ def test_fp8_is_not_captured_where_it_leaves_the_stream(
 
 @pytest.mark.parametrize(
     ("nodes", "gib", "options", "expected"),
-    [(1, 80, {}, (1, 4, 16, 48)), (8, 80, {}, (1, 4, 16, 32, 48)), (32, 80, {}, (1, 4, 8, 16, 32, 48)),
-     (33, 80, {}, (1, 2, 4, 8, 16, 32, 48)), (1, 16, {}, (1, 4, 8, 16, 48)), (1, 80, {"disable_cuda_graph": True},
+    [(1, 80, {}, (1, 4, 16, 48)), (8, 80, {}, (1, 4, 16, 48)), (32, 80, {}, (1, 4, 8, 16, 48)),
+     (33, 80, {}, (1, 2, 4, 8, 16, 48)), (1, 16, {}, (1, 4, 8, 16, 48)), (1, 80, {"disable_cuda_graph": True},
      (1, 4, 16, 48)), (1, 80, {"cuda_graph_bs": [2, 4]}, (2, 4, 8, 16, 32, 48))],
     ids=str,
 )  # fmt: skip
@@ -273,7 +273,8 @@ def test_coarse_buckets_pad_by_less_than_half_or_within_what_is_free(most: int) 
         found = coarse_batches(most, nodes, 0)
         assert found[0] == 1 and found[-1] == most
         for small, large in itertools.pairwise(found):
-            assert large <= 2 * small or (large <= 4 * small and large * nodes <= WEIGHT_BOUND)
+            rare = large == most <= 3 * small and small >= 8
+            assert large <= 2 * small or (large <= 4 * small and large * nodes <= WEIGHT_BOUND) or rare
 
 
 def test_given_batches_beyond_the_running_requests_are_left_out() -> None:

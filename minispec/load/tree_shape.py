@@ -54,7 +54,8 @@ def beam_shape(config: Config, architecture: str, on_cpu: bool) -> dict[str, Any
         logger.warning("--speculative-num-draft-tokens %d becomes %d: with --speculative-num-steps %d and "
                        "--speculative-eagle-topk %d %s", config.speculative_num_draft_tokens, nodes, steps, topk,
                        why)  # fmt: skip
-    smaller = SMALLER.get((steps, topk, nodes)) if config.several_sizes else None
+    # On CUDA rounds and nodes cost little, and a second size would add a third to the graphs of the first start.
+    smaller = SMALLER.get((steps, topk, nodes)) if config.several_sizes and on_cpu else None
     wider = min(lookup_nodes(config, nodes), candidate_count(steps, topk) + 1) if config.looks_up(on_cpu) else nodes
     return {"steps": steps, "topk": topk, "nodes": wider, "smaller": (steps, nodes) if wider > nodes else smaller}
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from minispec.buffers import DecodeBuffers, PrefillBuffers
-from minispec.cpu.direct import OneMade, one_graph
+from minispec.cpu.direct import DirectStep, OneMade, one_graph
 from minispec.engine import COMPILED, Engine
 from minispec.sampling import GREEDY
 from minispec.tree import Shape
@@ -40,27 +40,44 @@ def steps_of(engine: Engine) -> list[DecodeBuffers | PrefillBuffers]:
 def shapes(engine: Engine) -> list[str]:
     """Return a name for every graph of blocks and of the code around them, the drafter's included.
 
-    The names are in the order of `steps_of`. On a CPU a graph may serve several steps. For each kind of step, the code
-    around the target's blocks has one name for all its functions, and the code around the drafter's has another. Not
-    named here are the two graphs of an int8 LM head, and the second graph of a model in which only some blocks have
-    experts.
+    The names are in the order of `steps_of`. Not named here are the two graphs of an int8 LM head, and the second graph
+    of a model in which only some blocks have experts.
     """
-    names: list[str] = []
-    for step in steps_of(engine):
-        names.append(f"target, {step.attend.graph}")
-        if isinstance(step, PrefillBuffers):
-            names += engine.drafter.attends(step.plan, prefill=True)
-            continue
-        if step.nodes > 1 and engine.drafter.commits:
-            paths = engine.path_plans[step.batch, step.most]
-            names += engine.drafter.attends(paths, prefill=False)
-        names += [
-            f"around the {owner}, batch {step.batch}, {step.nodes} nodes a tree, {kind}"
-            for kind, samples in (("greedy", False), ("sampled", True))
-            if engine.small.choice(step.batch, step.nodes, samples)
-            for owner in (("target", "drafter") if step.nodes > 1 and engine.drafter.steps else ("target",))
-        ]
-    return [*dict.fromkeys(names)]
+    return [*dict.fromkeys(name for step in steps_of(engine) for name in graphs_of(engine, step))]
+
+
+def graphs_of(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> list[str]:
+    """Return the names of the graphs that a step runs; a graph may serve several steps."""
+    names = [f"target, {step.attend.graph}"]
+    if isinstance(step, PrefillBuffers):
+        return [*names, *engine.drafter.attends(step.plan, prefill=True)]
+    if step.paths is not None:
+        names += engine.drafter.attends(step.paths, prefill=False)
+    return names + (_around_on_cpu if isinstance(engine.small.compiled[0], DirectStep) else _around)(engine, step)
+
+
+def _around(engine: Engine, step: DecodeBuffers) -> list[str]:
+    """Return the names of the graphs around the blocks of a step; batches of two and more share them."""
+    batch = "one request" if step.batch == 1 else "several requests"
+    names = []
+    for needs in COMPILED:
+        if engine.small.choice(step.batch, step.nodes, bool(needs)):
+            names += [f"before the target, {step.nodes} nodes a tree", f"after the target, {step.nodes} nodes a tree, "
+                      f"{', '.join(sorted(needs)) or 'greedy'}"]  # fmt: skip
+            # Without coupling the drafter takes all batches for greedy ones.
+            names += engine.drafter.around(step.nodes, bool(needs) and engine.accept.couples) if step.nodes > 1 else []
+    return [f"{name}, {batch}" for name in names]
+
+
+def _around_on_cpu(engine: Engine, step: DecodeBuffers) -> list[str]:
+    """Return one name for all graphs around the target's blocks of a step, and one for all around the drafter's."""
+    owners = ("target", "drafter") if step.nodes > 1 and engine.drafter.steps else ("target",)
+    return [
+        f"around the {owner}, batch {step.batch}, {step.nodes} nodes a tree, {kind}"
+        for kind, samples in (("greedy", False), ("sampled", True))
+        if engine.small.choice(step.batch, step.nodes, samples)
+        for owner in owners
+    ]
 
 
 def warm_up(engine: Engine, progress: Callable[[str], None]) -> None:
@@ -68,13 +85,14 @@ def warm_up(engine: Engine, progress: Callable[[str], None]) -> None:
 
     On CUDA this takes long. If it is stopped, the cache has the graphs that are made.
     """
-    steps = steps_of(engine)
+    steps, total, begun = steps_of(engine), len(shapes(engine)), set[str]()
     if engine.device.type == "cuda":
-        progress(f"compiling {len(steps)} kinds of steps; fewer batch sizes in --cuda-graph-bs start sooner")
+        progress(f"compiling {total} graphs; fewer batch sizes in --cuda-graph-bs start sooner")
     else:
         steps.reverse()
-    for done, step in enumerate(steps, start=1):
-        progress(f"warm-up {done}/{len(steps)}: {step.name}")
+    for step in steps:
+        begun.update(graphs_of(engine, step))
+        progress(f"warm-up {len(begun)}/{total}: {step.name}")
         _run_on_padding(engine, step)
 
 

@@ -1,0 +1,221 @@
+"""What CUDA compiles, traced on a CPU: each graph has a name, all are made before serving, each does what is wanted.
+
+A GPU runs plain torch.compile, with FlexAttention, around every function; a CPU runs `cpu/direct.py` around a few. Here
+engines on a CPU are compiled as on CUDA, by backends that make no kernels: `eager` runs what Dynamo traced, and
+`aot_eager` what AOTAutograd makes of it. The kernels themselves are the matter of test_cuda_path.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import test_memory
+import torch
+from conformance import random_head
+from conftest import slow_unless
+from exactness import VOCAB, build, reference, request, run, tiny_model
+from test_config import DOCUMENTED
+from torch._dynamo import lookup_backend
+from trained import trained_dflash, trained_model
+
+from minispec.attention import PagedFlex
+from minispec.beam import BeamDrafter
+from minispec.compiled import Step, shared_by_batches
+from minispec.dflash import DFlashDrafter
+from minispec.drafter import Drafter, HostDrafter, Plain
+from minispec.eagle import Eagle3Head, HeadConfig
+from minispec.engine import Engine
+from minispec.kv import KVShape, PagedKV
+from minispec.load.build import compile_step, resolve_sizes
+from minispec.load.flags import config_from_args
+from minispec.load.tree_shape import beam_shape
+from minispec.load.warm_up import shapes, warm_up
+from minispec.lookup import Lookups
+from minispec.model import Model, ModelConfig
+from minispec.ngram import NgramDrafter, NgramOptions
+from minispec.scheduler import Scheduler
+from minispec.standalone import DraftModel, StandaloneDrafter
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
+NODES = 8
+
+
+def texts() -> NgramDrafter:
+    """Return a drafter over texts."""
+    return NgramDrafter(NgramOptions(nodes=NODES))
+
+
+def eagle3(model: Model, **how: Any) -> BeamDrafter:
+    """Return a random head that drafts in four rounds, so that what lies between rounds runs twice."""
+    how = {"steps": 4, "topk": 2, "nodes": 6, **how}
+    return BeamDrafter(random_head(Eagle3Head, model, taps=(1, 2), own_lm_head=True), **how)
+
+
+DRAFTERS: dict[str, Callable[[Model], Drafter | HostDrafter]] = {
+    "none": lambda model: Plain(),
+    "ngram": lambda model: texts(),
+    "eagle3": eagle3,
+    "eagle3-uncoupled": lambda model: eagle3(model, coupled=False),
+    "eagle3-two-sizes": lambda model: eagle3(model, smaller=(1, 3)),
+    "lookups": lambda model: Lookups(eagle3(model), texts(), VOCAB),
+    "dflash": lambda model: DFlashDrafter(trained_dflash(), block=4, topk=2, nodes=6, smaller=3),
+    "standalone": lambda model: StandaloneDrafter(
+        DraftModel(tiny_model(1, intermediate_size=80), VOCAB), steps=2, topk=2, nodes=4
+    ),
+}
+
+
+class Made:
+    """The graphs that torch.compile made: how many of each function, and how often they ran."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend, self.graphs, self.runs = backend, Counter[str](), 0
+
+    def compiler(self, function: Step) -> Step:
+        """Compile a function as on CUDA, by a backend that makes no kernels."""
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            self.graphs[function.__qualname__] += 1
+            compiled = lookup_backend(self.backend)(graph, inputs)
+
+            def run(*flat: Any) -> Any:
+                self.runs += 1
+                return compiled(*flat)
+
+            return run
+
+        return shared_by_batches(torch.compile(function, backend=backend, fullgraph=True, dynamic=False))
+
+
+def compiled_as_on_cuda(
+    name: str, running: int, backend: str = "eager", flex: bool = True
+) -> tuple[Scheduler, Made]:
+    """Return a scheduler whose functions are all compiled when they first run, and the graphs that it has made."""
+    torch._dynamo.reset()
+    model = trained_model() if name == "dflash" else tiny_model()
+    with torch.inference_mode():
+        drafter = DRAFTERS[name](model)
+    scheduler, made = build(model, drafter, host_looks=False, pages=60, running=running, flex=flex), Made(backend)
+    engine = scheduler.engine
+    engine.compile_small(made.compiler, lambda batch, nodes, samples: True)
+    engine.drafter.compile(made.compiler)
+    model.compile_blocks(made.compiler)
+    return scheduler, made
+
+
+@contextmanager
+def room(graphs: int) -> Iterator[None]:
+    """Let a function have as many graphs as `build.py` lets it have."""
+    with torch._dynamo.config.patch(recompile_limit=8 + graphs):
+        yield
+
+
+# ---- every graph has a name ------------------------------------------------------------------------------------------
+
+FUNCTIONS = {  # by what the names of their graphs begin with
+    "target,": "Block.forward", "draft,": "Block.forward", "draft's committed": "BeamDrafter._take_in",
+    "draft's frontiers": "Eagle3Head.forward", "before the target": "Engine._before_blocks",
+    "after the target": "Engine._after_blocks", "before the drafter": "_open", "before a drafter": "_open",
+    "between": "BeamDrafter._round", "after the drafter": "_close",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "running"), slow_unless(
+    [(name, 4 if name == "eagle3" else 2) for name in DRAFTERS], lambda name, running: name == "eagle3"))  # fmt: skip
+def test_the_names_are_those_of_all_graphs_that_torch_compile_makes(name: str, running: int) -> None:
+    scheduler, made = compiled_as_on_cuda(name, running)
+    engine, told = scheduler.engine, []
+    names = shapes(engine)
+    with room(len(names)), torch.inference_mode():
+        warm_up(engine, told.append)
+    owner = type(getattr(engine.drafter, "head", engine.drafter))
+    owner = BeamDrafter if issubclass(owner, BeamDrafter) else owner
+    wanted: Counter[str] = Counter()
+    for graph in names:
+        function = next(function for begin, function in FUNCTIONS.items() if graph.startswith(begin))
+        wanted[function if "." in function else f"{owner.__name__}.{function}"] += 1
+    assert made.graphs == wanted
+    assert [line.partition(":")[0] for line in told][-1] == f"warm-up {len(names)}/{len(names)}"
+
+
+# ---- and does what eager code does -----------------------------------------------------------------------------------
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {}, {"temperature": 0.9}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20}, {"repetition_penalty": 1.3},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "backend"), slow_unless(
+    [("none", "eager"), ("eagle3", "aot_eager"), ("lookups", "eager")], lambda name, backend: name == "none",
+))  # fmt: skip
+def test_after_warm_up_no_graph_is_made_and_tokens_are_those_of_plain_decoding(name: str, backend: str) -> None:
+    """Requests of every kind arrive and end one after the other, so batches of one to four take plain steps and trees.
+
+    With `aot_eager` the graphs are those of AOTAutograd, in which no argument may share memory with another.
+    """
+    requests = [request(f"r{i}", [i, 2, 30, i, 2], max_new_tokens=4 + 3 * i, sampling_seed=i, **KINDS[i % 4])
+                for i in range(6)]  # fmt: skip
+    scheduler, made = compiled_as_on_cuda(name, 4, backend)
+    engine, rng = scheduler.engine, random.Random(4)
+    scheduler.policy.forced = lambda shapes: rng.choice(shapes)
+    with room(len(shapes(engine))), torch.inference_mode():
+        warm_up(engine, lambda line: None)
+        before, runs = made.graphs.copy(), made.runs
+        with torch.compiler.set_stance("fail_on_recompile"):
+            run(scheduler, requests, stagger=2)
+    assert made.graphs == before and made.runs > runs + 40
+    eager = tiny_model()
+    assert [r.output_ids for r in requests] == [reference(eager, r) for r in requests]
+
+
+# ---- few enough to wait for ------------------------------------------------------------------------------------------
+
+
+def documented(*dropped: str) -> list[str]:
+    """Return the flags of the documented command for Llama 3.1 and EAGLE-3, without the flags dropped."""
+    flags = next(flags for _, flags in DOCUMENTED if "EAGLE3" in flags and "meta-llama/Llama-3.1-8B-Instruct" in flags)
+    named = zip(flags[::2], flags[1::2], strict=False)
+    return [word for flag, value in named if flag not in dropped for word in (flag, value)]
+
+
+NUMBERS = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
+GRAPHS = ("--cuda-graph-max-bs", "--mem-fraction")
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 5e5, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def names_on_an_h100(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the graphs of a command, from an engine without memory."""
+    test_memory.gpu(monkeypatch, 80, 80)
+    config, device = config_from_args(flags), torch.device("meta")
+    shape = ModelConfig.from_hf(LLAMA)
+    with torch.inference_mode():
+        model = Model.empty(shape, torch.bfloat16, device)
+        head = Eagle3Head.empty(HeadConfig("eagle3", shape.plain(), (2, 16, 29), torch.arange(32000)), model)
+        drafter = BeamDrafter(head, **beam_shape(config, shape.architecture, on_cpu=False))
+        limits = {"context_length": shape.context_length, "max_running": 48, "chunk_size": 2048}
+        sizes = resolve_sizes(config, torch.device("cuda"), limits, drafter)
+        rows = shape.context_length + sizes.tree_rows
+        kv = PagedKV(KVShape(shape.layers, shape.kv_heads, shape.head_dim), pages=100, page_size=64, slots=49,
+                     rows_per_slot=rows, zeros=model.norm.weight.new_zeros)  # fmt: skip
+        engine = Engine(model, kv, drafter, sizes, attend_kind=PagedFlex)
+    engine.compile_small(partial(compile_step, device=torch.device("cuda")), lambda batch, nodes, samples: True)
+    return shapes(engine)
+
+
+def test_the_documented_command_has_at_most_fifty_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {}
+    for dropped in ((*NUMBERS, *GRAPHS), GRAPHS):
+        names = names_on_an_h100(documented(*dropped), monkeypatch)
+        counts[dropped] = Counter(name.partition(",")[0] for name in names)
+        print(len(names), *names, sep="\n")
+    assert counts[*NUMBERS, *GRAPHS].total() <= 50 and counts[GRAPHS].total() <= 54

@@ -63,10 +63,12 @@ class Replays:
         return compared
 
 
-def replayed(name: str, requests: Sequence[Request] = (), **wishes: object) -> Replays:
+def replayed(
+    name: str, requests: Sequence[Request] = (), simulated: float | None = None, **wishes: object
+) -> Replays:
     """Serve requests, by default of many lengths; every step but the first of a kind is replayed."""
     subject = SUBJECTS[name]
-    scheduler = subject.build(running=2, host_looks=False, pages=60)
+    scheduler = subject.build(running=2, host_looks=False, pages=60, simulated=simulated)
     engine = reads_all(scheduler.engine)
     rng, steps = random.Random(2), scheduler.metrics.shapes  # plain steps, which keep what is taken in later, too
     scheduler.policy.forced = lambda shapes: rng.choice(shapes) if steps else shapes[-1]

@@ -160,6 +160,7 @@ class DecodeBuffers(Key):
 
     @property
     def of_batch(self) -> Sequence[Tensor]:
+        """The step's own tensors and those of its plans; none if there is one request."""
         if self.batch == 1:
             return ()
         plans = [self.plan] if self.paths is None else [self.plan, self.paths]

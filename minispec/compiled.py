@@ -45,18 +45,30 @@ def autotuned(function: Step) -> Step:
     return shared_by_batches(torch.compile(function, fullgraph=True, dynamic=False, options=options))
 
 
+# Attributes of a tensor by which torch.compile knows that a dimension may have any length; it gives them to the outputs
+# of such a graph too.
+_MARKS = ("_dynamo_weak_dynamic_indices", "_dynamo_propagated_dynamic_indices", "_has_dynamo_dim_marking")
+
+
 def shared_by_batches(compiled: Step) -> Step:
     """Return a function of torch.compile with a graph for one request and another for all larger batches.
 
-    This holds for functions whose key names tensors `of_batch`. Other functions have a graph for every shape.
+    This holds for functions whose key names tensors `of_batch`. Other functions have a graph for every shape: they read
+    some of the same tensors, so a tensor keeps no mark. FlexAttention, for one, takes no batch of any length.
     """
 
     def call(owner: Any, *args: Any) -> Any:
         key = next(arg for arg in args if isinstance(arg, Key))
-        for tensor in (*key.of_batch, *tree_leaves(args)) if key.of_batch else ():
-            if isinstance(tensor, Tensor) and tensor.dim():
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return compiled(owner, *args)
+        if not key.of_batch:
+            return compiled(owner, *args)
+        marked = [leaf for leaf in (*key.of_batch, *tree_leaves(args)) if isinstance(leaf, Tensor) and leaf.dim()]
+        for tensor in marked:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        result = compiled(owner, *args)
+        for leaf in (*marked, *tree_leaves(result)):
+            for mark in _MARKS if isinstance(leaf, Tensor) else ():
+                vars(leaf).pop(mark, None)
+        return result
 
     return call
 

@@ -76,12 +76,15 @@ class Made:
 
     def __init__(self, backend: str) -> None:
         self.backend, self.graphs, self.runs = backend, Counter[str](), 0
+        self.of_any_batch: set[str] = set()  # functions of which a graph takes batches of any size
 
     def compiler(self, function: Step) -> Step:
         """Compile a function as on CUDA, by a backend that makes no kernels."""
 
         def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             self.graphs[function.__qualname__] += 1
+            if any(isinstance(value, torch.SymInt) for value in inputs):
+                self.of_any_batch.add(function.__qualname__)
             compiled = lookup_backend(self.backend)(graph, inputs)
 
             def run(*flat: Any) -> Any:
@@ -141,6 +144,8 @@ def test_the_names_are_those_of_all_graphs_that_torch_compile_makes(name: str, r
         function = next(function for begin, function in FUNCTIONS.items() if graph.startswith(begin))
         wanted[function if "." in function else f"{owner.__name__}.{function}"] += 1
     assert made.graphs == wanted
+    assert not {function for function in made.of_any_batch if "forward" in function}, "attention is not of any batch"
+    assert "Engine._after_blocks" in made.of_any_batch
     assert [line.partition(":")[0] for line in told][-1] == f"warm-up {len(names)}/{len(names)}"
 
 

@@ -165,6 +165,7 @@ def lowered(scale: Scale) -> dict[str, list[str]] | str:
     from torch._inductor.graph import GraphLowering
 
     from benchmarks import lowering
+    from benchmarks.lowered import Graph
 
     if scale.device != "cuda":
         return "this is no GPU; python -m benchmarks.lowering lowers for one"
@@ -176,7 +177,7 @@ def lowered(scale: Scale) -> dict[str, list[str]] | str:
             torch._inductor.config.patch(force_disable_caches=True),
         ):
             autotuned(Block.forward)(*lowering.make_layer(cell))
-        faults[f"{cell.nodes} nodes"] = lowering.faults_of_source(cell, sources[-1])
+        faults[f"{cell.nodes} nodes"] = lowering.faults_of(cell, Graph(sources[-1], [1]))
     assert not any(faults.values()), faults
     return faults
 

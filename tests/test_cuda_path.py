@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-import re
+from collections import Counter as Counted
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -22,6 +22,8 @@ from unittest import mock
 
 import conformance
 import exactness
+import fake_gpu
+import kernels
 import lowering
 import pytest
 import torch
@@ -171,7 +173,7 @@ def serve_on_fake_cuda(
     model = exactness.tiny_model(**switches)
     with torch.inference_mode():
         drafter = subject.drafter(model)
-    lowering.allow_fake_cuda()
+    fake_gpu.allow_fake_cuda()
     collect = Engine.collect
 
     def collected(engine: Engine, pending: Pending) -> list[list[int]]:
@@ -188,9 +190,9 @@ def serve_on_fake_cuda(
         stack.enter_context(mock.patch.object(Engine, "collect", collected))
         stack.enter_context(mock.patch.object(Scores, "read", lambda scores, most: {}))
         stack.enter_context(mock.patch.object(exactness, "CPU", CUDA))
-        lowering.fake_module(model, torch.float32)
+        fake_gpu.fake_module(model, torch.float32)
         if (network := getattr(drafter, "network", None)) is not None:
-            lowering.fake_module(network, torch.float32)
+            fake_gpu.fake_module(network, torch.float32)
         for key, value in list(vars(drafter).items()):
             if isinstance(value, Tensor):
                 setattr(drafter, key, torch.empty(value.shape, dtype=value.dtype, device=CUDA))
@@ -201,7 +203,7 @@ def serve_on_fake_cuda(
         return serve(scheduler, some_requests(name, law))
 
 
-needs_fake_cuda = pytest.mark.skipif(bool(why := lowering.no_fake_cuda()), reason=str(why))
+needs_fake_cuda = pytest.mark.skipif(bool(why := fake_gpu.no_fake_cuda()), reason=str(why))
 
 
 @needs_fake_cuda
@@ -395,7 +397,7 @@ def test_gather_reads_enough_pages_without_a_look(nodes: int, monkeypatch: pytes
 
 def pages_read_on_fake_cuda(mapped: int, window: int) -> int:
     """Return how many rows PagedGather reads where the longest slot has `mapped` pages of 16 rows."""
-    lowering.allow_fake_cuda()
+    fake_gpu.allow_fake_cuda()
     with FakeTensorMode(), mock.patch.object(torch, "tensor", tensor_without_pinning):
         like = torch.empty(0, device=CUDA)
         kv = PagedKV(KVShape(1, 1, 8), pages=200, page_size=16, slots=3, rows_per_slot=2048, zeros=like.new_zeros)
@@ -443,7 +445,7 @@ def test_trees_end_at_127_nodes_on_cuda() -> None:
 
 # ---- every kernel can be built -------------------------------------------------------------------------------------
 
-needs_triton = pytest.mark.skipif(bool(why := lowering.unavailable()), reason=str(why))
+needs_triton = pytest.mark.skipif(bool(why := fake_gpu.unavailable()), reason=str(why))
 CELLS = (
     Cell(3, 6, 64), Cell(3, 64, 64), Cell(4, 1, 128), Cell(4, 64, 128), Cell(7, 19, 128), Cell(1, 64, 128),
     Cell(8, 127, 128), Cell(4, QUERY_BLOCK, 128, True),
@@ -459,6 +461,18 @@ def test_block_compiles_for_an_h200(cell: Cell, pretender: ProcessPoolExecutor) 
     assert built is not None and built.shared > 0 and built.registers > 16
 
 
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "eagle3"])
+def test_a_step_of_llama_launches_no_more_kernels_than_its_budget(drafts: bool, pretender: ProcessPoolExecutor) -> None:
+    found = pretender.submit(kernels.counted_alone, drafts).result()
+    assert min(launched["Block.forward"] for launched in found.values()) >= 10 * 32, "ten kernels a layer and more"
+    assert not kernels.over_budget(drafts, found)
+    too_many = {name: launched + Counted({"more": 500}) for name, launched in found.items()}
+    assert len(kernels.over_budget(drafts, too_many)) == 1
+    assert kernels.over_budget(drafts, {**found, "sampled": too_many["sampled"]}) != []
+
+
 def fp8_block() -> tuple[list[str], int]:
     """Return the faults of a block with fp8 layers, and how many products of fp8 rows it calls."""
     make, cell = lowering.make_layer, Cell(4, 8, 64)
@@ -470,8 +484,8 @@ def fp8_block() -> tuple[list[str], int]:
         return layer
 
     with mock.patch.object(lowering, "make_layer", made):
-        source = lowering.lower(cell)
-    return lowering.faults_of_source(cell, source), source.count("extern_kernels._scaled_mm(")
+        graph = lowering.lower(cell)
+    return lowering.faults_of(cell, graph), graph.launches.count("extern_kernels._scaled_mm")
 
 
 @pytest.mark.slow
@@ -492,15 +506,13 @@ def mixture_block(cell: Cell) -> tuple[list[str], int, int]:
         with torch.device("meta"):
             block.router, block.experts = nn.Linear(x.shape[-1], 16, bias=False), Experts(config)
         block.sparse = True
-        lowering.fake_module(block, cell.dtype)
+        fake_gpu.fake_module(block, cell.dtype)
         return block.eval(), x, rope, attend
 
-    # Constants are folded by computing them on the device, which is not there.
-    folding = torch._inductor.config.patch(joint_graph_constant_folding=False)
-    with mock.patch.object(lowering, "make_layer", made), folding:
-        source = lowering.lower(cell)
-    grouped = source.count("extern_kernels._grouped_mm(")
-    return lowering.faults_of_source(cell, source), grouped, len(re.findall(r"extern_kernels\.(bmm|baddbmm)\(", source))
+    with mock.patch.object(lowering, "make_layer", made):
+        graph = lowering.lower(cell)
+    others = sum(name in ("extern_kernels.bmm", "extern_kernels.baddbmm") for name in graph.launches)
+    return lowering.faults_of(cell, graph), graph.launches.count("extern_kernels._grouped_mm"), others
 
 
 @pytest.mark.slow
@@ -510,7 +522,7 @@ def mixture_block(cell: Cell) -> tuple[list[str], int, int]:
     [
         (Cell(4, 8, 64), 2, 0),
         (Cell(4, QUERY_BLOCK, 64, prefill=True), 2, 0),
-        (Cell(4, 4, 64, dtype=torch.float16), 0, 2),  # as many pairs as experts: gathered
+        (Cell(4, 4, 64, dtype=torch.float16), 0, 0),  # as many pairs as experts: gathered, one row a product
         (Cell(4, QUERY_BLOCK, 64, prefill=True, dtype=torch.float16), 0, 8),  # four pieces, by all experts
     ],
 )
@@ -522,7 +534,7 @@ def test_a_block_with_experts_is_one_graph_for_an_h200(
 
 def fp8_rows(size: int, rows: int, by_columns: bool) -> list[int]:
     """Return the shape of a product with fp8 rows on a fake GPU, which asks for what a real one asks for."""
-    with lowering.pretend_h200(), FakeTensorMode(), torch.inference_mode():
+    with fake_gpu.pretend_h200(), FakeTensorMode(), torch.inference_mode():
         linear = Fp8Linear(nn.Linear(size, 32, bias=False, dtype=torch.bfloat16, device=CUDA))
         x = torch.empty(size, rows, dtype=torch.bfloat16, device=CUDA).t()
         return list(linear(x if by_columns else x.contiguous()).shape)
@@ -574,6 +586,14 @@ def pool_copied(stack: ExitStack) -> None:
     stack.enter_context(mock.patch.object(FlexLayer, "__call__", changed))
 
 
+def attention_tuned(stack: ExitStack) -> None:
+    """Everything is autotuned, attention too."""
+    options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
+    stack.enter_context(mock.patch.object(torch._inductor, "list_mode_options",
+                                          lambda mode: options | {"max_autotune_gemm": True}))  # fmt: skip
+    stack.enter_context(torch._inductor.config.patch(max_autotune=True))
+
+
 def faults_with(fault: Callable[[ExitStack], None], cell: Cell, compiled: bool) -> list[str]:
     """Return what the check says of a cell with a fault put back."""
     with ExitStack() as stack:
@@ -591,6 +611,7 @@ def faults_with(fault: Callable[[ExitStack], None], cell: Cell, compiled: bool) 
         (two_warps, "registers spilled"),
         (rows_written_by_a_kernel, "a tuned kernel works on the pool"),
         (pool_copied, "buffers of the pool's size"),
+        (attention_tuned, "attention kernels to choose from"),
     ],
 )
 def test_a_block_that_runs_badly_is_seen(

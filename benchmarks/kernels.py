@@ -1,0 +1,195 @@
+"""How many kernels a decode step of Llama-3.1-8B launches on CUDA, counted on a machine without a GPU.
+
+The engine is the one that the flags below give, as `load/build.py` builds it, on fake tensors. So all that CUDA
+compiles is lowered with the options that CUDA has: the blocks of target and draft head, and the code before and after
+them. A captured step launches what its graphs launch, and the operations between them.
+
+Counted are Triton's kernels, the libraries' matrix products and ATen's operations, each as one, though some of the
+latter (sort, topk) are several kernels. This project's operators count as the ATen operations they are made of.
+
+`python -m benchmarks.kernels` counts plain steps and steps with an EAGLE-3 tree of 5/8/32, alone and at the largest
+batch that is captured, greedy and with all filters and penalties, and ends with status 1 where a step launches more
+than its budget. It also tells how long the graphs of each function take to be lowered.
+
+Needs what `lowering.py` needs. Read next: `lowered.py`, which keeps the code.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+
+from benchmarks.fake_gpu import H200, fake_module, unavailable
+from benchmarks.gpu_stages import LLAMA3
+from benchmarks.lowered import Graph, Launches, Lowerings
+from minispec.beam import BeamDrafter
+from minispec.buffers import DecodeBuffers, PrefillBuffers
+from minispec.compiled import Step
+from minispec.config import Config
+from minispec.drafter import Drafter
+from minispec.eagle import Eagle3Head, HeadConfig
+from minispec.engine import CAPTURED, Engine
+from minispec.load import build
+from minispec.load.tree_shape import beam_shape
+from minispec.model import Model
+from minispec.sampling import GREEDY, Needs
+from minispec.tree import PLAIN
+
+PAGES = 8191  # of the pools: no other tensor of a step has a multiple of this prime
+DRAFT_VOCAB = 32000  # ids of the draft head, as published heads have
+TREE = {"speculative_num_steps": 5, "speculative_eagle_topk": 8, "speculative_num_draft_tokens": 32}
+PLAIN_MOST, EAGLE3_MOST, SAMPLED_MOST = 480, 790, 1.35  # the budgets: kernels a step; times those of the greedy step
+
+
+class Made(NamedTuple):
+    """A graph that torch.compile made."""
+
+    function: str  # the name of the compiled function
+    where: str  # the shape of the step
+    seconds: float  # of Dynamo, AOTAutograd and Inductor, up to the code; a GPU needs more, for Triton and for tuning
+    graph: Graph
+
+
+class EagleBuild(build.Outline):
+    """The parts of an engine with an EAGLE-3 head of published sizes, on the meta device."""
+
+    def draft(self, target: Model) -> Drafter:
+        """Return the drafter around a head without weights."""
+        if self.config.algorithm == "NONE":
+            return super().draft(target)
+        sizes, ids = replace(self.model_config, layers=1), torch.empty(DRAFT_VOCAB, dtype=torch.int64, device="meta")
+        taps = (2, self.model_config.layers // 2, self.model_config.layers - 3)
+        head = Eagle3Head.empty(HeadConfig("eagle3", sizes, taps, token_map=ids), target)
+        return BeamDrafter(head, **beam_shape(self.config, self.model_config.architecture, on_cpu=False))
+
+
+class Steps:
+    """An engine on fake tensors, and the graphs of its steps."""
+
+    def __init__(self, published: Mapping[str, Any] = LLAMA3, **flags: Any) -> None:
+        """published: the target's config.json. flags: fields of `Config`. To be called within `lowered`."""
+        self.lowerings, self.made = Lowerings(), []
+        self.published, self.flags = published, flags
+        self.where = ""
+
+    @contextmanager
+    def lowered(self) -> Iterator[Engine]:
+        """Return the engine; within this context its functions are compiled as far as their code."""
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            (folder / "config.json").write_text(json.dumps(self.published))
+            stack.enter_context(self.lowerings.kept())
+            memory = (H200.total_memory, H200.total_memory)
+            stack.enter_context(mock.patch.object(torch.cuda, "mem_get_info", lambda *_: memory))
+            stack.enter_context(mock.patch.object(torch.cuda, "empty_cache", lambda: None))
+            autotuned = build.autotuned
+            stack.enter_context(mock.patch.object(build, "autotuned", lambda step: self._timed(step, autotuned(step))))
+            config = Config(model_path=str(folder), load_format="dummy", device="cuda", **self.flags)
+            made = build.Build(config, lambda line: None)
+            made.lead()
+            outline = EagleBuild(made)
+            parts = outline.parts()
+            stack.enter_context(FakeTensorMode())
+            fake_module(parts.network, made.dtype)
+            if (network := parts.drafter.network) is not None:
+                fake_module(network, made.dtype)
+            self.engine = outline.engine_of(parts, PAGES)
+            self.captured = build.captured_batches(config, parts.sizes)
+            yield self.engine
+
+    def _timed(self, step: Step, compiled: Step) -> Step:
+        """Return a compiled function that notes which graphs its calls make, and how long that takes."""
+
+        def call(*given: Any) -> Any:
+            before, start = len(self.lowerings.graphs), time.perf_counter()
+            with outside_of_modes():
+                result = compiled(*given)
+            for graph in self.lowerings.graphs[before:]:
+                self.made.append(Made(step.__qualname__, self.where, time.perf_counter() - start, graph))
+            return result
+
+        return call
+
+    def launches(self, step: DecodeBuffers | PrefillBuffers, needs: Needs = GREEDY) -> Counter[str]:
+        """Return what one step launches: how often, by graph's function or, outside of graphs, by operation."""
+        self.where = step.name
+        run: Callable[..., None] = self.engine.prefill_step if isinstance(step, PrefillBuffers) else self.engine.decode
+        self.lowerings.ran.clear()
+        with Launches() as outside:
+            run(step, needs)
+        functions = {id(made.graph): made.function for made in self.made}
+        found = Counter(outside.names)
+        for graph in self.lowerings.ran:
+            found[functions[id(graph)]] += len(graph.launches)
+        return found
+
+
+@contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Do not count operations within this context: under a mode that counts torch.compile makes no graph."""
+    with _pop_mode_temporarily() if isinstance(_get_current_dispatch_mode(), Launches) else nullcontext():
+        yield
+
+
+def counted(drafts: bool, batch: int | None = None) -> tuple[Steps, dict[str, Counter[str]]]:
+    """Return what the decode steps of a batch size launch, by needs: "greedy" and "sampled", with all that is captured.
+
+    batch: None for the largest that is captured.
+    """
+    steps = Steps(speculative_algorithm="EAGLE3", **TREE) if drafts else Steps(speculative_algorithm="NONE")
+    with steps.lowered() as engine:
+        shape = max(engine.sizes.shapes_of(1), key=lambda shape: shape.nodes) if drafts else PLAIN
+        step = engine.decodes[batch or max(steps.captured), shape]
+        kinds = {"greedy": GREEDY, "sampled": CAPTURED[-1]}
+        return steps, {name: steps.launches(step, needs) for name, needs in kinds.items()}
+
+
+def counted_alone(drafts: bool) -> dict[str, Counter[str]]:
+    """Return what the steps of one request launch, by needs."""
+    return counted(drafts, 1)[1]
+
+
+def over_budget(drafts: bool, found: Mapping[str, Counter[str]]) -> list[str]:
+    """Return in words which steps launch more than they may."""
+    greedy, sampled = (found[name].total() for name in ("greedy", "sampled"))
+    most = EAGLE3_MOST if drafts else PLAIN_MOST
+    over = [f"{greedy} kernels, at most {most}"] if greedy > most else []
+    return over + ([f"{sampled / greedy:.2f} times as many if sampled, at most {SAMPLED_MOST}"]
+                   if sampled > SAMPLED_MOST * greedy else [])  # fmt: skip
+
+
+def main() -> None:
+    """Print what each step launches, and how long its graphs took."""
+    if why := unavailable():
+        sys.exit(why)
+    wrong = 0
+    for drafts in (False, True):
+        for batch in (1, None):
+            steps, found = counted(drafts, batch)
+            for needs, launched in found.items():
+                print(f"{'EAGLE-3 5/8/32' if drafts else 'plain'}, batch {batch or max(steps.captured)}, {needs}: "
+                      f"{launched.total()} kernels; {dict(launched.most_common())}", flush=True)  # fmt: skip
+            for name, count in Counter(made.function for made in steps.made).items():
+                seconds = sum(made.seconds for made in steps.made if made.function == name) / count
+                print(f"  {name}: {count} graphs, each lowered in {seconds:.1f} s", flush=True)
+            for fault in over_budget(drafts, found):
+                wrong += 1
+                print(f"  over: {fault}", flush=True)
+    sys.exit(f"{wrong} budgets are exceeded" if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -58,8 +58,8 @@ def shared_by_batches(compiled: Step) -> Step:
     """
 
     def call(owner: Any, *args: Any) -> Any:
-        key = next(arg for arg in args if isinstance(arg, Key))
-        if not key.of_batch:
+        key = next((arg for arg in (owner, *args) if isinstance(arg, Key)), None)
+        if key is None or not key.of_batch:
             return compiled(owner, *args)
         marked = [leaf for leaf in (*key.of_batch, *tree_leaves(args)) if isinstance(leaf, Tensor) and leaf.dim()]
         for tensor in marked:

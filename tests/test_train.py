@@ -230,6 +230,33 @@ def test_what_is_computed_again_is_what_was_not_kept(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_replies_that_are_padded_to_run_together_teach_what_they_teach_alone(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA: groups of replies give the features, the loss, its hits and the gradients of one after the other."""
+    model, made = target(), []
+    texts = [replace(r, ids=r.ids[: r.start + 2]) if i == 2 else r for i, r in enumerate(replies(model, 7))]
+    head, taps = head_of(kind, model, texts)
+    assert head.token_map is not None
+    teacher = Teacher(model.lm_head.weight[head.token_map], head.token_map, model.config.vocab_size)
+    trained = [p for p in head.parameters() if p.requires_grad]
+    for together in (1, 3, 16):
+        monkeypatch.setattr(Features, "GROUP", {"cpu": together})
+        monkeypatch.setattr(Unrolled, "GROUP", {"cpu": together})
+        features = Features(model, texts, TAPS, tmp_path / str(together), 0 if together == 3 else 10**9)
+        found = features.several(range(len(texts)))
+        batch = pack(texts, found, model.config.hidden_size, rounds=4)
+        loss, hits = losses(head, batch, taps, teacher, 0.5)
+        made.append([*(part for pair in found for part in pair), loss, hits, *torch.autograd.grad(loss, trained)])
+        if features.kept:
+            kept = (part for pair in features.several(range(len(texts))) for part in pair)
+            assert all(torch.equal(a, b) for a, b in zip(kept, made[-1], strict=False)), "what is read back"
+    for other in made[1:]:
+        for a, b in zip(made[0], other, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_cut_in_two_is_bit_identical(kind: str, tmp_path: Path) -> None:
     """Interrupted and resumed training ends with exactly the weights of training in one go."""
     model = target()

@@ -216,7 +216,7 @@ class BlockTrainer(Trainer):
         chosen = self._teaching(chosen)
         replies = [self.replies[i] for i in chosen]
         anchors = [draw_anchors(reply, self.recipe.block_size, rng) for reply in replies]
-        batch = pack(self.head, replies, [self.features.of(i) for i in chosen], anchors)
+        batch = pack(self.head, replies, self.features.several(chosen), anchors)
         return losses(self.head, batch, self.taps, self.teacher, self.recipe.weights)
 
     def _replay(self, index: int, rounds: int) -> tuple[int, int]:

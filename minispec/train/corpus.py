@@ -282,6 +282,8 @@ class Features:
     dtype that the features belong to; files of another digest are dropped.
     """
 
+    GROUP = {"cuda": 16}  # sequences that the target reads together, by type of device; elsewhere 1
+
     def __init__(
         self, model: Model, sequences: Sequence[TrainingReply], taps: Sequence[int | str], folder: Path, limit: int
     ) -> None:
@@ -305,30 +307,49 @@ class Features:
 
     def of(self, index: int) -> tuple[Tensor, Tensor]:
         """Return features [T, F] and greedy choices [T] int64 of sequence `index`, on the model's device."""
-        if index >= self.kept:
-            return self._compute(index)
+        return self.several([index])[0]
+
+    def several(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return features and greedy choices of some sequences; on CUDA, best of sequences of like length."""
+        lacking = [i for i in indices if i >= self.kept or not self._done[i]]
+        count, found = self.GROUP.get(self.device.type, 1), dict[int, tuple[Tensor, Tensor]]()
+        for group in (lacking[i : i + count] for i in range(0, len(lacking), count)):
+            found.update(zip(group, self._compute(group), strict=True))
+        for index in found:
+            if index < self.kept:
+                self._keep(index, *found[index])
+        return [found[i] if i in found else self._read(i) for i in indices]
+
+    def _keep(self, index: int, features: Tensor, choices: Tensor) -> None:
         rows = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        if not self._done[index]:
-            features, choices = self._compute(index)
-            self._file[rows] = features.cpu().view(torch.int16 if self.dtype.itemsize == 2 else torch.int32).numpy()
-            self._choice[rows] = choices.cpu().numpy()
-            self._done[index] = 1
-            return features, choices
+        self._file[rows] = features.cpu().view(torch.int16 if self.dtype.itemsize == 2 else torch.int32).numpy()
+        self._choice[rows] = choices.cpu().numpy()
+        self._done[index] = 1
+
+    def _read(self, index: int) -> tuple[Tensor, Tensor]:
+        rows = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         features = torch.from_numpy(self._file[rows].view(np.int16 if self.dtype.itemsize == 2 else np.int32))
         choices = torch.from_numpy(self._choice[rows]).long()
         return features.view(self.dtype).to(self.device), choices.to(self.device)
 
     @torch.no_grad()
-    def _compute(self, index: int) -> tuple[Tensor, Tensor]:
-        """Run the target over a sequence; choices are computed from the token before the reply on, and are 0 before."""
-        sequence = self.sequences[index]
-        ids = torch.tensor([sequence.ids], device=self.device)
-        positions = torch.arange(ids.shape[1], device=self.device)[None]
-        hidden, features = self.model(ids, positions, Causal(self.model.config.windows(ids.shape[1])), self.taps)
+    def _compute(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Run the target over sequences, padded behind their ends.
+
+        Choices are computed from the token before the reply on, and are 0 before.
+        """
+        sequences = [self.sequences[i] for i in indices]
+        longest = max(len(sequence.ids) for sequence in sequences)
+        ids = torch.tensor([[*s.ids, *[0] * (longest - len(s.ids))] for s in sequences], device=self.device)
+        positions = torch.arange(longest, device=self.device).expand_as(ids)
+        hidden, features = self.model(ids, positions, Causal(self.model.config.windows(longest)), self.taps)
         assert features is not None
-        choices = torch.zeros_like(ids[0])
-        choices[sequence.start - 1 :] = self.model.logits(hidden[0, sequence.start - 1 :]).argmax(-1)
-        return features[0], choices
+        chosen = [hidden[row, s.start - 1 : len(s.ids)] for row, s in enumerate(sequences)]
+        best = self.model.logits(torch.cat(chosen)).argmax(-1).split([len(states) for states in chosen])
+        return [
+            (features[row, : len(s.ids)], torch.cat((best[row].new_zeros(s.start - 1), best[row])))
+            for row, s in enumerate(sequences)
+        ]
 
 
 def digest_of(sequences: Sequence[TrainingReply], taps: Sequence[int | str], dtype: torch.dtype) -> str:

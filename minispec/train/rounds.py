@@ -53,73 +53,111 @@ class Segment:
         return max(0, self.rows - self.first - round_)
 
 
+class Padded:
+    """Where the rows of a group of segments, one behind the other, stand when all are padded to the longest.
+
+    A segment that is alone in its group is not padded, and nothing is copied.
+    """
+
+    def __init__(self, begin: int, sizes: Sequence[int], device: torch.device) -> None:
+        """`begin`: the group's first row; sizes: how many rows each segment has."""
+        self.shape = (len(sizes), max(sizes))
+        self.rows = slice(begin, begin + sum(sizes))
+        self.alone = len(sizes) == 1
+        if not self.alone:
+            place, length = torch.arange(self.shape[1]), torch.tensor(sizes)[:, None]
+            first = begin + length.cumsum(0) - length
+            last = (first + length - 1).clamp(min=0)
+            self.source = torch.minimum(first + place, last).flatten().to(device)
+            self.real = (place < length).flatten().nonzero()[:, 0].to(device)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Return the group's rows of x [H, T, D] as [G, H, R, D]; a padded place repeats a row."""
+        if self.alone:
+            return x[None, :, self.rows]
+        return x.index_select(1, self.source).unflatten(1, self.shape).transpose(0, 1)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Return the rows [H, n, D] of x [G, H, R, D] without the padded ones, one segment behind the other."""
+        return x[0] if self.alone else x.transpose(0, 1).flatten(1, 2).index_select(1, self.real)
+
+
 class Unrolled:
     """The attention of the training-time test, a `LayerAttend` that is called once per round.
 
     Round 0 is causal over all rows of each segment and keeps their keys and values. A query of a later round sees the
     rows of round 0 up to its anchor's and, of each round since, the row that its own anchor made.
 
-    On CUDA the later rounds are computed a second time in the backward pass. Kept, their scores of every anchor with
-    every row are tens of gigabytes for an update of 32,768 tokens.
+    On CUDA a group of segments is computed together, since what takes time there is the number of launches. The later
+    rounds are computed a second time in the backward pass. Kept, their scores of every anchor with every row are tens
+    of gigabytes for an update of 32,768 tokens.
     """
 
+    GROUP = {"cuda": 16}  # segments of a group, by type of device; elsewhere 1
     RECOMPUTED_ON = ("cuda",)  # types of devices
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self.segments = segments
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+        count = self.GROUP.get(device.type, 1)
+        self.groups = [segments[i : i + count] for i in range(0, len(segments), count)]
+        self.first = [torch.tensor([segment.first for segment in group], device=device) for group in self.groups]
         self.round = 0
-        self.prompt: list[tuple[Tensor, Tensor]] = []  # per segment, its rows of round 0: [Hkv, rows, D]
-        self.own: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []  # per round since, per segment: [Hkv, n, D]
+        self.prompt: list[tuple[Tensor, Tensor]] = []  # per group, its rows of round 0: [G, Hkv, R, D]
+        self.own: list[list[tuple[Tensor, Tensor]]] = []  # per round since, per group: [G, Hkv, n, D]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with q [1, Hq, T, D] to k, v [1, Hkv, T, D] over the rows of all segments, or their n anchors."""
         q, k = q.to(v.dtype), k.to(v.dtype)
-        sizes = [s.anchors(self.round) if self.round else s.rows for s in self.segments]
-        queries, keys, values = (x[0].split(sizes, dim=1) for x in (q, k, v))
+        sizes = [[s.anchors(self.round) if self.round else s.rows for s in group] for group in self.groups]
+        begins = accumulate(map(sum, sizes), initial=0)
+        places = [Padded(begin, size, q.device) for begin, size in zip(begins, sizes, strict=False)]
+        queries = [place.pad(q[0]) for place in places]
+        rows = [(place.pad(k[0]), place.pad(v[0])) for place in places]
         if self.round:
-            self.own.append((keys, values))
-            outs = [self._later(index, query) for index, query in enumerate(queries)]
+            self.own.append(rows)
+            outs = [self._later(group, query) for group, query in enumerate(queries)]
         else:
-            self.prompt = list(zip(keys, values, strict=True))
+            self.prompt = rows
             outs = [
-                F.scaled_dot_product_attention(
-                    a[None], b[None], c[None], is_causal=True, enable_gqa=a.shape[0] != b.shape[0]
-                )[0]
-                for a, b, c in zip(queries, keys, values, strict=True)
+                F.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=a.shape[1] != b.shape[1])
+                for a, (b, c) in zip(queries, rows, strict=True)
             ]
         self.round += 1
-        return torch.cat(outs, dim=1)[None]
+        return torch.cat([place.cut(out) for place, out in zip(places, outs, strict=True)], dim=1)[None]
 
-    def _later(self, index: int, query: Tensor) -> Tensor:
-        """Return the attention [Hq, n, D] of one segment's anchors in a round after the first."""
+    def _later(self, group: int, query: Tensor) -> Tensor:
+        """Return the attention [G, Hq, n, D] of a group's anchors in a round after the first."""
         # The rows of the rounds so far, as they are now: when this is computed again there are more.
-        mine = [(keys[index], values[index]) for keys, values in self.own]
-        given = (self.segments[index].first, query, *self.prompt[index], mine)
+        mine = [rows[group] for rows in self.own]
+        given = (self.first[group], query, *self.prompt[group], mine)
         if query.device.type in self.RECOMPUTED_ON:
             return checkpoint(_anchored, *given, use_reentrant=False, preserve_rng_state=False)
         return _anchored(*given)
 
 
-def _anchored(first: int, query: Tensor, keys: Tensor, values: Tensor, own: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the attention [Hq, n, D] of a segment's anchors, the first of which is row `first`.
+def _anchored(
+    first: Tensor, query: Tensor, keys: Tensor, values: Tensor, own: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Return the attention [G, Hq, n, D] of segments' anchors, the first of which are the rows `first` [G].
 
-    query [Hq, n, D]; keys, values [Hkv, rows, D] of round 0; own: those [Hkv, m, D] of each round since, m >= n, of
-    which every anchor sees its own row.
+    query [G, Hq, n, D]; keys, values [G, Hkv, R, D] of round 0; own: those [G, Hkv, m, D] of each round since, m >= n,
+    of which every anchor sees its own row.
     """
-    heads, count, dim = query.shape
-    kv_heads, rows = keys.shape[:2]
-    query = query.view(kv_heads, -1, count, dim) / math.sqrt(dim)
-    scores = query.flatten(1, 2) @ keys.transpose(1, 2)
-    scores = scores.view(kv_heads, -1, count, rows).float()
+    heads, count, dim = query.shape[1:]
+    kv_heads, rows = keys.shape[1:3]
+    shared = heads // kv_heads
+    query = query.unflatten(1, (kv_heads, shared)) / math.sqrt(dim)
+    scores = query.flatten(2, 3) @ keys.transpose(2, 3)
+    scores = scores.unflatten(2, (shared, count)).float()
     row = torch.arange(rows, device=keys.device)
-    scores = scores.masked_fill(row > first + row[:count, None], -torch.inf)
-    mine = [(k[:, None, :count], v[:, None, :count]) for k, v in own]
+    later = row > (first[:, None] + row[:count])[..., None]
+    scores = scores.masked_fill(later[:, None, None], -torch.inf)
+    mine = [(k[:, :, None, :count], v[:, :, None, :count]) for k, v in own]
     diagonal = [(query * k).sum(-1, dtype=torch.float32)[..., None] for k, _ in mine]
     weight = torch.cat((scores, *diagonal), dim=-1).softmax(-1).to(values.dtype)
-    out = (weight[..., :rows].flatten(1, 2) @ values).view(kv_heads, -1, count, dim)
+    out = (weight[..., :rows].flatten(2, 3) @ values).unflatten(2, (shared, count))
     for s, (_, v) in enumerate(mine):
         out = out + weight[..., rows + s, None] * v
-    return out.reshape(heads, count, dim)
+    return out.flatten(1, 2)
 
 
 @dataclass
@@ -186,7 +224,7 @@ def _round(number: int, segments: Sequence[Segment], ids: Sequence[Tensor]) -> R
 
 def unroll(head: DraftHead, batch: Packed, taps: slice) -> Iterator[tuple[Round, Tensor]]:
     """Yield each round and the head's states [n, d] at its anchors; `taps` are the head's columns of the features."""
-    attend = Unrolled(batch.segments)
+    attend = Unrolled(batch.segments, batch.features.device)
     state = head.fuse(batch.features[..., taps])
     for round_ in batch.rounds:
         rope = head.rope(round_.positions)

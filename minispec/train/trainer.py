@@ -126,12 +126,13 @@ class Trainer:
     def _batch(self, chosen: Sequence[int], rounds: int) -> Packed:
         """Return a batch of the replies of these indices that teach."""
         chosen = self._teaching(chosen)
-        found = [self.features.of(i) for i in chosen]
+        found = self.features.several(chosen)
         return pack([self.replies[i] for i in chosen], found, self.model.config.hidden_size, rounds)
 
     def _teaching(self, chosen: Sequence[int]) -> list[int]:
-        """Return these indices except those of replies of a single token, which teach nothing."""
-        return [i for i in chosen if len(self.replies[i].ids) - self.replies[i].start > 1]
+        """Return these indices by length, so that little is padded. One token teaches nothing, and is left out."""
+        teaching = (i for i in chosen if len(self.replies[i].ids) - self.replies[i].start > 1)
+        return sorted(teaching, key=lambda i: len(self.replies[i].ids))
 
     def _update(self, chosen: Sequence[int]) -> tuple[float, Tensor]:
         """Make one update of the weights; returns the loss and the hits."""

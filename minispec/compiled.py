@@ -26,23 +26,41 @@ Step = Callable[..., Any]  # function(owner, *args): it takes and returns tensor
 Compiler = Callable[[Step], Step]
 
 
-_untuned: set[Step] = set()
+_tuned: set[Step] = set()
 
 
-def untuned(function: Step) -> Step:
-    """Mark a function without large matrix products: on CUDA it is compiled in the default mode, in less time."""
-    _untuned.add(function)
+def tuned(function: Step) -> Step:
+    """Mark a function with an LM head: on CUDA that product is tuned."""
+    _tuned.add(function)
     return function
 
 
 def autotuned(function: Step) -> Step:
-    """Return `function` compiled for CUDA; each product is the fastest of several. See `shared_by_batches`."""
-    options = None
-    if function not in _untuned:
-        options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
-        # `max_autotune` would tune attention too. Its kernel is given, and would run on lists as long as the pool.
-        options["max_autotune_gemm"] = options.pop("max_autotune")
-    return shared_by_batches(torch.compile(function, fullgraph=True, dynamic=False, options=options))
+    """Return `function` compiled for CUDA, with as much of "max-autotune" as pays. See `shared_by_batches`.
+
+    On an H200 Triton had a faster kernel for an LM head, and none for a product of a block with several rows, while the
+    search took 4 to 8 seconds a product (docs/log.md). A product of one row becomes a kernel that reads the weights
+    once and belongs to its neighbours; there "coordinate descent" finds the sizes of its blocks. Attention is never
+    tuned: its kernel is given, and would be run on lists as long as the pool.
+    """
+    if function in _tuned:
+        return shared_by_batches(_compiled(function, {"max_autotune_gemm": True}))
+    many, one = _compiled(function, None), _compiled(function, {"coordinate_descent_tuning": True})
+
+    def call(owner: Any, *args: Any) -> Any:
+        return (one if _reads_one_row(args) else many)(owner, *args)
+
+    return shared_by_batches(call)
+
+
+def _compiled(function: Step, options: dict[str, Any] | None) -> Step:
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+
+
+def _reads_one_row(args: Sequence[Any]) -> bool:
+    """Return whether the first tensor [B, N, ...] of these arguments has one row."""
+    first = next((arg for arg in args if isinstance(arg, Tensor) and arg.dim() > 1), None)
+    return first is not None and first.shape[:2].numel() == 1
 
 
 # Attributes of a tensor by which torch.compile knows that a dimension may have any length; it gives them to the outputs

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from minispec.attention import AttendKind, PagedAttend, Plan, write_rows
 from minispec.beam import Candidates, best, couple, likeliest, rerank
-from minispec.compiled import CompileFor, Compiler, Key, Small, untuned
+from minispec.compiled import CompileFor, Compiler, Key, Small, tuned
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.eagle import DraftHead, HeadConfig
 from minispec.kv import KVShape, PagedKV
@@ -202,7 +202,6 @@ class DFlashDrafter(Drafter):
         embedding, rope = open_(self, step, batch)
         return close(self, step, batch, self.network(embedding, rope, self._attends[step.batch]))
 
-    @untuned
     def _open(self, step: Pass, batch: Batch) -> tuple[Tensor, Rope]:
         """Fill the block's plan; return the embeddings [B, S, d] and rotary factors of its rows."""
         step.plan.fill(batch.slots, batch.lens, step.visible.expand(step.batch, -1, -1), step.live)
@@ -210,6 +209,7 @@ class DFlashDrafter(Drafter):
         positions = batch.lens[:, None] + torch.arange(self.block, device=tokens.device)
         return self.network.embed(tokens), self.network.rope(positions)
 
+    @tuned
     def _close(self, step: Pass, batch: Batch, states: Tensor) -> DraftTree:
         """Return the tree of the likeliest paths; states [B, S, d]: the network's output."""
         logits = self.network.logits(states[:, 1 : step.rows])  # row 0 holds the bonus, which is known

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from minispec.attention import AttendKind, Plan, prefill_block, with_windows
 from minispec.buffers import Chunk, DecodeBuffers, PrefillBuffers, Prefills, Sizes
-from minispec.compiled import CompileFor, Compiler, Small, Step, untuned, within_step
+from minispec.compiled import CompileFor, Compiler, Small, Step, tuned, within_step
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter
 from minispec.kv import PagedKV
 from minispec.late import Late
@@ -371,7 +371,6 @@ class Engine:
             drafted = DraftTree(*(part.clone() for part in buffers.tree))
         return self.link.begin(buffers, lens, root, drafted)
 
-    @untuned
     def _before_blocks(
         self, buffers: DecodeBuffers, lens: Tensor, root: Tensor, drafted: DraftTree | None
     ) -> tuple[ReadTrees, Tensor, Rope]:
@@ -390,6 +389,7 @@ class Engine:
         # The parents are copied: a compiled function may not return its argument.
         return ReadTrees(tokens, parents.clone(), above), self.model.embed(known), self.model.rope(positions)
 
+    @tuned
     def _after_blocks(
         self, buffers: DecodeBuffers, lens: Tensor, read: ReadTrees, streams: Sequence[Tensor], wishes: Wishes | None
     ) -> Path | None:

@@ -588,9 +588,6 @@ def pool_copied(stack: ExitStack) -> None:
 
 def attention_tuned(stack: ExitStack) -> None:
     """Everything is autotuned, attention too."""
-    options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
-    stack.enter_context(mock.patch.object(torch._inductor, "list_mode_options",
-                                          lambda mode: options | {"max_autotune_gemm": True}))  # fmt: skip
     stack.enter_context(torch._inductor.config.patch(max_autotune=True))
 
 

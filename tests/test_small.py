@@ -24,12 +24,14 @@ from exactness import CPU, build, mixed_requests, reference, request, run, tiny_
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from minispec.beam import BeamDrafter
+from minispec.compiled import autotuned
 from minispec.cpu.gather import PagedGather
 from minispec.drafter import Drafter, Plain
 from minispec.eagle import Eagle3Head
 from minispec.engine import CAPTURED, Engine
 from minispec.load.build import compile_step
 from minispec.load.warm_up import warm_up
+from minispec.model import Block
 from minispec.sampling import GREEDY
 from minispec.scheduler import Scheduler
 from minispec.tree import Shape
@@ -226,19 +228,20 @@ def test_tokens_and_trees_are_those_of_the_eager_functions(shape: tuple[int, int
     assert min(compared.values()) > 3
 
 
-def test_on_cuda_products_alone_are_tuned_and_attention_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tuning makes a start long: attention's kernel is given, and functions without an LM head have little to tune."""
-    made: dict[str, dict | None] = {}
-    monkeypatch.setattr(torch, "compile", lambda function, options, **how: made.setdefault(function.__name__, options))
-    compiler = partial(compile_step, device=torch.device("cuda"))
-    engine = build(tiny_model(), eagle3(2, 2, 4)).engine
-    for compiled in (engine, engine.drafter):
-        compiled.compile_small(compiler, lambda batch, nodes, samples: True)
-    engine.model.compile_blocks(compiler)
-    products = {"max_autotune_gemm": True, "coordinate_descent_tuning": True}
-    assert made == {"_before_blocks": None} | dict.fromkeys(
-        ("_after_blocks", "_open", "_round", "_close", "forward"), products
-    )
+def test_on_cuda_lm_heads_and_products_of_one_row_alone_are_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tuning makes a start long: a block's products of several rows gain nothing by it, and attention is given."""
+    used: list[dict | None] = []
+    monkeypatch.setattr(torch, "compile", lambda function, options, **how: lambda *args: used.append(options))
+    head, one, search = {"max_autotune_gemm": True}, torch.zeros(1, 1, 8), {"coordinate_descent_tuning": True}
+    cases = [
+        (Engine._after_blocks, (one,), head), (BeamDrafter._open, (), head), (BeamDrafter._round, (), head),
+        (BeamDrafter._close, (), head), (Engine._before_blocks, (torch.zeros(1),), None),
+        (Block.forward, (one,), search), (Block.forward, (torch.zeros(1, 2, 8),), None),
+        (Block.forward, (torch.zeros(2, 1, 8),), None), (BeamDrafter._take_in, (None, torch.zeros(1, 1)), search),
+    ]  # fmt: skip
+    for function, args, options in cases:
+        autotuned(function)(None, *args)
+        assert used.pop() == options, function.__name__
 
 
 @pytest.mark.slow

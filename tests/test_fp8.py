@@ -116,7 +116,7 @@ def layer(size: int, features: int, bias: bool = False) -> nn.Linear:
 
 
 def product(x: Tensor, given: nn.Linear) -> tuple[Tensor, Tensor]:
-    """Return what `Fp8Linear` of a layer gives for x [M, K], and the sum of the terms' sizes, in fp64 before the bias."""
+    """Return what `Fp8Linear` of a layer gives for x [M, K], and the sum of its terms' sizes; fp64, before the bias."""
     (a, scale_a), (b, scale_b) = rows_of(x), rows_of(given.weight)
     scales = scale_a * scale_b.T
     return torch.from_numpy(a @ b.T * scales), torch.from_numpy(np.abs(a) @ np.abs(b).T * scales)

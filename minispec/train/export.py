@@ -129,7 +129,7 @@ def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], s
         if isinstance(head, (Eagle3Head, DFlashHead)):
             head.norm.weight.copy_(scaled(model.norm.weight, model.config.logits_multiplier))
             if not newer and head.fc is not None:
-                head.fc.weight.div_(scale.repeat_interleave(model.config.hidden_size))
+                head.fc.weight.div_(scale.repeat_interleave(model.config.hidden_size).to(head.fc.weight.device))
         if not isinstance(head, Eagle3Head):
             head.lm_head.requires_grad_(False)  # when served, the head uses the target's own rows
     if start := read_start(recipe, model.config):

@@ -282,7 +282,7 @@ class Features:
     dtype that the features belong to; files of another digest are dropped.
     """
 
-    GROUP = {"cuda": 16}  # sequences that the target reads together, by type of device; elsewhere 1
+    GROUP = {"cuda": 64}  # sequences that the target reads together, by type of device; elsewhere 1
 
     def __init__(
         self, model: Model, sequences: Sequence[TrainingReply], taps: Sequence[int | str], folder: Path, limit: int

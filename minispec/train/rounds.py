@@ -93,7 +93,7 @@ class Unrolled:
     of gigabytes for an update of 32,768 tokens.
     """
 
-    GROUP = {"cuda": 16}  # segments of a group, by type of device; elsewhere 1
+    GROUP = {"cuda": 64}  # segments of a group, by type of device; elsewhere 1
     RECOMPUTED_ON = ("cuda",)  # types of devices
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:

@@ -38,7 +38,7 @@ def tuned(function: Step) -> Step:
 def autotuned(function: Step) -> Step:
     """Return `function` compiled for CUDA, with as much of "max-autotune" as pays. See `shared_by_batches`.
 
-    On an H200 Triton had a faster kernel for an LM head, and none for a product of a block with several rows, while the
+    On an H200 Triton had a faster kernel for LM heads, and none for a large model's block with several rows, while the
     search took 4 to 8 seconds a product (docs/log.md). A product of one row becomes a kernel that reads the weights
     once and belongs to its neighbours; there "coordinate descent" finds the sizes of its blocks. Attention is never
     tuned: its kernel is given, and would be run on lists as long as the pool.

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from minispec.engine import Engine
@@ -30,8 +30,13 @@ class Recording(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[tuple[Callable[..., Any], tuple, dict, list[Tensor]]] = []
+        self.operations: list[tuple[Callable[..., Any], tuple, dict, list[Tensor | None]]] = []
         self.replays = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let functions that are compiled already run compiled here; their graphs are noted by `whole`."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         """Run one operation and note it."""
@@ -42,10 +47,16 @@ class Recording(TorchDispatchMode):
                     return parts
         if func.overloadpacket is torch.ops.aten._local_scalar_dense:
             raise RuntimeError("operation not permitted when stream is capturing")
-        out = func(*args, **kwargs)
-        # A view, and what was written in place, lie where an argument lies: running the operation again is enough.
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        fresh = [] if memory(made) & memory((args, kwargs)) else made
+        return self.note(func, args, kwargs)
+
+    def note(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> object:
+        """Run an operation and note it with its results.
+
+        A view, and what was written in place, lie where an argument lies: to run the operation again is enough.
+        """
+        out, given = func(*args, **kwargs), memory((args, kwargs))
+        made = (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+        fresh = [None if memory(leaf) & given else leaf for leaf in made]
         self.operations.append((func, args, kwargs, fresh))
         return out
 
@@ -54,11 +65,24 @@ class Recording(TorchDispatchMode):
         self.replays += 1
         for func, args, kwargs, fresh in self.operations:
             out = func(*args, **kwargs)
-            if func.namespace == "_c10d_functional":  # what is recorded waits for the tensor of the first time
+            if getattr(func, "namespace", None) == "_c10d_functional":  # what is recorded waits for the tensor of the first time
                 out = torch.ops._c10d_functional.wait_tensor(out)
-            if fresh:
-                for old, new in zip(fresh, (x for x in tree_leaves(out) if isinstance(x, Tensor)), strict=True):
-                    old.copy_(new)
+            for old, new in zip(fresh, (x for x in tree_leaves(out) if isinstance(x, Tensor)), strict=True):
+                if old is not None:  # a graph may give one number expanded, which no copy is written over
+                    old.untyped_storage().copy_(new.untyped_storage())
+
+
+def whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that a recording notes as one operation, as a compiled graph is one to torch.compile."""
+
+    def call(*args: Any) -> Any:
+        mode = _get_current_dispatch_mode()
+        if not isinstance(mode, Recording):
+            return function(*args)
+        with _disable_current_modes():
+            return mode.note(function, args, {})
+
+    return call
 
 
 class Capture:

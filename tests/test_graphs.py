@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 import test_memory
 import torch
+from capturing import whole
 from conformance import random_head
 from conftest import slow_unless
 from exactness import VOCAB, build, reference, request, run, tiny_model
+from test_capture import Replays
 from test_config import DOCUMENTED
 from torch._dynamo import lookup_backend
 from trained import trained_dflash, trained_model
@@ -76,6 +78,7 @@ class Made:
 
     def __init__(self, backend: str) -> None:
         self.backend, self.graphs, self.runs = backend, Counter[str](), 0
+        self.compiled = set[Callable[..., Any]]()
         self.of_any_batch: set[str] = set()  # functions of which a graph takes batches of any size
 
     def compiler(self, function: Step) -> Step:
@@ -86,10 +89,12 @@ class Made:
             if any(isinstance(value, torch.SymInt) for value in inputs):
                 self.of_any_batch.add(function.__qualname__)
             compiled = lookup_backend(self.backend)(graph, inputs)
+            self.compiled.add(compiled)
+            recorded = whole(compiled)
 
             def run(*flat: Any) -> Any:
                 self.runs += 1
-                return compiled(*flat)
+                return recorded(*flat)
 
             return run
 
@@ -177,6 +182,49 @@ def test_after_warm_up_no_graph_is_made_and_tokens_are_those_of_plain_decoding(n
     assert made.graphs == before and made.runs > runs + 40
     eager = tiny_model()
     assert [r.output_ids for r in requests] == [reference(eager, r) for r in requests]
+
+
+class Counted(Replays):
+    """Replays of steps whose functions are compiled: how many compiled graphs a recording holds, and a step runs."""
+
+    def __init__(self, engine: Engine, made: Made) -> None:
+        self.made, self.counts = made, dict[str, set[int]]()
+        super().__init__(engine)
+
+    def compare(self, step: Callable[..., None]) -> Callable[..., None]:
+        """Count the graphs that the step runs, recorded for the first time and afresh."""
+
+        def counted(buffers: Any, needs: frozenset[str]) -> None:
+            before = self.made.runs
+            step(buffers, needs)
+            self.counts.setdefault(f"{buffers.name}, {sorted(needs)}", set()).add(self.made.runs - before)
+
+        return super().compare(counted)
+
+    def held(self) -> dict[str, int]:
+        """Return how many compiled graphs each recording holds."""
+        return {f"{buffers.name}, {sorted(needs)}": sum(func in self.made.compiled for func, *_ in recording.operations)
+                for (buffers, needs), recording in self.recordings.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "wishes"), slow_unless(
+    [("none", {}), ("none", KINDS[2]), ("eagle3", {}), ("eagle3", KINDS[2]), ("eagle3-two-sizes", {}),
+     ("dflash", KINDS[1]), ("standalone", {})],
+    lambda name, wishes: (name, wishes) == ("none", {})), ids=str)  # fmt: skip
+def test_a_replay_of_compiled_functions_is_the_step(name: str, wishes: dict[str, Any]) -> None:
+    """As a GPU captures them: what AOTAutograd made of each function is recorded, once it is compiled, and replayed."""
+    scheduler, made = compiled_as_on_cuda(name, 2, "aot_eager")
+    engine, rng = scheduler.engine, random.Random(2)
+    scheduler.policy.forced = lambda shapes: rng.choice(shapes)
+    requests = [request(f"r{i}", [i, 2, 30, i, 2], max_new_tokens=6 + 3 * i, sampling_seed=i, **wishes)
+                for i in range(6)]  # fmt: skip
+    with room(len(shapes(engine))), torch.inference_mode():
+        warm_up(engine, lambda line: None)
+        replays = Counted(engine, made)
+        run(scheduler, requests, stagger=2)
+    assert replays.compared.total() > 8
+    for recording, graphs in replays.held().items():
+        assert replays.counts[recording] == {graphs} and graphs >= engine.model.config.layers, recording
 
 
 # ---- few enough to wait for ------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class Recording(TorchDispatchMode):
         self.replays += 1
         for func, args, kwargs, fresh in self.operations:
             out = func(*args, **kwargs)
-            if getattr(func, "namespace", None) == "_c10d_functional":  # the recording waits for the first time's tensor
+            if getattr(func, "namespace", None) == "_c10d_functional":  # it waits for the tensor of the first time
                 out = torch.ops._c10d_functional.wait_tensor(out)
             for old, new in zip(fresh, (x for x in tree_leaves(out) if isinstance(x, Tensor)), strict=True):
                 if old is not None:  # a graph may give one number expanded, which no copy is written over

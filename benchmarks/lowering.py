@@ -1,8 +1,8 @@
 """What torch.compile makes of a decoder block on CUDA, found out on a machine without a GPU.
 
 `python -m benchmarks.lowering` lowers `Block.forward` for an H200 in every shape that matters: query heads per KV head,
-nodes of a tree, head size; and a chunk of prompt for each head size and page size. It prints a line a shape and ends
-with status 1 where something is wrong. Three things are asked of each:
+nodes of a tree, head size; a chunk of prompt for each head size and page size; and an EAGLE-3 head's layer over a
+frontier. It prints a line a shape and ends with status 1 where something is wrong. Three things are asked of each:
 
 - does torch.compile lower it, by the options that CUDA has, and to the one attention kernel that is wanted? A tree
   belongs in the decode kernel, which splits the keys over the multiprocessors; in the prefill kernel it would be slow,
@@ -48,6 +48,7 @@ from benchmarks.fake_gpu import (
 from benchmarks.lowered import Graph, Lowerings
 from minispec.attention import QUERY_BLOCK, FlexLayer, PagedFlex, Plan
 from minispec.compiled import autotuned
+from minispec.eagle import PairBlock
 from minispec.kv import KVShape, PagedKV
 from minispec.model import Block, ModelConfig, Rope
 
@@ -56,7 +57,10 @@ PAGES = 8 * 131  # of the pool: whole blocks of 128 rows, and no other tensor of
 
 
 class Cell(NamedTuple):
-    """A shape of the compiled block: a step of one tree, or a chunk of prompt of four query blocks."""
+    """A shape of the compiled block: a step of one tree, a chunk of prompt of four query blocks, or a head's frontier.
+
+    A frontier runs an EAGLE-3 head's layer: its nodes also see some of the `window` nodes that were drafted before.
+    """
 
     group: int  # query heads per KV head
     nodes: int
@@ -64,6 +68,7 @@ class Cell(NamedTuple):
     prefill: bool = False
     page_size: int = 64
     dtype: torch.dtype = torch.bfloat16
+    window: int | None = None
 
 
 class Built(NamedTuple):
@@ -77,8 +82,8 @@ class Built(NamedTuple):
 # ---- lowering and compiling ----------------------------------------------------------------------------------------
 
 
-def make_layer(cell: Cell) -> tuple[Block, Tensor, Rope, FlexLayer]:
-    """Return the arguments of `Block.forward` for a cell, all fake; call it under a FakeTensorMode."""
+def make_layer(cell: Cell) -> tuple[Block, *tuple[Tensor, ...], Rope, FlexLayer]:
+    """Return the block of a cell and the arguments of its `forward`, all fake; call it under a FakeTensorMode."""
     kv_heads, (group, nodes, dim) = 8 if cell.group & (cell.group - 1) == 0 else 3, cell[:3]
     config = ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=64, hidden_size=group * kv_heads * dim, intermediate_size=512,
@@ -87,22 +92,24 @@ def make_layer(cell: Cell) -> tuple[Block, Tensor, Rope, FlexLayer]:
         tied=False, sliding_window=None, dtype=None,
     )  # fmt: skip
     with torch.device("meta"):
-        block = Block(config).eval()
-    fake_module(block, cell.dtype)
+        block = Block(config) if cell.window is None else PairBlock(config, norm_before_residual=False)
+    fake_module(block.eval(), cell.dtype)
     like, sizes = torch.empty(0, dtype=cell.dtype, device=CUDA), {"slots": 4, "rows_per_slot": 4096}
     kv = PagedKV(KVShape(1, kv_heads, dim), pages=PAGES, page_size=cell.page_size, zeros=like.new_zeros, **sizes)
-    plan = Plan(kv, 1, 4, QUERY_BLOCK, prompts=True) if cell.prefill else Plan(kv, 1, 1, nodes)
+    plan = Plan(kv, 1, 4, QUERY_BLOCK, prompts=True) if cell.prefill else Plan(kv, 1, 1, nodes, cell.window)
     rows = plan.blocks * plan.width
     new = functools.partial(torch.empty, dtype=cell.dtype, device=CUDA)
     rope = Rope(new(1, 1, rows, dim), new(1, 1, rows, dim))
-    return block, new(1, rows, config.hidden_size), rope, PagedFlex(kv, plan, 1).layer(0)
+    streams = [new(1, rows, config.hidden_size) for _ in range(1 if cell.window is None else 2)]
+    return block, *streams, rope, PagedFlex(kv, plan, 1).layer(0)
 
 
 def lower(cell: Cell) -> Graph:
     """Return what torch.compile writes for a cell; raises what it raises where it finds no kernel."""
     lowerings = Lowerings()
     with lowerings.kept(), FakeTensorMode():
-        autotuned(Block.forward)(*make_layer(cell))
+        block, *given = make_layer(cell)
+        autotuned(type(block).forward)(block, *given)
     (graph,) = lowerings.graphs
     return graph
 
@@ -186,6 +193,7 @@ def check(cell: Cell, compiled: bool = True) -> tuple[Built | None, list[str]]:
 def cells() -> list[Cell]:
     """Return all shapes: trees in bfloat16, prompts with every page size, and a few of either in other dtypes."""
     found = [Cell(*shape) for shape in itertools.product(GROUPS, NODES, HEAD_DIMS)]
+    found += [Cell(4, nodes, dim, window=32) for nodes, dim in itertools.product((1, 8), HEAD_DIMS)]
     for dim, page in itertools.product(HEAD_DIMS, (16, 64, 128)):
         found += [Cell(4, QUERY_BLOCK, dim, prefill=True, page_size=page), Cell(4, 32, dim, page_size=page)]
     for dim, dtype in itertools.product(HEAD_DIMS, (torch.float16, torch.float32)):
@@ -208,7 +216,8 @@ def main() -> None:
         if cell.group in args.group and cell.nodes in args.nodes and cell.head_dim in args.head_dim:
             built, faults = check(cell)
             wrong += bool(faults)
-            kind, dtype = "prefill" if cell.prefill else "decode", str(cell.dtype).removeprefix("torch.")
+            kind = "prefill" if cell.prefill else "decode" if cell.window is None else "frontier"
+            dtype = str(cell.dtype).removeprefix("torch.")
             figures = "{:8} {:9} {:7}".format(*built) if built else " " * 26
             print(f"{cell.group:5} {cell.nodes:5} {cell.head_dim:4} {cell.page_size:4} {dtype:9} {kind:8}{figures}"
                   f"  {'; '.join(faults)}".rstrip(), flush=True)  # fmt: skip

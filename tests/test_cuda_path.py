@@ -448,13 +448,13 @@ def test_trees_end_at_127_nodes_on_cuda() -> None:
 needs_triton = pytest.mark.skipif(bool(why := fake_gpu.unavailable()), reason=str(why))
 CELLS = (
     Cell(3, 6, 64), Cell(3, 64, 64), Cell(4, 1, 128), Cell(4, 64, 128), Cell(7, 19, 128), Cell(1, 64, 128),
-    Cell(8, 127, 128), Cell(4, QUERY_BLOCK, 128, True),
+    Cell(8, 127, 128), Cell(4, QUERY_BLOCK, 128, True), Cell(4, 8, 128, window=32),
 )  # fmt: skip
 
 
 @needs_triton
 @pytest.mark.parametrize("cell", slow_unless([(cell,) for cell in CELLS], lambda cell: cell == CELLS[0]),
-                         ids=lambda cell: "-".join(map(str, cell[: 3 + cell.prefill])))  # fmt: skip
+                         ids=lambda cell: "-".join(map(str, (*cell[:3], cell.window or cell.prefill))))  # fmt: skip
 def test_block_compiles_for_an_h200(cell: Cell, pretender: ProcessPoolExecutor) -> None:
     built, faults = pretender.submit(lowering.check, cell).result()
     assert not faults

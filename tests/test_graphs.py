@@ -212,7 +212,10 @@ class Counted(Replays):
      ("dflash", KINDS[1]), ("standalone", {})],
     lambda name, wishes: (name, wishes) == ("none", {})), ids=str)  # fmt: skip
 def test_a_replay_of_compiled_functions_is_the_step(name: str, wishes: dict[str, Any]) -> None:
-    """As a GPU captures them: what AOTAutograd made of each function is recorded, once it is compiled, and replayed."""
+    """As a GPU captures them: what AOTAutograd made of each function is recorded, once it is compiled, and replayed.
+
+    No graph is made after warm-up, and the tokens are those of plain decoding.
+    """
     scheduler, made = compiled_as_on_cuda(name, 2, "aot_eager")
     engine, rng = scheduler.engine, random.Random(2)
     scheduler.policy.forced = lambda shapes: rng.choice(shapes)
@@ -221,7 +224,10 @@ def test_a_replay_of_compiled_functions_is_the_step(name: str, wishes: dict[str,
     with room(len(shapes(engine))), torch.inference_mode():
         warm_up(engine, lambda line: None)
         replays = Counted(engine, made)
-        run(scheduler, requests, stagger=2)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            run(scheduler, requests, stagger=2)
+    eager = trained_model() if name == "dflash" else tiny_model()
+    assert [r.output_ids for r in requests] == [reference(eager, r) for r in requests]
     assert replays.compared.total() > 8
     for recording, graphs in replays.held().items():
         assert replays.counts[recording] == {graphs} and graphs >= engine.model.config.layers, recording

@@ -43,7 +43,7 @@ _SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative
            "speculative_accept_threshold_single", "speculative_accept_threshold_acc")  # fmt: skip
 # The numbers that give a tree its shape, in the order in which shapes are written: steps/topk/nodes.
 NUMBERS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-BLOCK = "speculative_dflash_block_size"
+BLOCK, WINDOW = "speculative_dflash_block_size", "speculative_draft_window_size"
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # an environment variable that torchrun sets in the processes it starts
 _DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
@@ -224,6 +224,9 @@ class Config:
         None, "Speculation", "rows of DFLASH's block, the newest token's included; in a chain the number of draft "
         "tokens means the same; default: the checkpoint's", low=2, high=MAX_NODES,
     )  # fmt: skip
+    speculative_draft_window_size: int | None = _flag(
+        None, "Speculation", "newest rows that DFLASH's block reads, its own included; default: the whole text", low=2
+    )
     speculative_adaptive: bool | None = _flag(
         None, "Speculation", "choose each step's shape, plain or one of at most two trees, by what it is worth; "
         "default: unless numbers of steps, branches or nodes are given, which then stay fixed, on CUDA for batches "
@@ -377,9 +380,9 @@ class Config:
                 owners = ("NGRAM", *GROWN) if self.looks_up(self.device != "cuda") else ("NGRAM",)
             if f.name == "speculative_token_map":
                 continue  # `make_drafter` logs a line if the map is not used
-            if self.is_own_drafter and not f.name.startswith(("speculative_ngram_", BLOCK)):
+            if self.is_own_drafter and not f.name.startswith(("speculative_ngram_", BLOCK, WINDOW)):
                 continue  # the user's class gets the whole config, and may use the flag
-            if f.name == BLOCK:
+            if f.name in (BLOCK, WINDOW):
                 owners = ("DFLASH",)
             if self.algorithm not in owners:
                 self._note(f"{flag_name(f.name)} does nothing with --speculative-algorithm {self.algorithm}; "

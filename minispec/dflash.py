@@ -36,7 +36,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from minispec.attention import AttendKind, PagedAttend, Plan, write_rows
+from minispec.attention import AttendKind, PagedAttend, Plan, with_windows, write_rows
 from minispec.beam import Candidates, best, couple, likeliest, rerank
 from minispec.compiled import CompileFor, Compiler, Key, Small, tuned
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
@@ -63,6 +63,7 @@ class DFlashHead(DraftHead):
     """
 
     name = "dflash"
+    window: int | None = None  # the newest rows that a row of the block sees, the block's included; None: all
 
     def __init__(self, config: DFlashConfig, target: Model) -> None:
         super().__init__(config, target)
@@ -173,9 +174,11 @@ class DFlashDrafter(Drafter):
         self.kv = kv.sibling(self.kv_shape)
         self._attends: dict[int, PagedAttend] = {}  # by B
         self._passes: dict[tuple[int, ...], Pass] = {}  # by B and N
+        window = self.network.window
+        kind = with_windows(attend_kind, () if window is None else [window] * self.kv_shape.layers)
         for batch in batch_sizes:
             plan = Plan(self.kv, batch, 1, self.block)
-            self._attends[batch] = attend_kind(self.kv, plan, self.kv_shape.layers)
+            self._attends[batch] = kind(self.kv, plan, self.kv_shape.layers)
             self._passes |= {(batch, size.nodes): Pass(plan, size.nodes, self.network) for size in self.trees}
 
     def compile(self, compiler: Compiler) -> None:

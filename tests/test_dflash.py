@@ -108,6 +108,8 @@ class Reference:
     def __init__(self, folder: Path, model: Model = MODEL) -> None:
         self.model, self.config = model, json.loads((folder / "config.json").read_text())
         self.w, self.own = tensors(), self.config["dflash_config"]
+        self.embedding, self.lm_head = model.embed_tokens.weight, model.lm_head.weight
+        self.window: int | None = None  # rows that a row of the block sees
         keys = ("hidden_size", "intermediate_size", "head_dim", "num_attention_heads", "rms_norm_eps", "rope_theta")
         self.qwen = Qwen3Config(**{key: self.config[key] for key in keys})
 
@@ -142,9 +144,10 @@ class Reference:
         self.model.run_block = type(self.model.layers[0]).forward
         [hook.remove() for hook in hooks]
         context = self.norm("hidden_norm", torch.cat([out[0] for out in outputs], -1) @ self.w["fc.weight"].T)
-        x = self.model.embed_tokens.weight[[ids[-1]] + [self.own["mask_token_id"]] * (block - 1)]
+        x = self.embedding[[ids[-1]] + [self.own["mask_token_id"]] * (block - 1)]
         far, near = torch.arange(known) + ahead, torch.arange(known, known + block) + ahead
         unseen = torch.ones(block, known + block).triu(known + 1).bool() & bool(self.config.get("is_causal"))
+        unseen[:, : max(0, known + block - (self.window or known + block))] = True
         for i in range(LAYERS):
             name = f"layers.{i}.self_attn"
             read = self.norm(f"layers.{i}.input_layernorm", x)
@@ -158,7 +161,7 @@ class Reference:
             for part in ("gate_proj", "up_proj", "down_proj"):
                 getattr(mlp, part).weight.copy_(self.w[f"layers.{i}.mlp.{part}.weight"])
             x = x + mlp(self.norm(f"layers.{i}.post_attention_layernorm", x))
-        return (self.norm("norm", x) @ self.model.lm_head.weight.T)[1:]
+        return (self.norm("norm", x) @ self.lm_head.T)[1:]
 
 
 @pytest.fixture(scope="module")
@@ -594,7 +597,6 @@ REFUSED = {
                                  "max_window_layers": 1}, {}, "layer_types sliding_attention"),
     "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, {}, r"\['DFlash2DraftModel'\] are not supported"),
     "DSpark": ({"architectures": ["DSparkDraftModel"]}, {}, "DSparkDraftModel"),
-    "speculators": ({"architectures": ["DFlashSpeculator"]}, {}, "DFlashSpeculator"),
     "sinks by a key": ({"add_swa_attention_sink_bias": True}, {}, "keys .*add_swa_attention_sink_bias"),
     "a key of its own": ({"dflash_config": {"mask_token_id": MASK, "attention_sink_bias": True}}, {},
                          "dflash_config has keys .*attention_sink_bias"),
@@ -633,9 +635,10 @@ def test_what_does_not_act_is_no_reason_to_refuse(tmp_path: Path) -> None:
     assert load_dflash(write(tmp_path / "draft", quiet, tensors()), MODEL).block_size == 5
 
 
-def test_as_an_eagle_head_the_folder_is_refused(folder: Path) -> None:
-    with pytest.raises(ModelError, match="--speculative-draft-model-path .*give --speculative-algorithm DFLASH"):
-        load_head(folder, MODEL)
+def test_as_an_eagle_head_the_folder_is_refused(folder: Path, tmp_path: Path) -> None:
+    for network in (folder, write(tmp_path / "other", speculator(), speculator_tensors())):
+        with pytest.raises(ModelError, match="--speculative-draft-model-path .*give --speculative-algorithm DFLASH"):
+            load_head(network, MODEL)
 
 
 def test_a_token_map_narrows_what_is_drafted(folder: Path) -> None:
@@ -655,6 +658,83 @@ def test_a_token_map_narrows_what_is_drafted(folder: Path) -> None:
             expected = expected / t + gumbel(torch.tensor(r.seed), torch.arange(len(text), len(text) + 4), ids)
         tree = heap_tree(expected.log_softmax(-1), 2, 7)
         assert paths(tokens, parents) == {tuple(int(ids[i]) for i in path) for path in tree}
+
+
+# ---- speculators' format ------------------------------------------------------------------------------------------
+
+DRAFTED = torch.arange(1, VOCAB, 3)  # the target's ids of the network's vocabulary
+
+
+def speculator(**more: Any) -> dict[str, Any]:
+    """Return a config.json as speculators writes it; what is in `more` replaces keys, those of the body too."""
+    body = stated(dtype="float32", rope_parameters={"rope_type": "default", "rope_theta": 1000000})
+    for key in ("architectures", "auto_map", "dflash_config", "num_target_layers", "rope_theta", "rope_scaling"):
+        del body[key]
+    body |= {key: more.pop(key) for key in list(more) if key in body}
+    return {
+        "architectures": ["DFlashSpeculator"], "auto_map": {"": "config.DFlashSpeculatorConfig"},
+        "aux_hidden_state_layer_ids": [1, 2], "block_size": 5, "draft_vocab_size": len(DRAFTED), "mask_token_id": MASK,
+        "sliding_window_non_causal": False, "speculators_config": {"algorithm": "dflash"},
+        "speculators_model_type": "dflash", "speculators_version": "0.5.0", "tie_word_embeddings": False,
+        "transformer_layer_config": body, **more,
+    }  # fmt: skip
+
+
+def speculator_tensors() -> dict[str, Tensor]:
+    """Return z-lab's tensors, and what speculators adds: the target's embedding, an LM head and the draft ids."""
+    torch.manual_seed(4)
+    used = torch.zeros(VOCAB, dtype=torch.bool)
+    used[DRAFTED] = True
+    return tensors() | {
+        "embed_tokens.weight": MODEL.embed_tokens.weight.detach().clone(), "t2d": used,
+        "lm_head.weight": torch.randn(len(DRAFTED), D) / 8, "d2t": DRAFTED - torch.arange(len(DRAFTED)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("embedding", ["the target's", "its own"])
+def test_a_network_of_speculators_drafts_by_its_own_lm_head_and_vocabulary(
+    embedding: str, folder: Path, tmp_path: Path
+) -> None:
+    """Its states are those of the same body in z-lab's format, whose ids count outputs."""
+    content = speculator_tensors()
+    if own := embedding == "its own":
+        content["embed_tokens.weight"] = torch.randn(VOCAB, D)
+    with torch.inference_mode():
+        head = load_dflash(write(tmp_path / "draft", speculator(), content), MODEL)
+        assert (head.embed_tokens is not None) == own and head.taps == (1, 2) and head.block_size == 5
+        scheduler = build(MODEL, DFlashDrafter(head, block=5, topk=2, nodes=8))
+    seen = watch(scheduler)
+    requests = mixed_requests(3, max_new_tokens=8)
+    run(scheduler, requests)
+    assert [r.output_ids for r in requests] == [reference(MODEL, r) for r in requests]
+    known = Reference(folder)
+    known.embedding, known.lm_head = content["embed_tokens.weight"], content["lm_head.weight"]
+    for text, logits, tokens, parents, _ in seen[::3]:
+        expected = known.logits(text, 5)
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        tree = heap_tree(expected.log_softmax(-1), 2, 7)
+        assert paths(tokens, parents) == {tuple(int(DRAFTED[i]) for i in path) for path in tree}
+
+
+SPECULATORS_REFUSED = {
+    "rows that predict the next": ({"sample_from_anchor": True}, (), "sample_from_anchor"),
+    "no layers": ({"aux_hidden_state_layer_ids": None}, (), r"aux_hidden_state_layer_ids must .* \[1, 2\].*None"),
+    "the last layer's output": ({"aux_hidden_state_layer_ids": [1, 3]}, (), r"in \[1, 2\].*got \[1, 3\]"),
+    "sliding layers": ({"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 64}, (), "sliding_attention"),
+    "a soft cap in the body": ({"transformer_layer_config": {**stated(), "final_logit_softcapping": 30.0}}, (),
+                               "final_logit_softcapping"),
+    "no offsets": ({}, ("d2t",), "missing tensors: d2t"),
+    "no LM head": ({}, ("lm_head.weight",), "missing tensors: lm_head.weight"),
+    "another vocabulary": ({"draft_vocab_size": 7}, (), "d2t has the shape"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPECULATORS_REFUSED)
+def test_what_is_not_known_of_speculators_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    keys, dropped, said = SPECULATORS_REFUSED[case]
+    content = {name: tensor for name, tensor in speculator_tensors().items() if name not in dropped}
+    with pytest.raises(ModelError, match=f"--speculative-draft-model-path .*{said}"):
+        load_dflash(write(tmp_path / "draft", speculator(**keys), content), MODEL)
 
 
 # ---- flags --------------------------------------------------------------------------------------------------------
@@ -688,6 +768,20 @@ def test_flags_give_the_block_and_the_tree(flags: dict, shape: tuple[int, int, i
     assert drafter.steps == 1 and drafter.lookahead == 0 and drafter.depth == shape[0] - 1
 
 
+@pytest.mark.parametrize("window", [5, 9, 500])
+def test_a_window_leaves_the_block_the_newest_rows(window: int, folder: Path) -> None:
+    drafter = made(folder, draft_window_size=window, lookup=False, eagle_topk=2, num_draft_tokens=8)
+    scheduler = build(MODEL, drafter)
+    seen, known = watch(scheduler), Reference(folder)
+    requests = mixed_requests(3, max_new_tokens=10)
+    run(scheduler, requests)
+    assert [r.output_ids for r in requests] == [reference(MODEL, r) for r in requests]
+    known.window = window
+    assert max(len(text) for text, *_ in seen) > 20
+    for text, logits, *_ in seen:
+        torch.testing.assert_close(logits, known.logits(text, 5), rtol=1e-5, atol=1e-5)
+
+
 def test_lookups_stand_beside_it_by_default(folder: Path) -> None:
     drafter = made(folder)
     assert isinstance(drafter, Lookups) and isinstance(drafter.head, DFlashDrafter)
@@ -706,6 +800,7 @@ def test_lookups_stand_beside_it_by_default(folder: Path) -> None:
         ({"eagle_topk": 4}, "--speculative-eagle-topk 4 needs --speculative-num-draft-tokens"),
         ({"num_draft_tokens": 1}, "--speculative-num-draft-tokens must be at least 2"),
         ({"dflash_block_size": 1}, r"--speculative-dflash-block-size must be in \[2, 128\], got 1"),
+        ({"draft_window_size": 4}, "--speculative-draft-window-size must be at least 5, .* got 4"),
         ({"draft_model_path": None}, "DFLASH needs --speculative-draft-model-path"),
     ],
     ids=str,
@@ -721,8 +816,10 @@ def test_what_is_taken_otherwise_leaves_a_line(folder: Path, caplog: pytest.LogC
     config = Config(model_path="x", speculative_algorithm="DFLASH", speculative_num_steps=5)
     assert any("--speculative-num-steps 5 is taken as 1" in note for note in config.notes)
     for algorithm in ("EAGLE", "mine:Own"):
-        other = Config(model_path="x", speculative_algorithm=algorithm, speculative_dflash_block_size=8)
-        assert any("--speculative-dflash-block-size does nothing" in note for note in other.notes)
+        given = {"speculative_dflash_block_size": 8, "speculative_draft_window_size": 64}
+        notes = Config(model_path="x", speculative_algorithm=algorithm, **given).notes
+        for flag in ("--speculative-dflash-block-size", "--speculative-draft-window-size"):
+            assert any(f"{flag} does nothing" in note for note in notes)
     with caplog.at_level(logging.WARNING, "minispec"):
         assert made(folder, dflash_block_size=8).block == 8
     assert "blocks of 5 rows, and is to draft 8" in caplog.text

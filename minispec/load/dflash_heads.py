@@ -1,7 +1,7 @@
-"""DFlash checkpoints in z-lab's format: a folder is read into a `DFlashConfig` and tensors, and these into a network.
+"""DFlash checkpoints of z-lab and speculators: a folder is read into a `DFlashConfig` and tensors, then a network.
 
-config.json is that of the network's body, a Qwen3 whatever the target is, with these keys more. `dflash_config` is read
-first; older files have some of its keys at the top level.
+z-lab's config.json is that of the network's body, a Qwen3 whatever the target is, with these keys more. `dflash_config`
+is read first; older files have some of its keys at the top level.
 
     dflash_config.target_layer_ids    layers of the target whose OUTPUT is read, so the tap is the next layer's input
     dflash_config.mask_token_id       the target's id whose embedding stands in the places to be drafted
@@ -9,10 +9,15 @@ first; older files have some of its keys at the top level.
     num_target_layers                 how many layers the target has
     is_causal                         whether a row of the block sees only itself and the rows before
 
-The tensors are `fc`, `hidden_norm`, `norm` and the layers of a Qwen3; embedding and LM head are the target's. A network
-that is read wrongly drafts nonsense, and no output shows it. Variants come as further keys and tensors (DFlash2's
-convolutions, attention sinks, values that are scaled). So every key and every tensor that is not known is refused by
-its name.
+The tensors are `fc`, `hidden_norm`, `norm` and the layers of a Qwen3; embedding and LM head are the target's.
+
+speculators nests the body in `transformer_layer_config`. `aux_hidden_state_layer_ids` are layers whose INPUT is read,
+z-lab's ids plus one. Beside z-lab's tensors are an embedding, an LM head of `draft_vocab_size` rows, and `d2t`, the
+offsets from draft ids to the target's.
+
+A network that is read wrongly drafts nonsense, and no output shows it. Variants come as further keys and tensors
+(DFlash2's convolutions, attention sinks, values that are scaled). So every key and every tensor that is not known is
+refused by its name.
 
 Read next: `dflash.py` for the network, `heads.py` for the formats of other heads.
 """
@@ -30,7 +35,18 @@ from torch import Tensor
 from minispec.config import MAX_NODES
 from minispec.dflash import DFlashConfig, DFlashHead
 from minispec.load.fp8_weights import read_weights
-from minispec.load.heads import DFLASH_MODEL, Published, check_fit, layer_sizes, naming, slice_head
+from minispec.load.heads import (
+    DFLASH_MODEL,
+    DFLASH_SPECULATOR,
+    Published,
+    check_fit,
+    draft_ids,
+    layer_config,
+    layer_sizes,
+    naming,
+    shared,
+    slice_head,
+)
 from minispec.load.weights import load_weights, read_config
 from minispec.model import Model, ModelConfig, ModelError, published_tensors
 
@@ -47,6 +63,12 @@ KEYS = frozenset("""
     _name_or_path attention_dropout auto_map bos_token_id eos_token_id initializer_range model_type pad_token_id
     quantization_config tie_word_embeddings transformers_version use_cache
     """.split()) | {*OWN_KEYS}  # fmt: skip
+# Keys of speculators' config.json. sliding_window_non_causal is about layers that slide, which are refused.
+SPECULATOR_KEYS = frozenset("""
+    architectures aux_hidden_state_layer_ids block_size draft_vocab_size mask_token_id sliding_window_non_causal
+    speculators_config speculators_model_type speculators_version target_hidden_size transformer_layer_config
+    auto_map model_type tie_word_embeddings torch_dtype transformers_version
+    """.split())  # fmt: skip
 
 
 def load_dflash(
@@ -54,16 +76,24 @@ def load_dflash(
 ) -> DFlashHead:
     """Return the DFlash network in `folder` for inference, in the target's dtype and on its device.
 
-    token_map: [Vd] int64, the target ids that may be drafted. load_format: as for `read_weights`. To be called before
-    the target's LM head is packed. For a target on the meta device the network has its sizes alone. Raises ModelError
-    naming --speculative-draft-model-path if the folder holds none, one for another target, or a variant.
+    token_map: [Vd] int64, the target ids that a network without a vocabulary of its own may draft. load_format: as for
+    `read_weights`. To be called before the target's LM head is packed. For a target on the meta device the network has
+    its sizes alone. Raises ModelError naming --speculative-draft-model-path if the folder holds none, one for another
+    target, or a variant.
     """
     with naming("--speculative-draft-model-path", folder):
         config, tensors, _ = read_dflash(folder, target.config, load_format)
-        head = DFlashHead.empty(replace(cast(DFlashConfig, config), token_map=token_map), target)
+        config = shared(config, tensors, target)
+        if config.own_lm_head and token_map is not None:
+            logger.warning("--speculative-token-map is ignored: the DFlash network has an LM head of its own")
+            token_map = None
+        elif token_map is not None:
+            config = replace(config, token_map=token_map)
+        head = DFlashHead.empty(cast(DFlashConfig, config), target)
         if not target.norm.weight.is_meta:
             ours = published_tensors(head)
-            ours.pop("lm_head.weight", None)  # rows of the target's, which are in no file
+            if not config.own_lm_head:
+                ours.pop("lm_head.weight", None)  # rows of the target's, which are in no file
             load_weights(ours, tensors.items())
     if head.lm_head is not None and token_map is not None and not target.norm.weight.is_meta:
         head.lm_head.weight.copy_(slice_head(target, token_map))
@@ -77,9 +107,12 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
 
     Raises ValueError; its message does not name the flag.
     """
-    stated = read_config(folder)
-    if (architectures := stated.get("architectures") or []) != [DFLASH_MODEL]:
-        raise ModelError(f"architectures {architectures} are not supported; supported: {DFLASH_MODEL}")
+    stated, architectures = (whole := read_config(folder)), whole.get("architectures") or []
+    if speculator := architectures == [DFLASH_SPECULATOR]:
+        stated = _body(whole, target)
+    elif architectures != [DFLASH_MODEL]:
+        raise ModelError(f"architectures {architectures} are not supported; supported: {DFLASH_MODEL}, "
+                         f"{DFLASH_SPECULATOR}")  # fmt: skip
     own = stated.get("dflash_config") or {}
     _refuse_unknown("dflash_config", own, OWN_KEYS)
     _refuse_unknown("config.json", stated, KEYS)
@@ -94,11 +127,19 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
     check_fit(shape.hidden_size, shape.vocab_size, target)
     if (count := stated.get("num_target_layers") or target.layers) != target.layers:
         raise ModelError(f"num_target_layers is {count}, and the target has {target.layers}")
+    vocabulary: dict[str, Any] = {}
+    if speculator:
+        tensors.pop("t2d", None)  # it says which target ids are drafted, as d2t does
+        vocabulary = {
+            "token_map": draft_ids(whole, tensors, shape.vocab_size), "own_lm_head": True,
+            "own_embedding": "embed_tokens.weight" in tensors,
+        }  # fmt: skip
     return Published(
         DFlashConfig(
             DFlashHead.name,
             replace(shape, layers=layers),
-            _taps(given["target_layer_ids"], layers, target),
+            own["target_layer_ids"] if speculator else _taps(given["target_layer_ids"], layers, target),
+            **vocabulary,
             block_size=_number("block_size", BLOCK_SIZE if size is None else size, 2, MAX_NODES),
             mask_token=_number("mask_token_id", given["mask_token_id"], 0, target.vocab_size - 1),
             causal=bool(given["is_causal"]),
@@ -127,6 +168,22 @@ def _taps(ids: Any, layers: int, target: ModelConfig) -> tuple[int, ...]:
         raise ModelError(f"target_layer_ids must be ids in [0, {target.layers - 2}], of layers whose output is read, "
                          f"got {ids!r}")  # fmt: skip
     return tuple(i + 1 for i in ids)
+
+
+def _body(stated: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
+    """Return speculators' config.json as z-lab's, but for `target_layer_ids`, which are taps here.
+
+    Raises ModelError naming the key if one is not known, or the ids are none.
+    """
+    _refuse_unknown("config.json", stated, SPECULATOR_KEYS)
+    nested = layer_config(stated)
+    ids, layers = stated.get("aux_hidden_state_layer_ids"), target.layers
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 < i < layers for i in ids):
+        raise ModelError(f"aux_hidden_state_layer_ids must be ids in [1, {layers - 1}], of layers whose input is read, "
+                         f"got {ids!r}")  # fmt: skip
+    own = {"target_layer_ids": tuple(ids), **{key: stated.get(key) for key in ("block_size", "mask_token_id")}}
+    return {**{key: value for key, value in nested.items() if key not in ("rope_parameters", "dtype")},
+            "dflash_config": own}  # fmt: skip
 
 
 def _refuse_unknown(where: str, stated: Mapping[str, Any], known: Sequence[str] | frozenset[str]) -> None:

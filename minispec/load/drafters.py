@@ -165,6 +165,10 @@ def _dflash(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) ->
     shape = block_shape(config, head.block_size, _on_cpu(config, model))
     if shape["topk"] > head.draft_vocab:
         raise ValueError(f"--speculative-eagle-topk {shape['topk']}: the draft has {head.draft_vocab} tokens only")
+    head.window = window = config.speculative_draft_window_size
+    if window is not None and window < shape["block"]:
+        raise ValueError(f"--speculative-draft-window-size must be at least {shape['block']}, the rows of the block, "
+                         f"got {window}")  # fmt: skip
     return _with_lookups(config, model, DFlashDrafter(head, **shape))
 
 

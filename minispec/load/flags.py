@@ -28,6 +28,7 @@ _ALIASES = {  # other spellings, SGLang's own and those of its documents' histor
     "speculative_algorithm": ("--speculative-algo",),
     "speculative_draft_model_path": ("--speculative-draft-model", "--speculative-draft"),
     "speculative_ngram_branch_length": ("--speculative-ngram-max-trie-depth",),  # its name since SGLang 0.5.23
+    "speculative_draft_window_size": ("--speculative-dflash-draft-window-size",),
 }
 
 

@@ -52,7 +52,8 @@ ARCHITECTURES = {  # what config.json may call a head of each kind; the first EA
     ),
     MtpHead.name: ("MiMoForCausalLM", "MiMoMTP", "MiMoMTPModel"),
 }
-DFLASH_MODEL = "DFlashDraftModel"  # what config.json calls a network that `dflash_heads.py` reads
+# What config.json calls a network that `dflash_heads.py` reads, z-lab's and speculators'.
+DFLASH_MODEL, DFLASH_SPECULATOR = "DFlashDraftModel", "DFlashSpeculator"
 # How the names of a layer's tensors begin; first the spelling that SGLang reads.
 LAYER_NAMES = {EagleHead.name: ("layers.0.",), Eagle3Head.name: ("midlayer.", "layers.0."),
                MtpHead.name: ("mtp_layers.0.",)}  # fmt: skip
@@ -86,7 +87,7 @@ def load_head(
     flag = "--speculative-draft-model-path"
     with naming(flag, folder):
         config, tensors, layer_name = read_head(folder, target.config, load_format)
-        config = _shared(config, tensors, target)
+        config = shared(config, tensors, target)
     if token_map is not None and config.kind == Eagle3Head.name:
         logger.warning("--speculative-token-map is ignored: an EAGLE-3 head has a draft vocabulary of its own")
     elif token_map is not None:
@@ -110,7 +111,7 @@ def naming(flag: str, folder: Path) -> Iterator[None]:
         raise ModelError(f"{flag} {folder}: {error}") from error
 
 
-def _shared(config: HeadConfig, tensors: Tensors, target: Model) -> HeadConfig:
+def shared(config: HeadConfig, tensors: Tensors, target: Model) -> HeadConfig:
     """Return the config that says which weights the head shares with the target, and change `tensors` accordingly.
 
     A copy of the target's embedding is dropped. An EAGLE-3 LM head that is tied to an embedding is not in the files: it
@@ -175,11 +176,11 @@ def read_head(folder: Path, target: ModelConfig, load_format: str = "auto") -> P
 
 def _kind(stated: Stated, tensors: Tensors) -> str:
     """Return the kind of head a folder holds: the tensors decide, and `architectures` must not contradict them."""
+    architectures = stated.get("architectures") or []
+    if {DFLASH_MODEL, DFLASH_SPECULATOR}.intersection(architectures):
+        raise ModelError(f"{architectures[0]} is no head of one layer; give --speculative-algorithm DFLASH")
     if (speculators := stated.get("speculators_model_type", Eagle3Head.name)) != Eagle3Head.name:
         raise ModelError(f"speculators_model_type {speculators!r} is not supported; supported: {Eagle3Head.name}")
-    architectures = stated.get("architectures") or []
-    if DFLASH_MODEL in architectures:
-        raise ModelError(f"{DFLASH_MODEL} is no head of one layer; give --speculative-algorithm DFLASH")
     said = next((kind for kind, names in ARCHITECTURES.items() if set(names) & set(architectures)), None)
     found = None
     if any(name.startswith("mtp_layers.") for name in tensors):
@@ -226,7 +227,7 @@ def _read_mtp(stated: Stated, tensors: Tensors, target: ModelConfig, layer_name:
 def _read_eagle3(stated: Stated, tensors: Tensors, target: ModelConfig, layer_name: str) -> HeadConfig:
     """Return the config of an official, SGLang, SpecForge or speculators head; d2t and t2d leave `tensors`."""
     tensors.pop("t2d", None)  # it says which target ids are drafted, as d2t does
-    nested = _layer_config(stated)
+    nested = layer_config(stated)
     layer = layer_sizes(nested, tensors, layer_name)
     _check_single("num_hidden_layers", nested)
     stream = stated.get("target_hidden_size") or layer.hidden_size
@@ -238,7 +239,7 @@ def _read_eagle3(stated: Stated, tensors: Tensors, target: ModelConfig, layer_na
         taps,
         own_embedding="embed_tokens.weight" in tensors or stream != layer.hidden_size,
         own_lm_head=_owns_lm_head(stated, tensors, layer, target),
-        token_map=_draft_ids(stated, tensors, layer.vocab_size),
+        token_map=draft_ids(stated, tensors, layer.vocab_size),
         fc=taps not in ((FINAL,), (target.layers,)),
         **_switches(stated, tensors),
     )
@@ -271,7 +272,7 @@ def layer_sizes(stated: Stated, tensors: Tensors, layer_name: str) -> ModelConfi
     )
 
 
-def _layer_config(stated: Stated) -> Stated:
+def layer_config(stated: Stated) -> Stated:
     """Return the config of the head's layer, which speculators nest, with rope in either spelling."""
     nested = stated.get("transformer_layer_config")
     if nested is None:
@@ -367,7 +368,7 @@ def _owns_lm_head(stated: Stated, tensors: Tensors, layer: ModelConfig, target: 
     return False
 
 
-def _draft_ids(stated: Stated, tensors: Tensors, vocab_size: int) -> Tensor | None:
+def draft_ids(stated: Stated, tensors: Tensors, vocab_size: int) -> Tensor | None:
     """Return the target's id of every draft id [Vd] int64; None if draft and target have the same ids.
 
     The file's d2t holds offsets, target id minus draft id. It is taken out of `tensors`, and all other code sees ids.

@@ -34,8 +34,8 @@ STEPS = 24  # verify steps of the test
 HOPELESS_LENGTH = 1.05  # a head with an accept length below this is read wrongly, or not made for this target
 BETTER = 1.15  # by this factor another reading must be accepted better before it is spoken of
 KEYS = {  # of config.json, which decide how a network of this name is read
-    "dflash": "dflash_config's target_layer_ids, which number the layers from 0 and mean their outputs, mask_token_id, "
-    "is_causal",
+    "dflash": "dflash_config's target_layer_ids, which number the layers from 0 and mean their outputs (speculators' "
+    "aux_hidden_state_layer_ids mean their inputs), mask_token_id, is_causal",
 }
 OTHER_KEYS = "eagle_aux_hidden_state_layer_ids, norm_before_residual"  # of all other heads
 

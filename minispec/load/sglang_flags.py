@@ -33,7 +33,6 @@ LINES = {  # what is done instead -> flags; a whole clause, as it follows "--fla
     "drafts are accepted where they are what the target draws itself, which is as exact": """
         --speculative-use-rejection-sampling --speculative-use-block-verification""",
     "a head with more than one layer is refused when it is loaded": "--enable-multi-layer-eagle",
-    "a draft reads its whole context": "--speculative-draft-window-size --speculative-dflash-draft-window-size",
     "a step that raises answers its requests with an error, and one that hangs ends at --watchdog-timeout":
         "--crash-dump-folder",
     "times are in /metrics, and in no line for each request": """--enable-request-time-stats-logging --show-time-cost

@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m minispec.explain", description="Watch speculation step by step.")
     parser.add_argument("prompt", nargs="?", help="what the model is asked, or continues with --raw")
     parser.add_argument("--model", help="id, folder or GGUF file; default: the one that the server has")
-    parser.add_argument("--algorithm", help="NONE, NGRAM, EAGLE, EAGLE3, NEXTN or STANDALONE; default: the server's")
+    parser.add_argument("--algorithm", help="as --speculative-algorithm of the server, whose default is the default")
     parser.add_argument("--draft-model", help="id or folder of the head or draft model, or its GGUF file")
     parser.add_argument("--steps", type=int, default=8, help="decode steps to show (default: 8)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")

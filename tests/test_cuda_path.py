@@ -522,7 +522,7 @@ def mixture_block(cell: Cell) -> tuple[list[str], int, int]:
     [
         (Cell(4, 8, 64), 2, 0),
         (Cell(4, QUERY_BLOCK, 64, prefill=True), 2, 0),
-        (Cell(4, 4, 64, dtype=torch.float16), 0, 0),  # as many pairs as experts: gathered, one row a product
+        (Cell(4, 4, 64, dtype=torch.float16), 0, 2),  # as many pairs as experts: gathered, one row a product of two
         (Cell(4, QUERY_BLOCK, 64, prefill=True, dtype=torch.float16), 0, 8),  # four pieces, by all experts
     ],
 )

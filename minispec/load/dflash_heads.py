@@ -107,12 +107,13 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
 
     Raises ValueError; its message does not name the flag.
     """
-    stated, architectures = (whole := read_config(folder)), whole.get("architectures") or []
-    if speculator := architectures == [DFLASH_SPECULATOR]:
-        stated = _body(whole, target)
-    elif architectures != [DFLASH_MODEL]:
+    whole = read_config(folder)
+    architectures = whole.get("architectures") or []
+    speculator = architectures == [DFLASH_SPECULATOR]
+    if not speculator and architectures != [DFLASH_MODEL]:
         raise ModelError(f"architectures {architectures} are not supported; supported: {DFLASH_MODEL}, "
                          f"{DFLASH_SPECULATOR}")  # fmt: skip
+    stated = _body(whole, target) if speculator else whole
     own = stated.get("dflash_config") or {}
     _refuse_unknown("dflash_config", own, OWN_KEYS)
     _refuse_unknown("config.json", stated, KEYS)

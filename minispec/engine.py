@@ -47,7 +47,7 @@ from minispec.kv import PagedKV
 from minispec.late import Late
 from minispec.model import Model, Rope
 from minispec.request import Request
-from minispec.sampling import EVERYTHING, GREEDY, TEMPERED, Needs, SamplingState, Wishes, largest, pick
+from minispec.sampling import EVERYTHING, GREEDY, TEMPERED, Needs, SamplingState, largest, pick
 from minispec.seams import Asked, AskedStep, Link
 from minispec.tree import PADDING, DraftTree, Shape, ancestors, depth
 from minispec.verify import Accept, Trees, Verdict
@@ -341,28 +341,27 @@ class Engine:
         before, after = around = self.around(buffers, needs)
         if around is not self.small.eager:
             needs = next(covering for covering in COMPILED if needs <= covering)
-        wishes = self.sampling.wishes(buffers.slots, needs) if needs else None
-        lens, root, drafted = self.begin(buffers, wishes)
+        lens, root, drafted = self.begin(buffers, needs)
         read, embedding, rope = before(self, buffers, lens, root, None if drafted is buffers.tree else drafted)
         streams = self.model.run_blocks(embedding, rope, buffers.attend, self.drafter.taps)
-        self.hand_over(buffers, after(self, buffers, lens, read, streams, wishes))
+        self.hand_over(buffers, after(self, buffers, lens, read, streams, needs))
 
     def around(self, buffers: DecodeBuffers, needs: Needs) -> Sequence[Step]:
         """Return `_before_blocks` and `_after_blocks`, compiled if `compile_small` chose this step."""
         return self.small.eager if needs and self.amended else self.small.of(buffers, bool(needs))
 
     def begin(
-        self, buffers: DecodeBuffers, wishes: Wishes | None, told: Tensor | None = None
+        self, buffers: DecodeBuffers, needs: Needs, told: Tensor | None = None
     ) -> tuple[Tensor, Tensor, DraftTree]:
         """Return what a decode step begins with: lens and root [B], and the trees [B, N] to verify.
 
         told: [B, N] fp32, into which the drafter writes log-probabilities (`Batch.scores`); None: nobody wants them.
         """
         lens, root = self.lens[buffers.slots], self.root[buffers.slots]
-        knows = wishes is not None and wishes.temperature is not None and self.accept.couples
-        temperature, seed = (wishes.temperature, wishes.seed) if wishes is not None and knows else (None, None)
         drafted = buffers.tree
         if buffers.shape.drafts:
+            knows = "temperature" in needs and self.accept.couples
+            temperature, seed = self.sampling.noise(buffers.slots) if knows else (None, None)
             batch = Batch(buffers.slots, lens, root, buffers.tree, temperature, seed, told)
             drafted = self.drafter.propose(batch)
         elif buffers.shape.of_host:
@@ -391,7 +390,7 @@ class Engine:
 
     @tuned
     def _after_blocks(
-        self, buffers: DecodeBuffers, lens: Tensor, read: ReadTrees, streams: Sequence[Tensor], wishes: Wishes | None
+        self, buffers: DecodeBuffers, lens: Tensor, read: ReadTrees, streams: Sequence[Tensor], needs: Needs
     ) -> Path | None:
         """Verify the trees, keep the accepted paths, and write the outputs; streams: what `Model.run_blocks` returned.
 
@@ -399,20 +398,21 @@ class Engine:
         """
         logits, features = self.logits(streams)
         trees = Trees(DraftTree(read.tokens, read.parents), read.above, buffers.slots, lens, buffers.most)
-        return self.keep(buffers, trees, self.judge(trees, logits, wishes), features, wishes)
+        return self.keep(buffers, trees, self.judge(trees, logits, needs), features, needs)
 
     def logits(self, streams: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return the target's logits [B, N, V] at every node, and the drafter's features [B, N, F]."""
         hidden, features = self.model.finish(streams, self.drafter.taps)
         return self.model.logits(hidden), features
 
-    def judge(self, trees: Trees, logits: Tensor, wishes: Wishes | None) -> Verdict:
+    def judge(self, trees: Trees, logits: Tensor, needs: Needs) -> Verdict:
         """Return which drafts are accepted; logits [B, N, V]."""
+        wishes = self.sampling.wishes(trees.slots, needs) if needs else None
         looks = self.kv.host_looks and not torch.compiler.is_compiling()
         return self.link.verdict(self.accept.judge(trees, logits, wishes, looks))
 
     def keep(
-        self, buffers: DecodeBuffers, trees: Trees, verdict: Verdict, features: Tensor | None, wishes: Wishes | None
+        self, buffers: DecodeBuffers, trees: Trees, verdict: Verdict, features: Tensor | None, needs: Needs
     ) -> Path | None:
         """Keep the accepted paths, and write the outputs; features [B, N, F]. Returns what `_after_blocks` returns."""
         tokens, slots, lens, nodes = trees.tree.tokens, trees.slots, trees.lens, buffers.nodes
@@ -420,7 +420,7 @@ class Engine:
             self.kv.compact(slots, lens, verdict.path, verdict.count)
         elif self.late.keeps(buffers):
             self.late.keep(slots, lens[:, None], tokens, features)
-        self.sampling.commit(slots, verdict.emitted, verdict.count, wishes is not None and wishes.counts is not None)
+        self.sampling.commit(slots, verdict.emitted, verdict.count, "counts" in needs)
         self.lens[slots] = lens + verdict.count
         self.root[slots] = verdict.bonus
         self._clear_padding()

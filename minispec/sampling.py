@@ -96,7 +96,7 @@ def gumbel(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
 # Operators that are never compiled.
 _library = torch.library.Library("minispec", "FRAGMENT")
 _library.define("log_log1p_(Tensor(a!) x) -> ()")
-_library.define("exp_of_ratio(Tensor a, Tensor b) -> Tensor")
+_library.define("exp_(Tensor(a!) x) -> ()")
 
 
 def _log_log1p(x: Tensor) -> None:
@@ -109,13 +109,13 @@ _library.impl("log_log1p_", _log_log1p, "CompositeExplicitAutograd")
 torch.library.register_fake("minispec::log_log1p_", lambda x: None)
 
 
-def _exp_of_ratio(a: Tensor, b: Tensor) -> Tensor:
-    """Return exp(a / b) in the shape of a. The division is here too, since compiled for CUDA it is not exact."""
-    return torch.div(a, b).exp_()
+def _exp(x: Tensor) -> None:
+    """Replace x by exp(x)."""
+    x.exp_()
 
 
-_library.impl("exp_of_ratio", _exp_of_ratio, "CompositeExplicitAutograd")
-torch.library.register_fake("minispec::exp_of_ratio", lambda a, b: torch.empty_like(a))
+_library.impl("exp_", _exp, "CompositeExplicitAutograd")
+torch.library.register_fake("minispec::exp_", lambda x: None)
 
 
 # ----------------------------------------------------------------------------------------------------------- pick
@@ -128,6 +128,7 @@ class Wishes(NamedTuple):
     """
 
     temperature: Tensor | None  # [B] fp32; 0 or at least 1e-6; 0 is greedy; None if all requests are greedy
+    inverse_temperature: Tensor  # [B] fp32, at most 1e6; has an effect only if temperature is given
     top_k: Tensor | None  # [B] int64, at least 1; the vocabulary size or more keeps all
     top_p: Tensor | None  # [B] fp32; 1 keeps all
     min_p: Tensor | None  # [B] fp32; 0 keeps all
@@ -215,42 +216,49 @@ def law(logits: Tensor, wishes: Wishes) -> Tensor:
     if wishes.temperature is None:
         return likeliest
     gap = logits.amax(-1, keepdim=True) - logits
-    scaled = -gap / wishes.temperature.clamp(min=GREEDY_BELOW)[:, None]
+    scaled = gap * -wishes.inverse_temperature[:, None]
     if wishes.top_k is not None or wishes.top_p is not None or wishes.min_p is not None:
         scaled = scaled.masked_fill(_filtered(gap, wishes), -torch.inf)
     return torch.where(wishes.temperature[:, None] > 0, scaled.softmax(-1), likeliest)
 
 
-# Probabilities are summed as integers, scaled so that the likeliest token has MASS_UNIT. Floats that are summed in
-# another order round differently, so two batch shapes could disagree about a threshold. Sums over up to 2^23 ids fit
-# into int64.
-MASS_UNIT = 2.0**40
 SPREAD = 1024  # bins of `_sums_spread` that are not read
 
 
 def _filtered(gap: Tensor, wishes: Wishes) -> Tensor:
     """Return `[B, V] bool`, the tokens that top-k, top-p and min-p remove; `gap [B, V] fp32` as in `pick`."""
-    assert wishes.temperature is not None, "greedy picks are not filtered"
     bits = gap.view(torch.int32)
-    # The probability divided by the largest one. Tokens are kept or removed by its last bit, so it is not compiled.
-    share = torch.ops.minispec.exp_of_ratio(gap, -wishes.temperature.clamp(min=GREEDY_BELOW)[:, None])
+    # The probability divided by the largest one. Tokens are kept or removed by its last bit. So the inverse of the
+    # temperature is given, since compiled for CUDA a division is not exact, and the exponential is an operator.
+    share = gap * -wishes.inverse_temperature[:, None]
+    torch.ops.minispec.exp_(share)
     limit = torch.full_like(wishes.seed, 2**31 - 1, dtype=torch.int32)
     if wishes.top_k is not None:
         limit = _cut(bits, torch.ones_like(bits), wishes.top_k, gap.is_cuda)
     if wishes.top_p is not None:
-        mass = (share * (bits <= limit[:, None]) * MASS_UNIT).to(torch.int64)
+        mass = (share * (bits <= limit[:, None]) * _mass_unit(gap.shape[1])).floor().double()
         total = mass.sum(-1)
-        goal = (total.double() * wishes.top_p.double()).ceil().to(torch.int64)
+        goal = (total * wishes.top_p.double()).ceil()
         goal = torch.where(wishes.top_p < 1, goal, total + 1)  # top_p = 1 keeps all: no cut reaches total + 1
         limit = torch.minimum(limit, _cut(bits, mass, goal, gap.is_cuda))
     gone = bits > limit[:, None]
     return gone if wishes.min_p is None else gone | (share < wishes.min_p[:, None])
 
 
+def _mass_unit(vocab_size: int) -> float:
+    """Return the integer that stands for the likeliest token's probability when the probabilities of V ids are summed.
+
+    Floats that are summed in another order round differently, so two batch shapes could disagree about a threshold.
+    These integers' sums are at most 2^53, so fp64 has all of them. Not int64, which CUDA adds with twice the kernels.
+    """
+    return 2.0 ** (53 - (vocab_size - 1).bit_length())
+
+
 def _cut(bits: Tensor, mass: Tensor, goal: Tensor, spread: bool) -> Tensor:
     """Return `[B] int32`, the smallest t with sum(mass[bits <= t]) >= goal, or 2^31 - 1 if there is none.
 
-    `bits [B, V] int32` are not negative; `mass [B, V]` int32 or int64, `goal [B] int64`. This is a radix selection:
+    `bits [B, V] int32` are not negative; `mass [B, V]` is int32 and `goal [B]` int64, or both are fp64. Mass is whole
+    and not negative, and a sum of it is at most 2^53, so no order of summation rounds. This is a radix selection:
     t's 31 bits are found as digits of 11, 10 and 10 bits, each from one histogram. The sum of the largest digit is not
     needed: this digit is the answer if no smaller one reaches the goal. spread: as `_sums_spread` does it, for CUDA.
     """
@@ -267,7 +275,7 @@ def _cut(bits: Tensor, mass: Tensor, goal: Tensor, spread: bool) -> Tensor:
 
 
 def _sums(digit: Tensor, mass: Tensor, digits: int) -> Tensor:
-    """Return `[B, digits - 1] int64`, the mass at or below each digit but the largest; `digit [B, V] int32`.
+    """Return `[B, digits - 1]`, int64 or fp64, the mass at or below each digit but the largest; `digit [B, V] int32`.
 
     Ids with bits below the prefix have a negative digit. They fall into the first bin, so that every sum has them.
     """
@@ -290,10 +298,10 @@ def _sums_spread(digit: Tensor, mass: Tensor, digits: int) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------------- state
 
-FLOATS = ("temperature", "top_p", "min_p", "frequency", "presence", "repetition")
+FLOATS = ("temperature", "inverse_temperature", "top_p", "min_p", "frequency", "presence", "repetition")
 INTS = ("seed", "top_k", "min_new", "outputs")
 OUTPUTS = INTS.index("outputs")
-NEUTRAL_FLOATS = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)  # greedy, no filter, no penalty
+NEUTRAL_FLOATS = (0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0)  # greedy, no filter, no penalty
 TABLES = {"counts": torch.int32, "prompt_seen": torch.bool, "bias": torch.float32, "stop_mask": torch.bool}
 
 # The names of the members of `Wishes` that a batch needs, among those that can be None.
@@ -322,7 +330,7 @@ def _needed(params: SamplingParams, outputs: int, vocab_size: int) -> Needs:
 class SamplingState:
     """The sampling parameters and token counts of every slot, on the device; slot 0 is padding and greedy.
 
-    Numbers are in two tables `[R, 6] fp32` and `[R, 4] int64`; `tables` holds four tables `[R, V]`. All are allocated
+    Numbers are in two tables `[R, 7] fp32` and `[R, 4] int64`; `tables` holds four tables `[R, V]`. All are allocated
     here, since a captured step that allocated a table would zero it at every replay. `assign` writes all of a slot's
     entries, so nothing of the previous request is left.
     """
@@ -354,7 +362,8 @@ class SamplingState:
         temperature = 0.0 if params.greedy else params.temperature
         top_k = self.vocab_size if params.top_k == -1 else params.top_k
         p = params
-        floats = [temperature, p.top_p, p.min_p, p.frequency_penalty, p.presence_penalty, p.repetition_penalty]
+        floats = [temperature, 1 / max(temperature, GREEDY_BELOW), p.top_p, p.min_p]
+        floats += [p.frequency_penalty, p.presence_penalty, p.repetition_penalty]
         self._floats[slot] = upload(floats, torch.float32, self.device)
         self._ints[slot] = upload([seed, top_k, params.min_new_tokens, len(output_ids)], torch.int64, self.device)
         for table in self.tables.values():
@@ -389,6 +398,10 @@ class SamplingState:
     def needs(self, slots: Sequence[int]) -> Needs:
         """Return the union of the needs of the requests in these slots; GREEDY if a bare argmax serves them all."""
         return GREEDY.union(*(self._needs[slot] for slot in slots))
+
+    def noise(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the temperatures [B] fp32 and the seeds [B] int64 of `slots [B] int64`: what a pick's noise needs."""
+        return self._floats[:, FLOATS.index("temperature")][slots], self._ints[:, INTS.index("seed")][slots]
 
     def wishes(self, slots: Tensor, needs: Needs) -> Wishes:
         """Return the `Wishes` of `slots [B] int64`, as copies.

@@ -189,9 +189,10 @@ def test_compiled_filters_keep_the_ids_that_eager_ones_keep(device: str) -> None
         spread = [torch.rand(10_000, device=device) for _ in range(3)]
         wishes = row._replace(
             seed=torch.zeros(10_000, dtype=torch.int64, device=device), temperature=0.3 + spread[0],
+            inverse_temperature=1 / (0.3 + spread[0]),
             top_k=torch.full((10_000,), 50, device=device), top_p=spread[1],
             # Thresholds that shares come upon exactly: those of the tokens themselves.
-            min_p=torch.ops.minispec.exp_of_ratio(gap, -(0.3 + spread[0])[:, None])[:, 7],
+            min_p=(gap[:, 7] * -(1 / (0.3 + spread[0]))).exp(),
         )  # fmt: skip
         assert torch.equal(compiled(gap, wishes), sampling._filtered(gap, wishes))
 
@@ -604,8 +605,19 @@ def test_histograms_for_cuda_give_the_sums_of_those_for_a_cpu() -> None:
     torch.manual_seed(9)
     for vocab, reach in ((61, 3), (4099, 400), (4099, 3000)):
         digit = torch.randint(-reach, reach, (3, vocab), dtype=torch.int32)
-        mass = torch.randint(0, 2**40, (3, vocab))
+        mass = torch.randint(0, 2**40, (3, vocab)).double()
         below = (mass * (digit < 0)).sum(-1, keepdim=True)
         assert torch.equal(below + sampling._sums_spread(digit, mass, 1024), sampling._sums(digit, mass, 1024))
         bits, goal = digit.abs(), mass.sum(-1) // 2
         assert torch.equal(*(sampling._cut(bits, mass, goal, spread) for spread in (True, False)))
+
+
+@pytest.mark.parametrize("vocab", [2, 49152, 128256, 131073])
+def test_sums_of_probabilities_are_whole_numbers_that_fp64_has(vocab: int) -> None:
+    """So no order of summation changes which tokens top-p keeps. The most that a sum can be: all are the likeliest."""
+    unit = sampling._mass_unit(vocab)
+    assert unit == int(unit) and 2**52 < int(unit) * 2 * vocab and int(unit) * vocab <= 2**53
+    torch.manual_seed(vocab)
+    mass = (torch.rand(vocab) * unit).floor().double()
+    exact = sum(map(int, mass.tolist()))
+    assert all(int(mass[torch.randperm(vocab)].cumsum(0)[-1]) == exact for _ in range(5))

@@ -176,9 +176,8 @@ class AskedDecode(Answered[DecodeBuffers]):
     def run(self, needs: Needs) -> None:
         """Run the step, and keep the answers here."""
         engine, step = self.engine, self.step
-        wishes = engine.sampling.wishes(step.slots, needs) if needs else None
         watched = None if self.timed else torch.full((step.batch, step.nodes), torch.nan, device=engine.device)
-        lens, root, drafted = engine.begin(step, wishes, watched)
+        lens, root, drafted = engine.begin(step, needs, watched)
         before, _ = engine.around(step, needs)
         read, embedding, rope = before(engine, step, lens, root, None if drafted is step.tree else drafted)
         tokens, parents, above = read
@@ -187,10 +186,11 @@ class AskedDecode(Answered[DecodeBuffers]):
         logits, features = engine.logits(streams)
         tokens, allowed = (tokens, logits) if crossing is None else self.allow(logits, crossing)
         trees = Trees(DraftTree(tokens, parents), above, step.slots, lens, step.most)
-        verdict = engine.judge(trees, allowed, wishes)
+        verdict = engine.judge(trees, allowed, needs)
         if watched is not None:
-            self.seen = look(trees.tree, watched, logits, verdict, wishes, lens)
-        path = engine.keep(step, trees, verdict, features, wishes)
+            noise = engine.sampling.noise(step.slots) if "temperature" in needs else None
+            self.seen = look(trees.tree, watched, logits, verdict, noise, lens)
+        path = engine.keep(step, trees, verdict, features, needs)
         if self.questions is not None:
             self.scores = score_picks(self.questions, logits, verdict.path, verdict.emitted)
         engine.hand_over(step, path)

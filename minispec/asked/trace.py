@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minispec.sampling import Wishes, gumbel
+from minispec.sampling import gumbel
 from minispec.tree import PADDING, DraftTree
 from minispec.verify import Verdict
 
@@ -62,18 +62,24 @@ class SeenStep(NamedTuple):
 
 
 def look(
-    tree: DraftTree, drafted: Tensor, logits: Tensor, verdict: Verdict, wishes: Wishes | None, lens: Tensor
-) -> SeenStep:
-    """Return what is seen of trees [B, N], with `drafted [B, N]` as in `SeenStep`, logits [B, N, V] and lens [B]."""
+    tree: DraftTree, drafted: Tensor, logits: Tensor, verdict: Verdict,
+    noise: tuple[Tensor, Tensor] | None, lens: Tensor,
+) -> SeenStep:  # fmt: skip
+    """Return what is seen of trees [B, N], with `drafted [B, N]` as in `SeenStep`, logits [B, N, V] and lens [B].
+
+    noise: temperatures and seeds, as `SamplingState.noise` returns them; None for a greedy batch.
+    """
     batch, most = verdict.path.shape
     row = torch.arange(batch, device=logits.device)[:, None]
     known = logits.float().log_softmax(-1)
     target = known[row, tree.parents.clamp(min=0), tree.tokens.clamp(min=0)]
     score = logits[row, verdict.path].float()
-    if wishes is not None and wishes.temperature is not None:
+    if noise is not None:
+        temperature, seed = noise
         position = lens[:, None] + torch.arange(1, most + 1, device=logits.device)
-        noise = gumbel(wishes.seed[:, None].expand(batch, most), position, logits.shape[-1])
-        score = score + wishes.temperature[:, None, None] * noise
+        score = score + temperature[:, None, None] * gumbel(
+            seed[:, None].expand(batch, most), position, logits.shape[-1]
+        )
     best = score.topk(2, dim=-1).values
     picked = known[row, verdict.path, verdict.emitted]
     return SeenStep(*tree, drafted, target, verdict.path, verdict.count, picked, best[..., 0] - best[..., 1])

@@ -228,9 +228,13 @@ def any_size(args: Sequence[Any], key: Key) -> Iterator[None]:
 
 
 def _given(args: Sequence[Any]) -> tuple:
-    """Return which arguments, and which members of named tuples, are None: another graph serves another answer."""
+    """Return sets as they are, and which other arguments and members of named tuples are None.
+
+    Another answer is served by another graph.
+    """
     return tuple([
-        None if arg is None else tuple([member is None for member in arg]) if isinstance(arg, tuple) else False
+        tuple([member is None for member in arg]) if isinstance(arg, tuple)
+        else arg if isinstance(arg, frozenset) else arg is None
         for arg in args
     ])  # fmt: skip
 

@@ -161,25 +161,25 @@ KINDS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "backend"), slow_unless(
-    [("none", "eager"), ("eagle3", "aot_eager"), ("lookups", "eager")], lambda name, backend: name == "none",
-))  # fmt: skip
-def test_after_warm_up_no_graph_is_made_and_tokens_are_those_of_plain_decoding(name: str, backend: str) -> None:
+@pytest.mark.parametrize(("name", "steps"), slow_unless(
+    [("none", 15), ("lookups", 200)], lambda name, steps: name == "none"))  # fmt: skip
+def test_after_warm_up_no_graph_is_made_and_tokens_are_those_of_plain_decoding(name: str, steps: int) -> None:
     """Requests of every kind arrive and end one after the other, so batches of one to four take plain steps and trees.
 
-    With `aot_eager` the graphs are those of AOTAutograd, in which no argument may share memory with another.
+    With lookups there are steps of every kind: prefill, plain, the head's trees and those of the host, and the head
+    catches up. The other drafters are asked the same below, where steps are replayed.
     """
-    requests = [request(f"r{i}", [i, 2, 30, i, 2], max_new_tokens=4 + 3 * i, sampling_seed=i, **KINDS[i % 4])
-                for i in range(6)]  # fmt: skip
-    scheduler, made = compiled_as_on_cuda(name, 4, backend)
+    requests = [request(f"r{i}", [i % 50, 2, 30, i % 50, 2], max_new_tokens=4 + 3 * (i % 6), sampling_seed=i,
+                        **KINDS[i % 4]) for i in range(6 * steps // 15)]  # fmt: skip
+    scheduler, made = compiled_as_on_cuda(name, 4)
     engine, rng = scheduler.engine, random.Random(4)
     scheduler.policy.forced = lambda shapes: rng.choice(shapes)
     with room(len(shapes(engine))), torch.inference_mode():
         warm_up(engine, lambda line: None)
-        before, runs = made.graphs.copy(), made.runs
+        before, begun = made.graphs.copy(), engine.changes
         with torch.compiler.set_stance("fail_on_recompile"):
             run(scheduler, requests, stagger=2)
-    assert made.graphs == before and made.runs > runs + 40
+    assert made.graphs == before and engine.changes - begun >= steps
     eager = tiny_model()
     assert [r.output_ids for r in requests] == [reference(eager, r) for r in requests]
 
@@ -213,7 +213,8 @@ class Counted(Replays):
 def test_a_replay_of_compiled_functions_is_the_step(name: str, wishes: dict[str, Any]) -> None:
     """As a GPU captures them: what AOTAutograd made of each function is recorded, once it is compiled, and replayed.
 
-    No graph is made after warm-up, and the tokens are those of plain decoding.
+    AOTAutograd lets no argument share memory with another. No graph is made after warm-up, and the tokens are those of
+    plain decoding.
     """
     scheduler, made = compiled_as_on_cuda(name, 2, "aot_eager")
     engine, rng = scheduler.engine, random.Random(2)

@@ -4,7 +4,7 @@
 beside this file. It reads a command a line from its input, a JSON object whose "do" names a method of `Probe`, and
 writes a JSON object a line; between two commands it waits for its input and computes nothing.
 
-All that is internal to a checkout is read in one class for each layout (`LAYOUTS`), chosen by the files that there are.
+All that is internal to a checkout is read in one class, `Checkout`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import random
-import re
 import sys
 import time
 import traceback
@@ -51,10 +50,6 @@ WISHES: tuple[dict[str, Any], ...] = (  # of the requests whose tokens are compa
 )  # fmt: skip
 COMPARED = 20  # new tokens of each of them
 TIMED_PROMPT = 32  # tokens, a query block of a CPU: prefill is not timed, and most of a run's time would go there
-GRAPH_NAME = re.compile(r"(?P<owner>target|draft), (?P<many>one sequence|several sequences|prompts) of "
-                        r"(?P<rows>one row|any length|\d+ rows)(?P<how>, folded)?")  # fmt: skip
-AROUND_NAME = re.compile(r"(?P<kind>around the (?:target|drafter)), batch (?P<batch>\d+), (?P<nodes>\d+) nodes a tree, "
-                         r"(?P<how>\w+)")  # fmt: skip
 
 
 class Counted(TorchDispatchMode):
@@ -118,16 +113,10 @@ def tensors(value: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-class Flat:
-    """The layout in which engine, scheduler and bucket are modules at the top of the package."""
+class Checkout:
+    """An LLM of the checkout; all that is internal to the checkout is read here."""
 
-    generators = {"flags.md": "minispec.config", "serving.md": "minispec.http.openapi"}  # page -> module that writes it
-    server = "minispec.server"
-
-    @staticmethod
-    def fits() -> bool:
-        """Return whether the checkout has this layout."""
-        return all((PACKAGE / name).is_file() for name in ("engine.py", "scheduler.py", "bucket.py", "llm.py"))
+    generators = {"flags.md": "minispec.load.flags", "serving.md": "minispec.serve.openapi"}  # page: who writes it
 
     def __init__(self, options: dict[str, Any]) -> None:
         """Load an LLM. Of the options `uncompiled` has compiling put off, for ever."""
@@ -142,45 +131,22 @@ class Flat:
     @staticmethod
     def unhurry() -> None:
         """Take away the limits of seconds on what the host does for drafts, or drafts would differ from run to run."""
-        from minispec import grammar, ngram
+        from minispec import ngram
+        from minispec.asked import grammar
 
         ngram.NgramDrafter.seconds = property(lambda drafter: None, lambda drafter, value: None)
         grammar.time = SimpleNamespace(perf_counter=lambda: 0.0)
 
-    def names_of_shapes(self) -> list[str]:
-        """Return the names of the graphs that are compiled, wherever they are told."""
-        if hasattr(self.engine, "shapes"):
-            return self.engine.shapes()
+    def shapes(self) -> list[tuple[Any, ...]]:
+        """Return the kind, batch and size of every step that the engine has, and the name of every graph it compiles.
+
+        Of a decode step it is also told whether the drafter drafts in it.
+        """
         from minispec.load.warm_up import shapes
 
-        return shapes(self.engine)
-
-    def of_now(self, name: str, before: str) -> Any:
-        """Return a member of the engine by its name, or by the one that it had before."""
-        return getattr(self.engine, name if hasattr(self.engine, name) else before)
-
-    def shapes(self) -> list[tuple[str, Any, Any, bool]]:
-        """Return (kind, batch, nodes, drafts) of every step that the engine has and of every graph it compiles.
-
-        drafts: of a step, whether the drafter drafts in it; of a graph, whether it is the drafter's.
-        """
-        rounds = bool(self.engine.drafter.steps)
-        found: list[tuple[str, Any, Any, bool]] = [
-            ("decode step", batch, abs(shape), shape > 1 and rounds) for batch, shape in self.engine.buckets
-        ]
-        found += [("prefill step", 1, size, False) for size in self.of_now("prefills", "prefill_buckets")]
-        for name in self.names_of_shapes():
-            if match := GRAPH_NAME.fullmatch(name):
-                batch = {"one sequence": 1, "several sequences": "several", "prompts": "prompts"}[match["many"]]
-                rows = {"one row": 1, "any length": "any"}.get(match["rows"]) or int(match["rows"].split()[0])
-                how = match["how"] or ""
-                found.append((f"graph of blocks{how}", batch, rows, match["owner"] == "draft"))
-            elif match := AROUND_NAME.fullmatch(name):
-                drafts = match["kind"].endswith("drafter")
-                found.append((f"graph around blocks, {match['how']}", int(match["batch"]), int(match["nodes"]), drafts))
-            else:
-                found.append((f"graph: {name}", None, None, name.startswith("draft")))
-        return found
+        decodes = [("decode step", batch, *shape) for batch, shape in self.engine.decodes]
+        prefills = [("prefill step", 1, size) for size in self.engine.prefills]
+        return [*decodes, *prefills, *(("graph", name) for name in shapes(self.engine))]
 
     def params(self, wish: dict[str, Any], new_tokens: int) -> Any:
         """Return sampling parameters: greedy, but for what a wish says; `json` is a schema, `logprobs` how many."""
@@ -194,20 +160,19 @@ class Flat:
             wish["grammar"] = Grammar("json_schema", wish.pop("json"))
         return SamplingParams(**wish)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
-        return list(self.llm.tokenizer.encode(text))
-
     def force(self, how: str) -> None:
         """Have every step's shape chosen so: "plain", "tree" (the largest), "any" (drawn), "cycle", or "served"."""
+        from minispec.tree import PLAIN
+
+        def cycled(shapes: Sequence[Any]) -> Any:
+            """Return a plain shape twice, since its rows then wait, the largest tree, and the largest of the host."""
+            of_host = max((shape for shape in shapes if shape.of_host), default=PLAIN)
+            return (PLAIN, PLAIN, max(shapes), of_host)[next(turn) % 4]
+
         rng, turn = random.Random(0), itertools.count()
         self.scheduler.policy.forced = {
-            "plain": lambda shapes: 1,
-            "tree": max,
-            "any": rng.choice,
-            "cycle": lambda shapes: (1, 1, max(shapes), min(shapes))[next(turn) % 4],  # a plain step's rows wait
-            "served": None,
-        }[how]
+            "plain": lambda shapes: PLAIN, "tree": max, "any": rng.choice, "cycle": cycled, "served": None,
+        }[how]  # fmt: skip
 
     def start(self, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[Any]:
         """Submit requests to an engine that remembers no text, and step until each has its first token."""
@@ -221,10 +186,6 @@ class Flat:
             self.scheduler.step()
         return requests
 
-    def step(self) -> None:
-        """Run one step."""
-        self.scheduler.step()
-
     def stop(self) -> None:
         """End all requests."""
         self.scheduler.abort("")
@@ -234,13 +195,12 @@ class Flat:
     @contextmanager
     def counting(self, counted: Counted) -> Iterator[None]:
         """Count the operations of each kind of step while this is entered."""
-        engine, launch, prefill = self.engine, self.engine.launch, self.engine.prefill
-        catches_up = getattr(engine, "late", engine)
-        catch_up = catches_up.catch_up
+        engine, late, launch, prefill = self.engine, self.engine.late, self.engine.launch, self.engine.prefill
+        catch_up = late.catch_up
 
-        def launched(slots: Sequence[int], shape: int | None = None, drafts: Any = None) -> Any:
-            host = shape is not None and (shape < 0 or not engine.drafter.steps)
-            with counted.part("plain" if shape == 1 else "host tree" if host else "tree"):
+        def launched(slots: Sequence[int], shape: Any, drafts: Any) -> Any:
+            host = shape.of_host or not engine.drafter.steps
+            with counted.part("plain" if shape.nodes == 1 else "host tree" if host else "tree"):
                 return launch(slots, shape, drafts)
 
         def prefilled(chunks: Any) -> Any:
@@ -248,18 +208,15 @@ class Flat:
                 return prefill(chunks)
 
         def caught_up(slots: Sequence[int]) -> None:
-            slots = list(slots)
-            late = self.of_now("late", "ring")
-            waiting = late is not None and any(late.waiting[slot] for slot in slots)
-            with counted.part("catch-up" if waiting else "nothing to catch up"):
+            with counted.part("catch-up" if any(late.waiting[slot] for slot in slots) else "nothing to catch up"):
                 catch_up(slots)
 
-        engine.launch, engine.prefill, catches_up.catch_up = launched, prefilled, caught_up
+        engine.launch, engine.prefill, late.catch_up = launched, prefilled, caught_up
         try:
             with counted:
                 yield
         finally:
-            del engine.launch, engine.prefill, catches_up.catch_up
+            del engine.launch, engine.prefill, late.catch_up
 
     def record(self) -> Callable[[], None]:
         """Record the next decode step of requests that are running; returns what replays it from the same state."""
@@ -287,84 +244,10 @@ class Flat:
         return replay
 
 
-class Folders(Flat):
-    """The layout with a core at the top and the rest in folders, in which a step's shape is `Shape(nodes, drafts)`.
-
-    Flat speaks of shapes by number: 1 is plain, n a tree of n nodes that the drafter proposes, -n one of the host. So
-    what it asks of an engine is translated here, and both layouts tell the same of the same steps.
-    """
-
-    generators = {"flags.md": "minispec.load.flags", "serving.md": "minispec.serve.openapi"}
-
-    @staticmethod
-    def fits() -> bool:
-        """Return whether the checkout has this layout."""
-        return all((PACKAGE / name).is_file() for name in ("engine.py", "buffers.py", "asked/grammar.py"))
-
-    @staticmethod
-    def unhurry() -> None:
-        """Take away the limits of seconds on what the host does for drafts, or drafts would differ from run to run."""
-        from minispec import ngram
-        from minispec.asked import grammar
-
-        ngram.NgramDrafter.seconds = property(lambda drafter: None, lambda drafter, value: None)
-        grammar.time = SimpleNamespace(perf_counter=lambda: 0.0)
-
-    @staticmethod
-    def number(shape: Any) -> int:
-        """Return the number by which Flat speaks of a shape."""
-        return shape.nodes if shape.drafts or shape.nodes == 1 else -shape.nodes
-
-    def shapes(self) -> list[tuple[str, Any, Any, bool]]:
-        """Return what Flat tells of an engine with this one's steps and graphs."""
-        engine, names = self.engine, self.names_of_shapes()
-        self.engine = SimpleNamespace(
-            drafter=engine.drafter, prefills=engine.prefills, shapes=lambda: names,
-            buckets=[(batch, self.number(shape)) for batch, shape in engine.decodes],
-        )  # fmt: skip
-        try:
-            return super().shapes()
-        finally:
-            self.engine = engine
-
-    def force(self, how: str) -> None:
-        """Have every step's shape chosen as Flat chooses it."""
-        super().force(how)
-        policy = self.scheduler.policy
-        if (choose := policy.forced) is not None:
-
-            def chosen(shapes: Sequence[Any]) -> Any:
-                numbered = {self.number(shape): shape for shape in shapes}
-                return numbered[choose([*numbered])]
-
-            policy.forced = chosen
-
-    @contextmanager
-    def counting(self, counted: Counted) -> Iterator[None]:
-        """Count the operations of each kind of step while this is entered."""
-        engine, launch = self.engine, self.engine.launch
-        shapes = {self.number(shape): shape for _, shape in engine.decodes}
-        engine.launch = lambda slots, number, drafts: launch(slots, shapes.get(number), drafts)
-        with super().counting(counted):
-            numbered = engine.launch
-
-            def launched(slots: Sequence[int], shape: Any = None, drafts: Any = None) -> Any:
-                return numbered(slots, None if shape is None else self.number(shape), drafts)
-
-            engine.launch = launched
-            yield
-
-
-LAYOUTS = (Folders, Flat)  # the newest first
-
-
 class Probe:
     """One checkout's engine, and what may be asked of it."""
 
     def __init__(self) -> None:
-        self.layout = next((layout for layout in LAYOUTS if layout.fits()), None)
-        if self.layout is None:
-            raise RuntimeError(f"no layout of benchmarks/yardstick_probe.py fits {PACKAGE}")
         self.llm: Any = None
 
     def hello(self) -> dict[str, Any]:
@@ -374,16 +257,14 @@ class Probe:
         if Path(minispec.__file__).resolve().parent != PACKAGE.resolve():
             raise RuntimeError(f"minispec is imported from {minispec.__file__}, not from {PACKAGE}")
         bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return {"cuda": torch.cuda.is_available(), "bfloat16": bfloat16, "threads": torch.get_num_threads(),
-                "pid": os.getpid(), "generators": self.layout.generators, "server": self.layout.server}  # fmt: skip
+        return {"cuda": torch.cuda.is_available(), "bfloat16": bfloat16, "generators": Checkout.generators}
 
     def load(self, options: dict[str, Any]) -> dict[str, Any]:
         """Put an LLM in the place of the one there was."""
         self.llm = None
         gc.collect()
-        started = time.perf_counter()
-        self.llm = self.layout(options)
-        return {"seconds": time.perf_counter() - started}
+        self.llm = Checkout(options)
+        return {}
 
     def equal(self) -> dict[str, Any]:
         """Tell what may not differ: tokens of all texts at once under every shape, shapes, and operations of steps."""
@@ -406,7 +287,7 @@ class Probe:
 
     def setup(self, batch: int) -> list[list[int]]:
         """Return the prompts of so many timed requests, of equal length."""
-        whole = [self.llm.encode(text * 8)[:TIMED_PROMPT] for text in TEXTS]
+        whole = [list(self.llm.llm.tokenizer.encode(text * 8))[:TIMED_PROMPT] for text in TEXTS]
         return list(itertools.islice(itertools.cycle(whole), batch))
 
     def time(self, batch: int, steps: int, wish: dict[str, Any], asking: int, force: str) -> dict[str, Any]:
@@ -418,10 +299,10 @@ class Probe:
         llm.force(force)
         rest = [llm.params({}, 16 * steps)] * (batch - asking)
         requests = llm.start(self.setup(batch), [llm.params(wish, 16 * steps)] * asking + rest)
-        llm.step()  # what a first step prepares is not timed
+        llm.scheduler.step()  # what a first step prepares is not timed
         started = time.perf_counter()
         for _ in range(steps):
-            llm.step()
+            llm.scheduler.step()
         seconds = time.perf_counter() - started
         tokens = [list(request.output_ids) for request in requests]
         llm.stop()
@@ -448,7 +329,7 @@ class Probe:
         llm.force("served")
         llm.start(self.setup(1), [llm.params({}, 512)])
         for _ in range(4):
-            llm.step()
+            llm.scheduler.step()
         tool = sys.monitoring if sys.version_info >= (3, 12) else None
 
         def line(code: CodeType, number: int) -> object:
@@ -470,7 +351,7 @@ class Probe:
         for how, steps in (("served", 12), ("cycle", 8)):  # the policy's times are the machine's, so each shape is run
             llm.force(how)
             for _ in range(steps):
-                llm.step()
+                llm.scheduler.step()
         if tool:
             tool.set_events(tool.COVERAGE_ID, 0)
             tool.free_tool_id(tool.COVERAGE_ID)

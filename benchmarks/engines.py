@@ -18,14 +18,10 @@ import dataclasses
 import hashlib
 import json
 import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +29,7 @@ import torch
 import transformers
 
 from benchmarks import parity, throughput
+from benchmarks.start import ready
 from minispec.config import Config
 from minispec.load.build import choose_dtype, choose_folder
 from minispec.load.heads import read_head
@@ -190,36 +187,10 @@ class LlamaTree(NamedTuple):
             shutil.copy(file, copy)
         return copy
 
-    @contextmanager
-    def serve(self, *flags: str, timeout_s: float = 300.0) -> Iterator[str]:
-        """Start the server on a free port with all cores, yield its URL when it is ready, and stop it."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+    def serve(self, *flags: str, timeout_s: float = 300.0) -> AbstractContextManager[str]:
+        """Start the server on a free port with all cores, give its URL when it is ready, and stop it."""
         cores = str(core_count())
-        command = [str(self.server), "--port", port, "-t", cores, "-tb", cores, "-c", str(ROWS), *flags]
-        log = self.work / f"server-{port}.log"
-        with log.open("w") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + timeout_s
-            while not answers(url + "/health"):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"{' '.join(command)} did not start:\n{log.read_text()[-2000:]}")
-                time.sleep(0.2)
-            yield url
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def answers(url: str) -> bool:
-    """Say whether a GET succeeds."""
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
+        return ready([str(self.server), "-t", cores, "-tb", cores, "-c", str(ROWS), *flags], timeout_s)
 
 
 def digest(folder: Path) -> str:

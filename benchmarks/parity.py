@@ -1,6 +1,6 @@
 """Exactness of the served path on a real model: every configuration must give transformers' own greedy tokens.
 
-`python benchmarks/parity.py --dataset FILE.jsonl` (MT-bench's format) starts the server once per configuration, in
+`python -m benchmarks.parity --dataset FILE.jsonl` (MT-bench's format) starts the server once per configuration, in
 float32: compiled, as it is launched by default, and eagerly; with and without a drafter; with small chunks and a pool
 so small that requests are retracted. It sends the questions one at a time and eight at a time, then second turns, which
 meet a warm prefix cache, and questions with a shared beginning. Sampled requests with seeds must give the same tokens
@@ -11,21 +11,18 @@ prompts.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import re
-import signal
-import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+from benchmarks import start
 
 Ids = list[int]
 GREEDY = {"temperature": 0.0}
@@ -46,37 +43,9 @@ PREAMBLE = (
 )  # it has more than 64 tokens, so that prompts which begin with it share a page
 
 
-@contextlib.contextmanager
-def serve(*flags: str, timeout_s: float = 400.0) -> Iterator[str]:
-    """Start the server on a free port with these flags, yield its URL when it is ready, and stop it."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "minispec.server", "--port", "0", "--wait-until-compiled", *flags],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    log: list[str] = []
-    ready, url = threading.Event(), []
-
-    def read() -> None:
-        for line in process.stdout or ():
-            log.append(line)
-            if not url and (match := re.search(r"http://[\d.]+:\d+", line)):
-                url.append(match[0])
-            if "ready to roll" in line:
-                ready.set()
-        ready.set()
-
-    threading.Thread(target=read, daemon=True).start()
-    try:
-        ready.wait(timeout_s)
-        if process.poll() is not None or not url:
-            raise RuntimeError("the server did not start:\n" + "".join(log[-30:]))
-        yield url[0]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
+def serve(*flags: str, timeout_s: float = 400.0) -> AbstractContextManager[str]:
+    """Start the server on a free port with these flags, give its URL when it is ready, and stop it."""
+    return start.ready([*start.COMMAND, "--wait-until-compiled", *flags], timeout_s)
 
 
 def post(url: str, body: dict[str, Any], timeout_s: float = 600.0) -> Any:

@@ -20,6 +20,7 @@ import argparse
 import http.client
 import itertools
 import json
+import math
 import os
 import socket
 import subprocess
@@ -27,11 +28,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the variable
+COMMAND = (sys.executable, "-m", "minispec.server", "--log-level", "warning")
 NEW_TOKENS = 16
 STREAMED = 200  # of a reply of the stream, before it repeats itself
 BOUNDS = "bounds: first answer 15 s; compiled 130 s cold and 16 s warm; silence 2.5 s; 0.50 of eager tokens/s"
@@ -83,11 +85,13 @@ class Process:
         finally:
             connection.close()
 
-    def wait_until_ready(self) -> None:
-        """Wait for /health to be 200; raises RuntimeError where the server ends instead."""
+    def wait_until_ready(self, patience: float = math.inf) -> None:
+        """Wait for /health to be 200; raises RuntimeError where the server ends instead, or is not ready in time."""
         while self.health() is None:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server ended with {self.process.returncode}")
+            if time.monotonic() - self.started > patience:
+                raise RuntimeError(f"the server was not ready after {patience:.0f} s")
             time.sleep(0.02)
 
     def ask(self) -> float:
@@ -123,12 +127,11 @@ def body_of(new_tokens: int, number: int = 0) -> dict[str, Any]:
 
 
 @contextmanager
-def server(flags: Sequence[str], variables: Mapping[str, str], folder: Path | None = None) -> Iterator[Process]:
-    """Start a server with these environment variables, and stop it; folder: another checkout, whose server it is."""
+def running(command: Sequence[str], **options: Any) -> Iterator[Process]:
+    """Start a server on a free port, which is added to its command, and stop it; options: those of `Popen`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "minispec.server", "--port", str(port), "--log-level", "warning", *flags]
-    process = subprocess.Popen(command, env=os.environ | variables, cwd=folder)
+    process = subprocess.Popen([*command, "--port", str(port)], **options)
     try:
         yield Process(port, process)
     finally:
@@ -137,6 +140,26 @@ def server(flags: Sequence[str], variables: Mapping[str, str], folder: Path | No
             process.wait(40)
         finally:
             process.kill()
+
+
+@contextmanager
+def ready(command: Sequence[str], timeout_s: float) -> Iterator[str]:
+    """Start a server, yield its URL when it is ready, and stop it; raises RuntimeError with its last words if it ends.
+    """
+    with tempfile.TemporaryFile("w+") as log, running(command, stdout=log, stderr=subprocess.STDOUT) as process:
+        try:
+            process.wait_until_ready(timeout_s)
+        except RuntimeError as error:
+            log.seek(0)
+            raise RuntimeError(f"{' '.join(command)} did not start:\n{log.read()[-4000:]}") from error
+        yield f"http://127.0.0.1:{process.port}"
+
+
+def server(
+    flags: Sequence[str], variables: Mapping[str, str], folder: Path | None = None
+) -> AbstractContextManager[Process]:
+    """Start minispec with these environment variables, and stop it; folder: another checkout, whose server it is."""
+    return running([*COMMAND, *flags], env=os.environ | variables, cwd=folder)
 
 
 def start(cache: Path, flags: Sequence[str], patience: float, folder: Path | None = None) -> Start:

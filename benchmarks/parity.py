@@ -79,21 +79,14 @@ class Reference:
         import torch
         import transformers
 
-        self.torch = torch
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+        from benchmarks.throughput import Transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+        self.inner = Transformers("reference", model, model.generation_config.pad_token_id or 0, [1])
 
     def generate(self, prompts: Sequence[Ids], new_tokens: int) -> list[Ids]:
         """Return the new tokens after each prompt, the end-of-sequence token included."""
-        outputs = []
-        with self.torch.inference_mode():
-            for ids in prompts:
-                given = self.torch.tensor([ids], device=self.model.device)
-                made = self.model.generate(
-                    given, attention_mask=self.torch.ones_like(given), max_new_tokens=new_tokens, do_sample=False,
-                    repetition_penalty=1.0,
-                )  # fmt: skip
-                outputs.append(made[0, len(ids) :].tolist())
-        return outputs
+        return [list(ids) for ids in self.inner.run(prompts, 1, new_tokens, 0.0).outputs]
 
 
 class Questions:

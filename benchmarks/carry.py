@@ -30,6 +30,7 @@ import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PIECE, TRAVELS, MOST_BACK = 15 << 20, 64 << 20, 4
@@ -58,10 +59,10 @@ def joined(folder: Path, name: str) -> bytes:
     return b"".join(part.read_bytes() for part in sorted(folder.glob(f"{name}.[0-9]*")))
 
 
-def archive(folder: Path) -> bytes:
-    """Return a folder's files as an archive."""
+def archive(folder: Path, **compression: Any) -> bytes:
+    """Return a folder's files as an archive; compression: options of `tarfile.open`."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
+    with tarfile.open(fileobj=buffer, **{"mode": "w", **compression}) as tar:
         tar.add(folder, arcname=".")
     return buffer.getvalue()
 

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from benchmarks import gpu_first, gpu_stages, throughput
-from benchmarks.carry import cut, joined
+from benchmarks.carry import archive, cut, joined
 from benchmarks.gpu_stages import FULL, SEED, TINY, Report, Scale
 from minispec.load.default_model import FILES, FORMAT, GGUF_SHA256, MODEL_NAME, convert
 from minispec.load.user_cache import cache_root
@@ -139,9 +139,9 @@ class CompileCache:
         if stated["sha256"] != hashlib.sha256(whole).hexdigest():
             tell(f"the compile cache in {self.pieces} is not complete: it is not used")
             return False
-        with tarfile.open(fileobj=io.BytesIO(whole), mode="r:gz") as archive:
-            archive.extractall(self.compiled, filter="data")
-            self.kept = sorted((member.name.removeprefix("./"), member.size) for member in archive if member.isfile())
+        with tarfile.open(fileobj=io.BytesIO(whole), mode="r:gz") as kept:
+            kept.extractall(self.compiled, filter="data")
+            self.kept = sorted((member.name.removeprefix("./"), member.size) for member in kept if member.isfile())
         return True
 
     def save(self) -> int:
@@ -149,10 +149,7 @@ class CompileCache:
         listing = self._listing() if self.compiled.is_dir() else []
         if listing == self.kept:
             return 0
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=3) as archive:
-            archive.add(self.compiled, arcname=".")
-        whole = buffer.getvalue()
+        whole = archive(self.compiled, mode="w:gz", compresslevel=3)
         pieces = cut(whole, self.pieces, "compiled.tar.gz")
         index = {"made_with": self.made_with, "sha256": hashlib.sha256(whole).hexdigest(), "bytes": len(whole)}
         (self.pieces / "compiled.json").write_text(json.dumps(index, indent=1) + "\n")

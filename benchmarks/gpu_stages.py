@@ -528,13 +528,18 @@ def batch_of(batch: int) -> Callable[[Report, Scale], None]:
     return stage
 
 
+def compare_both(report: Report, scale: Scale, *pair: tuple[str, LLM, dict[str, Any]]) -> None:
+    """Compare two cases, each with its LLM and options of `Case`, in plain steps and in steps with trees."""
+    for draft, name in ((False, "plain"), (True, "tree")):
+        cases = [(what, llm, Case(draft, prompt=scale.prompt, **options)) for what, llm, options in pair]
+        report.add(name, compare(scale, *cases))
+
+
 def overlap(report: Report, scale: Scale) -> None:
     """Batch 1: steps launched before the one before is collected, and steps one by one; plain, and with trees."""
     with Dummy(LLAMA3, scale) as dummy:
         llm = dummy.load(1, simulated=scale.lengths[1])
-        for draft, name in ((False, "plain"), (True, "tree")):
-            serial, both = (Case(draft, prompt=scale.prompt, overlap=one) for one in (False, True))
-            report.add(name, compare(scale, ("serial", llm, serial), ("overlap", llm, both)))
+        compare_both(report, scale, ("serial", llm, {"overlap": False}), ("overlap", llm, {"overlap": True}))
         report.add("engine", {**state(llm), "simulated": scale.lengths[1]})
 
 
@@ -542,9 +547,7 @@ def sampled(report: Report, scale: Scale) -> None:
     """Batch 1: sampled decoding against greedy; plain, and with trees at a simulated accept length."""
     with Dummy(LLAMA3, scale) as dummy:
         llm = dummy.load(1, simulated=scale.lengths[1])
-        for draft, name in ((False, "plain"), (True, "tree")):
-            greedy, drawn = (Case(draft, prompt=scale.prompt, temperature=heat) for heat in (0.0, 0.8))
-            report.add(name, compare(scale, ("greedy", llm, greedy), ("temperature 0.8", llm, drawn)))
+        compare_both(report, scale, ("greedy", llm, {}), ("temperature 0.8", llm, {"temperature": 0.8}))
         report.add("engine", {**state(llm), "simulated": scale.lengths[1]})
 
 
@@ -553,9 +556,7 @@ def fp8(report: Report, scale: Scale) -> None:
     with Dummy(LLAMA3, scale) as dummy:
         wide = dummy.load(1, simulated=scale.lengths[1])
         narrow = dummy.load(1, simulated=scale.lengths[1], quantization=scale.quantization)
-        for draft, name in ((False, "plain"), (True, "tree")):
-            case = Case(draft, prompt=scale.prompt)
-            report.add(name, compare(scale, (scale.dtype, wide, case), (scale.quantization, narrow, case)))
+        compare_both(report, scale, (scale.dtype, wide, {}), (scale.quantization, narrow, {}))
         for name, llm in ((scale.dtype, wide), (scale.quantization, narrow)):
             report.add(f"engine, {name}", {**state(llm), "simulated": scale.lengths[1]})
 

@@ -341,16 +341,13 @@ def their_model(model: str | None, dtype: str, device: str) -> Any:
 
 def tasks(args: argparse.Namespace, everyone: Sequence[Entrant], kinds: Sequence[str]) -> list[Task]:
     """Return all timed runs in their order: everybody in turn, every other round in the reverse order."""
-    made = []
-    for round_ in range(args.rounds):
-        for batch in args.batch:
-            for kind in kinds:
-                for heat in args.temperature:
-                    for one in everyone if round_ % 2 == 0 else reversed(everyone):
-                        if batch in one.batches and not (heat and one.name in THEIRS):
-                            # transformers draws other noise, so its sampled replies cannot be compared with ours
-                            made.append(Task(round_, batch, kind, heat, one.name))
-    return made
+    return [
+        Task(round_, batch, kind, heat, one.name)
+        for round_, batch, kind, heat in itertools.product(range(args.rounds), args.batch, kinds, args.temperature)
+        for one in (everyone if round_ % 2 == 0 else reversed(everyone))
+        # transformers draws other noise, so its sampled replies cannot be compared with ours
+        if batch in one.batches and not (heat and one.name in THEIRS)
+    ]
 
 
 def kinds_of(args: argparse.Namespace) -> dict[str, tuple[str, int | None]]:

@@ -46,7 +46,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.plot import Row, objection
+from benchmarks.plot import Row, draw, objection
 from minispec.config import Config
 
 if TYPE_CHECKING:
@@ -610,13 +610,6 @@ class Bench:
         where = f"{results.hardware}; {versions}; {results.dtype}, {args.new_tokens} new tokens, {args.rounds} rounds"
         return "\n".join([where, table(rows, results.weight_bytes), verdict(rows)] if rows else [verdict(rows)])
 
-    def draw(self) -> None:
-        """Write --plot."""
-        if self.args.plot and (rows := self.results.rows()):
-            from benchmarks.plot import draw
-
-            draw(rows, self.args.plot, self.results.hardware)
-
     def interrupted(self, number: int, frame: FrameType | None) -> None:
         """Print what there is and end, from within whatever the main thread was doing, a compilation say.
 
@@ -646,7 +639,8 @@ def main() -> None:
     finally:
         bench.progress.end()
     print(bench.report(), flush=True)
-    bench.draw()
+    if args.plot and (rows := bench.results.rows()):
+        draw(rows, args.plot, bench.results.hardware)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from minispec import LLM, SamplingParams
 from minispec.attention import Plan
 from minispec.cpu.direct import DirectStep, any_size
 from minispec.cpu.gather import GatherLayer, PromptLayer
-from minispec.engine import Engine
 
 BOUND = 1e-5  # of the largest number, in float32
 NEW_TOKENS = 16
@@ -91,11 +90,6 @@ def _defined(attend: GatherLayer | PromptLayer, out: Tensor, *pools: Tensor) -> 
     return out.flatten(0, 1)[live], *(pool[:, :, page_size:].clone() for pool in pools)
 
 
-def target_shapes(engine: Engine) -> set[PlanShape]:
-    """Return the shapes of the target's steps."""
-    return {PlanShape.of(buffers.plan) for buffers in (*engine.decodes.values(), *engine.prefills.values())}
-
-
 @torch.inference_mode()
 def main() -> int:
     """Compare, and print the table."""
@@ -118,7 +112,8 @@ def main() -> int:
     for name, ways in (("target", target), ("frontiers", head), ("committed tokens", paths)):
         for shape, distance in sorted(ways.seen.items()):
             print(f"{name}, {shape}: torch.compile's bits, at most {distance:.1e} from eager")
-    missing = target_shapes(engine) - set(target.seen)
+    steps = (*engine.decodes.values(), *engine.prefills.values())
+    missing = {PlanShape.of(step.plan) for step in steps} - set(target.seen)
     for shape in sorted(missing):
         print(f"target, {shape}: never called")
     return int(bool(missing))

@@ -55,11 +55,6 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def grammar_of(schema: dict[str, Any]) -> Grammar:
-    """Return what constrains an output to a schema."""
-    return Grammar("json_schema", json.dumps(schema))
-
-
 def problem(text: str, schema: dict[str, Any]) -> str | None:
     """Return why a text is no JSON of a schema as the server reads it, or None if it is."""
     try:
@@ -81,11 +76,11 @@ def refusal(text: str, model: type[BaseModel]) -> str | None:
 def ask(llm: LLM, what: str, schema: dict[str, Any], count: int) -> tuple[list[dict[str, Any]], int]:
     """Return `count` answers to a schema, one greedy and the others drawn, and how many differ with speculation off."""
     prompt = llm.tokenizer.encode_chat([{"role": "user", "content": f"Describe {what} in JSON."}])
-    both = []
+    both, grammar = [], Grammar("json_schema", json.dumps(schema))
     for speculative in (True, False):
         wishes = [
             SamplingParams(max_new_tokens=MOST_TOKENS, temperature=float(seed > 0), sampling_seed=seed,
-                           speculative=speculative, grammar=grammar_of(schema)) for seed in range(count)
+                           speculative=speculative, grammar=grammar) for seed in range(count)
         ]  # fmt: skip
         both.append(llm.generate([prompt] * count, wishes))
     return both[0], sum(one["output_ids"] != other["output_ids"] for one, other in zip(*both, strict=True))

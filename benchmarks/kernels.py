@@ -115,7 +115,8 @@ class Steps:
 
         def call(*given: Any) -> Any:
             before, start = len(self.lowerings.graphs), time.perf_counter()
-            with outside_of_modes():
+            counts = isinstance(_get_current_dispatch_mode(), Launches)  # under which torch.compile makes no graph
+            with _pop_mode_temporarily() if counts else nullcontext():
                 result = compiled(*given)
             for graph in self.lowerings.graphs[before:]:
                 self.made.append(Made(step.__qualname__, self.where, time.perf_counter() - start, graph))
@@ -135,13 +136,6 @@ class Steps:
         for graph in self.lowerings.ran:
             found[functions[id(graph)]] += len(graph.launches)
         return found
-
-
-@contextmanager
-def outside_of_modes() -> Iterator[None]:
-    """Do not count operations within this context: under a mode that counts torch.compile makes no graph."""
-    with _pop_mode_temporarily() if isinstance(_get_current_dispatch_mode(), Launches) else nullcontext():
-        yield
 
 
 def counted(drafts: bool, batch: int | None = None) -> tuple[Steps, dict[str, Counter[str]]]:

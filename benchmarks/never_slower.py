@@ -99,12 +99,10 @@ class Field:
         options |= bench.METHODS[method] | {"decode_log_interval": 10**9, "max_total_tokens": rows}
         tell = lambda line: print(f"  {line}", file=sys.stderr)  # noqa: E731
         self.llm = LLM(max_running_requests=max(args.batch), batches=tuple(args.batch), progress=tell, **options)
-        self.args, self.texts = args, self._texts(args.dataset)
-
-    def _texts(self, dataset: Path) -> list[list[int]]:
-        """Return the questions as chats, in ids."""
-        prompts = itertools.chain(*bench.read_prompts(dataset, None).values())
-        return [self.llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in prompts]
+        self.args = args
+        prompts = itertools.chain(*bench.read_prompts(args.dataset, None).values())
+        # The questions as chats, in ids.
+        self.texts = [self.llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in prompts]
 
     def prompts(self, number: int, batch: int, context: int) -> list[list[int]]:
         """Return `batch` prompts of about `context` tokens; by number others in their last 256 tokens.

@@ -328,20 +328,16 @@ class State:
                     continue  # a line that was broken off
                 self.known[key] = value
 
-    def keep(self, key: str, value: Any) -> Any:
-        """Remember a value; returns it as it will be read."""
-        line = json.dumps([key, value])
+    def once(self, key: str, make: Callable[[], Any]) -> Any:
+        """Return what is known by this key, made now if it is not, as it will be read from the file."""
+        if key in self.known:
+            return self.known[key]
+        tell(key)
+        line = json.dumps([key, make()])
         with self._writing, self.path.open("a", encoding="utf-8") as file:
             file.write(f"\n{line}\n")  # the line before may have been broken off
         self.known[key] = json.loads(line)[1]
         return self.known[key]
-
-    def once(self, key: str, make: Callable[[], Any]) -> Any:
-        """Return what is known by this key, made now if it is not."""
-        if key in self.known:
-            return self.known[key]
-        tell(key)
-        return self.keep(key, make())
 
 
 BEGAN = time.monotonic()

@@ -27,7 +27,7 @@ Read next: `eagle.py` for the heads, `standalone.py` for a draft model in place 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,25 +169,6 @@ def branch(
     return Candidates(tokens, scores, frontier.index.repeat_interleave(topk, dim=1)), following
 
 
-class DraftNetwork(Protocol):
-    """The network that a beam drafts with, such as a draft head of `eagle.py`."""
-
-    name: str
-    taps: tuple[int | str, ...]
-    hidden_size: int
-    kv_heads: int
-    head_dim: int
-    token_map: Tensor | None
-
-    def embed(self, tokens: Tensor) -> Tensor: ...
-    def fuse(self, features: Tensor) -> Tensor: ...
-    def rope(self, positions: Tensor) -> Rope: ...
-    def forward(
-        self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor
-    ) -> Tensor: ...
-    def logits(self, state: Tensor) -> Tensor: ...
-
-
 class Beam(Key):
     """The size of the trees for B requests, and the static tensors for growing them."""
 
@@ -214,7 +195,7 @@ class BeamDrafter(Drafter):
     """
 
     lookahead = 1  # row i depends on token i + 1, which is in the head's pair
-    network: Any  # an nn.Module with the members of `DraftNetwork`
+    network: Any  # see `__init__`
     steps: int
     topk: int
 
@@ -222,8 +203,10 @@ class BeamDrafter(Drafter):
         self, network: Any, *, steps: int, topk: int, nodes: int, coupled: bool = True,
         smaller: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
-        """network: see `DraftNetwork`. smaller: rounds and nodes of the smaller size; None: there is one size.
+        """network: an nn.Module with these members of `eagle.DraftHead`: name, taps, token_map, hidden_size, kv_heads,
+        head_dim, embed, fuse, rope, forward, logits.
 
+        smaller: rounds and nodes of the smaller size; None: there is one size.
         coupled: whether to draft with the noise of the target's picks; if not, drafts are the likeliest tokens.
         """
         assert nodes <= candidate_count(steps, topk) + 1, "more nodes than candidates"

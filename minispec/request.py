@@ -66,6 +66,13 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
     return value
 
 
+def _ids(name: str, value: Any, wanted: str, least: int = 0, most: float = math.inf) -> tuple[int, ...]:
+    """Return `value` as token ids, or raise naming the field; wanted: what the error says that it must be."""
+    if not isinstance(value, (list, tuple)) or not least <= len(value) <= most:
+        raise RequestError(f"{name} must be {wanted}, got {short(value)}", name)
+    return tuple(_integer(name, token, 0, 2**31) for token in value)
+
+
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "lark")
 MAX_GRAMMAR = 2**16  # characters
 
@@ -101,11 +108,8 @@ class Logprobs:
 
     def __post_init__(self) -> None:
         _integer("top_logprobs", self.top, 0, MAX_TOP)
-        if not isinstance(self.ids, (list, tuple)) or len(self.ids) > MAX_ASKED_IDS:
-            raise RequestError(f"token_ids_logprob must be a list of at most {MAX_ASKED_IDS} ids, got "
-                               f"{short(self.ids)}", "token_ids_logprob")  # fmt: skip
-        ids = tuple(_integer("token_ids_logprob", token, 0, 2**31) for token in self.ids)
-        object.__setattr__(self, "ids", ids)
+        wanted = f"a list of at most {MAX_ASKED_IDS} ids"
+        object.__setattr__(self, "ids", _ids("token_ids_logprob", self.ids, wanted, most=MAX_ASKED_IDS))
         if self.start is not None:
             _integer("logprob_start_len", self.start, 0, 2**31)
 
@@ -163,17 +167,12 @@ class SamplingParams:
         put("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True))
         put("logit_bias", self._checked_bias(self.logit_bias))
         put("stop", self._checked_stop(self.stop))
-        if not isinstance(self.stop_token_ids, (list, tuple)):
-            raise RequestError(f"stop_token_ids must be a list of ids, got {short(self.stop_token_ids)}",
-                               "stop_token_ids")  # fmt: skip
         # Each id once, so that no list of a client is longer than the vocabulary.
-        put("stop_token_ids", tuple({_integer("stop_token_ids", t, 0, 2**31): 1 for t in self.stop_token_ids}))
+        stop_ids = _ids("stop_token_ids", self.stop_token_ids, "a list of ids")
+        put("stop_token_ids", tuple(dict.fromkeys(stop_ids)))
         if self.allowed_token_ids is not None:
-            if not isinstance(self.allowed_token_ids, (list, tuple)) or not self.allowed_token_ids:
-                raise RequestError(f"allowed_token_ids must be a list of at least one id, got "
-                                   f"{short(self.allowed_token_ids)}", "allowed_token_ids")  # fmt: skip
-            allowed = {_integer("allowed_token_ids", t, 0, 2**31): 1 for t in self.allowed_token_ids}
-            put("allowed_token_ids", tuple(allowed))
+            allowed = _ids("allowed_token_ids", self.allowed_token_ids, "a list of at least one id", least=1)
+            put("allowed_token_ids", tuple(dict.fromkeys(allowed)))
         for name in ("ignore_eos", "no_stop_trim", "skip_special_tokens", "speculative"):
             if not isinstance(value := getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {short(value)}", name)

@@ -19,7 +19,6 @@ import logging
 import os
 import re
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,17 +56,11 @@ def move_to_huge_pages(device: torch.device) -> None:
         logger.debug("%d MiB were moved to huge pages", use_huge_pages() >> 20)
 
 
-class Mover(threading.Thread):
-    """Moves weights to huge pages while the engine serves, whenever the processor is idle."""
-
-    def __init__(self) -> None:
-        super().__init__(name="huge pages", daemon=True)
-
-    def run(self) -> None:
-        """Move them."""
-        with suppress(AttributeError, OSError):  # where there is no such thing it takes its share
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone
-        move_to_huge_pages(torch.device("cpu"))
+def move_when_idle() -> None:
+    """Move weights to huge pages, whenever the processor is idle; for a thread beside an engine that serves."""
+    with suppress(AttributeError, OSError):  # where there is no such thing it takes its share
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone
+    move_to_huge_pages(torch.device("cpu"))
 
 
 _sparse = False  # whether `zeros` leaves memory unwritten

@@ -15,6 +15,7 @@ Read next: `memory.py`, which counts what is made here; `link.py` for ranks, `wa
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,7 +33,7 @@ from minispec.compiled import CompileFor, Compiler, Step, autotuned
 from minispec.config import WIDE, Config, flag_name
 from minispec.cpu.direct import DirectStep, cache_is_empty, prepare
 from minispec.cpu.gather import PagedGather
-from minispec.cpu.huge_pages import Mover, move_to_huge_pages, sparse
+from minispec.cpu.huge_pages import move_to_huge_pages, move_when_idle, sparse
 from minispec.cpu.int8 import TEXT, check_int8, compile_head, prompt_rows, quantize, replace_weights
 from minispec.cpu.linear import FEW_ROWS, can_pack, pack_linears, room_for_both
 from minispec.cpu.spinning import spin_alone
@@ -79,7 +80,7 @@ class Build:
     memory: Memory  # what the engine takes; set when the engine is complete
     ranks: Ranks | None = None  # the ranks of --tp-size; None: there is one rank
     shard: Shard | None = None  # this rank's part of the model
-    _mover: Mover | None = None  # moves weights to huge pages after the last graph is made
+    _mover: threading.Thread | None = None  # moves weights to huge pages after the last graph is made
 
     def __init__(self, config: Config, tell: Callable[[str], None]) -> None:
         self.config, self.tell, self.device = config, tell, choose_device(config)
@@ -230,7 +231,8 @@ class Build:
             self.tell(f"loading {config.served_name} as {dtype} on {self.device.type}")
             parts = self.parts()
             if self.later and not cache_is_empty():
-                self._mover = Mover()  # graphs in the cache are loaded before weights move
+                # Graphs in the cache are loaded before weights move.
+                self._mover = threading.Thread(target=move_when_idle, name="huge pages", daemon=True)
             else:
                 move_to_huge_pages(self.device)
         budget.sizes, budget.network, budget.drafter, _ = parts

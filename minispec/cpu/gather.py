@@ -315,17 +315,7 @@ library.define("attend_rows(Tensor q, Tensor keys, Tensor values, Tensor handle)
 _keys = itertools.count()
 _gathers: weakref.WeakValueDictionary[int | float, PagedGather] = weakref.WeakValueDictionary()  # by `handle`
 _products: weakref.WeakKeyDictionary[PagedKV, Products] = weakref.WeakKeyDictionary()  # one for all plans
-
-
-def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, handle: Tensor) -> Tensor:
-    """Return `PagedGather.attend` of the step behind `handle` [] int64."""
-    return _gathers[handle.item()].attend(q, keys, values)
-
-
-def _attend_rows_shape(q: Tensor, keys: Tensor, values: Tensor, handle: Tensor) -> Tensor:
-    """Return an empty tensor as `PagedGather.attend` returns one, which is all that tracing needs to know."""
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
-
-
-library.impl("attend_rows", _attend_rows, "CPU")
-torch.library.register_fake("minispec::attend_rows", _attend_rows_shape)
+library.impl("attend_rows", lambda q, keys, values, handle: _gathers[handle.item()].attend(q, keys, values), "CPU")
+torch.library.register_fake(  # empty, and laid out in memory as `PagedGather.attend` returns it
+    "minispec::attend_rows", lambda q, *_: q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
+)

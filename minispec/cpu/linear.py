@@ -56,13 +56,10 @@ def _packed_linear(x: Tensor, handle: Tensor, features: int, bias: Tensor | None
     return _product(x, _weights[handle.item()], bias, "none", _NO_SCALARS, "")
 
 
-def _packed_linear_shape(x: Tensor, handle: Tensor, features: int, bias: Tensor | None) -> Tensor:
-    """Return an empty tensor of the result's shape, which is all that tracing needs to know."""
-    return x.new_empty(*x.shape[:-1], features)
-
-
 _library.impl("packed_linear", _packed_linear, "CPU")
-torch.library.register_fake("minispec::packed_linear", _packed_linear_shape)
+torch.library.register_fake(
+    "minispec::packed_linear", lambda x, handle, features, bias: x.new_empty(*x.shape[:-1], features)
+)
 
 
 class PackedLinear(nn.Module):

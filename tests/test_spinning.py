@@ -59,7 +59,7 @@ def test_threads_sleep_at_one_busy_look_and_spin_after_many_calm_ones(caplog: py
         assert not team.is_alive()
         spinning.decide(3.0)
         assert spinning.team is not None
-        spinning.team.end()
+        spinning.team.ended.set()
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1 and "GOMP_SPINCOUNT" in warnings[0] and "1.6 of 3 cores" in warnings[0]
     assert len(caplog.records) == 3

@@ -31,22 +31,18 @@ VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 class Team(threading.Thread):
-    """A thread and threads of OpenMP's that do nothing until `end`, and count as threads of the process."""
+    """A thread and threads of OpenMP's that do nothing until `ended` is set, and count as threads of the process."""
 
     def __init__(self, size: int) -> None:
         super().__init__(name="idle team", daemon=True)
-        self.size, self._ended = size, threading.Event()
+        self.size, self.ended = size, threading.Event()
 
     def run(self) -> None:
         """Work in parallel once, which makes the threads, and wait."""
         torch.get_num_threads()  # PyTorch sets a thread's number when it first asks, and would undo the next line
         ctypes.CDLL(None).omp_set_num_threads(self.size)
         torch.zeros(2**18).exp_()
-        self._ended.wait()
-
-    def end(self) -> None:
-        """Let the threads go."""
-        self._ended.set()
+        self.ended.wait()
 
 
 class Spinning(threading.Thread):
@@ -87,7 +83,7 @@ class Spinning(threading.Thread):
         elif self.team is not None:
             self._calm += 1
             if self._calm == CALM:
-                self.team.end()
+                self.team.ended.set()
                 self.team = None
                 logger.info("other processes have left the cores: waiting threads spin again")
 

@@ -42,7 +42,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from minispec.compiled import Key
 from minispec.kv import PagedKV
-from minispec.model import LayerAttend
+from minispec.model import Attend, LayerAttend
 
 QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
 
@@ -222,12 +222,10 @@ class Plan:
         self.full_index[..., :width].copy_(table[:, :width].view(*shape, width))
 
 
-class PagedAttend(Protocol):
+class PagedAttend(Attend, Protocol):
     """Attention over the pages of all layers under one plan. Objects of equal `graph` share a compiled graph."""
 
     graph: str
-
-    def layer(self, index: int) -> LayerAttend: ...
 
 
 AttendKind = Callable[[PagedKV, Plan, int], PagedAttend]  # arguments: the pages, a plan, the number of layers

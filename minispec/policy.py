@@ -291,7 +291,6 @@ class Policy:
         self.times, self.matches, self.everyone = Times(), Matches(), Acceptance(ALL_KEEP)
         self.returns = Returns()
         self.forced: Callable[[Sequence[Shape]], Shape] | None = None
-        self.forced_lookup: Callable[[], bool] | None = None  # if set, decides whether a row takes the looked-up tree
         self.spent = self.probing = 0.0  # decayed sums: the seconds of all decode steps, and the part that probes cost
         self._own: weakref.WeakKeyDictionary[object, Acceptance] = weakref.WeakKeyDictionary()  # each request's record
         # For each request the tree that `follow` follows, with the tokens that the text has gained since.
@@ -427,11 +426,7 @@ class Policy:
         """Return whether a row verifies the tree that was looked up for it, and not the head's."""
         if not row.lookup or not row.wants:
             return False
-        if shape.of_host:
-            return True
-        if self.forced_lookup is not None:
-            return self.forced_lookup()
-        return self.matches.expected(shape.nodes, row.lookup) > self._drafted(row, shape.nodes)
+        return shape.of_host or self.matches.expected(shape.nodes, row.lookup) > self._drafted(row, shape.nodes)
 
     def _best(self, kind: Kind, shapes: Sequence[Shape], rows: Sequence[Row]) -> Choice:
         """Return the shape with the most expected tokens a second, or a probe."""

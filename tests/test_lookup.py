@@ -54,11 +54,19 @@ PAIRS = {
 }
 
 
+def bet(policy: Policy, takes: Callable[[], bool]) -> None:
+    """Let `takes` decide, where the policy would, whether a row takes the looked-up tree."""
+    decide = policy._takes_lookup
+    policy._takes_lookup = lambda row, shape: (
+        takes() if row.lookup and row.wants and not shape.of_host else decide(row, shape)
+    )
+
+
 def adversary(scheduler: Scheduler, seed: int = 0) -> list[Choice]:
     """Let a seed choose every step's shape and every row's bet; returns the choices that were made."""
     rng, policy, made = random.Random(seed), scheduler.policy, []
     policy.forced = lambda shapes: rng.choice(shapes)
-    policy.forced_lookup = lambda: rng.random() < 0.5
+    bet(policy, lambda: rng.random() < 0.5)
     before = policy.before
 
     def noted(*given: object) -> Planned:
@@ -162,7 +170,8 @@ def served(
     plans: list[Planned] = []
     propose, grow, before = scheduler.engine.drafter.propose, head.propose, scheduler.policy.before
     steps = itertools.cycle([Shape(N, False)] * lookup_steps + [Shape(N, True)])
-    scheduler.policy.forced, scheduler.policy.forced_lookup = lambda shapes: next(steps), bets
+    scheduler.policy.forced = lambda shapes: next(steps)
+    bet(scheduler.policy, bets)
     rounds, emitted = 0, []
 
     def chosen(*given):

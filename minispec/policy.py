@@ -153,11 +153,6 @@ class Times:
         self._steps[kind] += 1
         self._last[kind, shape] = self._steps[kind]
 
-    def clear(self) -> None:
-        """Forget all times."""
-        for known in vars(self).values():
-            known.clear()
-
     def stale(self, kind: Kind, shape: Shape) -> bool:
         """Return whether this shape was not measured in the last STALE steps of the kind."""
         last = self._last.get((kind, shape))
@@ -366,7 +361,7 @@ class Policy:
 
     def restart(self, seconds: Mapping[tuple[int, Shape], float], rows: int) -> None:
         """Forget all times, and begin with `seconds`, measured for each batch and shape on texts of `rows` rows."""
-        self.times.clear()
+        self.times = Times()
         for (batch, shape), taken in seconds.items():
             self.times.add(Kind.of(batch, False, rows), shape, taken)
 

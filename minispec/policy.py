@@ -220,19 +220,15 @@ class Matches:
     def __init__(self) -> None:
         self._mean: dict[tuple[int, int], float] = {}  # by nodes of the tree and class of match
 
-    def guess(self, nodes: int, match: int) -> float:
-        """Return the tokens that a tree is assumed to emit until `learn` was called for a tree of its class."""
-        return min(1.0 + 0.5 * max(match - SHORT, 0), float(nodes))
-
     def expected(self, nodes: int, match: int) -> float:
-        """Return the mean number of tokens that such a tree emits."""
-        return self._mean.get((nodes, match), self.guess(nodes, match)) if match else 1.0
+        """Return the mean number of tokens that such a tree emits; a guess until one of its class was seen."""
+        guess = min(1.0 + 0.5 * max(match - SHORT, 0), float(nodes))
+        return self._mean.get((nodes, match), guess) if match else 1.0
 
     def learn(self, nodes: int, match: int, emitted: int) -> None:
         """Add the tokens that a tree emitted to the mean."""
-        if match:
-            mean = self.expected(nodes, match)
-            self._mean[nodes, match] = mean + self.rate * (emitted - mean)
+        mean = self.expected(nodes, match)
+        self._mean[nodes, match] = mean + self.rate * (emitted - mean)
 
 
 class Returns:

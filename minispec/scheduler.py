@@ -305,7 +305,8 @@ class Scheduler:
 
     def _launch_prefill(self) -> Flight:
         """Launch a prefill step. A request whose prompt this step completes counts as running from here on."""
-        chunks, requests = self._next_chunks()
+        chunks = self._next_chunks()
+        requests = self.prefilling[: len(chunks)]
         self._launching = requests, self.engine.changes
         fresh = [r for r in requests if r.kv_len == len(self.seats[r].path) * self.kv.page_size]
         cached = sum(r.kv_len for r in fresh)
@@ -318,11 +319,10 @@ class Scheduler:
                 self.running.append(request)
         return flight
 
-    def _next_chunks(self) -> tuple[list[Chunk], list[Request]]:
-        """Cut the next chunks off the prompts, within the chunk size and the query blocks of a step."""
+    def _next_chunks(self) -> list[Chunk]:
+        """Cut the next chunks off the first prompts, within the chunk size and the query blocks of a step."""
         budget, blocks = self.sizes.chunk_size, self.engine.prefills.blocks
         chunks: list[Chunk] = []
-        requests: list[Request] = []
         for request in self.prefilling:
             if budget <= 0 or blocks <= 0:
                 break
@@ -330,10 +330,9 @@ class Scheduler:
             end = min(len(ids), start + min(budget, blocks * self.engine.prefills.width))
             tokens, last, again = ids[start:end], end == len(ids), request.retractions > 0
             chunks.append(Chunk(request.slot, tokens, start, last, 0 if last else ids[end], again))
-            requests.append(request)
             budget -= len(tokens)
             blocks -= self.engine.prefills.blocks_of(len(tokens))
-        return chunks, requests
+        return chunks
 
     def _goes_on(self, request: Request) -> bool:
         """Return whether a running request may need another step after the flight, which gives at least one token."""

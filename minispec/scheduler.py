@@ -210,7 +210,7 @@ class Scheduler:
             # retracted.
             spare = len(self.running) + len(self.prefilling)
             needed = self.kv.pages_for(len(ids) + self.sizes.tree_rows) - len(path)
-            if not self.seats.obtain(needed + spare) and not (spare == 0 and self.seats.obtain(needed)):
+            if not self.seats.obtain(needed + spare):
                 self.cache.release(path)
                 self._refused = (request, available, self.cache.insertions)
                 return
@@ -573,7 +573,6 @@ class Scheduler:
         if self.waiting or self.prefilling or self.running:
             return False
         self._land_flight()  # gives back the pages of requests that left; no request is here to take its tokens
-        self._refused = None
         self.kv.give_back(self.cache.evict(self.cache.count))
         self.engine.drafter.clear()
         self.engine.drafter_seconds = 0.0

@@ -318,7 +318,7 @@ def masks_check() -> None:
     """Raise AssertionError unless every legal node of random trees has the mask of a matcher made for it alone."""
     rng, legal_nodes, cut_nodes = random.Random(5), 0, 0
     for _ in range(12):
-        constraints, slots, trees, outputs = Constraints(VOCAB), [3, 0, 1], [], {}
+        constraints, slots, trees, outputs = Constraints(), [3, 0, 1], [], {}
         for slot in slots:
             what = rng.choice(list(SCHEMAS))
             r = request(what, [1], grammar=TERSE[what], min_new_tokens=3)
@@ -591,7 +591,7 @@ def test_a_draft_that_leads_to_a_limit_is_cut_and_the_request_lives(monkeypatch:
     x, y, one, two, three = (TOKENS.index(text) for text in "xy123")
     r = request("r", [1], grammar=grammar)
     r.compiled_grammar = GRAMMARS.compile(grammar)
-    constraints = Constraints(VOCAB)
+    constraints = Constraints()
     constraints.assign(1, r, [EOS])
     masks = constraints.masks([1], [[5, y, x, one]], [[-1, 0, 0, 2]])
     assert masks.tokens[0][1] == PADDING and not masks.failed

@@ -77,10 +77,6 @@ class Compiled(NamedTuple):
     words: int  # W, words of 32 bits in a mask
 
 
-def _words(vocab_size: int) -> int:
-    return -(-vocab_size // 32)
-
-
 class Grammars:
     """Compiles grammars for one vocabulary and caches the newest. Any thread may call it; it would block an event loop.
 
@@ -117,7 +113,7 @@ class Grammars:
                 matcher.deep_copy().compute_bitmask()  # the first mask builds a lexer: here, so that no step is delayed
             if wrong := matcher.get_error():
                 raise _refused(grammar, wrong)
-            compiled = self._compiled[grammar] = Compiled(matcher, _words(self._size))
+            compiled = self._compiled[grammar] = Compiled(matcher, -(-self._size // 32))
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
             return compiled
@@ -322,8 +318,7 @@ class Masks(NamedTuple):
 class Constraints:
     """The constraints of the running slots. One thread uses it."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self.words = _words(vocab_size)
+    def __init__(self) -> None:
         self.slots: dict[int, Constraint] = {}
 
     def assign(self, slot: int, request: Request, stop_ids: Iterable[int]) -> None:
@@ -339,10 +334,11 @@ class Constraints:
               pinned: bool = False) -> Masks:  # fmt: skip
         """Return the masks of a step over slots [B] with trees [B, N]; slots without a grammar are allowed all tokens.
 
+        At least one slot of the engine must have a grammar.
         A slot for which no token is allowed has failed; its masks then allow all tokens, as placeholders.
         """
         nodes, kept, failed = len(tokens[0]), [list(row) for row in tokens], dict[int, str]()
-        width = max((constraint.words for constraint in self.slots.values()), default=self.words)
+        width = max(constraint.words for constraint in self.slots.values())
         words = torch.full((len(slots) * nodes, width), -1, dtype=torch.int32, pin_memory=pinned)
         rows, until = words.numpy().view(np.uint32), time.perf_counter() + DRAFT_SECONDS
         for at, slot in enumerate(slots):

@@ -50,7 +50,7 @@ class Asking(Asked):
     def __init__(self, engine: Engine, grammars: Grammars | None = None) -> None:
         """`grammars`: None on a rank other than 0, where no request arrives."""
         self.engine, self.grammars = engine, grammars
-        self.constraints = Constraints(engine.model.config.vocab_size)
+        self.constraints = Constraints()
         self.requests: dict[int, Request] = {}  # those that ask for more than tokens, by slot
 
     def prepare(self, request: Request) -> None:

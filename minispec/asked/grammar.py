@@ -58,15 +58,6 @@ KEPT = 64  # compiled grammars in the cache
 DRAFT_SECONDS = 0.05  # time that the masks of drafts may take of a step
 
 
-def check_installed(field: str) -> None:
-    """Raise RequestError if llguidance is not installed; `field` asks for a grammar."""
-    try:
-        import llguidance  # noqa: F401
-    except ImportError:
-        raise RequestError(f"{field} needs llguidance, which is not installed here: pip install 'minispec[grammar]'",
-                           field) from None  # fmt: skip
-
-
 # ---- from text to a matcher ------------------------------------------------------------------------------------------
 
 
@@ -99,8 +90,11 @@ class Grammars:
         """Compile a grammar within half a second, the first within 1.5 seconds; RequestError 400 if it is wrong."""
         if (known := self._compiled.get(grammar)) is not None:
             return known
-        check_installed(grammar.origin)
-        from llguidance import LLMatcher, LLParserLimits
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError:
+            raise RequestError(f"{grammar.origin} needs llguidance, which is not installed here: "
+                               "pip install 'minispec[grammar]'", grammar.origin) from None  # fmt: skip
 
         with self._compiling:
             try:

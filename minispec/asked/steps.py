@@ -14,6 +14,7 @@ Read next: `grammar.py`, `scores.py`, `trace.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -130,19 +131,16 @@ class Answered(AskedStep, Generic[Step]):
         self.numbers = [sum(question.picks for question in questions), *known] if questions else []
         self.scores: Scores | None = None
         self.seen: SeenStep | None = None
-        self._told: dict[int, tuple[list[Scored], list[Scored]]] | None = None
 
     def to_host(self) -> None:
         """Start the copies to the host."""
         self.scores = None if self.scores is None else self.scores.to_host()
         self.seen = None if self.seen is None else self.seen.to_host()
 
-    @property
+    @cached_property
     def told(self) -> dict[int, tuple[list[Scored], list[Scored]]]:
         """The scores of known tokens and of picks, by row or chunk; the step's copies must be complete."""
-        if self._told is None:
-            self._told = {} if self.scores is None else self.scores.read(self.step.most)
-        return self._told
+        return {} if self.scores is None else self.scores.read(self.step.most)
 
     def tell_prompt(self, row: int, request: Request) -> None:
         if row in self.told:

@@ -93,7 +93,7 @@ class Asking(Asked):
                     asking[row] = request
                 if (wish := request.params.logprobs) is not None and row in asking:
                     shift = first - chunk.start  # from a row of the text to a row of the step
-                    rows = range(known.start + shift, known.stop + shift) if known else range(0)
+                    rows = range(known.start + shift, known.stop + shift)
                     questions.append(Question(row, wish, chunk.last, rows))
             first += self.engine.prefills.blocks_of(len(chunk.tokens)) * step.width
         return AskedPrefill(self, step, asking, questions) if asking else None

@@ -11,6 +11,8 @@
 and the load of the machine before each start, since the figures hold for two quiet cores. Other flags go to the server.
 A stream leaves the compiling process little of two cores, so --patience bounds how long it is waited for.
 
+Other benchmarks start their servers here too: `running`, `ready` and `server`.
+
 Read next: `warming.py` of the package, which is what is measured.
 """
 

@@ -178,8 +178,8 @@ def simulate(trees: Trees, verdict: Verdict, mean: float) -> Verdict:
     and length alone. Lengths grow, so each replay of a captured step has other coins; a second run has the same coins
     again. A tree of depth D emits at most D + 1 tokens, so shallow trees lower the mean.
     """
-    tree, ancestors, slots, lens, _ = trees
-    (batch, nodes), most = tree.tokens.shape, verdict.path.shape[1]
+    tree, ancestors, slots, lens, most = trees
+    batch, nodes = tree.tokens.shape
     level = depth(ancestors).masked_fill(tree.tokens == PADDING, -1)
     level[:, 0].zero_()  # at the end of the context the root's token is PADDING too
     last = level.argmax(-1)

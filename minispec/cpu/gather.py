@@ -164,11 +164,9 @@ class PagedGather:
 
     def _strip(self, blocks: slice, reach: int) -> Strip:
         """Return the strip of some blocks, all of which read the first `reach` rows of their slots."""
-        plan, width = self.plan, self.plan.width
-        rows, mask = self._rows_and_mask(blocks, reach)
+        width, (rows, mask) = self.plan.width, self._rows_and_mask(blocks, reach)
         mask = torch.zeros(mask.shape, dtype=self.kv.pool.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-        queries = slice(0, width) if not plan.prompts else slice(blocks.start * width, blocks.stop * width)
-        return Strip(queries, rows, mask[:, None])
+        return Strip(slice(blocks.start * width, blocks.stop * width), rows, mask[:, None])
 
     def _rows_and_mask(self, blocks: slice, reach: int) -> tuple[Tensor, Tensor]:
         """Return the rows to read [g, S] int64 and who sees them [g, queries, S] bool.

@@ -249,7 +249,13 @@ class Scheduler:
         for request in list(self.running):
             while request.slot and not self._grow(request):
                 newest = max([*self.prefilling, *self.running], key=lambda r: r.arrived)
-                self._retract(newest)
+                pages = len(self.seats[newest].pages)
+                self._send_back(newest)
+                logger.warning(
+                    "KV cache pool is full. Retract requests. #retracted_reqs: 1, #freed_pages: %d, #queue-req: %d",
+                    pages,
+                    len(self.waiting),
+                )
 
     def _grow(self, request: Request) -> bool:
         """Extend a request's pages to hold its rows, what its flight may add, and one tree; False if there are too few.
@@ -261,21 +267,12 @@ class Scheduler:
             rows = min(rows + self._flight.pending.most, self.sizes.context_length)
         return self.seats.grow(request, rows + self.sizes.tree_rows)
 
-    def _retract(self, request: Request) -> None:
-        used = self._send_back(request)
-        logger.warning(
-            "KV cache pool is full. Retract requests. #retracted_reqs: 1, #freed_pages: %d, #queue-req: %d",
-            used,
-            len(self.waiting),
-        )
-
-    def _send_back(self, request: Request, sound: bool = True) -> int:
-        """Send a request to the front of the queue and take its pages; returns how many pages it had."""
-        used = self._leave(request, sound)
+    def _send_back(self, request: Request, sound: bool = True) -> None:
+        """Send a request to the front of the queue and take its pages."""
+        self._leave(request, sound)
         request.retractions += 1
         self.metrics.retractions += 1
         self.waiting.appendleft(request)
-        return used
 
     # ---- launch ----------------------------------------------------------------------------------------------------
 
@@ -494,23 +491,19 @@ class Scheduler:
         self.waiting.extendleft(reversed(choices))
 
     @torch.inference_mode()
-    def _leave(self, request: Request, sound: bool = True) -> int:
-        """Take slot and pages from a request, and enter its full pages into the prefix cache.
-
-        Returns how many pages the request had.
-        """
+    def _leave(self, request: Request, sound: bool) -> None:
+        """Take slot and pages from a request, and enter its full pages into the prefix cache."""
         (self.running if request in self.running else self.prefilling).remove(request)
         flies = self._flies(request)
         # Tokens that a step emitted after a stop were dropped, so they are not in `ids`, and their rows are not shared.
-        seat = self.seats.leave(request, request.ids[: self._landed_rows(request)], sound)
+        owned = self.seats.leave(request, request.ids[: self._landed_rows(request)], sound)
         if flies and self._flight is not None:
-            self._flight.left.append((request.slot, seat.owned()))
+            self._flight.left.append((request.slot, owned))
         else:
-            self.kv.give_back(seat.owned())
+            self.kv.give_back(owned)
         self.engine.release(request.slot)
         self.free_slots.append(request.slot)
         request.slot = request.kv_len = 0
-        return len(seat.pages)
 
     def _landed_rows(self, request: Request) -> int:
         """Return how many rows of a request have landed; rows of a chunk in flight may turn out to hold NaN."""

@@ -87,11 +87,11 @@ class Seats(dict[Request, Seat]):
             self.kv.unmap(slot)
             self.kv.map(slot, 0, seat.pages)
 
-    def leave(self, request: Request, known: Sequence[int], sound: bool) -> Seat:
+    def leave(self, request: Request, known: Sequence[int], sound: bool) -> list[int]:
         """Take a request's seat away, and enter the full pages of `known` into the cache.
 
-        The caller frees the pages that the returned seat still owns. sound: False if the request's own pages may hold
-        NaN; then these pages are wiped, and not shared.
+        Returns the pages that the request still owns, which the caller frees. sound: False if they may hold NaN; then
+        they are wiped, and not shared.
         """
         if sound:
             self.share(request, known)
@@ -100,7 +100,7 @@ class Seats(dict[Request, Seat]):
         seat = self.pop(request)
         self.cache.release(seat.path)
         self.kv.unmap(request.slot)
-        return seat
+        return seat.owned()
 
     @property
     def owned(self) -> int:

@@ -129,7 +129,7 @@ def test_who_is_retracted_within_its_prompt_goes_on_where_it_was() -> None:
         scheduler.step()
     assert len(r.prompt_scores) == 38
     with torch.inference_mode():
-        scheduler._retract(r)
+        scheduler._send_back(r)
     go_on(scheduler)
     assert r.retractions == 1
     assert_told(subject.model(), r)

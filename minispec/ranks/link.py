@@ -31,6 +31,7 @@ Read next: `shards.py`, `engine.py`; `load/ranks.py` for how the processes start
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +57,7 @@ logger = logging.getLogger("minispec")
 
 PATIENCE = 3.0  # seconds that rank 0 waits with an error of its own for the news that another rank has died
 CALLS = ("stop", "map", "unmap", "reset", "clear", "decode", "prefill", "capture", "settle")  # sent as their indices
-SHORT = 32  # integers of a call that go in one message; the rest of a longer one follows in a second
+SHORT = 32  # integers that go in one message, their number the first; the rest of a longer list follows in a second
 
 
 class RanksParted(SystemExit):
@@ -83,12 +84,8 @@ class Ranks:
         """Send a call from rank 0 to all others; raises RanksParted where one is gone, and does nothing after that."""
         if self.parted:
             return
-        message = [CALLS.index(name), len(numbers), *numbers]
-        first = torch.tensor([*message, *[0] * SHORT][:SHORT])
         try:
-            dist.broadcast(first, 0)
-            if message[SHORT:]:
-                dist.broadcast(torch.tensor(message[SHORT:]), 0)
+            self.same((CALLS.index(name), *numbers))
         except RuntimeError as error:
             raise self.part(error) from error
 
@@ -103,22 +100,20 @@ class Ranks:
 
     def next_call(self) -> tuple[str, list[int]]:
         """Wait for the next call on another rank than 0; returns its name and numbers."""
-        first = torch.zeros(SHORT, dtype=torch.int64)
-        dist.broadcast(first, 0)
-        index, count, *numbers = first.tolist()
-        if count > len(numbers):
-            rest = torch.zeros(count - len(numbers), dtype=torch.int64)
-            dist.broadcast(rest, 0)
-            numbers += rest.tolist()
-        return CALLS[index], numbers[:count]
+        index, *numbers = self.same()
+        return CALLS[index], numbers
 
-    def same(self, numbers: Sequence[int]) -> list[int]:
+    def same(self, numbers: Sequence[int] = ()) -> list[int]:
         """Return rank 0's integers on every rank; what the others give is not looked at."""
-        count = torch.tensor([len(numbers)])
-        dist.broadcast(count, 0)
-        found = torch.tensor(list(numbers)) if self.rank == 0 else torch.zeros(int(count), dtype=torch.int64)
-        dist.broadcast(found, 0)
-        return found.tolist()
+        given = [len(numbers), *numbers] if self.rank == 0 else []
+        first = torch.tensor([*given, *[0] * SHORT][:SHORT])
+        dist.broadcast(first, 0)
+        count, *found = first.tolist()
+        if count > len(found):
+            rest = torch.tensor(given[SHORT:] or [0] * (count - len(found)))
+            dist.broadcast(rest, 0)
+            found += rest.tolist()
+        return found[:count]
 
     def least(self, number: int) -> int:
         """Return the smallest of what the ranks give."""
@@ -128,18 +123,11 @@ class Ranks:
 
     def same_sizes(self, sizes: Sizes | None) -> Sizes:
         """Return rank 0's sizes on every rank; the others give None."""
-        lists = ([], []) if sizes is None else (sizes.batch_sizes, sizes.prefill_sizes)
-        smaller = None if sizes is None else sizes.smaller
-        numbers = [] if sizes is None else [getattr(sizes, name) for name in _NUMBERS]
-        numbers = self.same([-1 if number is None else int(number) for number in (*numbers, *(smaller or ()))])
-        given: dict[str, Any] = {name: None if n == -1 else n for name, n in zip(_NUMBERS, numbers, strict=False)}
-        size: list[Any] = [None if n == -1 else n for n in numbers[len(_NUMBERS) :]]
-        batches, prefills = (tuple(self.same(values)) for values in lists)
-        return Sizes(**given | {"looks_up": bool(given["looks_up"])}, batch_sizes=batches, prefill_sizes=prefills,
-                     smaller=TreeSize(*size) if size else None)  # fmt: skip
-
-
-_NUMBERS = [f.name for f in dataclasses.fields(Sizes) if f.name not in ("batch_sizes", "prefill_sizes", "smaller")]
+        told = b"" if sizes is None else json.dumps(dataclasses.asdict(sizes)).encode()
+        given = json.loads(bytes(self.same(told)))
+        smaller = None if given["smaller"] is None else TreeSize(*given["smaller"])
+        lists = {name: tuple(given[name]) for name in ("batch_sizes", "prefill_sizes")}
+        return Sizes(**given | lists | {"smaller": smaller})
 
 
 # ---- the engines -------------------------------------------------------------------------------------------------

@@ -456,9 +456,9 @@ def test_kv_groups_are_whole_and_spread_evenly() -> None:
     assert [(s.heads, s.kv_heads) for s in six[:3]] == [
         (range(0, 2), range(0, 1)), (range(2, 3), range(0, 1)), (range(3, 5), range(1, 2))]  # fmt: skip
     for size in (2, 3, 6, 9):
-        for name, count in (("heads", 9), ("inner", 96)):
-            assert [i for s in shards_of(size) for i in getattr(s, name)] == list(range(count)), name
-    assert [len(s.inner) for s in shards_of(9)] == [11] * 6 + [10] * 3  # 96 has not 9 times 16
+        assert [i for s in shards_of(size) for i in s.heads] == list(range(9))
+        assert [i for s in shards_of(size) for i in s.inner(96)] == list(range(96))
+    assert [s.config.intermediate_size for s in shards_of(9)] == [11] * 6 + [10] * 3  # 96 has not 9 times 16
     assert share(10, 3, 0) == range(0, 4) and share(96, 4, 0, 16) == range(0, 32)
 
 
@@ -471,7 +471,7 @@ def test_heads_that_do_not_divide_are_one_line_with_what_is_allowed(size: int) -
 def test_a_mixture_whose_experts_are_too_narrow_is_one_line() -> None:
     with pytest.raises(ValueError, match="--tp-size 3: its MLP of 2 or its vocabulary of 61 has less than a row for"):
         shards_of(3, **{**MIXTURE, "expert_size": 2})
-    assert [len(s.inner_of_expert) for s in shards_of(3, **MIXTURE)] == [16, 16, 16]
+    assert [s.config.expert_size for s in shards_of(3, **MIXTURE)] == [16, 16, 16]
 
 
 @pytest.mark.parametrize("switches", [{}, {**MIXTURE, "expert_size": 64}], ids=["dense", "experts"])

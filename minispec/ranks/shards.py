@@ -77,24 +77,18 @@ class Shard:
     group: str  # name of the process group
 
     def __post_init__(self) -> None:
-        if problem := self._problem():
-            raise ValueError(f"--tp-size {self.size}: {problem}")
-
-    def _problem(self) -> str | None:
-        """Return why the model cannot be divided among so many ranks, None if it can."""
-        c, allowed = self.whole, [n for n in range(1, self.whole.heads + 1) if self._divides(n)]
+        c = self.whole
+        # Every rank needs a head: of KV groups of its own, or of one that as many ranks share as any other.
+        allowed = [n for n in range(1, c.heads + 1) if n <= c.kv_heads or (n % c.kv_heads == 0 and
+                   n // c.kv_heads <= c.heads // c.kv_heads)]  # fmt: skip
         if self.size not in allowed:
-            return (f"the model has {c.heads} attention heads over {c.kv_heads} KV heads, and whole KV groups go to a "
-                    f"rank, or several ranks share one; allowed: {', '.join(map(str, allowed))}")  # fmt: skip
+            raise ValueError(f"--tp-size {self.size}: the model has {c.heads} attention heads over {c.kv_heads} KV "
+                             "heads, and whole KV groups go to a rank, or several ranks share one; allowed: "
+                             f"{', '.join(map(str, allowed))}")  # fmt: skip
         narrowest = min(c.intermediate_size, c.expert_size if c.sparse else c.intermediate_size)
         if self.size > narrowest or self.size > c.vocab_size:
-            return f"its MLP of {narrowest} or its vocabulary of {c.vocab_size} has less than a row for each"
-        return None
-
-    def _divides(self, size: int) -> bool:
-        """Return whether heads can be spread over so many ranks, every one of which has a head."""
-        c = self.whole
-        return size <= c.kv_heads or (size % c.kv_heads == 0 and size // c.kv_heads <= c.heads // c.kv_heads)
+            raise ValueError(f"--tp-size {self.size}: its MLP of {narrowest} or its vocabulary of {c.vocab_size} has "
+                             "less than a row for each")  # fmt: skip
 
     @property
     def kv_heads(self) -> range:
@@ -115,18 +109,8 @@ class Shard:
         part = share(group, repeats, self.rank % repeats)
         return range(own.start * group + part.start, own.start * group + part.stop)
 
-    @property
-    def inner(self) -> range:
-        """The rows of gate and of up."""
-        return self._inner(self.whole.intermediate_size)
-
-    @property
-    def inner_of_expert(self) -> range:
-        """The rows of an expert's gate and up."""
-        return self._inner(self.whole.expert_size)
-
-    def _inner(self, width: int) -> range:
-        """Return this rank's part of an inner width; whole multiples of 16 where that can be, which kernels like."""
+    def inner(self, width: int) -> range:
+        """Return the rows of gate and up, of `width` each: whole multiples of 16 where that can be, as kernels like."""
         return share(width, self.size, self.rank, 16 if width % 16 == 0 and width >= 16 * self.size else 1)
 
     @property
@@ -139,8 +123,9 @@ class Shard:
     def config(self) -> ModelConfig:
         """The sizes of this rank's model, its vocabulary included."""
         return replace(
-            self.whole, heads=len(self.heads), kv_heads=len(self.kv_heads), intermediate_size=len(self.inner),
-            expert_size=len(self.inner_of_expert), vocab_size=len(self.vocabulary),
+            self.whole, heads=len(self.heads), kv_heads=len(self.kv_heads),
+            intermediate_size=len(self.inner(self.whole.intermediate_size)),
+            expert_size=len(self.inner(self.whole.expert_size)), vocab_size=len(self.vocabulary),
         )  # fmt: skip
 
     # ---- from the files ----------------------------------------------------------------------------------------
@@ -165,10 +150,9 @@ class Shard:
 
     def _along(self, part: str, of_expert: bool) -> tuple[int, range, int] | None:
         """Return by which dimension a published module is sliced, the indices there, and how many there are in all."""
-        inner, width = self.inner, self.whole.intermediate_size
-        if of_expert:
-            inner, width = self.inner_of_expert, self.whole.expert_size
         c, dim = self.whole, self.whole.head_dim
+        width = c.expert_size if of_expert else c.intermediate_size
+        inner = self.inner(width)
         heads, kv_heads = (range(own.start * dim, own.stop * dim) for own in (self.heads, self.kv_heads))
         table = {
             "q_proj": (0, heads, c.heads * dim), "k_proj": (0, kv_heads, c.kv_heads * dim),

@@ -600,9 +600,9 @@ def _serves(config: Config) -> bool:
             return True
     except ValueError as error:
         sys.exit(f"minispec: error: {error}")
-    from minispec.load.rank import serve_machine  # here, since the server listens before torch is imported
+    from minispec.load.rank import be_rank  # here, since the server listens before torch is imported
 
-    serve_machine(config)
+    be_rank(config)
     return False
 
 

@@ -32,7 +32,7 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stdout)
     from minispec.load.ranks import understood  # torch takes seconds to import, and the parent may end meanwhile
 
-    _be(*understood(line))
+    be_rank(*understood(line))
 
 
 def _end_with_parent() -> None:
@@ -42,13 +42,11 @@ def _end_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def serve_machine(config: Config) -> None:
-    """Be the first rank of a machine that does not serve, until machine 0 ends; the others here are started."""
-    _be(config, None)
+def be_rank(config: Config, place: RankPlace | None = None) -> None:
+    """Meet the others, follow rank 0 until it ends, and end the process with a line if there is an error.
 
-
-def _be(config: Config, place: RankPlace | None) -> None:
-    """Meet the others, at a `RankPlace` if one is given, and follow rank 0; an error ends the process."""
+    place: where to meet. Without it this is the first rank of a machine that does not serve, and it starts the others.
+    """
     from minispec.load.build import choose_device, follow
     from minispec.load.ranks import end_all, gather, join, open_store
 

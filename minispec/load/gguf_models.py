@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -57,22 +59,6 @@ SCALING_KEYS = {  # GGUF's name below rope.scaling -> config.json's
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 UNSCALED = "none"  # rope.scaling.type of a model whose positions are not scaled
 ROPE_FACTORS = "rope_freqs.weight"
-
-BLOCK_NAMES = {  # GGUF name -> Hugging Face name, inside one decoder block
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-OUTER_NAMES = {"token_embd.weight": "embed_tokens.weight", "output_norm.weight": "norm.weight",
-               "output.weight": "lm_head.weight"}  # fmt: skip
 
 
 def as_folder(name: str, flag: str, tell: Progress = to_stderr) -> str:
@@ -165,11 +151,12 @@ def _described(fields: Metadata, entries: Entries) -> tuple[dict[str, Any], Entr
         raise
     except (ValueError, TypeError) as error:
         raise GGUFError(str(error)) from error
-    found = {name: entry for entry in entries.values() if (name := _hf_name(entry.name)) is not None}
+    names = _gguf_names(outline, config)
+    found = {name: entries[theirs] for name, theirs in names.items() if theirs in entries}
     shapes = {name: list(map(int, reversed(entry.shape))) for name, entry in found.items()}
     problems = {
-        "missing tensors": [_gguf_name(name) for name in outline if name not in found],
-        "unknown tensors": [name for name in entries if _hf_name(name) not in outline],
+        "missing tensors": [theirs for name, theirs in names.items() if name not in found],
+        "unknown tensors": [theirs for theirs in entries if theirs not in names.values()],
         "wrong shapes": [f"{found[name].name} {shapes[name]} for {list(tensor.shape)}" for name, tensor in
                          outline.items() if name in found and shapes[name] != list(tensor.shape)],
         "unknown types": _unknown_types(found),
@@ -201,6 +188,8 @@ def _model_config(fields: Metadata, entries: Entries) -> dict[str, Any]:
     if tokens > rows:
         raise GGUFError(f"it has {tokens} tokens, more than the {rows} rows of token_embd.weight")
     width, heads = fields.count(f"{kind}.embedding_length"), fields.count(f"{kind}.attention.head_count")
+    # The weights to write have the dtype of the widest matrix, and bfloat16 if all have fewer bits.
+    stored = {entry.tensor_type.name for entry in entries.values() if len(entry.shape) > 1}
     head_dim = fields.count(key) if (key := f"{kind}.attention.key_length") in fields else width // heads
     for key in (f"{kind}.attention.value_length", f"{kind}.rope.dimension_count"):
         if fields.get(key, head_dim) != head_dim:
@@ -224,7 +213,7 @@ def _model_config(fields: Metadata, entries: Entries) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in entries,
         "vocab_size": rows,
         **{name: fields[key] for name, key in SPECIAL_IDS.items() if key in fields},
-        "torch_dtype": str(_stored_dtype(entries)).removeprefix("torch."),
+        "torch_dtype": "float32" if "F32" in stored else "float16" if "F16" in stored else "bfloat16",
     }
 
 
@@ -259,24 +248,18 @@ def _llama3_scaling(stated: ModelConfig, factors: npt.NDArray[np.float32]) -> di
 # The tensors
 
 
-def _hf_name(name: str) -> str | None:
-    """Return the name of a GGUF tensor in a module: blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight."""
-    if name in OUTER_NAMES:
-        return OUTER_NAMES[name]
-    match name.split("."):
-        case ["blk", layer, part, suffix] if part in BLOCK_NAMES:
-            return f"layers.{layer}.{BLOCK_NAMES[part]}.{suffix}"
-    return None
+def _gguf_names(names: Iterable[str], config: dict[str, Any]) -> dict[str, str]:
+    """Return what GGUF calls the tensors of a module: layers.3.self_attn.q_proj.weight -> blk.3.attn_q.weight."""
+    import gguf
+
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == config["model_type"])
+    table = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+    return {name: str(table.get_name(_published(name), (".weight", ".bias"))) for name in names}
 
 
-def _gguf_name(name: str) -> str:
-    """Return the name in GGUF of a module's tensor."""
-    outer = {theirs: ours for ours, theirs in OUTER_NAMES.items()}
-    if name in outer:
-        return outer[name]
-    _, layer, rest = name.split(".", 2)
-    part, _, suffix = rest.rpartition(".")
-    return f"blk.{layer}.{next(ours for ours, theirs in BLOCK_NAMES.items() if theirs == part)}.{suffix}"
+def _published(name: str) -> str:
+    """Return the name of a module's tensor in Hugging Face's files."""
+    return name if name == "lm_head.weight" else f"model.{name}"
 
 
 def _unknown_types(entries: Entries) -> list[str]:
@@ -292,38 +275,26 @@ def _unknown_types(entries: Entries) -> list[str]:
     return unknown
 
 
-def _stored_dtype(entries: Entries) -> torch.dtype:
-    """Return the dtype of the weights to write: that of the widest matrix, and bfloat16 for all of fewer bits."""
-    kinds = {entry.tensor_type.name for entry in entries.values() if len(entry.shape) > 1}
-    return torch.float32 if "F32" in kinds else torch.float16 if "F16" in kinds else torch.bfloat16
-
-
 def _write_weights(entries: Entries, config: dict[str, Any], folder: Path, progress: Progress) -> None:
     """Write all tensors, decoded, as model.safetensors, or as shards of `SHARD_BYTES` with an index."""
-    dtype = getattr(torch, config["torch_dtype"])
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, entry in entries.items():
-        size += (weight := int(entry.n_elements) * dtype.itemsize)
-        if shards[-1] and size > SHARD_BYTES:
-            shards.append([])
-            size = weight
-        shards[-1].append(name)
-    where: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+    dtype, done = getattr(torch, config["torch_dtype"]), 0
+    published = {_published(name): entry for name, entry in entries.items()}
+    shards = split_state_dict_into_shards_factory(
+        published, get_storage_size=lambda entry: int(entry.n_elements) * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD_BYTES,
+    )  # fmt: skip
+    for file, names in shards.filename_to_tensors.items():
         tensors: dict[str, Tensor] = {}
         for name in names:
-            full = name if name == "lm_head.weight" else f"model.{name}"
-            tensors[full], where[full] = _decoded(entries[name], config).to(dtype), file
-            if len(where) % 68 == 0 or len(where) == len(entries):
-                progress(f"{len(where)} of {len(entries)} tensors")
+            tensors[name], done = _decoded(published[name], config).to(dtype), done + 1
+            if done % 68 == 0 or done == len(entries):
+                progress(f"{done} of {len(entries)} tensors")
         try:
             save_file(tensors, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:  # a full disk
             raise OSError(str(error)) from error
-    if len(shards) > 1:
-        write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": where})
+    if shards.is_sharded:
+        write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": shards.tensor_to_filename})
 
 
 def _decoded(entry: gguf.ReaderTensor, config: dict[str, Any]) -> Tensor:

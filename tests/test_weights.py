@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minispec.load import weights
-from minispec.load.weights import eos_token_ids, load_weights, read_config, read_tensors, resolve_file, resolve_model
+from minispec.load.tokenizer import eos_token_ids
+from minispec.load.weights import load_weights, read_config, read_tensors, resolve_file, resolve_model
 from minispec.model import ModelError
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.tensor([7, 8])}

@@ -49,9 +49,9 @@ from minispec.load.machine import host_memory, limit_threads
 from minispec.load.memory import Budget, Memory, free_bytes, largest_graph, make_kv, measure, unsaid
 from minispec.load.ranks import gather
 from minispec.load.selftest import PROMPT, self_test
-from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from minispec.load.tokenizer import Tokenizer, byte_tokenizer, eos_token_ids, load_tokenizer
 from minispec.load.warm_up import shapes, steps_of, time_steps, warm_up
-from minispec.load.weights import eos_token_ids, load_weights, read_config, resolve_model
+from minispec.load.weights import load_weights, read_config, resolve_model
 from minispec.model import Block, Model, ModelConfig, published_tensors
 from minispec.ranks.link import Elsewhere, Lead, Ranks
 from minispec.ranks.link import follow as follow_rank

@@ -119,6 +119,22 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
     return tokenizer
 
 
+def eos_token_ids(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
+    """Return every id that ends an answer: of generation_config.json, of `config`, of the tokenizer, and `<|eom_id|>`.
+
+    Each source alone is incomplete in some published model, so all are joined: Llama 3's end of a chat turn, for one,
+    is not its tokenizer's eos.
+    """
+    path = folder / "generation_config.json"
+    ids = set(tokenizer.eos_ids)
+    for source in (read_json(path) if path.is_file() else {}, config):
+        given = source.get("eos_token_id")
+        ids.update(given if isinstance(given, list) else [] if given is None else [given])
+    if (eom := tokenizer.token_id("<|eom_id|>")) is not None:
+        ids.add(eom)
+    return frozenset(ids)
+
+
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
     """Return a tokenizer of single bytes, for dummy weights; the other ids below `vocab_size` are <256>, <257> ..."""
     letters = sorted(BYTE_OF_CHARACTER, key=BYTE_OF_CHARACTER.__getitem__)[:vocab_size]

@@ -20,7 +20,7 @@ import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from huggingface_hub import constants, snapshot_download
@@ -45,14 +45,6 @@ TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scale
 
 Wanted = Callable[[str], bool]  # whether the tensor of a name is read
 Split = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]  # what becomes of a file's tensor: `ModelConfig.split`
-
-
-class Vocabulary(Protocol):
-    """What `eos_token_ids` needs of a tokenizer."""
-
-    eos_ids: frozenset[int]
-
-    def token_id(self, token: str) -> int | None: ...
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -102,25 +94,23 @@ def resolve_file(name: str, cache: str | None = None) -> Path:
 
 def _snapshot(name: str, revision: str | None, patterns: list[str], cache: str | None) -> Path:
     """Return the snapshot folder of a hub id; raises ModelError with one sentence on why there is none."""
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub could not be reached"
+    at = f" at revision {revision!r}" if revision else ""
+    reasons: dict[type[Exception], str] = {  # the first kind that an error is of holds
+        HFValidationError: "is neither a folder nor an id like org/name",
+        GatedRepoError: "needs its licence accepted on the hub and a token in HF_TOKEN",
+        RevisionNotFoundError: f"has no revision {revision!r} on the hub",
+        RepositoryNotFoundError: "is neither a folder nor a model on the hub (a private one needs HF_TOKEN)",
+        LocalEntryNotFoundError:
+            f"is no folder, not whole in the cache {cache or constants.HF_HUB_CACHE}{at}, and {why}",
+    }  # fmt: skip
     try:
-        found = snapshot_download(
+        return Path(snapshot_download(
             name, revision=revision, cache_dir=cache, allow_patterns=patterns, ignore_patterns=SECOND_COPIES
-        )
-        return Path(found)
-    except HFValidationError:
-        reason = "is neither a folder nor an id like org/name"
-    except GatedRepoError:
-        reason = "needs its licence accepted on the hub and a token in HF_TOKEN"
-    except RevisionNotFoundError:
-        reason = f"has no revision {revision!r} on the hub"
-    except RepositoryNotFoundError:
-        reason = "is neither a folder nor a model on the hub (a private one needs HF_TOKEN)"
-    except LocalEntryNotFoundError:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub could not be reached"
-        at = f" at revision {revision!r}" if revision else ""
-        reason = f"is no folder, not whole in the cache {cache or constants.HF_HUB_CACHE}{at}, and {why}"
-    except (HfHubHTTPError, OSError) as error:  # the server's refusal, a full disk
-        reason = f"could not be downloaded ({' '.join(str(error).split())})"
+        ))  # fmt: skip
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        other = f"could not be downloaded ({' '.join(str(error).split())})"  # the server's refusal, a full disk
+        reason = next((said for kind, said in reasons.items() if isinstance(error, kind)), other)
     raise ModelError(f"model {name!r} {reason}; to use local files pass the path of their folder instead of an id")
 
 
@@ -136,7 +126,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     the newer spelling, never. What it says of quantized weights `fp8_weights.py` reads. Raises ModelError.
     """
     config = read_json(folder / "config.json")
-    config["torch_dtype"] = _dtype_name(config.pop("dtype", None) or config.get("torch_dtype"))
+    dtype = config.pop("dtype", None) or config.get("torch_dtype")
+    config["torch_dtype"] = None if dtype is None else str(dtype).removeprefix("torch.")
     parameters = config.pop("rope_parameters", None)
     # The older spelling has two keys, the newer one dict with both. A file that has both was upgraded: the newer holds.
     rope = dict(parameters or {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})})
@@ -152,11 +143,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _dtype_name(dtype: Any) -> str | None:
-    """Return "bfloat16" for "bfloat16" and "torch.bfloat16"."""
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or raise ModelError naming the file."""
     try:
@@ -168,22 +154,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object")
     return content
-
-
-def eos_token_ids(folder: Path, config: Mapping[str, Any], tokenizer: Vocabulary) -> frozenset[int]:
-    """Return every id that ends an answer: of generation_config.json, of `config`, of the tokenizer, and `<|eom_id|>`.
-
-    Each source alone is incomplete in some published model, so all are joined: Llama 3's end of a chat turn, for one,
-    is not its tokenizer's eos.
-    """
-    path = folder / "generation_config.json"
-    ids = set(tokenizer.eos_ids)
-    for source in (read_json(path) if path.is_file() else {}, config):
-        given = source.get("eos_token_id")
-        ids.update(given if isinstance(given, list) else [] if given is None else [given])
-    if (eom := tokenizer.token_id("<|eom_id|>")) is not None:
-        ids.add(eom)
-    return frozenset(ids)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

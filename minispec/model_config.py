@@ -166,6 +166,11 @@ class ModelConfig:
         heads, multiplied = config["num_attention_heads"], "attention_multiplier" in keys
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         scaling = _checked_scaling(config.get("rope_scaling"))
+        longest = config.get("max_position_embeddings", 2048)
+        if scaling is not None and scaling["rope_type"] == "yarn":
+            # Qwen's model cards advise to add YaRN to a config by hand, and then `max_position_embeddings` stays as it
+            # was. So the length is computed from the factor here, as vLLM does.
+            longest = max(longest, int(scaling["factor"] * scaling["original_max_position_embeddings"]))
         unrotated = _unrotated(given, config["num_hidden_layers"]) if "no_rope_layers" in keys else ()
         window, sliding = _sliding({key: given[key] for key in keys}, config["num_hidden_layers"], unrotated)
         # Only Granite reads these keys; transformers' other classes ignore them, whatever a file says.
@@ -182,7 +187,7 @@ class ModelConfig:
             norm_eps=given.get("rms_norm_eps", 1e-6),
             rope_theta=float(config.get("rope_theta") or keys.get("rope_theta") or 10000.0),
             rope_scaling=scaling,
-            context_length=_longest_text(config.get("max_position_embeddings", 2048), scaling),
+            context_length=longest,
             qkv_bias=bias or attention_bias,
             # Qwen2 and MiMo have biases on q, k, v only; Llama's and Qwen3's `attention_bias` covers o as well.
             output_bias=attention_bias and not bias,
@@ -326,17 +331,6 @@ def _sliding(read: Mapping[str, Any], layers: int, unrotated: tuple[int, ...]) -
     if not isinstance(kinds, (list, tuple)) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise ValueError(f"layer_types must have {' or '.join(known)} for each of {layers} layers, got {kinds!r}")
     return _whole("sliding_window", window), tuple(layer for layer in range(layers) if kinds[layer] == known[1])
-
-
-def _longest_text(positions: int, scaling: Mapping[str, Any] | None) -> int:
-    """Return the longest text: `max_position_embeddings`, or YaRN's `factor` times the original length if longer.
-
-    Qwen's model cards advise to add YaRN to a config by hand, and then `max_position_embeddings` stays as it was. So
-    the length is computed from the factor here, as vLLM does.
-    """
-    if scaling is None or scaling["rope_type"] != "yarn":
-        return positions
-    return max(positions, int(scaling["factor"] * scaling["original_max_position_embeddings"]))
 
 
 def _checked_scaling(scaling: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

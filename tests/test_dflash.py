@@ -41,7 +41,7 @@ from minispec.dflash import DFlashConfig, DFlashDrafter, DFlashHead, Pass, likel
 from minispec.drafter import Batch, Committed
 from minispec.kv import KVShape, PagedKV
 from minispec.load.build import compile_step
-from minispec.load.dflash_heads import default_ids, load_dflash
+from minispec.load.dflash_heads import default_ids, read_dflash
 from minispec.load.drafters import make_drafter
 from minispec.load.heads import load_head
 from minispec.load.tokenizer import byte_tokenizer
@@ -100,6 +100,13 @@ def write(folder: Path, config: dict[str, Any], content: dict[str, Tensor]) -> P
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in content.items()}, folder / "model.safetensors")
     return folder
+
+
+def load_dflash(folder: Path, target: Model, **how: Any) -> DFlashHead:
+    """Return the network in a folder."""
+    head = load_head(folder, target, read=read_dflash, **how)
+    assert isinstance(head, DFlashHead)
+    return head
 
 
 class Reference:

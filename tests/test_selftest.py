@@ -22,7 +22,7 @@ from trained import BLOCK, DRAFT_IDS, sentence, trained_dflash, trained_model
 from minispec.attention import Causal
 from minispec.beam import BeamDrafter
 from minispec.dflash import DFlashDrafter
-from minispec.load.dflash_heads import load_dflash
+from minispec.load.dflash_heads import read_dflash
 from minispec.load.heads import load_head
 from minispec.load.selftest import STEPS, self_test
 from minispec.scheduler import Scheduler
@@ -178,7 +178,7 @@ def test_a_dflash_network_that_reads_the_layer_before_is_warned_of(written, said
     config["dflash_config"] |= written or {}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with torch.inference_mode():
-        network = load_dflash(tmp_path, trained_model(), token_map=DRAFT_IDS)
+        network = load_head(tmp_path, trained_model(), token_map=DRAFT_IDS, read=read_dflash)
         network.norm.weight.mul_(-1 if written is None else 1)
         drafter = DFlashDrafter(network, block=BLOCK, nodes=BLOCK)
         scheduler = build(trained_model(), drafter, running=2)

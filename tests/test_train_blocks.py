@@ -19,7 +19,8 @@ from torch import Tensor
 from minispec.attention import Causal
 from minispec.dflash import DFlashDrafter, DFlashHead
 from minispec.drafter import Batch
-from minispec.load.dflash_heads import load_dflash
+from minispec.load.dflash_heads import read_dflash
+from minispec.load.heads import load_head
 from minispec.load.token_map import read_token_map
 from minispec.model import Model, published_tensors
 from minispec.train.blocks import BlockTrainer, Packed, decay, dpace, drafted, draw_anchors, losses, pack, replay
@@ -224,7 +225,7 @@ def test_training_learns_and_a_server_accepts_what_the_replay_says(weights: str,
     export(made.head, model, tmp_path / "head")
     ids = read_token_map(tmp_path / "head" / "token_map.safetensors", 61)
     with torch.inference_mode():
-        head = load_dflash(tmp_path / "head", model, token_map=ids)
+        head = load_head(tmp_path / "head", model, token_map=ids, read=read_dflash)
         assert head.taps == (1, 2) and (head.block_size, head.mask_token, len(head.layers)) == (4, 60, 2)
         text, at = texts[0], made.features.of(0)
         assert replay(head, text, at, made.taps, made.teacher, 3) == replay(made.head, text, at, made.taps,

@@ -1,4 +1,4 @@
-"""DFlash checkpoints of z-lab and speculators: a folder is read into a `DFlashConfig` and tensors, then a network.
+"""DFlash checkpoints of z-lab and speculators: a folder is read into a `DFlashConfig` and tensors.
 
 z-lab's config.json is that of the network's body, a Qwen3 whatever the target is, with these keys more. `dflash_config`
 is read first; older files have some of its keys at the top level.
@@ -19,18 +19,15 @@ A network that is read wrongly drafts nonsense, and no output shows it. Variants
 (DFlash2's convolutions, attention sinks, values that are scaled). So every key and every tensor that is not known is
 refused by its name.
 
-Read next: `dflash.py` for the network, `heads.py` for the formats of other heads.
+Read next: `heads.py`, which makes a network of them and has the formats of other heads; `dflash.py` for the network.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
-
-from torch import Tensor
+from typing import Any
 
 from minispec.config import MAX_NODES
 from minispec.dflash import DFlashConfig, DFlashHead
@@ -43,14 +40,9 @@ from minispec.load.heads import (
     draft_ids,
     layer_config,
     layer_sizes,
-    naming,
-    shared,
-    slice_head,
 )
-from minispec.load.weights import load_weights, read_config
-from minispec.model import Model, ModelConfig, ModelError, published_tensors
-
-logger = logging.getLogger("minispec")
+from minispec.load.weights import read_config
+from minispec.model import ModelConfig, ModelError
 
 BLOCK_SIZE = 16  # where config.json states none, as SGLang has it
 OWN_KEYS = ("block_size", "mask_token_id", "target_layer_ids", "is_causal")  # in dflash_config, or at the top level
@@ -71,41 +63,11 @@ SPECULATOR_KEYS = frozenset("""
     """.split())  # fmt: skip
 
 
-def load_dflash(
-    folder: Path, target: Model, *, token_map: Tensor | None = None, load_format: str = "auto"
-) -> DFlashHead:
-    """Return the DFlash network in `folder` for inference, in the target's dtype and on its device.
-
-    token_map: [Vd] int64, the target ids that a network without a vocabulary of its own may draft. load_format: as for
-    `read_weights`. To be called before the target's LM head is packed. For a target on the meta device the network has
-    its sizes alone. Raises ModelError naming --speculative-draft-model-path if the folder holds none, one for another
-    target, or a variant.
-    """
-    with naming("--speculative-draft-model-path", folder):
-        config, tensors, _ = read_dflash(folder, target.config, load_format)
-        config = shared(config, tensors, target)
-        if config.own_lm_head and token_map is not None:
-            logger.warning("--speculative-token-map is ignored: the DFlash network has an LM head of its own")
-            token_map = None
-        elif token_map is not None:
-            config = replace(config, token_map=token_map)
-        head = DFlashHead.empty(cast(DFlashConfig, config), target)
-        if not target.norm.weight.is_meta:
-            ours = published_tensors(head)
-            if not config.own_lm_head:
-                ours.pop("lm_head.weight", None)  # rows of the target's, which are in no file
-            load_weights(ours, tensors.items())
-    if head.lm_head is not None and token_map is not None and not target.norm.weight.is_meta:
-        head.lm_head.weight.copy_(slice_head(target, token_map))
-    logger.info("DFlash reads the target's residual stream entering layers %s, in blocks of %d", head.taps,
-                head.block_size)  # fmt: skip
-    return head
-
-
 def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") -> Published:
-    """Return what a folder describes and holds, for a target of these sizes.
+    """Return what a folder describes and holds, for a target of these sizes; for `heads.load_head`.
 
-    Raises ValueError; its message does not name the flag.
+    Raises ModelError if the folder holds no DFlash network, one for another target, or a variant; its message does not
+    name the flag.
     """
     whole = read_config(folder)
     architectures = whole.get("architectures") or []
@@ -128,6 +90,11 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
     check_fit(shape.hidden_size, shape.vocab_size, target)
     if (count := stated.get("num_target_layers") or target.layers) != target.layers:
         raise ModelError(f"num_target_layers is {count}, and the target has {target.layers}")
+    # The output of layer i is the input of layer i + 1. The last layer's is refused, as files may mean it before the
+    # final norm or after. If no layers are stated, as many are read as the network has.
+    ids = given["target_layer_ids"]
+    ids = default_ids(target.layers, layers) if ids is None else ids
+    outputs = _layer_ids("target_layer_ids", ids, 0, target.layers - 2, "output")
     vocabulary: dict[str, Any] = {}
     if speculator:
         tensors.pop("t2d", None)  # it says which target ids are drafted, as d2t does
@@ -135,11 +102,13 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
             "token_map": draft_ids(whole, tensors, shape.vocab_size), "own_lm_head": True,
             "own_embedding": "embed_tokens.weight" in tensors,
         }  # fmt: skip
+    elif "lm_head.weight" in tensors:  # else a token map's rows would take the place of the file's
+        raise ModelError("the weights are not those that config.json describes; unknown tensors: lm_head.weight")
     return Published(
         DFlashConfig(
             DFlashHead.name,
             replace(shape, layers=layers),
-            own["target_layer_ids"] if speculator else _taps(given["target_layer_ids"], layers, target),
+            tuple(i + 1 for i in outputs),
             **vocabulary,
             block_size=_number("block_size", BLOCK_SIZE if size is None else size, 2, MAX_NODES),
             mask_token=_number("mask_token_id", given["mask_token_id"], 0, target.vocab_size - 1),
@@ -157,32 +126,24 @@ def default_ids(layers: int, count: int) -> list[int]:
     return [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]  # a half goes to the even id, as in Python
 
 
-def _taps(ids: Any, layers: int, target: ModelConfig) -> tuple[int, ...]:
-    """Return the taps for target_layer_ids: the output of layer i is the input of layer i + 1.
-
-    ids: None if none are stated; then as many layers are read as the network has. The last layer's output is refused:
-    files may mean it before the final norm or after.
-    """
-    ids = default_ids(target.layers, layers) if ids is None else ids
-    whole = isinstance(ids, Sequence) and not isinstance(ids, str) and len(ids) > 0
-    if not whole or not all(type(i) is int and 0 <= i < target.layers - 1 for i in ids):
-        raise ModelError(f"target_layer_ids must be ids in [0, {target.layers - 2}], of layers whose output is read, "
-                         f"got {ids!r}")  # fmt: skip
-    return tuple(i + 1 for i in ids)
+def _layer_ids(key: str, ids: Any, low: int, high: int, what: str) -> list[int]:
+    """Return the layers that config.json states; raises ModelError naming the key unless all lie in [low, high]."""
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and low <= i <= high for i in ids):
+        raise ModelError(f"{key} must be ids in [{low}, {high}], of layers whose {what} is read, got {ids!r}")
+    return ids
 
 
 def _body(stated: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
-    """Return speculators' config.json as z-lab's, but for `target_layer_ids`, which are taps here.
+    """Return speculators' config.json as z-lab's.
 
     Raises ModelError naming the key if one is not known, or the ids are none.
     """
     _refuse_unknown("config.json", stated, SPECULATOR_KEYS)
     nested = layer_config(stated)
-    ids, layers = stated.get("aux_hidden_state_layer_ids"), target.layers
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 < i < layers for i in ids):
-        raise ModelError(f"aux_hidden_state_layer_ids must be ids in [1, {layers - 1}], of layers whose input is read, "
-                         f"got {ids!r}")  # fmt: skip
-    own = {"target_layer_ids": tuple(ids), **{key: stated.get(key) for key in ("block_size", "mask_token_id")}}
+    key = "aux_hidden_state_layer_ids"
+    ids = _layer_ids(key, stated.get(key), 1, target.layers - 1, "input")
+    own = {"target_layer_ids": [i - 1 for i in ids], "block_size": stated.get("block_size"),
+           "mask_token_id": stated.get("mask_token_id")}  # fmt: skip
     return {**{key: value for key, value in nested.items() if key not in ("rope_parameters", "dtype")},
             "dflash_config": own}  # fmt: skip
 

@@ -20,19 +20,19 @@ from torch import Tensor
 from minispec.attention import QUERY_BLOCK, most_nodes
 from minispec.beam import BeamDrafter
 from minispec.config import GROWN, MAX_NODES, Config
-from minispec.dflash import DFlashDrafter
+from minispec.dflash import DFlashDrafter, DFlashHead
 from minispec.drafter import Drafter, HostDrafter, Plain, as_drafter
 from minispec.eagle import DraftHead
-from minispec.load.dflash_heads import load_dflash
+from minispec.load.dflash_heads import read_dflash
 from minispec.load.draft_models import load_draft
 from minispec.load.gguf_models import as_folder
-from minispec.load.heads import load_head
+from minispec.load.heads import load_head, naming
 from minispec.load.token_map import read_token_map
 from minispec.load.tokenizer import Tokenizer
 from minispec.load.tree_shape import beam_shape, block_shape, lookup_nodes, smaller_nodes
 from minispec.load.weights import read_tensors, resolve_file, resolve_model
 from minispec.lookup import Lookups, Texts
-from minispec.model import Model, ModelError
+from minispec.model import Model
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.standalone import StandaloneDrafter
 
@@ -127,18 +127,14 @@ def _own(config: Config, *target: object) -> Drafter | HostDrafter:
 
 def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> Drafter:
     """Build the drafter around a trained head; the head's files decide which kind of head it is, not the flag."""
-    path = config.draft_path
-    if path is None and model.config.architecture != "MiMoForCausalLM":
-        raise ValueError(
-            f"--speculative-algorithm {config.algorithm} needs --speculative-draft-model-path: this target "
-            f"({model.config.architecture}) brings no draft head of its own"
-        )
+    where, architecture = folder, model.config.architecture
+    if config.draft_path is not None or architecture != "MiMoForCausalLM":
+        where = _draft_folder(config, f"this target ({architecture}) brings no draft head of its own")
     ids, bad_map = None, None
     try:
         ids = _token_map(config, model)
     except ValueError as error:  # raised below, if the head's files show that it is of a kind that uses a map
         bad_map = error
-    where = folder if path is None else _draft_folder(config, path)
     head = load_head(where, model, token_map=ids, load_format=config.draft_load_format)
     if bad_map is not None:
         if head.name != "eagle3":
@@ -147,7 +143,7 @@ def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -
     if head.name != config.algorithm.lower():
         logger.info("--speculative-algorithm %s: the head is of kind %s and used as such", config.algorithm, head.name)
     _tell_positions(config, model, head)
-    shape = beam_shape(config, model.config.architecture, _on_cpu(config, model))
+    shape = beam_shape(config, architecture, _on_cpu(config, model))
     if shape["topk"] > head.draft_vocab:
         raise ValueError(f"--speculative-eagle-topk {shape['topk']}: the head drafts {head.draft_vocab} tokens only")
     return _with_lookups(config, model, BeamDrafter(head, **shape))
@@ -155,12 +151,9 @@ def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -
 
 def _dflash(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> Drafter:
     """Build the drafter around a network that drafts a block in one pass."""
-    path = config.draft_path
-    if path is None:
-        raise ValueError("--speculative-algorithm DFLASH needs --speculative-draft-model-path: a DFlash checkpoint "
-                         "made for this target")  # fmt: skip
-    where, ids = _draft_folder(config, path), _token_map(config, model)
-    head = load_dflash(where, model, token_map=ids, load_format=config.draft_load_format)
+    where, ids = _draft_folder(config, "a DFlash checkpoint made for this target"), _token_map(config, model)
+    found = load_head(where, model, token_map=ids, load_format=config.draft_load_format, read=read_dflash)
+    head = cast(DFlashHead, found)
     _tell_positions(config, model, head)
     shape = block_shape(config, head.block_size, _on_cpu(config, model))
     if shape["topk"] > head.draft_vocab:
@@ -182,12 +175,8 @@ def _tell_positions(config: Config, model: Model, head: DraftHead) -> None:
 
 def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> Drafter:
     """Build the drafter around a separate draft model."""
-    path = config.draft_path
-    if path is None:
-        raise ValueError("--speculative-algorithm STANDALONE needs --speculative-draft-model-path: "
-                         "a smaller model with the target's tokenizer")  # fmt: skip
-    where, context = _draft_folder(config, path), config.context_length
-    draft = load_draft(where, model, tokenizer, context, config.draft_load_format, _token_map(config, model))
+    where, ids = _draft_folder(config, "a smaller model with the target's tokenizer"), _token_map(config, model)
+    draft = load_draft(where, model, tokenizer, config.context_length, config.draft_load_format, ids)
     shape = beam_shape(config, model.config.architecture, _on_cpu(config, model))
     if shape["topk"] > draft.vocab_size:
         raise ValueError(f"--speculative-eagle-topk {shape['topk']}: the draft has {draft.vocab_size} tokens only")
@@ -223,24 +212,22 @@ def _with_lookups(config: Config, model: Model, drafter: Drafter) -> Drafter:
     return Lookups(drafter, _ngram(config, lookup_nodes(config, drafter.nodes)), model.config.vocab_size)
 
 
-def _draft_folder(config: Config, path: str) -> Path:
-    """Return the folder of the draft head or model; raises ModelError naming the flag."""
+def _draft_folder(config: Config, needed: str) -> Path:
+    """Return the folder of the draft head or model; raises ValueError naming the flag, and saying what is needed."""
+    if (path := config.draft_path) is None:
+        raise ValueError(f"--speculative-algorithm {config.algorithm} needs --speculative-draft-model-path: {needed}")
     found = as_folder(path, "--speculative-draft-model-path")
-    try:
+    with naming("--speculative-draft-model-path", path):
         revision, flag = config.speculative_draft_model_revision, "--speculative-draft-model-revision"
         return resolve_model(found, revision, flag, config.download_dir)
-    except ModelError as error:
-        raise ModelError(f"--speculative-draft-model-path {path}: {error}") from error
 
 
 def _token_map(config: Config, model: Model) -> Tensor | None:
     """Return the ids of the token map, None if there is no map; raises ValueError naming the flag."""
     if config.token_map is None:
         return None
-    try:
+    with naming("--speculative-token-map", config.token_map):
         file = resolve_file(config.token_map, config.download_dir)
-    except ModelError as error:
-        raise ModelError(f"--speculative-token-map {config.token_map}: {error}") from error
     return read_token_map(file, model.config.vocab_size)
 
 

@@ -24,12 +24,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from minispec.dflash import DFlashHead
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
 from minispec.load.fp8_weights import read_weights
 from minispec.load.token_map import map_problem
@@ -40,6 +42,9 @@ from minispec.mtp import MtpHead
 logger = logging.getLogger("minispec")
 
 HEAD_KINDS: dict[str, type[DraftHead]] = {kind.name: kind for kind in (EagleHead, Eagle3Head, MtpHead)}
+KINDS: dict[str, type[DraftHead]] = {**HEAD_KINDS, DFlashHead.name: DFlashHead}
+# Why a token map is of no use to a head: what it has of its own.
+OWN = {Eagle3Head.name: "an EAGLE-3 head has a draft vocabulary", DFlashHead.name: "the DFlash network has an LM head"}
 ARCHITECTURES = {  # what config.json may call a head of each kind; the first EAGLE heads say LlamaForCausalLM
     EagleHead.name: ("LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle", "EagleLlamaForCausalLM"),
     Eagle3Head.name: (
@@ -74,41 +79,43 @@ class Published(NamedTuple):
 
 
 def load_head(
-    folder: Path, target: Model, *, token_map: Tensor | None = None, load_format: str = "auto"
-) -> DraftHead:
+    folder: Path, target: Model, *, token_map: Tensor | None = None, load_format: str = "auto",
+    read: Callable[[Path, ModelConfig, str], Published] | None = None,
+) -> DraftHead:  # fmt: skip
     """Return the draft head in `folder` for inference, in the target's dtype and on its device.
 
     token_map: [Vd] int64 target ids that a head without a vocabulary of its own drafts from (FR-Spec). load_format: as
-    for `read_weights`. To be called before the target's LM head is packed. For a target on the meta device the head is
-    there too and has its sizes alone. Raises ModelError naming
-    --speculative-draft-model-path if the folder holds no head, is not complete, or holds a head for another target or
-    of a variant that is not supported.
+    for `read_weights`. read: `read_dflash` for a DFlash network, by default `read_head`. To be called before the
+    target's LM head is packed. For a target on the meta device the head is there too and has its sizes alone. Raises
+    ModelError naming --speculative-draft-model-path if the folder holds no head, is not complete, or holds a head for
+    another target or of a variant that is not supported.
     """
-    flag = "--speculative-draft-model-path"
-    with naming(flag, folder):
-        config, tensors, layer_name = read_head(folder, target.config, load_format)
+    with naming("--speculative-draft-model-path", folder):
+        config, tensors, layer_name = (read or read_head)(folder, target.config, load_format)
         config = shared(config, tensors, target)
-    if token_map is not None and config.kind == Eagle3Head.name:
-        logger.warning("--speculative-token-map is ignored: an EAGLE-3 head has a draft vocabulary of its own")
-    elif token_map is not None:
-        tensors["lm_head.weight"] = slice_head(target, token_map)
-        config = replace(config, token_map=token_map)
-    head = HEAD_KINDS[config.kind].empty(config, target)
-    if not target.norm.weight.is_meta:
-        with naming(flag, folder):
+        if token_map is not None and (config.own_lm_head or config.kind == Eagle3Head.name):
+            logger.warning("--speculative-token-map is ignored: %s of its own", OWN[config.kind])
+        elif token_map is not None:
+            tensors["lm_head.weight"] = slice_head(target, token_map)
+            config = replace(config, token_map=token_map)
+        head = KINDS[config.kind].empty(config, target)
+        if not target.norm.weight.is_meta:
             load_weights(head_tensors(head, layer_name), tensors.items())
     if config.kind == Eagle3Head.name:
         logger.info("EAGLE-3 head reads the target's residual stream entering layers %s", config.taps)
+    if isinstance(head, DFlashHead):
+        logger.info("DFlash reads the target's residual stream entering layers %s, in blocks of %d", head.taps,
+                    head.block_size)  # fmt: skip
     return head
 
 
 @contextmanager
-def naming(flag: str, folder: Path) -> Iterator[None]:
-    """Raise an error about a draft folder again with the flag that named it and the folder in front."""
+def naming(flag: str, given: object) -> Iterator[None]:
+    """Raise an error about what a flag names again, with the flag and what was given in front."""
     try:
         yield
     except ValueError as error:
-        raise ModelError(f"{flag} {folder}: {error}") from error
+        raise ModelError(f"{flag} {given}: {error}") from error
 
 
 def shared(config: HeadConfig, tensors: Tensors, target: Model) -> HeadConfig:
@@ -170,7 +177,7 @@ def read_head(folder: Path, target: ModelConfig, load_format: str = "auto") -> P
     kind = _kind(stated, tensors)
     names = LAYER_NAMES[kind]
     layer_name = next((begin for begin in names if any(name.startswith(begin) for name in tensors)), names[-1])
-    read = {EagleHead.name: _read_eagle, Eagle3Head.name: _read_eagle3, MtpHead.name: _read_mtp}[kind]
+    read = _read_eagle3 if kind == Eagle3Head.name else partial(_read_last, kind)
     return Published(read(stated, tensors, target, layer_name), tensors, layer_name)
 
 
@@ -182,13 +189,13 @@ def _kind(stated: Stated, tensors: Tensors) -> str:
     if (speculators := stated.get("speculators_model_type", Eagle3Head.name)) != Eagle3Head.name:
         raise ModelError(f"speculators_model_type {speculators!r} is not supported; supported: {Eagle3Head.name}")
     said = next((kind for kind, names in ARCHITECTURES.items() if set(names) & set(architectures)), None)
-    found = None
-    if any(name.startswith("mtp_layers.") for name in tensors):
-        found = MtpHead.name
-    elif any(name.startswith("midlayer.") or "hidden_norm" in name or name in ("d2t", "t2d") for name in tensors):
-        found = Eagle3Head.name
-    elif "fc.weight" in tensors:
-        found = EagleHead.name
+    signs = {  # the first that is there tells
+        MtpHead.name: any(name.startswith("mtp_layers.") for name in tensors),
+        Eagle3Head.name: any(name.startswith("midlayer.") or "hidden_norm" in name or name in ("d2t", "t2d")
+                             for name in tensors),
+        EagleHead.name: "fc.weight" in tensors,
+    }  # fmt: skip
+    found = next((kind for kind, is_there in signs.items() if is_there), None)
     if said and found and said != found:
         raise ModelError(f"architectures {architectures} say {said}, the tensors are those of {found}")
     if kind := found or said:
@@ -199,29 +206,25 @@ def _kind(stated: Stated, tensors: Tensors) -> str:
     )
 
 
-def _read_eagle(stated: Stated, tensors: Tensors, target: ModelConfig, layer_name: str) -> HeadConfig:
-    """Return the config of an EAGLE or EAGLE-2 head; an LM head in its files is taken out of `tensors`."""
+def _read_last(kind: str, stated: Stated, tensors: Tensors, target: ModelConfig, layer_name: str) -> HeadConfig:
+    """Return the config of a head that reads the last state: EAGLE's, EAGLE-2's or MiMo's.
+
+    An EAGLE head's LM head is taken out of `tensors`. What "bias" in its config says does not count: published configs
+    and files contradict each other.
+    """
+    eagle = kind == EagleHead.name
     layer = layer_sizes(stated, tensors, layer_name)
-    _check_single("num_hidden_layers", stated)
+    _check_single("num_hidden_layers" if eagle else "num_nextn_predict_layers", stated)
     check_fit(layer.hidden_size, layer.vocab_size, target)
-    if tensors.pop("lm_head.weight", None) is not None:
+    if eagle and tensors.pop("lm_head.weight", None) is not None:
         logger.info("the draft head's own lm_head.weight is not used: EAGLE-2 drafts with the target's")
     return HeadConfig(
-        EagleHead.name,
+        kind,
         layer,
         _last_state(stated, target),
-        own_embedding="embed_tokens.weight" in tensors,
-        # Whatever "bias" in the config says: published configs and files contradict each other.
-        fc_bias="fc.bias" in tensors,
+        own_embedding=eagle and "embed_tokens.weight" in tensors,
+        fc_bias=eagle and "fc.bias" in tensors,
     )
-
-
-def _read_mtp(stated: Stated, tensors: Tensors, target: ModelConfig, layer_name: str) -> HeadConfig:
-    """Return the config of MiMo's layer."""
-    _check_single("num_nextn_predict_layers", stated)
-    layer = layer_sizes(stated, tensors, layer_name)
-    check_fit(layer.hidden_size, layer.vocab_size, target)
-    return HeadConfig(MtpHead.name, layer, _last_state(stated, target))
 
 
 def _read_eagle3(stated: Stated, tensors: Tensors, target: ModelConfig, layer_name: str) -> HeadConfig:

@@ -40,13 +40,13 @@ from minispec.llm import LLM
 from minispec.load.build import choose_device, choose_dtype, choose_folder, load_model
 from minispec.load.default_model import DefaultModelError
 from minispec.load.draft_models import tokenizer_digest
+from minispec.load.heads import KINDS as HEADS
 from minispec.load.machine import keep_freed_memory
 from minispec.load.tokenizer import load_tokenizer
 from minispec.load.weights import read_config
 from minispec.model import FINAL, Model, ModelConfig
 from minispec.train.blocks import WEIGHTS, BlockTrainer
 from minispec.train.corpus import Features, TrainingReply, begin_replies, generate, groups, groups_done, read_replies
-from minispec.train.export import KINDS as HEADS
 from minispec.train.export import BlockRecipe, Recipe, draft_vocabulary, export, read_start, spare_token
 from minispec.train.prompts import Tell, collect, read_jsonl
 from minispec.train.shards import read_shards, restore, write_shards

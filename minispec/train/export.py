@@ -24,13 +24,11 @@ from torch import Tensor
 from minispec.dflash import DFlashConfig, DFlashHead
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
 from minispec.load.dflash_heads import read_dflash
-from minispec.load.heads import DFLASH_MODEL, HEAD_KINDS, Published, head_tensors, naming, read_head, slice_head
+from minispec.load.heads import DFLASH_MODEL, KINDS, Published, head_tensors, naming, read_head, slice_head
 from minispec.load.weights import load_weights
 from minispec.model import Model, ModelConfig, ModelError, published_tensors, scaled
 from minispec.mtp import MtpHead
 from minispec.train.corpus import TrainingReply
-
-KINDS: dict[str, type[DraftHead]] = {**HEAD_KINDS, DFlashHead.name: DFlashHead}
 
 
 @dataclass(frozen=True)

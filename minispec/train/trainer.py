@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from minispec.dflash import DFlashHead
 from minispec.eagle import Eagle3Head
-from minispec.load.heads import slice_head
+from minispec.load.heads import KINDS, slice_head
 from minispec.model import scaled
 from minispec.train.corpus import Features, held_out
-from minispec.train.export import KINDS, Recipe, draft_vocabulary, export, new_head, read_start
+from minispec.train.export import Recipe, draft_vocabulary, export, new_head, read_start
 from minispec.train.prompts import Tell
 from minispec.train.rounds import Packed, Teacher, losses, pack, replay
 from minispec.train.stages import Stages

@@ -32,7 +32,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -159,21 +159,22 @@ def runs_alike(lengths: Sequence[int], temperatures: Sequence[float]) -> list[li
 
 def read_replies(path: Path) -> list[TrainingReply]:
     """Return the sequences of a file that `generate` wrote; a group that was cut off is left out."""
-    return parse_replies(path.read_text(encoding="utf-8").splitlines()[1:])
+    return parse_replies(path.read_text(encoding="utf-8").splitlines(keepends=True)[1:])
 
 
 def parse_replies(lines: Iterable[str]) -> list[TrainingReply]:
-    """Return the sequences of the lines of whole groups."""
-    whole: list[TrainingReply] = []
-    group: list[TrainingReply] = []
+    """Return the sequences of whole groups."""
+    return [TrainingReply(**json.loads(line)) for group in whole_groups(lines) for line in group[:-1]]
+
+
+def whole_groups(lines: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the lines of each group that is not cut off, its own line the last."""
+    group: list[str] = []
     for line in lines:
-        row = json.loads(line)
-        if "group" in row:
-            whole += group
+        group.append(line)
+        if line.startswith('{"group"') and line.endswith("\n"):
+            yield group
             group = []
-        else:
-            group.append(TrainingReply(**row))
-    return whole
 
 
 def groups(conversations: int) -> int:
@@ -184,9 +185,9 @@ def groups(conversations: int) -> int:
 def groups_done(path: Path) -> int:
     """Return how many groups a file of replies holds, cutting off one that is not whole."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    ends = [i for i, line in enumerate(lines) if line.startswith('{"group"') and line.endswith("\n")]
-    path.write_text("".join(lines[: ends[-1] + 1 if ends else 1]), encoding="utf-8")
-    return len(ends)
+    whole = list(whole_groups(lines[1:]))
+    path.write_text("".join([*lines[:1], *chain(*whole)]), encoding="utf-8")
+    return len(whole)
 
 
 class _Writer:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 import lzma
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
-from minispec.train.corpus import TrainingReply, parse_replies
+from minispec.train.corpus import TrainingReply, parse_replies, whole_groups
 
 SHARD_TOKENS = 250_000  # most reply tokens of a shard
 ALL_BYTES = 8_000_000  # most bytes of all shards
@@ -54,7 +55,7 @@ def restore(path: Path, folder: Path) -> None:
     if other := [lines[0] for lines in shards if lines[0] != made]:
         raise ValueError(f"--out {folder}: its shards are of {other[0].strip()}, and this run is of {made.strip()}")
     lines = [line for shard in shards for line in shard[1:]]
-    if _count(lines) > _count(rest):
+    if len(list(whole_groups(lines))) > len(list(whole_groups(rest))):
         partial = path.with_suffix(".partial")
         partial.write_text("".join([made, *lines]), encoding="utf-8")
         partial.replace(path)
@@ -66,30 +67,16 @@ def write_shards(path: Path, folder: Path, last: bool = False) -> bool:
     A shard is written as soon as the next group does not fit in it, or if this is the last call.
     """
     made, *rest = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    done = sum(_count(_lines(file)) for file in shard_files(folder))
-    held, tokens, groups = list[str](), 0, list(_groups(rest))
-    for lines, count in groups[done:]:
+    done = sum(len(list(whole_groups(_lines(file)))) for file in shard_files(folder))
+    held, tokens = list[str](), 0
+    for lines in islice(whole_groups(rest), done, None):
+        count = json.loads(lines[-1])["tokens"]
         if held and tokens + count > SHARD_TOKENS:
             if not _write(folder, [made, *held]):
                 return False
             held, tokens = [], 0
         held, tokens = [*held, *lines], tokens + count
     return not (last and held) or _write(folder, [made, *held])
-
-
-def _count(lines: Sequence[str]) -> int:
-    """Return how many whole groups lines hold."""
-    return sum(line.startswith('{"group"') and line.endswith("\n") for line in lines)
-
-
-def _groups(lines: Sequence[str]) -> Iterator[tuple[list[str], int]]:
-    """Yield the lines of each whole group, and the number of its reply tokens."""
-    group: list[str] = []
-    for line in lines:
-        group.append(line)
-        if _count([line]):
-            yield group, json.loads(line)["tokens"]
-            group = []
 
 
 def _write(folder: Path, lines: Sequence[str]) -> bool:

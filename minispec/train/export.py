@@ -11,7 +11,6 @@ Read next: `load/heads.py`, which reads such folders; `trainer.py`, which trains
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,10 +71,8 @@ def spare_token(replies: Sequence[TrainingReply], vocab_size: int) -> int:
 
 def draft_vocabulary(replies: Sequence[TrainingReply], size: int, vocab_size: int) -> Tensor:
     """Return the `size` most frequent tokens of the replies, most frequent first, filled up with the lowest ids."""
-    counts = Counter(token for reply in replies for token in reply.ids[reply.start :])
-    frequent = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
-    seen = set(frequent)
-    return torch.tensor((frequent + [i for i in range(vocab_size) if i not in seen])[: min(size, vocab_size)])
+    tokens = torch.tensor([token for reply in replies for token in reply.ids[reply.start :]], dtype=torch.int64)
+    return tokens.bincount(minlength=vocab_size).argsort(descending=True, stable=True)[:size]
 
 
 def read_start(recipe: Recipe, target: ModelConfig) -> Published | None:
@@ -179,7 +176,17 @@ def export(head: DraftHead, model: Model, folder: Path) -> None:
     else:
         del tensors["lm_head.weight"]  # it is the target's
         if isinstance(head, DFlashHead):
-            config |= _dflash_config(head, outputs, c)
+            config |= {  # z-lab's keys, in which DFlash differs from a Llama of one layer
+                "architectures": [DFLASH_MODEL],
+                "model_type": "qwen3",
+                "num_hidden_layers": len(head.layers),
+                "num_target_layers": c.layers,
+                "layer_types": ["full_attention"] * len(head.layers),
+                "attention_bias": False,
+                "dflash_config": {
+                    "block_size": head.block_size, "mask_token_id": head.mask_token, "target_layer_ids": outputs,
+                },
+            }  # fmt: skip
         elif isinstance(head, MtpHead):
             tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
             config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
@@ -188,21 +195,6 @@ def export(head: DraftHead, model: Model, folder: Path) -> None:
     write_folder(folder, config, tensors)
     if isinstance(head, DFlashHead):
         save_file({"ids": ids.int()}, folder / "token_map.safetensors")
-
-
-def _dflash_config(head: DFlashHead, outputs: Sequence[int], target: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json, in z-lab's format, in which DFlash differs from a Llama of one layer."""
-    return {
-        "architectures": [DFLASH_MODEL],
-        "model_type": "qwen3",
-        "num_hidden_layers": len(head.layers),
-        "num_target_layers": target.layers,
-        "layer_types": ["full_attention"] * len(head.layers),
-        "attention_bias": False,
-        "dflash_config": {
-            "block_size": head.block_size, "mask_token_id": head.mask_token, "target_layer_ids": list(outputs),
-        },
-    }  # fmt: skip
 
 
 def published_config(c: ModelConfig) -> dict[str, Any]:

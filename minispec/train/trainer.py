@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import cast
 
@@ -69,13 +70,12 @@ class Trainer:
         updates = self.stages.updates
         begun, first, told, saved, tokens = time.perf_counter(), self.step, time.perf_counter(), time.perf_counter(), 0
         hits, loss_sum, count = torch.zeros(self.recipe.rounds, 2), 0.0, 0
-        for number, chosen in enumerate(self.stages.order()):
-            if number < self.step:
-                continue
-            if number == stop_at:
-                break
-            if number == self.stages.trunk and number > 0:
-                self._write_trunk()
+        for number, chosen in islice(enumerate(self.stages.order()), self.step, stop_at):
+            if number == self.stages.trunk and number > 0:  # from here on the learning rate falls
+                trunk = self.folder / "trunk"
+                export(self.head, self.model, trunk)
+                self.stages.record(trunk)
+                self.tell(f"wrote {trunk}, from which --start goes on with more replies")
             loss, found = self._update(chosen)
             hits, loss_sum, count = 0.98 * hits + found.cpu(), loss_sum + loss, count + 1
             tokens += sum(len(self.replies[i].ids) - self.replies[i].start for i in chosen)
@@ -115,13 +115,6 @@ class Trainer:
         """Return the loss on the replies of these indices, and the hits by depth."""
         batch = self._batch(chosen, self.recipe.rounds)
         return losses(self.head, batch, self.taps, self.teacher, self.recipe.feature_weight)
-
-    def _write_trunk(self) -> None:
-        """Export the head before the learning rate falls, so that a later run can go on from it with more replies."""
-        folder = self.folder / "trunk"
-        export(self.head, self.model, folder)
-        self.stages.record(folder)
-        self.tell(f"wrote {folder}, from which --start goes on with more replies")
 
     def _batch(self, chosen: Sequence[int], rounds: int) -> Packed:
         """Return a batch of the replies of these indices that teach."""

@@ -37,13 +37,12 @@ from minispec.config import Config
 from minispec.cpu.linear import can_pack, pack_linears
 from minispec.dflash import DFlashConfig, DFlashHead
 from minispec.llm import LLM
-from minispec.load.build import choose_device, choose_dtype, choose_folder, load_model
+from minispec.load.build import Build, choose_device, choose_dtype, choose_folder
 from minispec.load.default_model import DefaultModelError
 from minispec.load.draft_models import tokenizer_digest
 from minispec.load.heads import KINDS as HEADS
 from minispec.load.machine import keep_freed_memory
 from minispec.load.tokenizer import load_tokenizer
-from minispec.load.weights import read_config
 from minispec.model import FINAL, Model, ModelConfig
 from minispec.train.blocks import WEIGHTS, BlockTrainer
 from minispec.train.corpus import Features, TrainingReply, begin_replies, generate, groups, groups_done, read_replies
@@ -91,7 +90,7 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
             setattr(options, name, value)
     recipe = _recipe(options)
     if recipe.start is not None or isinstance(recipe, BlockRecipe):  # what does not fit is refused before hours of work
-        check_recipe(recipe, options.mask_token, ModelConfig.from_hf(read_config(choose_folder(config, tell))))
+        check_recipe(recipe, options.mask_token, Build(config, tell).model_config)
     work = options.work or options.out / "work"
     work.mkdir(parents=True, exist_ok=True)
     if options.replies is not None:
@@ -166,10 +165,9 @@ def with_mask(recipe: Recipe, given: int | None, replies: Sequence[TrainingReply
     if not isinstance(recipe, BlockRecipe):
         return recipe
     start = read_start(recipe, model)
-    if given is None:
-        spare = spare_token(replies, model.vocab_size)
-        given = spare if start is None else cast(DFlashConfig, start.config).mask_token
-    return replace(recipe, mask_token=given)
+    if given is None and start is not None:
+        given = cast(DFlashConfig, start.config).mask_token
+    return replace(recipe, mask_token=spare_token(replies, model.vocab_size) if given is None else given)
 
 
 def made_with(options: argparse.Namespace, config: Config) -> dict[str, object]:
@@ -190,11 +188,9 @@ def made_with(options: argparse.Namespace, config: Config) -> dict[str, object]:
 def ensure_replies(options: argparse.Namespace, config: Config, path: Path, tell: Tell) -> list[TrainingReply]:
     """Return the replies in a file that `begin_replies` began, after generating those that are missing."""
     tokenizer, shards = load_tokenizer(choose_folder(config, tell)), options.kind == "replies"
-    rng, short = random.Random(options.seed), []
-    for conversation in read_jsonl(options.prompts) if options.prompts else collect(options.count, options.seed, tell):
-        long = len(tokenizer.encode_chat(conversation.messages)) >= LONG
-        if not long or rng.random() < options.long_share:
-            short.append(conversation)
+    found = read_jsonl(options.prompts) if options.prompts else collect(options.count, options.seed, tell)
+    rng, length = random.Random(options.seed), lambda c: len(tokenizer.encode_chat(c.messages))
+    short = [c for c in found if length(c) < LONG or rng.random() < options.long_share]
     if shards:
         restore(path, options.out)
     if groups_done(path) < groups(len(short)):
@@ -215,12 +211,10 @@ def ensure_replies(options: argparse.Namespace, config: Config, path: Path, tell
 
 def load_target(config: Config, tell: Tell) -> Model:
     """Return the target without pages and graphs; on a CPU that can, its blocks are packed, which is faster."""
-    device = choose_device(config)
-    folder = choose_folder(config, tell)
-    shape, dtype = ModelConfig.from_hf(read_config(folder)), choose_dtype(config, device)
+    build = Build(config, tell)
     with torch.no_grad():
-        model = load_model(config, shape, folder, dtype, device)
-        if device.type == "cpu" and can_pack(dtype):
+        model = build.network()
+        if build.device.type == "cpu" and can_pack(build.dtype):
             pack_linears(model.layers)  # not the LM head, since a draft head starts with rows of its matrix
     keep_freed_memory()
     return model

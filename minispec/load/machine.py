@@ -144,9 +144,9 @@ def _number(path: Path) -> int | None:
         return None
 
 
-def text_of(path: Path) -> str:
+def text_of(path: Path, encoding: str = "ascii") -> str:
     """Return a file's text, empty where it cannot be read."""
     try:
-        return path.read_text("ascii", "replace")
+        return path.read_text(encoding, "replace")
     except OSError:
         return ""

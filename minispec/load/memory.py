@@ -304,9 +304,8 @@ class Budget:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory ran out, whoever says it."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+    says_so = isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+    return says_so or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 @contextmanager

@@ -182,7 +182,9 @@ class Lead(SharedLink):
             (engine.drafter, "commit", lambda new: None),
             (engine.accept, "judge", no_verdict),
             (engine, "pick", lambda step, *given: torch.zeros_like(step.lens)),
-            (engine.asked, "constrain", nothing_forbidden),
+            # As without grammars.
+            (engine.asked, "constrain", lambda logits, *given: Allowed(
+                torch.zeros_like(logits[..., 0], dtype=torch.int64), logits, {})),
         )
         for owner, name, in_place in instead:
             setattr(owner, name, self._contained(owner, name, in_place))
@@ -232,11 +234,6 @@ def no_verdict(trees: Trees, *given: object) -> Verdict:
     path = trees.tree.tokens.new_zeros(len(trees.lens), trees.most)
     none = torch.zeros_like(trees.lens)
     return Verdict(path, torch.ones_like(none), path, none, none.bool())
-
-
-def nothing_forbidden(logits: Tensor, *given: object) -> Allowed:
-    """Return what a step without grammars leaves, for one that goes on for the others alone."""
-    return Allowed(torch.zeros_like(logits[..., 0], dtype=torch.int64), logits, {})
 
 
 class Elsewhere(Drafter):

@@ -91,23 +91,21 @@ class Shard:
                              "less than a row for each")  # fmt: skip
 
     @property
+    def repeats(self) -> int:
+        """How many ranks have a KV head."""
+        return max(self.size // self.whole.kv_heads, 1)
+
+    @property
     def kv_heads(self) -> range:
         """The KV heads."""
-        kv_heads = self.whole.kv_heads
-        if self.size <= kv_heads:
-            return share(kv_heads, self.size, self.rank)
-        first = self.rank // (self.size // kv_heads)
-        return range(first, first + 1)
+        return share(self.whole.kv_heads, self.size // self.repeats, self.rank // self.repeats)
 
     @property
     def heads(self) -> range:
         """The query heads."""
         own, group = self.kv_heads, self.whole.heads // self.whole.kv_heads
-        if self.size <= self.whole.kv_heads:
-            return range(own.start * group, own.stop * group)
-        repeats = self.size // self.whole.kv_heads
-        part = share(group, repeats, self.rank % repeats)
-        return range(own.start * group + part.start, own.start * group + part.stop)
+        part = share(group, self.repeats, self.rank % self.repeats)  # of the group of a KV head
+        return range(own.start * group + part.start, (own.stop - 1) * group + part.stop)
 
     def inner(self, width: int) -> range:
         """Return the rows of gate and up, of `width` each: whole multiples of 16 where that can be, as kernels like."""

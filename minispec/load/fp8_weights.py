@@ -56,17 +56,14 @@ def read_scheme(folder: Path) -> Scheme | None:
         method = stated.get("quant_method")
         if method not in ("fp8", "compressed-tensors"):
             raise ModelError(f"quant_method {method!r}")
-        return Scheme(_fp8_block(stated) if method == "fp8" else _compressed_block(stated))
+        if method == "compressed-tensors":
+            return Scheme(_compressed_block(stated))
+        _only(stated, fmt=(None, "e4m3"), activation_scheme=(None, "dynamic", "static"))
+        block = stated.get("weight_block_size")
+        return Scheme(None if block is None else _block(block, "weight_block_size"))
     except ModelError as error:
         raise ModelError(f"{folder / 'config.json'} has a quantization_config with {error}, which is not supported; "
                          f"supported: {SUPPORTED}") from None  # fmt: skip
-
-
-def _fp8_block(stated: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the block of quant_method fp8; the message of a ModelError is what is not supported."""
-    _only(stated, fmt=(None, "e4m3"), activation_scheme=(None, "dynamic", "static"))
-    block = stated.get("weight_block_size")
-    return None if block is None else _block(block, "weight_block_size")
 
 
 def _compressed_block(stated: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -83,7 +83,7 @@ def by_hand(llm: LLM) -> Memory:
         (engine.model.config.layers, engine.model.config.kv_heads, engine.model.config.head_dim), shape)]  # fmt: skip
     drafter, hidden = engine.drafter, engine.model.config.hidden_size
     ring = slots * 64 * (8 + 4 * len(drafter.taps) * hidden) if drafter.commits else 0
-    return Memory(own, draft, pools[0] + bytes_(kv.table, kv.logical), pools[1], None, slots * (10 * vocab + 24 + 32),
+    return Memory(own, draft, pools[0] + bytes_(kv.table, kv.logical), pools[1], None, slots * (10 * vocab + 28 + 32),
                   ring)  # fmt: skip
 
 

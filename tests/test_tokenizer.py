@@ -281,6 +281,10 @@ def test_template_comes_from_argument_file_and_config_in_that_order(demo_folder:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert load_tokenizer(tmp_path).chat.render([USER]) == "plain"
     assert load_tokenizer(tmp_path).chat.render([USER], template_kwargs={"tools": [1]}) == "tools"
+    for wrong in ([{"template": "nameless"}], ["plain"]):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": wrong}))
+        with pytest.raises(ValueError, match="tokenizer_config.json: chat_template must be a template or a list"):
+            load_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("file")
     assert load_tokenizer(tmp_path).chat.render([USER]) == "file"
     (tmp_path / "mine.jinja").write_text("mine")

@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minispec.load.chat_templates import NAMED, is_template
-from minispec.request import RequestError
+from minispec.request import RequestError, short
 
 RESERVED_NAMES = frozenset(
     "messages tokenize add_generation_prompt continue_final_message chat_template return_dict".split()
@@ -111,14 +111,18 @@ def given_template(given: str) -> str:
 def own_template(folder: Path, config: Mapping[str, Any]) -> Template:
     """Return the model's own template; chat_template.jinja is the newer convention and wins.
 
-    config: tokenizer_config.json.
+    config: tokenizer_config.json. Raises ValueError naming it if its list of templates is malformed.
     """
     if (path := folder / "chat_template.jinja").is_file():
         return path.read_text(encoding="utf-8")
     given = config.get("chat_template")
-    if isinstance(given, list):
+    if not isinstance(given, list):
+        return given
+    try:
         return {entry["name"]: entry["template"] for entry in given}
-    return given
+    except (KeyError, TypeError):
+        raise ValueError(f"{folder}/tokenizer_config.json: chat_template must be a template or a list of objects with "
+                         f"name and template, got {short(given)}") from None  # fmt: skip
 
 
 def _compile(source: str) -> jinja2.Template:

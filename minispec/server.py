@@ -96,6 +96,7 @@ class Server:
 
     async def start(self) -> None:
         """Listen, and begin to load the model; raises OSError if the address is taken."""
+        self.over: asyncio.Future[RequestError] = asyncio.get_running_loop().create_future()  # why no engine answers
         self.engine: Replicas | EngineThread
         if self.config.dp_size > 1:
             self.engine = Replicas(self.config, self._deliver, self._died)
@@ -173,7 +174,8 @@ class Server:
         """End every exchange, and every question to the scheduler; an exchange's handler then aborts its requests."""
         for exchange in self.exchanges:
             exchange.end(error)
-        self.engine.refuse_questions(error)
+        if not self.over.done():
+            self.over.set_result(error)
 
     # ---- text --------------------------------------------------------------------------------------------------------
 
@@ -322,7 +324,7 @@ class Server:
     async def server_info(self, http: web.Request) -> web.Response:
         """The launch flags, with one engine's sizes and current numbers; internal_states has them for each engine."""
         front = self._ready()
-        answers = await self.engine.each("stats")
+        answers = await self._ask("stats")
         stats: dict[str, Any] = next(filter(None, answers), {})
         given = {**dataclasses.asdict(self.config), "speculative_algorithm": front.facts.algorithm}
         hidden = {"api_key", "admin_api_key", "notes", *stats}  # `stats` has the resolved value of some flags
@@ -340,7 +342,7 @@ class Server:
         if unknown := include - {"core", "memory", "spec", "lora", "disagg", "queues", "all"}:
             raise RequestError(f"include must be sections such as core, spec and all, got {min(unknown)[:100]!r}",
                                "include")  # fmt: skip
-        found = enumerate(await self.engine.each("load"))
+        found = enumerate(await self._ask("load"))
         loads = [{**load, "dp_rank": rank} for rank, load in found if load]
         for load in loads if not include & {"spec", "all"} else ():
             load.pop("speculative", None)
@@ -363,13 +365,13 @@ class Server:
         if not self.config.enable_metrics:
             raise RequestError(f"there is no /metrics without --enable-metrics and {prometheus.EXTRA}", None, 404)
         self._ready()
-        body, kind = prometheus.exposition(await self.engine.each("counters"), self.seen, self.config.served_name)
+        body, kind = prometheus.exposition(await self._ask("counters"), self.seen, self.config.served_name)
         return web.Response(body=body, headers={"Content-Type": kind})
 
     async def flush_cache(self, http: web.Request) -> web.Response:
         """Empty the prefix cache, the drafter's memory and the totals; 400 while requests are running or waiting."""
         self._ready()
-        if not all(await self.engine.each("flush")):
+        if not all(await self._ask("flush")):
             raise RequestError("the cache was not flushed: requests are running or waiting", code="busy")
         return web.Response(text="Cache flushed.\n")
 
@@ -389,7 +391,7 @@ class Server:
             config = dataclasses.replace(self.config, **asked.model_dump(exclude_none=True))
         except ValueError as error:
             raise RequestError(str(error), "server_args") from None
-        await self.engine.each("reconfigure", config.thresholds, config.speculative_adaptive)
+        await self._ask("reconfigure", config.thresholds, config.speculative_adaptive)
         self.config = config
         self.__dict__.pop("_served", None)  # its fingerprint depends on the config
         return json_answer([True])
@@ -454,6 +456,17 @@ class Server:
 
     async def _body(self, http: web.Request, kind: type[fields.Model]) -> fields.Model:
         return await self.bodies.read(http, partial(fields.read, kind))
+
+    async def _ask(self, question: str, *given: Any) -> list[Any]:
+        """Return each engine's answer to one of `info.QUESTIONS`; RequestError if they end before they answer."""
+        asking = asyncio.ensure_future(self.engine.each(question, *given))
+        try:
+            await asyncio.wait((asking, self.over), return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise self.over.result()
+            return asking.result()
+        finally:
+            asking.cancel()
 
     async def _worked_out(self, work: Callable[[], dict[str, Any]]) -> web.Response:
         """Run `work` in a tokenizing thread and answer with its result; this counts as one prompt in the queue."""

@@ -75,7 +75,6 @@ class Replicas:
         self.unwanted: set[Request] = set()  # aborted, and the replica has not said so yet
         self.setting: tuple[Any, ...] = ()  # what `reconfigure` was last told, for replicas that start later
         self._seeds = random.Random(config.random_seed)
-        self._answers: set[asyncio.Future[Any]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._cluster: Cluster | None = None
         self._entering, self._stopped = threading.Lock(), False
@@ -383,12 +382,7 @@ class Replicas:
             self.setting = given
         if question == "flush" and self.waiting:
             return [False]
-        answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        asking = asyncio.gather(*(self._ask(place, question, given) for place in self.places))
-        asking.add_done_callback(lambda done: None if answer.done() else answer.set_result(done.result()))
-        self._answers.add(answer)
-        answer.add_done_callback(self._answers.discard)
-        found = await answer
+        found = await asyncio.gather(*(self._ask(place, question, given) for place in self.places))
         if question == "flush" and all(found):
             for place in self.places:
                 self.routing.forget(place.number)
@@ -404,12 +398,6 @@ class Replicas:
                 return await place.actor.ask.remote(question, *given)
         except (TimeoutError, self._entered.error):
             return changes or None
-
-    def refuse_questions(self, error: RequestError) -> None:
-        """Answer what is asked and will not be answered."""
-        for answer in list(self._answers):
-            if not answer.done():
-                answer.set_exception(error)
 
     def listed(self, answers: Sequence[Any]) -> list[dict[str, Any]]:
         """Return what /server_info says of each replica, with what it has answered."""

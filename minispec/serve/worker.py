@@ -95,7 +95,6 @@ class EngineThread(threading.Thread):
         self.warming: Warming | None = None
         self.front: Front | None = None  # known once ready
         self.loaded, self.stopped = threading.Event(), threading.Event()
-        self.questions: set[Future[Any]] = set()
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.loop = asyncio.get_running_loop()
 
@@ -132,8 +131,6 @@ class EngineThread(threading.Thread):
                     answer.set_exception(error)
             return []
 
-        self.questions.add(answer)
-        answer.add_done_callback(self.questions.discard)
         self.inbox.put(command)
         return asyncio.wrap_future(answer)
 
@@ -153,12 +150,6 @@ class EngineThread(threading.Thread):
 
     def _wake(self) -> None:
         self.inbox.put(lambda scheduler: [])
-
-    def refuse_questions(self, error: RequestError) -> None:
-        """Answer what is asked and will not be answered, because the thread has ended or is about to."""
-        for question in list(self.questions):
-            if question.set_running_or_notify_cancel():
-                question.set_exception(error)
 
     # ---- the thread --------------------------------------------------------------------------------------------------
 

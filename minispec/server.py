@@ -26,7 +26,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property, partial, partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from minispec.serve.front import Intake
 
 logger = logging.getLogger("minispec")
+Parser = Callable[[dict[str, Any], dict[str, Any]], parse.Job]  # of a body, with the model's sampling defaults
 
 HEALTH_TIMEOUT = 20.0  # seconds that /health_generate waits for a token
 STOP_TIMEOUT = 1.0  # seconds for connections to end, and again for the engine thread
@@ -179,49 +180,35 @@ class Server:
 
     # ---- text --------------------------------------------------------------------------------------------------------
 
-    async def chat(self, http: web.Request) -> web.StreamResponse:
-        """OpenAI's chat completions."""
-        return await self._answer(http, lambda body: parse.parse_chat(body, self._ready().defaults))
-
-    async def completion(self, http: web.Request) -> web.StreamResponse:
-        """OpenAI's completions."""
-        return await self._answer(http, lambda body: parse.parse_completion(body, self._ready().defaults))
-
-    async def response(self, http: web.Request) -> web.StreamResponse:
-        """OpenAI's responses; the server stores none."""
-        return await self._answer(http, lambda body: parse_response(body, self._ready().defaults))
-
-    async def generate(self, http: web.Request) -> web.StreamResponse:
-        """SGLang's native generate."""
-        return await self._answer(http, parse.parse_generate)
-
-    async def _answer(self, http: web.Request, parsed: Callable[[dict[str, Any]], parse.Job]) -> web.StreamResponse:
-        """Answer a request for text, streaming or whole; `parsed(body)` returns the job that the body asks for."""
+    async def _answer(self, parsed: Parser, http: web.Request) -> web.StreamResponse:
+        """Answer a request for text, streaming or whole; `parsed` returns the job that its body asks for."""
         front = self._open()
-        job = await self.bodies.read(http, parsed)
+        job = await self.bodies.read(http, lambda body: parsed(body, front.defaults))
         self._check_model(job.model)
+        exchange = Exchange(job)
         try:
-            return await self._answer_job(http, Exchange(job), front)
+            with self._counted(len(job.prompts)), self._kept(exchange):
+                threads = self.compiling if any(params.grammar for params in job.params) else self.tokenizing
+                prepare = partial(_prepare, job, front.intake, self._served)
+                reply = await asyncio.get_running_loop().run_in_executor(threads, prepare)
+                exchange.requests = reply.requests
+                if not exchange.items.empty():
+                    await exchange.next()  # raises the error that ended the exchange while its prompt was tokenized
+                self._submit(exchange)
+                if self.config.log_requests:
+                    log_requests(reply.requests)
+                if job.stream:
+                    return await stream(http, exchange, reply)
+                while not reply.done:
+                    reply.take(await exchange.next())
+                return await delivered(http, json_answer(reply.result()))
         except SlowReader as slow:
             return await slow.leave(http)
 
-    async def _answer_job(self, http: web.Request, exchange: Exchange, front: Front) -> web.StreamResponse:
-        job = exchange.job
-        with self._counted(len(job.prompts)), self._kept(exchange):
-            threads = self.compiling if any(params.grammar for params in job.params) else self.tokenizing
-            prepare = partial(_prepare, job, front.intake, self._served)
-            reply = await asyncio.get_running_loop().run_in_executor(threads, prepare)
-            exchange.requests = reply.requests
-            if not exchange.items.empty():
-                await exchange.next()  # the exchange was ended while its prompt was tokenized, so this raises the error
-            self._submit(exchange)
-            if self.config.log_requests:
-                log_requests(reply.requests)
-            if job.stream:
-                return await stream(http, exchange, reply)
-            while not reply.done:
-                reply.take(await exchange.next())
-            return await delivered(http, json_answer(reply.result()))
+    chat = partialmethod(_answer, parse.parse_chat)
+    completion = partialmethod(_answer, parse.parse_completion)
+    response = partialmethod(_answer, parse_response)
+    generate = partialmethod(_answer, lambda body, defaults: parse.parse_generate(body))
 
     @contextmanager
     def _counted(self, count: int) -> Iterator[None]:

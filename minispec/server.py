@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial, partialmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -61,9 +61,6 @@ from minispec.serve.shutdown import Signals, drained, shutting_down
 from minispec.serve.streams import Exchange, SlowReader, delivered, delivering, stream
 from minispec.serve.watchdog import Watchdog
 from minispec.serve.worker import Build, EngineThread, build_llm, build_sealed_llm
-
-if TYPE_CHECKING:
-    from minispec.serve.front import Intake
 
 logger = logging.getLogger("minispec")
 Parser = Callable[[dict[str, Any], dict[str, Any]], parse.Job]  # of a body, with the model's sampling defaults
@@ -189,7 +186,7 @@ class Server:
         try:
             with self._counted(len(job.prompts)), self._kept(exchange):
                 threads = self.compiling if any(params.grammar for params in job.params) else self.tokenizing
-                prepare = partial(_prepare, job, front.intake, self._served)
+                prepare = partial(_prepare, job, front, self._served)
                 reply = await asyncio.get_running_loop().run_in_executor(threads, prepare)
                 exchange.requests = reply.requests
                 if not exchange.items.empty():
@@ -269,11 +266,11 @@ class Server:
 
     async def health_generate(self, http: web.Request) -> web.Response:
         """200 as soon as the engine has generated a token, 503 if that takes longer than 20 seconds."""
-        intake = self._open().intake
-        body = {"input_ids": intake.tokenizer.encode("a"), "rid": f"health-{uuid.uuid4().hex}"}
+        front = self._open()
+        body = {"input_ids": front.tokenizer.encode("a"), "rid": f"health-{uuid.uuid4().hex}"}
         exchange = Exchange(parse.parse_generate({**body, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}))
         with self._kept(exchange):
-            exchange.requests = _prepare(exchange.job, intake, self._served).requests
+            exchange.requests = _prepare(exchange.job, front, self._served).requests
             self.produced.clear()
             self._submit(exchange)
             # A token of any request will do: in a long queue this request may wait longer, though the server is well.
@@ -337,7 +334,7 @@ class Server:
 
     async def tokenizer_info(self, http: web.Request) -> web.Response:
         """The special tokens and the chat template, for clients that count or tokenize themselves."""
-        return json_answer(self._ready().intake.tokenizer.chat.info)
+        return json_answer(self._ready().tokenizer.chat.info)
 
     async def page(self, http: web.Request) -> web.Response:
         """The page to talk to the model."""
@@ -406,12 +403,12 @@ class Server:
 
     async def tokenize(self, http: web.Request) -> web.Response:
         """Text to token ids."""
-        intake, asked = self._open().intake, await self._body(http, fields.Tokenize)
+        front, asked = self._open(), await self._body(http, fields.Tokenize)
         self._check_model(asked.model)
         messages = parse.conversation(asked)
         batched = isinstance(asked.prompt, list)
         texts: Any = asked.prompt if batched else [messages or asked.prompt]
-        context, tokenizer = intake.limits.context_length, intake.tokenizer
+        context, tokenizer = front.facts.limits.context_length, front.tokenizer
         plain = partial(tokenizer.encode, add_special_tokens=asked.add_special_tokens is not False)
         encode: Any = tokenizer.encode_chat if messages else plain
 
@@ -426,15 +423,15 @@ class Server:
 
     async def detokenize(self, http: web.Request) -> web.Response:
         """Token ids to text."""
-        intake, asked = self._open().intake, await self._body(http, fields.Detokenize)
+        front, asked = self._open(), await self._body(http, fields.Detokenize)
         self._check_model(asked.model)
         tokens: Any = asked.tokens
         batched = bool(tokens) and isinstance(tokens[0], list)
         rows, skip = tokens if batched else [tokens], asked.skip_special_tokens is not False
 
         def work() -> dict[str, Any]:
-            parse.check_ids(rows, intake.limits.vocab_size)
-            texts = [intake.tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
+            parse.check_ids(rows, front.facts.limits.vocab_size)
+            texts = [front.tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
             return {"text": texts if batched else texts[0]}
 
         return await self._worked_out(work)
@@ -484,7 +481,7 @@ class Server:
     def _served(self) -> Served:
         """What answers say about the server; this is known once the server is ready."""
         config, front = self.config, self._ready()
-        facts, tokenizer = front.facts, front.intake.tokenizer
+        facts, tokenizer = front.facts, front.tokenizer
         shown = calls_of(tokenizer.chat.tool_template or "")
         formats = Formats(CALLS.get(config.tool_call_parser or "", shown), THOUGHTS.get(config.reasoning_parser or ""))
         return Served(config.served_name, fingerprint(config, facts.numbers), facts.nodes,
@@ -496,7 +493,7 @@ class Server:
             parse.check_model(name, self._names)
 
     def _card(self) -> dict[str, Any]:
-        name, context = self.config.served_name, self._ready().intake.limits.context_length
+        name, context = self.config.served_name, self._ready().facts.limits.context_length
         return {"id": name, "object": "model", "created": self.created, "owned_by": "minispec", "root": name,
                 "parent": None, "max_model_len": context}  # fmt: skip
 
@@ -515,13 +512,13 @@ class Server:
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _prepare(job: parse.Job, intake: Intake, served: Served) -> Reply:
+def _prepare(job: parse.Job, front: Front, served: Served) -> Reply:
     """Tokenize and check a job's requests, and return the `Reply` that will answer it; slow; safe on any thread."""
-    sizes = intake.limits.context_length, intake.limits.longest_prompt
+    limits = front.facts.limits
     try:
-        requests = parse.tokenize(job, intake.tokenizer, *sizes, served.formats)
+        requests = parse.tokenize(job, front.tokenizer, limits.context_length, limits.longest_prompt, served.formats)
         for request in requests:
-            intake.validate(request)
+            front.validate(request)
     except RequestError as error:
         raise parse.in_clients_words(error, job.names) from None
     return (Reply if job.response is None else ResponseReply)(job, requests, served)

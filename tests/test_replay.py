@@ -186,7 +186,7 @@ class Door:
 
     async def serve(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self.replicas.front.intake.validate(request)
+            self.replicas.front.validate(request)
         self.replicas.submit(requests)
         await self.until(lambda: set(requests) <= set(self.ends))
 

@@ -195,10 +195,10 @@ def test_every_field_of_openai_s_client_is_known() -> None:
 
 def test_an_error_of_the_chat_template_names_the_input() -> None:
     tokenizer = templated(NAMED["llama-2"].source)  # has no place for a tool's result
-    intake: Any = SimpleNamespace(limits=SimpleNamespace(context_length=10**6, longest_prompt=None),
-                                  tokenizer=tokenizer, validate=lambda request: None)  # fmt: skip
+    facts = SimpleNamespace(limits=SimpleNamespace(context_length=10**6, longest_prompt=None))
+    front: Any = SimpleNamespace(facts=facts, tokenizer=tokenizer, validate=lambda request: None)
     with pytest.raises(RequestError, match="no place for the role tool") as caught:
-        _prepare(job([USER, RESULT]), intake, Served("m"))
+        _prepare(job([USER, RESULT]), front, Served("m"))
     assert caught.value.param == "input"
 
 

@@ -25,19 +25,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("minispec")
 
 
-class Intake(NamedTuple):
-    """Checks requests against `limits`, and has ready what they ask for."""
-
-    limits: Limits
-    tokenizer: Tokenizer
-    prepare: Callable[[Request], None]  # that of `Grammars`, or of an engine's `Asked`
-
-    def validate(self, request: Request) -> None:
-        """Do what `Scheduler.validate` does."""
-        self.limits.check(request)
-        self.prepare(request)
-
-
 class Facts(NamedTuple):
     """What an engine is like."""
 
@@ -54,9 +41,15 @@ class Front(NamedTuple):
     """What a server knows of the model; safe on any thread."""
 
     folder: Path
-    intake: Intake
+    tokenizer: Tokenizer
     facts: Facts
+    prepare: Callable[[Request], None]  # has ready what a request asks for: that of `Grammars`, or an engine's `Asked`
     defaults: dict[str, Any]  # sampling values for what a /v1 request leaves out
+
+    def validate(self, request: Request) -> None:
+        """Do what `Scheduler.validate` does."""
+        self.facts.limits.check(request)
+        self.prepare(request)
 
 
 def facts_of(llm: LLM) -> Facts:
@@ -68,9 +61,8 @@ def facts_of(llm: LLM) -> Facts:
 
 def front_of(llm: LLM, config: Config) -> Front:
     """Return the front in front of an engine in this process."""
-    scheduler = llm.scheduler
-    intake = Intake(scheduler.limits, llm.tokenizer, scheduler.engine.asked.prepare)
-    return Front(llm.folder, intake, facts_of(llm), _read_defaults(config, llm.folder))
+    prepare, defaults = llm.scheduler.engine.asked.prepare, _read_defaults(config, llm.folder)
+    return Front(llm.folder, llm.tokenizer, facts_of(llm), prepare, defaults)
 
 
 def front_for(facts: Facts, config: Config) -> Front:
@@ -81,7 +73,7 @@ def front_for(facts: Facts, config: Config) -> Front:
     folder, limits = choose_folder(config, logger.info), facts.limits
     tokenizer = choose_tokenizer(config, folder, limits.vocab_size)
     grammars = Grammars(tokenizer.backend, limits.vocab_size, limits.eos_ids)
-    return Front(folder, Intake(limits, tokenizer, grammars.prepare), facts, _read_defaults(config, folder))
+    return Front(folder, tokenizer, facts, grammars.prepare, _read_defaults(config, folder))
 
 
 def _read_defaults(config: Config, folder: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import time
 import uuid
@@ -57,7 +58,6 @@ from minispec.serve.message import Formats
 from minispec.serve.reply import Reply, Served
 from minispec.serve.responses import parse_response
 from minispec.serve.routes import ROUTES
-from minispec.serve.shutdown import Signals, drained, shutting_down
 from minispec.serve.streams import Exchange, SlowReader, delivered, delivering, stream
 from minispec.serve.watchdog import Watchdog
 from minispec.serve.worker import Build, EngineThread, build_llm, build_sealed_llm
@@ -66,6 +66,7 @@ logger = logging.getLogger("minispec")
 Parser = Callable[[dict[str, Any], dict[str, Any]], parse.Job]  # of a body, with the model's sampling defaults
 
 HEALTH_TIMEOUT = 20.0  # seconds that /health_generate waits for a token
+DRAIN_LOOK = 0.02  # seconds between two looks at whether all requests have finished
 STOP_TIMEOUT = 1.0  # seconds for connections to end, and again for the engine thread
 
 
@@ -115,9 +116,17 @@ class Server:
         self.engine.start()
 
     async def drain(self, at_once: asyncio.Event) -> bool:
-        """Take no new work and wait for the work under way; False if --shutdown-timeout or `at_once` comes first."""
+        """Take no new work and wait for the work under way; False if --shutdown-timeout or `at_once` comes first.
+
+        The listener stays, so that a load balancer sees a 503 that says why and not a refused connection.
+        """
         self.draining = True
-        return await drained(self.exchanges, self.config.shutdown_timeout, at_once)
+        seconds = self.config.shutdown_timeout
+        end = time.monotonic() + seconds
+        logger.info("shutting down: %d requests under way have %g seconds to finish", len(self.exchanges), seconds)
+        while self.exchanges and not at_once.is_set() and time.monotonic() < end:
+            await asyncio.sleep(DRAIN_LOOK)
+        return not self.exchanges
 
     async def stop(self) -> bool:
         """Stop the engine, answer everyone with an error, and close connections; False if the engine still runs."""
@@ -509,7 +518,25 @@ class Server:
             self.seen.answer(resource.canonical if resource is not None else "unknown", http.method, status)
 
 
+class Signals:
+    """Ctrl-C and SIGTERM: the first asks for an end, the second for an end at once."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self.came)
+
+    def came(self) -> None:
+        """Take note of a signal."""
+        (self.second if self.first.is_set() else self.first).set()
+
+
 # ---- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def shutting_down() -> RequestError:
+    """Return what new work is answered, and what is left in the end."""
+    return RequestError("the server is shutting down", None, 503, "shutting_down")
 
 
 def _prepare(job: parse.Job, front: Front, served: Served) -> Reply:

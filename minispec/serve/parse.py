@@ -65,6 +65,14 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
+def read_object(text: str, demand: str, param: str) -> dict[str, Any]:
+    """Return the object whose JSON is `text`, a part of the field `param`; an error begins with `demand`."""
+    try:
+        return parse_json(text.encode("utf-8"))
+    except RequestError as error:
+        raise RequestError(f"{demand} the text of a JSON object: {error.message}", param) from None
+
+
 def _finite(literal: str) -> float:
     if not math.isfinite(value := float(literal)):
         raise ValueError(f"the number {literal[:40]} is too large")
@@ -332,11 +340,7 @@ def _spaced(schema: Any, pattern: str | None, field_name: str) -> Any:
     if pattern is None or schema in (None, ""):
         return schema
     if isinstance(schema, str):
-        try:
-            schema = parse_json(schema.encode("utf-8"))
-        except RequestError as error:
-            raise RequestError(f"{field_name} must have the text of a JSON object: {error.message}",
-                               field_name) from None  # fmt: skip
+        schema = read_object(schema, f"{field_name} must have", field_name)
     return {"x-guidance": {"whitespace_pattern": pattern}, **schema}
 
 
@@ -428,17 +432,9 @@ def _made(call: fields.ToolCall, where: str) -> dict[str, Any]:
     """Return an earlier call as templates know it, its arguments as an object."""
     arguments = call.function.arguments or {}
     if isinstance(arguments, str):
-        arguments = called_with(arguments, f"{where}.function.arguments", "messages")
+        arguments = read_object(arguments, f"{where}.function.arguments must be", "messages")
     given = {"id": call.id} if call.id is not None else {}
     return {**given, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-
-
-def called_with(arguments: str, where: str, param: str) -> dict[str, Any]:
-    """Return a call's arguments as an object; RequestError 400 about `where`, which is in the field `param`."""
-    try:
-        return parse_json(arguments.encode("utf-8"))
-    except RequestError as error:
-        raise RequestError(f"{where} must be the text of a JSON object: {error.message}", param) from None
 
 
 def _wish(asked: fields.Chat) -> Wish:

@@ -15,7 +15,7 @@ from typing import Any
 
 from minispec.request import Grammar, RequestError, short
 from minispec.serve import fields
-from minispec.serve.parse import Job, called_with, parse_chat, text_of
+from minispec.serve.parse import Job, parse_chat, read_object, text_of
 
 # What a chat calls a thing -> what a response calls it. In order: the longer one first.
 _NAMES = {"response_format.json_schema.schema": "text.format.schema", "response_format": "text.format",
@@ -101,7 +101,7 @@ def _turn(item: fields.MessageItem | fields.CallItem | fields.OutputItem, where:
         return {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
     if isinstance(item, fields.MessageItem):
         return {"role": item.role, "content": text_of(item.content)}
-    function = {"name": item.name, "arguments": called_with(item.arguments, f"{where}.arguments", "input")}
+    function = {"name": item.name, "arguments": read_object(item.arguments, f"{where}.arguments must be", "input")}
     return {"role": "assistant", "tool_calls": [{"id": item.call_id, "type": "function", "function": function}]}
 
 

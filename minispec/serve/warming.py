@@ -115,7 +115,7 @@ class Warming:
         self.llm, self.engine, self._wake = llm, llm.scheduler.engine, wake
         self.todo = deque(steps_of(self.engine) if llm.compile_later else ())
         self.total = len(self.todo)
-        self.untold = deque(step.name for step in self.todo)  # what no process was told yet
+        self.untold: deque[str] = deque()  # names of steps that no process was told yet
         self.children: list[CompilerProcess] = []
         self.failed = ""  # why steps go on eagerly for good
         self._trial = llm.try_out() if llm.compile_later else iter(())  # times steps and tests the head, in parts
@@ -207,8 +207,6 @@ class Warming:
         else:
             if complete:
                 self.todo.remove(step)
-                if not self.children:
-                    self.untold.remove(step.name)
                 logger.info("compiled %d/%d: %s, %.1f s", self.total - len(self.todo), self.total, step.name,
                             time.monotonic() - started)  # fmt: skip
 
@@ -218,6 +216,7 @@ class Warming:
         self.llm.move_weights()  # for these minutes, so that it need not wait for the last graph
         self._threads = torch.get_num_threads()
         recipe = CompilerTask(self.llm.config, self.engine.kv.pages, self._threads)
+        self.untold.extend(step.name for step in self.todo)
         self.children = [CompilerProcess(recipe, self._wake) for _ in range(PROCESSES)]
         torch.set_num_threads(max(1, self._threads // 2))  # or a stream would leave the processes no time at all
         self._tell_children()

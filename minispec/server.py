@@ -493,8 +493,8 @@ class Server:
         facts, tokenizer = front.facts, front.tokenizer
         shown = calls_of(tokenizer.chat.tool_template or "")
         formats = Formats(CALLS.get(config.tool_call_parser or "", shown), THOUGHTS.get(config.reasoning_parser or ""))
-        return Served(config.served_name, fingerprint(config, facts.numbers), facts.nodes,
-                      config.stream_interval, config.enable_cache_report, formats, tokenizer)  # fmt: skip
+        return Served(config.served_name, tokenizer, fingerprint(config, facts.numbers), facts.nodes,
+                      config.stream_interval, config.enable_cache_report, formats)  # fmt: skip
 
     def _check_model(self, name: str | None) -> None:
         """With --strict-model-name, raise RequestError if a request names another model."""

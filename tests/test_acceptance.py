@@ -20,6 +20,7 @@ from test_schema import chat
 from benchmarks.throughput import accept_length, by_depth, verified
 from minispec.asked.answers import meta_info
 from minispec.engine import Pending
+from minispec.load.tokenizer import byte_tokenizer
 from minispec.replicas.wire import Told, taken
 from minispec.request import Request, Trace, Update
 from minispec.scheduler import Scheduler
@@ -82,7 +83,7 @@ def assert_all_agree(scheduler: Scheduler, one: Request, given: list[int], lines
 
     job = chat(stream=True, stream_options={"include_usage": True}, return_spec_tokens_details=True,
                prediction={"type": "content", "content": "x"})  # fmt: skip
-    extension, last = Reply(job, [one], Served("m", nodes=most)).closing()
+    extension, last = Reply(job, [one], Served("m", byte_tokenizer(256), nodes=most)).closing()
     details, usage = extension["sglext"]["spec_tokens_details"], last["usage"]["completion_tokens_details"]
     assert extension["choices"] == last["choices"] == []
     assert (details["spec_verify_ct"], details["spec_num_correct_drafts"]) == (len(kept), sum(drafts))

@@ -241,7 +241,7 @@ def answers(scheduler: Scheduler, body: dict[str, Any]) -> tuple[dict[str, Any],
     """Return the answer to a completion and the events of the same as a stream."""
     job = parse.parse_completion(body, {})
     requests = parse.tokenize(job, None, 256)
-    served = Served("m", tokenizer=Spelled())
+    served = Served("m", Spelled())
     whole = Reply(job, requests, served)
     stream = Reply(parse.parse_completion({**body, "stream": True}, {}), requests, served)
     for r in requests:

@@ -198,7 +198,7 @@ def test_an_error_of_the_chat_template_names_the_input() -> None:
     facts = SimpleNamespace(limits=SimpleNamespace(context_length=10**6, longest_prompt=None))
     front: Any = SimpleNamespace(facts=facts, tokenizer=tokenizer, validate=lambda request: None)
     with pytest.raises(RequestError, match="no place for the role tool") as caught:
-        _prepare(job([USER, RESULT]), front, Served("m"))
+        _prepare(job([USER, RESULT]), front, Served("m", tokenizer))
     assert caught.value.param == "input"
 
 
@@ -209,7 +209,7 @@ def replying(formats: Formats = FORMATS, **more: Any) -> ResponseReply:
     """Return the reply, which has nothing yet, to a request with tools and these fields."""
     asked = job(tools=TOOLS, **more)
     request = Request(asked.rids[0], [1, 2], asked.params[0])
-    return ResponseReply(asked, [request], Served("m", formats=formats, tokenizer=byte_tokenizer(256)))
+    return ResponseReply(asked, [request], Served("m", byte_tokenizer(256), formats=formats))
 
 
 def fed(reply: ResponseReply, pieces: list[str], kind: str = "stop") -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from minispec.asked.answers import meta_info
 from minispec.config import Config
+from minispec.load.tokenizer import byte_tokenizer
 from minispec.metrics import Kept
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update
 from minispec.serve import fields, openapi, parse
@@ -402,7 +403,7 @@ PIECES = [([5], "He"), ([6, 7], ""), ([8], "llo 😀"), ([9, 10, 11], "!")]
 def run(job: parse.Job, **options: Any) -> tuple[Reply, list[dict[str, Any]]]:
     """Feed every request of the job the same updates; return the reply and the events of its stream."""
     requests = [Request(rid, [1, 2, 3], params) for rid, params in zip(job.rids, job.params, strict=True)]
-    reply = Reply(job, requests, Served("m", **options))
+    reply = Reply(job, requests, Served("m", byte_tokenizer(256), **options))
     events = reply.opening() if job.stream else []
     for n, (ids, text) in enumerate(PIECES):
         finish = Finish("stop", 11) if n == len(PIECES) - 1 else None
@@ -536,7 +537,7 @@ def test_an_abort_becomes_an_error() -> None:
     request = Request(job.rids[0], [1], job.params[0])
     with pytest.raises(RequestError, match="gone") as caught:
         end = Update(request, [], "", Finish("abort", message="gone", status=503))
-        Reply(job, [request], Served("m")).take(end)
+        Reply(job, [request], Served("m", byte_tokenizer(256))).take(end)
     assert caught.value.status == 503
 
 

@@ -352,7 +352,7 @@ def test_tags_that_are_special_tokens_are_not_left_out_of_the_text(demo_folder: 
 def answers(ask: parse.Job, text: str, formats: Formats, kind: str = "stop") -> tuple[dict, list[dict]]:
     """Return the whole answer, and the choices of a stream, to a job whose request gives this text by characters."""
     request = Request(ask.rids[0], [1], ask.params[0])
-    reply, choices = Reply(ask, [request], Served("m", formats=formats)), []
+    reply, choices = Reply(ask, [request], Served("m", byte_tokenizer(256), formats=formats)), []
     for i, character in enumerate(text):
         finish = Finish(kind) if i == len(text) - 1 else None
         choices += reply.take(Update(request, [i], character, finish))

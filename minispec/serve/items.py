@@ -175,8 +175,8 @@ class ResponseReply(Reply):
 
     def usage(self) -> dict[str, Any]:
         """Return the usage of a response; reasoning is counted by tokenizing its text."""
-        usage, tokenizer = super().usage(), self.served.tokenizer
-        reasoning = len(tokenizer.encode(self.items.reasoning, False)) if tokenizer else 0
+        usage = super().usage()
+        reasoning = len(self.served.tokenizer.encode(self.items.reasoning, False))
         cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
         return {
             "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],

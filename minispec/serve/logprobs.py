@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from minispec.request import Request, Scored
@@ -30,15 +31,9 @@ class Report:
 class Spelling:
     """Tokens as text, bytes and keys."""
 
-    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False) -> None:
-        self._tokenizer, self._as_ids = tokenizer, as_ids
-        self._known: dict[int, bytes] = {}
-
-    def bytes(self, token: int) -> bytes:
-        """Return the bytes that a token stands for, maybe half a character."""
-        if token not in self._known:
-            self._known[token] = self._tokenizer.piece(token) if self._tokenizer else b""
-        return self._known[token]
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
+        self._as_ids = as_ids
+        self.bytes = cache(tokenizer.piece)  # what a token stands for, maybe half a character
 
     def text(self, token: int) -> str:
         """Return a token as text, with U+FFFD for half a character."""
@@ -65,12 +60,11 @@ def chat_entries(ids: Iterable[int], scores: Iterable[Scored], top: int, spellin
 class CompletionLists:
     """The lists of a completion's `logprobs`, a part at a time; offsets are characters of the text, echo included."""
 
-    def __init__(self, tokenizer: Tokenizer | None, request: Request, report: Report, echoed: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, spelling: Spelling, request: Request, top: int, echoed: int) -> None:
         """`echoed`: characters of the prompt at the beginning of the text."""
-        self.request, self.top = request, report.top or 0
-        self.spelling = Spelling(tokenizer, report.as_ids)
+        self.spelling, self.request, self.top = spelling, request, top
         self._at = {True: 0, False: echoed}  # characters so far, in front of the next token of prompt and of output
-        self._texts = {part: tokenizer.detokenizer(request.params) if tokenizer else None for part in self._at}
+        self._texts = {part: tokenizer.detokenizer(request.params) for part in self._at}
 
     def prompt(self) -> dict[str, list[Any]]:
         """Return the lists of the prompt's tokens; nothing precedes the first, so it has no score."""
@@ -86,7 +80,7 @@ class CompletionLists:
         text, offsets = self._texts[prompt], []
         for token in ids:
             offsets.append(self._at[prompt])
-            self._at[prompt] += len(text.append(token)) if text else 0
+            self._at[prompt] += len(text.append(token))
         return {
             "text_offset": offsets,
             "token_logprobs": [at and at.logprob for at in scores],

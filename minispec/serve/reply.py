@@ -43,12 +43,12 @@ class Served:
     """What answers tell of the server."""
 
     model: str
+    tokenizer: Tokenizer  # that spells tokens
     fingerprint: str | None = None  # of all that decides which tokens come out
     nodes: int = 1  # N, nodes of a draft tree
     stream_interval: int = 1  # tokens between two events, where the request does not say
     cache_report: bool = False
     formats: Formats = PLAIN_FORMATS
-    tokenizer: Tokenizer | None = None  # that spells tokens; without it they have no text
 
 
 class Reply:
@@ -223,7 +223,7 @@ class Reply:
             return {**found, "logprobs": {"content": content, "refusal": None}} if content else found
         if i not in self.lists:
             spoken = len(self._echoed(i))
-            self.lists[i] = logprobs.CompletionLists(self.served.tokenizer, request, report, spoken)
+            self.lists[i] = logprobs.CompletionLists(self.served.tokenizer, self.spelling, request, report.top, spoken)
         lists = self.lists[i].output(first, end)
         if begins and report.echo:
             lists = {name: part + lists[name] for name, part in self.lists[i].prompt().items()}
@@ -231,13 +231,12 @@ class Reply:
 
     def _echoed(self, i: int) -> str:
         """Return the prompt as text, if the text is to begin with it."""
-        prompt, tokenizer, skip = self.job.prompts[i], self.served.tokenizer, self.job.params[i].skip_special_tokens
         if not self.job.report.echo:
             return ""
+        prompt = self.job.prompts[i]
         if isinstance(prompt, str) and self.job.truncate is None:
             return prompt
-        return tokenizer.decode(self.requests[i].prompt_ids, skip) if tokenizer else ""
+        return self.served.tokenizer.decode(self.requests[i].prompt_ids, self.job.params[i].skip_special_tokens)
 
     def _piece(self, token: int) -> str:
-        tokenizer = self.served.tokenizer
-        return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+        return self.served.tokenizer.decode([token], skip_special_tokens=False)

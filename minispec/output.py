@@ -51,6 +51,11 @@ class TokenizerBackend(Protocol):
     def serialized(self) -> str | None: ...  # the text of tokenizer.json; None for a tokenizer of another kind
 
 
+def overlap(text: str, tag: str) -> int:
+    """Return how many characters at the end of `text` are the beginning of `tag`, and not all of it."""
+    return next(size for size in range(min(len(text), len(tag) - 1), -1, -1) if text.endswith(tag[:size]))
+
+
 class Output:
     """The growing output of one request: its text, whose end may be held back, and the stop rules."""
 
@@ -60,7 +65,6 @@ class Output:
         self.detokenizer = tokenizer.detokenizer(self.params)
         self.text = ""
         self.ends: list[int] = []  # the text's length after each token
-        self.longest_stop = max(map(len, self.params.stop), default=0)
         given, request.output_ids = request.output_ids, []
         for token in given:  # a request that began on another replica has output already
             self.append(token)
@@ -97,25 +101,16 @@ class Output:
         # A stop string that an earlier token completed is not searched for. That token was one of the first
         # min_new_tokens, or the request would have ended with it.
         found = [(self.text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self.params.stop]
-        found = [(at, stop) for at, stop in found if at >= 0]
-        if not found:
+        at, stop = min((match for match in found if match[0] >= 0), default=(0, None))
+        if stop is None:
             return None
-        at, stop = min(found)
         self.text = self.text[: at + len(stop) if self.params.no_stop_trim else at]
         return stop
 
     def release(self, finished: bool) -> str:
         """Return the text that became certain since the last call; if the request is finished, all text left."""
-        end = len(self.text) if finished else len(self.text) - self._held_back()
-        released = self.request.released
-        new = self.text[released:end]
-        self.request.released = max(end, released)
+        left = self.text[self.request.released :]
+        held_back = 0 if finished else max((overlap(left, stop) for stop in self.params.stop), default=0)
+        new = left[: len(left) - held_back]
+        self.request.released += len(new)
         return new
-
-    def _held_back(self) -> int:
-        """Return how many characters at the end may be the start of a stop string."""
-        tail = self.text[max(self.request.released, len(self.text) - self.longest_stop + 1) :]
-        for size in range(len(tail), 0, -1):
-            if any(stop.startswith(tail[-size:]) for stop in self.params.stop):
-                return size
-        return 0

@@ -12,11 +12,11 @@ import pytest
 from minispec.load.chat_templates import NAMED, WITH_TOOLS
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
-from minispec.output import Output
+from minispec.output import Output, overlap
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update
 from minispec.serve import parse
 from minispec.serve.message import Formats, Message, Wish
-from minispec.serve.reasoning import Thoughts, overlap
+from minispec.serve.reasoning import Thoughts
 from minispec.serve.reply import Reply, Served
 from minispec.serve.tools import constraint
 

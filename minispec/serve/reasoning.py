@@ -7,11 +7,7 @@ before it, which belongs to neither side. However a text is cut, the pieces add 
 from __future__ import annotations
 
 from minispec.load.reply_formats import ThoughtFormat
-
-
-def overlap(text: str, tag: str) -> int:
-    """Return how many characters at the end of `text` are the beginning of `tag`, and not all of it."""
-    return next(size for size in range(min(len(text), len(tag) - 1), -1, -1) if text.endswith(tag[:size]))
+from minispec.output import overlap
 
 
 class Thoughts:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from minispec.load.reply_formats import CallFormat
-from minispec.serve.reasoning import overlap
+from minispec.output import overlap
 
 MAX_DEPTH = 64  # of nested JSON in a call; a deeper one is malformed
 # Of arguments that are constrained: white space left free is where small models never stop.

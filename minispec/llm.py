@@ -113,7 +113,12 @@ class LLM:
             raise RequestError(f"{len(listed)} prompts but {len(wishes)} params; give one for all or one for each")
         requests = [self.request(prompt, wish) for prompt, wish in zip(listed, wishes, strict=True)]
         texts = self.serve(requests)
-        results = [self._result(request, texts[request]) for request in requests]
+        nodes = self.scheduler.sizes.nodes
+        results = [
+            {"text": texts[request], "output_ids": request.output_ids,
+             "meta_info": meta_info(request, len(request.output_ids), request.finish, nodes)}
+            for request in requests
+        ]  # fmt: skip
         return results[0] if single else results
 
     def serve(self, requests: Sequence[Request]) -> dict[Request, str]:
@@ -143,10 +148,6 @@ class LLM:
             room = self.scheduler.sizes.context_length - len(ids)
             params = SamplingParams(max_new_tokens=max(1, min(SamplingParams().max_new_tokens or 1, room)))
         return Request(uuid.uuid4().hex, ids, params)
-
-    def _result(self, request: Request, text: str) -> dict[str, Any]:
-        info = meta_info(request, len(request.output_ids), request.finish, self.scheduler.sizes.nodes)
-        return {"text": text, "output_ids": request.output_ids, "meta_info": info}
 
 
 def startup_line(config: Config, scheduler: Scheduler) -> str:

@@ -148,7 +148,7 @@ class Server:
         app.on_response_prepare.append(self.origins.allow)
         for route in ROUTES:
             add = getattr(app.router, f"add_{route.method}")  # `add_get` answers HEAD as well
-            add(route.served_path, getattr(self, route.handler))
+            add(route.path.replace("}", f":{route.pattern}}}"), getattr(self, route.handler))
         return app
 
     def _deliver(self, updates: list[Update]) -> None:

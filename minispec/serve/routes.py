@@ -21,8 +21,8 @@ NATIVE_EXAMPLE = {"text": "Once upon a time", "sampling_params": {"max_new_token
 FLAG_EXAMPLE = {"server_args": {"speculative_accept_threshold_single": 1.0}}
 ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 NUMBER = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}
-SECTIONS = {"type": "string", "description": "core, spec or all, separated by commas"}
-INCLUDE = {"name": "include", "in": "query", "schema": SECTIONS}
+INCLUDE = {"name": "include", "in": "query",
+           "schema": {"type": "string", "description": "core, spec or all, separated by commas"}}  # fmt: skip
 
 
 class Route(NamedTuple):
@@ -38,10 +38,6 @@ class Route(NamedTuple):
     key: Literal["user", "admin"] | None = "user"  # None: open to all
     parameter: dict[str, Any] | None = None  # in OpenAPI's words
     pattern: str = ""  # of the parameter, where it is a part of the path
-
-    @property
-    def served_path(self) -> str:  # as aiohttp takes it
-        return self.path.replace("}", f":{self.pattern}}}")
 
 
 ROUTES = [

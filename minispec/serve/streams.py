@@ -172,18 +172,14 @@ async def delivered(http: web.Request, response: web.StreamResponse) -> web.Stre
     """Send a whole answer, if it is not sent yet, and return it; who does not take it is cut off."""
     try:
         if isinstance(response, web.Response):
-            await _written(_send(http, response))
+            await response.prepare(http)
+            await _written(response.write_eof())
     except RequestError:
         logger.info("an answer is not read, and its connection ends")
         _cut(http)
     except ConnectionResetError:
         logger.debug("a client hung up on its answer")
     return response
-
-
-async def _send(http: web.Request, response: web.Response) -> None:
-    await response.prepare(http)
-    await response.write_eof()
 
 
 @web.middleware

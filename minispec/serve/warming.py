@@ -143,8 +143,8 @@ class Warming:
         """
         from minispec.cpu.direct import cache_is_empty  # here, since the server listens before torch is imported
 
-        if self.engine.settled:
-            return self._try_out(busy)
+        if self.engine.settled:  # what is tried out needs slots and pages, so it waits until nobody else does
+            return not busy and next(self._trial, self) is not self
         self._tell_children()
         if not self.todo or self.failed:
             return self._end()
@@ -237,10 +237,6 @@ class Warming:
             torch.set_num_threads(self._threads)
         self.engine.settle()
         return True
-
-    def _try_out(self, busy: bool) -> bool:
-        """Time steps and test the head once, while nobody waits; that needs slots and pages, and counts nowhere."""
-        return not busy and next(self._trial, self) is not self
 
     def stop(self) -> None:
         """End the processes, if there are any."""

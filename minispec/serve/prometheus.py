@@ -66,7 +66,7 @@ Family = tuple[str, str, str, list[Sample]]  # kind, name, text
 
 def counters(scheduler: Scheduler, load: Mapping[str, Any]) -> list[Family]:
     """Return the scheduler's families of now; runs on the engine thread, between two steps. `load`: `info.load_of`."""
-    return [*_gauges(scheduler, load), *_counters(scheduler.metrics), *_times(scheduler.metrics)]
+    return [*_gauges(scheduler, load), *_totals(scheduler.metrics)]
 
 
 def exposition(replicas: Sequence[Sequence[Family] | None], seen: Seen, model: str) -> tuple[bytes, str]:
@@ -89,9 +89,11 @@ def _families(replicas: Sequence[Sequence[Family] | None], seen: Seen, model: st
 
     kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
     common = {"model_name": model, "engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
-    parts: list[tuple[Labels, Iterable[Family]]] = [({}, [*_waits(seen), *_http(seen)])]
-    for rank, own in enumerate(replicas):
-        parts.append(({"dp_rank": str(rank)} if len(replicas) > 1 else {}, own or ()))
+    several = len(replicas) > 1
+    parts: list[tuple[Labels, Iterable[Family]]] = [
+        ({}, _clients(seen)),
+        *(({"dp_rank": str(rank)} if several else {}, own or ()) for rank, own in enumerate(replicas)),
+    ]
     made: dict[str, Any] = {}
     for place, families in parts:
         for kind, name, text, samples in families:
@@ -99,15 +101,13 @@ def _families(replicas: Sequence[Sequence[Family] | None], seen: Seen, model: st
                 every = {**common, **place, **labels}
                 if name not in made:
                     made[name] = kinds[kind](name, text, labels=list(every))
-                if isinstance(value, (tuple, list)):
-                    made[name].add_metric(list(every.values()), _buckets(*value[:2]), value[2])
+                if isinstance(value, tuple):
+                    bounds, counts, total = value
+                    buckets = list(zip([*map(repr, bounds), "+Inf"], accumulate(counts), strict=True))
+                    made[name].add_metric(list(every.values()), buckets, total)
                 else:
                     made[name].add_metric(list(every.values()), value)
     return list(made.values())
-
-
-def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, int]]:
-    return list(zip([*map(repr, bounds), "+Inf"], accumulate(counts), strict=True))
 
 
 def _one(kind: str, name: str, text: str, value: float | Timings) -> Family:
@@ -136,7 +136,7 @@ def _gauges(scheduler: Scheduler, load: Mapping[str, Any]) -> Iterator[Family]:
     yield from (_one("gauge", "sglang:" + name, text, value) for name, (text, value) in values.items())
 
 
-def _counters(m: Metrics) -> Iterator[Family]:
+def _totals(m: Metrics) -> Iterator[Family]:
     verified = m.verified
     values = {
         "sglang:prompt_tokens_total": ("Tokens of prompts, cached ones included.", m.prompt_tokens + m.cached_tokens),
@@ -155,22 +155,25 @@ def _counters(m: Metrics) -> Iterator[Family]:
            [({"mode": mode}, value) for mode, value in modes.items()])  # fmt: skip
     yield ("counter", "minispec:decode_steps_total", "Decode forwards by the nodes of their trees; 1 is a plain step.",
            [({"nodes": str(nodes)}, m.shapes[nodes]) for nodes in sorted({1, m.nodes, *m.shapes})])  # fmt: skip
-    if m.nodes == 1:
-        return
-    by_source = {
-        "spec_drafts_total": ("Trees verified, by whose they are.", verified.steps),
-        "spec_tokens_total": ("Tokens that requests kept of steps with those trees.", verified.tokens),
-        "spec_draft_tokens_total": ("Nodes of those trees, without the roots.", verified.drafted),
-        "spec_accepted_tokens_total": ("Drafted tokens that were accepted.", verified.accepted),
-    }
-    for name, (text, counts) in by_source.items():
-        yield "counter", "minispec:" + name, text, [({"source": source}, counts[source]) for source in SOURCES]
-    yield ("counter", "minispec:spec_accepted_tokens_per_position_total", "Trees accepted at least so deep.",
-           [({"position": str(depth)}, sum(count for deep, count in verified.depths.items() if deep >= depth))
-            for depth in range(1, max(verified.depths, default=0) + 1)])  # fmt: skip
+    if m.nodes > 1:
+        by_source = {
+            "spec_drafts_total": ("Trees verified, by whose they are.", verified.steps),
+            "spec_tokens_total": ("Tokens that requests kept of steps with those trees.", verified.tokens),
+            "spec_draft_tokens_total": ("Nodes of those trees, without the roots.", verified.drafted),
+            "spec_accepted_tokens_total": ("Drafted tokens that were accepted.", verified.accepted),
+        }
+        for name, (text, counts) in by_source.items():
+            yield "counter", "minispec:" + name, text, [({"source": source}, counts[source]) for source in SOURCES]
+        yield ("counter", "minispec:spec_accepted_tokens_per_position_total", "Trees accepted at least so deep.",
+               [({"position": str(depth)}, sum(count for deep, count in verified.depths.items() if deep >= depth))
+                for depth in range(1, max(verified.depths, default=0) + 1)])  # fmt: skip
+    yield _one("histogram", "sglang:queue_time_seconds", "From a request's arrival to its slot.",
+               _timings(m.queue_times))  # fmt: skip
+    yield ("histogram", "minispec:decode_step_seconds", "Launching a decode step and waiting for it, by tree size.",
+           [({"nodes": str(nodes)}, _timings(times)) for nodes, times in sorted(m.step_times.items())])  # fmt: skip
 
 
-def _waits(seen: Seen) -> Iterator[Family]:
+def _clients(seen: Seen) -> Iterator[Family]:
     waits = {
         "time_to_first_token_seconds": ("From a request's arrival to its first token.", seen.first),
         "inter_token_latency_seconds": ("From token to token; those of one step share its time.", seen.between),
@@ -178,22 +181,12 @@ def _waits(seen: Seen) -> Iterator[Family]:
     }
     for name, (text, histogram) in waits.items():
         yield _one("histogram", "sglang:" + name, text, _timings(histogram))
-
-
-def _times(m: Metrics) -> Iterator[Family]:
-    yield _one("histogram", "sglang:queue_time_seconds", "From a request's arrival to its slot.",
-               _timings(m.queue_times))  # fmt: skip
-    yield ("histogram", "minispec:decode_step_seconds", "Launching a decode step and waiting for it, by tree size.",
-           [({"nodes": str(nodes)}, _timings(times)) for nodes, times in sorted(m.step_times.items())])  # fmt: skip
-
-
-def _timings(histogram: Histogram) -> Timings:
-    return tuple(histogram.bounds), list(histogram.counts), histogram.total
-
-
-def _http(seen: Seen) -> Iterator[Family]:
     yield ("counter", "sglang:http_requests_total", "HTTP requests.",
            [({"endpoint": endpoint, "method": method}, count) for (endpoint, method), count in seen.asked.items()])
     yield ("counter", "sglang:http_responses_total", "HTTP answers.",
            [({"endpoint": endpoint, "status_code": status, "method": method}, count)
             for (endpoint, status, method), count in seen.answered.items()])  # fmt: skip
+
+
+def _timings(histogram: Histogram) -> Timings:
+    return tuple(histogram.bounds), list(histogram.counts), histogram.total

@@ -115,8 +115,8 @@ class Server:
         logger.info("listening on %s://%s:%d; /health tells when it is ready", scheme, self.config.host, self.port)
         self.engine.start()
 
-    async def drain(self, at_once: asyncio.Event) -> bool:
-        """Take no new work and wait for the work under way; False if --shutdown-timeout or `at_once` comes first.
+    async def drain(self, at_once: asyncio.Event) -> None:
+        """Take no new work and wait for the work under way, until --shutdown-timeout or `at_once`.
 
         The listener stays, so that a load balancer sees a 503 that says why and not a refused connection.
         """
@@ -126,10 +126,9 @@ class Server:
         logger.info("shutting down: %d requests under way have %g seconds to finish", len(self.exchanges), seconds)
         while self.exchanges and not at_once.is_set() and time.monotonic() < end:
             await asyncio.sleep(DRAIN_LOOK)
-        return not self.exchanges
 
-    async def stop(self) -> bool:
-        """Stop the engine, answer everyone with an error, and close connections; False if the engine still runs."""
+    async def stop(self) -> None:
+        """Stop the engine, answer everyone with an error, and close connections."""
         self.draining = self.stopping = True
         self.engine.stop()
         self._fail_everything(shutting_down())
@@ -138,7 +137,6 @@ class Server:
         for threads in (self.tokenizing, self.compiling):
             threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.engine.join, STOP_TIMEOUT)
-        return not self.engine.is_alive()
 
     def application(self) -> web.Application:
         """Return the application with its routes and middlewares."""

@@ -32,6 +32,7 @@ from json_schema import is_valid
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from minispec.config import Config
+from minispec.replicas.workers import Replicas
 from minispec.serve import fields, parse, streams
 from minispec.server import Build, Server, build_llm
 
@@ -103,7 +104,9 @@ class Running:
             await self.server.start()
             started.set()
             await self.quit.wait()
-            self.ended = await self.server.stop()
+            await self.server.stop()
+            engine = self.server.engine
+            self.ended = engine._cluster is None if isinstance(engine, Replicas) else not engine.is_alive()
 
         self.thread = threading.Thread(target=lambda: asyncio.run(live()), daemon=True)
         self.thread.start()

@@ -119,10 +119,6 @@ class Replicas:
                 self._cluster.leave()
                 self._cluster = None
 
-    def is_alive(self) -> bool:
-        """Return whether there is still a cluster to leave."""
-        return self._cluster is not None
-
     def _fail(self, error: Exception) -> None:
         """End the server, since there will be no replica."""
         logger.debug("the replicas have failed", exc_info=error)

@@ -180,26 +180,6 @@ class Worked(NamedTuple):
     path: list[int]  # the nodes kept
 
 
-def worked_steps(llm: LLM, question: str, new_tokens: int) -> tuple[list[Worked], list[int]]:
-    """Return the decode steps of a greedy answer, and the ids of question and answer."""
-    engine, seen = llm.scheduler.engine, []
-    judge = engine.accept.judge
-
-    def watched(trees: Trees, logits: Tensor, *given: Any) -> Verdict:
-        """Judge, and note what was judged."""
-        verdict, tree = judge(trees, logits, *given), trees.tree
-        kept = verdict.path[0, : int(verdict.count[0])].tolist()
-        above, picks = trees.above[0].int().tolist(), largest(logits)[0].tolist()
-        seen.append(Worked(int(trees.lens[0]), tree.tokens[0].tolist(), tree.parents[0].tolist(), above, picks, kept))
-        return verdict
-
-    setattr(engine.accept, "judge", watched)  # noqa: B010
-    ids = llm.tokenizer.encode_chat([{"role": "user", "content": question}])
-    answer = llm.generate(ids, SamplingParams(temperature=0.0, max_new_tokens=new_tokens))["output_ids"]
-    del engine.accept.judge
-    return seen, [*ids, *answer]
-
-
 def describe(step: Worked, text: Any) -> str:
     """Return a step as a table with a sentence below; `text` gives a token's text in quotes."""
     levels = depth(torch.tensor([step.above], dtype=torch.bool))[0].tolist()
@@ -218,9 +198,22 @@ def describe(step: Worked, text: Any) -> str:
 
 def worked_step(llm: LLM) -> str:
     """Return the README's step: the first that keeps three tokens whose rows do not follow each other."""
-    all_steps, ids = worked_steps(llm, QUESTION, 64)
-    step = next(s for s in all_steps if len(s.path) == 3 and s.path != [0, 1, 2])
-    before = llm.tokenizer.decode(ids[: step.lens + 1], skip_special_tokens=True)
+    engine, seen = llm.scheduler.engine, list[Worked]()
+    judge = engine.accept.judge
+
+    def watched(trees: Trees, logits: Tensor, *given: Any) -> Verdict:
+        """Judge, and note what was judged."""
+        verdict, tree = judge(trees, logits, *given), trees.tree
+        kept = verdict.path[0, : int(verdict.count[0])].tolist()
+        above, picks = trees.above[0].int().tolist(), largest(logits)[0].tolist()
+        seen.append(Worked(int(trees.lens[0]), tree.tokens[0].tolist(), tree.parents[0].tolist(), above, picks, kept))
+        return verdict
+
+    setattr(engine.accept, "judge", watched)  # noqa: B010
+    ids = llm.tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
+    answer = llm.generate(ids, SamplingParams(temperature=0.0, max_new_tokens=64))["output_ids"]
+    step = next(s for s in seen if len(s.path) == 3 and s.path != [0, 1, 2])
+    before = llm.tokenizer.decode([*ids, *answer][: step.lens + 1], skip_special_tokens=True)
     return f"{before}\n\n" + describe(step, lambda token: repr(llm.tokenizer.decode([token])).replace("'", '"'))
 
 

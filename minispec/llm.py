@@ -67,6 +67,7 @@ class LLM:
         self.folder, self.model_config = build.folder, build.model_config
         self.ranks, self.tokenizer = build.ranks, build.tokenizer
         self.compiled, self.compile_later = build.compiled, build.later
+        self.move_weights = build.move_weights  # starts a thread that moves them to huge pages, if loading put that off
         engine = build.engine()
         self.memory = build.memory
         self.scheduler = Scheduler(
@@ -93,10 +94,6 @@ class LLM:
         """
         yield from self._build.try_out(self.scheduler.engine)
         self.scheduler.restart_times()
-
-    def move_weights(self) -> None:
-        """Start a thread that moves the weights to huge pages of memory, if loading put that off."""
-        self._build.move_weights()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -516,19 +516,6 @@ class Server:
             self.seen.answer(resource.canonical if resource is not None else "unknown", http.method, status)
 
 
-class Signals:
-    """Ctrl-C and SIGTERM: the first asks for an end, the second for an end at once."""
-
-    def __init__(self) -> None:
-        self.first, self.second = asyncio.Event(), asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self.came)
-
-    def came(self) -> None:
-        """Take note of a signal."""
-        (self.second if self.first.is_set() else self.first).set()
-
-
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
@@ -563,7 +550,9 @@ async def serve(config: Config, temporary: Path | None = None) -> int:
         server = Server(config, build_sealed_llm)
     except ValueError as error:  # the certificate or its key cannot be used
         return _failed(error)
-    signals, loop = Signals(), asyncio.get_running_loop()
+    loop, first, second = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    for which in (signal.SIGINT, signal.SIGTERM):  # the first asks for an end, the second for an end at once
+        loop.add_signal_handler(which, lambda: (second if first.is_set() else first).set())
     server.watchdog = Watchdog(config.watchdog_timeout, lambda: loop.call_soon_threadsafe(server.hung))
     try:
         await server.start()
@@ -571,17 +560,17 @@ async def serve(config: Config, temporary: Path | None = None) -> int:
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror or str(error)
         return _failed(f"cannot listen on {config.host}:{config.port}: {reason}")
-    waits = [asyncio.ensure_future(event.wait()) for event in (signals.first, server.must_end)]
+    waits = [asyncio.ensure_future(event.wait()) for event in (first, server.must_end)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
-    if signals.first.is_set():
-        await server.drain(signals.second)
+    if first.is_set():
+        await server.drain(second)
         code, left = int(server.must_end.is_set()), len(server.exchanges)  # 1: the engine was lost meanwhile
     else:
         code = _failed(one_line(server.engine.error))
     await server.stop()
-    if signals.first.is_set():
+    if first.is_set():
         ended = "1 request was" if left == 1 else f"{left} requests were"
         logger.info("shut down: %s", f"{ended} ended with an error" if left else "no request was cut off")
     # Threads that compile or tokenize a long prompt cannot be interrupted. An ordinary exit would wait for them, so the

@@ -40,7 +40,14 @@ class Bodies:
             raise RequestError("too many large bodies are arriving at once", None, 503, "busy")
         self.held += size
         try:
-            raw = await _arrived(http)
+            async with asyncio.timeout(BODY_TIMEOUT):
+                raw = await http.read()
+        except TimeoutError:
+            late = f"the body did not arrive within {BODY_TIMEOUT:g} seconds"
+            raise RequestError(late, None, 408, "slow_body") from None
+        except (http_exceptions.HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
+            raise RequestError(f"the body cannot be read: {one_line(error)}") from None
+        else:
             work = lambda: parse(parse_json(raw))  # noqa: E731
             if len(raw) <= INLINE_BODY:
                 return work()
@@ -51,14 +58,3 @@ class Bodies:
     def close(self) -> None:
         """End the thread after what it is parsing."""
         self.thread.shutdown(wait=False, cancel_futures=True)
-
-
-async def _arrived(http: web.Request) -> bytes:
-    """Return a body as soon as all of it is there."""
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT):
-            return await http.read()
-    except TimeoutError:
-        raise RequestError(f"the body did not arrive within {BODY_TIMEOUT:g} seconds", None, 408, "slow_body") from None
-    except (http_exceptions.HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
-        raise RequestError(f"the body cannot be read: {one_line(error)}") from None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from minispec.request import Request, RequestError
 from minispec.serve.message import Formats, Message, Wish
@@ -143,10 +143,7 @@ class ResponseReply(Reply):
     def __init__(self, job: Job, requests: Sequence[Request], served: Served) -> None:
         super().__init__(job, requests, served)
         self.told = 0  # events
-
-    @property
-    def items(self) -> Items:
-        return self.messages[0]  # type: ignore[return-value]
+        self.items = cast(Items, self.messages[0])
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the events that open a stream."""

@@ -133,8 +133,7 @@ class Server:
         self.engine.stop()
         self._fail_everything(shutting_down())
         await self.runner.cleanup()
-        self.bodies.close()
-        for threads in (self.tokenizing, self.compiling):
+        for threads in (self.tokenizing, self.compiling, self.bodies.thread):
             threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.engine.join, STOP_TIMEOUT)
 

@@ -54,7 +54,3 @@ class Bodies:
             return await asyncio.get_running_loop().run_in_executor(self.thread, work)
         finally:
             self.held -= size
-
-    def close(self) -> None:
-        """End the thread after what it is parsing."""
-        self.thread.shutdown(wait=False, cancel_futures=True)

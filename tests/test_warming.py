@@ -398,10 +398,10 @@ def test_what_importing_made_is_not_looked_through_for_garbage() -> None:
     code = """
         import gc, sys
         from minispec.config import Config
-        from minispec.serve.worker import build_llm
+        from minispec.serve.worker import build_sealed_llm
         before = gc.get_freeze_count()
         try:
-            build_llm(Config(model_path="nowhere"), print)
+            build_sealed_llm(Config(model_path="nowhere"), print)
         except Exception as error:
             print(type(error).__name__)
         print(gc.get_freeze_count() - before > 100_000, gc.isenabled(), "torch" in sys.modules)

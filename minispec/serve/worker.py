@@ -71,9 +71,9 @@ def build_sealed_llm(config: Config, progress: Callable[[str], None]) -> LLM:
     It is forbidden as soon as everything is compiled. A recompilation would hold up every request for seconds, and one
     of FlexAttention could end in its eager fallback, a hundred times slower and silent.
     """
-    import torch
-
     llm = build_llm(config, progress)
+    import torch  # not before `build_llm`, which keeps the collector from what importing makes
+
     llm.scheduler.engine.when_settled(lambda: torch.compiler.set_stance("fail_on_recompile"))
     return llm
 

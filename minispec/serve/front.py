@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minispec.config import Config
 from minispec.request import Limits, Request
-from minispec.serve.info import numbers_of
 from minispec.serve.parse import sampling_defaults
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class Facts(NamedTuple):
     page_size: int
     pages: int
     algorithm: str  # the drafter that runs
-    numbers: str  # `info.numbers_of`
+    numbers: str  # what the tokens of a seed depend on beside the flags: the model's sizes, its dtype, its device
 
 
 class Front(NamedTuple):
@@ -54,9 +53,10 @@ class Front(NamedTuple):
 
 def facts_of(llm: LLM) -> Facts:
     """Return the facts of an engine in this process."""
-    scheduler = llm.scheduler
-    return Facts(scheduler.limits, scheduler.sizes.max_running, scheduler.sizes.nodes,
-                 scheduler.kv.page_size, scheduler.kv.pages, llm.config.algorithm, numbers_of(llm))  # fmt: skip
+    scheduler, weight = llm.scheduler, llm.scheduler.engine.model.norm.weight
+    return Facts(scheduler.limits, scheduler.sizes.max_running, scheduler.sizes.nodes, scheduler.kv.page_size,
+                 scheduler.kv.pages, llm.config.algorithm,
+                 numbers=f"{weight.dtype} {weight.device.type} {llm.model_config}")  # fmt: skip
 
 
 def front_of(llm: LLM, config: Config) -> Front:

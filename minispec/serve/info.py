@@ -62,14 +62,11 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def numbers_of(llm: LLM) -> str:
-    """Return what the tokens of a seed depend on beside the flags: the model's sizes, its dtype, its device."""
-    weight = llm.scheduler.engine.model.norm.weight
-    return f"{weight.dtype} {weight.device.type} {llm.model_config}"
-
-
 def fingerprint(config: Config, numbers: str) -> str:
-    """Return a digest of what decides which tokens a seed gives: versions, model and numbers, and no drafter."""
+    """Return a digest of what decides which tokens a seed gives: versions, model and numbers, and no drafter.
+
+    numbers: `Facts.numbers`.
+    """
     names = """model_path revision tokenizer_path load_format quantization chat_template random_seed context_length
         sampling_defaults tp_size""".split()
     parts = [version(), importlib.metadata.version("torch"), config.thresholds, numbers,

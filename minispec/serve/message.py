@@ -64,6 +64,11 @@ class Message:
         self.think(reasoning)
         self._say(answer)
 
+    def completes_call(self, text: str) -> bool:
+        """Do what `feed` does, and return whether there is a call: the `Request.ends` of who wants only one."""
+        self.feed(text)
+        return self.called
+
     def finish(self, cut: bool) -> None:
         """Add what was held back; `cut`: a limit has ended the text."""
         if self._thoughts is not None:
@@ -133,15 +138,3 @@ class Message:
         kept = [call for call in self._delta.pop("tool_calls", ()) if call["index"] != number]
         if kept:
             self._delta["tool_calls"] = kept
-
-
-class OneCall:
-    """The rule of a request whose answer ends with its first call: `Request.ends`."""
-
-    def __init__(self, wish: Wish, formats: Formats, thinking: bool | None) -> None:
-        self._message = Message(wish, formats, thinking)
-
-    def __call__(self, text: str) -> bool:
-        """Take the next piece of text, and return whether the answer ends with it."""
-        self._message.feed(text)
-        return self._message.called

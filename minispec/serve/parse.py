@@ -22,13 +22,12 @@ from minispec.request import Grammar, Logprobs, Request, RequestError, SamplingP
 from minispec.serve import fields
 from minispec.serve.fields import read
 from minispec.serve.logprobs import Report
-from minispec.serve.message import PLAIN_FORMATS, Formats, OneCall, Wish
-from minispec.serve.tools import constraint, no_number
+from minispec.serve.message import PLAIN_FORMATS, Formats, Message, Wish
+from minispec.serve.tools import MAX_DEPTH, constraint, no_number
 
 if TYPE_CHECKING:
     from minispec.load.tokenizer import Tokenizer
 
-MAX_DEPTH = 64  # of nested JSON
 BYTES_PER_TOKEN = 64  # a longer prompt per token of context is refused before it costs time in the tokenizer
 
 Kind = Literal["chat", "completion", "generate"]
@@ -556,7 +555,7 @@ def _prepare_answer(request: Request, job: Job, tokenizer: Tokenizer, formats: F
     if any(tokenizer.token_id(mark) in tokenizer.backend.special_ids for mark in marks):
         request.params = replace(request.params, skip_special_tokens=False)  # they must be seen to be found
     if wish.tools and not wish.parallel:
-        request.ends = OneCall(wish, formats, request.thinking)
+        request.ends = Message(wish, formats, request.thinking).completes_call
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from minispec.load.reply_formats import CallFormat
 from minispec.output import overlap
 
-MAX_DEPTH = 64  # of nested JSON in a call; a deeper one is malformed
+MAX_DEPTH = 64  # of nested JSON, in bodies too; a deeper call is malformed
 # Of arguments that are constrained: white space left free is where small models never stop.
 _NONE = {"additionalProperties": False}  # the parameters of a function that takes none
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -125,7 +125,8 @@ class Replica:
 
     async def ask(self, question: str, *given: Any) -> Any:
         """Return the answer to one of `info.QUESTIONS`, asked between two steps."""
-        return await self._begun.answer(question, *given)
+        (answer,) = await self._begun.each(question, *given)
+        return answer
 
     async def updates(self, incarnation: str) -> AsyncIterator[tuple[str, list[Values]]]:
         """Yield batches of updates with the incarnation that they are of, as long as it is the one asked for."""

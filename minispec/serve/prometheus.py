@@ -76,16 +76,9 @@ def exposition(replicas: Sequence[Sequence[Family] | None], seen: Seen, model: s
     """
     try:
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     except ImportError:
         raise RequestError(f"/metrics needs the extra {EXTRA} (prometheus-client)", None, 404, "no_metrics") from None
-
-    registry: Any = SimpleNamespace(collect=lambda: _families(replicas, seen, model))
-    return generate_latest(registry), CONTENT_TYPE_LATEST
-
-
-def _families(replicas: Sequence[Sequence[Family] | None], seen: Seen, model: str) -> list[Any]:
-    """Return prometheus-client's families; one without samples is left out."""
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
     kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
     common = {"model_name": model, "engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
@@ -94,7 +87,7 @@ def _families(replicas: Sequence[Sequence[Family] | None], seen: Seen, model: st
         ({}, _clients(seen)),
         *(({"dp_rank": str(rank)} if several else {}, own or ()) for rank, own in enumerate(replicas)),
     ]
-    made: dict[str, Any] = {}
+    made: dict[str, Any] = {}  # prometheus-client's families; one without samples is left out
     for place, families in parts:
         for kind, name, text, samples in families:
             for labels, value in samples:
@@ -107,7 +100,8 @@ def _families(replicas: Sequence[Sequence[Family] | None], seen: Seen, model: st
                     made[name].add_metric(list(every.values()), buckets, total)
                 else:
                     made[name].add_metric(list(every.values()), value)
-    return list(made.values())
+    registry: Any = SimpleNamespace(collect=made.values)
+    return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
 def _one(kind: str, name: str, text: str, value: float | Timings) -> Family:

@@ -119,8 +119,8 @@ class EngineThread(threading.Thread):
         """End those of the requests that have not finished; their rids are unique and none is a prefix of another."""
         self.inbox.put(lambda scheduler: [u for r in requests if not r.finish for u in scheduler.abort(r.rid)])
 
-    def answer(self, question: str, *given: Any) -> asyncio.Future[Any]:
-        """Return a future of the answer to one of `QUESTIONS`, which is asked between two steps."""
+    async def each(self, question: str, *given: Any) -> list[Any]:
+        """Return each engine's answer to one of `QUESTIONS`, asked between two steps; here there is one engine."""
         answer: Future[Any] = Future()
 
         def command(scheduler: Scheduler) -> list[Update]:
@@ -132,11 +132,7 @@ class EngineThread(threading.Thread):
             return []
 
         self.inbox.put(command)
-        return asyncio.wrap_future(answer)
-
-    async def each(self, question: str, *given: Any) -> list[Any]:
-        """Return the answers of all engines: here there is one, with replicas several."""
-        return [await self.answer(question, *given)]
+        return [await asyncio.wrap_future(answer)]
 
     @property
     def graphs(self) -> str:

@@ -14,15 +14,7 @@ OBJECT: dict[str, Any] = {JSON: "object"}  # content type -> JSON type
 STREAMED: dict[str, Any] = {JSON: "object", EVENTS: "string"}
 NATIVE: dict[str, Any] = {JSON: ["object", "array"], EVENTS: "string"}  # a list of prompts gives a list of answers
 
-CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "Say something."}], "max_tokens": 8}
-PROMPT_EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 8}
-RESPONSE_EXAMPLE = {"input": "Say something.", "max_output_tokens": 8}
 NATIVE_EXAMPLE = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
-FLAG_EXAMPLE = {"server_args": {"speculative_accept_threshold_single": 1.0}}
-ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-NUMBER = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}
-INCLUDE = {"name": "include", "in": "query",
-           "schema": {"type": "string", "description": "core, spec or all, separated by commas"}}  # fmt: skip
 
 
 class Route(NamedTuple):
@@ -41,19 +33,23 @@ class Route(NamedTuple):
 
 
 ROUTES = [
-    Route("post", "/v1/chat/completions", "chat", "OpenAI's chat completions", fields.Chat, CHAT_EXAMPLE, STREAMED),
-    Route("post", "/v1/completions", "completion", "OpenAI's completions", fields.Completion, PROMPT_EXAMPLE, STREAMED),
+    Route("post", "/v1/chat/completions", "chat", "OpenAI's chat completions", fields.Chat,
+          {"messages": [{"role": "user", "content": "Say something."}], "max_tokens": 8}, STREAMED),
+    Route("post", "/v1/completions", "completion", "OpenAI's completions", fields.Completion,
+          {"prompt": "Once upon a time", "max_tokens": 8}, STREAMED),
     Route("post", "/v1/responses", "response", "OpenAI's responses, none of which is stored", fields.Responses,
-          RESPONSE_EXAMPLE, STREAMED),
+          {"input": "Say something.", "max_output_tokens": 8}, STREAMED),
     Route("post", "/generate", "generate", "SGLang's native generate", fields.Generate, NATIVE_EXAMPLE, NATIVE),
     Route("put", "/generate", "generate", "the same", fields.Generate, NATIVE_EXAMPLE, NATIVE),
     Route("get", "/v1/models", "models", "the model served"),
-    Route("get", "/v1/models/{id}", "model", "the model by its name, which may contain slashes", parameter=ID,
-          pattern=".+"),
+    Route("get", "/v1/models/{id}", "model", "the model by its name, which may contain slashes", pattern=".+",
+          parameter={"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}),
     *(Route("get", path, "model_info", "SGLang's description of the model")
       for path in ("/model_info", "/get_model_info")),
     *(Route("get", path, "server_info", "flags, sizes, counters") for path in ("/server_info", "/get_server_info")),
-    Route("get", "/v1/loads", "loads", "how busy the server is, in SGLang's words", parameter=INCLUDE),
+    Route("get", "/v1/loads", "loads", "how busy the server is, in SGLang's words",
+          parameter={"name": "include", "in": "query",
+                     "schema": {"type": "string", "description": "core, spec or all, separated by commas"}}),
     Route("get", "/tokenizer_info", "tokenizer_info", "the special tokens and the chat template"),
     *(Route("post", path, "tokenize", "text to token ids", fields.Tokenize, {"prompt": "Once upon a time"})
       for path in ("/tokenize", "/v1/tokenize")),
@@ -62,11 +58,13 @@ ROUTES = [
     Route("post", "/abort_request", "abort_request", "end requests by the beginning of their ids", fields.Abort,
           {"rid": "nobody"}, {}),
     *(Route(method, "/set_internal_state", "set_internal_state", "change a flag while the server runs",
-            fields.InternalState, FLAG_EXAMPLE, {JSON: "array"}, "admin") for method in ("post", "put")),
+            fields.InternalState, {"server_args": {"speculative_accept_threshold_single": 1.0}}, {JSON: "array"},
+            "admin") for method in ("post", "put")),
     *(Route(method, "/flush_cache", "flush_cache", "empty the prefix cache; 400 while requests run",
             answers={TEXT: "string"}, key="admin") for method in ("get", "post")),
     Route("post", "/replicas/{number}/restart", "restart", "start a replica again, when it has done what it has; 404 "
-          "without one", key="admin", parameter=NUMBER, pattern="[0-9]{1,6}"),
+          "without one", key="admin", pattern="[0-9]{1,6}",
+          parameter={"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}),
     Route("get", "/health", "health", "200 once ready", key=None),
     Route("get", "/health_generate", "health_generate", "200 once a token was generated", key=None),
     Route("get", "/", "page", "a page to talk to the model and watch speculation", answers={HTML: "string"}, key=None),

@@ -6,7 +6,6 @@ import logging
 import re
 import uuid
 from collections.abc import Iterable
-from dataclasses import fields
 from typing import Any
 
 from aiohttp import web
@@ -39,8 +38,7 @@ def log_requests(requests: Iterable[Request]) -> None:
     """Log the sizes of requests, and their parameters that are not the defaults; of stop strings only the number."""
     usual = SamplingParams()
     for request in requests:
-        given = {f.name: getattr(request.params, f.name) for f in fields(request.params)}
-        differ = {name: value for name, value in given.items() if value != getattr(usual, name)}
+        differ = {name: value for name, value in vars(request.params).items() if value != getattr(usual, name)}
         if "stop" in differ:
             differ["stop"] = f"{len(request.params.stop)} strings"
         shown = ", ".join(f"{name} {value}" for name, value in differ.items()) or "all by default"

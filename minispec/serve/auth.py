@@ -48,18 +48,17 @@ class Auth:
         resource = http.match_info.route.resource
         path = "" if resource is None else resource.canonical
         needed = KEYS.get(path, "user")
-        if self.key is not None and needed is not None:
-            if not (_is(http, self.key) or (self.admin_key is not None and _is(http, self.admin_key))):
-                raise RequestError("a valid API key is needed: Authorization: Bearer KEY", None, 401, "invalid_api_key")
+        if self.key is not None and needed is not None and not (_is(http, self.key) or _is(http, self.admin_key)):
+            raise RequestError("a valid API key is needed: Authorization: Bearer KEY", None, 401, "invalid_api_key")
         if needed == "admin" and not self.is_admin(http):
             raise self.forbidden(path)
         return await handler(http)
 
 
-def _is(http: web.Request, key: str) -> bool:
-    """Return whether a request bears this key."""
+def _is(http: web.Request, key: str | None) -> bool:
+    """Return whether a request bears this key; nobody bears None."""
     given = http.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-    return hmac.compare_digest(given, b"Bearer " + key.encode("utf-8"))
+    return key is not None and hmac.compare_digest(given, b"Bearer " + key.encode("utf-8"))
 
 
 def _no_password() -> str:

@@ -21,18 +21,15 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from minispec.config import Config
 from minispec.load.machine import own_compile_cache
 from minispec.replicas.wire import Told, Values
 from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update, one_line
-from minispec.serve.front import facts_of
+from minispec.serve.front import Front
 from minispec.serve.watchdog import Watchdog
 from minispec.serve.worker import EngineThread, build_sealed_llm
-
-if TYPE_CHECKING:
-    from minispec.llm import LLM
 
 logger = logging.getLogger("minispec")
 
@@ -72,7 +69,7 @@ class Replica:
         return {
             "incarnation": self.incarnation, "pid": os.getpid(), "host": socket.gethostname(), "state": state,
             "progress": one_line(engine.error) if state == "failed" else engine.progress,
-            "graphs": engine.graphs, "facts": facts_of(cast("LLM", engine.llm)) if state == "ready" else None,
+            "graphs": engine.graphs, "facts": cast(Front, engine.front).facts if state == "ready" else None,
         }  # fmt: skip
 
     @property
@@ -106,7 +103,7 @@ class Replica:
         for request in requests:
             most = request.max_new_tokens
             try:
-                cast("LLM", self._begun.llm).scheduler.validate(request)
+                cast(Front, self._begun.front).validate(request)
                 request.max_new_tokens = min(request.max_new_tokens, most)
             except RequestError as error:
                 refused[request] = error

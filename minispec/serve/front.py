@@ -51,18 +51,14 @@ class Front(NamedTuple):
         self.prepare(request)
 
 
-def facts_of(llm: LLM) -> Facts:
-    """Return the facts of an engine in this process."""
-    scheduler, weight = llm.scheduler, llm.scheduler.engine.model.norm.weight
-    return Facts(scheduler.limits, scheduler.sizes.max_running, scheduler.sizes.nodes, scheduler.kv.page_size,
-                 scheduler.kv.pages, llm.config.algorithm,
-                 numbers=f"{weight.dtype} {weight.device.type} {llm.model_config}")  # fmt: skip
-
-
 def front_of(llm: LLM, config: Config) -> Front:
     """Return the front in front of an engine in this process."""
-    prepare, defaults = llm.scheduler.engine.asked.prepare, _read_defaults(config, llm.folder)
-    return Front(llm.folder, llm.tokenizer, facts_of(llm), prepare, defaults)
+    scheduler, engine = llm.scheduler, llm.scheduler.engine
+    weight = engine.model.norm.weight
+    facts = Facts(scheduler.limits, scheduler.sizes.max_running, scheduler.sizes.nodes, scheduler.kv.page_size,
+                  scheduler.kv.pages, llm.config.algorithm,
+                  numbers=f"{weight.dtype} {weight.device.type} {llm.model_config}")  # fmt: skip
+    return Front(llm.folder, llm.tokenizer, facts, engine.asked.prepare, _read_defaults(config, llm.folder))
 
 
 def front_for(facts: Facts, config: Config) -> Front:

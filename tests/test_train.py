@@ -689,7 +689,7 @@ class Says:
 )
 def test_no_turn_that_is_made_up_repeats_what_is_measured_on(text: str, kept: bool) -> None:
     """Neither a first turn nor a second."""
-    writer = _Writer(Says(text), random.Random(0), 40, set())  # type: ignore[arg-type]
+    writer = _Writer(Says(f" {text}"), random.Random(0), 40, set())  # type: ignore[arg-type]
     asked = [Conversation([{"role": "user", "content": "hi"}], "x")] * 50
     assert ("self-prompted" in {each.source for each in writer.make_up(asked)}) is kept
     writer.replies = dict.fromkeys(range(50), "hello")

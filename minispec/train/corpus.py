@@ -46,13 +46,13 @@ from minispec.load.tokenizer import Tokenizer
 from minispec.model import Model
 from minispec.request import SamplingParams
 from minispec.train.measured import is_measured_on
-from minispec.train.prompts import Conversation
+from minispec.train.prompts import Conversation, word_lists
 
 GROUP = 1024  # prompts in a group of replies; an interruption loses at most one group
 LONG_PROMPT = 384  # tokens from which on a prompt does not run beside short ones
 SHORTEST = 8  # tokens of the shortest reply that is kept
 SAMPLED = 0.25  # share of replies at a temperature of 0.7 to 1, since such requests are served too
-SELF_PROMPTED = 0.15  # share of first user turns that the target makes up
+SELF_PROMPTED = 0.4  # share of first user turns that the target makes up
 SECOND_TURNS = 0.18  # share of conversations that the target continues in the user's place
 HELD_OUT = 200  # replies that are never trained on, by which the result is measured
 HELD_OUT_SHARE = 0.04  # of prompts, by their hash: the replies to them are held out until there are so many
@@ -200,9 +200,12 @@ class _Writer:
         self.replies: dict[int, str] = {}  # by index in the group, the replies that ended by themselves
 
     def make_up(self, conversations: Sequence[Conversation]) -> list[Conversation]:
-        """Return the conversations, a share of them replaced by user turns sampled after the user's header."""
+        """Return the conversations, a share of them replaced by user turns sampled after the user's header.
+
+        They begin with words of ours: left to itself, the target asks for fewer kinds of things.
+        """
         chosen = [i for i in range(len(conversations)) if self.rng.random() < SELF_PROMPTED]
-        texts = self._user_turns([[] for _ in chosen])
+        texts = self._user_turns([[] for _ in chosen], [self.rng.choice(word_lists()["turns"]) for _ in chosen])
         out = list(conversations)
         for index, text in zip(chosen, texts, strict=True):
             if len(text.split()) >= 3 and not is_measured_on(text):
@@ -215,7 +218,7 @@ class _Writer:
         grown = [
             [*conversations[i].messages, {"role": "assistant", "content": self.replies[i]}] for i in chosen
         ]
-        texts = self._user_turns(grown)
+        texts = self._user_turns(grown, [""] * len(grown))
         return [
             Conversation([*messages, {"role": "user", "content": text}], "second turn")
             for messages, text in zip(grown, texts, strict=True)
@@ -255,15 +258,17 @@ class _Writer:
             results.update(zip(run, found, strict=True))
         return [results[i] for i in range(len(prompts))]
 
-    def _user_turns(self, histories: Sequence[list[dict[str, str]]]) -> list[str]:
-        """Return one user turn after each history, sampled from the target in the user's place."""
+    def _user_turns(self, histories: Sequence[list[dict[str, str]]], openings: Sequence[str]) -> list[str]:
+        """Return one user turn after each history, sampled from the target in the user's place after an opening."""
         prompts = []
-        for messages in histories:
+        for messages, opening in zip(histories, openings, strict=True):
             chat = self.tokenizer.chat.render([*messages, {"role": "user", "content": MARK}])
-            prompts.append(self.tokenizer.encode(chat[: chat.index(MARK)], False))
+            prompts.append(self.tokenizer.encode(chat[: chat.index(MARK)] + opening, False))
         results = self._ask(prompts, [self._params(1.0, USER_TOKENS) for _ in prompts])
-        ended = [result["meta_info"]["finish_reason"]["type"] == "stop" for result in results]
-        return [r["text"].strip() if whole else "" for r, whole in zip(results, ended, strict=True)]
+        return [
+            (opening + result["text"]).strip() if result["meta_info"]["finish_reason"]["type"] == "stop" else ""
+            for opening, result in zip(openings, results, strict=True)
+        ]
 
     def _params(self, temperature: float, limit: int) -> SamplingParams:
         """Return the parameters of one request."""

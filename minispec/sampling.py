@@ -8,8 +8,9 @@ is greedy decoding, so no branch is needed.
 
 Top-k (arXiv 1805.04833), top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082) keep every token whose logit is at least
 a threshold, so tokens that tie at the threshold are all kept. Sorting the vocabulary to find the threshold of top-k or
-top-p would be slow. A radix selection over the bits of the fp32 values finds it exactly, with three histograms. The
-histograms sum integers, so the order of summation does not matter.
+top-p would be slow. A radix selection over the bits of the fp32 values finds it exactly, with three histograms. A CPU
+first sorts the likeliest tokens, which mostly have the threshold among them. Both ways sum integers, so the order of
+summation does not matter.
 
 Everything on the device has a static shape and waits for no decision of the host. `Wishes` are the inputs of a batch's
 picks: options such as temperature, and counts of tokens. An option that no request of the batch uses is None there and
@@ -234,13 +235,13 @@ def _filtered(gap: Tensor, wishes: Wishes) -> Tensor:
     torch.ops.minispec.exp_(share)
     limit = torch.full_like(wishes.seed, 2**31 - 1, dtype=torch.int32)
     if wishes.top_k is not None:
-        limit = _cut(bits, torch.ones_like(bits), wishes.top_k, gap.is_cuda)
+        limit = _cut(bits, torch.ones_like(bits), wishes.top_k)
     if wishes.top_p is not None:
         mass = (share * (bits <= limit[:, None]) * _mass_unit(gap.shape[1])).floor().double()
         total = mass.sum(-1)
         goal = (total * wishes.top_p.double()).ceil()
         goal = torch.where(wishes.top_p < 1, goal, total + 1)  # top_p = 1 keeps all: no cut reaches total + 1
-        limit = torch.minimum(limit, _cut(bits, mass, goal, gap.is_cuda))
+        limit = torch.minimum(limit, _cut(bits, mass, goal))
     gone = bits > limit[:, None]
     return gone if wishes.min_p is None else gone | (share < wishes.min_p[:, None])
 
@@ -254,11 +255,38 @@ def _mass_unit(vocab_size: int) -> float:
     return 2.0 ** (53 - (vocab_size - 1).bit_length())
 
 
-def _cut(bits: Tensor, mass: Tensor, goal: Tensor, spread: bool) -> Tensor:
+def _cut(bits: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
     """Return `[B] int32`, the smallest t with sum(mass[bits <= t]) >= goal, or 2^31 - 1 if there is none.
 
     `bits [B, V] int32` are not negative; `mass [B, V]` is int32 and `goal [B]` int64, or both are fp64. Mass is whole
-    and not negative, and a sum of it is at most 2^53, so no order of summation rounds. This is a radix selection:
+    and not negative, and a sum of it is at most 2^53, so no order of summation rounds.
+    """
+    return _radix(bits, mass, goal, spread=True) if bits.is_cuda else torch.ops.minispec.cut(bits, mass, goal)
+
+
+LIKELY = 256  # ids that a CPU sorts before it makes histograms of all
+
+
+def _cut_among_likely(bits: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
+    """Return what `_cut` returns, for a CPU: from the LIKELY smallest bits where their mass reaches the goal."""
+    smallest, ids = bits.topk(min(LIKELY, bits.shape[1]), largest=False)
+    reached = mass.gather(-1, ids).cumsum(-1) >= goal[:, None]
+    cut = smallest.gather(-1, reached.to(torch.int8).argmax(-1, keepdim=True)).squeeze(-1)
+    others = ~reached[:, -1]
+    if others.any():
+        cut[others] = _radix(bits[others], mass[others], goal[others], spread=False)
+    return cut
+
+
+# An operator, since which rows need histograms is a decision of the host.
+_library.define("cut(Tensor bits, Tensor mass, Tensor goal) -> Tensor")
+_library.impl("cut", _cut_among_likely, "CompositeExplicitAutograd")
+torch.library.register_fake("minispec::cut", lambda bits, mass, goal: torch.empty_like(goal, dtype=torch.int32))
+
+
+def _radix(bits: Tensor, mass: Tensor, goal: Tensor, spread: bool) -> Tensor:
+    """Return what `_cut` returns by a radix selection.
+
     t's 31 bits are found as digits of 11, 10 and 10 bits, each from one histogram. The sum of the largest digit is not
     needed: this digit is the answer if no smaller one reaches the goal. spread: as `_sums_spread` does it, for CUDA.
     """

@@ -609,7 +609,23 @@ def test_histograms_for_cuda_give_the_sums_of_those_for_a_cpu() -> None:
         below = (mass * (digit < 0)).sum(-1, keepdim=True)
         assert torch.equal(below + sampling._sums_spread(digit, mass, 1024), sampling._sums(digit, mass, 1024))
         bits, goal = digit.abs(), mass.sum(-1) // 2
-        assert torch.equal(*(sampling._cut(bits, mass, goal, spread) for spread in (True, False)))
+        assert torch.equal(*(sampling._radix(bits, mass, goal, spread) for spread in (True, False)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_the_cut_among_the_likeliest_is_that_of_a_search_of_all(dtype: torch.dtype) -> None:
+    """Goals that the first id reaches, the last one that is sorted, the one behind it, all ids together, and none."""
+    torch.manual_seed(10)
+    for vocab, ties in ((100, 1), (4099, 1), (4099, 60)):
+        bits = torch.stack([torch.randperm(vocab) // ties for _ in range(4)]).int()
+        mass = torch.randint(0, 1000, bits.shape).to(dtype)
+        in_order = mass.gather(1, bits.argsort(1)).cumsum(1)
+        last = min(sampling.LIKELY, vocab) - 1
+        for place in (0, 7, last - 1, last, min(last + 1, vocab - 1), vocab - 1):
+            goal = in_order[:, place] + torch.tensor([0, 0, 1, 2 * vocab * 1000])
+            want = [next((t for t in range(vocab) if mass[row][bits[row] <= t].sum() >= goal[row]), 2**31 - 1)
+                    for row in range(4)]  # fmt: skip
+            assert sampling._cut(bits, mass, goal).tolist() == want
 
 
 @pytest.mark.parametrize("vocab", [2, 49152, 128256, 131073])

@@ -140,7 +140,10 @@ def check_products(device: torch.device, sizes: tuple[tuple[int, int], ...]) -> 
                 low, high = ((want + sign * rounding * terms).bfloat16() for sign in (-1, 1))
                 if bias:
                     low, high = low + given.bias, high + given.bias
-                assert got.dtype == torch.bfloat16 and ((low <= got) & (got <= high)).all(), (size, features, rows)
+                exact = want + given.bias if bias else want
+                worst = f"off by up to {((got - exact).abs() / terms).max():.2e} of the sum of a product's terms"
+                assert got.dtype == torch.bfloat16, got.dtype
+                assert ((low <= got) & (got <= high)).all(), (size, features, rows, bias, worst)
 
 
 @on_a_cpu

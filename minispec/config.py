@@ -111,8 +111,9 @@ class Config:
         None, "Server", "clients must send it as a bearer token, except to /health* and for the page at /"
     )
     admin_api_key: str | None = _flag(
-        None, "Server", "key for /flush_cache, /set_internal_state and aborting others' requests, where --api-key is "
-        "not enough then; it opens every other path too",
+        None, "Server",
+        "key for /flush_cache, /set_internal_state, /replicas/{i}/restart and aborting others' requests, where "
+        "--api-key is not enough then; it opens every other path too",
     )  # fmt: skip
     ssl_keyfile: str | None = _flag(None, "Server", "FILE with the private key to speak TLS with")
     ssl_certfile: str | None = _flag(None, "Server", "FILE with its certificate and those above it")
@@ -129,7 +130,7 @@ class Config:
     enable_metrics: bool = _flag(False, "Server", "serve /metrics to Prometheus; needs the extra minispec[metrics]")
     wait_until_compiled: bool = _flag(
         False, "Server", "compile everything before the first request, as on CUDA; without it a server on a "
-        "CPU answers eagerly at once, and a process beside it compiles"
+        "CPU answers eagerly at once, and two processes beside it compile"
     )  # fmt: skip
     watchdog_timeout: float = _flag(
         300.0, "Server", "seconds that a step may take, compiling aside: then /health is 503 and the log has all "

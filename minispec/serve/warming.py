@@ -1,10 +1,10 @@
-"""Compiling beside a server that serves already: a process fills Inductor's cache, and the engine takes graphs from it.
+"""Compiling beside a server that serves already: processes fill Inductor's cache, and the engine takes graphs from it.
 
 On a CPU compiling takes minutes, and meanwhile the engine serves eagerly, at two thirds of the speed. Compiling in the
 server's own process would stop it for ten seconds at a time, since a compiler in Python holds the interpreter.
 
-Another process builds the same engine, all of whose layers are one without meaning (`build.rehearse`), is told one kind
-of step after the other (`steps_of`), and prints a line when it has compiled it. The engine thread then makes the step's
+Each process builds the same engine, all of whose layers are one without meaning (`build.rehearse`), is told one kind of
+step after the other (`steps_of`), and prints a line when it has compiled it. The engine thread then makes the step's
 graphs by the same function (`make_graph`), between two steps of its own: each costs half a second, since the cache has
 what takes long. While the cache has what is asked for, no process is started.
 

@@ -16,10 +16,10 @@ from conformance import SUBJECTS
 from exactness import request, run
 from test_lookup import PAIRS, adversary
 from test_schema import chat
+from test_simulate import emitted
 
 from benchmarks.throughput import accept_length, by_depth, verified
 from minispec.asked.answers import meta_info
-from minispec.engine import Pending
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.replicas.wire import Told, taken
 from minispec.request import Request, Trace, Update
@@ -36,20 +36,6 @@ STOPS: dict[str, Any] = {
     "stop token": lambda ids, at: {"stop_token_ids": [ids[at]]},
     "stop string": lambda ids, at: {"stop": ["".join(chr(0x100 + token) for token in ids[at - 1 : at + 1])]},
 }
-
-
-def noted(scheduler: Scheduler) -> list[int]:
-    """Return a list that gets the tokens that the target accepted or picked in each decode step of one request."""
-    collect, given = scheduler.engine.collect, list[int]()
-
-    def collected(pending: Pending) -> list[list[int]]:
-        found = collect(pending)
-        if not pending.chunks:
-            given.append(len(found[0]))
-        return found
-
-    scheduler.engine.collect = collected
-    return given
 
 
 def samples(scheduler: Scheduler) -> dict[str, Counter[str]]:
@@ -121,7 +107,7 @@ def test_all_who_tell_of_acceptance_agree_wherever_a_text_ends(
         adversary(scheduler)
     whole = request("whole", [5, 9, 2] * 4, max_new_tokens=32)
     run(scheduler, [whole])
-    given, behind, sources = noted(scheduler), [], Counter[str]()
+    given, behind, sources = emitted(scheduler), [], Counter[str]()
     for at in PLACES:
         assert scheduler.flush_cache()
         scheduler.metrics.log_interval = 1

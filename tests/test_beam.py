@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conformance import HALF, random_head, truth
-from exactness import CPU, VOCAB, build, check, mixed_requests, reference, request, run, tiny_model
+from exactness import CPU, VOCAB, build, check, mixed_requests, request, run, tiny_model
 from torch import nn
 
 import minispec.beam as beam_module
@@ -170,7 +170,7 @@ def test_every_published_kind_of_head_drafts_as_the_slow_reference(name) -> None
         run(scheduler, requests)
         assert_slow_trees(compare, *shape, every=3, head=HEADS[name])
         for r in requests:
-            assert r.output_ids == reference(MODEL, r)
+            assert r.output_ids == truth(MODEL, r)
 
 
 @pytest.mark.parametrize("how", [dict(running=1), dict(chunk=32), dict(chunk=1, running=2), dict(pages=15)], ids=str)
@@ -221,7 +221,7 @@ def test_prompts_prefilled_together_share_the_pages_of_their_draft_rows_too() ->
         scheduler.step()
         scheduler.check()
     assert_slow_trees(compare, 3, 2, 6, every=3)
-    assert all(r.output_ids == reference(MODEL, r) for r in requests)
+    assert all(r.output_ids == truth(MODEL, r) for r in requests)
 
 
 def test_an_overflow_in_the_trash_page_reaches_no_request(monkeypatch) -> None:
@@ -240,7 +240,7 @@ def test_an_overflow_in_the_trash_page_reaches_no_request(monkeypatch) -> None:
     requests = [request("short", [5], max_new_tokens=8), request("long", range(50), max_new_tokens=8)]
     run(scheduler, requests)
     assert_slow_trees(compare, 3, 2, 6, every=3)
-    assert all(r.output_ids == reference(MODEL, r) for r in requests)
+    assert all(r.output_ids == truth(MODEL, r) for r in requests)
 
 
 # ---- errors on purpose ---------------------------------------------------------------------------------------------
@@ -584,4 +584,4 @@ def test_output_stays_exact_when_a_head_gives_no_numbers(round_: int, value: flo
     requests = mixed_requests(count=4, max_new_tokens=8, temperature=temperature)
     run(scheduler, requests)
     assert len(compare) > 10 and head.calls > 20
-    assert all(r.output_ids == reference(MODEL, r) for r in requests)
+    assert all(r.output_ids == truth(MODEL, r) for r in requests)

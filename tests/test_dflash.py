@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from conformance import mixture_model, windowed_model
+from conformance import mixture_model, truth, windowed_model
 from exactness import CPU, VOCAB, build, check, mixed_requests, reference, request, run, tiny_model
 from safetensors.torch import save_file
 from test_beam import paths
@@ -248,7 +248,7 @@ def test_logits_are_the_reference_s_alone_in_chunks_and_under_retraction(how: di
     assert_logits(folder, seen, every=9 if "pages" in how else 3)
     assert scheduler.metrics.retractions > 0 or "pages" not in how
     for r in requests[::3]:
-        assert r.output_ids == reference(MODEL, r)
+        assert r.output_ids == truth(MODEL, r)
 
 
 def test_a_causal_block_s_logits_are_the_reference_s(causal: Path) -> None:
@@ -524,7 +524,7 @@ def test_every_tree_is_the_heap_s(shape: tuple[int, int, int], temperature: floa
             logits = logits / t + gumbel(torch.tensor(r.seed), at, VOCAB)
         assert paths(tokens, parents) == heap_tree(logits.log_softmax(-1), topk, nodes - 1), f"after {len(ids)} tokens"
     for r in requests:
-        assert r.output_ids == reference(MODEL, r)
+        assert r.output_ids == truth(MODEL, r)
 
 
 def test_the_golden_tree() -> None:
@@ -547,7 +547,7 @@ def test_impossible_logits_give_a_tree_all_the_same(folder: Path, monkeypatch: p
     monkeypatch.setattr(DFlashHead, "logits", lambda self, state: logits(self, state) * torch.nan)
     requests = mixed_requests(4, max_new_tokens=4)
     _, seen = served(folder, requests, {"block": 5, "topk": 3, "nodes": 9})
-    assert len(seen) > 8 and all(r.output_ids == reference(MODEL, r) for r in requests)
+    assert len(seen) > 8 and all(r.output_ids == truth(MODEL, r) for r in requests)
 
 
 def test_smaller_trees_come_of_the_same_pass(folder: Path) -> None:
@@ -713,7 +713,7 @@ def test_a_network_of_speculators_drafts_by_its_own_lm_head_and_vocabulary(
     seen = watch(scheduler)
     requests = mixed_requests(3, max_new_tokens=8)
     run(scheduler, requests)
-    assert [r.output_ids for r in requests] == [reference(MODEL, r) for r in requests]
+    assert [r.output_ids for r in requests] == [truth(MODEL, r) for r in requests]
     known = Reference(folder)
     known.embedding, known.lm_head = content["embed_tokens.weight"], content["lm_head.weight"]
     for text, logits, tokens, parents, _ in seen[::3]:
@@ -782,7 +782,7 @@ def test_a_window_leaves_the_block_the_newest_rows(window: int, folder: Path) ->
     seen, known = watch(scheduler), Reference(folder)
     requests = mixed_requests(3, max_new_tokens=10)
     run(scheduler, requests)
-    assert [r.output_ids for r in requests] == [reference(MODEL, r) for r in requests]
+    assert [r.output_ids for r in requests] == [truth(MODEL, r) for r in requests]
     known.window = window
     assert max(len(text) for text, *_ in seen) > 20
     for text, logits, *_ in seen:
@@ -796,7 +796,7 @@ def test_lookups_stand_beside_it_by_default(folder: Path) -> None:
     scheduler = build(MODEL, drafter)
     requests = mixed_requests(4, max_new_tokens=12)
     run(scheduler, requests)
-    assert all(r.output_ids == reference(MODEL, r) for r in requests)
+    assert all(r.output_ids == truth(MODEL, r) for r in requests)
 
 
 @pytest.mark.parametrize(
@@ -863,4 +863,4 @@ def test_compiled_all_graphs_are_made_before_and_drafts_are_the_same(folder: Pat
         if t := r.params.temperature:
             logits = logits / t + gumbel(torch.tensor(r.seed), torch.arange(len(ids), len(ids) + 4), VOCAB)
         assert paths(tokens, parents) == heap_tree(logits.log_softmax(-1), 2, 7), f"after {len(ids)} tokens"
-    assert all(r.output_ids == reference(MODEL, r) for r in requests)
+    assert all(r.output_ids == truth(MODEL, r) for r in requests)

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Sequence
 
 import pytest
-from exactness import VOCAB, Oracle, build, mixed_requests, reference, run, tiny_model, truth_of
+from conformance import truth
+from exactness import VOCAB, Oracle, build, mixed_requests, run, tiny_model, truth_of
 
 from minispec.drafter import Draft, HostTrees, Plain, as_drafter
 
@@ -43,7 +44,7 @@ def test_a_bad_tree_is_named_in_the_log_and_costs_nobody_a_token(name: str, capl
     scheduler, requests = build(MODEL, Liar(bad), running=4), mixed_requests(max_new_tokens=12)
     with caplog.at_level(logging.ERROR, "minispec"):
         run(scheduler, requests)
-    assert all(r.output_ids == reference(MODEL, r) for r in requests)
+    assert all(r.output_ids == truth(MODEL, r) for r in requests)
     assert scheduler.metrics.verified.accept_length > 1.2, "the good trees beside it are still verified"
     errors = [record.getMessage() for record in caplog.records]
     assert 0 < len(errors) <= 10 and all(f"the drafter liar proposed what is no tree ({words}" in e for e in errors)
@@ -53,7 +54,7 @@ def test_a_bad_tree_is_named_in_the_log_and_costs_nobody_a_token(name: str, capl
 def test_trees_for_other_than_the_requests_asked_about_are_refused_whole(caplog: pytest.LogCaptureFixture) -> None:
     scheduler, requests = build(MODEL, Liar(None), running=4), mixed_requests(max_new_tokens=6)
     run(scheduler, requests)
-    assert all(r.output_ids == reference(MODEL, r) for r in requests) and not scheduler.stats()["tree_steps"]
+    assert all(r.output_ids == truth(MODEL, r) for r in requests) and not scheduler.stats()["tree_steps"]
     assert "trees for" in caplog.text
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conformance import truth
 from conftest import slow_unless
 from exactness import CPU, VOCAB, any_ids, build, mixed_requests, next_logits, reference, request, run, tiny_model
 from safetensors.torch import load_file, save_file
@@ -135,7 +136,7 @@ def test_at_temperature_one_its_own_drafts_are_accepted_whole_if_they_share_its_
     run(build(MODEL, drafts), requests)
     for r in requests:
         whole = max(r.verified.depths) == 3 and r.verified.depths[3] >= r.verified.depths.total() - 1
-        assert whole == coupled and r.output_ids == reference(MODEL, r)
+        assert whole == coupled and r.output_ids == truth(MODEL, r)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 7), (3, 3, 8), (4, 4, 16)], ids=str)
@@ -233,8 +234,6 @@ def small(r: Request) -> Request:
 
 # ---- exactness ----------------------------------------------------------------------------------------------------
 
-TRUTH: dict[tuple[str, str], list[int]] = {}
-
 
 @pytest.mark.parametrize(("name", "shape"), slow_unless([("near", (3, 1, 4)), ("near", (3, 3, 8)), ("far", (2, 2, 7))],
                          lambda name, shape: name == "far"), ids=str)  # fmt: skip
@@ -244,7 +243,7 @@ def test_tokens_are_those_of_plain_decoding(name, shape, wishes) -> None:
         requests = mixed_requests(max_new_tokens=12, **wishes)
         run(build(MODEL, drafter(*shape, name), **how), requests)
         for r in requests:
-            assert r.output_ids == TRUTH.setdefault((r.rid, str(wishes)), reference(MODEL, r))
+            assert r.output_ids == truth(MODEL, r)
 
 
 @pytest.mark.slow
@@ -276,7 +275,7 @@ def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_t
         run(scheduler, requests)
     torch._dynamo.reset()
     assert_slow_trees(compare, shape)
-    assert all(r.output_ids == reference(MODEL, r) for r in requests)
+    assert all(r.output_ids == truth(MODEL, r) for r in requests)
 
 
 # ---- errors on purpose --------------------------------------------------------------------------------------------

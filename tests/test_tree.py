@@ -63,12 +63,6 @@ def test_chain_hangs_padding_below_the_root() -> None:
     check(chain(torch.tensor([[5], [-1]])))
 
 
-def test_check_accepts_random_trees() -> None:
-    rng = random.Random(1)
-    for nodes in range(1, 40):
-        check(random_tree(rng, nodes, 6))
-
-
 @pytest.mark.parametrize(
     ("tokens", "parents", "complaint"),
     [

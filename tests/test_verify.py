@@ -255,14 +255,15 @@ def test_stopped_rows_do_not_disturb_walking_ones() -> None:
         assert_verdict(together, row, alone.path[0, :count].tolist(), alone.emitted[0, :count].tolist(), 12)
 
 
-def test_the_compiled_walk_has_no_host_decision_and_the_same_verdict() -> None:
+@pytest.mark.parametrize("lossy", [None, pytest.param((0.4, 0.6), marks=pytest.mark.slow)])
+def test_the_compiled_walk_has_no_host_decision_and_the_same_verdict(lossy: tuple[float, float] | None) -> None:
     """Without the early exit: traced as one graph (the eager backend: this is about the trace, not the kernels)."""
     torch.manual_seed(6)
     tree = forest(random.Random(2), 4, 8, VOCAB)
     logits, A = torch.randn(VOCAB, VOCAB)[tree.tokens.clamp(min=0)], longest(tree)
     rows = slots_of(4, PARAMS["filters"], 9, []).wishes(torch.arange(1, 5), EVERYTHING)
     lens = torch.tensor([4, 5, 6, 7])
-    given = (trees(tree, A, lens), logits, rows)
+    given = (trees(tree, A, lens), logits, rows, lossy)
     compiled = torch.compile(verify, fullgraph=True, dynamic=False, backend="eager")(*given)
     eager = verify(*given, host_looks=True)
     for row in range(4):
@@ -403,18 +404,3 @@ def test_the_law_is_that_of_pick() -> None:
         expected = law(logits, rows._replace(**{k: v[:1] for k, v in rows._asdict().items() if v is not None}))[0]
         seen = torch.bincount(pick(logits.expand(n, -1), rows, torch.full((n,), 3)), minlength=5) / n
         assert (seen - expected).abs().max() < 0.015 and float(expected.sum()) == pytest.approx(1)
-
-
-@pytest.mark.slow
-def test_the_compiled_lossy_walk_has_no_host_decision_and_the_same_verdict() -> None:
-    torch.manual_seed(6)
-    tree = forest(random.Random(2), 4, 8, VOCAB)
-    logits, A = torch.randn(VOCAB, VOCAB)[tree.tokens.clamp(min=0)], longest(tree)
-    rows = slots_of(4, PARAMS["filters"], 9, []).wishes(torch.arange(1, 5), EVERYTHING)
-    lens = torch.tensor([4, 5, 6, 7])
-    given = (trees(tree, A, lens), logits, rows, (0.4, 0.6))
-    compiled = torch.compile(verify, fullgraph=True, dynamic=False, backend="eager")(*given)
-    eager = verify(*given)
-    for row in range(4):
-        count = int(eager.count[row])
-        assert_verdict(compiled, row, eager.path[row, :count].tolist(), eager.emitted[row, :count].tolist(), 8)

@@ -157,7 +157,7 @@ class Field:
         plain: Force = lambda shapes: PLAIN  # noqa: E731
         who: dict[str | int, Force] = {"served": None, "plain": plain, "control": plain}
         if cell.batch == 1 and cell.context == SHORT:
-            for nodes in self.llm.scheduler.sizes.tree_sizes[1:]:
+            for nodes in self.llm.scheduler.policy.trees:
                 who[nodes] = lambda shapes, nodes=nodes: Shape(nodes, True)
         speeds: dict[str | int, list[float]] = {name: [] for name in who}
         shares: list[dict[str, float]] = []

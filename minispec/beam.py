@@ -68,8 +68,7 @@ class Inputs(NamedTuple):
     """The inputs of the network except the states, with the shapes that they have for a frontier."""
 
     embedding: Tensor  # [B, K, H]
-    cos: Tensor  # the rotary factors
-    sin: Tensor
+    rope: Rope
     positions: Tensor  # [B, K] int64
 
 
@@ -78,16 +77,16 @@ def candidate_count(steps: int, topk: int) -> int:
     return topk + (steps - 1) * topk * topk
 
 
-def best(candidates: Candidates, count: int) -> Tensor:
-    """Return the indices [B, count] of the best candidates, in ascending order."""
+def rerank(candidates: Candidates, root: Tensor, nodes: int, scores: Tensor | None = None) -> DraftTree:
+    """Return the tree of the root [B] int64 and the best `nodes - 1` candidates, in the order of their indices.
+
+    The candidates' scores are written to `scores`; see `Batch.scores`.
+    """
     # A child may score as high as its parent. A stable sort puts the earlier index, the parent, first.
-    order = candidates.scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    return order.sort(dim=1).values
-
-
-def rerank(candidates: Candidates, root: Tensor, nodes: int) -> DraftTree:
-    """Return the tree of the root [B] int64 and the best `nodes - 1` candidates, in the order of their indices."""
-    chosen = best(candidates, nodes - 1)
+    order = candidates.scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
+    chosen = order.sort(dim=1).values
+    if scores is not None:
+        scores[:, 1:] = candidates.scores.gather(1, chosen)
     place = torch.zeros_like(candidates.parents)  # each candidate's node index in the tree
     place.scatter_(1, chosen, torch.arange(1, nodes, device=root.device).expand_as(chosen))
     above = candidates.parents.gather(1, chosen)
@@ -324,9 +323,7 @@ class BeamDrafter(Drafter):
             found = (*found, *branch(number, frontier, logits, states, self._to_target)[0])
         fields = len(Candidates._fields)
         candidates = Candidates(*(torch.cat(found[field::fields], dim=1) for field in range(fields)))
-        if batch.scores is not None:
-            batch.scores[:, 1:] = candidates.scores.gather(1, best(candidates, beam.nodes - 1))
-        return rerank(candidates, batch.root, beam.nodes)
+        return rerank(candidates, batch.root, beam.nodes, batch.scores)
 
     def _inputs(self, beam: Beam, batch: Batch, number: Tensor, frontier: Frontier) -> Inputs | None:
         """Fill the plan for frontier `number`, whose rows follow those of earlier frontiers; return its inputs."""
@@ -345,19 +342,17 @@ class BeamDrafter(Drafter):
 
     def _take_in(self, attend: LayerAttend, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
         """Return the states [B, T, H] of committed rows; tokens: for each row, the token after it. May be compiled."""
-        embedding, cos, sin, _ = self._read(tokens, positions)
-        return self.network(embedding, self.network.fuse(features), Rope(cos, sin), attend, positions)
+        embedding, rope, _ = self._read(tokens, positions)
+        return self.network(embedding, self.network.fuse(features), rope, attend, positions)
 
     def _read(self, tokens: Tensor, positions: Tensor) -> Inputs:
         """Return the inputs of the network for tokens at positions, both [B, T] int64."""
-        rope = self.network.rope(positions)
-        return Inputs(self.network.embed(tokens.clamp(min=0)), rope.cos, rope.sin, positions)
+        return Inputs(self.network.embed(tokens.clamp(min=0)), self.network.rope(positions), positions)
 
     def _through(self, inputs: Inputs, states: Tensor | None, plan: Plan) -> Tensor:
         """Return the network's states [B, T, H] under a plan."""
-        embedding, cos, sin, positions = inputs
-        attend = self._attend(plan).layer(0)
-        return self.run_network(self.network, embedding, states, Rope(cos, sin), attend, positions)
+        embedding, rope, positions = inputs
+        return self.run_network(self.network, embedding, states, rope, self._attend(plan).layer(0), positions)
 
     def _attend(self, plan: Plan) -> PagedAttend:
         """Return the attention over the drafter's own pages under a plan."""

@@ -73,11 +73,6 @@ class Sizes:
             looks_up=drafter.looks_up,
         )  # fmt: skip
 
-    @property
-    def tree_sizes(self) -> tuple[int, ...]:
-        """The numbers of nodes that trees of a step may have, ascending; 1 is a plain step."""
-        return tuple(sorted({1, self.nodes} | ({self.smaller.nodes} if self.smaller else set())))
-
     def shapes_of(self, batch: int) -> tuple[Shape, ...]:
         """Return the shapes of this batch size: plain, with the drafter's trees, with looked-up trees alone.
 
@@ -85,9 +80,9 @@ class Sizes:
         if trees are proposed on the host: in a large batch few requests have a lookup, and all requests would pay for
         larger trees.
         """
-        host = self.looks_up or self.steps is None
-        one = self.smaller.nodes if host and self.smaller else self.nodes
-        trees = [n for n in self.tree_sizes if n > 1 and (n == one or batch <= self.both_up_to)]
+        smaller = self.smaller.nodes if self.smaller else self.nodes
+        one = smaller if self.looks_up or self.steps is None else self.nodes
+        trees = sorted(({smaller, self.nodes} if batch <= self.both_up_to else {one}) - {1})
         looked_up = trees if self.looks_up else []
         return (PLAIN, *(Shape(n, True) for n in trees), *(Shape(n, False) for n in looked_up))
 

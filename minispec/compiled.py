@@ -71,8 +71,8 @@ _MARKS = ("_dynamo_weak_dynamic_indices", "_dynamo_propagated_dynamic_indices", 
 def shared_by_batches(compiled: Step) -> Step:
     """Return a function of torch.compile with a graph for one request and another for all larger batches.
 
-    This holds for functions whose key names tensors `of_batch`. Other functions have a graph for every shape: they read
-    some of the same tensors, so a tensor keeps no mark. FlexAttention, for one, takes no batch of any length.
+    This holds for functions whose key names tensors `of_batch`. All others have a graph for every shape; FlexAttention,
+    for one, takes no batch of any length. They read some of the same tensors, so the marks are removed after each call.
     """
 
     def call(owner: Any, *args: Any) -> Any:

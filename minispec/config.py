@@ -36,7 +36,9 @@ SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "
 INT8_NODES = 4  # nodes of a default tree with int8 weights, whose products take four rows at a time
 BEST = ("EAGLE3", "NGRAM")  # the default model's drafter is the first of these whose files are here
 MAX_NODES = 128  # of a draft tree: the nodes of one request must fit in a query block of FlexAttention
-WIDE = 8  # from this batch on, trees cost a GPU more time than they may save, whatever shape the flags give them
+# From this batch on, trees may cost a GPU more time than they save. So there `policy.py` chooses a step's shape even if
+# flags give a tree's numbers.
+WIDE = 8
 OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class, the name of a user's own drafter
 # Flags that concern every drafter but NONE.
 _SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative_adaptive",

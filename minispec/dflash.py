@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from minispec.attention import AttendKind, PagedAttend, Plan, with_windows, write_rows
-from minispec.beam import Candidates, best, couple, likeliest, rerank
+from minispec.beam import Candidates, couple, likeliest, rerank
 from minispec.compiled import CompileFor, Compiler, Key, Small, tuned
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.eagle import DraftHead, HeadConfig
@@ -222,9 +222,7 @@ class DFlashDrafter(Drafter):
             logits = couple(logits, batch, positions, token_map)
         scores, ids = likeliest(logits, self.topk)
         candidates = likeliest_paths(scores, ids if token_map is None else token_map[ids], step.nodes - 1)
-        if batch.scores is not None:
-            batch.scores[:, 1:] = candidates.scores.gather(1, best(candidates, step.nodes - 1))
-        return rerank(candidates, batch.root, step.nodes)
+        return rerank(candidates, batch.root, step.nodes, batch.scores)
 
     def commit(self, new: Committed) -> None:
         """Write the context rows of the tokens just committed, from the target's features."""

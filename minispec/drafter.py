@@ -138,7 +138,6 @@ class Drafter(ABC):
     kv_shape: KVShape = KVShape(0, 0, 0)  # the shape of the drafter's own rows, which have the target's page numbers
     network: nn.Module | None = None  # the module that the drafter drafts with; `load/` packs its linear layers
     commits: bool = True  # whether the engine calls `commit`; False saves the work for a drafter without device state
-    on_host: bool = False  # whether `host_drafts` proposes the trees in place of `propose`
     # Whether `host_drafts` looks trees up beside those of `propose`; each request verifies one of the two trees.
     looks_up: bool = False
 
@@ -277,7 +276,7 @@ class HostTrees(Drafter):
     with an error in the log that names the drafter, and its request decodes plainly in that step.
     """
 
-    on_host, commits = True, False
+    commits = False
 
     def __init__(self, inner: HostDrafter, vocab_size: int, smaller: int | None = None) -> None:
         """smaller: the number of nodes to which trees may be cut; None if they are never cut."""

@@ -342,7 +342,7 @@ class Engine:
         if around is not self.small.eager:
             needs = next(covering for covering in COMPILED if needs <= covering)
         lens, root, drafted = self.begin(buffers, needs)
-        read, embedding, rope = before(self, buffers, lens, root, None if drafted is buffers.tree else drafted)
+        read, embedding, rope = before(self, buffers, lens, root, drafted)
         streams = self.model.run_blocks(embedding, rope, buffers.attend, self.drafter.taps)
         self.hand_over(buffers, after(self, buffers, lens, read, streams, needs))
 
@@ -352,8 +352,10 @@ class Engine:
 
     def begin(
         self, buffers: DecodeBuffers, needs: Needs, told: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, DraftTree]:
+    ) -> tuple[Tensor, Tensor, DraftTree | None]:
         """Return what a decode step begins with: lens and root [B], and the trees [B, N] to verify.
+
+        None in place of the trees: they are `buffers.tree` itself.
 
         told: [B, N] fp32, into which the drafter writes log-probabilities (`Batch.scores`); None: nobody wants them.
         """
@@ -368,14 +370,15 @@ class Engine:
             # This step runs the graphs of the shape whose trees the drafter proposes, which take trees as an input of
             # their own. A clone, since they get the buffers' tree too, and must not get one tensor as two inputs.
             drafted = DraftTree(*(part.clone() for part in buffers.tree))
-        return self.link.begin(buffers, lens, root, drafted)
+        lens, root, drafted = self.link.begin(buffers, lens, root, drafted)
+        return lens, root, None if drafted is buffers.tree else drafted
 
     def _before_blocks(
         self, buffers: DecodeBuffers, lens: Tensor, root: Tensor, drafted: DraftTree | None
     ) -> tuple[ReadTrees, Tensor, Rope]:
         """Fill the step's attention plan from the trees; return the trees, embeddings [B, N, d] and rotary factors.
 
-        lens and root [B] int64; drafted: the trees, or None if they are `buffers.tree` itself.
+        The arguments are what `begin` returned.
         """
         tokens, parents = buffers.tree if drafted is None else drafted
         tokens = torch.cat((root[:, None], tokens[:, 1:]), dim=1)

@@ -65,8 +65,7 @@ class LLM:
         build.lead(batches, compile_later)
         self.config = config = build.config
         self.folder, self.model_config = build.folder, build.model_config
-        self.ranks, self.tokenizer = build.ranks, build.tokenizer
-        self.compiled, self.compile_later = build.compiled, build.later
+        self.tokenizer, self.compiled, self.compile_later = build.tokenizer, build.compiled, build.later
         self.move_weights = build.move_weights  # starts a thread that moves them to huge pages, if loading put that off
         engine = build.engine()
         self.memory = build.memory
@@ -149,7 +148,7 @@ class LLM:
 
 def startup_line(config: Config, scheduler: Scheduler) -> str:
     """Return the line of sizes to log at start, in SGLang's form."""
-    pool, sizes = (scheduler.kv.pages - 1) * scheduler.kv.page_size, scheduler.sizes
+    pool, sizes = scheduler.limits.pool_rows, scheduler.sizes
     shape = "" if sizes.steps is None else f"num_steps={sizes.steps}, eagle_topk={sizes.topk}, "
     weights = "" if config.quantization is None else f"quantization={config.quantization}, "
     return (

@@ -242,7 +242,6 @@ class Returns:
 
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLES))  # by batch size
-        self._median: dict[int, float] = {}  # the median of `_seconds`, by batch size
         self._steps: dict[int, float] = defaultdict(lambda: FIRST_RUN)  # mean length of a run in steps, by batch size
         self._run, self._behind = 0, False  # steps of the present run; whether the newest step did not draft
 
@@ -251,7 +250,6 @@ class Returns:
         drafts = choice.shape.drafts
         if drafts and self._behind:
             self._seconds[batch].append(seconds)
-            self._median[batch] = statistics.median(self._seconds[batch])
         self._behind = not drafts
         if choice.probe:
             return
@@ -263,9 +261,9 @@ class Returns:
 
     def of(self, batch: int, shape: Shape) -> float:
         """Return the seconds of catching up to add to the time of the next step if it has this shape."""
-        if not shape.drafts or not self._behind or batch not in self._median:
+        if not shape.drafts or not self._behind or batch not in self._seconds:
             return 0.0
-        return self._median[batch] / self._steps[batch]
+        return statistics.median(self._seconds[batch]) / self._steps[batch]
 
 
 class Policy:

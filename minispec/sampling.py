@@ -364,7 +364,7 @@ class SamplingState:
     """
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device | str) -> None:
-        self.slots, self.vocab_size, self.device = slots, vocab_size, torch.device(device)
+        self.vocab_size, self.device = vocab_size, torch.device(device)
         self._floats = torch.tensor(NEUTRAL_FLOATS, device=self.device).repeat(slots, 1)
         self._ints = torch.tensor([0, vocab_size, 0, 0], device=self.device).repeat(slots, 1)
         self.tables = {name: torch.zeros(slots, vocab_size, dtype=kind, device=device) for name, kind in TABLES.items()}

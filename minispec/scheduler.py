@@ -101,9 +101,10 @@ class Scheduler:
         self.engine, self.kv, self.tokenizer, self.eos_ids = engine, engine.kv, tokenizer, eos_ids
         self.sizes = engine.sizes
         self._start_empty(options.radix)
-        pool_rows = (self.kv.pages - 1) * self.kv.page_size
-        self.limits = Limits(engine.model.config.vocab_size, self.sizes.context_length, pool_rows,
-                             self.sizes.tree_rows, tuple(sorted(eos_ids)))  # fmt: skip
+        self.limits = Limits(
+            engine.model.config.vocab_size, self.sizes.context_length, (self.kv.pages - 1) * self.kv.page_size,
+            self.sizes.tree_rows, tuple(sorted(eos_ids)),
+        )  # fmt: skip
         self.overlap = options.overlap and not engine.drafter.reads_text  # drafts from text need the last step's tokens
         self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval, engine.device.type == "cuda")
         self.waiting: deque[Request] = deque()
@@ -598,7 +599,7 @@ class Scheduler:
             "kv_pages_owned": self.seats.owned + self._left,
             "num_running_reqs": len(self.running) + len(self.prefilling),
             "num_queue_reqs": len(self.waiting) + sum(map(len, self.parked.values())),
-            "max_total_num_tokens": (self.kv.pages - 1) * self.kv.page_size,
+            "max_total_num_tokens": self.limits.pool_rows,
             "max_req_input_len": self.limits.longest_prompt,
             "effective_max_running_requests_per_dp": self.sizes.max_running,
             "speculative_num_steps": self.sizes.steps,

@@ -30,7 +30,7 @@ from minispec.beam import BeamDrafter, Inputs
 from minispec.compiled import Compiler
 from minispec.drafter import Committed
 from minispec.kv import KVShape, PagedKV
-from minispec.model import Model, Rope
+from minispec.model import Model
 
 
 class DraftModel(nn.Module):
@@ -127,9 +127,9 @@ class StandaloneDrafter(BeamDrafter):
         # An id that only the target has gets the draft model's last embedding; padding (-1) gets its first.
         model = self.network.model
         known = tokens.clamp(0, model.config.vocab_size - 1)
-        return Inputs(model.embed(known), *model.rope(positions), positions)
+        return Inputs(model.embed(known), model.rope(positions), positions)
 
     def _through(self, inputs: Inputs, states: Tensor | None, plan: Plan) -> Tensor:
         """Return the hidden states [B, T, H] under a plan; `states` is not read, since the pages hold the context."""
-        model, rope = self.network.model, Rope(inputs.cos, inputs.sin)
-        return model.finish(model.run_blocks(inputs.embedding, rope, self._attend(plan)))[0]
+        model = self.network.model
+        return model.finish(model.run_blocks(inputs.embedding, inputs.rope, self._attend(plan)))[0]

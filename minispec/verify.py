@@ -92,21 +92,28 @@ def verify_greedy(trees: Trees, logits: Tensor) -> Verdict:
     distinct, so the accepted nodes form one path, and a node's depth is its index in the path.
     """
     tree, A = trees.tree, trees.most
-    batch, nodes = tree.tokens.shape
     picks = largest(logits)
     chosen = tree.tokens == picks.gather(1, tree.parents.clamp(min=0))  # a pick is never -1, so padding never matches
     chosen[:, 0] = True
     level = depth(trees.above)
     accepted = (chosen[:, None, :] | ~trees.above).all(-1) & (level < A)
-    place = torch.where(accepted, level, A)  # nodes that are not accepted go to column A, which is cut off
-    index = torch.arange(nodes, device=picks.device).expand(batch, nodes)
-    path = torch.zeros(batch, A + 1, dtype=torch.int64, device=picks.device).scatter_(1, place, index)[:, :A]
+    path = _by_depth(accepted, level, A)
     # Entries after the path repeat the root's pick. For them the check for NaN reads the root's logits once more, which
     # does no harm.
     emitted = picks.gather(1, path)
-    row = torch.arange(batch, device=picks.device)[:, None]
+    row = torch.arange(len(picks), device=picks.device)[:, None]
     nan = logits[row, path, emitted].isnan().any(-1)  # argmax picks NaN if the logits contain one
     return _verdict(path, accepted.sum(-1), emitted, nan)
+
+
+def _by_depth(on_path: Tensor, level: Tensor, most: int) -> Tensor:
+    """Return `[B, most] int64`, for each depth the node for which `on_path [B, N] bool` is true, or 0.
+
+    level: [B, N] int64, the depth of each node, below `most` for the nodes on the path.
+    """
+    place = torch.where(on_path, level, most)  # the other nodes go to a last column, which is cut off
+    index = torch.arange(level.shape[1], device=level.device).expand_as(level)
+    return level.new_zeros(len(level), most + 1).scatter_(1, place, index)[:, :most]
 
 
 def verify(
@@ -184,9 +191,7 @@ def simulate(trees: Trees, verdict: Verdict, mean: float) -> Verdict:
     level[:, 0].zero_()  # at the end of the context the root's token is PADDING too
     last = level.argmax(-1)
     above = ancestors.gather(1, last[:, None, None].expand(batch, 1, nodes)).squeeze(1)
-    place = torch.where(above, level, most).clamp(max=most)  # the other nodes go to a last column, which is cut off
-    index = torch.arange(nodes, device=lens.device).expand(batch, nodes)
-    path = place.new_zeros(batch, most + 1).scatter_(1, place, index)[:, :most]
+    path = _by_depth(above & (level < most), level, most)
     whole = int(mean)
     # Not the floor of mean + coin: that sum may be rounded up to the next integer.
     coin = uniform(slots, lens, torch.full((1,), COUNT, device=lens.device)).squeeze(1)

@@ -177,7 +177,7 @@ class AskedDecode(Answered[DecodeBuffers]):
         watched = None if self.timed else torch.full((step.batch, step.nodes), torch.nan, device=engine.device)
         lens, root, drafted = engine.begin(step, needs, watched)
         before, _ = engine.around(step, needs)
-        read, embedding, rope = before(engine, step, lens, root, None if drafted is step.tree else drafted)
+        read, embedding, rope = before(engine, step, lens, root, drafted)
         tokens, parents, above = read
         crossing = to_host(step.slots[:, None], tokens, parents) if self.masked else None
         streams = engine.model.run_blocks(embedding, rope, step.attend, engine.drafter.taps)

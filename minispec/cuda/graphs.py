@@ -102,6 +102,9 @@ def _record(
 
 
 def _turn(key: tuple[int, Shape]) -> tuple[int, bool, int]:
-    """Return by what the decode steps are sorted that are captured, by batch and shape."""
+    """Return the key by which `capture` sorts decode steps: larger batches first, then larger trees first.
+
+    Of a batch, steps whose trees are all looked up come last.
+    """
     batch, shape = key
     return -batch, shape.of_host, shape.nodes if shape.of_host else -shape.nodes

@@ -149,9 +149,11 @@ def flags_page() -> str:
         "edit.\n"
         "A flag acts, or one line at start says what is done instead; the server refuses to start only for a flag that "
         "would change what clients get, or would open or close a door. Underscores may stand for dashes.",
-        "## Flags that act", _table(("flag", "default", "what it does"), acting),
+        "## Flags that act", markdown_table(("flag", "default", "what it does"), acting),
         "## Values taken as another one, with a line at start",
-        _table(("given", "taken as", "why"), [(f"`{given}`", f"`{taken}`", why) for given, taken, why in instead]),
+        markdown_table(
+            ("given", "taken as", "why"), [(f"`{given}`", f"`{taken}`", why) for given, taken, why in instead]
+        ),
         "A chain (`--speculative-eagle-topk 1`) needs no `--speculative-num-draft-tokens`: it has one node more than "
         "steps. A flag of another drafter than the one that runs does nothing, and a line says so.",
         "NGRAM on a CPU and lookups beside a head read two sources, a dictionary of each request's own text and the "
@@ -159,15 +161,15 @@ def flags_page() -> str:
         "token; what begins with \"trie:\" is of the trie alone. NGRAM on CUDA reads the trie alone, and so it does "
         "on a CPU with `--no-speculative-adaptive` or a number of draft tokens.",
         "## Flags with a line at start, whatever their value",
-        _table(("flag", "what is done instead"), lines),
+        markdown_table(("flag", "what is done instead"), lines),
         "## Flags that are refused",
-        _table(("flag", "why", "accepted"), refused),
+        markdown_table(("flag", "why", "accepted"), refused),
         "## SGLang's environment variables", "They are not read, and those that are set are named in a line at start.",
-        _table(("variable", "what holds here"), [(f"`{name}`", text) for name, text in VARIABLES.items()]),
+        markdown_table(("variable", "what holds here"), [(f"`{name}`", text) for name, text in VARIABLES.items()]),
     ]) + "\n"  # fmt: skip
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     cells = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)

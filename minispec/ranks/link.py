@@ -93,7 +93,8 @@ class Ranks:
         """Note that an error has parted the ranks, and return what is to be raised for it."""
         logger.debug("the ranks have parted", exc_info=True)
         self.parted = True
-        time.sleep(PATIENCE)  # if a rank has died on this machine, who watches it says so better and ends the process
+        # If a rank on this machine has died, the thread that watches it ends this process, with a clearer message.
+        time.sleep(PATIENCE)
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return RanksParted(f"a step or call failed on rank 0, and the others of --tp-size {self.size} cannot go on "
                            f"without it; start the server again: {said}")  # fmt: skip
@@ -242,8 +243,7 @@ class Elsewhere(Drafter):
     name, commits = "elsewhere", False
 
     def __init__(self, sizes: Sizes) -> None:
-        self.nodes, self.depth, self.scratch, self.smaller = sizes.nodes, sizes.depth, sizes.scratch, sizes.smaller
-        self.looks_up = sizes.looks_up
+        self.nodes, self.depth = sizes.nodes, sizes.depth
 
     def propose(self, batch: Batch) -> DraftTree:
         """Return a tensor for the trees that rank 0 sends."""
@@ -251,7 +251,7 @@ class Elsewhere(Drafter):
 
 
 def follow(engine: Engine, ranks: Ranks) -> None:
-    """Be another rank's engine: do what rank 0 calls, in order, until it says stop."""
+    """Be another rank's engine: do what rank 0 calls, in order. A server's rank ends with rank 0's process."""
     engine.link, asking = SharedLink(engine, ranks), Asking(engine)
     setattr(engine.accept, "judge", no_verdict)  # noqa: B010  to be overwritten with rank 0's
 

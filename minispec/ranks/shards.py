@@ -221,11 +221,6 @@ class SplitHead(nn.Module):
         super().__init__()
         self.linear, self.size, self.group, self.vocab_size = linear, shard.size, shard.group, shard.whole.vocab_size
 
-    @property
-    def weight(self) -> Tensor:
-        """This rank's rows."""
-        return self.linear.weight
-
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of normed hidden states [..., d], on every rank."""
         return side_by_side(self.linear(hidden), self.size, self.group)[..., : self.vocab_size]

@@ -26,7 +26,7 @@ def memory_stats(llm: LLM) -> dict[str, Any]:
     return {"memory_bytes": parts, "memory_usage": {
         "weight": gib("target_weights", "draft_weights"), "kvcache": gib("target_kv_pool", "draft_kv_pool"),
         "graph": None if parts["graphs_and_workspace"] is None else gib("graphs_and_workspace"),
-        "token_capacity": (scheduler.kv.pages - 1) * scheduler.kv.page_size,
+        "token_capacity": scheduler.limits.pool_rows,
     }}  # fmt: skip
 
 

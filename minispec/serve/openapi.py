@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic.json_schema import models_json_schema
 
+from minispec.load.flags import markdown_table
 from minispec.serve import fields
 from minispec.serve.routes import JSON, ROUTES, Route
 
@@ -97,22 +97,17 @@ def tables() -> str:
     code = lambda names: ", ".join(f"`{name}`" for name in names.split())  # noqa: E731
     return "\n\n".join([
         "### Fields that act",
-        _table(("field", "in", "what it does"),
+        markdown_table(("field", "in", "what it does"),
                [(name, ", ".join(places), text) for (name, text), places in acting.items()]),
         "### Fields that are refused",
         "A 400 names the field where it asks for something. Null, false and empty values pass, and those of the last "
         "column. What the first table has for one place is refused in the others, if it stands here too.",
-        _table(("fields", "why", "passes too"),
+        markdown_table(("fields", "why", "passes too"),
                [(code(names), why, ", ".join(passes[why])) for why, names in fields.REFUSED.items()]),
         "### Fields that are ignored",
-        _table(("fields", "why no answer depends on them"),
+        markdown_table(("fields", "why no answer depends on them"),
                [(code(names), why) for why, names in fields.IGNORED.items()]),
     ]) + "\n"  # fmt: skip
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
 
 
 if __name__ == "__main__":

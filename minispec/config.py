@@ -34,7 +34,6 @@ HEADS = Path(__file__).parent / "heads"  # the draft heads and models that ship 
 # The folders in `HEADS`. NEXTN is another name of EAGLE, but for the default model it loads another head, an MTP layer.
 SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "standalone"}
 INT8_NODES = 4  # nodes of a default tree with int8 weights, whose products take four rows at a time
-BEST = ("EAGLE3", "NGRAM")  # the default model's drafter is the first of these whose files are here
 MAX_NODES = 128  # of a draft tree: the nodes of one request must fit in a query block of FlexAttention
 # From this batch on, trees may cost a GPU more time than they save. So there `policy.py` chooses a step's shape even if
 # flags give a tree's numbers.
@@ -484,8 +483,9 @@ class Config:
         """The drafter to run: the one that the flag names, or the default for this model."""
         if self.speculative_algorithm is not None:
             return self.speculative_algorithm
-        shipped = next((name for name in BEST if name not in SHIPPED or self._shipped(name)), "NONE")
-        return shipped if self.model_path is None else "NONE"
+        if self.model_path is not None:
+            return "NONE"
+        return "EAGLE3" if self._shipped("EAGLE3") else "NGRAM"
 
     @property
     def token_map(self) -> str | None:

@@ -247,6 +247,9 @@ class Finish:
     code: str = "aborted"
 
 
+ABORTED = Finish("abort", message="the request was aborted", status=ABORT_WANTED)
+
+
 @dataclass
 class Trace:
     """What a watched request's decode steps did. The scheduler appends; other threads may read."""
@@ -265,7 +268,7 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     ends: Callable[[str], bool] | None = None  # called with the text of each token; True ends the request there
     prediction: Sequence[int] = ()  # tokens that the output is expected to resemble; a hint for drafts
-    thinking: bool | None = None  # True: the prompt ends inside reasoning; False: after reasoning; None: not known
+    thinking: bool | None = None  # True: the prompt ends inside reasoning; False: outside of it; None: not known
     leader: Request | None = None  # the first of several choices for this prompt; the others wait for its pages
     salt: str = ""  # requests share cached pages, and texts for lookups, only under the same salt
     trace: Trace | None = None  # None: not watched
@@ -365,7 +368,7 @@ class Limits(NamedTuple):
                 code="context_length_exceeded",
             )
         # `room` is the longest output if no other request has pages. An output of this length ends with `length`.
-        room, wanted = min(context, self.longest_prompt + 1) - count, params.max_new_tokens
+        room, wanted = self.longest_prompt + 1 - count, params.max_new_tokens
         if wanted is not None and count + wanted > context:
             raise RequestError(
                 f"max_new_tokens is {wanted}, and with {count} prompt tokens exceeds the context of {context} "

@@ -46,7 +46,7 @@ from minispec.metrics import Kept, Load, Metrics, Verified
 from minispec.output import Output, TextMaker
 from minispec.policy import Kind, Planned, Policy
 from minispec.radix import Node, PrefixCache
-from minispec.request import ABORT_WANTED, Finish, Limits, Request, Update
+from minispec.request import ABORTED, Finish, Limits, Request, Update
 from minispec.seats import Seat, Seats
 
 logger = logging.getLogger("minispec")
@@ -200,7 +200,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Give slots and pages to waiting requests, in order, as long as there are slots and pages."""
         while self.waiting and self.free_slots:
-            request, available = self.waiting[0], len(self.kv.free) + len(self.cache.idle)
+            request, available = self.waiting[0], self.seats.available
             busy = self.running or self.prefilling  # if no request runs, none will free pages: try even if refused
             if busy and self._refused_already(request, available):
                 return
@@ -521,7 +521,7 @@ class Scheduler:
         named = [r for r in everyone if r.rid.startswith(rid_prefix)]
         self.metrics.aborted += len(named)
         for request in named:
-            self._end(request, Finish("abort", message="the request was aborted", status=ABORT_WANTED))
+            self._end(request, ABORTED)
         return self._drain()
 
     def fail(self, error: BaseException) -> list[Update]:

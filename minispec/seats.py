@@ -40,11 +40,16 @@ class Seats(dict[Request, Seat]):
         super().__init__()
         self.kv, self.cache, self.catch_up = kv, cache, catch_up
 
+    @property
+    def available(self) -> int:
+        """How many pages are free or can be evicted."""
+        return len(self.kv.free) + len(self.cache.idle)
+
     def obtain(self, count: int) -> bool:
         """Ensure that `count` pages are free, if need be by evicting cached ones; False if there are too few."""
-        short = count - len(self.kv.free)
-        if short > len(self.cache.idle):
+        if count > self.available:
             return False
+        short = count - len(self.kv.free)
         if short > 0:
             self.kv.give_back(self.cache.evict(short))
         return True
@@ -110,7 +115,7 @@ class Seats(dict[Request, Seat]):
     @property
     def usage(self) -> float:
         """The share of pages that requests hold; pages that are only cached count as free."""
-        return 1 - (len(self.kv.free) + len(self.cache.idle)) / max(self.kv.pages - 1, 1)
+        return 1 - self.available / max(self.kv.pages - 1, 1)
 
     def check(self, left: int) -> None:
         """Assert that every page is in one place and that the cache is consistent.

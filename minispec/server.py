@@ -2,7 +2,7 @@
 
     python -m minispec.server [--model PATH] [--port 30000] ...
 
-There are two threads. The event loop parses requests, counts prompts and streams answers. The engine thread
+There are two main threads. The event loop parses requests, counts prompts and streams answers. The engine thread
 (`serve/worker.py`) owns the `LLM` and runs its steps. With --dp-size, replicas in other processes take the place of the
 engine thread (`replicas/workers.py`). What the loop knows of the model is in a `Front` (`serve/front.py`).
 
@@ -100,8 +100,7 @@ class Server:
         if self.config.dp_size > 1:
             self.engine = Replicas(self.config, self._deliver, self._died)
         else:
-            self.engine = EngineThread(self.config, self.build, self._deliver, self._died)
-            self.engine.watchdog = self.watchdog
+            self.engine = EngineThread(self.config, self.build, self._deliver, self._died, self.watchdog)
         access_logger.setLevel(self.config.log_level_http.upper())
         self.runner = web.AppRunner(
             self.application(), handler_cancellation=True, shutdown_timeout=STOP_TIMEOUT, access_log=access_logger,
@@ -591,8 +590,8 @@ def _failed(why: object) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the server from the command line; exits with 0 after Ctrl-C or SIGTERM, with another code on failure."""
     config = config_from_args(argv)
-    logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S", stream=sys.stderr,
-                        level=getattr(logging, config.log_level.upper()))  # fmt: skip
+    logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S",
+                        level=config.log_level.upper())  # fmt: skip
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # its errors quote raw requests, perhaps with keys
     for note in config.notes:
         logger.warning("%s", note)

@@ -115,7 +115,7 @@ def _parser() -> _Parser:
                 action = "store_true" if f.default is False else argparse.BooleanOptionalAction
                 group.add_argument(*names, dest=f.name, action=action, help=meta["help"])
                 continue
-            shown = "" if f.default is None or f.default is False else f" (default: {f.default})"
+            shown = "" if f.default is None else f" (default: {f.default})"
             several = {"nargs": "+"} if kind == "Ints" else {}
             choices, word = ",".join(map(str, meta["choices"])), _TYPES[kind]
             metavar = f"{{{choices}}}" if choices else word.__name__.upper()

@@ -16,7 +16,6 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -26,7 +25,7 @@ from typing import Any, cast
 from minispec.config import Config
 from minispec.load.machine import own_compile_cache
 from minispec.replicas.wire import Told, Values
-from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update, one_line
+from minispec.request import ABORTED, Finish, Request, RequestError, Update, one_line
 from minispec.serve.front import Front
 from minispec.serve.watchdog import Watchdog
 from minispec.serve.worker import EngineThread, build_sealed_llm
@@ -49,8 +48,8 @@ class Replica:
     def __init__(self, flags: Values, threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported, which is when the engine loads
         self.config = Config(**flags)
-        logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S", stream=sys.stderr,
-                            level=getattr(logging, self.config.log_level.upper()))  # fmt: skip
+        logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S",
+                            level=self.config.log_level.upper())  # fmt: skip
         own_compile_cache()
         self.incarnation = uuid.uuid4().hex
         self.engine: EngineThread | None = None
@@ -61,8 +60,8 @@ class Replica:
     async def begin(self) -> Values:
         """Begin to load, if that is still to be done; return what this process is, and how far it has come."""
         if self.engine is None:
-            self.engine = EngineThread(self.config, build_sealed_llm, self._deliver, self._died)
-            self.engine.watchdog = Watchdog(self.config.watchdog_timeout, lambda: os._exit(1))
+            watchdog = Watchdog(self.config.watchdog_timeout, lambda: os._exit(1))
+            self.engine = EngineThread(self.config, build_sealed_llm, self._deliver, self._died, watchdog)
             self.engine.ready_line = "a replica has loaded"  # the server is ready when the door knows of it
             self.engine.start()
         engine, state = self.engine, self.engine.state  # read once, as it may become "ready" while this looks around
@@ -112,7 +111,7 @@ class Replica:
     async def abort(self, rids: Sequence[str]) -> None:
         """End requests, wherever they are."""
         for rid in self.entering.intersection(rids):
-            self._end(rid, Finish("abort", message="the request was aborted", status=ABORT_WANTED))
+            self._end(rid, ABORTED)
         self._begun.abort([self.told[rid].request for rid in rids if rid in self.told])
 
     def _end(self, rid: str, finish: Finish) -> None:

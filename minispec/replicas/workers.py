@@ -30,7 +30,7 @@ from minispec.config import Config
 from minispec.replicas.cluster import Cluster
 from minispec.replicas.routing import Routing
 from minispec.replicas.wire import Values, packed, taken
-from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update
+from minispec.request import ABORTED, Finish, Request, RequestError, Update
 from minispec.serve.front import Facts, Front, front_for
 
 logger = logging.getLogger("minispec")
@@ -42,7 +42,6 @@ GLANCE = 5.0  # and at one that is
 ANSWER = 2.0  # seconds a replica has to tell of itself
 LOST = Finish("abort", message=f"the replica has died under this request {LIVES} times", status=500,
               code="replica_lost")  # fmt: skip
-ABORTED = Finish("abort", message="the request was aborted", status=ABORT_WANTED)
 
 
 class Place:
@@ -59,7 +58,10 @@ class Place:
 
 
 class Replicas:
-    """What `worker.EngineThread` is to a server, for several engines elsewhere. All on the event loop."""
+    """What `worker.EngineThread` is to a server, for several engines elsewhere.
+
+    Everything runs on the event loop, except `_enter` and `join`.
+    """
 
     def __init__(
         self, config: Config, deliver: Callable[[list[Update]], None], died: Callable[[], None]

@@ -26,7 +26,7 @@ class Auth:
     def __init__(self, config: Config) -> None:
         self.key, self.admin_key = config.api_key, config.admin_api_key
         self.tls: ssl.SSLContext | None = None
-        if config.ssl_certfile is not None and config.ssl_keyfile is not None:
+        if config.ssl_certfile is not None:  # the key is given too; `Config` saw to it
             self.tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             try:
                 self.tls.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, _no_password)

@@ -33,7 +33,7 @@ def memory_stats(llm: LLM) -> dict[str, Any]:
 def load_of(scheduler: Scheduler) -> dict[str, Any]:
     """Return the entry of /v1/loads, under SGLang's names; totals are since the start or the last flush."""
     stats, kv = scheduler.stats(), scheduler.kv
-    used = kv.pages - 1 - len(kv.free) - len(scheduler.cache.idle)
+    used = kv.pages - 1 - scheduler.seats.available
     computed, cached = stats["prompt_tokens"], stats["cached_tokens"]
     load = {
         "num_running_reqs": stats["num_running_reqs"], "num_waiting_reqs": stats["num_queue_reqs"],

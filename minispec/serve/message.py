@@ -40,7 +40,7 @@ class Wish:
 
 
 class Message:
-    """One assistant's message. `thinking`: the prompt ends inside its reasoning, or before it (None: unknown)."""
+    """One assistant's message. `thinking`: whether the prompt ends inside its reasoning; None: not known."""
 
     def __init__(self, wish: Wish, formats: Formats, thinking: bool | None = None) -> None:
         self.wish = wish

@@ -98,7 +98,7 @@ class Reply:
         finish = update.finish
         if finish is not None and finish.kind == "abort":
             if finish.status != ABORT_WANTED or self.job.kind != "generate":
-                raise RequestError(finish.message or "the request was aborted", None, finish.status, finish.code)
+                raise RequestError(finish.message, None, finish.status, finish.code)
         self.texts[i] += update.text
         self.ids[i] += update.ids
         self.finishes[i] = finish

@@ -18,8 +18,8 @@ from minispec.load.reply_formats import CallFormat
 from minispec.output import overlap
 
 MAX_DEPTH = 64  # of nested JSON, in bodies too; a deeper call is malformed
-# Of arguments that are constrained: white space left free is where small models never stop.
 _NONE = {"additionalProperties": False}  # the parameters of a function that takes none
+# The white space of constrained arguments is fixed: where it is free, small models go on writing it for ever.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
 _BETWEEN, _OPEN, _OBJECT, _AFTER, _OVER = range(5)  # where in the reply: `_OPEN` is after a begin tag

@@ -82,16 +82,16 @@ class EngineThread(threading.Thread):
     """The thread that owns the LLM. `state` goes from starting to ready, and from either to failed."""
 
     def __init__(
-        self, config: Config, build: Build, deliver: Callable[[list[Update]], None], died: Callable[[], None]
-    ) -> None:
+        self, config: Config, build: Build, deliver: Callable[[list[Update]], None], died: Callable[[], None],
+        watchdog: Watchdog,
+    ) -> None:  # fmt: skip
         super().__init__(name="engine", daemon=True)
-        self.config, self.build, self.deliver, self.died = config, build, deliver, died
+        self.config, self.build, self.deliver, self.died, self.watchdog = config, build, deliver, died, watchdog
         self.state, self.progress = "starting", "starting"
         self.error: BaseException | None = None
-        self.watchdog = Watchdog(0)
         self.ready_line = "The server is fired up and ready to roll!"  # in the log; scripts wait for SGLang's words
         self.lost = False  # whether this process can compute nothing any more
-        self.llm: LLM | None = None  # read by the event loop once ready; its scheduler is this thread's alone
+        self.llm: LLM | None = None  # this thread's alone; what others may know of it is in `front`
         self.warming: Warming | None = None
         self.front: Front | None = None  # known once ready
         self.loaded, self.stopped = threading.Event(), threading.Event()

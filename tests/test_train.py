@@ -150,6 +150,16 @@ def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
 
 
+def test_features_on_disk_take_no_more_than_their_limit(tmp_path: Path) -> None:
+    texts, limit = replies(target(), 6), 100_000
+    features = Features(target(), texts, TAPS, tmp_path, limit)
+    kept, computed = features.several(range(len(texts))), Features(target(), texts, TAPS, tmp_path / "all", 10**9)
+    assert 0 < features.kept < len(texts), "a limit that some fit into"
+    assert limit / 2 < sum(path.stat().st_size for path in tmp_path.glob("*.bin")) - features.kept <= limit
+    assert all(torch.equal(a, b) for have, want in zip(kept, computed.several(range(len(texts))), strict=True)
+               for a, b in zip(have, want, strict=True))  # fmt: skip
+
+
 def test_what_is_learned_is_what_the_target_says_next(tmp_path: Path) -> None:
     """At round s anchor i learns the target's distribution after x[i+1+s], among the draft ids, from P - 1 to E - 3."""
     model = target()

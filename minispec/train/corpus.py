@@ -14,8 +14,9 @@ their lengths.
     replies.jsonl    {"made": {"--model": ..., "--seed": ..., ...}}, what all replies below depend on
                      {"ids": [...], "start": P, "temperature": 0.0, "source": "..."}    ids[P:] is the reply
                      {"group": 0, "tokens": R}, at the end of each group, with the number of its reply tokens
-    features.bin     [tokens, F], the tapped streams of every sequence, one after the other
-    digest.txt       of the sequences, taps and dtype that the features belong to
+    features-TAPS.bin               [tokens, F], the tapped streams of every sequence, one after the other
+    choices-TAPS.bin, done-TAPS.bin the target's greedy choice after each token; which sequences are there
+    digest-TAPS.txt                 of the sequences, taps and dtype that the features belong to
 
 A head that is trained on features of other replies learns from the wrong rows. So such features are dropped and
 computed anew. Replies that were made with other flags are refused and not dropped, since they took long to generate.
@@ -299,7 +300,7 @@ class Features:
         self.width = model.config.hidden_size * len(self.taps)
         self.offsets = np.concatenate(([0], np.cumsum([len(s.ids) for s in sequences])))
         rows = int(self.offsets[-1])
-        room = limit // (self.width * 2 + 4)
+        room = limit // (self.width * self.dtype.itemsize + 4)
         self.kept = int(np.searchsorted(self.offsets, room, side="right")) - 1 if room < rows else len(sequences)
         rows = int(self.offsets[self.kept])
         kind = np.uint16 if self.dtype.itemsize == 2 else np.uint32

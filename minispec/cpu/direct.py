@@ -242,9 +242,7 @@ def _given(args: Sequence[Any]) -> tuple:
 class DirectCall:
     """The compiled graph of a function for one key, with all its inputs but the arguments."""
 
-    def __init__(
-        self, owner: Any, args: Sequence[Any], ran: Ran, out: Any, moving: tuple[Tensor, ...] = ()
-    ) -> None:
+    def __init__(self, owner: Any, args: Sequence[Any], ran: Ran, out: Any, moving: tuple[Tensor, ...]) -> None:
         self.owner, self.graph, self.inputs, self.moving = owner, ran.graph, list(ran.inputs), moving
         # Where the moving tensors lie among the inputs, in their order, and the numbers that are sizes of theirs.
         self.moves = [[place for place, given in enumerate(ran.inputs) if given is tensor] for tensor in moving]
@@ -276,7 +274,7 @@ class DirectCall:
             "an argument reaches the graph as another tensor, which would stay while the argument changes"
         )
 
-    def __call__(self, owner: Any, args: Sequence[Any], moving: tuple[Tensor, ...] = ()) -> Any:
+    def __call__(self, owner: Any, args: Sequence[Any], moving: tuple[Tensor, ...]) -> Any:
         """Run the graph on these arguments."""
         assert owner is self.owner, "this key belongs to another module"
         if moving is not self.moving:

@@ -110,7 +110,7 @@ class PagedGather:
         return first.read, first.mask
 
     def _make(self) -> tuple[Tensor, Tensor]:
-        """Return the memory for the rows and masks of a decode step; the part of it that is not used costs nothing."""
+        """Return the memory for the rows and masks of a decode step; on a CPU its unused part costs nothing."""
         if self._rows is None or self._mask is None:
             batch, width = self.plan.batch, self.plan.width
             self._rows = self.plan.slots.new_empty(batch * self.most)

@@ -53,9 +53,10 @@ class Cost(NamedTuple):
 
 
 def prompt_rows(nodes: int) -> int:
-    """Return how many tokens in a row are a chunk of a prompt, where trees have so many nodes, which must be fewer.
+    """Return from how many tokens in a row on a layer takes them for a chunk of a prompt, and not for a tree.
 
-    Prefill steps have at least as many. For larger trees they are twice as many, and short prompts take longer.
+    nodes: of a tree, which must be fewer. No prefill step has fewer tokens, so short prompts take longer if it is a
+    whole query block, as for large trees.
     """
     least = QUERY_BLOCK // 2
     return least if nodes < least else QUERY_BLOCK
@@ -144,10 +145,6 @@ class Int8Head(Int8Linear):
         self.alone, self.several = HeadRows(alone=True), HeadRows(alone=False)
         self.run: Callable[[Int8Head, HeadRows], Tensor] | None = None
         self.has_both = False  # whether both graphs are there
-
-    def compile(self, compiler: Compiler) -> None:
-        """From now on run the loops as `compiler` compiles them, in steps that run compiled."""
-        self.run = compiler(_head_in_loops)
 
     def by_rows(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, [..., out]; each row has the bits that it has alone."""
@@ -241,10 +238,10 @@ def replace_weights(model: Model, prompt_rows: int = QUERY_BLOCK) -> None:
 
 
 def compile_head(model: Model, compiler: Compiler) -> None:
-    """From now on run an int8 LM head as `compiler` compiles it; another one stays as it is."""
+    """From now on run an int8 LM head as `compiler` compiles it, in steps that run compiled."""
     for module in model.modules():
         if isinstance(module, Int8Head):
-            module.compile(compiler)
+            module.run = compiler(_head_in_loops)
 
 
 def _quantize_linears(module: nn.Module, prompt_rows: int, kind: type[Int8Linear] = Int8Linear) -> None:

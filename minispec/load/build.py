@@ -539,14 +539,11 @@ def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], 
     since for larger batches a second size gains less than its graphs take to compile. A CPU has more prefill buckets
     than CUDA, since all share a graph there, and padding costs time.
     """
-    batches: Sequence[int] = ()
     if device.type == "cuda":
         largest = largest_graph(config, free_bytes(device)[1])
         batches = config.cuda_graph_bs or coarse_batches(limits["max_running"], drafter.nodes, largest)
-    both_up_to = 2 if device.type == "cpu" else None
-    sizes = Sizes.resolve(drafter, **{"batches": batches, "both_up_to": both_up_to, **limits})
-    if device.type == "cuda":
-        return sizes
+        return Sizes.resolve(drafter, **{"batches": batches, **limits})
+    sizes = Sizes.resolve(drafter, both_up_to=2, **limits)
     # With int8 weights, a product over fewer rows than `least` is computed as for a tree, not as for a prompt.
     least = prompt_rows(drafter.nodes) if config.quantization == "int8" else 1
     more = {size for size in CPU_PREFILLS if least <= size < sizes.prefill_sizes[-1]}

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from minispec.load.fp8_weights import read_weights
-from minispec.load.heads import slice_head
+from minispec.load.heads import naming, slice_head
 from minispec.load.tokenizer import Tokenizer, load_tokenizer
 from minispec.load.weights import load_weights, read_config
 from minispec.model import Model, ModelConfig, ModelError, published_tensors
@@ -37,7 +37,7 @@ def load_draft(
     draft's ids.
     """
     weight = target.embed_tokens.weight
-    try:
+    with naming("--speculative-draft-model-path", folder):
         stated = read_config(folder)
         config = ModelConfig.from_hf(stated)
         vocab_size = _compared(stated.get("tokenizer_digest"), tokenizer, folder)
@@ -45,10 +45,6 @@ def load_draft(
         if not weight.is_meta:
             tensors = read_weights(folder, load_format, wanted=model.reads, split=config.split)
             load_weights(published_tensors(model), tensors)
-    except KeyError as error:
-        raise ModelError(f"--speculative-draft-model-path {folder}: config.json lacks {error}") from error
-    except ValueError as error:
-        raise ModelError(f"--speculative-draft-model-path {folder}: {error}") from error
     served = context_length or target.config.context_length
     if config.context_length < served:
         logger.info("the draft model is made for %d tokens of the %d served: beyond them it runs on, and may draft "

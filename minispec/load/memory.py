@@ -283,10 +283,10 @@ class Budget:
         config, sizes = self.config, self.sizes
         shape = (("num-draft-tokens", sizes.nodes, 2), ("eagle-topk", sizes.topk, 1), ("num-steps", sizes.steps, 1))
         yield from ((f"--speculative-{name}", now) for name, now, least in shape if now is not None and now > least)
+        raised = " (raise this one)" if pool_is_short else ""
         if self.fraction is not None:
-            yield "--mem-fraction-static", f"{self.fraction:g}{' (raise this one)' if pool_is_short else ''}"
+            yield "--mem-fraction-static", f"{self.fraction:g}{raised}"
         if config.max_total_tokens is not None:
-            raised = " (raise this one)" if pool_is_short else ""
             yield "--max-total-tokens", f"{config.max_total_tokens}{raised}"
         if self.largest_graph > 1:
             yield "--cuda-graph-max-bs", self.largest_graph

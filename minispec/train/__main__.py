@@ -240,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, help="rounds of drafting in training (CPU 3, CUDA 5)")
     add("--epochs", type=int, help="how often each reply is learned from (CPU 4, CUDA 3)")
     add("--batch-tokens", type=int, help="reply tokens behind an update (CPU 500, CUDA 32768)")
-    add("--learning-rate", type=float, help="highest learning rate (default 1e-3; standalone 2e-3)")
+    add("--learning-rate", type=float, help="highest learning rate (default 1e-3; standalone 2e-3, dflash 6e-4)")
     add("--draft-vocab", type=int, default=8192, help="size of the draft vocabulary (default 8192)")
     add("--variant", choices=("3", "3.1"), default="3", help="EAGLE-3 as published, or 3.1 with a norm per stream")
     add("--block-size", type=int, default=8, choices=range(2, 33), metavar="{2..32}", help="rows of DFLASH's block (8)")

@@ -319,21 +319,16 @@ def losses(
 
 @torch.no_grad()
 def replay(head: DraftHead, batch: Packed, taps: slice, teacher: Teacher) -> tuple[int, int]:
-    """Return the tokens emitted and the verify steps that a server would need, drafting chains along greedy replies.
+    """Return the tokens emitted and the verify steps that a server would need, drafting chains along a greedy reply.
 
-    For replies at temperature 0 only, whose tokens are the target's choices. The last step, if the reply's end cuts it
+    batch: one reply at temperature 0, whose tokens are the target's choices. The last step, if the reply's end cuts it
     short, is left out.
     """
-    place = teacher.place[batch.choice]
-    agree: list[list[Tensor]] = []
-    for round_, state in unroll(head, batch, taps):
-        hit = head.logits(state).argmax(-1) == place[round_.teacher]
-        agree.append(list(hit.split([segment.anchors(len(agree)) for segment in batch.segments])))
-    emitted = steps = 0
-    for index, segment in enumerate(batch.segments):
-        table = [agree[s][index].tolist() for s in range(len(agree))]
-        anchor = 0
-        while anchor + len(agree) <= segment.anchors(0):
-            run = next((s for s in range(len(agree)) if not table[s][anchor]), len(agree))
-            emitted, steps, anchor = emitted + run + 1, steps + 1, anchor + run + 1
+    place, (segment,) = teacher.place[batch.choice], batch.segments
+    rounds = unroll(head, batch, taps)
+    hits = [(head.logits(state).argmax(-1) == place[round_.teacher]).tolist() for round_, state in rounds]
+    emitted = steps = anchor = 0
+    while anchor + len(hits) <= segment.anchors(0):
+        run = next((s for s, hit in enumerate(hits) if not hit[anchor]), len(hits))
+        emitted, steps, anchor = emitted + run + 1, steps + 1, anchor + run + 1
     return emitted, steps

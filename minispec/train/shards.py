@@ -6,7 +6,7 @@ that has lost its work folder begins it anew from them.
 
     replies-0000.jsonl.xz    the same lines as those of replies.jsonl, from one group's beginning to another's end
 
-Read next: `trainer.py`, which can learn from shards in place of replies of its own.
+Read next: `__main__.py`, whose `--replies` learns from shards; `stages.py`, for which each shard is a part.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ def rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x [N, K] as (numbers [N, K] fp8, scales [N, 1] fp32), so that number times scale is about x.
 
     In fp32: scale = max |x| / 448 over the row, at least SMALLEST_SCALE; number = x / scale, to the nearest, ties to
-    even. A NaN or an infinity becomes NaN, and so does every product of its row.
+    even. On CUDA a division by 448 is a product with its inverse, so a scale's last bit may be another there. A NaN or
+    an infinity becomes NaN, and so does every product of its row.
     """
     wide = x.float()
     scale = (wide.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=SMALLEST_SCALE)  # clamp keeps a NaN

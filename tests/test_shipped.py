@@ -58,4 +58,4 @@ def test_a_shipped_head_says_where_it_comes_from(name: str) -> None:
 def test_heads_and_repository_stay_small() -> None:
     files = [path for path in HEADS.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 50 * MEGABYTE
-    assert (HEADS / "standalone" / "model.safetensors").stat().st_size < 13 * MEGABYTE
+    assert (HEADS / "standalone" / "model.safetensors").stat().st_size < 14 * MEGABYTE

@@ -190,7 +190,7 @@ def test_a_target_s_multipliers_are_taught_and_are_no_switches_of_what_is_traine
     torch.testing.assert_close(trainer.teacher(hidden), wanted.softmax(-1))
     state = features.of(0)[0][:, : model.config.hidden_size]
     torch.testing.assert_close(trainer.head.logits(state), model.logits(model.norm(state))[:, trainer.head.token_map])
-    small = small_model(Model(replace(model.config, vocab_size=258)), 64, 1)
+    small = small_model(Model(replace(model.config, vocab_size=258)), 64)
     for layer in (trainer.head.layer, small.layers[0]):
         assert (layer.query_multiplier, layer.residual_multiplier) == (1.0, 1.0)
     assert small.config == small.config.plain()
@@ -418,7 +418,7 @@ def test_a_small_model_learns_the_replies_and_loads_as_a_draft(tmp_path: Path) -
     model, tokenizer = Model(replace(target().config, vocab_size=100)).requires_grad_(False), byte_tokenizer(100)
     texts = replies(model, 20)
     made = recipe("standalone", epochs=15, learning_rate=5e-3)
-    small = small_model(model, 64, 1)
+    small = small_model(model, 64)
     train_small(made, small, texts, print)
     assert foreseen(small, texts) > 0.5
     export_small(small, tokenizer_digest(tokenizer), tmp_path)

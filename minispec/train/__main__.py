@@ -111,7 +111,7 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
         tell(f"wrote {options.out / 'token_map.safetensors'}: {len(ids)} ids, most frequent first")
         return
     if options.kind not in HEADS:
-        small = small_model(model, options.width, 1)
+        small = small_model(model, options.width)
         right = train_small(recipe, small, replies, tell)
         export_small(small, tokenizer_digest(load_tokenizer(choose_folder(config, tell))), options.out)
         tell(f"held out: {right:.3f} of reply tokens foreseen; wrote {options.out}")

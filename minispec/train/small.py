@@ -1,8 +1,9 @@
 """A small model to draft with, trained on the target's replies: `python -m minispec.train standalone`, a demonstration.
 
 A drafter for STANDALONE must have the target's vocabulary, and for a target without smaller relatives there is none.
-This module makes one: a Llama of one narrow layer. The product with the LM head over the whole vocabulary would be
-nearly all of the work, so each update computes logits for a part of the vocabulary only.
+This module makes one: a Llama of two narrow layers, the fewest with which attention can find an earlier text like the
+present one and repeat what followed there (induction heads, arXiv 2209.11895). The product with the LM head over the
+whole vocabulary would be nearly all of the work, so each update computes logits for a part of the vocabulary only.
 
 Read next: `standalone.py`, which serves it.
 """
@@ -27,15 +28,15 @@ from minispec.train.export import Recipe, draft_vocabulary, published_config, wr
 from minispec.train.prompts import Tell
 
 
-def small_model(model: Model, width: int, layers: int) -> Model:
-    """Return a Llama of `width` with the target's vocabulary, to train, in fp32.
+def small_model(model: Model, width: int) -> Model:
+    """Return a Llama of `width` and two layers with the target's vocabulary, to train, in fp32.
 
     Nearly all of its weights are the embedding, which starts as the target's embedding projected onto the `width`
     directions in which that varies most.
     """
     heads = width // 64
     shape = replace(
-        model.config.plain(), hidden_size=width, intermediate_size=2 * width, layers=layers, heads=heads, kv_heads=1,
+        model.config.plain(), hidden_size=width, intermediate_size=2 * width, layers=2, heads=heads, kv_heads=1,
         head_dim=64, tied=True, qk_norm=False, qkv_bias=False, output_bias=False, mlp_bias=False,
     )  # fmt: skip
     weight = model.embed_tokens.weight.float()

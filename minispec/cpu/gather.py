@@ -63,9 +63,8 @@ class PagedGather:
         # Is it one request's tree of few nodes? That has a graph of its own on a CPU, of loops in place of products.
         self.few = not plan.prompts and plan.batch == 1 and plan.width <= FEW_ROWS
         if plan.prompts:
-            key = next(_keys)
-            _gathers[key] = self
-            self.handle = torch.tensor(key)
+            _gathers[id(self)] = self
+            self.handle = torch.tensor(id(self))
             self.graph = "prompts of any length"
             self._layers: Sequence[GatherLayer | PromptLayer] = [PromptLayer(kv, at, self) for at in range(layers)]
             return
@@ -310,8 +309,7 @@ class PromptLayer(Key):
 
 # In compiled code a prefill step's attention is an operator: how many requests there are is then no shape of a graph.
 library.define("attend_rows(Tensor q, Tensor keys, Tensor values, Tensor handle) -> Tensor")
-_keys = itertools.count()
-_gathers: weakref.WeakValueDictionary[int | float, PagedGather] = weakref.WeakValueDictionary()  # by `handle`
+_gathers: weakref.WeakValueDictionary[int | float, PagedGather] = weakref.WeakValueDictionary()  # by id
 _products: weakref.WeakKeyDictionary[PagedKV, Products] = weakref.WeakKeyDictionary()  # one for all plans
 library.impl("attend_rows", lambda q, keys, values, handle: _gathers[handle.item()].attend(q, keys, values), "CPU")
 torch.library.register_fake(  # empty, and laid out in memory as `PagedGather.attend` returns it

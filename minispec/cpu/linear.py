@@ -22,7 +22,6 @@ Read next: `model.py`, whose nn.Linear modules are replaced here.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -36,9 +35,8 @@ from minispec.experts import Experts, Product, through_chosen
 
 FEW_ROWS = 4  # of a product, up to which loops are faster than oneDNN
 
-# Reordered weights by handle; an entry lives as long as its module (`PackedLinear.__del__`).
+# Reordered weights by the id of their module, as long as that lives.
 _weights: dict[int | float, Tensor] = {}  # by an int; `Tensor.item` is typed as either
-_handles = itertools.count()
 
 _product: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 
@@ -73,9 +71,10 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, keep: bool = False) -> None:
         super().__init__()
-        self.key = next(_handles)
+        self.key = id(self)
         self.features = linear.out_features
         _weights[self.key] = _reordered(linear.weight.detach().contiguous())
+        weakref.finalize(self, _weights.pop, self.key).atexit = False  # by then nobody cares
         self.register_buffer("handle", torch.tensor(self.key), persistent=False)
         self.register_buffer("kept", linear.weight.detach() if keep else None, persistent=False)
         self.bias = linear.bias
@@ -85,10 +84,6 @@ class PackedLinear(nn.Module):
         """Bytes of the reordered weight, which is no parameter or buffer; oneDNN fills small ones up to its blocks."""
         weight = _weights[self.key]
         return weight.nbytes if weight.is_meta else torch.ops.mkldnn._nbytes(weight)
-
-    def __del__(self) -> None:
-        if _weights is not None:  # when Python ends, this name may be gone before the last layer
-            _weights.pop(self.key, None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, plus the bias, [..., out]."""

@@ -125,7 +125,7 @@ def make_graph(engine: Engine, step: DecodeBuffers | PrefillBuffers, from_cache:
     return step.ready
 
 
-def time_steps(engine: Engine, batch: int, repeats: int = 3) -> None:
+def time_steps(engine: Engine, batch: int) -> None:
     """Time the decode steps of a batch size, captured or not, as they will run, on slots with pages of their own.
 
     Padding would give wrong times: all its rows lie in one page, which stays in the processor's caches. No other step
@@ -142,7 +142,7 @@ def time_steps(engine: Engine, batch: int, repeats: int = 3) -> None:
         kv.map(slot, 0, taken[index * pages : (index + 1) * pages])
     # Shapes are timed in turn, and the least of several times counts, since a slow moment of the machine at start must
     # not decide how large trees are.
-    times = [[step_seconds(engine, slots, shape, rows) for shape in timed] for _ in range(repeats)]
+    times = [[step_seconds(engine, slots, shape, rows) for shape in timed] for _ in range(3)]
     engine.step_seconds |= {(batch, s): min(t) for s, t in zip(timed, zip(*times, strict=True), strict=True)}
     engine.timed_rows = rows
     for slot in slots:

@@ -412,11 +412,11 @@ def batches(
         yield batch
 
 
-def loops(tokens: Sequence[int], window: int = 48, period: int = 16) -> bool:
-    """Return whether a reply's last `window` tokens repeat with a period of at most `period`.
+def loops(tokens: Sequence[int]) -> bool:
+    """Return whether a reply's last 48 tokens repeat with a period of at most 16.
 
     Small models loop under greedy decoding, and a loop is easy to draft. So benchmarks report figures with and without
     such replies.
     """
-    tail = list(tokens[-window:])
-    return len(tail) == window and any(tail[p:] == tail[:-p] for p in range(1, period + 1))
+    tail = list(tokens[-48:])
+    return len(tail) == 48 and any(tail[p:] == tail[:-p] for p in range(1, 17))

@@ -30,6 +30,8 @@ from minispec.train.prompts import Tell
 from minispec.train.rounds import Packed, Teacher, losses, pack, replay
 from minispec.train.stages import Stages
 
+SAVE_EVERY = 300  # seconds between checkpoints
+
 
 class Trainer:
     """A head, its optimizer and its data; `run` goes on from the checkpoint in `folder`, if there is one.
@@ -64,7 +66,7 @@ class Trainer:
         self.step = 0
         self.stages = Stages(recipe, features, self.training, parts or [len(replies)])
 
-    def run(self, save_every: float = 300.0, stop_at: int | None = None) -> None:
+    def run(self, stop_at: int | None = None) -> None:
         """Train to the end (or to update `stop_at`), print progress, and save checkpoints to resume from."""
         self._resume()
         updates = self.stages.updates
@@ -88,7 +90,7 @@ class Trainer:
                     f"{tokens / (now - begun):.0f} tokens/s  {(updates - self.step) / rate / 60:.1f} min left"
                 )
                 told, loss_sum, count = now, 0.0, 0
-            if now - saved > save_every:
+            if now - saved > SAVE_EVERY:
                 self._save()
                 saved = now
         self._save()

@@ -74,7 +74,7 @@ class PackedLinear(nn.Module):
         self.key = id(self)
         self.features = linear.out_features
         _weights[self.key] = _reordered(linear.weight.detach().contiguous())
-        weakref.finalize(self, _weights.pop, self.key).atexit = False  # by then nobody cares
+        weakref.finalize(self, _weights.pop, self.key).atexit = False  # then all weights go anyway
         self.register_buffer("handle", torch.tensor(self.key), persistent=False)
         self.register_buffer("kept", linear.weight.detach() if keep else None, persistent=False)
         self.bias = linear.bias

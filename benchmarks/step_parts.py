@@ -1,4 +1,4 @@
-"""Where the time of one step goes: products, attention, other compiled code, eager operations, Python.
+"""Where the time of one step goes: products, attention, the rest of the blocks, what is around them.
 
 `python -m benchmarks.step_parts` serves one request of the default model with its EAGLE-3 head and times three kinds of
 step at batch 1: a plain step and a tree step at a context of 200, and a prefill step of 512 tokens, at the start of a
@@ -10,14 +10,14 @@ timed by itself instead, in turn with whole steps. Differences are taken within 
              those that compiled blocks make themselves, in loops, compiled as well, a block's at once
   attention  what compiled blocks take longer than the same blocks compiled with attention left out (the query is
              handed on in its place); it includes writing keys and values
-  compiled   the rest of the compiled blocks, the target's and the head's: norms, rotary, activations, and the calls
-             between kernels, which Inductor's code makes in Python
-  eager      every operation outside of blocks and linear layers called once more, on copies of its arguments that are
-             in the cache
-  Python     the rest of the whole: the engine's own lines, lists turned into tensors, and waiting for memory there
+  blocks     the rest of the blocks, the target's and the head's: norms, rotary, activations, and the calls between
+             kernels, which Inductor's code makes in Python
+  around     the functions before and after the blocks of target and head, less their LM heads: plans, verification,
+             compaction, growing the tree
+  rest       the engine's own lines and the few operations there
 
-A part called by itself can be a little faster or slower than within a step, so the smallest parts, Python's above all,
-can come out too small by some tenths, or negative. Read ratios: the load of the machine stands above the table.
+A part called by itself can be a little faster or slower than within a step, so small parts can come out too small by
+some tenths, or negative. Read ratios: the load of the machine stands above the table.
 
 Read next: `minispec/engine.py`, whose steps these are.
 """
@@ -35,15 +35,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench
 from benchmarks import throughput
 from minispec import LLM, SamplingParams
 from minispec.beam import BeamDrafter
 from minispec.buffers import Chunk
+from minispec.compiled import Key
 from minispec.cpu.int8 import Int8Linear
 from minispec.cpu.linear import FEW_ROWS
+from minispec.cpu.spinning import CALM, LOOK
 from minispec.engine import Engine
 from minispec.load.build import compile_step
 from minispec.model import Block
@@ -95,40 +96,6 @@ def products(engine: Engine, kind: Kind) -> list[Product]:
     return found
 
 
-class Recorder(TorchDispatchMode):
-    """Notes every operation with copies of its arguments, unless it is paused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
-        self.paused = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Note a call, and make it."""
-        kwargs = kwargs or {}
-        if not self.paused:
-            copies = torch.utils._pytree.tree_map_only(Tensor, copy, (args, kwargs))
-            self.calls.append((func, *copies))
-        return func(*args, **kwargs)
-
-    def outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with its operations not noted."""
-
-        def call(*args: Any) -> Any:
-            before, self.paused = self.paused, True
-            try:
-                return function(*args)
-            finally:
-                self.paused = before
-
-        return call
-
-
-def copy(tensor: Tensor) -> Tensor:
-    """Return a tensor to write into any number of times; the pool stays itself, whose rows get what they hold."""
-    return tensor.clone() if tensor.untyped_storage().nbytes() < 1 << 24 else tensor
-
-
 def in_loops(module: nn.Module, x: Tensor) -> bool:
     """Say whether compiled code makes this product by loops of its own."""
     if type(module) is Int8Linear:  # an LM head is compiled by itself
@@ -148,7 +115,7 @@ class SomeLayers(nn.Module):
         return tuple(layer(x) for layer, x in zip(self.layers, xs, strict=True))
 
 
-class NoAttention:
+class NoAttention(Key):
     """In place of one layer's attention: hands the query on."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -157,18 +124,24 @@ class NoAttention:
 
 
 class Parts:
-    """An engine's step, of which the compiled part can be watched, and run without attention."""
+    """An engine's step, of which compiled blocks and the functions around them can be timed."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.compiled_seconds = engine, 0.0
+        self.engine, self.ms = engine, {"blocks": 0.0, "around": 0.0}
         drafter = engine.drafter
         # Owner, attribute, position of `attend` among the arguments, and the function that is compiled.
-        self.places = [(engine.model, "run_block", 3, Block.forward)]
-        if hasattr(drafter, "run_network"):
-            self.places.append((drafter, "run_network", 4, type(drafter.network).forward))
-            self.places.append((drafter, "take_in", 1, BeamDrafter._take_in))
+        self.places = [
+            (engine.model, "run_block", 3, Block.forward),
+            (drafter, "run_network", 4, type(drafter.network).forward),
+            (drafter, "take_in", 1, BeamDrafter._take_in),
+        ]
         self.as_it_is = [getattr(owner, name) for owner, name, *_ in self.places]
         self.bare = [self._without_attention(*place[2:]) for place in self.places]
+        for small in (engine.small, drafter.small):
+            small.eager, small.compiled = (
+                tuple(self._timed(function, "around") for function in functions)
+                for functions in (small.eager, small.compiled)
+            )
 
     def _without_attention(self, position: int, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return the function compiled alike, with attention left out."""
@@ -180,43 +153,24 @@ class Parts:
 
         return call
 
-    def _watched(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return the function with its time added up."""
+    def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """Return the function, which adds its time to a part."""
 
-        def call(*args: Any) -> Tensor:
+        def call(*args: Any) -> Any:
             started = time.perf_counter()
             out = function(*args)
-            self.compiled_seconds += time.perf_counter() - started
+            self.ms[part] += (time.perf_counter() - started) * 1e3
             return out
 
         return call
 
-    def step(self, kind: Kind, functions: Sequence[Callable[..., Tensor]]) -> tuple[float, float]:
-        """Run one step with these compiled functions; returns the ms of the whole and of the compiled part."""
+    def step(self, kind: Kind, functions: Sequence[Callable[..., Tensor]]) -> dict[str, float]:
+        """Run one step with these compiled functions; returns the ms of the whole, of blocks and of what is around."""
         for (owner, name, *_), function in zip(self.places, functions, strict=True):
-            setattr(owner, name, self._watched(function))
-        self.compiled_seconds, started = 0.0, time.perf_counter()
-        kind.step(self.engine)
-        return (time.perf_counter() - started) * 1e3, self.compiled_seconds * 1e3
-
-    def eager(self, kind: Kind) -> Callable[[], None]:
-        """Return a function that makes the operations of a step outside of compiled code and linear layers again."""
-        recorder = Recorder()
-        for (owner, name, *_), function in zip(self.places, self.as_it_is, strict=True):
-            setattr(owner, name, recorder.outside(function))
-        layers = [module for *_, module in linears(self.engine)]
-        for module in layers:
-            module.forward = recorder.outside(module.forward)
-        with recorder:
-            kind.step(self.engine)
-        for module in layers:
-            del module.forward  # so that the class's own is called again
-
-        def again() -> None:
-            for func, args, kwargs in recorder.calls:
-                func(*args, **kwargs)
-
-        return again
+            setattr(owner, name, self._timed(function, "blocks"))
+        self.ms = dict.fromkeys(self.ms, 0.0)
+        whole = time_ms(lambda: kind.step(self.engine))
+        return {"whole": whole, **self.ms}
 
     def products(self, listed: Sequence[Product]) -> Callable[[], None]:
         """Return a function that calls the linear layers of a step."""
@@ -251,26 +205,26 @@ def time_ms(function: Callable[[], object]) -> float:
 @torch.inference_mode()
 def measure(parts: Parts, kind: Kind, listed: Sequence[Product], repeats: int) -> dict[str, float]:
     """Return the median ms of every part of a kind of step."""
-    again = parts.eager(kind)
     within = parts.products([p for p in listed if in_block(p)])
-    outside = parts.products([p for p in listed if not in_block(p)])
+    heads = parts.products([p for p in listed if not in_block(p)])
     rows: list[dict[str, float]] = []
     for _ in range(repeats + 2):
-        whole, blocks = parts.step(kind, parts.as_it_is)
-        _, bare = parts.step(kind, parts.bare)
-        row = {"whole": whole, "products": time_ms(within), "attention": blocks - bare}
-        row["compiled"] = bare - row["products"]
-        row["products"] += time_ms(outside)
-        again()  # twice, since after the products nothing of its small tensors is in a cache
-        row["eager"] = time_ms(again)
-        row["Python"] = whole - sum(row[part] for part in ("products", "attention", "compiled", "eager"))
-        rows.append(row)
+        step, bare = parts.step(kind, parts.as_it_is), parts.step(kind, parts.bare)["blocks"]
+        in_blocks, in_heads = time_ms(within), time_ms(heads)
+        rows.append({
+            "whole": step["whole"],
+            "products": in_blocks + in_heads,
+            "attention": step["blocks"] - bare,
+            "blocks": bare - in_blocks,
+            "around": step["around"] - in_heads,
+            "rest": step["whole"] - step["blocks"] - step["around"],
+        })  # fmt: skip
     return {part: statistics.median(row[part] for row in rows[2:]) for part in rows[0]}
 
 
 def in_block(product: Product) -> bool:
-    """Say whether a product is made by compiled code: those of decoder layers are, and a head's LM head is not."""
-    return "layer" in product.module
+    """Return whether a compiled block makes a product: all but LM heads, which functions around the blocks make."""
+    return "lm_head" not in product.module
 
 
 def kinds(slot: int, ids: Sequence[int], context: int, starts: Sequence[int]) -> list[Kind]:
@@ -294,9 +248,9 @@ def kinds(slot: int, ids: Sequence[int], context: int, starts: Sequence[int]) ->
     ]
 
 
-def occupy(llm: LLM, ids: Sequence[int]) -> Request:
+def occupy(llm: LLM, ids: Sequence[int], temperature: float) -> Request:
     """Prefill a request, so that its slot has pages with real keys and values in them; returns it."""
-    params = SamplingParams(temperature=0.0, max_new_tokens=64, ignore_eos=True)
+    params = SamplingParams(temperature=temperature, max_new_tokens=64, ignore_eos=True)
     request = llm.request(list(ids), params)
     llm.scheduler.validate(request)
     llm.scheduler.submit(request)
@@ -308,7 +262,7 @@ def occupy(llm: LLM, ids: Sequence[int]) -> Request:
 
 def table(rows: dict[str, dict[str, float]]) -> str:
     """Return the parts of every kind of step as a Markdown table."""
-    columns = ("whole", "products", "attention", "compiled", "eager", "Python")
+    columns = ("whole", "products", "attention", "blocks", "around", "rest")
     lines = ["| step | " + " | ".join(columns) + " | products / whole |", "|---" * (len(columns) + 2) + "|"]
     for name, row in rows.items():
         cells = [f"{row[column]:.2f}" for column in columns]
@@ -323,22 +277,28 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", help="as the server's flag")
     parser.add_argument("--context", type=int, default=200, help="tokens before a decode step")
-    parser.add_argument("--prefill-start", type=int, nargs="+", default=[0, 7 * PREFILL], help="first row of a prefill")
+    parser.add_argument("--prefill-start", type=int, nargs="*", default=[0, 7 * PREFILL], help="first row of a prefill")
+    parser.add_argument("--tree", help="rounds, branches and nodes of a tree, as 2/3/4; by default the head's own")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
-    length = max(args.context, max(args.prefill_start) + PREFILL)
+    length = max(args.context, *(start + PREFILL for start in args.prefill_start), 0)
     options = {"dtype": args.dtype, "speculative_algorithm": "EAGLE3", "max_running_requests": 1, "device": "cpu",
-               "max_total_tokens": length + 256}  # fmt: skip
+               "speculative_lookup": False, "max_total_tokens": length + 256}  # fmt: skip
     options |= {"quantization": args.quantization} if args.quantization else {}
+    flags = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    options |= dict(zip(flags, map(int, args.tree.split("/")), strict=True)) if args.tree else {}
     eager = LLM(args.model, disable_torch_compile=True, **options)
     texts = [text for texts in bench.read_prompts(bench.PROMPTS, None).values() for text in texts]
     ids = throughput.encode(texts[:1], eager.tokenizer, length, texts)[0][:length]
-    request = occupy(eager, ids)
+    request = occupy(eager, ids, args.temperature)
     steps = kinds(request.slot, ids, args.context, args.prefill_start)
     with torch.inference_mode():
         listed = {kind.name: products(eager.scheduler.engine, kind) for kind in steps}
     llm = LLM(args.model, **options)
-    assert occupy(llm, ids).slot == request.slot, "both engines give their first request the same slot"
+    slot = occupy(llm, ids, args.temperature).slot
+    assert slot == request.slot, "both engines give their first request the same slot"
+    time.sleep((CALM + 4) * LOOK)  # after compiling threads still sleep where they wait
     parts, load = Parts(llm.scheduler.engine), os.getloadavg()
     rows = {kind.name: measure(parts, kind, listed[kind.name], args.repeats) for kind in steps}
     sizes = llm.scheduler.sizes

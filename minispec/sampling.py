@@ -49,7 +49,10 @@ def _mix64(x: Tensor) -> Tensor:
     """Return SplitMix64's finalizer of x (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
     x = (x ^ ((x >> 30) & (2**34 - 1))) * MIX64[0]  # >> copies the sign bit; the mask makes it a logical shift
     x = (x ^ ((x >> 27) & (2**37 - 1))) * MIX64[1]
-    return x ^ ((x >> 31) & (2**33 - 1))
+    x = x ^ ((x >> 31) & (2**33 - 1))
+    # Inductor stores what as_strided reads. Else it would trace x twice at each of these lines, and at each line of
+    # those that use it, two to the power of their number in all: compiling two picks took 15 s, and takes 7.
+    return x.as_strided(x.shape, x.stride())
 
 
 def _bits(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
@@ -235,7 +238,9 @@ def _filtered(gap: Tensor, wishes: Wishes) -> Tensor:
     torch.ops.minispec.exp_(share)
     limit = torch.full_like(wishes.seed, 2**31 - 1, dtype=torch.int32)
     if wishes.top_k is not None:
-        limit = _cut(bits, torch.ones_like(bits), wishes.top_k)
+        # A count that keeps all is one more than there are ids, which no cut reaches.
+        goal = torch.where(wishes.top_k < bits.shape[1], wishes.top_k, bits.shape[1] + 1)
+        limit = _cut(bits, torch.ones_like(bits), goal)
     if wishes.top_p is not None:
         mass = (share * (bits <= limit[:, None]) * _mass_unit(gap.shape[1])).floor().double()
         total = mass.sum(-1)
@@ -269,10 +274,15 @@ LIKELY = 256  # ids that a CPU sorts before it makes histograms of all
 
 def _cut_among_likely(bits: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
     """Return what `_cut` returns, for a CPU: from the LIKELY smallest bits where their mass reaches the goal."""
+    cut = torch.full_like(goal, 2**31 - 1, dtype=torch.int32)
+    within = mass.sum(-1) >= goal  # false for a filter that keeps all
+    if not within.any():
+        return cut
     smallest, ids = bits.topk(min(LIKELY, bits.shape[1]), largest=False)
     reached = mass.gather(-1, ids).cumsum(-1) >= goal[:, None]
-    cut = smallest.gather(-1, reached.to(torch.int8).argmax(-1, keepdim=True)).squeeze(-1)
-    others = ~reached[:, -1]
+    likely = smallest.gather(-1, reached.to(torch.int8).argmax(-1, keepdim=True)).squeeze(-1)
+    cut = torch.where(reached[:, -1], likely, cut)
+    others = within & ~reached[:, -1]
     if others.any():
         cut[others] = _radix(bits[others], mass[others], goal[others], spread=False)
     return cut

@@ -278,7 +278,7 @@ class BeamDrafter(Drafter):
         """Grow one tree per request; writes scratch rows beyond the committed ones in the drafter's own pages."""
         beam, watched = self._beams[tuple(batch.tree.tokens.shape)], batch.scores is not None
         batch = batch._replace(tree=None)  # type: ignore[arg-type]  # the beam does not read the host's trees
-        open_, round_, close = self.small.eager if watched else self.small.of(beam, batch.temperature is not None)
+        open_, round_, close = self.small.eager if watched else self.small.of(beam)
         found, frontier, inputs = open_(self, beam, batch)
         candidates, states = [*found], None
         for number in self._rounds[1 : beam.steps]:

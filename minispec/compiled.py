@@ -122,8 +122,8 @@ class Key:
         return ()
 
 
-# Whether to compile for a step: arguments are its batch size, the nodes of its trees, and whether any request samples.
-CompileFor = Callable[[int, int, bool], bool]
+# Whether to compile for a step: arguments are its batch size and the nodes of its trees.
+CompileFor = Callable[[int, int], bool]
 
 
 class Small:
@@ -131,15 +131,15 @@ class Small:
 
     def __init__(self, *functions: Step) -> None:
         self.eager = self.compiled = functions
-        self.choice: CompileFor = lambda batch, nodes, samples: False
+        self.choice: CompileFor = lambda batch, nodes: False
 
     def compile(self, compiler: Compiler, choice: CompileFor) -> None:
         """Compile the functions for the steps that `choice` names."""
         self.compiled, self.choice = tuple(map(compiler, self.eager)), choice
 
-    def of(self, key: Any, samples: bool) -> Sequence[Step]:
+    def of(self, key: Any) -> Sequence[Step]:
         """Return the functions, compiled or not, for a key that has `batch` and `nodes`."""
-        return self.compiled if self.choice(key.batch, key.nodes, samples) else self.eager
+        return self.compiled if self.choice(key.batch, key.nodes) else self.eager
 
 
 _step = threading.local()  # its member `eager`: whether this thread's step runs compiled functions eagerly

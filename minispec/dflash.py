@@ -201,7 +201,7 @@ class DFlashDrafter(Drafter):
         """Draft one tree per request; writes scratch rows from row `lens` on in the drafter's own pages."""
         step, watched = self._passes[tuple(batch.tree.tokens.shape)], batch.scores is not None
         batch = batch._replace(tree=None)  # type: ignore[arg-type]  # the host's trees are not read
-        open_, close = self.small.eager if watched else self.small.of(step, batch.temperature is not None)
+        open_, close = self.small.eager if watched else self.small.of(step)
         embedding, rope = open_(self, step, batch)
         return close(self, step, batch, self.network(embedding, rope, self._attends[step.batch]))
 

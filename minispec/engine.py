@@ -348,7 +348,7 @@ class Engine:
 
     def around(self, buffers: DecodeBuffers, needs: Needs) -> Sequence[Step]:
         """Return `_before_blocks` and `_after_blocks`, compiled if `compile_small` chose this step."""
-        return self.small.eager if needs and self.amended else self.small.of(buffers, bool(needs))
+        return self.small.eager if needs and self.amended else self.small.of(buffers)
 
     def begin(
         self, buffers: DecodeBuffers, needs: Needs, told: Tensor | None = None

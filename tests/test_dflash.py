@@ -846,7 +846,7 @@ def test_compiled_all_graphs_are_made_before_and_drafts_are_the_same(folder: Pat
     model.compile_blocks(compiler)
     drafter.compile(compiler)
     scheduler = build(model, drafter, running=2, chunk=128, compiled=True)
-    scheduler.engine.compile_small(compiler, lambda batch, nodes, samples: batch == 1)
+    scheduler.engine.compile_small(compiler, lambda batch, nodes: batch == 1)
     with torch.inference_mode():
         warm_up(scheduler.engine, lambda line: None)
     names = shapes(scheduler.engine)  # the block of one request and that of two; prompts need no graph of the draft's

@@ -111,7 +111,7 @@ def compiled_as_on_cuda(
         drafter = DRAFTERS[name](model)
     scheduler, made = build(model, drafter, host_looks=False, pages=60, running=running, flex=flex), Made(backend)
     engine = scheduler.engine
-    engine.compile_small(made.compiler, lambda batch, nodes, samples: True)
+    engine.compile_small(made.compiler, lambda batch, nodes: True)
     engine.drafter.compile(made.compiler)
     model.compile_blocks(made.compiler)
     return scheduler, made
@@ -278,7 +278,7 @@ def names_on_an_h100(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> list[
         kv = PagedKV(KVShape(shape.layers, shape.kv_heads, shape.head_dim), pages=100, page_size=64, slots=49,
                      rows_per_slot=rows, zeros=model.norm.weight.new_zeros)  # fmt: skip
         engine = Engine(model, kv, drafter, sizes, attend_kind=PagedFlex)
-    engine.compile_small(partial(compile_step, device=torch.device("cuda")), lambda batch, nodes, samples: True)
+    engine.compile_small(partial(compile_step, device=torch.device("cuda")), lambda batch, nodes: True)
     return shapes(engine)
 
 

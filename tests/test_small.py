@@ -55,17 +55,17 @@ def eagle3(steps: int, topk: int, nodes: int) -> BeamDrafter:
 
 
 def forced(drafter: Drafter, **how: object) -> Scheduler:
-    """Return a scheduler whose small functions are compiled for greedy batches of one."""
+    """Return a scheduler whose small functions are compiled for batches of one."""
     scheduler = build(MODEL, drafter, host_looks=False, pages=PAGES, **how)
     compiler = partial(compile_step, device=CPU)
-    scheduler.engine.compile_small(compiler, lambda batch, nodes, samples: batch == 1 and not samples)
+    scheduler.engine.compile_small(compiler, lambda batch, nodes: batch == 1)
     return scheduler
 
 
 @pytest.mark.slow
 def test_greedy_and_sampled_batches_have_a_graph_each() -> None:
     scheduler = build(MODEL, Plain(), host_looks=False, running=1, pages=PAGES)
-    scheduler.engine.compile_small(partial(compile_step, device=CPU), lambda batch, nodes, samples: True)
+    scheduler.engine.compile_small(partial(compile_step, device=CPU), lambda batch, nodes: True)
     for temperature in (0.0, 1.0, 0.0, 1.0):
         requests = [request("r", [3, 14, 15, 9, 2, 6], max_new_tokens=8, temperature=temperature, sampling_seed=3)]
         run(scheduler, requests)
@@ -90,7 +90,7 @@ def swapped(fresh: Scheduler, scheduler: Scheduler, low: tuple[float, float]) ->
 
         return compiled
 
-    engine.compile_small(compiler, lambda batch, nodes, samples: True)
+    engine.compile_small(compiler, lambda batch, nodes: True)
     served = lambda s, **wish: (  # noqa: E731
         found := mixed_requests(4, max_new_tokens=16, **wish), run(s, found), [r.output_ids for r in found])[-1]
     sampled = {"temperature": 1.2}
@@ -254,7 +254,7 @@ def test_after_warm_up_torch_compile_makes_no_graph_more_and_the_tokens_are_thos
         engine, rng = reads_all(scheduler.engine), random.Random(2)
         if compiled:
             compiler = partial(torch.compile, backend="aot_eager", fullgraph=True, dynamic=False)
-            engine.compile_small(compiler, lambda batch, nodes, samples: True)
+            engine.compile_small(compiler, lambda batch, nodes: True)
             engine.drafter.compile(compiler)
             engine.model.compile_blocks(compiler)
             with torch.inference_mode():

@@ -200,11 +200,11 @@ class Build:
         engine = Engine(network, kv, drafter, sizes, attend_kind=attend_kind, accept=accept)
         engine.beside = beside
         if self.compiled:
-            # Compiling the code around the blocks costs a CPU seconds for each shape, and gains 5 to 7 % if blocks are
-            # fast (docs/log.md). For larger trees grown on the device, the drafter's functions would be compiled too.
+            # Compiling the code around the blocks costs a CPU seconds for each shape, and gains 7 to 17 % of a step
+            # if blocks are fast (docs/log.md). For larger trees the drafter's functions would be compiled too.
             most = sizes.nodes if sizes.steps is None else FEW_ROWS
-            few: CompileFor = lambda batch, nodes, samples: batch == 1 and nodes <= most and not samples  # noqa: E731
-            every: CompileFor = lambda batch, nodes, samples: True  # noqa: E731
+            few: CompileFor = lambda batch, nodes: batch == 1 and nodes <= most  # noqa: E731
+            every: CompileFor = lambda batch, nodes: True  # noqa: E731
             engine.compile_small(compiler, every if kv.pool.is_cuda else few)
             compile_head(network, compiler)
             # Every shape is a graph of the same function, and several LLMs may share a process, so the limit is raised

@@ -53,6 +53,8 @@ def graphs_of(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> list[str]
         return [*names, *engine.drafter.attends(step.plan, prefill=True)]
     if step.paths is not None:
         names += engine.drafter.attends(step.paths, prefill=False)
+    if not engine.small.choice(step.batch, step.nodes):
+        return names
     return names + (_around_on_cpu if isinstance(engine.small.compiled[0], DirectStep) else _around)(engine, step)
 
 
@@ -61,23 +63,17 @@ def _around(engine: Engine, step: DecodeBuffers) -> list[str]:
     batch = "one request" if step.batch == 1 else "several requests"
     names = []
     for needs in COMPILED:
-        if engine.small.choice(step.batch, step.nodes, bool(needs)):
-            names += [f"before the target, {step.nodes} nodes a tree", f"after the target, {step.nodes} nodes a tree, "
-                      f"{', '.join(sorted(needs)) or 'greedy'}"]  # fmt: skip
-            # Without coupling the drafter takes all batches for greedy ones.
-            names += engine.drafter.around(step.nodes, bool(needs) and engine.accept.couples) if step.nodes > 1 else []
+        names += [f"before the target, {step.nodes} nodes a tree", f"after the target, {step.nodes} nodes a tree, "
+                  f"{', '.join(sorted(needs)) or 'greedy'}"]  # fmt: skip
+        # Without coupling the drafter takes all batches for greedy ones.
+        names += engine.drafter.around(step.nodes, bool(needs) and engine.accept.couples) if step.nodes > 1 else []
     return [f"{name}, {batch}" for name in names]
 
 
 def _around_on_cpu(engine: Engine, step: DecodeBuffers) -> list[str]:
     """Return one name for all graphs around the target's blocks of a step, and one for all around the drafter's."""
     owners = ("target", "drafter") if step.nodes > 1 and engine.drafter.steps else ("target",)
-    return [
-        f"around the {owner}, batch {step.batch}, {step.nodes} nodes a tree, {kind}"
-        for kind, samples in (("greedy", False), ("sampled", True))
-        if engine.small.choice(step.batch, step.nodes, samples)
-        for owner in owners
-    ]
+    return [f"around the {owner}, batch {step.batch}, {step.nodes} nodes a tree" for owner in owners]
 
 
 def warm_up(engine: Engine, progress: Callable[[str], None]) -> None:
@@ -103,7 +99,7 @@ def _run_on_padding(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> Non
         engine.run(step, GREEDY)
         return
     step.upload([], ())
-    for needs in COMPILED if engine.small.choice(step.batch, step.nodes, True) else (GREEDY,):
+    for needs in COMPILED if engine.small.choice(step.batch, step.nodes) else (GREEDY,):
         engine.run(step, needs)
 
 

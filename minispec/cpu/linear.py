@@ -154,9 +154,12 @@ def sums_of_rows(x: Tensor, weight: Tensor) -> Tensor:
     # as_strided has rows and sums stored, in float32. Inductor would compute what is before them, a norm say, once more
     # for each of the outputs, and turn each number of them into float32 once more for each of the weights. And unlike
     # broadcasting and slicing it does not ask how many groups there are, so one graph serves any number.
-    size = (-(-count // each), features, width)
-    weight = weight.as_strided(size, (0, width, 1)).float()
-    sums = [(weight * rows.as_strided(size, (each * width, 0, 1), i * width)).sum(-1) for i in range(each)]
+    # An output of the first half and one of the second share a loop, which loads each number of the rows for both.
+    groups, halves = -(-count // each), 1 + (features % 2 == 0)
+    half = features // halves
+    parts = weight.as_strided((groups, halves, half, width), (0, half * width, width, 1)).float().unbind(1)
+    spread = [rows.as_strided((groups, half, width), (each * width, 0, 1), i * width) for i in range(each)]
+    sums = [(part * row).sum(-1) for row in spread for part in parts]
     return torch.stack(sums, 1).as_strided((count, features), (features, 1))
 
 

@@ -142,8 +142,8 @@ def is_few(rows: int) -> bool:
 def sums_of_rows(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [..., in] times weight [out, in] of any dtype, [rows, out] fp32, in loops; to be compiled.
 
-    A row has the same bits at every number of rows: it is one of up to four sums that share a loop, in which each
-    weight is read once. More rows are groups of four, the last one filled up.
+    A row has the same bits at every number of rows: its sums are of their own, though those of up to four rows share a
+    loop, in which each weight is read once. More rows are groups of four, the last one filled up.
     """
     count, (features, width) = x.shape[:-1].numel(), weight.shape
     each, rows = FEW_ROWS, x.contiguous().float().view(count, width)

@@ -115,7 +115,7 @@ def compiled(dtype: torch.dtype = torch.float32, running: int = 2, **switches: o
     drafter = StandaloneDrafter(DraftModel(draft, VOCAB), steps=2, topk=2, nodes=4)
     drafter.compile(compiler)
     scheduler = build(model, drafter, compiled=True, running=running, chunk=100)
-    scheduler.engine.compile_small(compiler, lambda batch, nodes: batch == 1)
+    scheduler.engine.compile_small(compiler, lambda batch, nodes: batch == 1 < nodes)
     before = graphs_made()
     warm_up(scheduler.engine, lambda line: None)
     return scheduler, graphs_made() - before

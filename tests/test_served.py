@@ -86,6 +86,7 @@ def test_both_servers_sample_the_same(eager, compiled, questions) -> None:
 def test_cuda_server_gives_transformers_tokens_and_never_recompiles(drafter, questions) -> None:
     # The server forbids recompilation once it is ready, so one would fail its requests.
     flags = ["--device", "cuda", "--dtype", "float32", "--speculative-algorithm", drafter]
+    flags += ["--max-running-requests", "8"]  # few sizes to compile, and a pool that fits beside other processes
     with parity.serve(*flags, timeout_s=900) as url:
         assert_exact(url, questions)
     small = ["--chunked-prefill-size", "32", "--page-size", "64", "--max-total-tokens", "1024"]

@@ -126,8 +126,9 @@ def check_products(device: torch.device, sizes: tuple[tuple[int, int], ...]) -> 
     for size, features in sizes:
         for bias in (False, True):
             given = layer(size, features, bias)
-            made = Fp8Linear(given).to(device)
             b, scale_b = rows_of(given.weight)
+            added = given.bias.clone() if bias else torch.zeros(features, dtype=torch.bfloat16)
+            made = Fp8Linear(given).to(device)  # given's bias moves with it
             for rows in (1, 2, 17, 130):
                 x = torch.randn(rows, size).bfloat16() * 10.0 ** torch.randint(-3, 3, (rows, 1))
                 a, scale_a = (part.cpu().double().numpy() for part in rowwise(x.to(device)))
@@ -138,9 +139,7 @@ def check_products(device: torch.device, sizes: tuple[tuple[int, int], ...]) -> 
                 want, terms = (torch.from_numpy(part * scales) for part in (a @ b.T, np.abs(a) @ np.abs(b).T))
                 got = made(x.to(device)).cpu()
                 low, high = ((want + sign * rounding * terms).bfloat16() for sign in (-1, 1))
-                if bias:
-                    low, high = low + given.bias, high + given.bias
-                exact = want + given.bias if bias else want
+                low, high, exact = low + added, high + added, want + added
                 worst = f"off by up to {((got - exact).abs() / terms).max():.2e} of the sum of a product's terms"
                 assert got.dtype == torch.bfloat16, got.dtype
                 assert ((low <= got) & (got <= high)).all(), (size, features, rows, bias, worst)

@@ -43,6 +43,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from minispec.compiled import Key
 from minispec.kv import PagedKV
 from minispec.model import Attend, LayerAttend
+from minispec.operators import operator
 
 QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
 
@@ -51,14 +52,11 @@ QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
 TILE_ROWS, TILE_KEYS = 64, 32
 PROCESSORS = 132  # multiprocessors of an H100 or H200
 
-# Writing rows is a custom operator, so that CUDA's warm-up does not autotune it. Autotuning would copy the pool,
+# Writing rows is an operator, so that CUDA's warm-up does not autotune it. Autotuning would copy the pool,
 # gigabytes, for each kernel that it tries.
 # The operator writes the values too, which `!` does not say: torch.compile copies the second of two tensors that share
 # memory if an operator is said to write both. Only attention reads the values, and with the keys, so after this write.
-library = torch.library.Library("minispec", "FRAGMENT")
-library.define("write_rows(Tensor(a!) keys, Tensor values, Tensor rows, Tensor new) -> ()")
-
-
+@operator("write_rows(Tensor(a!) keys, Tensor values, Tensor rows, Tensor new) -> ()")
 def _store(keys: Tensor, values: Tensor, rows: Tensor, new: Tensor) -> None:
     """Store new [1, 2 * Hkv, T, D], keys and then values, in rows [T] of keys, values [1, Hkv, PAGES * P, D].
 
@@ -68,10 +66,6 @@ def _store(keys: Tensor, values: Tensor, rows: Tensor, new: Tensor) -> None:
     assert values.data_ptr() == keys.data_ptr() + keys.nbytes, "values must lie right behind their keys"
     both = keys.as_strided((1, new.shape[1], *keys.shape[2:]), keys.stride())
     both.index_copy_(2, rows, new)
-
-
-library.impl("write_rows", _store, "CompositeExplicitAutograd")
-torch.library.register_fake("minispec::write_rows", lambda keys, values, rows, new: None)
 
 
 def most_nodes(device: torch.device) -> int:

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.model_config import ModelConfig
+from minispec.operators import operator
 
 PIECE = 128  # the most tokens that one product sends through all experts, to bound the memory
 
@@ -129,18 +130,12 @@ def _summed(out: Tensor, weights: Tensor) -> Tensor:
     return (parts.float() * weights[..., None]).sum(-2).to(out.dtype)
 
 
-_library = torch.library.Library("minispec", "FRAGMENT")
-_library.define("chosen_experts(Tensor x, Tensor chosen, Tensor weights, Tensor gate_up, Tensor down) -> Tensor")
-
-
+@operator(
+    "chosen_experts(Tensor x, Tensor chosen, Tensor weights, Tensor gate_up, Tensor down) -> Tensor",
+    lambda x, *_: x.new_empty(x.shape), "CPU",
+)  # fmt: skip
 def _chosen_experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Do `through_chosen` with weights as they came from the file."""
     first: Product = lambda rows, expert: F.linear(rows, gate_up[expert])  # noqa: E731
     second: Product = lambda rows, expert: F.linear(rows, down[expert])  # noqa: E731
     return through_chosen(x, chosen, weights, first, second)
-
-
-_library.impl("chosen_experts", _chosen_experts, "CPU")
-torch.library.register_fake(
-    "minispec::chosen_experts", lambda x, chosen, weights, gate_up, down: x.new_empty(x.shape)
-)

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from minispec.operators import operator
+
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return host values as a tensor on a device; on CUDA from pinned memory, so the host waits for no running step."""
@@ -36,18 +38,11 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
     return torch.tensor(values, dtype=dtype, pin_memory=on_cuda).to(device, non_blocking=on_cuda)
 
 
-# A custom operator, so that compiled code moves rows in place and does not copy the pool.
-_library = torch.library.Library("minispec", "FRAGMENT")
-_library.define("move_rows(Tensor(a!) table, Tensor source, Tensor target) -> ()")
-
-
+# An operator, so that compiled code moves rows in place and does not copy the pool.
+@operator("move_rows(Tensor(a!) table, Tensor source, Tensor target) -> ()")
 def _move_rows(table: Tensor, source: Tensor, target: Tensor) -> None:
     """Copy rows source [n] of table [rows, D] to rows target [n]; all rows are read before any is written."""
     table.index_copy_(0, target, table.index_select(0, source))
-
-
-_library.impl("move_rows", _move_rows, "CompositeExplicitAutograd")
-torch.library.register_fake("minispec::move_rows", lambda table, source, target: None)
 
 
 class KVShape(NamedTuple):

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from minispec.kv import upload
+from minispec.operators import operator
 from minispec.request import GREEDY_BELOW, SamplingParams
 
 # ---------------------------------------------------------------------------------------------------------- noise
@@ -97,29 +98,17 @@ def gumbel(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
     return noise.neg_()
 
 
-# Operators that are never compiled.
-_library = torch.library.Library("minispec", "FRAGMENT")
-_library.define("log_log1p_(Tensor(a!) x) -> ()")
-_library.define("exp_(Tensor(a!) x) -> ()")
-
-
+@operator("log_log1p_(Tensor(a!) x) -> ()")
 def _log_log1p(x: Tensor) -> None:
     """Replace x by log(-log1p(x)); x is in (-1, 0)."""
     # In place: on a CPU allocating tensors of width V would take most of the time.
     x.log1p_().neg_().log_()
 
 
-_library.impl("log_log1p_", _log_log1p, "CompositeExplicitAutograd")
-torch.library.register_fake("minispec::log_log1p_", lambda x: None)
-
-
+@operator("exp_(Tensor(a!) x) -> ()")
 def _exp(x: Tensor) -> None:
     """Replace x by exp(x)."""
     x.exp_()
-
-
-_library.impl("exp_", _exp, "CompositeExplicitAutograd")
-torch.library.register_fake("minispec::exp_", lambda x: None)
 
 
 # ----------------------------------------------------------------------------------------------------------- pick
@@ -272,6 +261,11 @@ def _cut(bits: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
 LIKELY = 256  # ids that a CPU sorts before it makes histograms of all
 
 
+# An operator, since which rows need histograms is a decision of the host.
+@operator(
+    "cut(Tensor bits, Tensor mass, Tensor goal) -> Tensor",
+    lambda bits, mass, goal: torch.empty_like(goal, dtype=torch.int32),
+)
 def _cut_among_likely(bits: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
     """Return what `_cut` returns, for a CPU: from the LIKELY smallest bits where their mass reaches the goal."""
     cut = torch.full_like(goal, 2**31 - 1, dtype=torch.int32)
@@ -286,12 +280,6 @@ def _cut_among_likely(bits: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
     if others.any():
         cut[others] = _radix(bits[others], mass[others], goal[others], spread=False)
     return cut
-
-
-# An operator, since which rows need histograms is a decision of the host.
-_library.define("cut(Tensor bits, Tensor mass, Tensor goal) -> Tensor")
-_library.impl("cut", _cut_among_likely, "CompositeExplicitAutograd")
-torch.library.register_fake("minispec::cut", lambda bits, mass, goal: torch.empty_like(goal, dtype=torch.int32))
 
 
 def _radix(bits: Tensor, mass: Tensor, goal: Tensor, spread: bool) -> Tensor:

@@ -87,8 +87,8 @@ def only_the_schema_knows_pydantic(module: str, source: str) -> Iterator[str]:
 
 
 def model_knows_attend_alone(module: str, source: str) -> Iterator[str]:
-    """The model imports its experts and its config, which import no more; none names what lies behind `attend`."""
-    parts = ("model", "experts", "model_config")
+    """The model imports its experts, its config and operators; none of these names what lies behind `attend`."""
+    parts = ("model", "experts", "model_config", "operators")
     if module not in parts:
         return
     allowed = {f"minispec.{part}" for part in parts[parts.index(module) + 1 :]}

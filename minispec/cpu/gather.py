@@ -25,11 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.attention import Plan, library, write_rows
+from minispec.attention import Plan, write_rows
 from minispec.compiled import Key
 from minispec.cpu.linear import FEW_ROWS
 from minispec.cpu.products import AREA, TILE, WORTH, Products, Tile, attend_at_once, products_pay
 from minispec.kv import PagedKV
+from minispec.operators import operator
 
 REACH_STEP = 64  # decode steps gather as many rows as their longest request has, rounded up to a multiple of this
 FOLD_UP_TO = 32  # nodes of a block up to which the queries of a KV head become rows of one head
@@ -307,11 +308,15 @@ class PromptLayer(Key):
         return self.gather.attend(q, self.keys, self.values)
 
 
-# In compiled code a prefill step's attention is an operator: how many requests there are is then no shape of a graph.
-library.define("attend_rows(Tensor q, Tensor keys, Tensor values, Tensor handle) -> Tensor")
 _gathers: weakref.WeakValueDictionary[int | float, PagedGather] = weakref.WeakValueDictionary()  # by id
 _products: weakref.WeakKeyDictionary[PagedKV, Products] = weakref.WeakKeyDictionary()  # one for all plans
-library.impl("attend_rows", lambda q, keys, values, handle: _gathers[handle.item()].attend(q, keys, values), "CPU")
-torch.library.register_fake(  # empty, and laid out in memory as `PagedGather.attend` returns it
-    "minispec::attend_rows", lambda q, *_: q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
-)
+
+
+# In compiled code a prefill step's attention is an operator: how many requests there are is then no shape of a graph.
+@operator(
+    "attend_rows(Tensor q, Tensor keys, Tensor values, Tensor handle) -> Tensor",
+    lambda q, *_: q.new_empty(q.transpose(1, 2).shape).transpose(1, 2), "CPU",
+)  # fmt: skip
+def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, handle: Tensor) -> Tensor:
+    """Attend with q in the rows of the plan behind `handle` [] int64; laid out as `PagedGather.attend` returns it."""
+    return _gathers[handle.item()].attend(q, keys, values)

@@ -32,6 +32,7 @@ from minispec.attention import QUERY_BLOCK, Causal
 from minispec.compiled import Compiler, Key, runs_eagerly
 from minispec.cpu.linear import sums_of_rows
 from minispec.model import Model
+from minispec.operators import operator
 
 LANES = 16  # the kernel reads so many inputs at once and does not look whether there are any left
 PIECE = 2**20  # weights quantized at once, so that loading needs little memory beside the model
@@ -169,14 +170,16 @@ def _head_in_loops(head: Int8Head, rows: HeadRows) -> Tensor:
     return head.in_loops(rows.x[:1] if rows.alone else rows.x)
 
 
-_heads: weakref.WeakValueDictionary[int, Int8Head] = weakref.WeakValueDictionary()  # by id
+_heads: weakref.WeakValueDictionary[int | float, Int8Head] = weakref.WeakValueDictionary()  # by id
 
-_library = torch.library.Library("minispec", "FRAGMENT")
-_library.define("int8_head(Tensor x, Tensor handle, int features) -> Tensor")
-_library.impl("int8_head", lambda x, handle, features: _heads[handle.item()].now(x), "CPU")
-torch.library.register_fake(
-    "minispec::int8_head", lambda x, handle, features: x.new_empty(*x.shape[:-1], features)
-)
+
+@operator(
+    "int8_head(Tensor x, Tensor handle, int features) -> Tensor",
+    lambda x, handle, features: x.new_empty(*x.shape[:-1], features), "CPU",
+)  # fmt: skip
+def _int8_head(x: Tensor, handle: Tensor, features: int) -> Tensor:
+    """Return the logits [..., features] of the LM head behind `handle` [] int64."""
+    return _heads[handle.item()].now(x)
 
 
 class Int8Embedding(nn.Module):

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from minispec.experts import Experts, Product, through_chosen
+from minispec.operators import operator
 
 FEW_ROWS = 4  # of a product, up to which loops are faster than oneDNN
 
@@ -39,25 +40,17 @@ FEW_ROWS = 4  # of a product, up to which loops are faster than oneDNN
 _weights: dict[int | float, Tensor] = {}  # by an int; `Tensor.item` is typed as either
 
 _product: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
-
-# Registered at the low level: torch.library.custom_op would cost some 20 microseconds more per call, 120 times a step.
-_library = torch.library.Library("minispec", "DEF")
-_library.define("packed_linear(Tensor x, Tensor handle, int features, Tensor? bias) -> Tensor")
-
-
 _NO_SCALARS: list[float] = []
 
 
+@operator(
+    "packed_linear(Tensor x, Tensor handle, int features, Tensor? bias) -> Tensor",
+    lambda x, handle, features, bias: x.new_empty(*x.shape[:-1], features), "CPU",
+)  # fmt: skip
 def _packed_linear(x: Tensor, handle: Tensor, features: int, bias: Tensor | None) -> Tensor:
     """Return x [..., in] times the packed weight behind `handle` [] int64, [..., features]."""
     # Called more than a hundred times a step: every reshape and every lookup here would cost some 0.1 ms of it.
     return _product(x, _weights[handle.item()], bias, "none", _NO_SCALARS, "")
-
-
-_library.impl("packed_linear", _packed_linear, "CPU")
-torch.library.register_fake(
-    "minispec::packed_linear", lambda x, handle, features, bias: x.new_empty(*x.shape[:-1], features)
-)
 
 
 class PackedLinear(nn.Module):
@@ -127,11 +120,15 @@ def _by(layers: Sequence[PackedLinear]) -> Product:
 
 
 _experts: weakref.WeakValueDictionary[int | float, PackedExperts] = weakref.WeakValueDictionary()  # by id
-_library.define("packed_experts(Tensor x, Tensor chosen, Tensor weights, Tensor handle) -> Tensor")
-_library.impl(
-    "packed_experts", lambda x, chosen, weights, handle: _experts[handle.item()].now(x, chosen, weights), "CPU"
-)
-torch.library.register_fake("minispec::packed_experts", lambda x, chosen, weights, handle: x.new_empty(x.shape))
+
+
+@operator(
+    "packed_experts(Tensor x, Tensor chosen, Tensor weights, Tensor handle) -> Tensor",
+    lambda x, *_: x.new_empty(x.shape), "CPU",
+)  # fmt: skip
+def _packed_experts(x: Tensor, chosen: Tensor, weights: Tensor, handle: Tensor) -> Tensor:
+    """Do the work of the experts behind `handle` [] int64."""
+    return _experts[handle.item()].now(x, chosen, weights)
 
 
 def is_few(rows: int) -> bool:

@@ -24,9 +24,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from minispec.load.chat_templates import NAMED, is_template
 from minispec.request import RequestError, short
 
-RESERVED_NAMES = frozenset(
-    "messages tokenize add_generation_prompt continue_final_message chat_template return_dict".split()
-)
 CONTINUE_TAG = "<continue-here-1f0c> "  # the space shows whether the template strips the content
 
 Template = str | Mapping[str, str] | None  # one template, or several by name
@@ -63,17 +60,11 @@ class ChatTemplates:
     ) -> str:
         """Return the prompt that the model's chat template makes of the messages.
 
-        `continue_final_message` ends the prompt inside the last message, so that the model continues it. Raises
-        RequestError if there is no template, if messages are not text, or if the template raises an error.
+        Each message has a role and, as its content, one text (`parse.py` makes them so). `continue_final_message` ends
+        the prompt inside the last message, so that the model continues it; then `add_generation_prompt` is false.
+        Raises RequestError if there is no template, or if the template raises an error.
         """
         kwargs = dict(template_kwargs or {})
-        if taken := sorted(RESERVED_NAMES & kwargs.keys()):
-            raise RequestError(f"chat_template_kwargs may not set {taken[0]!r}", "chat_template_kwargs")
-        if continue_final_message and add_generation_prompt:
-            raise RequestError(
-                "continue_final_message continues the last message, so add_generation_prompt must be false",
-                "continue_final_message",
-            )
         with_tools = kwargs.get("tools") and "tool_use" in self._templates
         template = self._templates.get("tool_use" if with_tools else "default")
         if template is None:
@@ -81,7 +72,7 @@ class ChatTemplates:
                 "this model has no chat template; start the server with --chat-template FILE, or use /v1/completions",
                 "messages",
             )
-        plain = _plain_messages(messages)
+        plain = [dict(message) for message in messages]
         if continue_final_message:
             plain[-1]["content"] += CONTINUE_TAG
         variables = {"tools": None, "documents": None, **self._named_tokens, **kwargs}
@@ -160,38 +151,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-# ---- messages --------------------------------------------------------------------------------------------------------
-
-
-def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return copies of the messages with plain text as content; raises RequestError naming the field at fault."""
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise RequestError("messages must be a non-empty list", "messages")
-    plain = []
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(f"messages[{i}] must be an object with a role", "messages")
-        plain.append({**message, "content": _plain_content(message, f"messages[{i}].content")})
-    return plain
-
-
-def _plain_content(message: Mapping[str, Any], field: str) -> str:
-    """Return a message's content as one text, its parts joined by newlines; parts other than text are refused."""
-    content = message.get("content")
-    if content is None and message["role"] == "assistant" and message.get("tool_calls"):
-        return ""
-    parts = [content] if isinstance(content, str) else content
-    if not isinstance(parts, list) or not parts:
-        raise RequestError(f"{field} must be text or a list of text parts, got {content!r}", field)
-    texts = []
-    for j, part in enumerate(parts):
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RequestError(f"{field}[{j}] must be of type text, got {kind!r}: this model reads text only", field)
-        check_unicode(text, field)
-        texts.append(text)
-    return "\n".join(texts)
+# ---- prompts ---------------------------------------------------------------------------------------------------------
 
 
 def _cut_at_tag(prompt: str) -> str:

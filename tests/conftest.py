@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -132,3 +132,22 @@ def demo_folder() -> Path:
         return ensure_default_model(lambda line: None)
     except DefaultModelError as error:
         default_model_is_lacking(error)
+
+
+@pytest.fixture(scope="session")
+def tiny(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model whose greedy text is the script of test_server.py, again and again."""
+    from test_server import AutoTokenizer, script, scripted  # here: it imports what a machine may lack
+
+    ids = script(AutoTokenizer.from_pretrained(demo_folder))
+    return scripted(demo_folder, tmp_path_factory.mktemp("models") / "tiny", [*ids, ids[0]])
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A server of the tiny model, a `Running`, with the options of all and those that the module names in SERVED."""
+    from test_server import Config, Running, options, ready
+
+    running = ready(Running(Config(**options(tiny, **getattr(request.module, "SERVED", {})))))
+    yield running
+    running.stop()

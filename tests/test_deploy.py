@@ -21,9 +21,8 @@ from typing import Any
 
 import pytest
 from test_layers import ROOT
-from test_server import Running, events, options, ready, tiny  # noqa: F401  the fixture
+from test_server import Running, events
 
-from minispec.config import Config
 from minispec.load.flags import config_from_args
 
 DEPLOY = ROOT / "deploy"
@@ -80,11 +79,7 @@ class Proxy:
         return self.connection.getresponse()
 
 
-@pytest.fixture(scope="module")
-def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
-    running = ready(Running(Config(**options(tiny, max_running_requests=1))))
-    yield running
-    running.stop()
+SERVED = {"max_running_requests": 1}
 
 
 @pytest.fixture(scope="module")

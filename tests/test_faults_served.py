@@ -21,9 +21,7 @@ import pytest
 import torch
 from faulty import BREAK_CUDA, COMPILE, COMPILING, HANG, HANG_WITH_THE_INTERPRETER
 from test_llm import CONFIG
-from test_server import Running, await_health, chat, events, native, options, ready, tiny  # noqa: F401  the fixture
-
-from minispec.config import Config
+from test_server import Running, await_health, chat, events, native
 
 TESTS = Path(__file__).parent
 TIMEOUT = 1.5
@@ -148,13 +146,6 @@ def test_an_error_of_cuda_ends_the_process_after_everybody_was_told(children: li
 
 
 # ---- faults that a server survives ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
-    running = ready(Running(Config(**options(tiny))))
-    yield running
-    running.stop()
 
 
 BODIES = {

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_server import Running, native, options, ready, tiny  # noqa: F401  the fixture
+from test_server import Running, native
 
 from benchmarks.hostile import HOSTILE
-from minispec.config import Config
 from minispec.load.reply_formats import CALLS
 from minispec.request import RequestError
 from minispec.serve import parse
@@ -22,11 +19,7 @@ from minispec.serve.message import Formats
 STREAM = native("Once upon", temperature=1.1, sampling_seed=3, max_new_tokens=150, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
-    running = ready(Running(Config(**options(tiny, enable_metrics=False))))
-    yield running
-    running.stop()
+SERVED = {"enable_metrics": False}
 
 
 def test_hostile_bodies_are_refused_without_the_model_beside_a_stream_that_stays_the_same(

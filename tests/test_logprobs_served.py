@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_server import Running, chat, client, native, options, ready, tiny  # noqa: F401  tiny is a fixture
+from test_server import Running, chat, client, native
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from minispec.config import Config
-
 PROMPT = "Once upon a time 😀 there was"
-
-
-@pytest.fixture(scope="module")
-def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
-    running = ready(Running(Config(**options(tiny))))
-    yield running
-    running.stop()
 
 
 @torch.inference_mode()
@@ -54,7 +44,7 @@ def test_openai_s_client_gets_an_entry_for_each_token_of_a_chat(served: Running)
         assert own[0].delta.role == "assistant" and own[-1].finish_reason == choice.finish_reason == "length"
 
 
-def test_what_lm_eval_sends_scores_a_text_from_its_second_token_on(served: Running, tiny: Path) -> None:  # noqa: F811
+def test_what_lm_eval_sends_scores_a_text_from_its_second_token_on(served: Running, tiny: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     rows = [tokenizer.encode(PROMPT), tokenizer.encode("good people who lived")]
     wish = {"model": "default", "prompt": rows, "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
@@ -81,7 +71,7 @@ def test_what_lm_eval_sends_scores_a_text_from_its_second_token_on(served: Runni
     assert spelled["tokens"][: len(rows[0])] == [f"token_id:{token}" for token in rows[0]]
 
 
-def test_native_lists_are_triples_and_add_to_events(served: Running, tiny: Path) -> None:  # noqa: F811
+def test_native_lists_are_triples_and_add_to_events(served: Running, tiny: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     ids = tokenizer.encode(PROMPT)
     wish = {**native(PROMPT, max_new_tokens=20), "return_logprob": True, "logprob_start_len": 2, "top_logprobs_num": 3,

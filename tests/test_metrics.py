@@ -20,7 +20,7 @@ import pytest
 from conformance import SUBJECTS
 from exactness import request
 from prometheus_client.parser import text_string_to_metric_families
-from test_server import Running, chat, native, options, ready, tiny  # noqa: F401  the fixture
+from test_server import Running, chat, native, options
 
 from minispec.config import Config
 from minispec.metrics import Histogram, Kept, Load, Metrics
@@ -28,13 +28,6 @@ from minispec.serve.routes import ROUTES
 from minispec.server import build_llm
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(scope="module")
-def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
-    running = ready(Running(Config(**options(tiny, enable_metrics=True))))
-    yield running
-    running.stop()
 
 
 def scrape(served: Running) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -213,7 +206,7 @@ def test_counting_costs_the_engine_thread_microseconds_a_step() -> None:
 
 
 @pytest.fixture(scope="module")
-def locked(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:  # noqa: F811
+def locked(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server with both keys, TLS, and metrics; its certificate is made for it."""
     folder = tmp_path_factory.mktemp("tls")
     key, certificate = folder / "key.pem", folder / "certificate.pem"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_server import Running, options, ready, script, scripted, tiny  # noqa: F401  the fixture
+from test_server import Running, options, ready, script, scripted
 from transformers import AutoTokenizer
 
 from minispec.config import Config
@@ -29,12 +29,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 AXE = Path(os.environ.get("AXE_CORE", "node_modules/axe-core")) / "axe.min.js"
 
 
-@pytest.fixture(scope="module")
-def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
-    # The number of nodes is given: else the shape of a tree would depend on how fast steps are on this machine.
-    running = ready(Running(Config(**options(tiny, api_key="the-key", speculative_num_draft_tokens=8))))
-    yield running
-    running.stop()
+# The number of nodes is given: else the shape of a tree would depend on how fast steps are on this machine.
+SERVED = {"api_key": "the-key", "speculative_num_draft_tokens": 8}
 
 
 # ---- without a browser -----------------------------------------------------------------------------------------------
@@ -305,7 +301,7 @@ def test_hostile_markdown_stays_text(browser: Any, served: Running) -> None:
 
 
 @pytest.mark.browser
-def test_while_the_model_loads_the_page_shows_how_far_it_is(browser: Any, tiny: Path) -> None:  # noqa: F811
+def test_while_the_model_loads_the_page_shows_how_far_it_is(browser: Any, tiny: Path) -> None:
     import threading
 
     from minispec.server import build_llm
@@ -356,7 +352,7 @@ def test_a_turn_that_fails_leaves_the_conversation_and_its_text_goes_back_into_t
 
 
 @pytest.mark.browser
-def test_of_a_server_that_is_gone_the_page_says_so_and_tries_again(browser: Any, tiny: Path) -> None:  # noqa: F811
+def test_of_a_server_that_is_gone_the_page_says_so_and_tries_again(browser: Any, tiny: Path) -> None:
     running = ready(Running(Config(**options(tiny, shutdown_timeout=0))))
     visit = Visit(browser, running, 1280, "light")
     page = visit.page

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import openai
 import pytest
-from test_server import tiny  # noqa: F401  the fixture
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,7 +74,7 @@ def without_weights(folder: Path) -> Sequence[str]:
     return ("--load-format", "dummy", "--context-length", "2048", "--log-level", "info")
 
 
-def test_openai_streams_from_two_ranks_and_a_drained_server_leaves_nothing(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_openai_streams_from_two_ranks_and_a_drained_server_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
     temporary, port = tmp_path / "temporary", unused_port()
     with started(tiny, temporary, "--port", str(port), "--speculative-algorithm", "NGRAM") as server:
         child = wait_until_ready(server)

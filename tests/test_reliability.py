@@ -12,29 +12,21 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import wait_until
-from test_server import LONG, Running, await_health, events, launch, native, options, ready, tiny  # noqa: F401
+from test_server import LONG, Running, await_health, events, launch, native, options, ready
 
 from benchmarks.soak import Soak, rss, spread, wishes
 from minispec.config import Config
 from minispec.serve import bodies, streams
 
 SOAK_SECONDS = float(os.environ.get("MINISPEC_SOAK_SECONDS", "8"))  # 120 is what a release is tested with
-QUEUE = {"max_queued_requests": 16, "max_total_tokens": 320, "enable_metrics": False}  # and four may run
-
-
-@pytest.fixture(scope="module")
-def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
-    """A server with a short queue, and too few pages for the four requests that may run."""
-    running = ready(Running(Config(**options(tiny, **QUEUE))))
-    yield running
-    running.stop()
+SERVED = QUEUE = {"max_queued_requests": 16, "max_total_tokens": 320, "enable_metrics": False}  # too few pages for the four that may run
 
 
 def url(served: Running) -> str:
@@ -74,7 +66,7 @@ def test_256_clients_on_a_queue_of_16_get_their_own_text_or_a_refusal_before_any
 
 @pytest.mark.slow
 def test_clients_cut_at_random_moments_leave_nothing_running_and_no_memory_taken(
-    tiny: Path, served: Running, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    tiny: Path, served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def rounds() -> None:
         async with Soak(url(served), wishes(12, 60), seed=1) as clients:
@@ -135,7 +127,7 @@ def test_a_long_text_is_tokenized_while_others_are_answered(served: Running) -> 
 
 
 def test_a_request_that_takes_too_long_ends_with_a_reason(
-    tiny: Path, served: Running, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    tiny: Path, served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served.server, "config", Config(**options(tiny, **QUEUE, request_timeout=0.15)))
     slow_steps(served, monkeypatch)
@@ -156,7 +148,7 @@ def slow_steps(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- slow and silent clients -----------------------------------------------------------------------------------------
 
 
-def test_silent_clients_are_let_go_in_head_and_body(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_silent_clients_are_let_go_in_head_and_body(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(config: Config, progress: Callable[[str], None]) -> Any:
         raise RuntimeError("no model is needed for this")
 
@@ -256,7 +248,7 @@ def test_a_reader_who_is_behind_gets_the_same_text_in_fewer_events(
 
 
 def test_after_a_signal_what_runs_finishes_and_new_work_is_refused(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = ready(Running(Config(**options(tiny, shutdown_timeout=20.0))))
     drain = lambda: asyncio.run_coroutine_threadsafe(running.server.drain(asyncio.Event()), running.loop)  # noqa: E731
@@ -283,7 +275,7 @@ def test_after_a_signal_what_runs_finishes_and_new_work_is_refused(
 
 
 def test_when_the_time_to_finish_is_over_what_is_left_is_told(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = ready(Running(Config(**options(tiny, shutdown_timeout=0.2))))
     slow_steps(running, monkeypatch)
@@ -305,7 +297,7 @@ def threads() -> set[str]:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["served", "never loaded"])
-def test_a_server_leaves_no_thread_and_no_port(fails: bool, tiny: Path) -> None:  # noqa: F811
+def test_a_server_leaves_no_thread_and_no_port(fails: bool, tiny: Path) -> None:
     def build(config: Config, progress: Callable[[str], None]) -> Any:
         raise RuntimeError("made to fail")
 
@@ -325,7 +317,7 @@ def test_a_server_leaves_no_thread_and_no_port(fails: bool, tiny: Path) -> None:
 
 
 def test_a_process_finishes_what_runs_after_ctrl_c_and_leaves_no_file_process_or_port(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_server import options, tiny  # noqa: F401  the fixture
+from test_server import options
 
 import minispec.replicas.workers as replicas_module
 from minispec.config import Config
@@ -111,7 +111,7 @@ def unsealed() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def config(tiny: Path) -> Iterator[Config]:  # noqa: F811
+def config(tiny: Path) -> Iterator[Config]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(replicas_module, "Cluster", Local)

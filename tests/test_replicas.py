@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from conftest import wait_until
 from deadly import CRAWLING, PACED, POISON
-from test_server import Running, client, options, ready, tiny  # noqa: F401  the fixture
+from test_server import Running, client, options, ready
 
 from minispec.config import Config
 from minispec.replicas import workers
@@ -39,14 +39,14 @@ PREFIX = [PACED, *range(300, 315)]  # a page, which those that are to meet at on
 
 
 @pytest.fixture(scope="module")
-def alone(tiny: Path) -> Iterator[Running]:  # noqa: F811
+def alone(tiny: Path) -> Iterator[Running]:
     running = ready(Running(Config(**options(tiny, speculative_algorithm="NONE", **FLAGS))))
     yield running
     running.stop()
 
 
 @pytest.fixture(scope="module")
-def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
+def served(tiny: Path) -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent)]))  # where replicas find `deadly`
         running = Running(Config(**options(tiny, speculative_algorithm="deadly:Deadly", dp_size=2, **FLAGS)))
@@ -372,7 +372,7 @@ def session(leader: int) -> list[str]:
     return [args for pid, _, args in rows if pid in own and pid != str(leader)]
 
 
-def test_ctrl_c_lets_what_runs_finish_and_leaves_no_process_and_no_file(tiny: Path) -> None:  # noqa: F811
+def test_ctrl_c_lets_what_runs_finish_and_leaves_no_process_and_no_file(tiny: Path) -> None:
     flags = ["--model", str(tiny), "--device", "cpu", "--dtype", "float32", "--disable-torch-compile", "--dp-size", "2",
              "--speculative-algorithm", "NONE", "--skip-server-warmup"]  # fmt: skip
     temporary = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from typing import Any, get_args
 import pytest
 from openai.types import responses as theirs
 from openai.types.responses import response_create_params
-from test_server import LONG, Running, options, ready, tiny  # noqa: F401  the fixture
+from test_server import Running, options
 from test_tools import CLOCK, PARIS, REPLIES, WEATHER, cuts, prompt_of, templated
 
 from minispec.config import Config
@@ -377,13 +376,6 @@ def test_a_failure_is_told_in_openai_s_form_with_the_answer_so_far() -> None:
 # ---- served ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
-    running = ready(Running(Config(**options(tiny))))
-    yield running
-    running.stop()
-
-
 LONG_ONE = {"input": "Tell me something", "temperature": 0, "ignore_eos": True, "max_output_tokens": 900}
 
 
@@ -435,7 +427,7 @@ def test_streams_that_are_left_or_aborted_free_their_pages(
 
 
 def test_a_response_that_takes_too_long_ends_with_events_that_say_so(
-    tiny: Path, served: Running, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    tiny: Path, served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served.server, "config", Config(**options(tiny, request_timeout=0.15)))
     slowly(served, monkeypatch)

@@ -53,13 +53,6 @@ def script(tokenizer: Any) -> list[int]:
     return ids
 
 
-@pytest.fixture(scope="module")
-def tiny(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model whose greedy text is the script, again and again."""
-    ids = script(AutoTokenizer.from_pretrained(demo_folder))
-    return scripted(demo_folder, tmp_path_factory.mktemp("models") / "tiny", [*ids, ids[0]])
-
-
 def scripted(demo_folder: Path, folder: Path, ids: list[int]) -> Path:
     """Write a two-layer Llama with the default model's tokenizer, in whose greedy text each of the ids follows the one
     before; return its folder."""
@@ -186,13 +179,6 @@ def ready(running: Running) -> Running:
         assert time.monotonic() < end and answer[1]["status"] == "starting", answer
         time.sleep(0.05)
     return running
-
-
-@pytest.fixture(scope="module")
-def served(tiny: Path) -> Iterator[Running]:
-    running = ready(Running(Config(**options(tiny))))
-    yield running
-    running.stop()
 
 
 def client(served: Running) -> openai.OpenAI:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +15,9 @@ import pytest
 import torch
 from conformance import SUBJECTS, assert_exact
 from exactness import VOCAB, build, next_logits, request, run
-from test_server import Running, native, options, ready, tiny  # noqa: F401  the fixture
+from test_server import Running, native
 from test_standalone import MODEL, near
 
-from minispec.config import Config
 from minispec.engine import CAPTURED
 from minispec.explain import LEGEND, PARTS, Screen, explain, tree_lines
 from minispec.request import Request, Trace
@@ -188,13 +185,6 @@ def test_a_tree_is_drawn_with_its_branches_in_order_and_says_whose_drafts_they_a
 
 
 # ---- as clients see it -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def served(tiny: Path) -> Iterator[Running]:  # noqa: F811
-    running = ready(Running(Config(**options(tiny))))
-    yield running
-    running.stop()
 
 
 def assert_pieces_come_from_steps(told: dict[str, Any], steps: list[dict[str, Any]], answer: dict[str, Any]) -> None:

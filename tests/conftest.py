@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +46,12 @@ def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def free_port() -> int:
+    """Return a port at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 NO_MODEL = "the default model cannot be had"

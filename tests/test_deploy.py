@@ -9,7 +9,6 @@ import json
 import re
 import shlex
 import shutil
-import socket
 import ssl
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import free_port
 from test_layers import ROOT
 from test_server import Running, events
 
@@ -34,13 +34,6 @@ NAMES = ["Dockerfile.cpu", "Dockerfile.cuda"]
 
 
 # ---- the proxy -------------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 class Proxy:

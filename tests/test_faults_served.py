@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import free_port
 from faulty import BREAK_CUDA, COMPILE, COMPILING, HANG, HANG_WITH_THE_INTERPRETER
 from test_llm import CONFIG
 from test_server import Running, await_health, chat, events, native
@@ -31,8 +32,7 @@ class Child:
     """A server in a process of its own, on a model of random weights."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         flags = ["--model", str(folder), "--port", str(self.port), "--load-format", "dummy", "--device", "cpu"]
         flags += ["--speculative-algorithm", "faulty:Faulty", "--watchdog-timeout", str(TIMEOUT), "--page-size", "16"]
         flags += ["--disable-torch-compile", "--skip-server-warmup", "--max-total-tokens", "2048"]

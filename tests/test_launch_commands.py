@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 import torch
+from conftest import free_port
 from safetensors.torch import save_file
 from test_config import DOCUMENTED, ROOT
 from test_server import Running, script
@@ -227,8 +227,7 @@ class Launched:
     """A documented command running in a folder, with a free port."""
 
     def __init__(self, number: int, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         environ, argv = DOCUMENTED[number]
         words = [sys.executable, "-m", "minispec.server", *argv]
         words += ["--port", str(self.port), *APPENDED]

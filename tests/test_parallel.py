@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from capturing import Capture, reads_all
 from conformance import SUBJECTS, WISHES, Subject, mixture_model, random_head, sharp_model
-from conftest import slow_unless, wait_until
+from conftest import free_port, slow_unless, wait_until
 from exactness import MIXTURE, VOCAB, WINDOWED, Oracle, build, mixed_requests, request, run, tiny_config, truth_of
 from rank_one import CHOSEN, FOUND, LOOK, REPLAYED, noted, split
 from safetensors.torch import save_file
@@ -580,24 +580,21 @@ def test_a_port_that_is_taken_is_one_line() -> None:
 
 
 def test_an_address_at_which_nobody_is_is_one_line() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     with pytest.raises(ValueError, match=f"--dist-init-addr {address}: nobody answered in 1 s .*start machine 0 first"):
         open_store(RankPlace(1, 2, 0, address), 1.0)
 
 
 def test_an_address_that_is_not_machine_0_s_is_one_line() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    address = f"203.0.113.9:{port}"  # of nobody, kept for documentation
+    address = f"203.0.113.9:{free_port()}"  # of nobody, kept for documentation
     said = f"--dist-init-addr {address}: machine 0 cannot be reached there; give an address of its own: "
     with pytest.raises(ValueError, match=said):
         open_store(RankPlace(0, 2, 0, address), 0.5)
 
 
 def test_ranks_meet_at_an_address() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        places = [RankPlace(rank, 2, 0, f"localhost:{free.getsockname()[1]}") for rank in range(2)]
+    address = f"localhost:{free_port()}"
+    places = [RankPlace(rank, 2, 0, address) for rank in range(2)]
     with ThreadPoolExecutor(1) as pool:
         later = pool.submit(open_store, places[1], 10.0)  # before anybody listens there
         first = open_store(places[0], 10.0)

@@ -17,14 +17,9 @@ from pathlib import Path
 
 import openai
 import pytest
+from conftest import free_port
 
 ROOT = Path(__file__).parent.parent
-
-
-def unused_port() -> int:
-    """Return a port at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 @contextmanager
@@ -75,7 +70,7 @@ def without_weights(folder: Path) -> Sequence[str]:
 
 
 def test_openai_streams_from_two_ranks_and_a_drained_server_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
-    temporary, port = tmp_path / "temporary", unused_port()
+    temporary, port = tmp_path / "temporary", free_port()
     with started(tiny, temporary, "--port", str(port), "--speculative-algorithm", "NGRAM") as server:
         child = wait_until_ready(server)
         rest = threading.Thread(target=server.stderr.read)
@@ -104,7 +99,7 @@ def test_openai_streams_from_two_ranks_and_a_drained_server_leaves_nothing(tiny:
 
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_server_with_one_line_and_frees_its_port(tmp_path: Path) -> None:
-    flags, temporary, port = without_weights(tmp_path), tmp_path / "temporary", unused_port()
+    flags, temporary, port = without_weights(tmp_path), tmp_path / "temporary", free_port()
     with started(tmp_path, temporary, "--port", str(port), *flags) as server:
         child = wait_until_ready(server)
         body = {"text": "so", "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
@@ -124,7 +119,7 @@ def test_a_rank_that_dies_ends_the_server_with_one_line_and_frees_its_port(tmp_p
 
 @pytest.mark.slow
 def test_a_start_that_fails_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    flags, addresses = without_weights(tmp_path), [f"127.0.0.1:{unused_port()}" for _ in range(2)]
+    flags, addresses = without_weights(tmp_path), [f"127.0.0.1:{free_port()}" for _ in range(2)]
     with ExitStack() as stack:
         starts = [stack.enter_context(started(
             tmp_path, tmp_path / f"temporary{rank}", "--nnodes", "2", "--node-rank", str(rank), "--dist-timeout", "1",

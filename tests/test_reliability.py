@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import wait_until
+from conftest import free_port, wait_until
 from test_server import LONG, Running, await_health, events, launch, native, options, ready
 
 from benchmarks.soak import Soak, rss, spread, wishes
@@ -26,7 +26,7 @@ from minispec.config import Config
 from minispec.serve import bodies, streams
 
 SOAK_SECONDS = float(os.environ.get("MINISPEC_SOAK_SECONDS", "8"))  # 120 is what a release is tested with
-SERVED = QUEUE = {"max_queued_requests": 16, "max_total_tokens": 320, "enable_metrics": False}  # too few pages for the four that may run
+SERVED = QUEUE = {"max_queued_requests": 16, "max_total_tokens": 320, "enable_metrics": False}  # too few pages for four
 
 
 def url(served: Running) -> str:
@@ -322,8 +322,7 @@ def test_a_process_finishes_what_runs_after_ctrl_c_and_leaves_no_file_process_or
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")  # so that compiled code can only be kept for the time being
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     process = launch("--model", str(tiny), "--port", str(port), "--device", "cpu", "--disable-torch-compile")
     try:
         connection = await_health(port, process)

@@ -28,6 +28,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from conftest import free_port
 from json_schema import is_valid
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -873,8 +874,7 @@ def test_a_second_sigterm_ends_streams_and_compilers_within_five_seconds(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # an empty cache, so that there is much to compile
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     process = launch("--model", str(tiny), "--port", str(port), "--device", "cpu")
     try:
         connection = await_health(port, process)

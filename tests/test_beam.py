@@ -98,21 +98,28 @@ def slow_states(ids: list[int], drafted: list[int], head: nn.Module, model: Mode
 @torch.inference_mode()
 def slow_tree(
     ids: list[int], steps: int, topk: int, nodes: int, head: nn.Module, model: Model = MODEL
-) -> dict[tuple[int, ...], float]:
-    """Return the paths of EAGLE-2's tree after a text, with their log-probabilities."""
+) -> set[tuple[int, ...]]:
+    """Return the paths of EAGLE-2's tree after a text."""
+    logits = lambda path: head.logits(slow_states(ids, list(path), head, model))  # noqa: E731
+    return grown(logits, (steps, topk, nodes), head.token_map)
+
+
+def grown(
+    logits: Callable[[tuple[int, ...]], torch.Tensor], shape: tuple[int, int, int], ids: torch.Tensor | None = None
+) -> set[tuple[int, ...]]:
+    """Return the paths of the tree that these logits grow; ids: the token that each of them is of, if not its place."""
+    steps, topk, nodes = shape
     found: dict[tuple[int, ...], float] = {}
     frontier: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     for _ in range(steps):
         children = []
         for path, score in frontier:
-            logp = head.logits(slow_states(ids, list(path), head, model)).log_softmax(-1)
-            values, tokens = logp.topk(topk)
-            tokens = tokens if head.token_map is None else head.token_map[tokens]
+            values, tokens = logits(path).log_softmax(-1).topk(topk)
+            tokens = tokens if ids is None else ids[tokens]
             children += [((*path, t), score + v) for t, v in zip(tokens.tolist(), values.tolist(), strict=True)]
         found |= dict(children)
         frontier = sorted(children, key=lambda c: -c[1])[:topk]
-    best = sorted(found.items(), key=lambda item: -item[1])[: nodes - 1]
-    return dict(best)
+    return {path for path, _ in sorted(found.items(), key=lambda item: -item[1])[: nodes - 1]}
 
 
 def paths(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
@@ -148,7 +155,7 @@ def assert_slow_trees(
     assert len(compare) > 10
     for ids, tokens, parents in compare[::every]:
         slow = slow_tree(ids, steps, topk, nodes, head, model)
-        assert paths(tokens, parents) == set(slow), f"after {len(ids)} tokens"
+        assert paths(tokens, parents) == slow, f"after {len(ids)} tokens"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -354,7 +361,7 @@ def slow_coupled_tree(ids: list[int], r: Request, shape: tuple[int, int, int], h
             noise = noise if head.token_map is None else noise[head.token_map]
             return head.logits(state) / r.params.temperature + noise
 
-    return set(slow_tree(ids, *shape, Coupled()))
+    return slow_tree(ids, *shape, Coupled())
 
 
 def coupled_case(name: str, shape: tuple[int, int, int], coupled: bool) -> None:
@@ -366,7 +373,7 @@ def coupled_case(name: str, shape: tuple[int, int, int], coupled: bool) -> None:
     run(scheduler, requests)
     for ids, tokens, parents in compare[::3]:
         r = next(r for r in requests if r.prompt_ids == ids[: len(r.prompt_ids)] and r.ids[: len(ids)] == ids)
-        slow = slow_coupled_tree(ids, r, shape, HEADS[name]) if coupled else set(slow_tree(ids, *shape, HEADS[name]))
+        slow = slow_coupled_tree(ids, r, shape, HEADS[name]) if coupled else slow_tree(ids, *shape, HEADS[name])
         assert paths(tokens, parents) == slow, f"after {len(ids)} tokens"
     for r in requests:
         assert r.output_ids == truth(MODEL, r)

@@ -20,7 +20,7 @@ from conformance import truth
 from conftest import slow_unless
 from exactness import CPU, VOCAB, any_ids, build, mixed_requests, next_logits, reference, request, run, tiny_model
 from safetensors.torch import load_file, save_file
-from test_beam import moved_inputs, paths, record, siblings_see_each_other
+from test_beam import grown, moved_inputs, paths, record, siblings_see_each_other
 from torch._dynamo import lookup_backend
 
 import minispec.cpu.direct as direct_module
@@ -75,18 +75,7 @@ def drafter(steps: int, topk: int, nodes: int, name: str = "near") -> Standalone
 @torch.inference_mode()
 def slow_tree(ids: list[int], shape: tuple[int, int, int], draft: Model) -> set[tuple[int, ...]]:
     """Return the paths of the tree after a text, everything computed afresh for every node."""
-    steps, topk, nodes = shape
-    found: dict[tuple[int, ...], float] = {}
-    frontier: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
-    for _ in range(steps):
-        children = []
-        for path, score in frontier:
-            logp = next_logits(draft, [*ids, *path])[:VOCAB].log_softmax(-1)
-            values, tokens = logp.topk(topk)
-            children += [((*path, t), score + v) for t, v in zip(tokens.tolist(), values.tolist(), strict=True)]
-        found |= dict(children)
-        frontier = sorted(children, key=lambda c: -c[1])[:topk]
-    return {path for path, _ in sorted(found.items(), key=lambda item: -item[1])[: nodes - 1]}
+    return grown(lambda path: next_logits(draft, [*ids, *path])[:VOCAB], shape)
 
 
 def assert_slow_trees(compare: list, shape: tuple[int, int, int], name: str = "near", every: int = 1) -> None:

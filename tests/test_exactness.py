@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import minispec.verify as verify_module
 from minispec.drafter import Draft
-from minispec.model import Model
+from minispec.model import Model, published_tensors
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import Request
 
@@ -151,22 +151,8 @@ def as_transformers_has_it(model: Model) -> LlamaForCausalLM:
         rms_norm_eps=c.norm_eps, max_position_embeddings=c.context_length, tie_word_embeddings=False,
         bos_token_id=None, eos_token_id=None,
     ))  # fmt: skip
-    kv = c.kv_heads * c.head_dim
-    parts = {"qkv_proj": ("self_attn", "qkv", [c.heads * c.head_dim, kv, kv]),
-             "gate_up_proj": ("mlp", ("gate_", "up_"), [c.intermediate_size] * 2)}  # fmt: skip
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        *where, part, _ = name.split(".")
-        prefix = ".".join(["model", *where])
-        if part in parts:
-            owner, letters, sizes = parts[part]
-            for letter, piece in zip(letters, tensor.split(sizes), strict=True):
-                weights[f"{prefix}.{owner}.{letter.rstrip('_')}_proj.weight"] = piece
-        elif part in ("o_proj", "down_proj"):
-            weights[f"{prefix}.{'self_attn' if part == 'o_proj' else 'mlp'}.{part}.weight"] = tensor
-        else:
-            weights[name if part == "lm_head" else f"{prefix}.{part}.weight"] = tensor
-    other.load_state_dict(weights)
+    weights = published_tensors(model)
+    other.load_state_dict({n if n.startswith("lm_head") else f"model.{n}": t for n, t in weights.items()})
     return other.eval()
 
 

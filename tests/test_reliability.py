@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from conftest import free_port, wait_until
-from test_server import LONG, Running, await_health, events, launch, native, options, ready
+from test_server import LONG, Running, await_health, events, launch, native, no_model, options, ready, slow_steps
 
 from benchmarks.soak import Soak, rss, spread, wishes
 from minispec.config import Config
@@ -138,23 +138,13 @@ def test_a_request_that_takes_too_long_ends_with_a_reason(
     served.idle()
 
 
-def slow_steps(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each decode step take some milliseconds."""
-    engine = served.server.engine.llm.scheduler.engine
-    real = engine.launch
-    monkeypatch.setattr(engine, "launch", lambda *given, **how: time.sleep(0.005) or real(*given, **how))
-
-
 # ---- slow and silent clients -----------------------------------------------------------------------------------------
 
 
 def test_silent_clients_are_let_go_in_head_and_body(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(config: Config, progress: Callable[[str], None]) -> Any:
-        raise RuntimeError("no model is needed for this")
-
     monkeypatch.setattr("minispec.server.HEAD_TIMEOUT", 0.3)
     monkeypatch.setattr(bodies, "BODY_TIMEOUT", 0.3)
-    running = Running(Config(port=0, log_level="error"), build)
+    running = Running(Config(port=0, log_level="error"), no_model)
     begun = time.monotonic()
     try:
         for sent in (b"", b"POST /abort_request HTT", b"POST /abort_request HTTP/1.1\r\nHost: x\r\nX-A: "):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from typing import Any, get_args
 import pytest
 from openai.types import responses as theirs
 from openai.types.responses import response_create_params
-from test_server import Running, options
+from test_server import Running, options, slow_steps
 from test_tools import CLOCK, PARIS, REPLIES, WEATHER, cuts, prompt_of, templated
 
 from minispec.config import Config
@@ -379,13 +378,6 @@ def test_a_failure_is_told_in_openai_s_form_with_the_answer_so_far() -> None:
 LONG_ONE = {"input": "Tell me something", "temperature": 0, "ignore_eos": True, "max_output_tokens": 900}
 
 
-def slowly(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each decode step take some milliseconds."""
-    engine = served.server.engine.llm.scheduler.engine
-    real = engine.launch
-    monkeypatch.setattr(engine, "launch", lambda *given, **how: time.sleep(0.005) or real(*given, **how))
-
-
 def test_a_stream_has_the_text_of_the_whole_answer_and_that_of_the_chat(served: Running) -> None:
     wish = {**LONG_ONE, "max_output_tokens": 60}
     told = served.ok("/v1/responses", wish)
@@ -406,7 +398,7 @@ def test_a_stream_has_the_text_of_the_whole_answer_and_that_of_the_chat(served: 
 def test_streams_that_are_left_or_aborted_free_their_pages(
     served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slowly(served, monkeypatch)
+    slow_steps(served, monkeypatch)
     before = served.stats()["generated_tokens"]
     received, sock = served.stream("/v1/responses", LONG_ONE, read=6)
     assert [event["type"] for event in received[:3]] == ["response.created", "response.in_progress",
@@ -430,7 +422,7 @@ def test_a_response_that_takes_too_long_ends_with_events_that_say_so(
     tiny: Path, served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served.server, "config", Config(**options(tiny, request_timeout=0.15)))
-    slowly(served, monkeypatch)
+    slow_steps(served, monkeypatch)
     status, answer, _ = served.call("/v1/responses", LONG_ONE)
     assert (status, answer["error"]["code"]) == (504, "timeout")
     events, _ = served.stream("/v1/responses", LONG_ONE)

@@ -182,6 +182,18 @@ def ready(running: Running) -> Running:
     return running
 
 
+def no_model(config: Config, progress: Callable[[str], None]) -> Any:
+    """Build nothing, for servers whose model is not asked."""
+    raise RuntimeError("no model is needed for this")
+
+
+def slow_steps(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each decode step take some milliseconds."""
+    engine = served.server.engine.llm.scheduler.engine
+    real = engine.launch
+    monkeypatch.setattr(engine, "launch", lambda *given, **how: time.sleep(0.005) or real(*given, **how))
+
+
 def client(served: Running) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="None", max_retries=0)
 
@@ -383,14 +395,11 @@ def test_a_prompt_is_cut_to_what_fits_when_asked(served: Running) -> None:
 
 
 def test_web_pages_of_named_origins_may_call_and_their_browsers_may_ask_without_a_key() -> None:
-    def build(config: Config, progress: Callable[[str], None]) -> Any:
-        raise RuntimeError("no model is needed for this")
-
     page, asks = {"Origin": "https://a.example"}, {"Access-Control-Request-Method": "POST"}
     asks |= {"Access-Control-Request-Headers": "authorization,x-own"}
     answers: dict[str | None, Any] = {}
     for origins in (None, "https://a.example, http://localhost:3000", "*"):
-        running = Running(Config(port=0, log_level="error", api_key="secret", cors_origins=origins), build)
+        running = Running(Config(port=0, log_level="error", api_key="secret", cors_origins=origins), no_model)
         try:
             answers[origins] = [
                 running.call("/v1/models", None, "OPTIONS", {**page, **asks}),
@@ -632,9 +641,7 @@ def is_aborted(answer: dict[str, Any]) -> bool:
 @pytest.fixture
 def unhurried(served: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
     """The server, whose decode steps leave the time to abort a request between its first token and its last."""
-    engine = served.server.engine.llm.scheduler.engine
-    real = engine.launch
-    monkeypatch.setattr(engine, "launch", lambda *given, **how: time.sleep(0.005) or real(*given, **how))
+    slow_steps(served, monkeypatch)
     return served
 
 
@@ -832,10 +839,7 @@ def test_when_the_scheduler_itself_fails_health_turns_503_and_nothing_hangs(
 def test_answers_are_logged_at_the_level_of_http_alone_and_without_queries(
     level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def build(config: Config, progress: Callable[[str], None]) -> Any:
-        raise RuntimeError("no model is needed for this")
-
-    running = Running(Config(port=0, log_level_http=level, log_level="error"), build)
+    running = Running(Config(port=0, log_level_http=level, log_level="error"), no_model)
     try:
         assert running.call("/health?key=secret")[0] == 503 and running.call("/no%0Awhere")[0] == 404
     finally:

@@ -52,6 +52,7 @@ QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
 TILE_ROWS, TILE_KEYS = 64, 32
 PROCESSORS = 132  # multiprocessors of an H100 or H200
 
+
 # Writing rows is an operator, so that CUDA's warm-up does not autotune it. Autotuning would copy the pool,
 # gigabytes, for each kernel that it tries.
 # The operator writes the values too, which `!` does not say: torch.compile copies the second of two tensors that share

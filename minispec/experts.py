@@ -132,8 +132,9 @@ def _summed(out: Tensor, weights: Tensor) -> Tensor:
 
 @operator(
     "chosen_experts(Tensor x, Tensor chosen, Tensor weights, Tensor gate_up, Tensor down) -> Tensor",
-    lambda x, *_: x.new_empty(x.shape), "CPU",
-)  # fmt: skip
+    lambda x, *_: x.new_empty(x.shape),
+    "CPU",
+)
 def _chosen_experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Do `through_chosen` with weights as they came from the file."""
     first: Product = lambda rows, expert: F.linear(rows, gate_up[expert])  # noqa: E731

@@ -315,8 +315,9 @@ _products: weakref.WeakKeyDictionary[PagedKV, Products] = weakref.WeakKeyDiction
 # In compiled code a prefill step's attention is an operator: how many requests there are is then no shape of a graph.
 @operator(
     "attend_rows(Tensor q, Tensor keys, Tensor values, Tensor handle) -> Tensor",
-    lambda q, *_: q.new_empty(q.transpose(1, 2).shape).transpose(1, 2), "CPU",
-)  # fmt: skip
+    lambda q, *_: q.new_empty(q.transpose(1, 2).shape).transpose(1, 2),
+    "CPU",
+)
 def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, handle: Tensor) -> Tensor:
     """Attend with q in the rows of the plan behind `handle` [] int64; laid out as `PagedGather.attend` returns it."""
     return _gathers[handle.item()].attend(q, keys, values)

@@ -175,8 +175,9 @@ _heads: weakref.WeakValueDictionary[int | float, Int8Head] = weakref.WeakValueDi
 
 @operator(
     "int8_head(Tensor x, Tensor handle, int features) -> Tensor",
-    lambda x, handle, features: x.new_empty(*x.shape[:-1], features), "CPU",
-)  # fmt: skip
+    lambda x, handle, features: x.new_empty(*x.shape[:-1], features),
+    "CPU",
+)
 def _int8_head(x: Tensor, handle: Tensor, features: int) -> Tensor:
     """Return the logits [..., features] of the LM head behind `handle` [] int64."""
     return _heads[handle.item()].now(x)

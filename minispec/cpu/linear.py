@@ -45,8 +45,9 @@ _NO_SCALARS: list[float] = []
 
 @operator(
     "packed_linear(Tensor x, Tensor handle, int features, Tensor? bias) -> Tensor",
-    lambda x, handle, features, bias: x.new_empty(*x.shape[:-1], features), "CPU",
-)  # fmt: skip
+    lambda x, handle, features, bias: x.new_empty(*x.shape[:-1], features),
+    "CPU",
+)
 def _packed_linear(x: Tensor, handle: Tensor, features: int, bias: Tensor | None) -> Tensor:
     """Return x [..., in] times the packed weight behind `handle` [] int64, [..., features]."""
     # Called more than a hundred times a step: every reshape and every lookup here would cost some 0.1 ms of it.
@@ -124,8 +125,9 @@ _experts: weakref.WeakValueDictionary[int | float, PackedExperts] = weakref.Weak
 
 @operator(
     "packed_experts(Tensor x, Tensor chosen, Tensor weights, Tensor handle) -> Tensor",
-    lambda x, *_: x.new_empty(x.shape), "CPU",
-)  # fmt: skip
+    lambda x, *_: x.new_empty(x.shape),
+    "CPU",
+)
 def _packed_experts(x: Tensor, chosen: Tensor, weights: Tensor, handle: Tensor) -> Tensor:
     """Do the work of the experts behind `handle` [] int64."""
     return _experts[handle.item()].now(x, chosen, weights)

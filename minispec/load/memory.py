@@ -107,15 +107,10 @@ def measure(engine: Engine) -> Memory:
         "draft_kv_pool": size_of(engine.kv.pools[1:], seen),
         "target_kv_pool": size_of(vars(engine.kv), seen),
         "sampling_tables": size_of(vars(engine.sampling), seen),
-        "plain_steps_taps": _late_size(engine.late),
+        "plain_steps_taps": size_of([engine.late.tokens, engine.late.features]),
     }
     rest = torch.cuda.memory_reserved(engine.device) - sum(known.values()) if engine.device.type == "cuda" else None
     return Memory(**known, graphs_and_workspace=rest)
-
-
-def _late_size(late: Late) -> int:
-    """Return the bytes of what plain steps keep for a drafter."""
-    return size_of([late.tokens, late.features])
 
 
 # ---- how much is for what -------------------------------------------------------------------------------------------
@@ -200,8 +195,9 @@ class Budget:
         pool, draft_pool = own + (pages - 1) * (own_of_two - own), kv + (pages - 1) * (kv_of_two - kv)
         sampling = SamplingState(self.sizes.max_running + 1, self.network.config.vocab_size, "meta")
         rest = int(self.total * (1 - self.fraction)) if self.device.type == "cuda" and self.fraction else None
-        late = _late_size(Late(self.drafter, self.sizes.max_running + 1, self.network.norm.weight))
-        return Memory(weights, draft, pool, draft_pool, rest, size_of(vars(sampling)), late)
+        late = Late(self.drafter, self.sizes.max_running + 1, self.network.norm.weight)
+        taps = size_of([late.tokens, late.features])
+        return Memory(weights, draft, pool, draft_pool, rest, size_of(vars(sampling)), taps)
 
     def _pool_sizes(self, pages: int) -> tuple[int, int]:
         """Return the bytes of the target's pool of so many pages, tables included, and of the drafter's beside it."""

@@ -17,7 +17,7 @@ from minispec.dflash import most_nodes
 
 logger = logging.getLogger("minispec")
 
-CPU_SHAPE = (1, 1, 2)  # steps/topk/nodes: the fastest for heads on two CPU cores (docs/measured.md)
+CPU_SHAPE = (1, 1, 2)  # steps/topk/nodes: fast for heads on two CPU cores, greedy and sampled (docs/log.md)
 INT8_SHAPE = (1, 3, INT8_NODES)  # in place of larger trees with int8 weights
 HOST_NODES = 4  # of the smaller trees of the host on a CPU
 LOOKUP_NODES = 12  # of the larger trees where texts are looked up too: what a lookup finds may hold for long

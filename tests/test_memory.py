@@ -18,7 +18,7 @@ import test_heads
 import test_standalone
 import torch
 from exactness import build, tiny_model
-from test_llm import CONFIG
+from test_llm import CONFIG, config_of
 from torch import nn
 from torch.torch_version import TorchVersion
 
@@ -109,11 +109,7 @@ def test_an_estimate_is_what_is_there_to_the_byte(how, tied, tmp_path, caplog, m
 def test_a_head_and_its_pool_are_in_the_estimate(form, algorithm, tmp_path, caplog, monkeypatch) -> None:
     monkeypatch.setattr(build_module, "can_pack", lambda dtype: False)
     target = test_heads.make_target()
-    c = target.config
-    sizes = {"hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size, "vocab_size": c.vocab_size,
-             "num_hidden_layers": c.layers, "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads,
-             "head_dim": c.head_dim, "tie_word_embeddings": c.tied}  # fmt: skip
-    model, head = folder_of(tmp_path / "m", {**CONFIG, **sizes}), test_heads.write(tmp_path / "h", form(target))
+    model, head = config_of(target, tmp_path / "m"), test_heads.write(tmp_path / "h", form(target))
     options = {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(head)}
     llm, estimate = started(model, caplog, **options)
     assert estimate == llm.memory == by_hand(llm)

@@ -16,6 +16,8 @@ from typing import Any, get_args
 import pytest
 from openai.types import responses as theirs
 from openai.types.responses import response_create_params
+from test_schema import refused
+from test_schema import response as job
 from test_server import Running, options, slow_steps
 from test_tools import CLOCK, PARIS, REPLIES, WEATHER, cuts, prompt_of, templated
 
@@ -38,15 +40,10 @@ FORMATS = Formats(CALLS["hermes"], THOUGHTS["qwen3"])
 CALL = f"<tool_call>{PARIS}</tool_call>"
 
 
-def job(given: Any = "hi", **more: Any) -> parse.Job:
-    return parse_response({"input": given, **more}, {})
-
-
 def refusal(**body: Any) -> RequestError:
-    with pytest.raises(RequestError) as caught:
-        job(**body)
-    assert caught.value.status == 400 and len(caught.value.message) < 1000
-    return caught.value
+    error = refused(job, **body)
+    assert len(error.message) < 1000
+    return error
 
 
 # ---- bodies ----------------------------------------------------------------------------------------------------------

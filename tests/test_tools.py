@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_schema import chat, refused
 
 from minispec.load.chat_templates import NAMED, WITH_TOOLS
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.output import Output, overlap
-from minispec.request import Finish, Request, RequestError, SamplingParams, Update
+from minispec.request import Finish, Request, SamplingParams, Update
 from minispec.serve import parse
 from minispec.serve.message import Formats, Message, Wish
 from minispec.serve.reasoning import Thoughts
@@ -232,17 +233,6 @@ def test_overlap_is_the_longest_beginning_of_the_tag_that_ends_the_text() -> Non
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 
-def job(**more: Any) -> parse.Job:
-    return parse.parse_chat({"messages": [{"role": "user", "content": "hi"}], **more}, {})
-
-
-def refusal(call: Any) -> RequestError:
-    with pytest.raises(RequestError) as caught:
-        call()
-    assert caught.value.status == 400
-    return caught.value
-
-
 def templated(source: str | None) -> Tokenizer:
     """Return a tokenizer of bytes with a chat template."""
     return Tokenizer(byte_tokenizer(256).backend, frozenset(), source, {"bos_token": ""})
@@ -257,10 +247,10 @@ def test_tools_are_shown_to_the_model_in_one_form_and_hidden_by_none() -> None:
     tokenizer = templated(NAMED["hermes"].source)
     shuffled = {"function": {"strict": True, "parameters": WEATHER["function"]["parameters"], "name": "weather",
                              "description": "of a place"}, "type": "function", "more": 1}  # fmt: skip
-    one, other = (prompt_of(job(tools=[tool]), tokenizer) for tool in (WEATHER, shuffled))
+    one, other = (prompt_of(chat(tools=[tool]), tokenizer) for tool in (WEATHER, shuffled))
     assert one == other and json.dumps(WEATHER) in one
     for hidden in ({"tools": [WEATHER], "tool_choice": "none"}, {"tools": []}, {"tool_choice": "auto"}):
-        assert prompt_of(job(**hidden), tokenizer) == prompt_of(job(), tokenizer)
+        assert prompt_of(chat(**hidden), tokenizer) == prompt_of(chat(), tokenizer)
 
 
 @pytest.mark.parametrize(("name", "key"), [("hermes", "arguments"), ("llama3-json", "parameters")])
@@ -271,23 +261,23 @@ def test_earlier_calls_and_their_results_reach_the_template_arguments_as_objects
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [made, bare]},
                 {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
                 {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "noon"}]}]  # fmt: skip
-    prompt = prompt_of(job(messages=messages, tools=[WEATHER, CLOCK]), templated(NAMED[name].source))
+    prompt = prompt_of(chat(messages=messages, tools=[WEATHER, CLOCK]), templated(NAMED[name].source))
     assert f'{{"name": "weather", "{key}": {{"city": "Bern"}}}}' in prompt
     assert f'{{"name": "clock", "{key}": {{}}}}' in prompt and "sunny" in prompt and "noon" in prompt
     for wrong in ("[1]", "{", "7", '{"a": NaN}'):
         made["function"]["arguments"] = wrong
-        error = refusal(lambda: job(messages=messages))
+        error = refused(lambda: chat(messages=messages))
         assert error.param == "messages" and "messages[1].tool_calls[0].function.arguments" in error.message
     for calls in ([{}], [{"function": {}}], [{"function": {"name": "f", "arguments": 7}}], 3, [made] * 200):
         wrong = [{"role": "assistant", "tool_calls": calls}]
-        assert refusal(lambda wrong=wrong: job(messages=wrong)).param == "messages"
+        assert refused(lambda wrong=wrong: chat(messages=wrong)).param == "messages"
 
 
 def test_tools_that_cannot_be_shown_or_found_again_are_refused_by_name() -> None:
-    ask = job(tools=[WEATHER])
-    error = refusal(lambda: prompt_of(ask, templated(NAMED["chatml"].source)))
+    ask = chat(tools=[WEATHER])
+    error = refused(lambda: prompt_of(ask, templated(NAMED["chatml"].source)))
     assert error.param == "tools" and all(name in error.message for name in ("tools", *WITH_TOOLS))
-    error = refusal(lambda: prompt_of(ask, templated("{{ tools }}"), "unknown"))
+    error = refused(lambda: prompt_of(ask, templated("{{ tools }}"), "unknown"))
     assert error.param == "tools" and "--tool-call-parser" in error.message
     for wrong, param in (
         ({"tools": [{"type": "function"}]}, "tools"), ({"tools": [{"type": "web_search", "function": {}}]}, "tools"),
@@ -297,7 +287,7 @@ def test_tools_that_cannot_be_shown_or_found_again_are_refused_by_name() -> None
         ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
     ):  # fmt: skip
-        error = refusal(lambda wrong=wrong: job(**wrong))
+        error = refused(lambda wrong=wrong: chat(**wrong))
         assert error.param == param and param in error.message
 
 
@@ -316,14 +306,14 @@ def test_how_a_model_writes_calls_is_seen_in_its_template() -> None:
 ])  # fmt: skip
 def test_whether_the_prompt_leaves_the_model_thinking_is_seen_at_its_end(template: str, thinking: bool | None) -> None:
     formats, tokenizer = Formats(None, THOUGHTS["qwen3"]), templated(template)
-    assert parse.tokenize(job(), tokenizer, 10**6, formats=formats)[0].thinking is thinking
-    assert parse.tokenize(job(), tokenizer, 10**6)[0].thinking is None
+    assert parse.tokenize(chat(), tokenizer, 10**6, formats=formats)[0].thinking is thinking
+    assert parse.tokenize(chat(), tokenizer, 10**6)[0].thinking is None
 
 
 def test_a_message_to_continue_says_whether_it_is_thinking() -> None:
     for text, thinking in (("<think>One", True), ("<think>One</think>Two", False), ("Two", False)):
         messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]
-        ask = job(messages=messages, continue_final_message=True)
+        ask = chat(messages=messages, continue_final_message=True)
         formats, tokenizer = Formats(None, THOUGHTS["deepseek-r1"]), templated("{{ messages[1].content }}")
         assert parse.tokenize(ask, tokenizer, 10**6, formats=formats)[0].thinking is thinking
 
@@ -332,20 +322,20 @@ def test_a_request_without_parallel_calls_ends_at_the_token_that_completes_the_f
     tokenizer = templated(NAMED["hermes"].source)
     text = f"<think><tool_call>{PARIS}</tool_call></think><tool_call>{PARIS}</tool_call>" * 2
     for most, size in ((None, text.index("</tool_call>", text.index("</think>"))), (5, 5)):
-        ask = job(tools=[WEATHER], parallel_tool_calls=False, max_tokens=most)
+        ask = chat(tools=[WEATHER], parallel_tool_calls=False, max_tokens=most)
         request = parse.tokenize(ask, tokenizer, 10**6, formats=Formats(CALLS["hermes"], THOUGHTS["qwen3"]))[0]
         request.max_new_tokens = most or 10**6
         output = Output(request, tokenizer, frozenset())
         ends = [output.append(token) for token in text.encode()[:size]]
         assert ends[:-1] == [None] * (size - 1) and ends[-1] == (Finish("length") if most else Finish("stop"))
-    assert parse.tokenize(job(tools=[WEATHER]), tokenizer, 10**6, formats=Formats(CALLS["hermes"]))[0].ends is None
+    assert parse.tokenize(chat(tools=[WEATHER]), tokenizer, 10**6, formats=Formats(CALLS["hermes"]))[0].ends is None
 
 
 def test_tags_that_are_special_tokens_are_not_left_out_of_the_text(demo_folder: Path) -> None:
     tokenizer = load_tokenizer(demo_folder, NAMED["hermes"].source)
     marked = Formats(CALLS["hermes"]._replace(begin="<|im_start|>"))
     for formats, skips in ((marked, False), (Formats(CALLS["hermes"]), True)):
-        request = parse.tokenize(job(tools=[WEATHER]), tokenizer, 10**6, formats=formats)[0]
+        request = parse.tokenize(chat(tools=[WEATHER]), tokenizer, 10**6, formats=formats)[0]
         assert request.params.skip_special_tokens is skips
 
 
@@ -361,7 +351,7 @@ def answers(ask: parse.Job, text: str, formats: Formats, kind: str = "stop") -> 
 
 def test_answers_have_calls_and_say_so_at_their_end() -> None:
     text, formats = f"<think>Hm</think>So.\n<tool_call>{PARIS}</tool_call>", Formats(CALLS["hermes"], THOUGHTS["qwen3"])
-    whole, choices = answers(job(tools=[WEATHER], stream=True), text, formats)
+    whole, choices = answers(chat(tools=[WEATHER], stream=True), text, formats)
     message, total = whole["choices"][0]["message"], joined(choice["delta"] for choice in choices)
     assert (message["content"], message["reasoning_content"]) == ("So.", "Hm") == (
         total["content"], total["reasoning_content"])  # fmt: skip
@@ -370,7 +360,7 @@ def test_answers_have_calls_and_say_so_at_their_end() -> None:
     for choice in (whole["choices"][0], choices[-1]):
         assert choice["finish_reason"] == "tool_calls"
     assert choices[-1]["delta"] == {} and [c["finish_reason"] for c in choices[:-1]] == [None] * (len(choices) - 1)
-    for ask, kind, reason in ((job(tools=[WEATHER]), "length", "length"), (job(), "stop", "stop")):
+    for ask, kind, reason in ((chat(tools=[WEATHER]), "length", "length"), (chat(), "stop", "stop")):
         assert answers(ask, text, formats, kind)[0]["choices"][0]["finish_reason"] == reason
 
 
@@ -419,15 +409,15 @@ def test_the_grammar_of_calls_takes_what_the_parser_reads_and_nothing_else(
 
 def test_a_call_that_must_be_made_is_asked_for_by_one_grammar() -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        assert job(tools=[WEATHER], tool_choice=choice).wish.must
-        error = refusal(lambda choice=choice: job(tools=[WEATHER], tool_choice=choice, regex="a"))
+        assert chat(tools=[WEATHER], tool_choice=choice).wish.must
+        error = refused(lambda choice=choice: chat(tools=[WEATHER], tool_choice=choice, regex="a"))
         assert error.param == "regex" and "tool_choice" in error.message
 
 
 def test_a_call_that_must_be_made_leaves_no_text_to_be_of_a_response_format() -> None:
     form = {"response_format": {"type": "json_object"}}
-    must, may = (job(tools=[WEATHER], tool_choice=choice, **form) for choice in ("required", "auto"))
+    must, may = (chat(tools=[WEATHER], tool_choice=choice, **form) for choice in ("required", "auto"))
     assert must.wish.must and must.params[0].grammar is None
     assert may.params[0].grammar is not None
-    error = refusal(lambda: job(tools=[WEATHER], tool_choice="required", response_format={"type": "json_schema"}))
+    error = refused(lambda: chat(tools=[WEATHER], tool_choice="required", response_format={"type": "json_schema"}))
     assert error.param == "response_format", "it is read all the same"

@@ -215,7 +215,7 @@ def worked_step(llm: LLM) -> str:
     answer = llm.generate(ids, SamplingParams(temperature=0.0, max_new_tokens=64))["output_ids"]
     step = next(s for s in seen if len(s.path) == 3 and s.path != [0, 1, 2])
     before = llm.tokenizer.decode([*ids, *answer][: step.lens + 1], skip_special_tokens=True)
-    return f"{before}\n\n" + describe(step, lambda token: json.dumps(llm.tokenizer.decode([token])))
+    return f"{before}\n\n" + describe(step, lambda token: json.dumps(llm.tokenizer.decode([token]), ensure_ascii=False))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

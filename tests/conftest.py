@@ -27,6 +27,7 @@ if shutil.which("g++") and not subprocess.run(
 import pytest
 import torch
 
+from minispec.config import Config
 from minispec.load.default_model import DefaultModelError, ensure_default_model
 
 # Every shape of an engine is a graph of the same functions, and a worker runs the engines of many tests. What loads a
@@ -144,7 +145,8 @@ def demo_folder() -> Path:
 @pytest.fixture(scope="session")
 def tiny(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny model whose greedy text is the script of test_server.py, again and again."""
-    from test_server import AutoTokenizer, script, scripted  # here: it imports what a machine may lack
+    from test_server import script, scripted  # here: it imports what a machine may lack
+    from transformers import AutoTokenizer
 
     ids = script(AutoTokenizer.from_pretrained(demo_folder))
     return scripted(demo_folder, tmp_path_factory.mktemp("models") / "tiny", [*ids, ids[0]])
@@ -153,7 +155,7 @@ def tiny(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(tiny: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """A server of the tiny model, a `Running`, with the options of all and those that the module names in SERVED."""
-    from test_server import Config, Running, options, ready
+    from test_server import Running, options, ready
 
     running = ready(Running(Config(**options(tiny, **getattr(request.module, "SERVED", {})))))
     yield running

@@ -31,6 +31,7 @@ from rehearse import PASSED_OVER, instructions  # noqa: E402
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 NAMES = ["Dockerfile.cpu", "Dockerfile.cuda"]
+SERVED = {"max_running_requests": 1}
 
 
 # ---- the proxy -------------------------------------------------------------------------------------------------------
@@ -70,9 +71,6 @@ class Proxy:
         self.connection = kind("127.0.0.1", self.plain if plain else self.tls, timeout=30, **tls)
         self.connection.request("GET" if raw is None else "POST", path, raw)
         return self.connection.getresponse()
-
-
-SERVED = {"max_running_requests": 1}
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,7 @@ def shared_by_batches(compiled: Step) -> Step:
     """
 
     def call(owner: Any, *args: Any) -> Any:
+        """Call it with the batch marked as a dimension of any length, where the key says so."""
         key = next((arg for arg in (owner, *args) if isinstance(arg, Key)), None)
         if key is None or not key.of_batch:
             return compiled(owner, *args)

@@ -30,6 +30,7 @@ def operator(
     """
 
     def register(function: _Function) -> _Function:
+        """Register the function, and return it as it is."""
         name = schema.partition("(")[0]
         _library.define(schema)
         _library.impl(name, function, dispatch_key)

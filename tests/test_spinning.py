@@ -38,31 +38,49 @@ def test_what_others_use_is_all_work_of_our_cores_but_our_own(tmp_path: Path) ->
     assert found == pytest.approx(ticks / os.sysconf("SC_CLK_TCK") - own, abs=0.1)
 
 
-def test_threads_sleep_at_one_busy_look_and_spin_after_many_calm_ones(caplog: pytest.LogCaptureFixture) -> None:
+def test_threads_sleep_at_two_busy_looks_and_spin_after_many_calm_ones(caplog: pytest.LogCaptureFixture) -> None:
     spinning = Spinning(2, {0, 1, 2})  # one core is left over
     with caplog.at_level(logging.INFO, "minispec"):
-        spinning.decide(1 + BUSY)
+        spinning.decide(1.0, 1 + BUSY)
+        spinning.decide(1.0, 1.1 + BUSY)
         assert spinning.team is None
         for _ in range(2):
-            spinning.decide(1.1 + BUSY)
+            spinning.decide(1.0, 1.1 + BUSY)
             team = spinning.team
             assert team is not None and team.is_alive() and team.size == 3
         for _ in range(CALM - 1):
-            spinning.decide(1.0)
-        spinning.decide(2.0)
+            spinning.decide(1.0, 1.0)
+        for _ in range(2):
+            spinning.decide(1.0, 2.0)
         for _ in range(CALM - 1):
-            spinning.decide(1.0)
-        assert spinning.team is team and team.is_alive(), "a busy look in between begins the count anew"
-        spinning.decide(1.0)
+            spinning.decide(1.0, 1.0)
+        assert spinning.team is team and team.is_alive(), "two busy looks in between begin the count anew"
+        spinning.decide(1.0, 1.0)
         assert spinning.team is None
         team.join(10)
         assert not team.is_alive()
-        spinning.decide(3.0)
+        for _ in range(2):
+            spinning.decide(1.0, 3.0)
         assert spinning.team is not None
         spinning.team.ended.set()
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1 and "GOMP_SPINCOUNT" in warnings[0] and "1.6 of 3 cores" in warnings[0]
     assert len(caplog.records) == 3
+
+
+def test_processes_that_take_turns_with_this_one_leave_its_threads_spinning() -> None:
+    spinning = Spinning(2, {0, 1})
+    for _ in range(3):
+        for ours, others in ((2.0, 0.0), (1.0, 1.0), (0.0, 2.0), (0.0, 2.0), (1.0, 1.0)):
+            spinning.decide(ours, others)
+            assert spinning.team is None
+    for _ in range(2):
+        spinning.decide(1.0, 1.0)
+    assert spinning.team is not None
+    for _ in range(CALM // 2):  # sleeping threads spin again, though others work whenever ours do not
+        for ours, others in ((1.0, 0.0), (1.0, 0.0), (0.0, 2.0)):
+            spinning.decide(ours, others)
+    assert spinning.team is None
 
 
 @pytest.mark.parametrize("variable", VARIABLES)
@@ -97,12 +115,12 @@ from minispec.cpu.spinning import Spinning
 
 hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(int(sys.argv[2]))]
 try:
-    LLM(sys.argv[1], load_format="dummy", dtype="float32", device="cpu", disable_torch_compile=True,
-        max_running_requests=1, max_total_tokens=64)
+    llm = LLM(sys.argv[1], load_format="dummy", dtype="float32", device="cpu", disable_torch_compile=True,
+              max_running_requests=1, max_total_tokens=64)
     watcher = next(thread for thread in threading.enumerate() if isinstance(thread, Spinning))
     end = time.monotonic() + 20
     while watcher.team is None and time.monotonic() < end:
-        time.sleep(0.1)
+        llm.generate([1, 2, 3])
     print(watcher.team is not None)
 finally:
     for hog in hogs:

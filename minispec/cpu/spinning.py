@@ -5,8 +5,10 @@ a busy process the spinning thread holds the core that the awaited thread needs,
 times as long (docs/log.md).
 
 The library reads GOMP_SPINCOUNT once, when it is loaded. But its threads hardly spin while there are more of them than
-cores. So `Spinning` looks twice a second at what other processes do on these cores, and while they are busy it keeps
-a team of idle threads. GOMP_SPINCOUNT or OMP_WAIT_POLICY in the environment is the user's own decision.
+cores. So `Spinning` looks five times a second at what other processes do on these cores, and while they are busy it
+keeps a team of idle threads. A process that works in turn with this one, and not beside it, takes nothing away: what
+others do while our threads are idle does not count, nor does one busy look, in which the turn may have changed.
+GOMP_SPINCOUNT or OMP_WAIT_POLICY in the environment is the user's own decision.
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ import torch
 logger = logging.getLogger("minispec")
 
 SLASH = Path("/")
-LOOK = 0.5  # seconds between two looks
-BUSY = 0.5  # cores that others take from our threads, from which on these do not spin
-CALM = 20  # looks in a row without that, until they spin again: sleeping costs up to a third, spinning in vain far more
+LOOK = 0.2  # seconds between two looks
+IDLE = 0.1  # cores that we use, below which our threads have nothing to wait for
+BUSY = 0.5  # cores that others take from our threads, from which on a look counts as busy
+# So many looks without two busy ones in a row have threads spin again. Sleeping doubles a step, spinning in vain does
+# far more.
+CALM = 50
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
@@ -53,16 +58,22 @@ class Spinning(threading.Thread):
         super().__init__(name="spinning", daemon=True)
         self.threads, self.cores, self.root = threads, cores, root
         self.team: Team | None = None  # while our threads do not spin
-        self._calm, self._said = 0, False
+        self._busy = self._calm = 0  # busy looks in a row; calm looks since threads sleep, or since two busy ones
+        self._said = False
 
     def run(self) -> None:
         """Look again and again."""
-        began, before = time.monotonic(), self.used_by_others()
+        before = self._clocks()
         while True:
             time.sleep(LOOK)
-            now, used = time.monotonic(), self.used_by_others()
-            self.decide((used - before) / (now - began))
-            began, before = now, used
+            now = self._clocks()
+            passed, ours, others = (new - old for new, old in zip(now, before, strict=True))
+            self.decide(ours / passed, others / passed)
+            before = now
+
+    def _clocks(self) -> tuple[float, float, float]:
+        """Return the time, and for how many seconds our cores have worked for us and for others."""
+        return time.monotonic(), time.process_time(), self.used_by_others()
 
     def used_by_others(self) -> float:
         """Return for how many seconds since boot our cores have worked for others, or were kept from this machine."""
@@ -74,13 +85,18 @@ class Spinning(threading.Thread):
                 ticks += user + nice + system + irq + softirq + steal
         return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
 
-    def decide(self, others: float) -> None:
-        """Have our threads spin or sleep, by how many cores others have used since the last look."""
-        if others - (len(self.cores) - self.threads) > BUSY:
+    def decide(self, ours: float, others: float) -> None:
+        """Have our threads spin or sleep, by how many cores we and others have used since the last look."""
+        busy = others - (len(self.cores) - self.threads) > BUSY
+        if busy and ours < IDLE:
+            self._busy = 0
+            return
+        self._busy = self._busy + 1 if busy else 0
+        if self._busy > 1:
             self._calm = 0
             if self.team is None:
                 self._sleep(others)
-        elif self.team is not None:
+        elif not busy and self.team is not None:
             self._calm += 1
             if self._calm == CALM:
                 self.team.ended.set()

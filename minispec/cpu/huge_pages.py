@@ -33,7 +33,7 @@ FULL = 0.9  # of a mapping must be in use, since what is moved is filled up with
 MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_COLLAPSE = 14, 15, 25  # of <linux/mman.h>
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-MAPPINGS = Path("/proc/self/smaps")
+MAPPINGS, ROLLUP = Path("/proc/self/smaps"), Path("/proc/self/smaps_rollup")  # each mapping's numbers, and their sums
 
 
 def use_huge_pages() -> int:
@@ -43,11 +43,11 @@ def use_huge_pages() -> int:
     """
     if not _allowed():
         return 0
-    smaps = _text_of(MAPPINGS)
-    for start, end in full_mappings(smaps):
+    before = _bytes("AnonHugePages", _text_of(ROLLUP))
+    for start, end in full_mappings(_text_of(MAPPINGS)):
         _madvise(start, end, MADV_HUGEPAGE)  # so that what is split later, by a fork say, is put together again
         _madvise(start, end, MADV_COLLAPSE)
-    return _in_huge_pages(_text_of(MAPPINGS)) - _in_huge_pages(smaps)
+    return _bytes("AnonHugePages", _text_of(ROLLUP)) - before
 
 
 def move_to_huge_pages(device: torch.device) -> None:
@@ -121,26 +121,15 @@ def full_mappings(smaps: str) -> Iterator[tuple[int, int]]:
 
     `smaps` is the text of /proc/self/smaps. Stacks and reserves, which are nearly empty, and files are left out.
     """
-    for mapping in _mappings(smaps):
-        begin, finish = (int(mapping[name], 16) for name in ("begin", "finish"))
+    head = r"^([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ 00:00 0 *(?:\[heap\])?\n"
+    for mapping in re.finditer(head + r"((?:[A-Z]\w+:.*\n?)*)", smaps, re.MULTILINE):
+        begin, finish = int(mapping[1], 16), int(mapping[2], 16)
         start, end = _whole(begin, finish)
-        if mapping["name"] in ("", "[heap]") and start < end:
-            if _kilobytes("Rss", mapping["rest"]) * 1024 >= FULL * (finish - begin):
-                yield start, end
+        if start < end and _bytes("Rss", mapping[3]) >= FULL * (finish - begin):
+            yield start, end
 
 
-def _mappings(smaps: str) -> Iterator[re.Match[str]]:
-    """Yield mappings that the process may read and write, with nothing behind them: begin, finish, name and rest."""
-    head = r"^(?P<begin>[0-9a-f]+)-(?P<finish>[0-9a-f]+) rw-p [0-9a-f]+ 00:00 0 *(?P<name>\S*)\n"
-    yield from re.finditer(head + r"(?P<rest>(?:[A-Z]\w+:.*\n?)*)", smaps, re.MULTILINE)
-
-
-def _in_huge_pages(smaps: str) -> int:
-    """Return the bytes of the process's own memory that lie in huge pages."""
-    return sum(_kilobytes("AnonHugePages", mapping["rest"]) for mapping in _mappings(smaps)) * 1024
-
-
-def _kilobytes(name: str, lines: str) -> int:
-    """Return a number of a mapping."""
+def _bytes(name: str, lines: str) -> int:
+    """Return a number of a mapping, or of all, in bytes; 0 where it is not told."""
     found = re.search(rf"^{name}: +(\d+) kB", lines, re.MULTILINE)
-    return int(found[1]) if found else 0
+    return int(found[1]) * 1024 if found else 0

@@ -139,12 +139,8 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., S
     """A backend for torch.compile: its own, with a note of every call. Dynamo keeps it, so it must keep no tensor."""
     sizes = _sizes(graph)  # before compiling, which takes the graph apart
     _noted.left -= 1
-    if _noted.cached_only:
-        from torch._inductor.compile_fx import compile_fx  # here, since importing it takes a second
-
-        compiled: Any = compile_fx(graph, inputs, inner_compile=_lacking)
-    else:
-        compiled = lookup_backend("inductor")(graph, inputs)
+    inductor: Any = lookup_backend("inductor")  # it takes more than other backends
+    compiled = inductor(graph, inputs, **({"inner_compile": _lacking} if _noted.cached_only else {}))
 
     def run(*flat: Tensor | int) -> Sequence[Tensor]:
         outputs = compiled(*flat)

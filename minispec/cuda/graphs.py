@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -72,31 +72,28 @@ def capture(engine: Engine, batches: Sequence[int], progress: Callable[[str], No
     """
     engine.link.tell("capture", batches)
     recorder = Recorder(engine.device)
-    steps: list[tuple[Callable[[Any, Needs], None], DecodeBuffers | PrefillBuffers]] = [
-        (engine.decode, engine.decodes[key]) for key in sorted(engine.decodes, key=_turn) if key[0] in batches
-    ]
-    steps.append((engine.prefill_step, engine.prefills[engine.sizes.prefill_sizes[0]]))
-    for done, (step, buffers) in enumerate(steps, start=1):
-        progress(f"capture {done}/{len(steps)}: {buffers.name}")
-        graphs = _record(engine, recorder, step, buffers)
-        engine.graphs |= {(buffers, needs): graph for needs, graph in graphs.items()}
+    decodes = [engine.decodes[key] for key in sorted(engine.decodes, key=_turn) if key[0] in batches]
+    steps: list[DecodeBuffers | PrefillBuffers] = [*decodes, engine.prefills[engine.sizes.prefill_sizes[0]]]
+    for done, step in enumerate(steps, start=1):
+        progress(f"capture {done}/{len(steps)}: {step.name}")
+        engine.graphs |= {(step, needs): graph for needs, graph in _record(engine, recorder, step).items()}
 
 
 def _record(
-    engine: Engine, recorder: Recorder, step: Callable[[Any, Needs], None], buffers: DecodeBuffers | PrefillBuffers
+    engine: Engine, recorder: Recorder, step: DecodeBuffers | PrefillBuffers
 ) -> dict[Needs, torch.cuda.CUDAGraph]:
     """Return the graphs of a step; none if a recording fails."""
     graphs: dict[Needs, torch.cuda.CUDAGraph] = {}
     for needs in CAPTURED:
         why = None
         try:
-            graphs[needs] = recorder.record(lambda: step(buffers, needs))  # noqa: B023  called at once
+            graphs[needs] = recorder.record(partial(engine.run_here, step, needs, None, None))
         except CaptureFailed as error:
             if engine.is_lost(error):
                 raise
             why = str(error)
         if not engine.link.all_have(why is None):
-            logger.warning("%s runs uncaptured, since its capture failed: %s", buffers.name, why or "on another rank")
+            logger.warning("%s runs uncaptured, since its capture failed: %s", step.name, why or "on another rank")
             return {}
     return graphs
 

@@ -99,11 +99,6 @@ class Ranks:
         return RanksParted(f"a step or call failed on rank 0, and the others of --tp-size {self.size} cannot go on "
                            f"without it; start the server again: {said}")  # fmt: skip
 
-    def next_call(self) -> tuple[str, list[int]]:
-        """Wait for the next call on another rank than 0; returns its name and numbers."""
-        index, *numbers = self.same()
-        return CALLS[index], numbers
-
     def same(self, numbers: Sequence[int] = ()) -> list[int]:
         """Return rank 0's integers on every rank; what the others give is not looked at."""
         given = [len(numbers), *numbers] if self.rank == 0 else []
@@ -272,6 +267,7 @@ def follow(engine: Engine, ranks: Ranks) -> None:
         "prefill": prefill,
         "capture": lambda n: capture(engine, n, logger.debug), "settle": lambda n: engine.settle(),
     }  # fmt: skip
-    while (call := ranks.next_call())[0] != "stop":
-        name, numbers = call
-        does[name](numbers)
+    index, *numbers = ranks.same()
+    while CALLS[index] != "stop":
+        does[CALLS[index]](numbers)
+        index, *numbers = ranks.same()

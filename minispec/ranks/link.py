@@ -21,7 +21,7 @@ gloo's sum of more; but its order may follow the tensor's size, so that with mor
 differently than a request alone, as bfloat16 does anyway.
 
 What rank 0 does alone within a step, drafting, picking, verifying, may raise as it may in one process: the step goes on
-with something in its place, which nobody is told, and the error is raised at its end (`Lead._contained`). An exception
+with something in its place, which nobody is told, and the error is raised at its end (`Lead._contain`). An exception
 in the model's own pass leaves the others waiting within it. There is no way back, so it ends the process
 (`RanksParted`). A rank that dies ends all.
 
@@ -173,17 +173,12 @@ class Lead(SharedLink):
         self._leads = False  # whether a step is under way, in which the others wait for what is done here
         self._lost: Exception | None = None  # what rank 0's own part of that step has raised
         engine.link, engine.kv.tell = self, ranks.call
-        instead: tuple[tuple[object, str, Callable[..., Any]], ...] = (
-            (engine.drafter, "propose", lambda batch: DraftTree(*(part.clone() for part in batch.tree))),
-            (engine.drafter, "commit", lambda new: None),
-            (engine.accept, "judge", no_verdict),
-            (engine, "pick", lambda step, *given: torch.zeros_like(step.lens)),
-            # As without grammars.
-            (engine.asked, "constrain", lambda logits, *given: Allowed(
-                torch.zeros_like(logits[..., 0], dtype=torch.int64), logits, {})),
-        )
-        for owner, name, in_place in instead:
-            setattr(owner, name, self._contained(owner, name, in_place))
+        self._contain(engine.drafter, "propose", lambda batch: DraftTree(*(part.clone() for part in batch.tree)))
+        self._contain(engine.drafter, "commit", lambda new: None)
+        self._contain(engine.accept, "judge", no_verdict)
+        self._contain(engine, "pick", lambda step, *given: torch.zeros_like(step.lens))
+        self._contain(engine.asked, "constrain", lambda logits, *given: Allowed(  # as without grammars
+            torch.zeros_like(logits[..., 0], dtype=torch.int64), logits, {}))  # fmt: skip
 
     def tell(self, name: str, numbers: Sequence[int] = ()) -> None:
         """Have the others do the same."""
@@ -209,8 +204,8 @@ class Lead(SharedLink):
         if self._lost is not None:
             raise self._lost
 
-    def _contained(self, owner: object, name: str, instead: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method that only rank 0 calls within a step, such that where it raises the step goes on for all."""
+    def _contain(self, owner: object, name: str, instead: Callable[..., Any]) -> None:
+        """Wrap a method that only rank 0 calls within a step, such that where it raises the step goes on for all."""
         kind = type(owner)
 
         def part(*given: Any) -> Any:
@@ -222,7 +217,7 @@ class Lead(SharedLink):
                 self._lost = self._lost or error
                 return instead(*given)
 
-        return part
+        setattr(owner, name, part)
 
 
 def no_verdict(trees: Trees, *given: object) -> Verdict:

@@ -79,8 +79,7 @@ class Shard:
     def __post_init__(self) -> None:
         c = self.whole
         # Every rank needs a head: of KV groups of its own, or of one that as many ranks share as any other.
-        allowed = [n for n in range(1, c.heads + 1) if n <= c.kv_heads or (n % c.kv_heads == 0 and
-                   n // c.kv_heads <= c.heads // c.kv_heads)]  # fmt: skip
+        allowed = [n for n in range(1, c.heads + 1) if n <= c.kv_heads or n % c.kv_heads == 0]
         if self.size not in allowed:
             raise ValueError(f"--tp-size {self.size}: the model has {c.heads} attention heads over {c.kv_heads} KV "
                              "heads, and whole KV groups go to a rank, or several ranks share one; allowed: "

@@ -90,9 +90,7 @@ class Replicas:
     async def _run(self) -> None:
         try:
             await asyncio.to_thread(self._enter)
-            if self._cluster is None:
-                return
-            self.places = [Place(number, self._cluster.actor()) for number in range(self.config.dp_size)]
+            self.places = [Place(number, self._entered.actor()) for number in range(self.config.dp_size)]
             self._tasks |= {asyncio.ensure_future(self._keep(place)) for place in self.places}
             await asyncio.to_thread(import_module, "minispec.load.build")  # which the front needs, while replicas load
         except Exception as error:

@@ -77,8 +77,7 @@ class Replica:
         return self.engine
 
     async def submit(self, incarnation: str, requests: Sequence[Request]) -> None:
-        """Take requests that the door has checked, if they are for this incarnation; those of one prompt come together.
-        """
+        """Take requests that the door has checked, if they are for this incarnation; all of a prompt come together."""
         if incarnation != self.incarnation:
             return  # the one they were for has died, and the door sends them again
         for request in requests:

@@ -55,11 +55,9 @@ def meta_info(
 
 
 def _speculation(request: Request) -> dict[str, Any]:
-    """Return the fields of speculation.
+    """Return the fields of speculation, counted as `metrics.py` defines.
 
-    spec_accept_rate is the accepted share of the drafts; roots do not count, as in SGLang. spec_accept_length is tokens
-    per verify step. Unlike SGLang's it leaves out the token that prefill gives, so plain decoding has 1. Plain steps
-    count as verify steps without drafts.
+    Unlike SGLang's, spec_accept_length leaves out the token that prefill gives, so plain decoding has 1.
     """
     verified = request.verified
     return {

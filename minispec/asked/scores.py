@@ -48,6 +48,7 @@ class Questions:
         self.width = max(len(question.wish.ids) for question in asked)  # I, the most ids that a request names
         picks = [(question.row, owner) for owner, question in enumerate(asked) if question.picks]
         known = [(row, owner) for owner, question in enumerate(asked) for row in question.known]
+        self.numbers = [len(picks), *(row for row, _ in known)]  # by which another rank asks for the same rows
         table = [token for question in asked for token in (*question.wish.ids, *[0] * self.width)[: self.width]]
         pairs = [*picks, *known]
         flat = upload([*(row for row, _ in pairs), *(owner for _, owner in pairs), *table], torch.int64, device)

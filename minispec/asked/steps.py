@@ -127,8 +127,7 @@ class Answered(AskedStep, Generic[Step]):
         self.masked = any(request.params.grammar is not None for request in who.values())
         self.questions = Questions(questions, step.slots.device) if questions else None
         self.timed = all(request.trace is None for request in who.values())  # watching takes extra time
-        known = [row for question in questions for row in question.known]
-        self.numbers = [sum(question.picks for question in questions), *known] if questions else []
+        self.numbers = self.questions.numbers if self.questions else []
         self.scores: Scores | None = None
         self.seen: SeenStep | None = None
 

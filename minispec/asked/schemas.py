@@ -20,7 +20,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
@@ -34,7 +33,6 @@ MOST_CHARACTERS = {"time": 24, "date-time": 35}  # of a text in this format; roo
 _PARTS = ("allOf", "anyOf", "oneOf", "$ref")  # describe the same object as the keywords beside them
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")  # from names to schemas
 _DATA = ("const", "enum", "default", "examples", "required")  # hold no schemas
-_EMPTY: Mapping[str, bool] = MappingProxyType({})
 _EMBEDDED = re.compile(r"%json\s*")
 
 T = TypeVar("T")
@@ -88,8 +86,8 @@ def check_multiples(schema: Any) -> None:
     No limit of llguidance bounds these automata. Several numbers in one allOf become one automaton, whose states are
     their least common multiple. So the bound is on the least common multiple of all numbers in the schema.
     """
-    common, values = 1, list(_multiples(schema))
-    for value in values:
+    common = 1
+    for value in _multiples(schema):
         number = Decimal(repr(value)).as_tuple()
         digits = int("".join(map(str, number.digits))) * 10 ** max(int(number.exponent), 0)
         if digits > 0 and (common := math.lcm(common, digits)) > MOST_MULTIPLE:
@@ -122,8 +120,8 @@ def closed(schema: Any) -> Any:
 class Names(NamedTuple):
     """What a schema or a part of one says of an object's properties. The names are keys, in the schema's order."""
 
-    properties: Mapping[str, bool] = _EMPTY
-    patterns: Mapping[str, bool] = _EMPTY
+    properties: Mapping[str, bool] = {}
+    patterns: Mapping[str, bool] = {}
     named: bool = False  # whether there are `properties` or `patternProperties`
     settled: bool = False  # whether the schema itself says which other properties there may be
 

@@ -57,9 +57,8 @@ class PagedGather:
         self.folds = not plan.prompts and (plan.width <= FOLD_UP_TO or self.multiplies)
         # Are a request's blocks of a prefill step attended together? Whose they are, the host learns by a look.
         self.merges = plan.prompts and kv.host_looks
-        self.products: Products | None = None  # for the requests of a prefill step that are long enough
-        if self.merges and self.multiplies:
-            self.products = _products.setdefault(kv, Products())
+        # For the requests of a prefill step that are long enough.
+        self.products = _products.setdefault(kv, Products()) if self.merges and self.multiplies else None
         self.strips: list[Strip] = []
         # Is it one request's tree of few nodes? That has a graph of its own on a CPU, of loops in place of products.
         self.few = not plan.prompts and plan.batch == 1 and plan.width <= FEW_ROWS

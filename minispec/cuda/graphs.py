@@ -65,9 +65,9 @@ class Recorder:
 def capture(engine: Engine, batches: Sequence[int], progress: Callable[[str], None]) -> None:
     """Capture the decode steps of these batch sizes and the smallest prefill step, on CUDA and after warm-up.
 
-    Each is captured for greedy batches, for those with a temperature, and for all others. The largest come first, so
-    that the smaller ones fit into the memory that those leave to the pool, and those whose trees are all the host's
-    come last of a batch size.
+    Each is captured for greedy batches, for those with a temperature, and for all others. The largest batches and then
+    the largest trees come first, so that the smaller ones fit into the memory that those leave to the pool, and steps
+    whose trees are all the host's come last of a batch size.
     A step that cannot be captured, on this or on another rank, runs uncaptured; a warning says so.
     """
     engine.link.tell("capture", batches)
@@ -99,9 +99,6 @@ def _record(
 
 
 def _turn(key: tuple[int, Shape]) -> tuple[int, bool, int]:
-    """Return the key by which `capture` sorts decode steps: larger batches first, then larger trees first.
-
-    Of a batch, steps whose trees are all looked up come last.
-    """
+    """Return the key that puts decode steps in the order that `capture` describes."""
     batch, shape = key
     return -batch, shape.of_host, shape.nodes if shape.of_host else -shape.nodes

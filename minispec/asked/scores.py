@@ -78,17 +78,15 @@ class Scores:
 
     def read(self, most: int) -> dict[int, tuple[list[Scored], list[Scored]]]:
         """Return the scores of known tokens and of A = `most` picks by row or chunk; the copy must be complete."""
-        values, top = self.values.tolist(), self.top.tolist()
-        picked, known = 0, len(self.questions.picks) * most
+        answers = list(zip(self.values.tolist(), self.top.tolist(), strict=True))
+        picked, known = iter(answers), iter(answers[len(self.questions.picks) * most :])
         told = {}
         for question in self.questions.asked:
-            count, wish = most * question.picks, question.wish
-            spans = ((known, len(question.known)), (picked, count))
-            told[question.row] = tuple(
-                [self._scored(values[at], top[at], wish) for at in range(first, first + size)] for first, size in spans
+            told[question.row] = (
+                [self._scored(*next(known), question.wish) for _ in question.known],
+                [self._scored(*next(picked), question.wish) for _ in range(most * question.picks)],
             )
-            picked, known = picked + count, known + len(question.known)
-        return told  # type: ignore[return-value]
+        return told
 
     def _scored(self, values: list[float], top: list[int], wish: Logprobs) -> Scored:
         """Return one answer as its request wishes it; among equals the lowest id comes first, as in a greedy pick."""

@@ -146,10 +146,7 @@ class Answered(AskedStep, Generic[Step]):
             request.prompt_scores += self.told[row][0]
 
     def tell(self, row: int, output: Output, ids: Sequence[int], seconds: float, source: str | None) -> None:
-        """Give a request its answers on the tokens `ids` that it kept of this step, which took `seconds`.
-
-        source: the source of the drafts that the request verified; None: there were no drafts.
-        """
+        """Give a request its answers on the tokens `ids` that it kept of this step; source: that of `metrics.Kept`."""
         request = output.request
         if row in self.told:
             request.output_scores += self.told[row][1][: len(ids)]

@@ -224,10 +224,7 @@ def any_size(args: Sequence[Any], key: Key) -> Iterator[None]:
 
 
 def _given(args: Sequence[Any]) -> tuple:
-    """Return sets as they are, and which other arguments and members of named tuples are None.
-
-    Another answer is served by another graph.
-    """
+    """Return what another graph serves if it differs: sets, and which other arguments and their members are None."""
     return tuple([
         tuple([member is None for member in arg]) if isinstance(arg, tuple)
         else arg if isinstance(arg, frozenset) else arg is None

@@ -18,8 +18,7 @@ but not exactness.
 
 From Python, `SamplingParams(grammar=Grammar("regex", "[a-z]+"))` constrains a request. The kind "lark" is llguidance's
 own language, in which `%json {...}` embeds a schema and `<name>` a special token; tool calls can be written in it. The
-kind "ebnf" is that language or GBNF. `Scheduler.validate` compiles the grammar. If the grammar is wrong, it raises a
-RequestError that names `Grammar.origin`.
+kind "ebnf" is that language or GBNF.
 
 Constrained decoding follows Willard, Louf, "Efficient guided generation for large language models", arXiv 2307.09702.
 Read next: `schemas.py`, which closes schemas; `steps.py`, which cuts a step in two around `Constraints.masks`.

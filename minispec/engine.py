@@ -99,14 +99,6 @@ class Pending:
         return self.asked is None or self.asked.timed
 
 
-class ReadTrees(NamedTuple):
-    """Trees as the target reads them."""
-
-    tokens: Tensor  # [B, N] int64; nodes too deep for the request or the context are padding (`_before_blocks`)
-    parents: Tensor  # [B, N] int64
-    above: Tensor  # [B, N, N] bool, `tree.ancestors`
-
-
 class Read(NamedTuple):
     """What the target computes from the known tokens of a prefill step."""
 
@@ -342,9 +334,9 @@ class Engine:
         if around is not self.small.eager:
             needs = next(covering for covering in COMPILED if needs <= covering)
         lens, root, drafted = self.begin(buffers, needs)
-        read, embedding, rope = before(self, buffers, lens, root, drafted)
+        tree, above, embedding, rope = before(self, buffers, lens, root, drafted)
         streams = self.model.run_blocks(embedding, rope, buffers.attend, self.drafter.taps)
-        self.hand_over(buffers, after(self, buffers, lens, read, streams, needs))
+        self.hand_over(buffers, after(self, buffers, lens, tree, above, streams, needs))
 
     def around(self, buffers: DecodeBuffers, needs: Needs) -> Sequence[Step]:
         """Return `_before_blocks` and `_after_blocks`, compiled if `compile_small` chose this step."""
@@ -375,10 +367,10 @@ class Engine:
 
     def _before_blocks(
         self, buffers: DecodeBuffers, lens: Tensor, root: Tensor, drafted: DraftTree | None
-    ) -> tuple[ReadTrees, Tensor, Rope]:
-        """Fill the step's attention plan from the trees; return the trees, embeddings [B, N, d] and rotary factors.
+    ) -> tuple[DraftTree, Tensor, Tensor, Rope]:
+        """Fill the step's plan from the trees; return trees, `tree.ancestors`, embeddings [B, N, d], rotary factors.
 
-        The arguments are what `begin` returned.
+        The arguments are what `begin` returned. Nodes too deep for the request or the context become padding.
         """
         tokens, parents = buffers.tree if drafted is None else drafted
         tokens = torch.cat((root[:, None], tokens[:, 1:]), dim=1)
@@ -389,18 +381,19 @@ class Engine:
         buffers.plan.fill(buffers.slots, lens, above, tokens != PADDING)
         known = tokens.clamp(min=0)
         # The parents are copied: a compiled function may not return its argument.
-        return ReadTrees(tokens, parents.clone(), above), self.model.embed(known), self.model.rope(positions)
+        return DraftTree(tokens, parents.clone()), above, self.model.embed(known), self.model.rope(positions)
 
     @tuned
     def _after_blocks(
-        self, buffers: DecodeBuffers, lens: Tensor, read: ReadTrees, streams: Sequence[Tensor], needs: Needs
-    ) -> Path | None:
+        self, buffers: DecodeBuffers, lens: Tensor, tree: DraftTree, above: Tensor, streams: Sequence[Tensor],
+        needs: Needs,
+    ) -> Path | None:  # fmt: skip
         """Verify the trees, keep the accepted paths, and write the outputs; streams: what `Model.run_blocks` returned.
 
         Returns the paths for a drafter on the device; None after a plain step, or if the drafter takes in no paths.
         """
         logits, features = self.logits(streams)
-        trees = Trees(DraftTree(read.tokens, read.parents), read.above, buffers.slots, lens, buffers.most)
+        trees = Trees(tree, above, buffers.slots, lens, buffers.most)
         return self.keep(buffers, trees, self.judge(trees, logits, needs), features, needs)
 
     def logits(self, streams: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:

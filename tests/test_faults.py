@@ -55,10 +55,10 @@ class Fault:
         before, after = engine.small.eager
 
         def broken(owner: Engine, buffers: object, lens: torch.Tensor, *given: object) -> object:
-            read, embedding, rope = before(owner, buffers, lens, *given)
+            *read, embedding, rope = before(owner, buffers, lens, *given)
             if self.slot:
                 embedding[(buffers.slots == self.slot) & (lens >= self.rows), 0] = torch.nan
-            return read, embedding, rope
+            return *read, embedding, rope
 
         engine.small.eager = engine.small.compiled = (broken, after)
 

@@ -30,7 +30,7 @@ from minispec.output import Output
 from minispec.request import Logprobs, Request, Scored
 from minispec.sampling import Needs
 from minispec.seams import Asked, AskedStep
-from minispec.tree import PADDING, DraftTree
+from minispec.tree import PADDING
 from minispec.verify import Trees
 
 Step = TypeVar("Step", bound=DecodeBuffers | PrefillBuffers)
@@ -173,13 +173,12 @@ class AskedDecode(Answered[DecodeBuffers]):
         watched = None if self.timed else torch.full((step.batch, step.nodes), torch.nan, device=engine.device)
         lens, root, drafted = engine.begin(step, needs, watched)
         before, _ = engine.around(step, needs)
-        read, embedding, rope = before(engine, step, lens, root, drafted)
-        tokens, parents, above = read
-        crossing = to_host(step.slots[:, None], tokens, parents) if self.masked else None
+        tree, above, embedding, rope = before(engine, step, lens, root, drafted)
+        crossing = to_host(step.slots[:, None], *tree) if self.masked else None
         streams = engine.model.run_blocks(embedding, rope, step.attend, engine.drafter.taps)
         logits, features = engine.logits(streams)
-        tokens, allowed = (tokens, logits) if crossing is None else self.allow(logits, crossing)
-        trees = Trees(DraftTree(tokens, parents), above, step.slots, lens, step.most)
+        tokens, allowed = (tree.tokens, logits) if crossing is None else self.allow(logits, crossing)
+        trees = Trees(tree._replace(tokens=tokens), above, step.slots, lens, step.most)
         verdict = engine.judge(trees, allowed, needs)
         if watched is not None:
             noise = engine.sampling.noise(step.slots) if "temperature" in needs else None

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from minispec.attention import AttendKind, PagedAttend, Plan
-from minispec.compiled import CompileFor, Compiler, Key, Small, Step, tuned
+from minispec.compiled import Compiler, Key, Small, Step, tuned
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.kv import KVShape, PagedKV
 from minispec.model import LayerAttend, Rope
@@ -252,9 +252,6 @@ class BeamDrafter(Drafter):
         """Compile the network for frontiers, and what `commit` does."""
         self.run_network = compiler(type(self.network).forward)
         self.take_in = compiler(BeamDrafter._take_in)
-
-    def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
-        self.small.compile(compiler, choice)
 
     def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
         """Return the attention of `commit` in a prefill step, or of `commit` and the frontiers in a decode step."""

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from minispec.attention import AttendKind, PagedAttend, Plan, with_windows, write_rows
 from minispec.beam import Candidates, couple, likeliest, rerank
-from minispec.compiled import CompileFor, Compiler, Key, Small, tuned
+from minispec.compiled import Compiler, Key, Small, tuned
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.eagle import DraftHead, HeadConfig
 from minispec.kv import KVShape, PagedKV
@@ -183,9 +183,6 @@ class DFlashDrafter(Drafter):
 
     def compile(self, compiler: Compiler) -> None:
         self.network.run_block = compiler(Block.forward)
-
-    def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
-        self.small.compile(compiler, choice)
 
     def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
         """Return the attention of the block in a decode step; `commit` attends to nothing."""

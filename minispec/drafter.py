@@ -27,7 +27,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from minispec.attention import AttendKind, PagedAttend, Plan
-from minispec.compiled import CompileFor, Compiler
+from minispec.compiled import CompileFor, Compiler, Small
 from minispec.kv import KVShape, PagedKV
 from minispec.tree import PADDING, DraftTree, problem
 
@@ -137,6 +137,7 @@ class Drafter(ABC):
     taps: tuple[int | str, ...] = ()
     kv_shape: KVShape = KVShape(0, 0, 0)  # the shape of the drafter's own rows, which have the target's page numbers
     network: nn.Module | None = None  # the module that the drafter drafts with; `load/` packs its linear layers
+    small = Small()  # the functions around the network; by default there are none
     commits: bool = True  # whether the engine calls `commit`; False saves the work for a drafter without device state
     # Whether `host_drafts` looks trees up beside those of `propose`; each request verifies one of the two trees.
     looks_up: bool = False
@@ -155,8 +156,9 @@ class Drafter(ABC):
     def compile(self, compiler: Compiler) -> None:  # noqa: B027  a drafter without a network has nothing to compile
         """Run the network compiled by `compiler` from now on."""
 
-    def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:  # noqa: B027  see `compile`
+    def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
         """Let `compiler` compile the code around the network, for the steps that `choice` names."""
+        self.small.compile(compiler, choice)
 
     def expect(self, longest: int) -> None:  # noqa: B027  most drafters take in paths of any length
         """Prepare for accepted paths of up to `longest` tokens, since looked-up trees may be deeper than drafted ones.

@@ -212,7 +212,6 @@ class BeamDrafter(Drafter):
         self.network, self.steps, self.topk, self.nodes, self.coupled = network, steps, topk, nodes, coupled
         self.name, self.taps = network.name, network.taps
         self.depth = min(steps, nodes - 1)
-        self.longest = self.depth + 1  # A, the tokens of the longest path that `commit` takes in
         if smaller is not None:
             assert smaller[0] <= steps and 1 < smaller[1] < nodes, "the smaller tree is the smaller one"
             assert smaller[1] <= candidate_count(smaller[0], topk) + 1, "more nodes than candidates"
@@ -239,14 +238,6 @@ class BeamDrafter(Drafter):
             self._beams |= {(batch, size.nodes): Beam(batch, size, plan, live) for size in self.trees}
         # The numbers of the rounds, as tensors, so that one graph serves every round.
         self._rounds = [torch.full((), number, device=kv.pool.device) for number in range(self.steps + 1)]
-
-    @property
-    def path_lengths(self) -> list[int]:
-        """The lengths A, in tokens, of the padded paths that `commit` takes in."""
-        return sorted({min(size.nodes, self.longest) for size in self.trees} | {self.longest})
-
-    def expect(self, longest: int) -> None:
-        self.longest = max(longest, self.depth + 1)
 
     def compile(self, compiler: Compiler) -> None:
         """Compile the network for frontiers, and what `commit` does."""

@@ -65,11 +65,11 @@ class StandaloneDrafter(BeamDrafter):
         """shape: the keyword arguments of `BeamDrafter`."""
         super().__init__(network, **shape)
         self.kv_shape = KVShape(network.model.config.layers, network.kv_heads, network.head_dim)
-        self.expect(self.longest)
+        self.expect(self.depth + 1)
 
     def expect(self, longest: int) -> None:
         """Make room for accepted paths of `longest` tokens; to be called before `attach`."""
-        super().expect(longest)
+        self.longest = max(longest, self.depth + 1)  # A, the tokens of the longest path that `commit` takes in
         # Rows from the root on: `commit` writes a path of A rows and the new root, `propose` needs root and frontiers.
         self.scratch = max(self.longest + 1, 1 + self.window)
         device = self.network.model.embed_tokens.weight.device
@@ -81,7 +81,8 @@ class StandaloneDrafter(BeamDrafter):
         """Allocate what a head needs, and the plans for `commit`, whose rows end at a root."""
         windows = self.network.model.config.windows(kv.pages_per_slot * kv.page_size)
         super().attach(kv, with_windows(attend_kind, windows), batch_sizes, chunk_counts)
-        paths = [(count, length) for count in batch_sizes for length in self.path_lengths]
+        lengths = sorted({min(size.nodes, self.longest) for size in self.trees} | {self.longest})  # of padded paths
+        paths = [(count, length) for count in batch_sizes for length in lengths]
         shapes = [*paths, *((count, 1) for count in chunk_counts)]
         self._tails = {shape: Plan(self.kv, shape[0], 1, shape[1]) for shape in shapes}  # by requests, and rows of each
         for plan in self._tails.values():

@@ -94,10 +94,11 @@ class Trie:
         self._first, self._next, self._previous = fresh(), fresh(), fresh()
         # The root and the leaves without pins are a ring. The oldest leaf is _newer[ROOT], the newest is _older[ROOT].
         self._newer, self._older = fresh(), fresh()
-        self._zeros = (self._count, self._pins, self._first, self._next, self._previous, self._newer, self._older)
         # A hash table (parent, token) -> node with as many buckets as nodes; a bucket's nodes are chained.
         self._bucket, self._chain = fresh(), fresh()
         self._mask = 0
+        self._by_node = (self._token, self._parent, self._count, self._pins, self._first, self._next, self._previous,
+                         self._newer, self._older, self._chain)  # fmt: skip
         self._likeliest: dict[int, list[int]] = {}  # the likeliest children of CROWDED parents, cached
 
     def __len__(self) -> int:
@@ -154,24 +155,15 @@ class Trie:
         """Return a new node, hashed but not yet among its siblings; 0 if the trie is full and every leaf is pinned."""
         node = len(self._token)
         if node < self.options.capacity:
-            self._append(parent, token, bucket)
-            return node
-        node = self._evict()
-        if node:
-            self._token[node], self._parent[node], self._count[node] = token, parent, 0
-            self._chain[node], self._bucket[bucket] = self._bucket[bucket], node
+            for entries in self._by_node:
+                entries.append(0)
+        elif not (node := self._evict()):
+            return 0
+        self._token[node], self._parent[node], self._count[node] = token, parent, 0
+        self._chain[node], self._bucket[bucket] = self._bucket[bucket], node
+        if len(self._bucket) < len(self._token):
+            self._split()
         return node
-
-    def _append(self, parent: int, token: int, bucket: int) -> None:
-        """Grow every array by one entry, for a new node, and hash this node."""
-        node = len(self._token)
-        self._token.append(token)
-        self._parent.append(parent)
-        self._chain.append(self._bucket[bucket])
-        self._bucket[bucket] = node
-        for links in self._zeros:
-            links.append(0)
-        self._split()
 
     def _to_front(self, parent: int, child: int) -> None:
         """Make `child`, new or known, the first of its siblings."""

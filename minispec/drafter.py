@@ -295,16 +295,13 @@ class HostTrees(Drafter):
         if len(offered) != len(heard):
             self._refuse(f"{len(offered)} trees for {len(heard)} requests")
             offered = []
-        checked = {slot: self._checked(draft) for slot, draft in zip(heard, offered, strict=False)}
-        return [checked.get(slot, NOTHING) for slot in slots]
-
-    def _checked(self, draft: Draft) -> Draft:
-        """Return the tree, or a root alone if the tree breaks the invariant."""
-        wrong = problem(draft.tokens, draft.parents, self.nodes, self.vocab_size)
-        if wrong is None:
-            return draft
-        self._refuse(wrong)
-        return NOTHING
+        drafts = dict.fromkeys(slots, NOTHING)
+        for slot, draft in zip(heard, offered, strict=False):
+            if wrong := problem(draft.tokens, draft.parents, self.nodes, self.vocab_size):
+                self._refuse(wrong)
+            else:
+                drafts[slot] = draft
+        return [drafts[slot] for slot in slots]
 
     def _refuse(self, wrong: str) -> None:
         """Count a fault of the drafter, and log it, but seldom if there are many: they must not flood the log."""

@@ -159,20 +159,14 @@ class Scheduler:
         self.metrics.arrived(idle=not self.has_work)
         self.outputs[request] = Output(request, self.tokenizer, self.eos_ids)
         leader = request.leader
+        # Whether it can use what its leader computes: a full page, or the log-probabilities of the prompt's tokens.
+        shares = request.asks_of_prompt or (self.cache.enabled and len(request.prompt_ids) > self.kv.page_size)
         if request.max_new_tokens == 0 and not request.asks_of_prompt:
             self._close(request, Finish("length"))
-        elif leader in self.outputs and not leader.prompt_done and self._worth_sharing(request):
+        elif leader in self.outputs and not leader.prompt_done and shares:
             self.parked.setdefault(leader, []).append(request)
         else:
             self.waiting.append(request)
-
-    def _worth_sharing(self, request: Request) -> bool:
-        """Return whether another choice can use what its leader computes.
-
-        It can use a full page, or the log-probabilities of the prompt's tokens.
-        """
-        pages = self.cache.enabled and len(request.prompt_ids) > self.kv.page_size
-        return bool(pages or request.asks_of_prompt)
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 

@@ -140,10 +140,8 @@ class Rope(NamedTuple):
         return x * self.cos + torch.cat((-right, left), dim=-1) * self.sin
 
 
-class LayerAttend(Protocol):
-    """Attention of one layer: q [B, Hq, T, D], k and v [B, Hkv, T, D] -> out [B, Hq, T, D]."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+# Attention of one layer: q [B, Hq, T, D], k and v [B, Hkv, T, D] -> out [B, Hq, T, D].
+LayerAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Attend(Protocol):

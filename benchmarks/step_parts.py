@@ -45,6 +45,7 @@ from minispec.compiled import Key
 from minispec.cpu.int8 import Int8Linear
 from minispec.cpu.linear import FEW_ROWS
 from minispec.cpu.spinning import CALM, LOOK
+from minispec.drafter import NOTHING
 from minispec.engine import Engine
 from minispec.load.build import compile_step
 from minispec.model import Block
@@ -232,7 +233,8 @@ def kinds(slot: int, ids: Sequence[int], context: int, starts: Sequence[int]) ->
 
     def decode(engine: Engine, shape: Shape | None) -> None:
         engine.lens[slot : slot + 1].fill_(context)
-        engine.collect(engine.launch([slot], shape))
+        trees = max(engine.sizes.shapes_of(engine.batch_of(1)))
+        engine.collect(engine.launch([slot], shape or trees, [NOTHING]))
 
     def prefill(engine: Engine, start: int) -> None:
         chunk = Chunk(slot, list(ids[start : start + PREFILL]), start, last=True)

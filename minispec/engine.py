@@ -42,7 +42,7 @@ from torch import Tensor
 from minispec.attention import AttendKind, Plan, prefill_block, with_windows
 from minispec.buffers import Chunk, DecodeBuffers, PrefillBuffers, Prefills, Sizes
 from minispec.compiled import CompileFor, Compiler, Small, Step, tuned, within_step
-from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter
+from minispec.drafter import Batch, Committed, Draft, Drafter
 from minispec.kv import PagedKV
 from minispec.late import Late
 from minispec.model import Model, Rope
@@ -268,20 +268,13 @@ class Engine:
         self.drafter_seconds += time.perf_counter() - started
         return drafts
 
-    def launch(
-        self, slots: Sequence[int], shape: Shape | None = None, drafts: Sequence[Draft] | None = None
-    ) -> Pending:
+    def launch(self, slots: Sequence[int], shape: Shape, drafts: Sequence[Draft]) -> Pending:
         """Launch one decode step for these slots: verify one tree per slot, keep the accepted path, emit its tokens.
 
-        shape: one of `Sizes.shapes_of` for this batch; default: the drafter's largest trees. drafts: trees from
-        `host_drafts`, one per slot, cut to N nodes here. Without `drafts`, `host_drafts` is called here, unless the
-        drafter is a head with lookups (`looks_up`): then each request gets the draft NOTHING, a root alone. With
-        such a drafter, if `shape.drafts` is true, a request whose draft is NOTHING verifies the head's tree.
+        shape: one of `Sizes.shapes_of` for this batch. drafts: the host's trees (`Planned.drafts`), cut to N nodes
+        here. If the step's drafter is a head, a request whose draft is NOTHING verifies the head's tree.
         """
-        batch = self.batch_of(len(slots))
-        if drafts is None:
-            drafts = [NOTHING] * len(slots) if self.drafter.looks_up else self.host_drafts(slots)
-        buffers = self.decodes[batch, max(self.sizes.shapes_of(batch)) if shape is None else shape]
+        buffers = self.decodes[self.batch_of(len(slots)), shape]
         started = time.perf_counter()
         # If one of the next two lines raises, only the step's requests are lost, since nothing has changed yet.
         buffers.upload(slots, [draft.cut(buffers.nodes) for draft in drafts])

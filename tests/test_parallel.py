@@ -60,6 +60,7 @@ from minispec.ranks.link import Lead, Ranks, SharedLink
 from minispec.ranks.shards import Shard, share
 from minispec.request import Logprobs, Request, Trace
 from minispec.scheduler import Scheduler
+from minispec.tree import PLAIN
 
 
 class Pair:
@@ -543,7 +544,7 @@ def test_the_plan_has_the_bytes_that_a_step_sends_and_a_rank_holds(pair: Pair, m
     count(shards, "side_by_side")
     count(parallel, "from_first")
     with torch.inference_mode():
-        engine.collect(engine.launch([]))
+        engine.collect(engine.launch([], max(engine.sizes.shapes_of(1)), ()))
     nodes, dtype = scheduler.sizes.nodes, torch.float64
     call, begun, embedding, sums, logits, verdict = plan.collectives(
         model.config, 2, dtype, 1, nodes, scheduler.sizes.depth)  # fmt: skip
@@ -633,7 +634,7 @@ def test_a_step_that_fails_on_rank_0_is_nothing_to_go_on_from(pair: Pair, monkey
             monkeypatch.setattr(where, name, broken)
             monkeypatch.setattr(pair.ranks, "parted", name == "begin")  # or rank 1 would be told of a step to wait in
             with pytest.raises(parallel.RanksParted, match=said), torch.inference_mode():
-                scheduler.engine.launch([])
+                scheduler.engine.launch([], PLAIN, ())
             assert pair.ranks.parted
         scheduler.fail_all(RuntimeError())  # says nothing to the others, which do not listen
     finally:

@@ -20,7 +20,7 @@ import torch
 
 from minispec.attention import QUERY_BLOCK
 from minispec.buffers import Chunk
-from minispec.drafter import Drafter
+from minispec.drafter import NOTHING, Drafter
 from minispec.engine import Engine
 from minispec.request import Request, SamplingParams
 
@@ -91,9 +91,9 @@ def _serve(engine: Engine, drafter: Drafter, prompt: Sequence[int]) -> float | N
     engine.assign(Request("self-test", text, SamplingParams(temperature=0.0), slot=slot), ())
     try:
         text += engine.collect(engine.prefill([Chunk(slot, text, 0, last=True)]))[0]
-        known = len(text)
+        known, trees = len(text), max(engine.sizes.shapes_of(engine.batch_of(1)))
         for _ in range(STEPS):
-            text += engine.collect(engine.launch([slot]))[0]
+            text += engine.collect(engine.launch([slot], trees, [NOTHING]))[0]
     finally:
         engine.release(slot)
         kv.unmap(slot)

@@ -20,11 +20,7 @@ There are three kinds of attention:
   PagedGather  computes the same without FlexAttention, on a CPU and in eager steps (`cpu/gather.py`)
   Causal       has no cache; it serves training, and tests as the independent reference
 
-This is the only file with FlexAttention. `load/build.py` chooses which kind of attention an engine has (`AttendKind`).
-
-A `Plan` has what attention needs of a step; `DecodeBuffers` has the tree, the slots and the outputs (`buffers.py`).
-Both are allocated once per shape and refilled in place, since compiled and captured graphs hold their addresses. The
-plan itself writes the lists of pages that FlexAttention reads: `create_block_mask` would take milliseconds.
+A plan is allocated once per shape and refilled in place, like the rest of a step's tensors (`buffers.py`).
 
 Read next: `drafter.py`, which proposes the trees; `engine.py`, which fills a plan and runs the model on it.
 """
@@ -201,7 +197,10 @@ class Plan:
             part.narrow(self.visible)
 
     def _list_pages(self) -> None:
-        """Write, for each block, which pages it sees whole and which it reads through the mask."""
+        """Write, for each block, which pages it sees whole and which it reads through the mask.
+
+        FlexAttention's own `create_block_mask` would take milliseconds.
+        """
         kv, slots, starts, shape = self.kv, self.slots, self.starts, self.kv_count.shape
         whole = starts // kv.page_size if self.full_blocks and self.first is None else torch.zeros_like(starts)
         # The first page that is read through the mask; pages before the sliding windows of all nodes are not read.

@@ -15,11 +15,9 @@ after the committed rows, and are overwritten later (scratch):
     row   0 ... lens-1 | lens .. lens+K-1 | lens+K .. lens+2K-1 | ...
           committed      first frontier     second frontier          each node sees the committed rows and its ancestors
 
-A sampled pick of the target is argmax(logits + T * noise) at temperature T. The noise depends on seed, position and
-token alone, so it is known before the target runs. Coupling adds the same noise to the head's logits ("Coupling without
-communication and drafter-invariant speculative decoding", arXiv 2408.07978). So two models that agree on the logits
-also agree on the pick. The head ignores penalties and filters. This is safe, since verification alone makes the output
-exact.
+The noise of the target's picks (`sampling.py`) is known before the target runs. Coupling adds it to the head's logits
+too (arXiv 2408.07978), so two models that agree on the logits also agree on the pick. The head ignores penalties and
+filters. This is safe, since verification alone makes the output exact.
 
 Read next: `eagle.py` for the heads, `standalone.py` for a draft model in place of a head, `engine.py` for the calls.
 """

@@ -1,8 +1,9 @@
 """Drafters: a drafter proposes trees, and it is told which tokens the target committed.
 
-The engine calls one interface, `Drafter`. If a step has trees, the engine asks for them, before the step or within it.
-The engine also reports every committed token, those of prompt chunks too. So there are no separate phases such as the
-"draft prefill" and "draft extend" of other engines. Tokens of steps that do not run the drafter are reported later
+The engine calls one interface, `Drafter`. If a step has trees, the engine asks for them, before the step
+(`host_drafts`) or within it (`propose`). The engine also reports every committed token, those of prompt chunks too,
+within the step (`commit`) and when it is on the host (`observe`). So there are no separate phases such as the "draft
+prefill" and "draft extend" of other engines. Tokens of steps that do not run the drafter are reported later
 (`late.py`). The trees of the drafter `none` are a root alone, so plain decoding needs no separate path through the
 engine.
 
@@ -117,12 +118,7 @@ class Committed(NamedTuple):
 
 
 class Drafter(ABC):
-    """The interface that the engine calls. The engine owns the slots; a drafter keeps its state by slot.
-
-    Before a decode step that may have trees, the engine calls `host_drafts`. It calls `propose` and `commit` inside the
-    step, except in plain steps and in steps whose trees are all looked up. `commit` gets the tokens of these
-    steps later (`late.py`). When a step's tokens are on the host, the engine calls `observe`.
-    """
+    """The interface that the engine calls. The engine owns the slots; a drafter keeps its state by slot."""
 
     name: str
     nodes: int  # N, root included: the static size of the drafter's trees; of the larger ones if there are two sizes

@@ -9,21 +9,13 @@ step over known tokens, such as prompts. Both return a `Pending`, and `collect(p
 Until `collect`, the host waits for no value of the device, unless a request has a grammar: its masks need the trees on
 the host (`asked/steps.py`). So the next step can be launched before this one is collected.
 
-A launch has three parts: the host fills the step's inputs; the step, `decode` or `prefill_step`, runs on tensors at
-fixed addresses; the step's outputs are copied to the host. On CUDA a step can be captured: it is recorded once as a
-CUDA graph, which is then replayed (`cuda/graphs.py`).
-
 The one idea: a step has static shapes. The batch is padded to one of a few sizes B (slot 0 is padding), a tree to N
 nodes (-1 is padding), a prompt chunk to whole query blocks (a fixed number of tokens, `attention.py`). So each shape
-has its compiled graphs, and nothing is compiled again when lengths, trees or requests change. `policy.py` chooses the
-shape of each decode step.
+has its compiled graphs, and nothing is compiled again when lengths, trees or requests change. On CUDA a step can be
+captured: it is recorded once as a CUDA graph, which is then replayed (`cuda/graphs.py`).
 
-Terms: the blocks are the layers of the target (`model.py`). A plan says which rows each node sees and writes
-(`attention.py`). Features are hidden states of the target, from which a head drafts. A step that does not run the head
-saves tokens and features as a backlog. The head takes the backlog in before it drafts again (`late.py`).
-
-Letters beside B and N: A is the most tokens that a step emits for a request, T the tokens of a prefill step, d the
-target's hidden size, F the size of a token's features, V the size of the vocabulary.
+Beside B and N, A is the most tokens that a step emits for a request, T the tokens of a prefill step, d the target's
+hidden size, F the size of a token's features (hidden states from which a head drafts), V the size of the vocabulary.
 
 Speculative decoding by trees: SpecInfer, arXiv 2305.09781. Read next: `scheduler.py`, which decides who is in a step.
 """

@@ -3,11 +3,9 @@
 Multi-token prediction (MTP) gives a model one more layer, which predicts one token further than the model does. MiMo's
 model files contain this layer, so no draft folder is needed.
 
-The layer is a draft head like EAGLE's, with an ordinary decoder block. A state is the output of a round of drafting,
-which the next round reads; round one reads the target's features. Three things differ from EAGLE's heads: in the joined
-input the state stands BEFORE the token's embedding, each of the two has its own norm, and the next round reads the
-state after the final norm. In the formula emb is the embedding, [x; y] joins vectors, f is the state and f' the state
-of the next round:
+The layer is a draft head like EAGLE's, with an ordinary decoder block. Three things differ from EAGLE's heads: in the
+joined input the state stands BEFORE the token's embedding, each of the two has its own norm, and the next round reads
+the state after the final norm. In the terms of `eagle.py`:
 
     x = input_proj[norm f; norm emb]     a = block(x)     f' = norm a     logits = target's LM head(f')
 
@@ -27,7 +25,7 @@ from minispec.model import Block, LayerAttend, Model, RMSNorm, Rope
 
 
 class MtpHead(DraftHead):
-    """MiMo's layer: state first, then the embedding; an ordinary pre-norm block; the final norm inside `forward`."""
+    """MiMo's layer."""
 
     name = "mtp"
 

@@ -10,8 +10,6 @@ the first `min_new_tokens` tokens only the length can end a request, and the sam
 
 Text that may be the beginning of a stop string, or half of a character, is held back until it is certain.
 
-Below are the protocols for tokenizers, which `load/tokenizer.py` implements.
-
 Read next: `scheduler.py`, which calls `append`; `load/tokenizer.py` for the incremental decoding.
 """
 

@@ -13,10 +13,9 @@ first sorts the likeliest tokens, which mostly have the threshold among them. Bo
 summation does not matter.
 
 Everything on the device has a static shape and waits for no decision of the host. `Wishes` are the inputs of a batch's
-picks: options such as temperature, and counts of tokens. An option that no request of the batch uses is None there and
-costs nothing. `Needs` are the names of the options that are not None. `Needs` and shape decide which operations of a
-step run, so CUDA graphs are captured for each shape and a few `Needs`. B is the number of requests, V the size of the
-vocabulary, R the number of slots.
+picks, and `Needs` the names of those inputs that some request of the batch uses. `Needs` and shape decide which
+operations of a step run, so CUDA graphs are captured for each shape and a few `Needs`. B is the number of requests, V
+the size of the vocabulary, R the number of slots.
 
 Read next: `verify.py` for the walk that calls `pick`, `request.py` for the parameters.
 """

@@ -10,9 +10,6 @@ admits requests. The host then learns one step late how long texts are and which
 longest outcome, and drops a flight's tokens for requests that ended meanwhile. Without overlap a step is collected
 right after its launch, by the same code.
 
-Before each decode step `policy.py` chooses the step's shape. When the step lands, the policy learns how long the step
-took and which tokens it gave.
-
 Pages: before a decode step every running request must hold rows for one whole tree. If the pool is short, the prefix
 cache gives up pages that nobody holds. If that is not enough, the newest request is retracted: it gives up its pages,
 waits at the front of the queue, and its tokens are prefilled again. It keeps seed and output, so its text is the same.
@@ -149,11 +146,7 @@ class Scheduler:
         self.engine.asked.prepare(request)
 
     def submit(self, request: Request) -> None:
-        """Queue a validated request; draws its seed if it has none.
-
-        Several choices (answers) for one prompt are requests that share the prompt's pages. The first choice, the
-        leader, computes the prompt, and the others wait for that.
-        """
+        """Queue a validated request, or park it (`parked`); draws its seed if it has none."""
         seed = request.params.sampling_seed
         request.seed = self._seeds.getrandbits(62) if seed is None else seed
         self.metrics.arrived(idle=not self.has_work)

@@ -11,8 +11,7 @@ row, that of the root, which `commit` writes.
     row   0 ... lens-1 | lens | lens+1 .. lens+K | lens+K+1 .. lens+2K | ...
           committed      root   first frontier     second frontier
 
-A frontier is the K nodes that a round of drafting expands. The state of a slot is the model's hidden state at the root,
-whose logits give the first drafts.
+The state of a slot is the model's hidden state at the root, whose logits give the first drafts.
 
 Read next: `beam.py` for the trees, `engine.py` for the calls, `draft_models.py` for which models fit each other.
 """

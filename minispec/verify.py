@@ -6,10 +6,6 @@ target draws exactly as it would without a draft, and draft probabilities never 
 sampling (arXiv 2211.17192, 2302.01318) accepts a draft by the ratio of the target's and the drafter's probabilities;
 its output has the same distribution.
 
-A sampled pick is the argmax of logits plus noise. The noise depends on seed, position and token alone
-(`sampling.gumbel`). So a seeded request gets the same text with every drafter: drafter-invariant decoding (arXiv
-2408.07978).
-
 Two functions are not exact. `pick_lossy` serves users who set an accept threshold below 1, and accepts more drafts.
 `simulate` accepts a given number of drafts, whatever the picks, so that speed can be measured on random weights.
 

@@ -48,19 +48,15 @@ def autotuned(function: Step) -> Step:
     many, one = _compiled(function, None), _compiled(function, {"coordinate_descent_tuning": True})
 
     def call(owner: Any, *args: Any) -> Any:
-        return (one if _reads_one_row(args) else many)(owner, *args)
+        first = next((arg for arg in args if isinstance(arg, Tensor) and arg.dim() > 1), None)  # [B, N, ...]
+        reads_one_row = first is not None and first.shape[:2].numel() == 1
+        return (one if reads_one_row else many)(owner, *args)
 
     return shared_by_batches(call)
 
 
 def _compiled(function: Step, options: dict[str, Any] | None) -> Step:
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
-
-
-def _reads_one_row(args: Sequence[Any]) -> bool:
-    """Return whether the first tensor [B, N, ...] of these arguments has one row."""
-    first = next((arg for arg in args if isinstance(arg, Tensor) and arg.dim() > 1), None)
-    return first is not None and first.shape[:2].numel() == 1
 
 
 # Attributes of a tensor by which torch.compile knows that a dimension may have any length; it gives them to the outputs

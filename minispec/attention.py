@@ -71,10 +71,7 @@ def most_nodes(device: torch.device) -> int:
 
 
 def prefill_block(device: torch.device) -> int:
-    """Return the width of a prefill step's query blocks; prompt chunks are padded to whole blocks.
-
-    CUDA's kernels need blocks of 128. Prompts are usually short, so on a CPU 32 saves padding.
-    """
+    """Return the width of a prefill step's query blocks: CUDA's kernels need 128, and on a CPU 32 saves padding."""
     return QUERY_BLOCK if device.type == "cuda" else QUERY_BLOCK // 4
 
 
@@ -233,7 +230,7 @@ def with_windows(kind: AttendKind, windows: Sequence[int]) -> AttendKind:
 class Windows:
     """Attention of models with sliding windows: for each window length, a given kind of attention over a plan's part.
 
-    Other layers of such a model see the whole text. They get a window as long as any text, so all layers share a graph.
+    Layers that see the whole text get a window as long as any text, so all layers share a graph.
     """
 
     def __init__(self, kind: AttendKind, windows: Sequence[int], kv: PagedKV, plan: Plan, layers: int) -> None:

@@ -33,10 +33,7 @@ WEIGHT_BOUND = 128  # with up to so many rows (B * N) a GPU reads weights for lo
 
 @dataclass(frozen=True)
 class Sizes:
-    """Every static size of an engine, as it follows from flags, model, drafter and device.
-
-    Log, /server_info, scheduler and benchmarks all read the sizes here, so they cannot disagree.
-    """
+    """Every static size of an engine, as it follows from flags, model, drafter and device."""
 
     context_length: int  # the most tokens of a request, prompt and output together
     max_running: int  # the most requests that are decoded together
@@ -99,11 +96,9 @@ def coarse_batches(most: int, nodes: int, captured: int) -> tuple[int, ...]:
     so no smaller batch is padded to an uncaptured bucket.
 
     Few buckets make the first start short: each has several graphs, whose autotuning takes about a minute (an
-    estimate). A step of few rows (B * N) takes as long as reading the weights. In bfloat16 a row costs one operation
-    per byte of weights, and server GPUs since the A100 do at least some 150 operations while they read a byte. So up to
-    some 150 rows padding costs no time, and a bucket may be four times the one before it. With more rows a bucket is
-    twice the one before it. Of five buckets and more the largest may be three times the one before it, since it is
-    rarely filled. One request alone is never padded.
+    estimate). In bfloat16 a row costs one operation per byte of weights, and server GPUs since the A100 do at least
+    some 150 operations while they read a byte. So up to WEIGHT_BOUND rows a bucket may be four times the one before it,
+    else twice. Of five buckets and more the largest may be three times the one before it, since it is rarely filled.
     """
     sizes = [1]
     while sizes[-1] < most:
@@ -180,10 +175,7 @@ class DecodeBuffers(Key):
 
 
 class PrefillBuffers(Key):
-    """The tensors of a prefill step: T tokens in n = T / W query blocks of W rows.
-
-    Each chunk starts a block, so there are at most n chunks.
-    """
+    """The tensors of a prefill step: T tokens in n = T / W query blocks of W rows, so at most n chunks."""
 
     nodes = 1  # there is no tree
 

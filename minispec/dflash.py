@@ -56,11 +56,7 @@ class DFlashConfig(HeadConfig):
 
 
 class DFlashHead(DraftHead):
-    """The network, which uses the target's embedding and LM head.
-
-    A token map lists the Vd tokens that can be drafted, by their ids in the target's vocabulary. With a map the network
-    has its own copy of the LM head's rows for these tokens.
-    """
+    """The network, which uses the target's embedding and, without a token map, the target's LM head."""
 
     name = "dflash"
     window: int | None = None  # the newest rows that a row of the block sees, the block's included; None: all

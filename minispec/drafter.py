@@ -99,12 +99,9 @@ class Batch(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """The tokens that a forward pass of the target committed: prompt chunks or accepted paths, padded to T tokens.
+    """The tokens that a forward pass of the target committed: prompt chunks or accepted paths, padded to T tokens."""
 
-    C is the number of chunks or paths, padded.
-    """
-
-    slots: Tensor  # [C] int64, one per chunk or path; 0 is padding
+    slots: Tensor  # [C] int64, one for each of C chunks or paths; 0 is padding
     tokens: Tensor  # [B, T] int64, each row's own token
     following: Tensor  # [B, T] int64, the token after each row's own; at the end of the text this is the new root
     positions: Tensor  # [B, T] int64
@@ -157,10 +154,7 @@ class Drafter(ABC):
         self.small.compile(compiler, choice)
 
     def expect(self, longest: int) -> None:  # noqa: B027  most drafters take in paths of any length
-        """Prepare for accepted paths of up to `longest` tokens, since looked-up trees may be deeper than drafted ones.
-
-        To be called before `attach`.
-        """
+        """Prepare, before `attach`, for accepted paths of up to `longest` tokens, since looked-up trees may be deep."""
 
     def attach(  # noqa: B027  a drafter without tensors has nothing to allocate
         self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]

@@ -155,11 +155,7 @@ class PairBlock(Block):
 
 
 class Eagle3Head(DraftHead):
-    """The head of EAGLE-3: its states need not resemble the target's, so it usually has its own LM head.
-
-    `fuse` makes the first state from the target's residual streams at the taps, usually three. Later states are the
-    head's output, in EAGLE-3.1 after a norm.
-    """
+    """The head of EAGLE-3: its states need not resemble the target's, so it usually has its own LM head."""
 
     name = "eagle3"
 

@@ -225,8 +225,6 @@ class Engine:
     def restart(self) -> None:
         """Empty all slots and pages after a step raised halfway.
 
-        The scheduler does the same with its prefix cache and its record of each request's slot and pages (`seats.py`).
-
         Pages in use are wiped, since nobody knows what was written there. If the drafter raised, it may raise again
         here. Such an error is only logged, since no state of a drafter changes a token.
         """
@@ -285,10 +283,7 @@ class Engine:
         return bool(self.sampling.needs(slots)) or self.asked.slows(slots)
 
     def run(self, step: DecodeBuffers | PrefillBuffers, needs: Needs, asked: AskedStep | None = None) -> bool:
-        """Run a step; returns whether a CUDA graph was replayed.
-
-        A step may also replay a CUDA graph that was captured for more needs than its own.
-        """
+        """Run a step, if possible as the replay of a CUDA graph for its needs or more; return whether it was one."""
         graphs = (self.graphs.get((step, covering)) for covering in CAPTURED if needs <= covering)
         graph = None if asked is not None else next(filter(None, graphs), None)
         with self.link.led(step, asked, graph is not None), within_step(step):
@@ -310,11 +305,7 @@ class Engine:
             self.decode(step, needs)
 
     def decode(self, buffers: DecodeBuffers, needs: Needs) -> None:
-        """Run the decode step that these buffers describe, and write its outputs.
-
-        The step can be captured, since its tensors have fixed addresses and its work depends on shapes and `needs`
-        alone.
-        """
+        """Run the decode step that these buffers describe, and write its outputs."""
         before, after = around = self.around(buffers, needs)
         if around is not self.small.eager:
             needs = next(covering for covering in COMPILED if needs <= covering)
@@ -495,10 +486,7 @@ class Engine:
     def pending(
         self, slots: list[int], step: DecodeBuffers | PrefillBuffers, asked: AskedStep | None = None, **what: Any
     ) -> Pending:
-        """Queue the copy of a step's outputs to the host.
-
-        The next step runs after this copy, so it may overwrite the outputs.
-        """
+        """Queue the copy of a step's outputs to the host; the next step runs after it, so it may overwrite them."""
         outputs = step.outputs
         on_host, ready = outputs.to("cpu", non_blocking=True, copy=True), None
         if asked is not None:

@@ -46,14 +46,10 @@ NAMES_SHOWN = 8  # the most tensors that a message names
 def rope_frequencies(config: ModelConfig) -> Tensor:
     """Return the rotary angular frequencies [D / 2] fp32: scaled as in Llama 3.1, as in YaRN, linearly, or not at all.
 
-    A wavelength is the number of tokens in which an angle makes one turn. In Llama 3.1 let original, high and low be
-    the keys `original_max_position_embeddings`, `high_freq_factor` and `low_freq_factor`. Frequencies with wavelengths
-    below original/high stay, and those above original/low are divided by `factor`. Those between are interpolated,
-    linearly in original/wavelength.
-
-    YaRN (arXiv 2309.00071, section 3.2; transformers' `_compute_yarn_parameters`): frequencies that turn more than
-    beta_fast times within the original context stay, and those that turn less than beta_slow times are divided by
-    `factor`. Those between are interpolated, linearly in their index.
+    In Llama 3.1, frequencies that turn more than `high_freq_factor` times within the original context stay, and those
+    that turn less than `low_freq_factor` times are divided by `factor`. Those between are interpolated, linearly in
+    their turns. YaRN (arXiv 2309.00071, section 3.2; transformers' `_compute_yarn_parameters`) does the same with
+    beta_fast and beta_slow, but interpolates linearly in a frequency's index.
     """
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequency = 1.0 / config.rope_theta**exponent
@@ -70,8 +66,8 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
         scaling["high_freq_factor"],
         scaling["original_max_position_embeddings"],
     )
-    # How often an angle turns within the original context. The order of operations is that of transformers: a
-    # difference in the last bit becomes 1e-4 in the logits of a model with sharp attention after 300 tokens.
+    # The order of operations is that of transformers: a difference in the last bit becomes 1e-4 in the logits of a
+    # model with sharp attention after 300 tokens.
     turns = original / (2 * math.pi / frequency)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * frequency / scaling["factor"] + keep * frequency
@@ -94,11 +90,7 @@ def _yarn_ramp(dim: int, theta: float, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def rope_factor(config: ModelConfig) -> float:
-    """Return the factor on cos and sin: YaRN's `attention_factor`, by default 0.1 ln(factor) + 1; without YaRN 1.
-
-    If `mscale` and `mscale_all_dim` are given, the default is
-    (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
-    """
+    """Return the factor on cos and sin: YaRN's `attention_factor`, by default computed as below; without YaRN 1."""
     scaling = config.rope_scaling
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
@@ -122,10 +114,7 @@ class Rope(NamedTuple):
 
     @classmethod
     def at(cls, positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Rope:
-        """Return the factors for positions [B, T] and angular frequencies [D / 2] fp32; angles are fp32 too.
-
-        factor: what cos and sin are multiplied by, see `rope_factor`.
-        """
+        """Return the factors for positions [B, T], frequencies [D / 2] fp32 and `rope_factor`; angles are fp32 too."""
         angle = positions[:, None, :, None].float() * frequencies
         angle = torch.cat((angle, angle), dim=-1)
         return cls(scaled(angle.cos(), factor).to(dtype), scaled(angle.sin(), factor).to(dtype))

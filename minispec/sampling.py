@@ -114,10 +114,7 @@ def _exp(x: Tensor) -> None:
 
 
 class Wishes(NamedTuple):
-    """The inputs of one pick per request.
-
-    A member that may be None is None if no request needs it, and the work for it is skipped.
-    """
+    """The inputs of one pick per request; a member that may be None is None if no request needs it."""
 
     temperature: Tensor | None  # [B] fp32; 0 or at least 1e-6; 0 is greedy; None if all requests are greedy
     inverse_temperature: Tensor  # [B] fp32, at most 1e6; has an effect only if temperature is given
@@ -171,10 +168,7 @@ def largest(scores: Tensor) -> Tensor:
 
 
 def _largest_of_shares(scores: Tensor) -> Tensor:
-    """Return the same as `largest`, faster on CUDA, where one thread block would read a whole row.
-
-    A row is cut into shares of equal length, as many as divide the vocabulary, up to ARGMAX_SHARES.
-    """
+    """Return the same as `largest`, faster on CUDA, where one thread block would read a whole row and not a share."""
     shares = scores.unflatten(-1, (math.gcd(scores.shape[-1], ARGMAX_SHARES), -1))
     values, ids = shares.max(-1)
     best = values.argmax(-1, keepdim=True)
@@ -376,12 +370,11 @@ class SamplingState:
         output_ids: Sequence[int],
         stop_ids: Iterable[int],
     ) -> None:
-        """Give `slot` to a request whose output so far is `output_ids`.
+        """Give `slot` to a request whose output so far is `output_ids`; a retracted request has some already.
 
-        A request that was retracted, that is, sent back to the queue, can have output already. stop_ids: the ids that
-        end the request (EOS unless ignored, and stop_token_ids), which are masked until min_new_tokens are output.
-        Every id must be in the vocabulary. A top_k of 1 is stored as temperature 0: the likeliest token is picked, and
-        of equally likely ones that with the lowest id.
+        stop_ids: the ids that end the request, which are masked until min_new_tokens are output. Every id must be in
+        the vocabulary. A top_k of 1 is stored as temperature 0: the likeliest token is picked, and of equally likely
+        ones that with the lowest id.
         """
         needs = self._needs[slot] = _needed(params, len(output_ids), self.vocab_size)
         temperature = 0.0 if params.greedy else params.temperature

@@ -128,7 +128,8 @@ class Scheduler:
         self._flight: Flight | None = None
         self._launching = NOT_LAUNCHING  # the requests of a step that is being launched, and `Engine.changes` before it
         # The request that found too few pages, how many pages were available at that time, and how many had ever
-        # entered the cache. The request is tried again when more are available, or when further ones have entered.
+        # entered the cache. The request is tried again when more are available, or when further ones have entered:
+        # these may hold a prefix of its prompt.
         self._refused: tuple[Request, int, int] | None = None
 
     def restart_times(self) -> None:
@@ -206,11 +207,7 @@ class Scheduler:
             self._seat(request, ids, path, needed)
 
     def _refused_already(self, request: Request, available: int) -> bool:
-        """Return whether another attempt would fail like the last one; this saves hashing a long prompt at each step.
-
-        The next attempt can succeed if pages became available, or if pages entered the prefix cache: these may hold a
-        prefix of the prompt that another request computed.
-        """
+        """Return whether another attempt would fail like the last one, so that no step hashes a long prompt again."""
         if self._refused is None or self._refused[0] is not request:
             return False
         return available <= self._refused[1] and self.cache.insertions == self._refused[2]

@@ -100,8 +100,7 @@ def most_nodes(rows: int, topk: int, limit: int) -> int:
 def likeliest_paths(scores: Tensor, tokens: Tensor, count: int) -> Candidates:
     """Return the likeliest paths of each depth, at most `count` for each, as candidates for a tree.
 
-    scores fp32 and tokens int64, both [B, rows, K]: the likeliest tokens of each row, with their log-probabilities. The
-    `count` likeliest paths of all depths are among these candidates, since a path is never likelier than its beginning.
+    scores fp32 and tokens int64, both [B, rows, K]: the likeliest tokens of each row, with their log-probabilities.
     """
     topk, known, found = scores.shape[-1], 0, []
     path = torch.zeros_like(scores[:, 0, :1])  # the root's score

@@ -323,9 +323,7 @@ class Engine:
     ) -> tuple[Tensor, Tensor, DraftTree | None]:
         """Return what a decode step begins with: lens and root [B], and the trees [B, N] to verify.
 
-        None in place of the trees: they are `buffers.tree` itself.
-
-        told: [B, N] fp32, into which the drafter writes log-probabilities (`Batch.scores`); None: nobody wants them.
+        None in place of the trees: they are `buffers.tree` itself. told: `Batch.scores`.
         """
         lens, root = self.lens[buffers.slots], self.root[buffers.slots]
         drafted = buffers.tree

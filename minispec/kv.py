@@ -14,8 +14,6 @@ Invariants owned here:
     page 0, so no code branches for padding, and no output is computed from that page.
   - Rows at or beyond a slot's length (`lens`) are garbage, except in the step that writes them. A query of that step
     reads the new rows that its mask allows.
-  - Each page but page 0 is in exactly one place: the free list, the prefix cache, one request, which owns it
-    (`seats.py`), or a step in flight whose request has left (`Flight.left` in `scheduler.py`).
 
 Read next: `attention.py`, which reads these rows, and `radix.py`, which shares pages.
 """

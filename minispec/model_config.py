@@ -1,10 +1,7 @@
 """What a model's `config.json` says: its sizes and switches.
 
-For a model that is not supported, an error of one line names the feature that minispec lacks.
-
-Every architecture that is served is a row of `_ARCHITECTURES`: what its models always have, and the defaults of keys
-that their files may leave out. `_NEEDS` names what other architectures would need. docs/models.md is the table for
-users.
+Every architecture that is served is a row of `_ARCHITECTURES`. For another one an error of one line names what minispec
+lacks (`_NEEDS`). docs/models.md is the table for users.
 
 Read next: `model.py`, the decoder that is built from a `ModelConfig`.
 """

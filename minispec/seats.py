@@ -4,8 +4,8 @@ A request's seat begins with the cached pages of its known tokens. Fresh pages f
 for one tree. More pages are added before the decode steps that need them. When the prompt is complete, and again when
 the request leaves, the seat's full pages enter the prefix cache, where other requests can read them.
 
-Invariant owned here: a page is free, in the cache, or owned by one seat. If a request leaves during a step, the
-scheduler keeps its pages until that step has landed, that is, until its results are on the host.
+Invariant owned here: each page but page 0 is free, in the cache, or owned by one seat. If a request leaves during a
+step, the scheduler keeps its pages (`Flight.left`) until that step's results are on the host.
 
 Read next: `radix.py` for the cache, `scheduler.py` for when requests get pages and give them back.
 """

@@ -55,7 +55,7 @@ class Accept:
         """Return the verdict on `logits [B, N, V]`.
 
         wishes: the inputs of the picks; None for a greedy batch, which needs no walk. host_looks: whether the host may
-        read values during the walk, to end the walk early. On a CPU such a read costs nothing.
+        read values during the walk, to end it early (`PagedKV.host_looks`).
         """
         if wishes is None:
             verdict = verify_greedy(trees, logits)

@@ -130,7 +130,7 @@ class Scheduler:
         # The request that found too few pages, how many pages were available at that time, and how many had ever
         # entered the cache. The request is tried again when more are available, or when further ones have entered:
         # these may hold a prefix of its prompt.
-        self._refused: tuple[Request, int, int] | None = None
+        self._refused: tuple[Request | None, int, int] = (None, 0, 0)
 
     def restart_times(self) -> None:
         """Forget all step times but those that `warm_up.time_steps` measured."""
@@ -188,29 +188,22 @@ class Scheduler:
     def _admit(self) -> None:
         """Give slots and pages to waiting requests, in order, as long as there are slots and pages."""
         while self.waiting and self.free_slots:
-            request, available = self.waiting[0], self.seats.available
-            busy = self.running or self.prefilling  # if no request runs, none will free pages: try even if refused
-            if busy and self._refused_already(request, available):
-                return
+            request, available, entered = self.waiting[0], self.seats.available, self.cache.insertions
+            others = len(self.running) + len(self.prefilling)  # if there are none, nobody will free pages: try anyway
+            refused, available_then, entered_then = self._refused
+            if others and request is refused and available <= available_then and entered == entered_then:
+                return  # another attempt would fail too, and hash a long prompt once more
             ids = request.ids
             path = self.cache.match(ids, request.cacheable, request.salt)
             self.cache.hold(path)
-            # One page is left for each request that has a slot. Without these pages the new request would soon be
-            # retracted.
-            spare = len(self.running) + len(self.prefilling)
             needed = self.kv.pages_for(len(ids) + self.sizes.tree_rows) - len(path)
-            if not self.seats.obtain(needed + spare):
+            # One page is left for each of the others. Without these pages the new request would soon be retracted.
+            if not self.seats.obtain(needed + others):
                 self.cache.release(path)
-                self._refused = (request, available, self.cache.insertions)
+                self._refused = (request, available, entered)
                 return
             self.waiting.popleft()
             self._seat(request, ids, path, needed)
-
-    def _refused_already(self, request: Request, available: int) -> bool:
-        """Return whether another attempt would fail like the last one, so that no step hashes a long prompt again."""
-        if self._refused is None or self._refused[0] is not request:
-            return False
-        return available <= self._refused[1] and self.cache.insertions == self._refused[2]
 
     def _seat(self, request: Request, ids: list[int], path: list[Node], needed: int) -> None:
         """Give `request` a slot, its cached path and `needed` fresh pages."""

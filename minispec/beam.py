@@ -6,11 +6,10 @@ node, and the K best of these K * K are the next frontier. All proposed nodes ar
 N - 1 candidates form the tree (EAGLE-2, arXiv 2406.16858). A child's score never exceeds its parent's, and ties go to
 the earlier index, so the parent of a kept candidate is kept too.
 
-A head reads pairs (state for token i, token i + 1). The state for token i comes from the target's features (hidden
-states) of that token, or, in drafting, is the head's own output. The keys and values of this pair are in row i of the
-head's own memory, whose pages have the same numbers as the target's pages. After a forward pass of the target, `commit`
-computes the rows of the accepted tokens from the target's features. The rows that the head writes while drafting come
-after the committed rows, and are overwritten later (scratch):
+A head reads pairs (state for token i, token i + 1). The keys and values of a pair are in row i of the head's own
+memory, whose pages have the same numbers as the target's pages. After a forward pass of the target, `commit` computes
+the rows of the accepted tokens from the target's features. The rows that the head writes while drafting come after the
+committed rows, and are overwritten later (scratch):
 
     row   0 ... lens-1 | lens .. lens+K-1 | lens+K .. lens+2K-1 | ...
           committed      first frontier     second frontier          each node sees the committed rows and its ancestors

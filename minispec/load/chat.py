@@ -1,25 +1,20 @@
 """Conversations to prompts: the chat templates of one model.
 
-A chat template is a Jinja program by the model's author. It is rendered here, in a sandbox, with what such programs
-rely on in transformers. A model may have several by name; `default` and `tool_use` are those that are used.
+A chat template is a Jinja program by the model's author. It is rendered in transformers' sandbox, with the functions
+that such programs rely on there. A model may have several by name; `default` and `tool_use` are those that are used.
 
 Read next: `chat_templates.py` for the templates that go by a name, `tokenizer.py`, which turns the prompt into ids.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, TypedDict
 
 import jinja2
-from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from minispec.load.chat_templates import NAMED, is_template
 from minispec.request import RequestError, short
@@ -46,7 +41,9 @@ class ChatTemplates:
         self._templates = {name: _compile(source) for name, source in sources.items()}
         self._named_tokens = dict(named_tokens)
         with_tools = sources.get("tool_use", sources.get("default"))
-        uses = with_tools is not None and "tools" in find_undeclared_variables(_environment().parse(with_tools))
+        uses = with_tools is not None and "tools" in find_undeclared_variables(
+            _compile(with_tools).environment.parse(with_tools)
+        )
         self.tool_template = with_tools if uses else None  # the source of the template that shows tools
         self.info = {**named_tokens, "chat_template": sources.get("default")}  # for clients that render too
 
@@ -118,37 +115,9 @@ def own_template(folder: Path, config: Mapping[str, Any]) -> Template:
 
 def _compile(source: str) -> jinja2.Template:
     try:
-        return _environment().from_string(source)
+        return _compile_jinja_template(source)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
-
-
-class _Generation(Extension):
-    """The block tag {% generation %}, which marks answers for training; here its content is simply rendered."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Return a sandbox with the functions that authors of chat templates rely on."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own escapes HTML characters
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------

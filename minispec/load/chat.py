@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import jinja2
 from jinja2.meta import find_undeclared_variables
@@ -22,14 +22,6 @@ from minispec.request import RequestError, short
 CONTINUE_TAG = "<continue-here-1f0c> "  # the space shows whether the template strips the content
 
 Template = str | Mapping[str, str] | None  # one template, or several by name
-
-
-class Rendering(TypedDict, total=False):
-    """The keyword arguments of `ChatTemplates.render`."""
-
-    add_generation_prompt: bool
-    continue_final_message: bool
-    template_kwargs: Mapping[str, Any] | None
 
 
 class ChatTemplates:

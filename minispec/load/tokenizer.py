@@ -20,14 +20,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import tiktoken
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from minispec.load.chat import ChatTemplates, Rendering, Template, check_unicode, given_template, own_template
+from minispec.load.chat import ChatTemplates, Template, check_unicode, given_template, own_template
 from minispec.load.chat_templates import NAMED
 from minispec.load.weights import read_json
 from minispec.output import TokenizerBackend
@@ -97,8 +97,8 @@ class Tokenizer:
         """Return what turns a growing list of ids into text."""
         return Detokenizer(self.backend, params)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **how: Unpack[Rendering]) -> list[int]:
-        """Return the ids of the rendered chat; the template writes BOS where the model wants one, so none is added."""
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> list[int]:
+        """Return the ids of the chat that `ChatTemplates.render` makes; the template itself writes BOS where needed."""
         return self.backend.encode(self.chat.render(messages, **how), False)
 
 

@@ -583,27 +583,17 @@ def _check(f: Any, value: Any) -> None:
     kind, _, optional = f.type.partition(" | ")
     if value is None and optional:
         return
-    flag, meta = flag_name(f.name), f.metadata
-    if kind == "Ints":
-        if not isinstance(value, (list, tuple)) or not value:
-            raise ValueError(f"{flag} must be one or more ints, got {value!r}")
-        for one in value:
-            _check_one(flag, meta, "int", one)
-    else:
-        _check_one(flag, meta, kind, value)
-
-
-def _check_one(flag: str, meta: Mapping[str, Any], kind: str, value: Any) -> None:
-    """Raise ValueError unless a single value has the type `kind` and lies in the flag's choices or range."""
-    known: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
-    types = known[kind]
-    if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
-        raise ValueError(f"{flag} must be {'an int' if kind == 'int' else f'a {kind}'}, got {value!r}")
-    if kind == "str" and not value:
-        raise ValueError(f"{flag} must not be empty")
-    if meta["choices"] and value not in meta["choices"]:
-        raise ValueError(f"{flag} must be one of {', '.join(map(str, meta['choices']))}, got {value!r}")
-    low, high = meta["low"], meta["high"]
-    if (low is not None and not value >= low) or (high is not None and not value <= high):
-        allowed = f"in [{low:g}, {high:g}]" if high is not None else f"at least {low}"
-        raise ValueError(f"{flag} must be {allowed}, got {value}")
+    flag, meta, low, high = flag_name(f.name), f.metadata, f.metadata["low"], f.metadata["high"]
+    if kind == "Ints" and (not isinstance(value, (list, tuple)) or not value):
+        raise ValueError(f"{flag} must be one or more ints, got {value!r}")
+    known: dict[str, Any] = {"str": str, "int": int, "Ints": int, "float": (int, float), "bool": bool}
+    for one in value if kind == "Ints" else [value]:
+        if not isinstance(one, known[kind]) or (isinstance(one, bool) and kind != "bool"):
+            raise ValueError(f"{flag} must be {'an int' if known[kind] is int else f'a {kind}'}, got {one!r}")
+        if kind == "str" and not one:
+            raise ValueError(f"{flag} must not be empty")
+        if meta["choices"] and one not in meta["choices"]:
+            raise ValueError(f"{flag} must be one of {', '.join(map(str, meta['choices']))}, got {one!r}")
+        if (low is not None and not one >= low) or (high is not None and not one <= high):
+            allowed = f"in [{low:g}, {high:g}]" if high is not None else f"at least {low}"
+            raise ValueError(f"{flag} must be {allowed}, got {one}")

@@ -67,7 +67,7 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
     """
     table: dict[str, Callable[[Config, Model, Path, Tokenizer], Drafter | HostDrafter]] = {
         "NONE": lambda *_: Plain(),
-        "NGRAM": lambda config, model, *_: _texts(config, model),
+        "NGRAM": _texts,
         "EAGLE": _learned,
         "EAGLE3": _learned,
         "DFLASH": _dflash,
@@ -78,8 +78,11 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
                        config.algorithm)  # fmt: skip
     make = _own if config.is_own_drafter else table[config.algorithm]
     drafter = make(config, model, folder, tokenizer)
+    on_cpu, vocab_size = _on_cpu(config, model), model.config.vocab_size
+    if isinstance(drafter, Drafter) and config.looks_up(on_cpu):
+        drafter = Lookups(drafter, _ngram(config, lookup_nodes(config, drafter.nodes)), vocab_size)
     _check_size(config, drafter, model)
-    return as_drafter(drafter, model.config.vocab_size, smaller_nodes(config, drafter.nodes, _on_cpu(config, model)))
+    return as_drafter(drafter, vocab_size, smaller_nodes(config, drafter.nodes, on_cpu))
 
 
 def _check_size(config: Config, drafter: Drafter | HostDrafter, model: Model) -> None:
@@ -146,7 +149,7 @@ def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -
     shape = beam_shape(config, architecture, _on_cpu(config, model))
     if shape["topk"] > head.draft_vocab:
         raise ValueError(f"--speculative-eagle-topk {shape['topk']}: the head drafts {head.draft_vocab} tokens only")
-    return _with_lookups(config, model, BeamDrafter(head, **shape))
+    return BeamDrafter(head, **shape)
 
 
 def _dflash(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> Drafter:
@@ -162,7 +165,7 @@ def _dflash(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) ->
     if window is not None and window < shape["block"]:
         raise ValueError(f"--speculative-draft-window-size must be at least {shape['block']}, the rows of the block, "
                          f"got {window}")  # fmt: skip
-    return _with_lookups(config, model, DFlashDrafter(head, **shape))
+    return DFlashDrafter(head, **shape)
 
 
 def _tell_positions(config: Config, model: Model, head: DraftHead) -> None:
@@ -180,7 +183,7 @@ def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer
     shape = beam_shape(config, model.config.architecture, _on_cpu(config, model))
     if shape["topk"] > draft.vocab_size:
         raise ValueError(f"--speculative-eagle-topk {shape['topk']}: the draft has {draft.vocab_size} tokens only")
-    return _with_lookups(config, model, StandaloneDrafter(draft, **shape))
+    return StandaloneDrafter(draft, **shape)
 
 
 def _ngram(config: Config, nodes: int) -> NgramDrafter:
@@ -199,17 +202,10 @@ def _ngram(config: Config, nodes: int) -> NgramDrafter:
     )
 
 
-def _texts(config: Config, model: Model) -> HostDrafter:
+def _texts(config: Config, model: Model, *_: object) -> HostDrafter:
     """Build a drafter that only looks texts up; on a CPU within a share of the time, unless flags fix the trees."""
     drafter = _ngram(config, config.draft_tokens)
     return Texts(drafter) if config.several_sizes and _on_cpu(config, model) else drafter
-
-
-def _with_lookups(config: Config, model: Model, drafter: Drafter) -> Drafter:
-    """Return the drafter, wrapped so that texts are looked up beside it if the config wants that."""
-    if not config.looks_up(_on_cpu(config, model)):
-        return drafter
-    return Lookups(drafter, _ngram(config, lookup_nodes(config, drafter.nodes)), model.config.vocab_size)
 
 
 def _draft_folder(config: Config, needed: str) -> Path:

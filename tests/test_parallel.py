@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import os
+import pickle
 import random
 import signal
 import socket
@@ -53,7 +54,7 @@ from minispec.engine import CAPTURED
 from minispec.experts import Experts
 from minispec.load.build import load_model
 from minispec.load.memory import size_of
-from minispec.load.ranks import RankPlace, RankProcess, described, gather, join, open_store, understood
+from minispec.load.ranks import RankPlace, RankProcess, gather, join, open_store
 from minispec.load.weights import read_config
 from minispec.model import Model, ModelConfig, ModelError, published_tensors
 from minispec.ranks.link import Lead, Ranks, SharedLink
@@ -653,11 +654,10 @@ def test_torchrun_says_which_rank_a_process_is() -> None:
 
 def test_a_follower_is_told_its_flags_and_ends_with_its_parent(tmp_path: Path) -> None:
     config = Config(model_path="x", tp_size=2, cuda_graph_bs=(2, 1))
-    place = RankPlace(1, 2, 1, str(tmp_path / "meeting"))
-    line = described(config, place)
-    assert understood(line) == (config, place)
+    told = pickle.dumps((config, (1, 2, 1, str(tmp_path / "meeting"))))
+    assert pickle.loads(told)[0] == config
     process = subprocess.Popen(RankProcess.COMMAND, stdin=subprocess.PIPE, process_group=0)
-    process.stdin.write(line)
+    process.stdin.write(told)
     process.stdin.close()  # as when the parent has ended
     assert process.wait(30) == -signal.SIGKILL
 

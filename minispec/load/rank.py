@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -27,12 +28,12 @@ logger = logging.getLogger("minispec")
 
 def main() -> None:
     """Be the rank that standard input describes."""
-    line = sys.stdin.buffer.readline()
+    config, place = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stdout)
-    from minispec.load.ranks import understood  # torch takes seconds to import, and the parent may end meanwhile
+    from minispec.load.ranks import RankPlace  # torch takes seconds to import, and the parent may end meanwhile
 
-    be_rank(*understood(line))
+    be_rank(config, RankPlace(*place))
 
 
 def _end_with_parent() -> None:

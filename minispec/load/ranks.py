@@ -9,20 +9,18 @@ Read next: `link.py`; `rank.py` for the process that is started; docs/scaling.md
 
 from __future__ import annotations
 
-import dataclasses
 import errno
-import json
 import logging
 import os
+import pickle
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import IO, Any, NoReturn, cast
+from typing import IO, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -38,8 +36,7 @@ FOREVER = timedelta(days=365)  # the ranks wait for the next call as long as nob
 # ---- meeting -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RankPlace:
+class RankPlace(NamedTuple):
     """Where a process stands among the ranks, and where they meet: a file that all can open, or HOST:PORT."""
 
     rank: int
@@ -69,7 +66,7 @@ def gather(config: Config, device: torch.device) -> Ranks:
     place = RankPlace(rank, config.tp_size, 0, config.dist_init_addr or f"/proc/self/fd/{files[0]}")
     store = open_store(place, timeout)
     for local in range(1, here):
-        RankProcess(config, replace(place, rank=rank + local, local=local), files)
+        RankProcess(config, place._replace(rank=rank + local, local=local), files)
     return join(place, store, device, timeout)
 
 
@@ -176,7 +173,7 @@ class RankProcess:
         )  # fmt: skip
         # Standard input stays open: when it ends, this process has ended, and the other one follows it.
         given = cast(IO[bytes], self.process.stdin)
-        given.write(described(config, place))
+        given.write(pickle.dumps((config, tuple(place))))  # a plain tuple: to read it takes no import of torch
         given.flush()
         threading.Thread(target=self._watch, name=f"rank {self.rank}", daemon=True).start()
 
@@ -190,16 +187,3 @@ class RankProcess:
         how = f"was killed by signal {-code}" if code < 0 else self.last_words.removeprefix("minispec: error: ")
         end_all(f"rank {self.rank} (process {self.process.pid}) has ended, and the others cannot go on without it; "
                 f"start the server again: {how}")  # fmt: skip
-
-
-def described(config: Config, place: RankPlace) -> bytes:
-    """Return a line that tells a process which rank it is."""
-    given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init and f.name != "notes"}
-    return json.dumps({"config": given, "place": dataclasses.asdict(place)}).encode() + b"\n"
-
-
-def understood(line: bytes) -> tuple[Config, RankPlace]:
-    """Return what `described` has written."""
-    told = json.loads(line)
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in told["config"].items()}
-    return Config(**cast(dict[str, Any], given)), RankPlace(**told["place"])

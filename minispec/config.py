@@ -343,7 +343,7 @@ class Config:
                 raise ValueError(f"{flag_name(name)} needs {flag_name(other)} beside it")
 
     def _check_ranks(self) -> None:
-        """Raise ValueError if ranks, machines and the address where ranks meet do not fit together."""
+        """Raise ValueError if ranks, replicas, machines and the addresses where they meet do not fit together."""
         if self.tp_size % self.nnodes:
             raise ValueError(f"--tp-size must be a multiple of --nnodes, as every machine has as many ranks, got "
                              f"{self.tp_size} and {self.nnodes}")  # fmt: skip
@@ -357,19 +357,13 @@ class Config:
             raise ValueError(f"--dist-init-addr must be HOST:PORT with a port in [1, 65535], got {address!r}")
         if address is not None and self.tp_size == 1:
             self._note("--dist-init-addr does nothing with --tp-size 1: there is nobody to meet")
-        self._check_replicas()
-
-    def _check_replicas(self) -> None:
-        """Raise ValueError if replicas cannot be placed as the flags ask."""
         if self.dp_size > 1 and self.nnodes > 1:
             raise ValueError(f"--dp-size {self.dp_size} is not for --nnodes {self.nnodes}: ranks of a replica are on "
                              "one machine; for replicas on several give --ray-address and no --nnodes")  # fmt: skip
-        address = self.ray_address
-        if address is None:
-            return
-        if address != "auto" and ("/" in address or not _is_address(address)):
-            raise ValueError(f"--ray-address must be HOST:PORT with a port in [1, 65535], or auto, got {address!r}")
-        if self.dp_size == 1:
+        cluster = self.ray_address
+        if cluster is not None and cluster != "auto" and ("/" in cluster or not _is_address(cluster)):
+            raise ValueError(f"--ray-address must be HOST:PORT with a port in [1, 65535], or auto, got {cluster!r}")
+        if cluster is not None and self.dp_size == 1:
             self._note("--ray-address does nothing with --dp-size 1: there are no replicas to place")
 
     def _check_drafter(self) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from minispec.cuda.fp8 import FP8, rowwise
-from minispec.load.weights import Split, Wanted, read_json, read_tensors, unsplit
+from minispec.load.weights import Split, Wanted, read_json, read_tensors
 from minispec.model import ModelError, some
 
 logger = logging.getLogger("minispec")
@@ -117,7 +117,7 @@ def read_weights(
     load_format: str = "auto",
     wanted: Wanted = lambda name: True,
     into: Mapping[str, Tensor] | None = None,
-    split: Split = unsplit,
+    split: Split | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a folder's tensors as `read_tensors` does, fp8 ones brought to the form that the module has.
 

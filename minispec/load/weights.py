@@ -160,20 +160,15 @@ def read_json(path: Path) -> dict[str, Any]:
 # The tensors
 
 
-def unsplit(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Return a tensor as it is in the file, with its name: the `Split` that splits nothing."""
-    return [(name, tensor)]
-
-
 def read_tensors(
-    folder: Path, load_format: str = "auto", wanted: Wanted = lambda name: True, split: Split = unsplit
+    folder: Path, load_format: str = "auto", wanted: Wanted = lambda name: True, split: Split | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every (name, tensor) of the folder's weights, on the CPU and in the dtype of the file, file by file.
 
     Names come without the `model.` that most writers put in front. load_format: "safetensors", "pt" (.bin and .pt
     pickles of plain tensors), or "auto": safetensors where there are some. wanted: whether the tensor of a name is to
-    be read at all. split: what becomes of a tensor that is read. A missing file is noticed before the first tensor is
-    read; raises ModelError, also while iterating.
+    be read at all. split: what becomes of a tensor that is read; None: it stays as it is. A missing file is noticed
+    before the first tensor is read; raises ModelError, also while iterating.
     """
     # "consolidated" files hold the same weights again under other names.
     whole = ("model.safetensors", ("*.safetensors",), "consolidated")
@@ -186,7 +181,7 @@ def read_tensors(
     # Earlier versions of transformers saved the rotary frequencies as well; here they are computed from config.json.
     read = lambda name: not name.endswith("rotary_emb.inv_freq") and wanted(_plain(name))  # noqa: E731
     tensors = _read_all(files, lambda path, names: reader(path, names, read))
-    return (part for name, tensor in tensors for part in split(name, tensor))
+    return tensors if split is None else (part for name, tensor in tensors for part in split(name, tensor))
 
 
 def _plain(name: str) -> str:

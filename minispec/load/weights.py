@@ -23,15 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import constants, errors, snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -97,18 +89,18 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], cache: str |
     why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub could not be reached"
     at = f" at revision {revision!r}" if revision else ""
     reasons: dict[type[Exception], str] = {  # the first kind that an error is of holds
-        HFValidationError: "is neither a folder nor an id like org/name",
-        GatedRepoError: "needs its licence accepted on the hub and a token in HF_TOKEN",
-        RevisionNotFoundError: f"has no revision {revision!r} on the hub",
-        RepositoryNotFoundError: "is neither a folder nor a model on the hub (a private one needs HF_TOKEN)",
-        LocalEntryNotFoundError:
+        errors.HFValidationError: "is neither a folder nor an id like org/name",
+        errors.GatedRepoError: "needs its licence accepted on the hub and a token in HF_TOKEN",
+        errors.RevisionNotFoundError: f"has no revision {revision!r} on the hub",
+        errors.RepositoryNotFoundError: "is neither a folder nor a model on the hub (a private one needs HF_TOKEN)",
+        errors.LocalEntryNotFoundError:
             f"is no folder, not whole in the cache {cache or constants.HF_HUB_CACHE}{at}, and {why}",
     }  # fmt: skip
     try:
         return Path(snapshot_download(
             name, revision=revision, cache_dir=cache, allow_patterns=patterns, ignore_patterns=SECOND_COPIES
         ))  # fmt: skip
-    except (HFValidationError, HfHubHTTPError, OSError) as error:
+    except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
         other = f"could not be downloaded ({' '.join(str(error).split())})"  # the server's refusal, a full disk
         reason = next((said for kind, said in reasons.items() if isinstance(error, kind)), other)
     raise ModelError(f"model {name!r} {reason}; to use local files pass the path of their folder instead of an id")

@@ -31,16 +31,8 @@ from typing import Any
 
 from minispec.config import MAX_NODES
 from minispec.dflash import DFlashConfig, DFlashHead
+from minispec.load import heads
 from minispec.load.fp8_weights import read_weights
-from minispec.load.heads import (
-    DFLASH_MODEL,
-    DFLASH_SPECULATOR,
-    Published,
-    check_fit,
-    draft_ids,
-    layer_config,
-    layer_sizes,
-)
 from minispec.load.weights import read_config
 from minispec.model import ModelConfig, ModelError
 
@@ -63,7 +55,7 @@ SPECULATOR_KEYS = frozenset("""
     """.split())  # fmt: skip
 
 
-def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") -> Published:
+def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") -> heads.Published:
     """Return what a folder describes and holds, for a target of these sizes; for `heads.load_head`.
 
     Raises ModelError if the folder holds no DFlash network, one for another target, or a variant; its message does not
@@ -71,10 +63,10 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
     """
     whole = read_config(folder)
     architectures = whole.get("architectures") or []
-    speculator = architectures == [DFLASH_SPECULATOR]
-    if not speculator and architectures != [DFLASH_MODEL]:
-        raise ModelError(f"architectures {architectures} are not supported; supported: {DFLASH_MODEL}, "
-                         f"{DFLASH_SPECULATOR}")  # fmt: skip
+    speculator = architectures == [heads.DFLASH_SPECULATOR]
+    if not speculator and architectures != [heads.DFLASH_MODEL]:
+        raise ModelError(f"architectures {architectures} are not supported; supported: {heads.DFLASH_MODEL}, "
+                         f"{heads.DFLASH_SPECULATOR}")  # fmt: skip
     stated = _body(whole, target) if speculator else whole
     own = stated.get("dflash_config") or {}
     _refuse_unknown("dflash_config", own, OWN_KEYS)
@@ -86,8 +78,8 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
     tensors, prefix = dict(read_weights(folder, load_format)), "layers.0."
     given = {key: own.get(key, stated.get(key)) for key in OWN_KEYS}
     size, layers = given["block_size"], _number("num_hidden_layers", stated.get("num_hidden_layers"), 1, 1000)
-    shape = layer_sizes({**stated, "use_sliding_window": False}, tensors, prefix)
-    check_fit(shape.hidden_size, shape.vocab_size, target)
+    shape = heads.layer_sizes({**stated, "use_sliding_window": False}, tensors, prefix)
+    heads.check_fit(shape.hidden_size, shape.vocab_size, target)
     if (count := stated.get("num_target_layers") or target.layers) != target.layers:
         raise ModelError(f"num_target_layers is {count}, and the target has {target.layers}")
     # The output of layer i is the input of layer i + 1. The last layer's is refused, as files may mean it before the
@@ -99,12 +91,12 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
     if speculator:
         tensors.pop("t2d", None)  # it says which target ids are drafted, as d2t does
         vocabulary = {
-            "token_map": draft_ids(whole, tensors, shape.vocab_size), "own_lm_head": True,
+            "token_map": heads.draft_ids(whole, tensors, shape.vocab_size), "own_lm_head": True,
             "own_embedding": "embed_tokens.weight" in tensors,
         }  # fmt: skip
     elif "lm_head.weight" in tensors:  # else a token map's rows would take the place of the file's
         raise ModelError("the weights are not those that config.json describes; unknown tensors: lm_head.weight")
-    return Published(
+    return heads.Published(
         DFlashConfig(
             DFlashHead.name,
             replace(shape, layers=layers),
@@ -139,7 +131,7 @@ def _body(stated: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
     Raises ModelError naming the key if one is not known, or the ids are none.
     """
     _refuse_unknown("config.json", stated, SPECULATOR_KEYS)
-    nested = layer_config(stated)
+    nested = heads.layer_config(stated)
     key = "aux_hidden_state_layer_ids"
     ids = _layer_ids(key, stated.get(key), 1, target.layers - 1, "input")
     own = {"target_layer_ids": [i - 1 for i in ids], "block_size": stated.get("block_size"),

@@ -25,7 +25,8 @@ from minispec import LLM
 from minispec.attention import Causal
 from minispec.cpu.linear import PackedLinear, can_pack, pack_linears
 from minispec.eagle import DraftHead, HeadConfig
-from minispec.load.heads import ARCHITECTURES, HEAD_KINDS, head_tensors, load_head
+from minispec.load.heads import ARCHITECTURES, head_tensors, load_head
+from minispec.load.heads import KINDS as HEAD_KINDS
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.model import FINAL, Model, ModelConfig, ModelError, published_tensors
 

@@ -89,7 +89,6 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
     outputs = _layer_ids("target_layer_ids", ids, 0, target.layers - 2, "output")
     vocabulary: dict[str, Any] = {}
     if speculator:
-        tensors.pop("t2d", None)  # it says which target ids are drafted, as d2t does
         vocabulary = {
             "token_map": heads.draft_ids(whole, tensors, shape.vocab_size), "own_lm_head": True,
             "own_embedding": "embed_tokens.weight" in tensors,

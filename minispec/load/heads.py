@@ -41,8 +41,7 @@ from minispec.mtp import MtpHead
 
 logger = logging.getLogger("minispec")
 
-HEAD_KINDS: dict[str, type[DraftHead]] = {kind.name: kind for kind in (EagleHead, Eagle3Head, MtpHead)}
-KINDS: dict[str, type[DraftHead]] = {**HEAD_KINDS, DFlashHead.name: DFlashHead}
+KINDS: dict[str, type[DraftHead]] = {kind.name: kind for kind in (EagleHead, Eagle3Head, MtpHead, DFlashHead)}
 # Why a token map is of no use to a head: what it has of its own.
 OWN = {Eagle3Head.name: "an EAGLE-3 head has a draft vocabulary", DFlashHead.name: "the DFlash network has an LM head"}
 ARCHITECTURES = {  # what config.json may call a head of each kind; the first EAGLE heads say LlamaForCausalLM
@@ -201,7 +200,7 @@ def _kind(stated: Stated, tensors: Tensors) -> str:
     if kind := found or said:
         return kind
     raise ModelError(
-        f"holds no draft head that is supported ({', '.join(HEAD_KINDS)}): architectures {architectures}, "
+        f"holds no draft head that is supported ({', '.join(ARCHITECTURES)}): architectures {architectures}, "
         f"tensors {', '.join(sorted(tensors)[:4])}, ..."
     )
 
@@ -229,7 +228,6 @@ def _read_last(kind: str, stated: Stated, tensors: Tensors, target: ModelConfig,
 
 def _read_eagle3(stated: Stated, tensors: Tensors, target: ModelConfig, layer_name: str) -> HeadConfig:
     """Return the config of an official, SGLang, SpecForge or speculators head; d2t and t2d leave `tensors`."""
-    tensors.pop("t2d", None)  # it says which target ids are drafted, as d2t does
     nested = layer_config(stated)
     layer = layer_sizes(nested, tensors, layer_name)
     _check_single("num_hidden_layers", nested)
@@ -377,6 +375,7 @@ def draft_ids(stated: Stated, tensors: Tensors, vocab_size: int) -> Tensor | Non
     The file's d2t holds offsets, target id minus draft id. It is taken out of `tensors`, and all other code sees ids.
     """
     draft_vocab = stated.get("draft_vocab_size") or vocab_size
+    tensors.pop("t2d", None)  # it says which target ids are drafted, as d2t does
     offsets = tensors.pop("d2t", None)
     if offsets is None:
         if draft_vocab != vocab_size:

@@ -140,7 +140,7 @@ def flags_page() -> str:
         names = ", ".join(f"`{name}`" for name in (flag_name(f.name), *off, *_ALIASES.get(f.name, ())))
         acting.append((names, "" if f.default is None else f"`{f.default}`", f.metadata["help"]))
     instead = [
-        (f"{flag_name(name)} {value}", str(taken), why)
+        (f"`{flag_name(name)} {value}`", f"`{taken}`", why)
         for name, values in INSTEAD.items() for value, (taken, why) in values.items()
     ]  # fmt: skip
     return "\n\n".join([
@@ -151,9 +151,7 @@ def flags_page() -> str:
         "would change what clients get, or would open or close a door. Underscores may stand for dashes.",
         "## Flags that act", markdown_table(("flag", "default", "what it does"), acting),
         "## Values taken as another one, with a line at start",
-        markdown_table(
-            ("given", "taken as", "why"), [(f"`{given}`", f"`{taken}`", why) for given, taken, why in instead]
-        ),
+        markdown_table(("given", "taken as", "why"), instead),
         "A chain (`--speculative-eagle-topk 1`) needs no `--speculative-num-draft-tokens`: it has one node more than "
         "steps. A flag of another drafter than the one that runs does nothing, and a line says so.",
         "NGRAM on a CPU and lookups beside a head read two sources, a dictionary of each request's own text and the "

@@ -57,7 +57,6 @@ SCALING_KEYS = {  # GGUF's name below rope.scaling -> config.json's
 }
 # Of Llama 3.1's scaling a file has only what came out of it, a divisor for each frequency. Later Llamas have these too.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-UNSCALED = "none"  # rope.scaling.type of a model whose positions are not scaled
 ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -147,9 +146,7 @@ def _described(fields: Metadata, entries: Entries) -> tuple[dict[str, Any], Entr
         if (factors := entries.pop(ROPE_FACTORS, None)) is not None:
             config["rope_scaling"] = _llama3_scaling(stated, factors.data)
         outline = published_tensors(Model.empty(stated, torch.bfloat16, torch.device("meta")))
-    except GGUFError:
-        raise
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:  # a GGUFError is one and says the same again
         raise GGUFError(str(error)) from error
     names = _gguf_names(outline, config)
     found = {name: entries[theirs] for name, theirs in names.items() if theirs in entries}
@@ -224,7 +221,7 @@ def _stated_scaling(fields: Metadata, kind: str) -> dict[str, Any] | None:
     given.pop("finetuned", None)
     how = given.pop("type", "linear")
     factor = given.setdefault("factor", fields.get(f"{kind}.rope.scale_linear", 0.0))
-    if how == UNSCALED or factor in (0.0, 1.0):
+    if how == "none" or factor in (0.0, 1.0):
         return None
     if unknown := sorted(given.keys() - SCALING_KEYS):
         raise GGUFError(f"{prefix}{unknown[0]} is not supported; supported: {', '.join(SCALING_KEYS)}")

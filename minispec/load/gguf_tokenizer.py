@@ -148,12 +148,11 @@ def _sentencepiece(fields: Metadata) -> tuple[Tokenizer, bool]:
 
 def _add_ends(tokenizer: Tokenizer, fields: Metadata, adds_bos: bool) -> None:
     """Let BOS stand before a text and EOS behind it, where the file wants them."""
-    begin = [_named(fields, "bos")] if fields.get(f"{PREFIX}add_bos_token", adds_bos) else []
-    end = [_named(fields, "eos")] if fields.get(f"{PREFIX}add_eos_token", False) else []
-    around = [token for token in (*begin, *end) if token is not None]
-    if around:
+    begin = _named(fields, "bos") if fields.get(f"{PREFIX}add_bos_token", adds_bos) else None
+    end = _named(fields, "eos") if fields.get(f"{PREFIX}add_eos_token", False) else None
+    if around := [token for token in (begin, end) if token]:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*filter(None, begin), "$A", *filter(None, end)],
+            single=[token for token in (begin, "$A", end) if token],
             special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(around)],
         )
 

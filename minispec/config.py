@@ -1,14 +1,11 @@
 """Launch flags: one frozen dataclass, checked once, from which the command line is derived.
 
-Names and defaults are SGLang's where they make sense here, so that a launch command written for SGLang starts. No flag
-is ever parsed and ignored: a flag acts, or one line at start says what is done instead. A flag of SGLang's that cannot
-act here stops the start only if it would change what clients get, or who has access (`--ssl-ca-certs`). Flags that act
-are the fields of `Config`. SGLang's other flags are in the tables of `load/sglang_flags.py`. Any other flag is an
-error.
+Names and defaults are SGLang's where they make sense here, so that a launch command written for SGLang starts. Flags
+that act are the fields of `Config`. SGLang's other flags are in the tables of `load/sglang_flags.py`. Any other flag is
+an error.
 
 A command line (`load/flags.py`) and the library (`LLM(model, page_size=32)`) both make a `Config`, with the same checks
-and the same messages. What depends on the machine (dtype auto, chunk size, pool size) is resolved later, by
-`load/build.py`.
+and the same messages. What depends on the machine (dtype auto, chunk size, pool size) is resolved later.
 
 Read next: `load/flags.py`, the command line, and `load/build.py`, which turns a `Config` into an engine.
 """
@@ -441,12 +438,8 @@ class Config:
 
     @property
     def adaptive(self) -> bool:
-        """Whether `policy.py` chooses each step's shape.
-
-        By default it does, unless flags give a tree's numbers or simulate an accept length. A simulated accept length
-        belongs to one shape.
-        """
-        if self.speculative_adaptive is None:
+        """Whether `policy.py` chooses each step's shape."""
+        if self.speculative_adaptive is None:  # a simulated accept length belongs to one shape
             return not self.gives_numbers and self.simulate_acc_len is None
         return self.speculative_adaptive
 
@@ -498,11 +491,7 @@ class Config:
 
     @property
     def draft_load_format(self) -> str:
-        """Which weight files of the draft are read: as --speculative-draft-load-format says, else as --load-format.
-
-        Draft weights are never dummy: the tensors in the files show the kind of head, and random weights draft nothing
-        of use.
-        """
+        """Which weight files of the draft are read; they are never dummy, since tensors show the kind of a head."""
         return self.speculative_draft_load_format or ("auto" if self.load_format == "dummy" else self.load_format)
 
     @property

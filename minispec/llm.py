@@ -87,10 +87,7 @@ class LLM:
 
     @torch.inference_mode()
     def try_out(self) -> Iterator[None]:
-        """Time steps and test the head; for an idle server that has made its graphs while it served.
-
-        Each `yield` is a pause in which a request may be served.
-        """
+        """Time steps and test the head (`Build.try_out`), for an idle server that made its graphs while it served."""
         yield from self._build.try_out(self.scheduler.engine)
         self.scheduler.restart_times()
 
@@ -135,10 +132,7 @@ class LLM:
         return texts
 
     def request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
-        """Make a request of a prompt.
-
-        Without params its limit of tokens is the default limit, or the room in the context if that is less.
-        """
+        """Make a request of a prompt; without params its limit is the default, or the room in the context if less."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if params is None:
             room = self.scheduler.sizes.context_length - len(ids)

@@ -2,12 +2,7 @@
 
 `Build.parts` has the steps in their order: target, drafter, 8-bit weights, packed weights. Flags and device decide
 whether the last two are done. Then weights move to huge pages, and `Build.engine_of` makes the engine around the parts,
-with functions that compile when they first run. The kinds of builds:
-
-    Build        rank 0, or a process alone: weights from the files, a drafter, and all that warms the engine up
-    Outline      the parts of an engine to come, on the meta device, to estimate its memory: sizes and no weights
-    Rehearsal    an engine that only compiles, beside a server: its layers of one kind are one layer, with junk weights
-    Follow       a rank other than 0: its part of the model, and no drafter, since rank 0 sends the trees
+with functions that compile when they first run. `Outline`, `Rehearsal` and `Follow` do a few of the steps differently.
 
 Read next: `memory.py`, which counts what is made here; `link.py` for ranks, `warming.py` for rehearsals.
 """
@@ -75,7 +70,7 @@ class Parts(NamedTuple):
 
 
 class Build:
-    """One engine in the making, of rank 0 or of a process alone; the kinds below do a few of the steps differently."""
+    """One engine in the making, of rank 0 or of a process alone."""
 
     memory: Memory  # what the engine takes; set when the engine is complete
     ranks: Ranks | None = None  # the ranks of --tp-size; None: there is one rank
@@ -319,7 +314,7 @@ def compile_step(function: Step, device: torch.device) -> Step:
 
 
 class Outline(Build):
-    """The parts that another build will have, on the meta device: their sizes, and no memory.
+    """The parts that another build will have, on the meta device, to estimate their memory: sizes and no weights.
 
     `Plain` stands for a drafter of the operator's own, since the code of that drafter should run only once.
     """
@@ -340,7 +335,7 @@ class Outline(Build):
 
 
 class Rehearsal(Outline):
-    """The parts of an engine on a CPU that compiles for another: all layers of a kind are one, with junk weights."""
+    """The parts of an engine that only compiles, beside a server on a CPU: its layers of a kind are one, with junk."""
 
     def network(self) -> Model:
         return Model.empty(self.model_config, self.dtype, self.device, change=_share_layers)
@@ -374,7 +369,7 @@ def rehearse(config: Config, pages: int) -> Engine:
 
 
 class Follow(Build):
-    """The build of a rank other than 0."""
+    """The build of a rank other than 0: its part of the model, and no drafter, since rank 0 sends the trees."""
 
     ranks: Ranks
 
@@ -485,11 +480,13 @@ def load_model(
     those of the other ranks.
     """
     dummy, to_fp8 = config.load_format == "dummy", config.quantization == "fp8"
-    places = to_fp8 and not dummy  # fp8 layers before weights get memory; dummy weights are converted afterwards
-    stored = lambda model: stored_in_fp8(folder, config.load_format, model.reads, model_config.split)  # noqa: E731
-    change = lambda model: use_fp8(model, stored(model))  # noqa: E731
-    shape = model_config if shard is None else shard.config
-    model = Model.empty(shape, dtype, device, change if places else lambda model: None)
+
+    def change(model: Model) -> None:
+        """Put in fp8 layers before weights get memory; dummy weights are converted afterwards."""
+        if to_fp8 and not dummy:
+            use_fp8(model, stored_in_fp8(folder, config.load_format, model.reads, model_config.split))
+
+    model = Model.empty(model_config if shard is None else shard.config, dtype, device, change)
     _fill(model, config, folder, shard)
     if to_fp8 and dummy:
         use_fp8(model)
@@ -551,11 +548,7 @@ def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], 
 
 
 def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:
-    """Return the batch buckets whose decode steps are captured as CUDA graphs; on a CPU none, with a warning for flags.
-
-    They are the buckets up to --cuda-graph-max-bs, or those that --cuda-graph-bs lists. The default of
-    --cuda-graph-max-bs follows the GPU's memory, as SGLang's does.
-    """
+    """Return the batch buckets whose decode steps are captured as CUDA graphs; on a CPU none, and flags get a line."""
     device = choose_device(config)
     if device.type != "cuda":
         flags = {"cuda_graph_bs": config.cuda_graph_bs, "cuda_graph_max_bs": config.cuda_graph_max_bs,

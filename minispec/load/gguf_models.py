@@ -131,8 +131,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the metadata say
+# ---- what the metadata say -------------------------------------------------------------------------------------------
 
 
 def _described(fields: Metadata, entries: Entries) -> tuple[dict[str, Any], Entries]:
@@ -241,8 +240,7 @@ def _llama3_scaling(stated: ModelConfig, factors: npt.NDArray[np.float32]) -> di
     raise GGUFError(f"{ROPE_FACTORS} is not the scaling of Llama 3.1 and later ({LLAMA3}), which alone is supported")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The tensors
+# ---- the tensors -----------------------------------------------------------------------------------------------------
 
 
 def _gguf_names(names: Iterable[str], config: dict[str, Any]) -> dict[str, str]:

@@ -146,8 +146,7 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
     return Tokenizer(_HuggingFace(tokenizer), frozenset(), None, {})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Fast Hugging Face tokenizers
+# ---- fast Hugging Face tokenizers ------------------------------------------------------------------------------------
 
 
 class _HuggingFace:
@@ -215,8 +214,7 @@ def _load_huggingface(folder: Path, template: Template, plain: bool) -> Tokenize
     ) from failure
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# tiktoken
+# ---- tiktoken --------------------------------------------------------------------------------------------------------
 
 
 class _Tiktoken:
@@ -303,8 +301,7 @@ def _token_text(given: Any) -> str | None:
     return given.get("content") if isinstance(given, Mapping) else given
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Incremental decoding
+# ---- incremental decoding --------------------------------------------------------------------------------------------
 
 
 class Detokenizer:

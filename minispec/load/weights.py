@@ -39,8 +39,7 @@ Wanted = Callable[[str], bool]  # whether the tensor of a name is read
 Split = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]  # what becomes of a file's tensor: `ModelConfig.split`
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Where the model lies
+# ---- where the model lies --------------------------------------------------------------------------------------------
 
 
 def resolve_model(
@@ -106,8 +105,7 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], cache: str |
     raise ModelError(f"model {name!r} {reason}; to use local files pass the path of their folder instead of an id")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the config says
+# ---- what the config says --------------------------------------------------------------------------------------------
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -148,8 +146,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The tensors
+# ---- the tensors -----------------------------------------------------------------------------------------------------
 
 
 def read_tensors(
@@ -263,8 +260,7 @@ def _check_listed(path: Path, names: list[str] | None, found: Iterable[str]) -> 
         raise ModelError(f"{path} lacks tensors that its index lists: {some(absent)}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Into a module
+# ---- into a module ---------------------------------------------------------------------------------------------------
 
 
 def load_weights(module_tensors: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -17,7 +17,7 @@ from itertools import groupby
 from typing import Any, NoReturn
 
 from minispec.config import FLAGS, Config, flag_name
-from minispec.load.sglang_flags import INSTEAD, SPEC_V2, VARIABLES, Foreign, foreign_flags
+from minispec.load.sglang_flags import INSTEAD, SPEC_V2, VARIABLES, foreign_flags
 
 _TYPES = {"str": str, "int": int, "float": float, "Ints": int}  # of a field -> of a word on the command line
 _ALIASES = {  # other spellings, SGLang's own and those of its documents' history
@@ -75,12 +75,12 @@ class _Foreign(argparse.Action):
     """A flag of SGLang's with no meaning here: a note, or an error where it asks for what is refused."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        flag: Foreign = self.const
+        accepted, reason = self.const
         given = " ".join([option_string or "", *values])
-        if flag.accepted is not None and " ".join(values) not in flag.accepted:
-            also = "".join(f"; {v} is accepted" for v in sorted(flag.accepted) if v)
-            parser.error(f"{given}: {flag.reason}{also}")
-        namespace.notes = [*getattr(namespace, "notes", []), f"{given} changes nothing: {flag.reason}"]
+        if accepted is not None and " ".join(values) not in accepted:
+            also = "".join(f"; {v} is accepted" for v in sorted(accepted) if v)
+            parser.error(f"{given}: {reason}{also}")
+        namespace.notes = [*getattr(namespace, "notes", []), f"{given} changes nothing: {reason}"]
 
 
 def _variables(environ: Mapping[str, str], topk: int | None) -> list[str]:

@@ -10,8 +10,6 @@ docs/flags.md is written from these tables. Read next: `flags.py`, which reads t
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 LINES = {  # what is done instead -> flags; a whole clause, as it follows "--flag: " in the log
     "attention is FlexAttention on CUDA and gathering on a CPU, compiled, whatever kernels are asked for": """
         --attention-backend --prefill-attention-backend --decode-attention-backend --mm-attention-backend
@@ -103,18 +101,13 @@ VARIABLES = {  # -> what holds here, whether the variable is set or not
 }  # fmt: skip
 
 
-class Foreign(NamedTuple):
-    """A flag that has no meaning here."""
-
-    accepted: frozenset[str] | None  # None: any value; "" is the bare switch
-    reason: str  # what is done instead, or why it is refused
-
-
-def foreign_flags() -> dict[str, Foreign]:
-    """Return every flag of the tables."""
-    table = {flag: Foreign(None, reason) for reason, flags in LINES.items() for flag in flags.split()}
+def foreign_flags() -> dict[str, tuple[frozenset[str] | None, str]]:
+    """Return by flag the values accepted (None: any; "" is the bare switch), and what is done instead or why not."""
+    table: dict[str, tuple[frozenset[str] | None, str]] = {
+        flag: (None, reason) for reason, flags in LINES.items() for flag in flags.split()
+    }
     for reason, flags in REFUSED.items():
         for word in flags.split():
             flag, equals, value = word.partition("=")
-            table[flag] = Foreign(frozenset([value] if equals else []), reason)
+            table[flag] = (frozenset([value] if equals else []), reason)
     return table

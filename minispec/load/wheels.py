@@ -66,11 +66,7 @@ def _has_pip() -> bool:
     Not by `importlib.util.find_spec`: setuptools takes a look for pip as the start of pip, stops standing in for
     distutils in this process, and then cannot be imported any more, which torch.compile does.
     """
-    try:
-        importlib.metadata.version("pip")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return any(importlib.metadata.distributions(name="pip"))
 
 
 def _borrowed_pip() -> list[str]:

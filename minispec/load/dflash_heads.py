@@ -15,9 +15,8 @@ speculators nests the body in `transformer_layer_config`. `aux_hidden_state_laye
 z-lab's ids plus one. Beside z-lab's tensors are an embedding, an LM head of `draft_vocab_size` rows, and `d2t`, the
 offsets from draft ids to the target's.
 
-A network that is read wrongly drafts nonsense, and no output shows it. Variants come as further keys and tensors
-(DFlash2's convolutions, attention sinks, values that are scaled). So every key and every tensor that is not known is
-refused by its name.
+Variants come as further keys and tensors (DFlash2's convolutions, attention sinks, values that are scaled). So every
+key and every tensor that is not known is refused by its name.
 
 Read next: `heads.py`, which makes a network of them and has the formats of other heads; `dflash.py` for the network.
 """

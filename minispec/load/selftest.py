@@ -1,8 +1,7 @@
 """The start-up self-test: is the draft head accepted at all?
 
-A checkpoint may not state which layers' streams a head was trained on, or where its norms stand. A head that is read
-wrongly loads, drafts nonsense and changes no output; only the speed suffers, and nobody knows why. So a few steps are
-drafted and verified before the first request. A head that is hardly ever accepted gets a warning that names the keys of
+A head that is read wrongly changes no output; only the speed suffers, and nobody knows why. So a few steps are drafted
+and verified before the first request. A head that is hardly ever accepted gets a warning that names the keys of
 config.json to look at.
 
 A DFlash network that reads a layer too early or too late is still accepted, only less, since the streams of neighbours

@@ -48,11 +48,10 @@ def ensure_default_model(progress: Progress = to_stderr) -> Path:
     """
     try:
         target = cache_root() / FORMAT / MODEL_NAME
-    except DownloadError as error:
-        raise DefaultModelError(str(error)) from None
-    try:
         return make_once(target, FILES, MODEL_NAME, 
                          lambda made: convert(fetch_gguf(made.parent, progress), made, progress), progress)  # fmt: skip
+    except DownloadError as error:
+        raise DefaultModelError(str(error)) from None
     except OSError as error:  # read-only or full disk, a file where the folder should be
         raise DefaultModelError(f"it could not be written to the cache folder {target.parent} ({error})") from error
 

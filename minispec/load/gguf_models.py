@@ -72,7 +72,7 @@ def as_folder(name: str, flag: str, tell: Progress = to_stderr) -> str:
         if not _is_gguf(path):
             return name
         return str(_converted(path.resolve(), tell))
-    except GGUFError as error:
+    except (GGUFError, DownloadError) as error:
         raise GGUFError(f"{flag} {name}: {error}") from error
     except OSError as error:
         raise GGUFError(f"{flag} {name}: it cannot be read ({error})") from error
@@ -89,10 +89,7 @@ def _is_gguf(path: Path) -> bool:
 def _converted(path: Path, tell: Progress) -> Path:
     """Return the folder of a GGUF file as it is now; folders of what the file was earlier are deleted."""
     state = path.stat()
-    try:
-        own = cache_root() / FORMAT / f"{path.stem[:100]}-{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
-    except DownloadError as error:
-        raise GGUFError(str(error)) from None
+    own = cache_root() / FORMAT / f"{path.stem[:100]}-{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
 
     def make(folder: Path) -> None:
         convert(path, folder, tell)

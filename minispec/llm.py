@@ -60,8 +60,7 @@ class LLM:
                 logger.warning("%s", note)
         elif model is not None or options:
             raise ValueError("give either config or model and options, not both")
-        tell = progress or (lambda line: logger.info("%s", line))
-        self._build = build = Build(config, tell)
+        self._build = build = Build(config, progress or logger.info)
         build.lead(batches, compile_later)
         self.config = config = build.config
         self.folder, self.model_config = build.folder, build.model_config

@@ -162,11 +162,10 @@ def _anchored(
 
 @dataclass
 class Round:
-    """What one round of a batch reads and learns, over its n anchors (all rows in the first round)."""
+    """What one round of a batch reads, in the first round at all rows, and learns, at its n anchors."""
 
-    tokens: Tensor  # [1, n] int64, whose embeddings are read
-    positions: Tensor  # [1, n] int64
-    learn: Tensor | None  # anchors among the rows, first round only
+    tokens: Tensor  # [1, n] int64, in the first round [1, T], whose embeddings are read
+    positions: Tensor  # like the tokens
     keep: Tensor  # anchors of the next round among this round's
     teacher: Tensor  # [n] rows of the batch's teacher
 
@@ -179,6 +178,7 @@ class Packed:
     features: Tensor  # [1, T, F] of the rows
     target: Tensor  # [n, d] the target's final state at the token before each one that is learned
     choice: Tensor  # [n] int64, the target's greedy choice after these states
+    learn: Tensor  # [n] int64, the first round's anchors among the rows
     rounds: list[Round]
 
 
@@ -188,37 +188,25 @@ def pack(
     """Return a batch of replies and their features [T, F]; the last `hidden` columns are the target's final state."""
     device = features[0][0].device
     segments = [Segment(len(reply.ids) - 2, reply.start - 1) for reply in replies]
-    ids = [torch.tensor(reply.ids, device=device) for reply in replies]
+    tokens = torch.tensor([token for reply in replies for token in reply.ids[1:-1]])
+    positions = torch.cat([torch.arange(s.rows) for s in segments])
+    last = torch.cat([torch.arange(s.rows) == s.rows - 1 for s in segments])
+    learn = torch.cat([torch.arange(s.rows) >= s.first for s in segments]).nonzero()[:, 0]
+    made, read, anchors, teacher = list[Round](), torch.arange(len(tokens)), learn, torch.arange(len(learn))
+    for _ in range(rounds):
+        keep = (~last[anchors]).nonzero()[:, 0]
+        parts = (tokens[read][None], positions[read][None], keep, teacher)
+        made.append(Round(*(part.to(device) for part in parts)))
+        read = anchors = anchors[keep] + 1  # the same drafts, one token on
+        teacher = teacher[keep] + 1
     cuts = [(streams, choices, s) for (streams, choices), s in zip(features, segments, strict=True)]
     return Packed(
         segments,
         torch.cat([streams[: s.rows] for streams, _, s in cuts])[None],
         torch.cat([streams[s.first + 1 : s.rows + 1, -hidden:] for streams, _, s in cuts]),
         torch.cat([choices[s.first + 1 : s.rows + 1] for _, choices, s in cuts]),
-        [_round(number, segments, ids) for number in range(rounds)],
-    )
-
-
-def _round(number: int, segments: Sequence[Segment], ids: Sequence[Tensor]) -> Round:
-    """Return what round `number` of a batch reads and learns; ids: the tokens of each segment's reply."""
-    counts = [segment.anchors(number) for segment in segments]
-    sizes = ([s.rows for s in segments], [s.anchors(0) for s in segments], counts)
-    row, learned, anchor = (list(accumulate(size, initial=0)) for size in sizes)  # where each segment begins
-    tokens, positions, learn, keep, teacher = [], [], [], [], []
-    for i, (segment, count) in enumerate(zip(segments, counts, strict=True)):
-        start, length = (segment.first + number, count) if number else (0, segment.rows)
-        tokens.append(ids[i][start + 1 : start + 1 + length])
-        positions.append(torch.arange(start, start + length))
-        learn.append(torch.arange(row[i] + segment.first, row[i] + segment.first + count))
-        keep.append(torch.arange(anchor[i], anchor[i] + max(0, count - 1)))
-        teacher.append(torch.arange(learned[i] + number, learned[i] + number + count))
-    device = ids[0].device
-    return Round(
-        tokens=torch.cat(tokens)[None],
-        positions=torch.cat(positions)[None].to(device),
-        learn=None if number else torch.cat(learn).to(device),
-        keep=torch.cat(keep).to(device),
-        teacher=torch.cat(teacher).to(device),
+        learn.to(device),
+        made,
     )
 
 
@@ -226,11 +214,11 @@ def unroll(head: DraftHead, batch: Packed, taps: slice) -> Iterator[tuple[Round,
     """Yield each round and the head's states [n, d] at its anchors; `taps` are the head's columns of the features."""
     attend = Unrolled(batch.segments, batch.features.device)
     state = head.fuse(batch.features[..., taps])
-    for round_ in batch.rounds:
+    for number, round_ in enumerate(batch.rounds):
         rope = head.rope(round_.positions)
         state = head(head.embed(round_.tokens), state, rope, attend, round_.positions)
-        if round_.learn is not None:
-            state = state[:, round_.learn]
+        if number == 0:
+            state = state[:, batch.learn]
         yield round_, state[0]
         state = state[:, round_.keep]
 

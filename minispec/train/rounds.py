@@ -100,35 +100,27 @@ class Unrolled:
         count = self.GROUP.get(device.type, 1)
         self.groups = [segments[i : i + count] for i in range(0, len(segments), count)]
         self.first = [torch.tensor([segment.first for segment in group], device=device) for group in self.groups]
-        self.round = 0
-        self.prompt: list[tuple[Tensor, Tensor]] = []  # per group, its rows of round 0: [G, Hkv, R, D]
-        self.own: list[list[tuple[Tensor, Tensor]]] = []  # per round since, per group: [G, Hkv, n, D]
+        self.rows: list[list[tuple[Tensor, Tensor]]] = []  # by round and group: [G, Hkv, R, D], then [G, Hkv, n, D]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with q [1, Hq, T, D] to k, v [1, Hkv, T, D] over the rows of all segments, or their n anchors."""
         q, k = q.to(v.dtype), k.to(v.dtype)
-        sizes = [[s.anchors(self.round) if self.round else s.rows for s in group] for group in self.groups]
+        number = len(self.rows)
+        sizes = [[s.anchors(number) if number else s.rows for s in group] for group in self.groups]
         begins = accumulate(map(sum, sizes), initial=0)
         places = [Padded(begin, size, q.device) for begin, size in zip(begins, sizes, strict=False)]
-        queries = [place.pad(q[0]) for place in places]
-        rows = [(place.pad(k[0]), place.pad(v[0])) for place in places]
-        if self.round:
-            self.own.append(rows)
-            outs = [self._later(group, query) for group, query in enumerate(queries)]
-        else:
-            self.prompt = rows
-            outs = [
-                F.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=a.shape[1] != b.shape[1])
-                for a, (b, c) in zip(queries, rows, strict=True)
-            ]
-        self.round += 1
-        return torch.cat([place.cut(out) for place, out in zip(places, outs, strict=True)], dim=1)[None]
+        self.rows.append([(place.pad(k[0]), place.pad(v[0])) for place in places])
+        outs = [place.cut(self._attend(group, place.pad(q[0]))) for group, place in enumerate(places)]
+        return torch.cat(outs, dim=1)[None]
 
-    def _later(self, group: int, query: Tensor) -> Tensor:
-        """Return the attention [G, Hq, n, D] of a group's anchors in a round after the first."""
+    def _attend(self, group: int, query: Tensor) -> Tensor:
+        """Return the attention [G, Hq, n, D] of a group's queries in the newest round."""
         # The rows of the rounds so far, as they are now: when this is computed again there are more.
-        mine = [rows[group] for rows in self.own]
-        given = (self.first[group], query, *self.prompt[group], mine)
+        (keys, values), *own = (rows[group] for rows in self.rows)
+        if not own:
+            gqa = query.shape[1] != keys.shape[1]
+            return F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=gqa)
+        given = (self.first[group], query, keys, values, own)
         if query.device.type in self.RECOMPUTED_ON:
             return checkpoint(_anchored, *given, use_reentrant=False, preserve_rng_state=False)
         return _anchored(*given)

@@ -50,7 +50,17 @@ from minispec.train.corpus import (
 )
 from minispec.train.export import Recipe, draft_vocabulary, export, new_head
 from minispec.train.prompts import Conversation
-from minispec.train.rounds import SoftCrossEntropy, Teacher, Unrolled, losses, pack, replay, rows_at_once, unroll
+from minispec.train.rounds import (
+    SoftCrossEntropy,
+    Teacher,
+    Unrolled,
+    accepted,
+    losses,
+    pack,
+    replay,
+    rows_at_once,
+    unroll,
+)
 from minispec.train.shards import read_shards, restore, shard_files, write_shards
 from minispec.train.small import export_small, foreseen, small_model, train_small
 from minispec.train.stages import Stages
@@ -447,7 +457,7 @@ def test_replay_counts_like_a_server(tmp_path: Path) -> None:
                 break
             run += 1
         steps, emitted, anchor = steps + 1, emitted + run + 1, anchor + run + 1
-    assert replay(head, batch, taps, teacher) == (emitted, steps)
+    assert replay(accepted(head, batch, taps, teacher)) == (emitted, steps)
     assert losses(head, batch, taps, teacher, 0.0)[1][0, 1] == len(text.ids) - 1 - text.start
 
 

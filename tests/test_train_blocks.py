@@ -23,7 +23,7 @@ from minispec.load.dflash_heads import read_dflash
 from minispec.load.heads import load_head
 from minispec.load.token_map import read_token_map
 from minispec.model import Model, published_tensors
-from minispec.train.blocks import BlockTrainer, Packed, decay, dpace, drafted, draw_anchors, losses, pack, replay
+from minispec.train.blocks import BlockTrainer, Packed, accepted, decay, dpace, drafted, draw_anchors, losses, pack
 from minispec.train.corpus import Features, TrainingReply
 from minispec.train.export import (
     BlockRecipe,
@@ -228,8 +228,8 @@ def test_training_learns_and_a_server_accepts_what_the_replay_says(weights: str,
         head = load_head(tmp_path / "head", model, token_map=ids, read=read_dflash)
         assert head.taps == (1, 2) and (head.block_size, head.mask_token, len(head.layers)) == (4, 60, 2)
         text, at = texts[0], made.features.of(0)
-        assert replay(head, text, at, made.taps, made.teacher, 3) == replay(made.head, text, at, made.taps,
-                                                                           made.teacher, 3)  # fmt: skip
+        found, expected = (accepted(each, text, at, made.taps, made.teacher, 3) for each in (head, made.head))
+        assert found == expected
         scheduler = build(model, DFlashDrafter(head, block=4, nodes=4))
     wishes = [request(f"r{i}", t.ids[: t.start], max_new_tokens=len(t.ids) - t.start) for i, t in enumerate(texts)]
     run(scheduler, wishes)

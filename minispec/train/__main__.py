@@ -1,8 +1,7 @@
 """Training draft heads: `python -m minispec.train eagle3 --out FOLDER`, from no data at all to a head that serves.
 
 The target writes replies to openly licensed prompts (`corpus.py`), and a head learns to predict them (`trainer.py`).
-The module that is trained is the module that is served, and it is trained on its own drafts (`rounds.py`). One forward
-pass gives the target's features, from which its distribution follows; they are kept on disk.
+The module that is trained is the module that is served, and it is trained on its own drafts (`rounds.py`).
 
     python -m minispec.train eagle3      EAGLE-3, with a draft vocabulary of its own
     python -m minispec.train eagle       EAGLE-2; its state must also imitate the target's features
@@ -11,8 +10,6 @@ pass gives the target's features, from which its distribution follows; they are 
     python -m minispec.train standalone  a small model with the target's vocabulary, a demonstration
     python -m minispec.train token-map   the most frequent tokens, for FR-Spec (arXiv 2502.14856)
     python -m minispec.train replies     the replies alone, in shards that `--replies FOLDER` gives to the others
-
-With `--start FOLDER` a head begins with the weights and the draft vocabulary of an exported one, not from scratch.
 
 Read next: `corpus.py` for where the replies come from, `rounds.py` and `blocks.py` for what is learned from them.
 """

@@ -7,10 +7,6 @@ pass: `Features` keeps them on disk, so that a second epoch, or a second head, r
 A run may be interrupted, so all that is expensive is in files that grow. Replies are appended a group at a time and
 features one sequence at a time, and the next run goes on where the last one stopped.
 
-A step takes as long as its longest text asks for: attention reads as many rows of every request, and one request that
-samples has noise made for all. So requests run beside their like, greedy or sampled, long or short, in the order of
-their lengths.
-
     replies.jsonl    {"made": {"--model": ..., "--seed": ..., ...}}, what all replies below depend on
                      {"ids": [...], "start": P, "temperature": 0.0, "source": "..."}    ids[P:] is the reply
                      {"group": 0, "tokens": R}, at the end of each group, with the number of its reply tokens
@@ -18,8 +14,8 @@ their lengths.
     choices-TAPS.bin, done-TAPS.bin the target's greedy choice after each token; which sequences are there
     digest-TAPS.txt                 of the sequences, taps and dtype that the features belong to
 
-A head that is trained on features of other replies learns from the wrong rows. So such features are dropped and
-computed anew. Replies that were made with other flags are refused and not dropped, since they took long to generate.
+Features of other replies are dropped and computed anew. Replies that were made with other flags are refused and not
+dropped, since they took long to generate.
 
 On-policy data for draft heads comes from DistillSpec (arXiv 2310.08461). Read next: `prompts.py` for where the prompts
 come from, then `rounds.py`.
@@ -142,8 +138,8 @@ def held_out(replies: Sequence[TrainingReply]) -> list[int]:
 def runs_alike(lengths: Sequence[int], temperatures: Sequence[float]) -> list[list[int]]:
     """Return the indices of prompts in the runs that they are to be generated in, each by length.
 
-    Greedy and sampled ones run apart, since a step with a sampled one makes noise for all, and long ones apart from
-    short ones, which would be padded to them.
+    A step takes as long as its longest text asks for: attention reads as many rows of every request, and one request
+    that samples has noise made for all.
     """
     runs: dict[tuple[bool, bool], list[int]] = {}
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
@@ -277,7 +273,6 @@ class _Writer:
 class Features:
     """The target's tapped streams on every sequence, computed once and kept in a file.
 
-    `of(i)` returns [T_i, F] in the target's dtype and the target's greedy choice after each token [T_i] int64.
     limit: bytes to keep; sequences beyond it are computed anew every time. `digest` stands for the sequences, taps and
     dtype that the features belong to; files of another digest are dropped.
     """
@@ -303,7 +298,7 @@ class Features:
         self._done = _grown(files[2], torch.uint8, (max(1, self.kept),))
 
     def of(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return features [T, F] and greedy choices [T] int64 of sequence `index`, on the model's device."""
+        """Return a sequence's features [T, F], of the target's dtype, and greedy choices [T] int64, on its device."""
         return self.several([index])[0]
 
     def several(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:

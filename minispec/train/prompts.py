@@ -1,14 +1,12 @@
 """Prompts under open licences, on which a target writes the text that its draft heads learn from.
 
-A draft head learns to guess what its target says, so only prompts are needed: the replies come from the target itself.
 A head drafts badly what it has never met, so six different sources are mixed: user turns of a package of
 function-calling questions, small talk and trivia, descriptions of programs, templates written for this file over long
 lists of words, and two that every installation has anyway, the code and the documentation of its own open-source
 packages. A tenth of the prompts is long, since a head that has only met short ones drafts badly at depth.
 
-A measurement on text that was trained on would show nothing. So no prompt shares eight words in a row with what this
-project measures on (`measured.py`), and none comes twice, in capitals or not. The function-calling questions come from
-a benchmark of that skill, which is not run here.
+No prompt repeats what this project measures on (`measured.py`), and none comes twice, in capitals or not. The
+function-calling questions come from a benchmark of that skill, which is not run here.
 Packages are pinned and checked like the default model's (`default_model.py`) and read without being installed or run.
 
 Read next: `prompt_words.txt`, then `corpus.py`.

@@ -8,8 +8,8 @@ EAGLE-3, arXiv 2503.01840):
     round s, anchor i:   embedding of x[i+1+s], state of round s-1 at i      learns the target's p(x[i+2+s])
     attention:           the true rows 0..i of round 0, and of each later round its own row alone
 
-Of the rows of a later round each anchor thus sees only its own, a diagonal. So round s needs one product with the rows
-of round 0 and s products per anchor, and no mask over the rows of all rounds (`Unrolled`).
+Of the rows of a later round each anchor thus sees only its own, a diagonal. So `Unrolled` needs in round s one product
+with the rows of round 0 and s products per anchor, and no mask over the rows of all rounds.
 
 Sizes in this file: T rows of all packed replies, n anchors of a round, F width of the features, d hidden size of the
 target, V and Vd vocabulary and draft vocabulary, Hq and Hkv attention heads of queries and of keys, D their size.
@@ -83,10 +83,7 @@ class Padded:
 
 
 class Unrolled:
-    """The attention of the training-time test, a `LayerAttend` that is called once per round.
-
-    Round 0 is causal over all rows of each segment and keeps their keys and values. A query of a later round sees the
-    rows of round 0 up to its anchor's and, of each round since, the row that its own anchor made.
+    """The attention of the training-time test, a `LayerAttend` that is called once per round and keeps its rows.
 
     On CUDA a group of segments is computed together, since what takes time there is the number of launches. The later
     rounds are computed a second time in the backward pass. Kept, their scores of every anchor with every row are tens

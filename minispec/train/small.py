@@ -2,8 +2,7 @@
 
 A drafter for STANDALONE must have the target's vocabulary, and for a target without smaller relatives there is none.
 This module makes one: a Llama of two narrow layers, the fewest with which attention can find an earlier text like the
-present one and repeat what followed there (induction heads, arXiv 2209.11895). The product with the LM head over the
-whole vocabulary would be nearly all of the work, so each update computes logits for a part of the vocabulary only.
+present one and repeat what followed there (induction heads, arXiv 2209.11895).
 
 Read next: `standalone.py`, which serves it.
 """
@@ -55,8 +54,8 @@ def small_model(model: Model, width: int) -> Model:
 def train_small(recipe: Recipe, small: Model, replies: Sequence[TrainingReply], tell: Tell) -> float:
     """Train a small model on the replies by cross-entropy; returns the share of held-out tokens it predicts.
 
-    Each update computes logits for the draft vocabulary, for as many tokens drawn at random, and for the tokens of its
-    replies. The weights of `small` are changed in place.
+    Logits over the whole vocabulary would be nearly all of the work. So each update computes them for the draft
+    vocabulary, for as many tokens drawn at random, and for the tokens of its replies. `small` is changed in place.
     """
     apart = held_out(replies)
     training = sorted(set(range(len(replies))) - set(apart))

@@ -37,11 +37,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minispec.attention import Causal
 from minispec.llm import LLM
-from minispec.load.tokenizer import Tokenizer
 from minispec.model import Model
 from minispec.request import SamplingParams
 from minispec.train.measured import is_measured_on
@@ -185,8 +185,8 @@ class _Writer:
 
     def __init__(self, llm: LLM, rng: random.Random, max_new_tokens: int, seen: set[int]) -> None:
         """`seen`: the hashes of all prompts that have a reply, to which this group's are added."""
-        self.llm, self.rng, self.max_new_tokens, self.seen = llm, rng, max_new_tokens, seen
-        self.tokenizer: Tokenizer = llm.tokenizer
+        self.llm, self.tokenizer, self.rng = llm, llm.tokenizer, rng
+        self.max_new_tokens, self.seen = max_new_tokens, seen
         self.replies: dict[int, str] = {}  # by index in the group, the replies that ended by themselves
 
     def make_up(self, conversations: Sequence[Conversation]) -> list[Conversation]:
@@ -334,10 +334,7 @@ class Features:
         assert features is not None
         chosen = [hidden[row, s.start - 1 : len(s.ids)] for row, s in enumerate(sequences)]
         best = self.model.logits(torch.cat(chosen)).argmax(-1).split([len(states) for states in chosen])
-        return [
-            (features[row, : len(s.ids)], torch.cat((best[row].new_zeros(s.start - 1), best[row])))
-            for row, s in enumerate(sequences)
-        ]
+        return [(features[row, : len(s.ids)], F.pad(best[row], (s.start - 1, 0))) for row, s in enumerate(sequences)]
 
 
 def digest_of(sequences: Sequence[TrainingReply], taps: Sequence[int | str], dtype: torch.dtype) -> str:

@@ -130,14 +130,13 @@ class Trainer:
 
     def _update(self, chosen: Sequence[int]) -> tuple[float, Tensor]:
         """Make one update of the weights; returns the loss and the hits."""
-        recipe = self.recipe
         for group in self.optimizer.param_groups:
             group["lr"] = self.stages.rate(self.step)
         with self._autocast():
             loss, hits = self._losses(self._teaching(chosen))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.head.parameters(), recipe.clip)
+        nn.utils.clip_grad_norm_(self.head.parameters(), self.recipe.clip)
         self.optimizer.step()
         self.step += 1
         return loss.item(), hits

@@ -155,19 +155,19 @@ def parse_word_lists(text: str) -> dict[str, tuple[str, ...]]:
 
     Raises ValueError for an entry that stands in no list and for a name that comes twice.
     """
-    lists: dict[str, list[str]] = {}
-    entries: list[str] | None = None
+    lists: dict[str, tuple[str, ...]] = {}
+    name = None
     for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith("["):
             name = line.strip().strip("[]")
             if name in lists:
                 raise ValueError(f"{WORD_FILE.name}, line {number}: there are two lists [{name}]")
-            entries = lists[name] = []
+            lists[name] = ()
         elif line.strip() and not line.startswith("#"):
-            if entries is None:
+            if name is None:
                 raise ValueError(f"{WORD_FILE.name}, line {number}: an entry stands above the first [name]")
-            entries += [entry.strip().replace("\\n", "\n") for entry in line.split(" | ")]
-    return {name: tuple(entries) for name, entries in lists.items()}
+            lists[name] += tuple(entry.strip().replace("\\n", "\n") for entry in line.split(" | "))
+    return lists
 
 
 def _one_of(name: str, rng: random.Random) -> str:

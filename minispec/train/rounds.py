@@ -188,12 +188,11 @@ def pack(
         made.append(Round(*(part.to(device) for part in parts)))
         read = anchors = anchors[keep] + 1  # the same drafts, one token on
         teacher = teacher[keep] + 1
-    cuts = [(streams, choices, s) for (streams, choices), s in zip(features, segments, strict=True)]
     return Packed(
         segments,
-        torch.cat([streams[: s.rows] for streams, _, s in cuts])[None],
-        torch.cat([streams[s.first + 1 : s.rows + 1, -hidden:] for streams, _, s in cuts]),
-        torch.cat([choices[s.first + 1 : s.rows + 1] for _, choices, s in cuts]),
+        torch.cat([streams[:-2] for streams, _ in features])[None],
+        torch.cat([streams[r.start : -1, -hidden:] for r, (streams, _) in zip(replies, features, strict=True)]),
+        torch.cat([choices[r.start : -1] for r, (_, choices) in zip(replies, features, strict=True)]),
         learn.to(device),
         made,
     )

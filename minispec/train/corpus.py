@@ -102,13 +102,11 @@ def generate(
     dropped, and so are those that loop: a loop teaches copying and makes every measurement look too good. No prompt has
     two replies. Yields the number of each group when the file has it.
     """
-    done = groups_done(path)
     seen = {prompt_hash(reply.ids[: reply.start]) for reply in read_replies(path)}
-    for group in range(done, groups(len(conversations))):
+    for group in range(groups_done(path), groups(len(conversations))):
         begun = time.process_time()
-        chosen = list(conversations[group * GROUP : (group + 1) * GROUP])
         writer = _Writer(llm, random.Random(f"{seed}/{group}"), max_new_tokens, seen)
-        with_self = writer.make_up(chosen)
+        with_self = writer.make_up(conversations[group * GROUP : (group + 1) * GROUP])
         kept = writer.reply(with_self)
         kept += writer.reply(writer.second_turns(with_self))
         tokens = sum(len(reply.ids) - reply.start for reply in kept)
@@ -307,14 +305,11 @@ class Features:
         count, found = self.GROUP.get(self.device.type, 1), dict[int, tuple[Tensor, Tensor]]()
         for group in (lacking[i : i + count] for i in range(0, len(lacking), count)):
             found.update(zip(group, self._compute(group), strict=True))
-        for index in found:
+        for index, (features, choices) in found.items():
             if index < self.kept:
-                self._keep(index, *found[index])
+                rows = slice(self.offsets[index], self.offsets[index + 1])
+                self._file[rows], self._choice[rows], self._done[index] = features, choices, 1
         return [found[i] if i in found else self._read(i) for i in indices]
-
-    def _keep(self, index: int, features: Tensor, choices: Tensor) -> None:
-        rows = slice(self.offsets[index], self.offsets[index + 1])
-        self._file[rows], self._choice[rows], self._done[index] = features, choices, 1
 
     def _read(self, index: int) -> tuple[Tensor, Tensor]:
         rows = slice(self.offsets[index], self.offsets[index + 1])

@@ -23,7 +23,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -127,23 +127,15 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
 
 
 def _recipe(options: argparse.Namespace) -> Recipe:
-    """Return how `options` say to train."""
-    recipe = Recipe(
-        kind=options.kind,
-        rounds=options.rounds,
-        epochs=options.epochs,
-        learning_rate=options.learning_rate or RATE.get(options.kind, 1e-3),
-        batch_tokens=options.batch_tokens,
-        draft_vocab=options.draft_vocab,
-        seed=options.seed,
-        variant=options.variant,
-        feature_weight=FEATURE_WEIGHT.get(options.kind, 0.0),
-        start=None if options.start is None else str(options.start),
-    )
-    if options.kind != DFlashHead.name:
-        return recipe
-    own = {"block_size": options.block_size, "layers": options.layers, "weights": options.weights}
-    return BlockRecipe(**vars(recipe) | {"rounds": options.block_size - 1}, **own)
+    """Return how `options` say to train: they have most of a recipe's fields, and others follow from the kind."""
+    make = BlockRecipe if options.kind == DFlashHead.name else Recipe
+    given = {field.name: getattr(options, field.name) for field in fields(make) if hasattr(options, field.name)}
+    given["learning_rate"] = options.learning_rate or RATE.get(options.kind, 1e-3)
+    given["feature_weight"] = FEATURE_WEIGHT.get(options.kind, 0.0)
+    given["start"] = None if options.start is None else str(options.start)
+    if make is BlockRecipe:
+        given |= {"rounds": options.block_size - 1, "mask_token": BlockRecipe.mask_token}  # until `with_mask`
+    return make(**given)
 
 
 def check_recipe(recipe: Recipe, mask: int | None, model: ModelConfig) -> None:
@@ -161,8 +153,7 @@ def with_mask(recipe: Recipe, given: int | None, replies: Sequence[TrainingReply
     """Return the recipe, of a DFlash network with the id of its mask: as given, else the start's, else a spare one."""
     if not isinstance(recipe, BlockRecipe):
         return recipe
-    start = read_start(recipe, model)
-    if given is None and start is not None:
+    if given is None and (start := read_start(recipe, model)):
         given = cast(DFlashConfig, start.config).mask_token
     return replace(recipe, mask_token=spare_token(replies, model.vocab_size) if given is None else given)
 

@@ -44,12 +44,8 @@ def is_measured_on(text: str) -> bool:
 
 def main(paths: Sequence[str]) -> None:
     """Print the hashes of files of questions, lines of {"turns": [...]} or {"prompt": ...}."""
-    found = set()
-    for path in paths:
-        for line in Path(path).read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            for text in row.get("turns") or [row["prompt"]]:
-                found |= hashes(text)
+    rows = [json.loads(line) for path in paths for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    found = set[str]().union(*(hashes(text) for row in rows for text in row.get("turns") or [row["prompt"]]))
     print("\n".join(sorted(found)))
 
 

@@ -319,9 +319,7 @@ def load_transformers(
     """Load transformers' own generate, plain or with prompt lookup."""
     from benchmarks.throughput import Transformers
 
-    model = their_model(args.model, args.dtype, args.device)
-    lookup = {"prompt_lookup_num_tokens": 10} if name.endswith("lookup") else {}
-    return Transformers(name, model, model.generation_config.pad_token_id or 0, batches, **lookup)
+    return Transformers(name, their_model(args.model, args.dtype, args.device), batches)
 
 
 @cache

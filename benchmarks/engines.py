@@ -108,9 +108,7 @@ class Transformers:
     """transformers' greedy generate, in this process."""
 
     def __init__(self, name: str, model: Any) -> None:
-        lookup = {"prompt_lookup_num_tokens": 10} if name.endswith("lookup") else {}
-        self.name = name
-        self.inner = throughput.Transformers(name, model, model.generation_config.pad_token_id or 0, [1], **lookup)
+        self.name, self.inner = name, throughput.Transformers(name, model, [1])
 
     def ask(self, prompt: Ids, new_tokens: int, ignore_eos: bool = False) -> Reply:
         """Generate for one prompt."""

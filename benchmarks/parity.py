@@ -82,7 +82,7 @@ class Reference:
         from benchmarks.throughput import Transformers
 
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
-        self.inner = Transformers("reference", model, model.generation_config.pad_token_id or 0, [1])
+        self.inner = Transformers("reference", model, [1])
 
     def generate(self, prompts: Sequence[Ids], new_tokens: int) -> list[Ids]:
         """Return the new tokens after each prompt, the end-of-sequence token included."""

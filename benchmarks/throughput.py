@@ -104,10 +104,12 @@ def by_depth(counts: Verified | None) -> list[float]:
 
 
 class Transformers:
-    """transformers' own greedy generate, plain or with prompt lookup."""
+    """transformers' own greedy generate, with prompt lookup where its name ends so."""
 
-    def __init__(self, name: str, model: Any, pad: int, batches: Sequence[int], **options: Any) -> None:
-        self.name, self.batches, self.model, self.pad, self.options = name, batches, model, pad, options
+    def __init__(self, name: str, model: Any, batches: Sequence[int]) -> None:
+        self.name, self.batches, self.model = name, batches, model
+        self.pad = model.generation_config.pad_token_id or 0
+        self.options = {"prompt_lookup_num_tokens": 10} if name.endswith("lookup") else {}
 
     @torch.inference_mode()
     def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int, temperature: float) -> Run:

@@ -25,13 +25,11 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-import transformers
-
+import bench
 from benchmarks import parity, throughput
 from benchmarks.start import ready
 from minispec.config import Config
-from minispec.load.build import choose_dtype, choose_folder
+from minispec.load.build import choose_folder
 from minispec.load.heads import read_head
 from minispec.load.machine import core_count
 from minispec.load.weights import read_config
@@ -209,10 +207,8 @@ def start(args: argparse.Namespace, names: Sequence[str], stack: ExitStack) -> t
     folder = choose_folder(config, lambda line: print(line, file=sys.stderr))
     peers: list[Peer] = []
     if theirs := [name for name in names if name.startswith("transformers")]:
-        torch.set_num_threads(core_count())
-        dtype = choose_dtype(config, torch.device("cpu"))
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        peers += [Transformers(name, model) for name in theirs]
+        their_model = bench.their_model(args.model, "auto", "cpu")
+        peers += [Transformers(name, their_model) for name in theirs]
     left_out = []
     if llamas := [name for name in names if name.startswith("llama.cpp")]:
         if args.llama_server:

@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,6 @@ from minispec.model import ModelConfig
 Ids = list[int]
 ROWS = 8192  # of keys and values: what a server holds for all its requests together
 SLOTS = 8  # requests decoded together
-READY_S = 1200.0  # a server may have dozens of graphs to compile
 
 MINISPEC = {  # name: title in the tables, flags
     "none": ("minispec NONE", parity.drafter_flags("NONE")),
@@ -183,11 +182,6 @@ class LlamaTree(NamedTuple):
             shutil.copy(file, copy)
         return copy
 
-    def serve(self, *flags: str, timeout_s: float = 300.0) -> AbstractContextManager[str]:
-        """Start the server on a free port with all cores, give its URL when it is ready, and stop it."""
-        cores = str(core_count())
-        return ready([str(self.server), "-t", cores, "-tb", cores, "-c", str(ROWS), *flags], timeout_s)
-
 
 def digest(folder: Path) -> str:
     """Return twelve hexadecimal digits that stand for a folder's config and weights."""
@@ -222,7 +216,7 @@ def start(args: argparse.Namespace, names: Sequence[str], stack: ExitStack) -> t
         flags = [*model, *MINISPEC[name][1], "--max-total-tokens", str(ROWS), "--max-running-requests",
                  str(SLOTS if name == "none" else 1)]  # fmt: skip
         try:
-            peers.append(Minispec(name, stack.enter_context(parity.serve(*flags, timeout_s=READY_S))))
+            peers.append(Minispec(name, stack.enter_context(parity.serve(*flags))))
         except RuntimeError as error:
             if "--quantization" not in flags:
                 raise
@@ -242,4 +236,6 @@ def start_llamas(tree: LlamaTree, folder: Path, config: Config, names: Sequence[
         assert head is not None, "no EAGLE-3 head ships for this model"
         draft = str(tree.convert(tree.plain_head(Path(head), folder), folder))
         flags["llama.cpp-eagle3"] = [*one, "-md", draft, "--spec-type", "draft-eagle3", "--spec-draft-n-max", "3"]
-    return [Llama(name, stack.enter_context(tree.serve(*flags[name]))) for name in names]
+    cores = str(core_count())
+    command = [str(tree.server), "-t", cores, "-tb", cores, "-c", str(ROWS)]
+    return [Llama(name, stack.enter_context(ready([*command, *flags[name]]))) for name in names]

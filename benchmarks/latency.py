@@ -42,7 +42,6 @@ KINDS = {  # servers by name: their flags
     "dp2": ("--dp-size", "2"),
     "tp2": ("--tp-size", "2"),
 }
-READY_S = 1200.0  # a server may have dozens of graphs to compile
 
 
 class Sample(NamedTuple):
@@ -171,7 +170,7 @@ def main() -> None:
             print(f"starting server {kind}", file=sys.stderr)
             flags = [*model, *([] if kind == "off" else drafter), *KINDS[kind]]
             flags += ["--max-running-requests", str(max(args.clients)), *args.server_flags]
-            urls[kind] = stack.enter_context(parity.serve(*flags, timeout_s=READY_S))
+            urls[kind] = stack.enter_context(parity.serve(*flags))
             wait_for_replicas(urls[kind])
             ask(urls[kind], "Name three rivers.", 8)
         load = os.getloadavg()[0]

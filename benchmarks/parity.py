@@ -43,17 +43,17 @@ PREAMBLE = (
 )  # it has more than 64 tokens, so that prompts which begin with it share a page
 
 
-def serve(*flags: str, timeout_s: float = 400.0) -> AbstractContextManager[str]:
+def serve(*flags: str) -> AbstractContextManager[str]:
     """Start the server on a free port with these flags, give its URL when it is ready, and stop it."""
-    return start.ready([*start.COMMAND, "--wait-until-compiled", *flags], timeout_s)
+    return start.ready([*start.COMMAND, "--wait-until-compiled", *flags])
 
 
-def post(url: str, body: dict[str, Any], timeout_s: float = 600.0) -> Any:
+def post(url: str, body: dict[str, Any]) -> Any:
     """POST JSON and return the answer's JSON; raises with the body of an error."""
     data = json.dumps(body).encode()
     call = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(call, timeout=timeout_s) as answer:
+        with urllib.request.urlopen(call, timeout=600) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         raise RuntimeError(f"{error.code}: {error.read().decode()}") from None

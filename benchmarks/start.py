@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the variable
 COMMAND = (sys.executable, "-m", "minispec.server", "--log-level", "warning")
+READY_S = 1200.0  # a server may have dozens of graphs to compile
 NEW_TOKENS = 16
 STREAMED = 200  # of a reply of the stream, before it repeats itself
 BOUNDS = "bounds: first answer 15 s; compiled 130 s cold and 16 s warm; silence 2.5 s; 0.50 of eager tokens/s"
@@ -145,12 +146,12 @@ def running(command: Sequence[str], **options: Any) -> Iterator[Process]:
 
 
 @contextmanager
-def ready(command: Sequence[str], timeout_s: float) -> Iterator[str]:
+def ready(command: Sequence[str]) -> Iterator[str]:
     """Start a server, yield its URL when it is ready, and stop it; raises RuntimeError with its last words if it ends.
     """
     with tempfile.TemporaryFile("w+") as log, running(command, stdout=log, stderr=subprocess.STDOUT) as process:
         try:
-            process.wait_until_ready(timeout_s)
+            process.wait_until_ready(READY_S)
         except RuntimeError as error:
             log.seek(0)
             raise RuntimeError(f"{' '.join(command)} did not start:\n{log.read()[-4000:]}") from error

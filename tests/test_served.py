@@ -41,7 +41,7 @@ def compiled() -> Iterator[str]:
     (test_engine.py compiles larger batches), and trees in every step, since on a busy machine the policy may have found
     that plain ones are faster."""
     sizes = ["--max-running-requests", "1", "--chunked-prefill-size", "128", "--no-speculative-adaptive"]
-    with parity.serve("--dtype", "float32", *sizes, timeout_s=600) as url:
+    with parity.serve("--dtype", "float32", *sizes) as url:
         yield url
 
 
@@ -87,10 +87,10 @@ def test_cuda_server_gives_transformers_tokens_and_never_recompiles(drafter, que
     # The server forbids recompilation once it is ready, so one would fail its requests.
     flags = ["--device", "cuda", "--dtype", "float32", "--speculative-algorithm", drafter]
     flags += ["--max-running-requests", "8"]  # few sizes to compile, and a pool that fits beside other processes
-    with parity.serve(*flags, timeout_s=900) as url:
+    with parity.serve(*flags) as url:
         assert_exact(url, questions)
     small = ["--chunked-prefill-size", "32", "--page-size", "64", "--max-total-tokens", "1024"]
-    with parity.serve(*flags, *small, timeout_s=900) as url:
+    with parity.serve(*flags, *small) as url:
         assert_exact(url, questions, expect_retraction=True)
 
 

@@ -25,7 +25,7 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -124,18 +124,11 @@ def table(parts: Sequence[Part]) -> str:
     return "\n".join(lines)
 
 
-def measure(
-    urls: dict[str, str], args: argparse.Namespace, prompts: Sequence[str], tell: Callable[[Part], None]
-) -> list[Part]:
-    """Ask all servers everything, in turn."""
-    parts = []
-    for clients, kind in order(args.servers, args.clients, args.rounds):
-        parity.flush(urls[kind])
-        with ThreadPoolExecutor(clients) as pool:
-            samples = list(pool.map(lambda prompt, url=urls[kind]: ask(url, prompt, args.new_tokens), prompts))
-        parts.append(Part(clients, kind, samples))
-        tell(parts[-1])
-    return parts
+def measure(url: str, clients: int, prompts: Sequence[str], new_tokens: int) -> list[Sample]:
+    """Put all prompts to a server, by so many clients."""
+    parity.flush(url)
+    with ThreadPoolExecutor(clients) as pool:
+        return list(pool.map(lambda prompt: ask(url, prompt, new_tokens), prompts))
 
 
 def parse() -> argparse.Namespace:
@@ -158,9 +151,9 @@ def main() -> None:
     """Run the comparison and print its table."""
     args = parse()
     prompts = [text for texts in bench.read_prompts(args.dataset, args.limit).values() for text in texts]
-    count = len(order(args.servers, args.clients, args.rounds))
-    print(f"{len(args.servers)} servers, "
-          f"then {count} parts of {len(prompts)} requests, {args.new_tokens} new tokens each", flush=True)  # fmt: skip
+    turns = order(args.servers, args.clients, args.rounds)
+    print(f"{len(args.servers)} servers, then {len(turns)} parts of {len(prompts)} requests, "
+          f"{args.new_tokens} new tokens each", flush=True)  # fmt: skip
     model = ["--model", args.model] if args.model else []
     drafter = ["--speculative-algorithm", args.algorithm] if args.algorithm else []
     parts: list[Part] = []
@@ -174,14 +167,12 @@ def main() -> None:
             wait_for_replicas(urls[kind])
             ask(urls[kind], "Name three rivers.", 8)
         load = os.getloadavg()[0]
-
-        def tell(part: Part) -> None:
-            parts.append(part)
-            print(f"part {len(parts)} of {count}: {part.clients} clients, server {part.server}: first token "
-                  f"{np.median([s.first for s in part.samples]) * 1e3:.0f} ms", file=sys.stderr)  # fmt: skip
-
         try:
-            measure(urls, args, prompts, tell)
+            for clients, kind in turns:
+                samples = measure(urls[kind], clients, prompts, args.new_tokens)
+                parts.append(Part(clients, kind, samples))
+                print(f"part {len(parts)} of {len(turns)}: {clients} clients, server {kind}: first token "
+                      f"{np.median([s.first for s in samples]) * 1e3:.0f} ms", file=sys.stderr)  # fmt: skip
         finally:  # Ctrl-C included
             if parts:
                 from benchmarks.throughput import hardware

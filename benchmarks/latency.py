@@ -134,16 +134,14 @@ def measure(url: str, clients: int, prompts: Sequence[str], new_tokens: int) -> 
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="Hugging Face id or folder; default: the default model")
-    parser.add_argument("--algorithm", help="the drafter of the servers that draft; default: the default one")
     parser.add_argument("--servers", nargs="+", choices=list(KINDS), default=["on", "off"])
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=2, help="parts a server and number of clients; 2 is A B B A")
     parser.add_argument("--dataset", type=Path, default=bench.PROMPTS, help="JSON lines, our own or MT-bench's format")
     parser.add_argument("--limit", type=int, help="prompts of each set, spread over it")
-    parser.add_argument("--server-flags", nargs=argparse.REMAINDER, default=[], help="of all servers, comes last")
-    parser.add_argument("--json", type=Path, help="write all samples here")
+    parser.add_argument("--server-flags", nargs=argparse.REMAINDER, default=[],
+                        help="of all servers, a model or a drafter, say; comes last")  # fmt: skip
     return parser.parse_args()
 
 
@@ -154,15 +152,12 @@ def main() -> None:
     turns = order(args.servers, args.clients, args.rounds)
     print(f"{len(args.servers)} servers, then {len(turns)} parts of {len(prompts)} requests, "
           f"{args.new_tokens} new tokens each", flush=True)  # fmt: skip
-    model = ["--model", args.model] if args.model else []
-    drafter = ["--speculative-algorithm", args.algorithm] if args.algorithm else []
     parts: list[Part] = []
     with ExitStack() as stack:
         urls = {}
         for kind in args.servers:
             print(f"starting server {kind}", file=sys.stderr)
-            flags = [*model, *([] if kind == "off" else drafter), *KINDS[kind]]
-            flags += ["--max-running-requests", str(max(args.clients)), *args.server_flags]
+            flags = ["--max-running-requests", str(max(args.clients)), *args.server_flags, *KINDS[kind]]
             urls[kind] = stack.enter_context(parity.serve(*flags))
             wait_for_replicas(urls[kind])
             ask(urls[kind], "Name three rivers.", 8)
@@ -179,8 +174,6 @@ def main() -> None:
 
                 print(f"{hardware('cpu')}; load before and after: {load:.1f}, {os.getloadavg()[0]:.1f}; times in ms\n")
                 print(table(parts), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps([part._asdict() for part in parts]) + "\n")
 
 
 if __name__ == "__main__":

@@ -169,13 +169,11 @@ class Field:
                 speeds[name].append(speed)
                 shares += [shapes] if name == "served" else []
         medians = {name: statistics.median(of) for name, of in speeds.items()}
-        fixed = {name: speed for name, speed in medians.items() if isinstance(name, int)}
-        best = max(fixed | {1: medians["plain"]}, key=(fixed | {1: medians["plain"]}).__getitem__) if fixed else None
-        names = sorted({name for share in shares for name in share}, key=int)
+        fixed = {name: speed for name, speed in medians.items() if isinstance(name, int)} | {1: medians["plain"]}
+        best = max(fixed, key=fixed.__getitem__) if len(fixed) > 1 else None
         return Result(
             cell, medians["served"] / medians["plain"], medians["control"] / medians["plain"], medians["plain"],
-            {name: statistics.mean(share.get(name, 0.0) for share in shares) for name in names},
-            None if best is None else medians["served"] / (fixed | {1: medians["plain"]})[best], best,
+            mean_shares(shares), None if best is None else medians["served"] / fixed[best], best,
             {str(name): [round(speed, 2) for speed in of] for name, of in speeds.items()},
         )  # fmt: skip
 
@@ -186,11 +184,16 @@ class Field:
         """
         for batch in (1, max(self.args.batch), 1):
             played = [self.stretch(self.prompts(number, batch, SHORT), 0.0, None) for number in range(500, 508)]
-            shares = {name: statistics.mean(shapes.get(name, 0.0) for _, shapes in played)
-                      for name in sorted({name for _, shapes in played for name in shapes}, key=int)}  # fmt: skip
+            shares = mean_shares([shapes for _, shapes in played])
             steps = ", ".join(f"{nodes}: {share:.0%}" for nodes, share in shares.items())
             speed = statistics.median(speed for speed, _ in played)
             yield f"{batch} at once: {speed:.1f} tokens/s, steps by nodes {steps}"
+
+
+def mean_shares(several: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the means of the shares of shapes, by nodes."""
+    names = sorted({name for shares in several for name in shares}, key=int)
+    return {name: statistics.mean(shares.get(name, 0.0) for shares in several) for name in names}
 
 
 def cells(args: argparse.Namespace) -> Iterator[Cell]:

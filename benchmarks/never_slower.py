@@ -20,11 +20,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,7 +63,6 @@ class Result(NamedTuple):
     shapes: dict[str, float]  # shares of decode steps by nodes, as served
     best: float | None = None  # as served, over the best fixed shape
     best_shape: int | None = None
-    speeds: dict[str, list[float]] | None = None  # of every stretch, in the order in which they were timed
 
     @property
     def void(self) -> bool:
@@ -152,7 +149,7 @@ class Field:
         for number in range(1000, 1000 + -(-self.args.warm_up // (cell.batch * self.args.new_tokens))):
             self.stretch(self.prompts(number, cell.batch, cell.context), cell.temperature, None)
 
-    def measure(self, cell: Cell, rounds: int) -> Result:
+    def measure(self, cell: Cell) -> Result:
         """Measure a cell once."""
         plain: Force = lambda shapes: PLAIN  # noqa: E731
         who: dict[str | int, Force] = {"served": None, "plain": plain, "control": plain}
@@ -161,7 +158,7 @@ class Field:
                 who[nodes] = lambda shapes, nodes=nodes: Shape(nodes, True)
         speeds: dict[str | int, list[float]] = {name: [] for name in who}
         shares: list[dict[str, float]] = []
-        for number in range(rounds):
+        for number in range(self.args.rounds):
             prompts = self.prompts(number, cell.batch, cell.context)
             self.stretch(prompts, cell.temperature, plain)  # so that nobody's prompt is computed in what is timed
             for name in (*who, *reversed(who)):
@@ -174,7 +171,6 @@ class Field:
         return Result(
             cell, medians["served"] / medians["plain"], medians["control"] / medians["plain"], medians["plain"],
             mean_shares(shares), None if best is None else medians["served"] / fixed[best], best,
-            {str(name): [round(speed, 2) for speed in of] for name, of in speeds.items()},
         )  # fmt: skip
 
     def load(self) -> Iterator[str]:
@@ -199,7 +195,7 @@ def mean_shares(several: Sequence[dict[str, float]]) -> dict[str, float]:
 def cells(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the cells asked for, all of a method one after the other."""
     for method, batch, context, heat in itertools.product(args.method, args.batch, args.context, args.temperature):
-        if method in WHOLE_GRID or args.everything or (context, heat) == (SHORT, 0.0):
+        if method in WHOLE_GRID or (context, heat) == (SHORT, 0.0):
             yield Cell(method, batch, context, heat)
 
 
@@ -211,7 +207,6 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--context", nargs="+", type=int, default=list(CONTEXTS))
     parser.add_argument("--temperature", nargs="+", type=float, default=list(TEMPERATURES))
-    parser.add_argument("--everything", action="store_true", help="the whole grid for every method")
     parser.add_argument("--new-tokens", type=int, default=64, help="of a request, in the mean")
     parser.add_argument("--rounds", type=int, default=4, help="times that all contestants go there and back")
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="tokens before a cell")
@@ -219,7 +214,6 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--json", type=Path, help="append the results to this file, a line each")
     args = parser.parse_args()
     results: list[Result] = []
     print(HEAD, flush=True)
@@ -229,7 +223,7 @@ def main() -> None:
             print("\n".join(f"{method}, {line}" for line in field.load()), flush=True)
             continue
         for cell in of:
-            results.append(settled(field, cell, args))
+            results.append(settled(field, cell))
     alone = [r.ratio for r in results if r.cell[1:] == (1, SHORT, 0.0) and r.cell.method in HEADED]
     if alone:
         print(f"geometric mean at batch 1, context 256, T = 0: {math.prod(alone) ** (1 / len(alone)):.3f}")
@@ -237,18 +231,13 @@ def main() -> None:
     print(f"{len(results)} cells, {len(short)} that do not hold")
 
 
-def settled(field: Field, cell: Cell, args: argparse.Namespace) -> Result:
+def settled(field: Field, cell: Cell) -> Result:
     """Measure a cell, again where the control voids the run or, once, where it falls short; prints each time."""
     repeated, voids = False, 0
     field.warm_up(cell)
     while True:
-        began = time.perf_counter()
-        result = field.measure(cell, args.rounds)
-        print(f"{result.line()}", flush=True)
-        if args.json:
-            with args.json.open("a", encoding="utf-8") as file:
-                seconds = round(time.perf_counter() - began, 1)
-                print(json.dumps({**result._asdict(), "cell": cell._asdict(), "seconds": seconds}), file=file)
+        result = field.measure(cell)
+        print(result.line(), flush=True)
         if result.void and voids < 3:
             voids += 1
         elif result.short and not result.void and not repeated:

@@ -52,7 +52,9 @@ from minispec.model import Block
 from minispec.request import Request
 from minispec.tree import PLAIN, Shape
 
+CONTEXT = 200  # tokens before a decode step
 PREFILL = 512  # tokens of a prefill step
+REPEATS = 30
 
 
 class Kind(NamedTuple):
@@ -204,12 +206,12 @@ def time_ms(function: Callable[[], object]) -> float:
 
 
 @torch.inference_mode()
-def measure(parts: Parts, kind: Kind, listed: Sequence[Product], repeats: int) -> dict[str, float]:
+def measure(parts: Parts, kind: Kind, listed: Sequence[Product]) -> dict[str, float]:
     """Return the median ms of every part of a kind of step."""
     within = parts.products([p for p in listed if in_block(p)])
     heads = parts.products([p for p in listed if not in_block(p)])
     rows: list[dict[str, float]] = []
-    for _ in range(repeats + 2):
+    for _ in range(REPEATS + 2):
         step, bare = parts.step(kind, parts.as_it_is), parts.step(kind, parts.bare)["blocks"]
         in_blocks, in_heads = time_ms(within), time_ms(heads)
         rows.append({
@@ -228,11 +230,11 @@ def in_block(product: Product) -> bool:
     return "lm_head" not in product.module
 
 
-def kinds(slot: int, ids: Sequence[int], context: int, starts: Sequence[int]) -> list[Kind]:
+def kinds(slot: int, ids: Sequence[int], starts: Sequence[int]) -> list[Kind]:
     """Return the steps to be timed, on a slot that holds the request `ids`."""
 
     def decode(engine: Engine, shape: Shape | None) -> None:
-        engine.lens[slot : slot + 1].fill_(context)
+        engine.lens[slot : slot + 1].fill_(CONTEXT)
         trees = max(engine.sizes.shapes_of(engine.batch_of(1)))
         engine.collect(engine.launch([slot], shape or trees, [NOTHING]))
 
@@ -241,8 +243,8 @@ def kinds(slot: int, ids: Sequence[int], context: int, starts: Sequence[int]) ->
         engine.collect(engine.prefill([chunk]))
 
     return [
-        Kind(f"plain, context {context}", lambda engine: decode(engine, PLAIN)),
-        Kind(f"tree, context {context}", lambda engine: decode(engine, None)),
+        Kind(f"plain, context {CONTEXT}", lambda engine: decode(engine, PLAIN)),
+        Kind(f"tree, context {CONTEXT}", lambda engine: decode(engine, None)),
         *(
             Kind(f"prefill of {PREFILL} tokens from row {start}", lambda engine, start=start: prefill(engine, start))
             for start in starts
@@ -250,10 +252,9 @@ def kinds(slot: int, ids: Sequence[int], context: int, starts: Sequence[int]) ->
     ]
 
 
-def occupy(llm: LLM, ids: Sequence[int], temperature: float) -> Request:
+def occupy(llm: LLM, ids: Sequence[int]) -> Request:
     """Prefill a request, so that its slot has pages with real keys and values in them; returns it."""
-    params = SamplingParams(temperature=temperature, max_new_tokens=64, ignore_eos=True)
-    request = llm.request(list(ids), params)
+    request = llm.request(list(ids), SamplingParams(temperature=0.0, max_new_tokens=64, ignore_eos=True))
     llm.scheduler.validate(request)
     llm.scheduler.submit(request)
     while request not in llm.scheduler.running:
@@ -278,13 +279,10 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", help="as the server's flag")
-    parser.add_argument("--context", type=int, default=200, help="tokens before a decode step")
     parser.add_argument("--prefill-start", type=int, nargs="*", default=[0, 7 * PREFILL], help="first row of a prefill")
     parser.add_argument("--tree", help="rounds, branches and nodes of a tree, as 2/3/4; by default the head's own")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
-    length = max(args.context, *(start + PREFILL for start in args.prefill_start), 0)
+    length = max(CONTEXT, *(start + PREFILL for start in args.prefill_start), 0)
     options = {"dtype": args.dtype, "speculative_algorithm": "EAGLE3", "max_running_requests": 1, "device": "cpu",
                "speculative_lookup": False, "max_total_tokens": length + 256}  # fmt: skip
     options |= {"quantization": args.quantization} if args.quantization else {}
@@ -293,16 +291,16 @@ def main() -> None:
     eager = LLM(args.model, disable_torch_compile=True, **options)
     texts = [text for texts in bench.read_prompts(bench.PROMPTS, None).values() for text in texts]
     ids = throughput.encode(texts[:1], eager.tokenizer, length, texts)[0][:length]
-    request = occupy(eager, ids, args.temperature)
-    steps = kinds(request.slot, ids, args.context, args.prefill_start)
+    request = occupy(eager, ids)
+    steps = kinds(request.slot, ids, args.prefill_start)
     with torch.inference_mode():
         listed = {kind.name: products(eager.scheduler.engine, kind) for kind in steps}
     llm = LLM(args.model, **options)
-    slot = occupy(llm, ids, args.temperature).slot
+    slot = occupy(llm, ids).slot
     assert slot == request.slot, "both engines give their first request the same slot"
     time.sleep((CALM + 4) * LOOK)  # after compiling threads still sleep where they wait
     parts, load = Parts(llm.scheduler.engine), os.getloadavg()
-    rows = {kind.name: measure(parts, kind, listed[kind.name], args.repeats) for kind in steps}
+    rows = {kind.name: measure(parts, kind, listed[kind.name]) for kind in steps}
     sizes = llm.scheduler.sizes
     shape = f"{sizes.steps}/{sizes.topk}/{sizes.nodes}"
     loads = " and ".join(f"{one[0]:.1f}" for one in (load, os.getloadavg()))

@@ -22,7 +22,6 @@ which lowers a whole step.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
 import itertools
@@ -203,24 +202,18 @@ def cells() -> list[Cell]:
 
 def main() -> None:
     """Check every cell, print a line for each, and end with status 1 if one has a fault."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--group", type=int, nargs="+", default=GROUPS, help="query heads per KV head")
-    parser.add_argument("--nodes", type=int, nargs="+", default=(*NODES, QUERY_BLOCK), help="128: chunks of prompt")
-    parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS)
-    args = parser.parse_args()
     if why := unavailable():
         sys.exit(why)
     wrong = 0
     print("group nodes head page dtype     kernel   shared registers spilled")
     for cell in cells():
-        if cell.group in args.group and cell.nodes in args.nodes and cell.head_dim in args.head_dim:
-            built, faults = check(cell)
-            wrong += bool(faults)
-            kind = "prefill" if cell.prefill else "decode" if cell.window is None else "frontier"
-            dtype = str(cell.dtype).removeprefix("torch.")
-            figures = "{:8} {:9} {:7}".format(*built) if built else " " * 26
-            print(f"{cell.group:5} {cell.nodes:5} {cell.head_dim:4} {cell.page_size:4} {dtype:9} {kind:8}{figures}"
-                  f"  {'; '.join(faults)}".rstrip(), flush=True)  # fmt: skip
+        built, faults = check(cell)
+        wrong += bool(faults)
+        kind = "prefill" if cell.prefill else "decode" if cell.window is None else "frontier"
+        dtype = str(cell.dtype).removeprefix("torch.")
+        figures = "{:8} {:9} {:7}".format(*built) if built else " " * 26
+        print(f"{cell.group:5} {cell.nodes:5} {cell.head_dim:4} {cell.page_size:4} {dtype:9} {kind:8}{figures}"
+              f"  {'; '.join(faults)}".rstrip(), flush=True)  # fmt: skip
     sys.exit(f"{wrong} shapes have faults" if wrong else 0)
 
 

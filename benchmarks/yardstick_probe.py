@@ -299,28 +299,24 @@ class Probe:
         llm.force(force)
         rest = [llm.params({}, 16 * steps)] * (batch - asking)
         requests = llm.start(self.setup(batch), [llm.params(wish, 16 * steps)] * asking + rest)
-        llm.scheduler.step()  # what a first step prepares is not timed
-        started = time.perf_counter()
-        for _ in range(steps):
-            llm.scheduler.step()
-        seconds = time.perf_counter() - started
-        tokens = [list(request.output_ids) for request in requests]
-        llm.stop()
-        return {"seconds": seconds, "tokens": tokens}
+        return self._timed(requests, llm.scheduler.step, steps)
 
     def replay(self, batch: int, steps: int) -> dict[str, Any]:
         """Time so many replays of one recorded tree step."""
         llm = self.llm
         llm.force("tree")
         requests = llm.start(self.setup(batch), [llm.params({}, 64)] * batch)
-        replay = llm.record()
-        replay()
+        return self._timed(requests, llm.record(), steps)
+
+    def _timed(self, requests: Sequence[Any], step: Callable[[], object], steps: int) -> dict[str, Any]:
+        """Time so many steps, and end the requests, whose tokens are told."""
+        step()  # what a first step prepares is not timed
         started = time.perf_counter()
         for _ in range(steps):
-            replay()
+            step()
         seconds = time.perf_counter() - started
         tokens = [list(request.output_ids) for request in requests]
-        llm.stop()
+        self.llm.stop()
         return {"seconds": seconds, "tokens": tokens}
 
     def files(self) -> dict[str, Any]:

@@ -38,7 +38,6 @@ FLAGS = ["--disable-torch-compile", "--dtype", "float32", "--context-length", "1
 WORDS = "Once upon a time there was some good people who lived by a river near the sea".split()
 MAX_GROWTH = 64 * 2**20  # bytes of memory from the first third of the time to the end
 PATIENCE = 600.0  # seconds; an answer that takes longer is lost, however slow the machine
-ABORTED = "aborted-"  # begins the ids of requests that are aborted
 
 
 class Wish(NamedTuple):
@@ -51,9 +50,9 @@ class Wish(NamedTuple):
         return {"text": self.prompt, "sampling_params": self.params, **more}
 
 
-def wishes(count: int, longest: int, seed: int = 0) -> list[Wish]:
+def wishes(count: int, longest: int) -> list[Wish]:
     """Return different wishes, greedy and sampled, with several choices, and with a grammar."""
-    draw, found = random.Random(seed), []
+    draw, found = random.Random(0), []
     for i in range(count):
         params: dict[str, Any] = {"temperature": (0, 1.2)[i % 2], "sampling_seed": i, "ignore_eos": True,
                                   "max_new_tokens": draw.randint(longest // 2, longest)}  # fmt: skip
@@ -106,7 +105,6 @@ class Soak:
 
     async def alone(self) -> None:
         """Ask each wish alone, for what its text is."""
-        self.expected = []
         for wish in self.wanted:
             status, answer = await self.post("/generate", wish.body())
             assert status == 200, answer
@@ -144,7 +142,7 @@ class Soak:
                     newest[event.get("index", 0)] = event
         return 200, [newest[i] for i in sorted(newest)]
 
-    async def cut(self, longest: float = 0.5) -> None:
+    async def cut(self) -> None:
         """Send a request, maybe not all of it, and hang up at a random moment."""
         wish, draw = self.draw.choice(self.wanted), self.draw
         raw = json.dumps(wish.body(stream=draw.random() < 0.5)).encode()
@@ -153,10 +151,10 @@ class Soak:
         writer.write(raw[: draw.randrange(len(raw))] if draw.random() < 0.2 else raw)
         if draw.random() < 0.5:
             with suppress(TimeoutError, ConnectionError):
-                async with asyncio.timeout(longest * draw.random()):
+                async with asyncio.timeout(0.5 * draw.random()):
                     await reader.read(draw.randint(1, 5000))
         else:
-            await asyncio.sleep(longest * draw.random())
+            await asyncio.sleep(0.5 * draw.random())
         if draw.random() < 0.5:
             writer.transport.abort()
         else:
@@ -175,7 +173,7 @@ class Soak:
 
     async def abort(self) -> None:
         """Ask a wish and have it aborted meanwhile."""
-        rid = f"{ABORTED}{self.draw.getrandbits(60)}"
+        rid = f"aborted-{self.draw.getrandbits(60)}"
         asking = asyncio.ensure_future(self.good(rid=rid))
         await asyncio.sleep(0.3 * self.draw.random())
         await self.post("/abort_request", {"rid": rid})
@@ -203,8 +201,8 @@ class Soak:
 
     # ---- all of it ---------------------------------------------------------------------------------------------------
 
-    async def run(self, seconds: float, workers: int = 8) -> None:
-        """Let clients come for so long."""
+    async def run(self, seconds: float) -> None:
+        """Let eight clients come for so long."""
         kinds = {self.good: 50, self.cut: 25, self.hostile: 15, self.abort: 8, self.flush: 5, self.burst: 1}
         end = time.monotonic() + seconds
 
@@ -218,13 +216,13 @@ class Soak:
 
         self.over = False
         watching = asyncio.ensure_future(self.watch())
-        await asyncio.gather(*(work() for _ in range(workers)))
+        await asyncio.gather(*(work() for _ in range(8)))
         self.over = True
         await watching
 
-    async def idle(self, patience: float = 30.0) -> dict[str, Any]:
+    async def idle(self) -> dict[str, Any]:
         """Return the stats once nothing runs or waits; every page is then free or cached, and after a flush free."""
-        end = time.monotonic() + patience
+        end = time.monotonic() + 30
         while True:
             stats = await self.stats()
             if stats["num_running_reqs"] == stats["num_queue_reqs"] == 0:

@@ -1,8 +1,8 @@
-"""How fast replies to train on are made: `python -m benchmarks.replies`, before requests ran beside their like and now.
+"""How fast replies to train on are made: `python -m benchmarks.replies --way before`, and `--way now`.
 
-The same prompts and parameters both ways, with the default model on a CPU; each run is a process of its own, since what
-the C library does with freed memory is a matter of the process. Prints a line of JSON for each: reply tokens a CPU
-second, prefill included, starting and compiling not. OMP_NUM_THREADS=1 gives the figures of one core.
+The same prompts and parameters both ways, with the default model on a CPU; each way is a process of its own, since what
+the C library does with freed memory is a matter of the process. Prints a line of JSON: reply tokens a CPU second,
+prefill included, starting and compiling not. OMP_NUM_THREADS=1 gives the figures of one core.
 
     before    32 requests at once, greedy ones first and the rest by temperature
     now       as `minispec.train` does: 64 at once, in `runs_alike`; small pages, and freed memory is kept
@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
-import sys
 import time
 
 from minispec import LLM, SamplingParams
@@ -25,27 +23,20 @@ from minispec.train.__main__ import ENGINE, LONG
 from minispec.train.corpus import SAMPLED, runs_alike
 from minispec.train.prompts import collect
 
-WAYS = ("before", "now")
+NEW_TOKENS = 128  # of the longest reply
 LONG_SHARE = 0.05  # of prompts beyond LONG tokens
 
 
 def main() -> None:
-    """Run both ways in turn, the order turned round in every other round."""
+    """Run one way and print its figures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replies", description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=512, help="prompts (default 512)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="longest reply (default 128)")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--way", choices=WAYS, help="run this one alone, here")
+    parser.add_argument("--way", choices=("before", "now"), required=True)
     options = parser.parse_args()
-    if options.way:
-        print(json.dumps(measure(options.way, options.count, options.new_tokens)), flush=True)
-        return
-    for number in range(options.rounds):
-        for way in WAYS[:: -1 if number % 2 else 1]:
-            subprocess.run([sys.executable, "-m", "benchmarks.replies", *sys.argv[1:], "--way", way], check=True)
+    print(json.dumps(measure(options.way, options.count)))
 
 
-def measure(way: str, count: int, new_tokens: int) -> dict[str, object]:
+def measure(way: str, count: int) -> dict[str, object]:
     """Generate the replies one way; returns its figures."""
     now = way == "now"
     options = ENGINE["cpu"] if now else {"max_running_requests": 32}
@@ -64,7 +55,7 @@ def measure(way: str, count: int, new_tokens: int) -> dict[str, object]:
         runs = [sorted(range(count), key=heat.__getitem__)]
     tokens, cpu, wall = 0, time.process_time(), time.perf_counter()
     for run in runs:
-        params = [SamplingParams(temperature=heat[i], max_new_tokens=new_tokens, sampling_seed=i) for i in run]
+        params = [SamplingParams(temperature=heat[i], max_new_tokens=NEW_TOKENS, sampling_seed=i) for i in run]
         tokens += sum(len(result["output_ids"]) for result in llm.generate([prompts[i] for i in run], params))
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     figures = {"prompt_tokens": sum(map(len, prompts)), "reply_tokens": tokens, "cpu_seconds": round(cpu, 1),

@@ -65,7 +65,6 @@ METHODS: dict[str, dict[str, Any]] = {  # name -> launch flags; without a path a
     "dflash": {"speculative_algorithm": "DFLASH"},
 }
 HEADLESS = ("none", "ngram")  # methods without a head or a tree to shape
-LOOKUPS = {"alone": False, "+ lookup": True}  # the rows of a method with a head: whether it looks texts up too
 THEIRS = ("transformers", "transformers-prompt-lookup")
 # For the plan's estimate: tokens/s on two CPU cores at batch 1, prefill included, and seconds until ready.
 RATES = {"none": 36.0, "STANDALONE alone": 28.0, "STANDALONE + lookup": 28.0, "transformers": 19.0,
@@ -278,24 +277,21 @@ def read_prompts(path: Path, limit: int | None) -> dict[str, list[str]]:
 
 def entrants(args: argparse.Namespace) -> list[Entrant]:
     """Return everybody who was asked for, minispec's first; a head takes part twice, alone and with lookups."""
-    trees = {
-        "speculative_num_steps": args.num_steps,
-        "speculative_eagle_topk": args.eagle_topk,
-        "speculative_num_draft_tokens": args.num_draft_tokens,
-    }
+    trees = {f"speculative_{name}": getattr(args, name) for name in SWEEP}
     ours, theirs = [], []
     for name in args.method:
         if name in THEIRS:
             batches = [batch for batch in args.batch if batch == 1 or name not in THEIRS[1:]]
             theirs.append(Entrant(name, batches, partial(load_transformers, args, name, batches)))
             continue
-        flags = METHODS[name] if name in METHODS else {"speculative_algorithm": name}
+        flags = METHODS.get(name, {"speculative_algorithm": name})
         if name not in HEADLESS:
             flags = {**trees, "speculative_draft_model_path": args.draft_model_path, **flags}
         rows = {name: flags}
         if name in METHODS and name not in HEADLESS:
             title = flags["speculative_algorithm"] + (", full vocabulary" if "full" in name else "")
-            rows = {f"{title} {kind}": {**flags, "speculative_lookup": wanted} for kind, wanted in LOOKUPS.items()}
+            rows = {f"{title} alone": {**flags, "speculative_lookup": False},
+                    f"{title} + lookup": {**flags, "speculative_lookup": True}}  # fmt: skip
         ours += [Entrant(row, args.batch, partial(load_ours, args, row, chosen)) for row, chosen in rows.items()]
     return ours + theirs
 

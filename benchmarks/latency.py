@@ -18,12 +18,10 @@ Read next: `parity.py`, which starts and stops the servers.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import sys
 import time
-import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +33,7 @@ import numpy as np
 
 import bench
 from benchmarks import parity
+from benchmarks.start import post
 
 KINDS = {  # servers by name: their flags
     "on": (),
@@ -67,27 +66,21 @@ def ask(url: str, prompt: str, new_tokens: int) -> Sample:
 
     The number of tokens is the server's own, since an event may bring several.
     """
-    place = urllib.parse.urlsplit(url)
     body = {"model": "default", "messages": [{"role": "user", "content": prompt}], "max_tokens": new_tokens,
             "temperature": 0, "repetition_penalty": 1,  # the model's folder may have one
             "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
-    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=600)
     began = time.perf_counter()
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    if answer.status != 200:
-        raise RuntimeError(f"{answer.status}: {answer.read().decode()[:500]}")
     first, last, tokens = None, began, 0
-    while line := answer.readline():
-        now = time.perf_counter()
-        if not line.startswith(b"data: {"):
-            continue
-        event = json.loads(line[6:])
-        if any(choice["delta"].get("content") for choice in event["choices"]):
-            first, last = first or now, now
-        if event.get("usage"):
-            tokens = event["usage"]["completion_tokens"]
-    connection.close()
+    with post(f"{url}/v1/chat/completions", body) as answer:
+        for line in answer:
+            now = time.perf_counter()
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if any(choice["delta"].get("content") for choice in event["choices"]):
+                first, last = first or now, now
+            if event.get("usage"):
+                tokens = event["usage"]["completion_tokens"]
     if first is None:
         raise RuntimeError("a stream ended without a token")
     return Sample(first - began, (last - first) / (tokens - 1) if tokens > 1 else None, tokens, began, last)

@@ -49,14 +49,9 @@ def serve(*flags: str) -> AbstractContextManager[str]:
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
-    """POST JSON and return the answer's JSON; raises with the body of an error."""
-    data = json.dumps(body).encode()
-    call = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(call, timeout=600) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        raise RuntimeError(f"{error.code}: {error.read().decode()}") from None
+    """POST JSON and return the answer's JSON; raises RuntimeError with the body of an error."""
+    with start.post(url, body) as answer:
+        return json.load(answer)
 
 
 def stats(url: str) -> dict[str, Any]:

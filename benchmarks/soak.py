@@ -284,8 +284,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         with server([*FLAGS, *flags], {"TMPDIR": folder}) as started:
             started.wait_until_ready()
-            url, process = f"http://127.0.0.1:{started.port}", started.process
-            fine = asyncio.run(soak(url, process.pid, 60 * given.minutes, given.seed))
+            process = started.process
+            fine = asyncio.run(soak(started.url, process.pid, 60 * given.minutes, given.seed))
         left = os.listdir(folder)
         print(f"exit code {process.returncode}; files left: {left}")
     return 0 if fine and process.returncode == 0 and not left else 1

@@ -29,6 +29,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -36,6 +38,7 @@ from typing import Any, NamedTuple
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the variable
 COMMAND = (sys.executable, "-m", "minispec.server", "--log-level", "warning")
+LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # servers here are behind no proxy
 READY_S = 1200.0  # a server may have dozens of graphs to compile
 NEW_TOKENS = 16
 STREAMED = 200  # of a reply of the stream, before it repeats itself
@@ -69,24 +72,15 @@ class Process:
     """A server under way."""
 
     def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
-        self.port, self.process, self.started = port, process, time.monotonic()
-
-    def connect(self) -> http.client.HTTPConnection:
-        """Return a connection to the server."""
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        self.url, self.process, self.started = f"http://127.0.0.1:{port}", process, time.monotonic()
 
     def health(self) -> dict[str, Any] | None:
         """Return the body of /health, None while it is not 200."""
-        connection = self.connect()
         try:
-            connection.request("GET", "/health")
-            answer = connection.getresponse()
-            body = json.load(answer)
-            return body if answer.status == 200 else None
-        except OSError:
+            with LOCAL.open(f"{self.url}/health", timeout=600) as answer:
+                return json.load(answer)
+        except OSError:  # errors of HTTP are OSErrors too
             return None
-        finally:
-            connection.close()
 
     def wait_until_ready(self, patience: float = math.inf) -> None:
         """Wait for /health to be 200; raises RuntimeError where the server ends instead, or is not ready in time."""
@@ -99,11 +93,8 @@ class Process:
 
     def ask(self) -> float:
         """Send the request; returns the seconds from the process's start to its last token."""
-        connection = self.connect()
-        connection.request("POST", "/generate", json.dumps(body_of(NEW_TOKENS)))
-        answer = connection.getresponse()
-        assert answer.status == 200, answer.read()
-        answer.read()
+        with post(f"{self.url}/generate", body_of(NEW_TOKENS)) as answer:
+            answer.read()
         return time.monotonic() - self.started
 
     def stream(self) -> Iterator[int]:
@@ -112,14 +103,21 @@ class Process:
         Each has a prompt of its own, since a reply that was given before would be looked up.
         """
         for number in itertools.count():
-            connection = self.connect()
-            connection.request("POST", "/generate", json.dumps({**body_of(STREAMED, number), "stream": True}))
             known = 0
-            for line in connection.getresponse():
+            for line in post(f"{self.url}/generate", {**body_of(STREAMED, number), "stream": True}):
                 if line.startswith(b"data: {"):
                     count = json.loads(line[6:])["meta_info"]["completion_tokens"]
                     yield count - known
                     known = count
+
+
+def post(url: str, body: Any) -> http.client.HTTPResponse:
+    """POST JSON and return the answer, which is to be read; raises RuntimeError with the body of an error."""
+    call = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        return LOCAL.open(call, timeout=600)
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(f"{error.code}: {error.read().decode()}") from None
 
 
 def body_of(new_tokens: int, number: int = 0) -> dict[str, Any]:
@@ -155,7 +153,7 @@ def ready(command: Sequence[str]) -> Iterator[str]:
         except RuntimeError as error:
             log.seek(0)
             raise RuntimeError(f"{' '.join(command)} did not start:\n{log.read()[-4000:]}") from error
-        yield f"http://127.0.0.1:{process.port}"
+        yield process.url
 
 
 def server(

@@ -39,7 +39,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -378,20 +377,16 @@ def answers(side: Side) -> dict[str, Any]:
     chat = {"model": "default", "messages": [{"role": "user", "content": prompt}], "max_tokens": 16, "seed": 3}
     with start.server(flags, {start.CACHE: str(side.cache)}, side.folder) as process:
         process.wait_until_ready()
-        where = f"http://127.0.0.1:{process.port}"
-
-        def post(path: str, body: Mapping[str, Any]) -> str:
-            asked = urllib.request.Request(f"{where}{path}", json.dumps(body).encode(),
-                                           {"Content-Type": "application/json"})  # fmt: skip
-            with urllib.request.urlopen(asked, timeout=600) as answer:
-                return answer.read().decode()
-
-        with urllib.request.urlopen(f"{where}/openapi.json", timeout=60) as answer:
+        chats = f"{process.url}/v1/chat/completions"
+        with start.LOCAL.open(f"{process.url}/openapi.json", timeout=60) as answer:
             document = json.dumps(json.load(answer), indent=1, sort_keys=True)
-        several = json.loads(post("/generate", {"text": [prompt, prompt[:20]], "sampling_params": greedy}))
-        spoken = json.loads(post("/v1/chat/completions", {**chat, "temperature": 0.7}))
-        events = post("/v1/chat/completions", {**chat, "temperature": 0, "stream": True}).split("\n\n")
-    streamed = [json.loads(event[6:]) for event in events if event.startswith("data: {")]
+        asked = {"text": [prompt, prompt[:20]], "sampling_params": greedy}
+        with start.post(f"{process.url}/generate", asked) as answer:
+            several = json.load(answer)
+        with start.post(chats, {**chat, "temperature": 0.7}) as answer:
+            spoken = json.load(answer)
+        with start.post(chats, {**chat, "temperature": 0, "stream": True}) as answer:
+            streamed = [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
     return {
         "openapi": document,
         "tokens": [*(one["output_ids"] for one in several), spoken["choices"][0]["message"]["content"],

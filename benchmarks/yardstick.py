@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from benchmarks import start
+from benchmarks import parity, start
 from benchmarks.yardstick_lines import sizes
 
 HERE = Path(__file__).parent
@@ -355,7 +355,7 @@ def look(side: Side, state: State) -> dict[str, Any]:
     keys = {drafter: f"equal {side.letter} {drafter}" for drafter in DRAFTERS}
     if any(key not in state.known for key in (*keys.values(), f"hello {side.letter}")):
         with children([side]) as (child,):
-            hello = state.once(f"hello {side.letter}", lambda: child.ask("hello"))
+            state.once(f"hello {side.letter}", lambda: child.ask("hello"))
             for drafter, key in keys.items():
                 def one(drafter: str = drafter) -> dict[str, Any]:
                     child.ask("load", options=options_of(drafter, "float32", uncompiled=True))
@@ -381,10 +381,8 @@ def answers(side: Side) -> dict[str, Any]:
         with start.LOCAL.open(f"{process.url}/openapi.json", timeout=60) as answer:
             document = json.dumps(json.load(answer), indent=1, sort_keys=True)
         asked = {"text": [prompt, prompt[:20]], "sampling_params": greedy}
-        with start.post(f"{process.url}/generate", asked) as answer:
-            several = json.load(answer)
-        with start.post(chats, {**chat, "temperature": 0.7}) as answer:
-            spoken = json.load(answer)
+        several = parity.post(f"{process.url}/generate", asked)
+        spoken = parity.post(chats, {**chat, "temperature": 0.7})
         with start.post(chats, {**chat, "temperature": 0, "stream": True}) as answer:
             streamed = [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
     return {

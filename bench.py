@@ -40,7 +40,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -79,7 +79,7 @@ class Entrant(NamedTuple):
 
     name: str
     batches: Sequence[int]
-    load: Callable[[Callable[[str], None]], Contestant]  # given whom to tell how far loading is
+    flags: dict[str, Any] | None  # of launch; None: transformers takes part
 
 
 class Task(NamedTuple):
@@ -282,7 +282,7 @@ def entrants(args: argparse.Namespace) -> list[Entrant]:
     for name in args.method:
         if name in THEIRS:
             batches = [batch for batch in args.batch if batch == 1 or name not in THEIRS[1:]]
-            theirs.append(Entrant(name, batches, partial(load_transformers, args, name, batches)))
+            theirs.append(Entrant(name, batches, None))
             continue
         flags = METHODS.get(name, {"speculative_algorithm": name})
         if name not in HEADLESS:
@@ -292,30 +292,23 @@ def entrants(args: argparse.Namespace) -> list[Entrant]:
             title = flags["speculative_algorithm"] + (", full vocabulary" if "full" in name else "")
             rows = {f"{title} alone": {**flags, "speculative_lookup": False},
                     f"{title} + lookup": {**flags, "speculative_lookup": True}}  # fmt: skip
-        ours += [Entrant(row, args.batch, partial(load_ours, args, row, chosen)) for row, chosen in rows.items()]
+        ours += [Entrant(row, args.batch, chosen) for row, chosen in rows.items()]
     return ours + theirs
 
 
-def load_ours(args: argparse.Namespace, name: str, flags: dict[str, Any], tell: Callable[[str], None]) -> Contestant:
-    """Load minispec with one drafter; the batch sizes asked for alone are compiled."""
-    from benchmarks.throughput import Ours
+def load(args: argparse.Namespace, one: Entrant, tell: Callable[[str], None]) -> Contestant:
+    """Load transformers, or minispec with one drafter, of which its batch sizes alone are compiled."""
+    from benchmarks.throughput import Ours, Transformers
 
-    options = {"model": args.model, "dtype": args.dtype, "device": args.device, "progress": tell}
-    options["disable_torch_compile"] = args.disable_torch_compile
+    if one.flags is None:
+        return Transformers(one.name, their_model(args.model, args.dtype, args.device), one.batches)
     # All contestants are in memory at once, so a pool holds what the prompts need; a text has fewer tokens than bytes.
     texts = [text for prompts in read_prompts(args.dataset, args.limit).values() for text in prompts]
     longest = max(args.context or [len(text.encode()) for text in texts])
-    options["max_total_tokens"] = max(args.batch) * (longest + args.new_tokens + 256)
-    return Ours(name, {**options, **flags}, args.batch)
-
-
-def load_transformers(
-    args: argparse.Namespace, name: str, batches: Sequence[int], tell: Callable[[str], None]
-) -> Contestant:
-    """Load transformers' own generate, plain or with prompt lookup."""
-    from benchmarks.throughput import Transformers
-
-    return Transformers(name, their_model(args.model, args.dtype, args.device), batches)
+    options = {"model": args.model, "dtype": args.dtype, "device": args.device, "progress": tell,
+               "disable_torch_compile": args.disable_torch_compile,
+               "max_total_tokens": max(one.batches) * (longest + args.new_tokens + 256)}  # fmt: skip
+    return Ours(one.name, {**options, **one.flags}, one.batches)
 
 
 @cache
@@ -411,8 +404,7 @@ def measure_cell(args: argparse.Namespace, cell: tuple[int, int, int, int]) -> d
     tree = {"speculative_num_steps": steps, "speculative_eagle_topk": topk, "speculative_num_draft_tokens": nodes,
             "speculative_draft_model_path": args.draft_model_path, "speculative_lookup": False}  # fmt: skip
     flags = {**METHODS[args.method[0]], **tree} if steps else METHODS["none"]
-    narrow = argparse.Namespace(**{**vars(args), "batch": [batch]})
-    one = load_ours(narrow, "sweep", flags, lambda line: print(line, file=sys.stderr))
+    one = load(args, Entrant("sweep", [batch], flags), lambda line: print(line, file=sys.stderr))
     sets = [text for prompts in read_prompts(args.dataset, args.limit).values() for text in prompts]
     chats = encode(sets * -(-batch // len(sets)), one.llm.tokenizer)
     one.run(encode(WARM_UP, one.llm.tokenizer), batch, 8, 0.0)
@@ -583,7 +575,7 @@ class Bench:
         from minispec.load.weights import read_tensors
 
         self.progress.step(f"loading {name}")
-        one = self.entrants[name].load(lambda line: self.progress.say(f"loading {name}: {line}"))
+        one = load(self.args, self.entrants[name], lambda line: self.progress.say(f"loading {name}: {line}"))
         for batch in one.batches:
             one.run(self.warm_up, batch, 8, 0.0)
         self.loaded[name] = one

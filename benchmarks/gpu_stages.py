@@ -479,7 +479,6 @@ def outcomes_of(command: Sequence[str], names: Sequence[str]) -> Iterator[tuple[
     if not left:
         return
     with subprocess.Popen([*command, *left], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
             if (found := OUTCOME.match(line)) and found[1] in names:

@@ -283,13 +283,11 @@ class Child:
 
     def tell(self, do: str, **given: Any) -> None:
         """Have it begin something, whose answer `hear` waits for."""
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **given}) + "\n")
         self.process.stdin.flush()
 
     def hear(self, do: str) -> dict[str, Any]:
         """Return the answer to what it was told to do."""
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         answer = json.loads(line) if line else {"error": f"the process ended; {self.side.log} has its last words"}
         if "error" in answer:
@@ -305,7 +303,6 @@ def children(sides: Sequence[Side]) -> Iterator[list[Child]]:
         yield running
     finally:
         for child in running:
-            assert child.process.stdin is not None
             child.process.stdin.close()
             try:
                 child.process.wait(30)

@@ -11,10 +11,8 @@ frontier. It prints a line a shape and ends with status 1 where something is wro
   of what they write;
 - does Triton compile the attention kernel within a multiprocessor's shared memory, and without spilled registers?
 
-It works because lowering needs tensors' shapes alone: they are fake (FakeTensorMode), the device's properties are
-stated (`fake_gpu.py`), and Triton compiles for a target that need not be there. Matrix products stay calls of cuBLAS,
-which on a GPU would be tuned. What is not found out is whether the kernel is right and how fast it is: that takes a
-GPU.
+It works on fake tensors (`fake_gpu.py`), and Triton compiles for a target that need not be there. What is not found out
+is whether the kernel is right and how fast it is: that takes a GPU.
 
 Needs triton (`pip install triton`) and, where PyTorch is a CPU build, a C++ compiler. Read next: `kernels.py`,
 which lowers a whole step.

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 if __name__ == "__main__":
@@ -326,11 +326,6 @@ class Probe:
         llm.start(self.setup(1), [llm.params({}, 512)])
         for _ in range(4):
             llm.scheduler.step()
-        tool = sys.monitoring if sys.version_info >= (3, 12) else None
-
-        def line(code: CodeType, number: int) -> object:
-            seen.add(code.co_filename)
-            return tool.DISABLE if tool else None
 
         def trace(frame: Any, event: str, arg: object) -> Any:
             if event == "line":
@@ -338,21 +333,12 @@ class Probe:
                 return None
             return trace if frame.f_code.co_filename not in seen else None
 
-        if tool:
-            tool.use_tool_id(tool.COVERAGE_ID, "yardstick")
-            tool.register_callback(tool.COVERAGE_ID, tool.events.LINE, line)
-            tool.set_events(tool.COVERAGE_ID, tool.events.LINE)
-        else:
-            sys.settrace(trace)
+        sys.settrace(trace)
         for how, steps in (("served", 12), ("cycle", 8)):  # the policy's times are the machine's, so each shape is run
             llm.force(how)
             for _ in range(steps):
                 llm.scheduler.step()
-        if tool:
-            tool.set_events(tool.COVERAGE_ID, 0)
-            tool.free_tool_id(tool.COVERAGE_ID)
-        else:
-            sys.settrace(None)
+        sys.settrace(None)
         llm.stop()
         inside = (Path(name) for name in seen)
         return {"files": sorted(str(path.relative_to(PACKAGE)) for path in inside if path.is_relative_to(PACKAGE))}

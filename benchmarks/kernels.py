@@ -79,18 +79,16 @@ class EagleBuild(build.Outline):
 class Steps:
     """An engine on fake tensors, and the graphs of its steps."""
 
-    def __init__(self, published: Mapping[str, Any] = LLAMA3, **flags: Any) -> None:
-        """published: the target's config.json. flags: fields of `Config`. To be called within `lowered`."""
-        self.lowerings, self.made = Lowerings(), []
-        self.published, self.flags = published, flags
-        self.where = ""
+    def __init__(self, **flags: Any) -> None:
+        """flags: fields of `Config`. To be called within `lowered`."""
+        self.lowerings, self.made, self.flags, self.where = Lowerings(), [], flags, ""
 
     @contextmanager
     def lowered(self) -> Iterator[Engine]:
         """Return the engine; within this context its functions are compiled as far as their code."""
         with ExitStack() as stack:
             folder = Path(stack.enter_context(TemporaryDirectory()))
-            (folder / "config.json").write_text(json.dumps(self.published))
+            (folder / "config.json").write_text(json.dumps(LLAMA3))
             stack.enter_context(self.lowerings.kept())
             memory = (H200.total_memory, H200.total_memory)
             stack.enter_context(mock.patch.object(torch.cuda, "mem_get_info", lambda *_: memory))

@@ -11,7 +11,7 @@
 and the load of the machine before each start, since the figures hold for two quiet cores. Other flags go to the server.
 A stream leaves the compiling process little of two cores, so --patience bounds how long it is waited for.
 
-Other benchmarks start their servers here too: `running`, `ready` and `server`.
+Other benchmarks start their servers here too, by `running`, `ready` and `server`, and ask them by `post`.
 
 Read next: `warming.py` of the package, which is what is measured.
 """

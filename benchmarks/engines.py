@@ -64,11 +64,18 @@ class Reply(NamedTuple):
     steps: int | None  # forward passes after the first token; None where the engine does not tell
 
 
-class Minispec:
-    """A minispec server."""
+class Peer:
+    """An engine whose `ask` returns the greedy reply to a prompt; url: of its server, if it has one."""
 
-    def __init__(self, name: str, url: str) -> None:
+    def __init__(self, name: str, url: str = "") -> None:
         self.name, self.url = name, url
+
+    def clear(self) -> None:
+        """Forget earlier prompts; most keep none."""
+
+
+class Minispec(Peer):
+    """A minispec server."""
 
     def ask(self, prompt: Ids, new_tokens: int, ignore_eos: bool = False) -> Reply:
         """Ask /generate."""
@@ -81,14 +88,11 @@ class Minispec:
         parity.flush(self.url)
 
 
-class Llama:
+class Llama(Peer):
     """A llama.cpp server."""
 
     # The cheapest way to say greedy: one candidate. Penalties and other samplers are not in the list, so they are off.
     GREEDY = {"temperature": 0.0, "top_k": 1, "samplers": ["top_k", "temperature"], "repeat_penalty": 1.0}
-
-    def __init__(self, name: str, url: str) -> None:
-        self.name, self.url = name, url
 
     def ask(self, prompt: Ids, new_tokens: int, ignore_eos: bool = False) -> Reply:
         """Ask /completion; nothing is kept from prompt to prompt."""
@@ -97,26 +101,18 @@ class Llama:
         accepted = answer["timings"].get("draft_n_accepted")
         return Reply(answer["tokens"], None if accepted is None else len(answer["tokens"]) - 1 - accepted)
 
-    def clear(self) -> None:
-        """Do nothing: `cache_prompt` is off."""
 
-
-class Transformers:
+class Transformers(Peer):
     """transformers' greedy generate, in this process."""
 
     def __init__(self, name: str, model: Any) -> None:
-        self.name, self.inner = name, throughput.Transformers(name, model, [1])
+        super().__init__(name)
+        self.inner = throughput.Transformers(name, model, [1])
 
     def ask(self, prompt: Ids, new_tokens: int, ignore_eos: bool = False) -> Reply:
         """Generate for one prompt."""
         assert not ignore_eos, "not asked of transformers"
         return Reply(list(self.inner.run([prompt], 1, new_tokens, 0.0).outputs[0]), None)
-
-    def clear(self) -> None:
-        """Do nothing: nothing is kept."""
-
-
-Peer = Minispec | Llama | Transformers
 
 
 # ---- llama.cpp's files and servers ---------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ import bench
 from benchmarks import throughput
 from benchmarks.engines import SLOTS, TITLES, Ids, LlamaTree, Peer, start
 from minispec.config import Config
+from minispec.cpu.spinning import CALM, LOOK
 from minispec.load.build import choose_dtype, choose_folder
 from minispec.load.machine import core_count
 from minispec.load.tokenizer import Tokenizer, load_tokenizer
@@ -250,6 +251,7 @@ def main() -> None:
     with ExitStack() as stack:
         peers, left_out = start(args, wanted, stack)
         print(header(args))
+        time.sleep((CALM + 10) * LOOK)  # after others have started, threads still sleep where they wait
         report = []
         for part in parts:
             load = os.getloadavg()[0]

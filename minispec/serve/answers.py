@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from aiohttp import web
-from aiohttp.abc import AbstractAccessLogger
+from aiohttp.web_log import AccessLogger
 
 from minispec.request import Request, RequestError, SamplingParams
 from minispec.serve.parse import dump
@@ -20,13 +20,9 @@ logger = logging.getLogger("minispec")
 access_logger = logging.getLogger("minispec.access")  # a line for each answer, at --log-level-http info
 
 
-class AccessLog(AbstractAccessLogger):
+class AccessLog(AccessLogger):
     """One line for each answer: who asked for what, its status, bytes and seconds."""
 
-    @property
-    def enabled(self) -> bool:
-        """Whether aiohttp should call `log` at all."""
-        return self.logger.isEnabledFor(logging.INFO)
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         """Log an answer; the path stays encoded, since newlines would forge lines, and a query may hold keys."""

@@ -19,6 +19,8 @@ from minispec.serve.routes import EVENTS, ROUTES
 logger = logging.getLogger("minispec")
 access_logger = logging.getLogger("minispec.access")  # a line for each answer, at --log-level-http info
 
+TEXT_PATHS = ", ".join(dict.fromkeys(route.path for route in ROUTES if EVENTS in route.answers))
+
 
 class AccessLog(AccessLogger):
     """One line for each answer: who asked for what, its status, bytes and seconds."""
@@ -70,17 +72,13 @@ async def errors(http: web.Request, handler: Any) -> web.StreamResponse:
         if error.status < 400:
             raise
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        message = f"{error.reason}: {http.method} {http.path}"[:300] + (_what_there_is() if error.status == 404 else "")
+        message = f"{error.reason}: {http.method} {http.path}"[:300]
+        if error.status == 404:
+            message += f"; there are {TEXT_PATHS} for text, and /openapi.json has all paths"
         return error_answer(RequestError(message, None, error.status), allow)
     except Exception as error:
         logger.exception("a handler failed")
         return error_answer(RequestError(f"{type(error).__name__} in the server", None, 500))
-
-
-def _what_there_is() -> str:
-    """Return the end of the message to who asks for a path that does not exist."""
-    texts = dict.fromkeys(route.path for route in ROUTES if EVENTS in route.answers)
-    return f"; there are {', '.join(texts)} for text, and /openapi.json has all paths"
 
 
 class Origins:

@@ -37,11 +37,6 @@ class Waiting:
     update: Update
     since: float = field(default_factory=time.monotonic)
 
-    def add(self, update: Update) -> None:
-        """Append what a further step gave."""
-        before = self.update
-        self.update = Update(before.request, before.ids + update.ids, before.text + update.text, update.finish)
-
 
 class Exchange:
     """One HTTP request being answered: its job and the road on which its updates arrive."""
@@ -57,7 +52,8 @@ class Exchange:
         """Let an update wait for the reader."""
         last = self.newest.get(update.request)
         if last is not None and self.items.qsize() >= BEHIND:
-            last.add(update)
+            before = last.update
+            last.update = Update(before.request, before.ids + update.ids, before.text + update.text, update.finish)
         else:
             self.newest[update.request] = Waiting(update)
             self.items.put_nowait(self.newest[update.request])

@@ -124,17 +124,13 @@ class Message:
             new = {"index": piece.call, **call, "function": dict(call["function"])}
             self._delta.setdefault("tool_calls", []).append(new)
         elif piece.end is False:
+            # What no event carried yet of a malformed call is taken back; what went out cannot be.
             del self._by_number[piece.call]
-            self._forget(piece.call)
+            if kept := [call for call in self._delta.pop("tool_calls", ()) if call["index"] != piece.call]:
+                self._delta["tool_calls"] = kept
         elif piece.text:
             self._by_number[piece.call]["function"]["arguments"] += piece.text
             news = self._delta.setdefault("tool_calls", [])
             if not news or news[-1]["index"] != piece.call:
                 news.append({"index": piece.call, "function": {"arguments": ""}})
             news[-1]["function"]["arguments"] += piece.text
-
-    def _forget(self, number: int) -> None:
-        """Take what no event carried yet of a malformed call back; what went out cannot be."""
-        kept = [call for call in self._delta.pop("tool_calls", ()) if call["index"] != number]
-        if kept:
-            self._delta["tool_calls"] = kept

@@ -64,8 +64,11 @@ class Items(Message):
             self._grow("function_call", piece.text)
         else:
             self.close("completed" if piece.end else "incomplete")
-            if not piece.end:
-                self._take_back()
+            if not piece.end:  # what was told of the item cannot be taken back
+                self.items.pop()
+                if self._untold is not None:
+                    del self._events[self._untold :]
+                    self._begun -= 1
 
     def finish(self, cut: bool) -> None:
         """Add what was held back, and end the last item; an answer without any has a message without text."""
@@ -104,13 +107,6 @@ class Items(Message):
         self._events.append({"type": "response.output_item.added", "output_index": self._begun - 1, "item": {**item}})
         if kind.part is not None:
             self._tell("content_part.added", part=kind.part)
-
-    def _take_back(self) -> None:
-        """Take the newest item back; what was told of it cannot be."""
-        self.items.pop()
-        if self._untold is not None:
-            del self._events[self._untold :]
-            self._begun -= 1
 
     def _grow(self, what: str, text: str) -> None:
         if not text:

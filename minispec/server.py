@@ -53,10 +53,9 @@ from minispec.serve.auth import Auth
 from minispec.serve.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
 from minispec.serve.front import Front
 from minispec.serve.info import fingerprint, version
-from minispec.serve.items import ResponseReply
 from minispec.serve.message import Formats
 from minispec.serve.reply import Reply, Served
-from minispec.serve.responses import parse_response
+from minispec.serve.responses import ResponseReply, parse_response
 from minispec.serve.routes import ROUTES
 from minispec.serve.streams import Exchange, SlowReader, delivered, delivering, stream
 from minispec.serve.watchdog import Watchdog

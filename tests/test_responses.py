@@ -27,10 +27,9 @@ from minispec.load.reply_formats import CALLS, THOUGHTS
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update
 from minispec.serve import fields, parse
-from minispec.serve.items import ResponseReply
 from minispec.serve.message import Formats
 from minispec.serve.reply import Served, sse
-from minispec.serve.responses import parse_response
+from minispec.serve.responses import ResponseReply, parse_response
 from minispec.server import _prepare
 
 EVENTS = {get_args(kind.model_fields["type"].annotation)[0]: kind  # OpenAI's types of events by their names

@@ -1,21 +1,26 @@
-"""OpenAI's /v1/responses: its body becomes that of a chat, so all that a chat has lies behind it.
+"""OpenAI's /v1/responses: its body becomes that of a chat, and the chat's message becomes items and typed events.
 
-Nothing is kept: every request has the whole conversation, with what the model said and called as items.
+Nothing is kept: every request has the whole conversation, with what the model said and called as items. An item is a
+message, a call of a function, or reasoning. Items follow each other: one ends where the next begins.
 
-Read next: `items.py`, which makes the answer.
+Read next: `message.py`, which takes the text apart; `reply.py` for what all answers have.
 """
 
 from __future__ import annotations
 
 import re
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
-from minispec.request import Grammar, RequestError, short
+from minispec.request import Grammar, Request, RequestError, short
 from minispec.serve import fields
+from minispec.serve.message import Formats, Message, Wish
 from minispec.serve.parse import Job, parse_chat, read_object, text_of
+from minispec.serve.reply import Reply, Served, error_body
+from minispec.serve.tools import Piece
 
 # What a chat calls a thing -> what a response calls it. In order: the longer one first.
 _NAMES = {"response_format.json_schema.schema": "text.format.schema", "response_format": "text.format",
@@ -125,3 +130,184 @@ def _format(asked: fields.Responses) -> dict[str, Any] | None:
     if form is None:
         return None
     return {"type": form.type, "json_schema": {"schema": form.schema_} if form.type == "json_schema" else None}
+
+
+# ---- the answer ------------------------------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """A kind of item: the beginning of its ids, its fields, what it is told of with, and the part that has its text."""
+
+    prefix: str
+    empty: dict[str, Any]
+    told: str  # the events response.TOLD.delta and .done
+    value: str  # the field of `done` with the whole text
+    part: dict[str, Any] | None = None  # None: the text is a field of the item itself
+
+
+KINDS = {
+    "message": Kind("msg", {"role": "assistant", "content": []}, "output_text", "text",
+                    {"type": "output_text", "text": "", "annotations": [], "logprobs": []}),
+    "reasoning": Kind("rs", {"summary": [], "content": [], "encrypted_content": None}, "reasoning_text", "text",
+                      {"type": "reasoning_text", "text": ""}),
+    "function_call": Kind("fc", {"arguments": ""}, "function_call_arguments", "arguments"),
+}  # fmt: skip
+
+
+class Items(Message):
+    """One answer as items."""
+
+    def __init__(self, wish: Wish, formats: Formats, thinking: bool | None = None) -> None:
+        super().__init__(wish, formats, thinking)
+        self.items: list[dict[str, Any]] = []
+        self._events: list[dict[str, Any]] = []  # that nobody has taken
+        self._begun = 0  # items
+        self._text: str | None = None  # of the item that grows; None: none does
+        self._untold: int | None = None  # where in the events the newest item begins; None: it was told of
+
+    def think(self, text: str) -> None:
+        """Add reasoning."""
+        self.reasoning += text
+        self._grow("reasoning", text)
+
+    def take(self, piece: Piece) -> None:
+        """Add a piece of content or of a call; a call that broke off is no item, and if it was told of, incomplete."""
+        if piece.call is None:
+            self._grow("message", piece.text)
+        elif piece.name is not None:
+            self._begin("function_call", call_id=f"call_{uuid.uuid4().hex[:24]}", name=piece.name)
+        elif piece.end is None:
+            self._grow("function_call", piece.text)
+        else:
+            self.close("completed" if piece.end else "incomplete")
+            if not piece.end:  # what was told of the item cannot be taken back
+                self.items.pop()
+                if self._untold is not None:
+                    del self._events[self._untold :]
+                    self._begun -= 1
+
+    def finish(self, cut: bool) -> None:
+        """Add what was held back, and end the last item; an answer without any has a message without text."""
+        super().finish(cut)
+        if not self.items:
+            self._begin("message")
+        self.close("incomplete" if cut else "completed")
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return what came since the last call."""
+        events, self._events, self._untold = self._events, [], None
+        return events
+
+    def close(self, status: str) -> None:
+        """End the item that grows, if one does."""
+        if self._text is None:
+            return
+        item, text, self._text = self.items[-1], self._text, None
+        kind = KINDS[item["type"]]
+        self._tell(f"{kind.told}.done", **{kind.value: text})
+        if kind.part is not None:
+            item["content"] = [{**kind.part, "text": text}]
+            self._tell("content_part.done", part=item["content"][0])
+        else:
+            item["arguments"] = text
+            self._events[-1]["name"] = item["name"]
+        item["status"] = status
+        self._events.append({"type": "response.output_item.done", "output_index": self._begun - 1, "item": item})
+
+    def _begin(self, what: str, **own: Any) -> None:
+        self.close("completed")
+        kind = KINDS[what]
+        item = {"id": f"{kind.prefix}_{uuid.uuid4().hex}", "type": what, "status": "in_progress", **kind.empty, **own}
+        self.items.append(item)
+        self._begun, self._text, self._untold = self._begun + 1, "", len(self._events)
+        self._events.append({"type": "response.output_item.added", "output_index": self._begun - 1, "item": {**item}})
+        if kind.part is not None:
+            self._tell("content_part.added", part=kind.part)
+
+    def _grow(self, what: str, text: str) -> None:
+        if not text:
+            return
+        if self._text is None or self.items[-1]["type"] != what:
+            self._begin(what)
+        self._text = (self._text or "") + text
+        kind, last = KINDS[what], self._events[-1] if self._events else {}
+        if last.get("type") == f"response.{kind.told}.delta":
+            last["delta"] += text
+        else:
+            self._tell(f"{kind.told}.delta", delta=text)
+
+    def _tell(self, what: str, **more: Any) -> None:
+        """Add an event about the item that grows."""
+        place: dict[str, Any] = {"item_id": self.items[-1]["id"], "output_index": self._begun - 1}
+        if self.items[-1]["type"] != "function_call":
+            place["content_index"] = 0
+        if what.startswith("output_text"):
+            place["logprobs"] = []
+        self._events.append({"type": f"response.{what}", **place, **more})
+
+
+class ResponseReply(Reply):
+    """The answer to one job of /v1/responses."""
+
+    message_type = Items
+    end = b""  # the last event says that it is the last
+
+    def __init__(self, job: Job, requests: Sequence[Request], served: Served) -> None:
+        super().__init__(job, requests, served)
+        self.told = 0  # events
+        self.items = cast(Items, self.messages[0])
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Return the events that open a stream."""
+        begun = self._response("in_progress")
+        return self._numbered([{"type": f"response.{what}", "response": begun} for what in ("created", "in_progress")])
+
+    def closing(self) -> list[dict[str, Any]]:
+        """Return the event that closes a stream, with the whole answer."""
+        whole = self.result()
+        return self._numbered([{"type": f"response.{whole['status']}", "response": whole}])
+
+    def failure(self, error: RequestError) -> list[dict[str, Any]]:
+        """Return the events of a stream that ends with an error: the error, and the answer as far as it came."""
+        told = error_body(error)["error"]
+        flat = {name: told[name] for name in ("code", "message", "param")}
+        self.items.close("incomplete")
+        kind = "server_error" if error.status >= 500 else "invalid_prompt"
+        failed = self._response("failed", {"code": kind, "message": told["message"]})
+        ends = [{"type": "error", **flat, "error": told}, {"type": "response.failed", "response": failed}]
+        return self._numbered(ends)
+
+    def result(self) -> dict[str, Any]:
+        """Return the whole answer, once done."""
+        finish = self.finishes[0]
+        return self._response("incomplete" if finish is not None and finish.kind == "length" else "completed")
+
+    def usage(self) -> dict[str, Any]:
+        """Return the usage of a response; reasoning is counted by tokenizing its text."""
+        usage = super().usage()
+        reasoning = len(self.served.tokenizer.encode(self.items.reasoning, False))
+        cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+        return {
+            "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
+            "total_tokens": usage["total_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": min(reasoning, usage["completion_tokens"])},
+        }  # fmt: skip
+
+    def _events(self, i: int) -> list[dict[str, Any]]:
+        self.sent[i] = (len(self.texts[i]), len(self.ids[i]))
+        return self._numbered(self.items.events())
+
+    def _numbered(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        first, self.told = self.told, self.told + len(events)
+        return [{**event, "sequence_number": number} for number, event in enumerate(events, first)]
+
+    def _response(self, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
+        over = status in ("completed", "incomplete")
+        return {
+            "id": self.id, "object": "response", "created_at": self.created, "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None, "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self.served.model, "output": list(self.items.items), "usage": self.usage() if over else None,
+            **(self.job.response or {}),
+        }  # fmt: skip

@@ -26,8 +26,7 @@ from minispec.request import Request, Trace, Update
 from minispec.scheduler import Scheduler
 from minispec.serve.info import load_of
 from minispec.serve.prometheus import counters
-from minispec.serve.reply import Reply, Served
-from minispec.serve.traces import Telling
+from minispec.serve.reply import Reply, Served, Telling
 
 PLACES = range(4, 30)  # of the stop, in tokens
 DRAFTERS = {"host": SUBJECTS["oracle"], "beside": PAIRS["standalone"]}

@@ -22,7 +22,7 @@ from minispec.engine import CAPTURED
 from minispec.explain import LEGEND, PARTS, Screen, explain, tree_lines
 from minispec.request import Request, Trace
 from minispec.sampling import gumbel
-from minispec.serve.traces import Telling
+from minispec.serve.reply import Telling
 from minispec.standalone import DraftModel, StandaloneDrafter
 
 NEAR = near(0.01)

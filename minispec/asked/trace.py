@@ -3,7 +3,7 @@
 The one idea: a watched step runs the operations of any other step and a few more after them (`look`), so its output is
 the same, token for token. A step with a watched request runs in `steps.py`, uncaptured.
 
-Read next: `steps.py`, which looks; `serve/traces.py` for what clients see.
+Read next: `steps.py`, which looks; `serve/reply.py` for what clients see.
 """
 
 from __future__ import annotations

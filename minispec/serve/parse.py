@@ -157,7 +157,8 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
         raise RequestError(f"top_logprobs must be left out unless logprobs is true, got {asked.top_logprobs}",
                            "top_logprobs")  # fmt: skip
     report = Report(top, as_ids=asked.return_tokens_as_token_ids is True)
-    job = _openai_job("chat", asked, [messages], defaults, None)
+    values = {**defaults, "max_new_tokens": None, "logprobs": None if top is None else Logprobs(top=top)}
+    job = _openai_job("chat", asked, [messages], values, report)
     if (form := job.params[0].grammar) is not None:
         if not wish.must:
             wish = replace(wish, separate=False)  # the form leaves no room for reasoning either
@@ -165,28 +166,28 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
             job = replace(job, params=[replace(params, grammar=None) for params in job.params])
         else:
             raise RequestError(f"{form.origin} may not be given where tool_choice asks for a call", form.origin)
-    job = replace(job, chat=chat, wish=wish, prediction=prediction)
-    return _with_logprobs(job, report, _scores({"top_logprobs": top}, None))
+    return replace(job, chat=chat, wish=wish, prediction=prediction)
 
 
 def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
     """Return the job of a /v1/completions body: a prompt of text or ids, or a list of such prompts."""
     asked = read(fields.Completion, body)
-    counts = {name: getattr(asked, name) for name in ("logprobs", "prompt_logprobs")}
     as_ids = asked.return_tokens_as_token_ids is True
     report = Report(asked.logprobs, asked.prompt_logprobs, asked.echo is True, as_ids=as_ids)
-    from_start = report.prompt is not None or (report.echo and report.top is not None)
-    job = _openai_job("completion", asked, _listed(asked.prompt), defaults, 16)
-    job = _with_logprobs(job, report, _scores(counts, 0 if from_start else None))
+    start = 0 if report.prompt is not None or (report.echo and report.top is not None) else None
+    counts = _given(asked, ("logprobs", "prompt_logprobs"))
+    wishes = [_logprobs(name, top=count, start=start) for name, count in counts.items()]
+    values = {**defaults, "max_new_tokens": 16, "logprobs": max(wishes, key=lambda wish: wish.top, default=None)}
+    job = _openai_job("completion", asked, _listed(asked.prompt), values, report)
     return replace(job, add_special_tokens=asked.add_special_tokens is not False)
 
 
 def _openai_job(
-    kind: Kind, asked: fields.OpenAI, prompts: list[Prompt], defaults: Mapping[str, Any], max_tokens: int | None
+    kind: Kind, asked: fields.OpenAI, prompts: list[Prompt], values: Mapping[str, Any], report: Report
 ) -> Job:
-    """Return what chat and completions have in common; `max_tokens` is the limit where the client sets none."""
-    wish = {**defaults, **_given(asked, fields.Sampling.model_fields), "max_new_tokens": max_tokens,
-            "grammar": _grammar(asked, asked.response_format)}  # fmt: skip
+    """Return what chat and completions have in common; `values` are the parameters of what the client does not set."""
+    grammar = _grammar(asked, asked.response_format)
+    wish = {**values, **_given(asked, fields.Sampling.model_fields), "grammar": grammar}
     names = {"prompt": "messages" if kind == "chat" else "prompt"}
     for name, inner in _RENAMED.items():
         if (value := getattr(asked, name)) is not None:
@@ -203,13 +204,13 @@ def _openai_job(
         rids=_rids(rid, count, "chatcmpl-" if kind == "chat" else "cmpl-", n),
         limited=["max_new_tokens" in names] * (count * n),
         intervals=[asked.stream_interval] * (count * n),
+        report=report,
         include_usage=options.include_usage is True,
         continuous_usage=options.continuous_usage_stats is True,
         return_ids=asked.return_token_ids is True,
         spec_details=asked.return_spec_tokens_details is True,
         names=names,
     )  # fmt: skip
-
 
 
 def parse_generate(body: Mapping[str, Any]) -> Job:
@@ -354,17 +355,6 @@ def _form_of(form: fields.ResponseFormat) -> tuple[str, dict[str, Any] | bool]:
         raise RequestError(f"response_format.json_schema.schema must be a JSON schema, got {short(schema)}",
                            "response_format")  # fmt: skip
     return form.type, schema
-
-
-def _with_logprobs(job: Job, report: Report, wish: Logprobs | None) -> Job:
-    """Return the job with the same logprobs for each of its choices."""
-    return replace(job, report=report, params=[replace(p, logprobs=wish) for p in job.params])
-
-
-def _scores(counts: Mapping[str, int | None], start: int | None) -> Logprobs | None:
-    """Return the logprobs to compute for the numbers of likeliest tokens in these fields; None if none are asked."""
-    wishes = [_logprobs(name, top=count, start=start) for name, count in counts.items() if count is not None]
-    return max(wishes, key=lambda wish: wish.top, default=None)
 
 
 def _logprobs(counted: str, **wish: Any) -> Logprobs:

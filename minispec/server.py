@@ -594,24 +594,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # its errors quote raw requests, perhaps with keys
     for note in config.notes:
         logger.warning("%s", note)
-    temporary = own_compile_cache()
-    code = asyncio.run(serve(config, temporary)) if config.tp_size == 1 or _serves(config) else 0
+    code, temporary = 0, own_compile_cache()
+    try:
+        rank = 0 if config.tp_size == 1 else config.first_rank()
+    except ValueError as error:
+        sys.exit(f"minispec: error: {error}")
+    if rank == 0:
+        code = asyncio.run(serve(config, temporary))
+    else:
+        from minispec.load.rank import be_rank  # here, since the server listens before torch is imported
+
+        be_rank(config)  # follows rank 0 until that ends
     if temporary is not None:
         shutil.rmtree(temporary, ignore_errors=True)
     sys.exit(code)
-
-
-def _serves(config: Config) -> bool:
-    """Return whether this process is rank 0 of several; any other rank follows rank 0 here, until rank 0 ends."""
-    try:
-        if config.first_rank() == 0:
-            return True
-    except ValueError as error:
-        sys.exit(f"minispec: error: {error}")
-    from minispec.load.rank import be_rank  # here, since the server listens before torch is imported
-
-    be_rank(config)
-    return False
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 logger = logging.getLogger("minispec")
 
@@ -55,7 +54,7 @@ class Watchdog:
             self._set = now
         self._began = now
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._began = None
 
     def rest(self) -> None:

@@ -35,9 +35,8 @@ ERROR = {
 
 def document(version: str) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document."""
-    bodies = {route.body for route in ROUTES if route.body is not None}
-    named = sorted(bodies, key=lambda kind: kind.__name__)
-    models: list[tuple[Any, Literal["validation"]]] = [(kind, "validation") for kind in named]
+    bodies = sorted({route.body for route in ROUTES if route.body is not None}, key=lambda kind: kind.__name__)
+    models: list[tuple[Any, Literal["validation"]]] = [(kind, "validation") for kind in bodies]
     _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
     paths: dict[str, Any] = {}
     for route in ROUTES:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-from minispec.request import Grammar, Request, RequestError, short
+from minispec.request import Request, RequestError, short
 from minispec.serve import fields
 from minispec.serve.message import Formats, Message, Wish
 from minispec.serve.parse import Job, parse_chat, read_object, text_of
@@ -43,18 +43,16 @@ def parse_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
         job = parse_chat(chat, defaults)
     except RequestError as error:
         raise RequestError(_renamed(error.message), _renamed(error.param or "") or None, code=error.code) from None
-    params = [replace(p, grammar=p.grammar and _named(p.grammar)) for p in job.params]
+    (params,) = job.params
+    if params.grammar is not None:
+        params = replace(params, grammar=replace(params.grammar, origin=_renamed(params.grammar.origin)))
     names = {name: _NAMES.get(given, given) for name, given in job.names.items()} | {"messages": "input"}
-    return replace(job, params=params, names=names, response=_repeated(asked, job))
+    return replace(job, params=[params], names=names, response=_repeated(asked, job))
 
 
 def _renamed(text: str) -> str:
     """Return an error's text with a response's names for a chat's fields, but with its quoted values as they were."""
     return _QUOTED_OR_NAME.sub(lambda found: _NAMES.get(found[0], found[0]), text)
-
-
-def _named(grammar: Grammar) -> Grammar:
-    return replace(grammar, origin=_NAMES.get(grammar.origin, grammar.origin))
 
 
 def _repeated(asked: fields.Responses, job: Job) -> dict[str, Any]:

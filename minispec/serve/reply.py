@@ -143,10 +143,9 @@ class Reply:
 
     def closing(self) -> list[dict[str, Any]]:
         """Return the events that close a stream: what speculation gave and the usage, where asked for."""
-        wanted = self.job.include_usage and self.job.kind != "generate"
-        details, unsaid = self._spec_details(), {"usage": None} if wanted else {}
+        details, unsaid = self._spec_details(), {"usage": None} if self.job.include_usage else {}
         last = [{**details, **unsaid}] if details else []
-        last += [{"usage": self.usage()}] if wanted else []
+        last += [{"usage": self.usage()}] if self.job.include_usage else []
         return [{**self._head(stream=True), "choices": [], **part} for part in last]
 
     def failure(self, error: RequestError) -> list[dict[str, Any]]:

@@ -16,11 +16,10 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from minispec.metrics import WAIT_BOUNDS, Histogram
+from minispec.metrics import WAIT_BOUNDS, Histogram, Metrics
 from minispec.request import RequestError, Update
 
 if TYPE_CHECKING:
-    from minispec.metrics import Metrics
     from minispec.scheduler import Scheduler
 
 TOKEN_BOUNDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)  # seconds from token to token

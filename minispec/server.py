@@ -139,8 +139,7 @@ class Server:
         """Return the application with its routes and middlewares."""
         steps: list[Any] = [delivering, self._counted_answer, errors, self.origins.ask, self.auth.guard]
         app = web.Application(middlewares=steps, client_max_size=MAX_BODY)
-        app.on_response_prepare.append(set_request_id)
-        app.on_response_prepare.append(self.origins.allow)
+        app.on_response_prepare.extend((set_request_id, self.origins.allow))
         for route in ROUTES:
             add = getattr(app.router, f"add_{route.method}")  # `add_get` answers HEAD as well
             add(route.path.replace("}", f":{route.pattern}}}"), getattr(self, route.handler))
@@ -190,8 +189,7 @@ class Server:
         try:
             with self._counted(len(job.prompts)), self._kept(exchange):
                 threads = self.compiling if any(params.grammar for params in job.params) else self.tokenizing
-                prepare = partial(_prepare, job, front, self._served)
-                reply = await asyncio.get_running_loop().run_in_executor(threads, prepare)
+                reply = await asyncio.get_running_loop().run_in_executor(threads, _prepare, job, front, self._served)
                 exchange.requests = reply.requests
                 if not exchange.items.empty():
                     await exchange.next()  # raises the error that ended the exchange while its prompt was tokenized

@@ -38,7 +38,7 @@ from minispec.load.flags import config_from_args
 from minispec.load.machine import own_compile_cache
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.replicas.workers import Replicas
-from minispec.request import Request, RequestError, Update, one_line
+from minispec.request import Request, RequestError, Update, one_line, short
 from minispec.serve import fields, openapi, page, parse, prometheus
 from minispec.serve.answers import (
     AccessLog,
@@ -293,7 +293,7 @@ class Server:
 
     async def model(self, http: web.Request) -> web.Response:
         """The model of this name, which may contain slashes."""
-        parse.check_model(http.match_info["id"], self._names)
+        self._check_model(http.match_info["id"], strict=True)
         return json_answer(self._card())
 
     async def model_info(self, http: web.Request) -> web.Response:
@@ -489,10 +489,11 @@ class Server:
         return Served(config.served_name, tokenizer, fingerprint(config, facts.numbers), facts.nodes,
                       config.stream_interval, config.enable_cache_report, formats)  # fmt: skip
 
-    def _check_model(self, name: str | None) -> None:
-        """With --strict-model-name, raise RequestError if a request names another model."""
-        if self.config.strict_model_name:
-            parse.check_model(name, self._names)
+    def _check_model(self, name: str | None, strict: bool = False) -> None:
+        """If `strict`, or with --strict-model-name, raise RequestError 404 where a request names another model."""
+        if (strict or self.config.strict_model_name) and name not in (None, "", "default", *self._names):
+            raise RequestError(f"the model {short(name)} does not exist here; there is {self._names[0]!r}", "model",
+                               404, "model_not_found")  # fmt: skip
 
     def _card(self) -> dict[str, Any]:
         name, context = self.config.served_name, self._ready().facts.limits.context_length

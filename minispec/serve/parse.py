@@ -570,10 +570,3 @@ def check_ids(rows: Iterable[Sequence[int]], vocab_size: int) -> None:
     for token in (token for row in rows for token in row):
         if not 0 <= token < vocab_size:
             raise RequestError(f"tokens must be ids in [0, {vocab_size - 1}], got {token}", "tokens")
-
-
-def check_model(name: str | None, accepted: Sequence[str]) -> None:
-    """Raise RequestError 404 unless `name` is missing, empty, "default" or one of the accepted names."""
-    if name not in (None, "", "default", *accepted):
-        raise RequestError(f"the model {short(name)} does not exist here; there is {accepted[0]!r}", "model", 404,
-                           "model_not_found")  # fmt: skip

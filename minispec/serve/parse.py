@@ -124,8 +124,7 @@ class Job:
     report: Report = Report()  # what of the logprobs goes into the answer
     batched: bool = False  # a list was sent, so a list goes back (native)
     stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
+    stream_options: fields.StreamOptions = field(default_factory=fields.StreamOptions)
     return_ids: bool = False
     spec_details: bool = False  # tell what was drafted and accepted (OpenAI's)
     trace: bool = False  # tell how each token came about (native)
@@ -197,7 +196,6 @@ def _openai_job(
         params = SamplingParams(**wish)
     except RequestError as error:
         raise in_clients_words(error, names) from None
-    options = asked.stream_options or fields.StreamOptions()
     rid, count, n = asked.request_id if asked.rid is None else asked.rid, len(prompts), asked.n or 1
     return _job(
         kind, asked, prompts, [params] * count, n,
@@ -205,8 +203,7 @@ def _openai_job(
         limited=["max_new_tokens" in names] * (count * n),
         intervals=[asked.stream_interval] * (count * n),
         report=report,
-        include_usage=options.include_usage is True,
-        continuous_usage=options.continuous_usage_stats is True,
+        stream_options=asked.stream_options or fields.StreamOptions(),
         return_ids=asked.return_token_ids is True,
         spec_details=asked.return_spec_tokens_details is True,
         names=names,

@@ -143,9 +143,9 @@ class Reply:
 
     def closing(self) -> list[dict[str, Any]]:
         """Return the events that close a stream: what speculation gave and the usage, where asked for."""
-        details, unsaid = self._spec_details(), {"usage": None} if self.job.include_usage else {}
+        details, unsaid = self._spec_details(), {"usage": None} if self.job.stream_options.include_usage else {}
         last = [{**details, **unsaid}] if details else []
-        last += [{"usage": self.usage()}] if self.job.include_usage else []
+        last += [{"usage": self.usage()}] if self.job.stream_options.include_usage else []
         return [{**self._head(stream=True), "choices": [], **part} for part in last]
 
     def failure(self, error: RequestError) -> list[dict[str, Any]]:
@@ -226,9 +226,9 @@ class Reply:
 
     def _chunk(self, i: int, body: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
         chunk = {**self._head(stream=True), "choices": [self._choice(i, body, finish)]}
-        if self.job.continuous_usage:
+        if self.job.stream_options.continuous_usage_stats:
             chunk["usage"] = self.usage()
-        elif self.job.include_usage:
+        elif self.job.stream_options.include_usage:
             chunk["usage"] = None
         return chunk
 

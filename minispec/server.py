@@ -57,7 +57,7 @@ from minispec.serve.message import Formats
 from minispec.serve.reply import Reply, Served
 from minispec.serve.responses import ResponseReply, parse_response
 from minispec.serve.routes import ROUTES
-from minispec.serve.streams import Exchange, SlowReader, delivered, delivering, stream
+from minispec.serve.streams import Exchange, delivered, delivering, leave, stream
 from minispec.serve.watchdog import Watchdog
 from minispec.serve.worker import Build, EngineThread, build_llm, build_sealed_llm
 
@@ -186,23 +186,24 @@ class Server:
         job = await self.bodies.read(http, lambda body: parsed(body, front.defaults))
         self._check_model(job.model)
         exchange = Exchange(job)
-        try:
-            with self._counted(len(job.prompts)), self._kept(exchange):
-                threads = self.compiling if any(params.grammar for params in job.params) else self.tokenizing
-                reply = await asyncio.get_running_loop().run_in_executor(threads, _prepare, job, front, self._served)
-                exchange.requests = reply.requests
-                if not exchange.items.empty():
-                    await exchange.next()  # raises the error that ended the exchange while its prompt was tokenized
-                self._submit(exchange)
-                if self.config.log_requests:
-                    log_requests(reply.requests)
-                if job.stream:
-                    return await stream(http, exchange, reply)
+        with self._counted(len(job.prompts)), self._kept(exchange):
+            threads = self.compiling if any(params.grammar for params in job.params) else self.tokenizing
+            reply = await asyncio.get_running_loop().run_in_executor(threads, _prepare, job, front, self._served)
+            exchange.requests = reply.requests
+            if not exchange.items.empty():
+                await exchange.next()  # raises the error that ended the exchange while its prompt was tokenized
+            self._submit(exchange)
+            if self.config.log_requests:
+                log_requests(reply.requests)
+            if job.stream:
+                response = await stream(http, exchange, reply)
+            else:
                 while not reply.done:
                     reply.take(await exchange.next())
-                return await delivered(http, json_answer(reply.result()))
-        except SlowReader as slow:
-            return await slow.leave(http)
+                response = await delivered(http, json_answer(reply.result()))
+        if exchange.unread:
+            await leave(http, response, exchange.unread)
+        return response
 
     chat = partialmethod(_answer, parse.parse_chat)
     completion = partialmethod(_answer, parse.parse_completion)

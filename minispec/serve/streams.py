@@ -47,6 +47,7 @@ class Exchange:
         self.aborted: set[int] = set()  # indices of prompts to end, maybe before they are submitted
         self.items: asyncio.Queue[Waiting | RequestError] = asyncio.Queue()
         self.newest: dict[Request, Waiting] = {}  # of each request, the last of what waits
+        self.unread = b""  # the end of a stream that is not read: for `leave`, once the engine has ended it
 
     def add(self, update: Update) -> None:
         """Let an update wait for the reader."""
@@ -74,25 +75,17 @@ class Exchange:
         return item.update
 
 
-class SlowReader(Exception):
-    """A stream whose reader does not read: raised out of what keeps the exchange, so the engine ends it at once."""
-
-    def __init__(self, response: web.StreamResponse, closing: bytes) -> None:
-        super().__init__("a stream is not read")
-        self.response, self.closing = response, closing
-
-    async def leave(self, http: web.Request) -> web.StreamResponse:
-        """Put the end of the stream behind what was not taken, wait a little whether it is, and hang up."""
-        logger.info("a stream is not read, and ends")
-        # To write puts it into the transport's buffer at once; only the waiting for the client would not come back.
-        writing, end = asyncio.ensure_future(self.response.write_eof(self.closing)), time.monotonic() + GRACE
-        await asyncio.sleep(0)
-        while http.transport is not None and http.transport.get_write_buffer_size() and time.monotonic() < end:
-            await asyncio.sleep(0.02)
-        writing.cancel()
-        await asyncio.gather(writing, return_exceptions=True)
-        _cut(http)
-        return self.response
+async def leave(http: web.Request, response: web.StreamResponse, closing: bytes) -> None:
+    """Put the end of a stream behind what its reader has not taken, wait a little whether it is, and hang up."""
+    logger.info("a stream is not read, and ends")
+    # To write puts it into the transport's buffer at once; only the waiting for the client would not come back.
+    writing, end = asyncio.ensure_future(response.write_eof(closing)), time.monotonic() + GRACE
+    await asyncio.sleep(0)
+    while http.transport is not None and http.transport.get_write_buffer_size() and time.monotonic() < end:
+        await asyncio.sleep(0.02)
+    writing.cancel()
+    await asyncio.gather(writing, return_exceptions=True)
+    _cut(http)
 
 
 def _too_slow() -> RequestError:
@@ -101,7 +94,7 @@ def _too_slow() -> RequestError:
 
 
 async def stream(http: web.Request, exchange: Exchange, reply: Reply) -> web.StreamResponse:
-    """Send an exchange's events, the first at once, since the request is checked and in the queue; or SlowReader.
+    """Send an exchange's events, the first at once, since the request is checked and in the queue.
 
     What fails from here on becomes an error event, never a quiet end. While nothing comes, comments tell client and
     proxies that the connection lives.
@@ -121,7 +114,8 @@ async def stream(http: web.Request, exchange: Exchange, reply: Reply) -> web.Str
                 error = RequestError(f"{type(error).__name__} in the server", None, 500)
             closing = b"".join(map(sse, reply.failure(error)))
             if error.code == "slow_reader":
-                raise SlowReader(response, closing + reply.end) from None
+                exchange.unread = closing + reply.end
+                return response
         await _written(response.write_eof(closing + reply.end))
     except ConnectionResetError:
         logger.debug("a client hung up on its stream")

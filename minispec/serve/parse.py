@@ -185,8 +185,7 @@ def _openai_job(
     kind: Kind, asked: fields.OpenAI, prompts: list[Prompt], values: Mapping[str, Any], report: Report
 ) -> Job:
     """Return what chat and completions have in common; `values` are the parameters of what the client does not set."""
-    grammar = _grammar(asked, asked.response_format)
-    wish = {**values, **_given(asked, fields.Sampling.model_fields), "grammar": grammar}
+    wish = {**values, **_given(asked, fields.Sampling.model_fields), "grammar": _grammar(asked)}
     names = {"prompt": "messages" if kind == "chat" else "prompt"}
     for name, inner in _RENAMED.items():
         if (value := getattr(asked, name)) is not None:
@@ -227,7 +226,7 @@ def parse_generate(body: Mapping[str, Any]) -> Job:
     counts = {wish.n or 1 for wish in wishes}
     if len(counts) > 1:
         raise RequestError(f"n must be the same for all prompts, got {sorted(counts)}", "n")
-    params, n = [SamplingParams(**_given(wish, names), grammar=_grammar(wish, None)) for wish in wishes], counts.pop()
+    params, n = [SamplingParams(**_given(wish, names), grammar=_grammar(wish)) for wish in wishes], counts.pop()
     scored = [replace(p, logprobs=wish) for p, wish in zip(params, _native_wishes(asked, len(prompts)), strict=True)]
     return _job(
         "generate", asked, prompts, scored, n,
@@ -295,15 +294,16 @@ def in_clients_words(error: RequestError, names: Mapping[str, str]) -> RequestEr
     return RequestError(message, names.get(error.param or "", error.param), error.status, error.code)
 
 
-def _grammar(asked: fields.Constrained, form: fields.ResponseFormat | None) -> Grammar | None:
+def _grammar(asked: fields.Constrained) -> Grammar | None:
     """Return what the client wants the output to be, if anything; RequestError if it wants several things.
 
     The same may be asked for twice: clients that do not know which vLLM they talk to use its older and newer fields.
     """
     wishes = [(name, name, getattr(asked, name)) for name in fields.Constrained.model_fields]
-    wishes += _vllm_wishes(asked) if isinstance(asked, fields.OpenAI) else []
-    if form is not None and form.type != "text":
-        wishes.append(("response_format", *_form_of(form)))
+    if isinstance(asked, fields.OpenAI):
+        wishes += _vllm_wishes(asked)
+        if asked.response_format is not None and asked.response_format.type != "text":
+            wishes.append(("response_format", *_form_of(asked.response_format)))
     grammars = [Grammar(kind, rule if isinstance(rule, str) else dump(rule).decode(), origin)
                 for origin, kind, rule in wishes if rule not in (None, "")]  # fmt: skip
     if len(set(grammars)) > 1:

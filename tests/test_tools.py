@@ -16,8 +16,7 @@ from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.output import Output, overlap
 from minispec.request import Finish, Request, SamplingParams, Update
 from minispec.serve import parse
-from minispec.serve.message import Formats, Message, Wish
-from minispec.serve.reasoning import Thoughts
+from minispec.serve.message import Formats, Message, Thoughts, Wish
 from minispec.serve.reply import Reply, Served
 from minispec.serve.tools import constraint
 

@@ -3,7 +3,7 @@
 A model is trained on one way to write a call into its text, which its chat template shows. There are two here, and both
 spell a call as a JSON object. Reasoning stands between two tags.
 
-Read next: `serve/tools.py` and `serve/reasoning.py`, which find these in a reply.
+Read next: `serve/tools.py` and `serve/message.py`, which find these in a reply.
 """
 
 from __future__ import annotations

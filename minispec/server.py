@@ -39,16 +39,8 @@ from minispec.load.machine import own_compile_cache
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.replicas.workers import Replicas
 from minispec.request import Request, RequestError, Update, one_line, short
-from minispec.serve import fields, openapi, page, parse, prometheus
-from minispec.serve.answers import (
-    AccessLog,
-    Origins,
-    access_logger,
-    errors,
-    json_answer,
-    log_requests,
-    set_request_id,
-)
+from minispec.serve import answers, fields, openapi, page, parse, prometheus
+from minispec.serve.answers import json_answer
 from minispec.serve.auth import Auth
 from minispec.serve.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
 from minispec.serve.front import Front
@@ -74,7 +66,7 @@ class Server:
 
     def __init__(self, config: Config, build: Build = build_llm) -> None:
         self.config, self.build = config, build
-        self.auth, self.origins, self.seen = Auth(config), Origins(config.origins), prometheus.Seen()
+        self.auth, self.origins, self.seen = Auth(config), answers.Origins(config.origins), prometheus.Seen()
         self._names = [name for name in (config.served_name, config.model_path) if name]
         self.created = int(time.time())
         self.port = config.port
@@ -100,10 +92,10 @@ class Server:
             self.engine = Replicas(self.config, self._deliver, self._died)
         else:
             self.engine = EngineThread(self.config, self.build, self._deliver, self._died, self.watchdog)
-        access_logger.setLevel(self.config.log_level_http.upper())
+        answers.access_logger.setLevel(self.config.log_level_http.upper())
         self.runner = web.AppRunner(
-            self.application(), handler_cancellation=True, shutdown_timeout=STOP_TIMEOUT, access_log=access_logger,
-            access_log_class=AccessLog, keepalive_timeout=HEAD_TIMEOUT,
+            self.application(), handler_cancellation=True, shutdown_timeout=STOP_TIMEOUT,
+            access_log=answers.access_logger, access_log_class=answers.AccessLog, keepalive_timeout=HEAD_TIMEOUT,
         )  # fmt: skip
         await self.runner.setup()
         site = web.TCPSite(self.runner, self.config.host, self.config.port, ssl_context=self.auth.tls)
@@ -137,9 +129,9 @@ class Server:
 
     def application(self) -> web.Application:
         """Return the application with its routes and middlewares."""
-        steps: list[Any] = [delivering, self._counted_answer, errors, self.origins.ask, self.auth.guard]
+        steps: list[Any] = [delivering, self._counted_answer, answers.errors, self.origins.ask, self.auth.guard]
         app = web.Application(middlewares=steps, client_max_size=MAX_BODY)
-        app.on_response_prepare.extend((set_request_id, self.origins.allow))
+        app.on_response_prepare.extend((answers.set_request_id, self.origins.allow))
         for route in ROUTES:
             add = getattr(app.router, f"add_{route.method}")  # `add_get` answers HEAD as well
             add(route.path.replace("}", f":{route.pattern}}}"), getattr(self, route.handler))
@@ -194,7 +186,7 @@ class Server:
                 await exchange.next()  # raises the error that ended the exchange while its prompt was tokenized
             self._submit(exchange)
             if self.config.log_requests:
-                log_requests(reply.requests)
+                answers.log_requests(reply.requests)
             if job.stream:
                 response = await stream(http, exchange, reply)
             else:
@@ -311,15 +303,15 @@ class Server:
     async def server_info(self, http: web.Request) -> web.Response:
         """The launch flags, with one engine's sizes and current numbers; internal_states has them for each engine."""
         front = self._ready()
-        answers = await self._ask("stats")
-        stats: dict[str, Any] = next(filter(None, answers), {})
+        told = await self._ask("stats")
+        stats: dict[str, Any] = next(filter(None, told), {})
         given = {**dataclasses.asdict(self.config), "speculative_algorithm": front.facts.algorithm}
         hidden = {"api_key", "admin_api_key", "notes", *stats}  # `stats` has the resolved value of some flags
         flags = {name: value for name, value in given.items() if name not in hidden}
-        states = [{**flags, **answer, "dp_rank": rank} for rank, answer in enumerate(answers) if answer]
+        states = [{**flags, **answer, "dp_rank": rank} for rank, answer in enumerate(told) if answer]
         info = {**stats, **flags, "version": version(), "internal_states": states}
         if isinstance(self.engine, Replicas):
-            info["replicas"] = self.engine.listed(answers)
+            info["replicas"] = self.engine.listed(told)
         return json_answer(info)
 
     async def loads(self, http: web.Request) -> web.Response:

@@ -141,9 +141,8 @@ class Message:
     def whole(self) -> dict[str, Any]:
         """Return the message so far."""
         calls = [{**call, "function": dict(call["function"])} for call in self._by_number.values()] or None
-        message: dict[str, Any] = {"role": "assistant", "content": self.content, "tool_calls": calls}
-        if calls and not self.content:
-            message["content"] = None
+        content = None if calls and not self.content else self.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": calls}
         if self._thoughts is not None:
             message["reasoning_content"] = self.reasoning or None
         return message

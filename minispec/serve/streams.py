@@ -131,17 +131,14 @@ async def _send_events(response: web.StreamResponse, exchange: Exchange, reply: 
             await _written(response.write(b"".join(map(sse, events))))
         if reply.done:
             return
-        events = reply.take(await _next(exchange, response))
-
-
-async def _next(exchange: Exchange, response: web.StreamResponse) -> Update:
-    """Return an exchange's next update, and send comments until it comes."""
-    while True:
         try:
             async with asyncio.timeout(KEEP_ALIVE):
-                return await exchange.next()
+                update = await exchange.next()
         except TimeoutError:
+            events = []
             await _written(response.write(b": keep-alive\n\n"))
+        else:
+            events = reply.take(update)
 
 
 async def _written(writing: Any) -> None:

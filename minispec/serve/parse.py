@@ -549,10 +549,7 @@ def _prepare_answer(request: Request, job: Job, tokenizer: Tokenizer, formats: F
 
 
 def check_size(prompt: Prompt, context_length: int, param: str | None = None) -> None:
-    """Raise RequestError 400 for a prompt that cannot fit the context, before any time is spent on it.
-
-    param: another field that is tokenized, if it is not the prompt.
-    """
+    """Raise RequestError 400 for a prompt, or a field `param`, that cannot fit the context, before it costs time."""
     if not isinstance(prompt, str) and isinstance(prompt[0], int):
         return  # ids are no work
     size = len(prompt.encode("utf-8") if isinstance(prompt, str) else dump(prompt))

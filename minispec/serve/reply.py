@@ -1,7 +1,5 @@
 """Answers: the scheduler's updates in, stream events or one JSON answer out. Pure functions, no sockets and no engine.
 
-A `Reply` is the answer to one job. It speaks the dialect in which the job was asked.
-
 Read next: `streams.py`, which sends these bytes; `message.py` for what a chat's text is made into.
 """
 

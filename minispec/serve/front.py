@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minispec.config import Config
-from minispec.request import Limits, Request
-from minispec.serve.parse import sampling_defaults
+from minispec.request import Limits, Request, SamplingParams
 
 if TYPE_CHECKING:
     from minispec.llm import LLM
@@ -76,8 +75,13 @@ def _read_defaults(config: Config, folder: Path) -> dict[str, Any]:
     """Return the sampling values of generation_config.json; none if it is not to be read, or not there, or wrong."""
     if config.sampling_defaults != "model":
         return {}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     try:
-        found = sampling_defaults(json.loads((folder / "generation_config.json").read_text("utf-8")))
+        given = json.loads((folder / "generation_config.json").read_text("utf-8"))
+        found = {name: given[name] for name in names if given.get(name) is not None}
+        if found.get("top_k") == 0:  # transformers' way to say: the whole vocabulary
+            found["top_k"] = -1
+        SamplingParams(**found)  # checks the ranges
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:  # RequestError is a ValueError

@@ -276,16 +276,6 @@ def _listed(prompt: Any) -> list[Prompt]:
 # ---- what is sampled -------------------------------------------------------------------------------------------------
 
 
-def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling values a model's generation_config.json sets; RequestError if one is out of range."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
-    if found.get("top_k") == 0:  # transformers' way to say: the whole vocabulary
-        found["top_k"] = -1
-    SamplingParams(**found)
-    return found
-
-
 def in_clients_words(error: RequestError, names: Mapping[str, str]) -> RequestError:
     """Return an error about a field of ours as one about the client's; `names` as in `Job.names`."""
     message = error.message

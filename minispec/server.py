@@ -332,8 +332,9 @@ class Server:
         return json_answer(self._ready().tokenizer.chat.info)
 
     async def page(self, http: web.Request) -> web.Response:
-        """The page to talk to the model."""
-        return page.answer()
+        """The page to talk to the model; it needs no key, and asks for one where the server wants it."""
+        text, headers = page.page()
+        return web.Response(text=text, content_type="text/html", headers=headers)
 
     async def openapi(self, http: web.Request) -> web.Response:
         """The description of this API."""

@@ -12,16 +12,16 @@ import re
 from functools import cache
 from pathlib import Path
 
-from aiohttp import web
-
 
 @cache
-def page() -> tuple[str, str]:
-    """Return the page and its Content-Security-Policy."""
+def page() -> tuple[str, dict[str, str]]:
+    """Return the page and its headers, with the policy among them."""
     text = Path(__file__).with_name("page.html").read_text("utf-8")
     script, style = (_hashes(text, tag) for tag in ("script", "style"))
-    return text, (f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
-                  "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")  # fmt: skip
+    policy = (f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
+              "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")  # fmt: skip
+    return text, {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff",
+                  "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}  # fmt: skip
 
 
 def _hashes(text: str, tag: str) -> str:
@@ -29,12 +29,3 @@ def _hashes(text: str, tag: str) -> str:
     bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     digests = (base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for body in bodies)
     return " ".join(f"'sha256-{digest}'" for digest in digests)
-
-
-def answer() -> web.Response:
-    """Return the page as an answer; it needs no key, and asks for one where the server wants it."""
-    text, policy = page()
-    return web.Response(text=text, content_type="text/html", headers={
-        "Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    })  # fmt: skip

@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple
 from minispec.serve import fields
 
 JSON, TEXT, EVENTS, HTML = "application/json", "text/plain", "text/event-stream", "text/html"
-OBJECT: dict[str, Any] = {JSON: "object"}  # content type -> JSON type
-STREAMED: dict[str, Any] = {JSON: "object", EVENTS: "string"}
+STREAMED: dict[str, Any] = {JSON: "object", EVENTS: "string"}  # content type -> JSON type
 NATIVE: dict[str, Any] = {JSON: ["object", "array"], EVENTS: "string"}  # a list of prompts gives a list of answers
 
 NATIVE_EXAMPLE = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
@@ -26,7 +25,7 @@ class Route(NamedTuple):
     summary: str
     body: type[fields.Fields] | None = None
     example: dict[str, Any] | None = None
-    answers: dict[str, Any] = OBJECT
+    answers: dict[str, Any] = {JSON: "object"}
     key: Literal["user", "admin"] | None = "user"  # None: open to all
     parameter: dict[str, Any] | None = None  # in OpenAPI's words
     pattern: str = ""  # of the parameter, where it is a part of the path

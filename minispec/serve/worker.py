@@ -210,14 +210,9 @@ class EngineThread(threading.Thread):
     def _warm_up(self, llm: LLM) -> None:
         """Answer one request of our own, so that ready means: a request was answered; leaves no trace in the totals."""
         self._tell("answering a first request")
-        request = Request("warm-up", llm.tokenizer.encode("The capital city of France is"),
-                          SamplingParams(max_new_tokens=8, temperature=0.0))  # fmt: skip
         try:
-            llm.scheduler.validate(request)
+            llm.generate("The capital city of France is", SamplingParams(max_new_tokens=8, temperature=0.0))
         except RequestError as error:  # a context or pool of a few tokens: served, with requests as small
             logger.warning("no start-up request: %s", error)
             return
-        llm.scheduler.submit(request)
-        while llm.scheduler.has_work:
-            llm.scheduler.step()
         llm.scheduler.flush_cache()

@@ -157,6 +157,5 @@ def served(tiny: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """A server of the tiny model, a `Running`, with the options of all and those that the module names in SERVED."""
     from test_server import Running, options, ready
 
-    running = ready(Running(Config(**options(tiny, **getattr(request.module, "SERVED", {})))))
-    yield running
-    running.stop()
+    with ready(Running(Config(**options(tiny, **getattr(request.module, "SERVED", {}))))) as running:
+        yield running

@@ -37,9 +37,8 @@ def caller(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     assert len(set(ids)) == len(ids)
     folder = scripted(demo_folder, tmp_path_factory.mktemp("models") / "caller", ids)
     flags = {"chat_template": "hermes", "tool_call_parser": "llama3", "reasoning_parser": "deepseek-r1"}
-    running = ready(Running(Config(**options(folder, **flags))))
-    yield running
-    running.stop()
+    with ready(Running(Config(**options(folder, **flags)))) as running:
+        yield running
 
 
 def test_openai_runs_a_loop_of_tools(caller: Running) -> None:

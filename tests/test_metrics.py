@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from conformance import SUBJECTS
+from conftest import wait_until
 from exactness import request
 from prometheus_client.parser import text_string_to_metric_families
 from test_server import Running, chat, native, options
@@ -25,7 +26,6 @@ from test_server import Running, chat, native, options
 from minispec.config import Config
 from minispec.metrics import Histogram, Kept, Load, Metrics
 from minispec.serve.routes import ROUTES
-from minispec.server import build_llm
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -218,14 +218,10 @@ def locked(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         pytest.skip("openssl, which makes the certificate, is not installed")
     config = Config(**options(tiny, api_key="user-key", admin_api_key="admin-key", enable_metrics=True,
                               log_level="debug", ssl_keyfile=str(key), ssl_certfile=str(certificate)))  # fmt: skip
-    running = Running(config, build_llm)
-    running.certificate = certificate  # type: ignore[attr-defined]
-    end = time.monotonic() + 60
-    while ask(running, "/health")[0] != 200:
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    yield running
-    running.stop()
+    with Running(config) as running:
+        running.certificate = certificate  # type: ignore[attr-defined]
+        wait_until(lambda: ask(running, "/health")[0] == 200)
+        yield running
 
 
 def ask(running: Running, path: str, key: str | None = None, body: Any = None) -> tuple[int, str]:

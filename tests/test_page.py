@@ -353,15 +353,12 @@ def test_a_turn_that_fails_leaves_the_conversation_and_its_text_goes_back_into_t
 
 @pytest.mark.browser
 def test_of_a_server_that_is_gone_the_page_says_so_and_tries_again(browser: Any, tiny: Path) -> None:
-    running = ready(Running(Config(**options(tiny, shutdown_timeout=0))))
-    visit = Visit(browser, running, 1280, "light")
-    page = visit.page
-    page.wait_for_selector("#state.ready")
-    try:
+    with ready(Running(Config(**options(tiny, shutdown_timeout=0)))) as running:
+        visit = Visit(browser, running, 1280, "light")
+        page = visit.page
+        page.wait_for_selector("#state.ready")
         visit.begin("Once upon", 800)
         visit.token(3)
-    finally:
-        running.stop()
     page.get_by_text("Server not answering").wait_for()
     assert "It ended early: " in page.inner_text("#turns > li:last-child .failed")
     assert page.inner_text("#state") == "not answering" and page.is_disabled("#send")
@@ -371,8 +368,7 @@ def test_of_a_server_that_is_gone_the_page_says_so_and_tries_again(browser: Any,
     page.wait_for_selector("#state.wrong")
     assert page.input_value("#prompt") == "a time" and page.is_visible("#again") and not faults(visit)
     page.route("**/health", lambda route: route.abort())  # so that the page does not see by itself that it is back
-    running = ready(Running(Config(**options(tiny, port=running.port))))
-    try:
+    with ready(Running(Config(**options(tiny, port=running.port)))):
         page.unroute("**/health")
         page.evaluate("document.getElementById('max_new_tokens').value = 5")
         page.evaluate("document.getElementById('again').click()")
@@ -381,8 +377,6 @@ def test_of_a_server_that_is_gone_the_page_says_so_and_tries_again(browser: Any,
         (message,) = visit.sent["tokenize"][-1]["messages"]
         assert message["content"] == "a time" and not page.is_visible("#alert") and page.input_value("#prompt") == ""
         visit.end("ERR_")
-    finally:
-        running.stop()
 
 
 @pytest.mark.browser
@@ -466,12 +460,12 @@ def ending(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """A server whose answers end, with a draft model that is the target itself, and texts looked up beside it."""
     ids = script(AutoTokenizer.from_pretrained(demo_folder))
     folder = str(scripted(demo_folder, tmp_path_factory.mktemp("models") / "ending", [*ids, 2]))
-    running = ready(Running(Config(**options(
+    given = options(
         Path(folder), speculative_algorithm="STANDALONE", speculative_draft_model_path=folder, speculative_lookup=True,
         speculative_num_steps=2, speculative_eagle_topk=8, speculative_num_draft_tokens=17,
-    ))))  # fmt: skip
-    yield running
-    running.stop()
+    )  # fmt: skip
+    with ready(Running(Config(**given))) as running:
+        yield running
 
 
 def ask_for(visit: Visit, source: str) -> None:

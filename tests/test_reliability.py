@@ -144,9 +144,8 @@ def test_a_request_that_takes_too_long_ends_with_a_reason(
 def test_silent_clients_are_let_go_in_head_and_body(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minispec.server.HEAD_TIMEOUT", 0.3)
     monkeypatch.setattr(bodies, "BODY_TIMEOUT", 0.3)
-    running = Running(Config(port=0, log_level="error"), no_model)
-    begun = time.monotonic()
-    try:
+    with Running(Config(port=0, log_level="error"), no_model) as running:
+        begun = time.monotonic()
         for sent in (b"", b"POST /abort_request HTT", b"POST /abort_request HTTP/1.1\r\nHost: x\r\nX-A: "):
             with socket.create_connection(("127.0.0.1", running.port), timeout=10) as sock:
                 sock.sendall(sent)
@@ -162,8 +161,6 @@ def test_silent_clients_are_let_go_in_head_and_body(tiny: Path, monkeypatch: pyt
             wait_until(lambda: running.server.bodies.held > 0)
             status, answer, _ = running.call("/abort_request", {"rid": "x" * 100})
             assert (status, answer["error"]["code"]) == (503, "busy")
-    finally:
-        running.stop()
 
 
 def stalled(served: Running, body: dict[str, Any]) -> socket.socket:
@@ -240,16 +237,14 @@ def test_a_reader_who_is_behind_gets_the_same_text_in_fewer_events(
 def test_after_a_signal_what_runs_finishes_and_new_work_is_refused(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = ready(Running(Config(**options(tiny, shutdown_timeout=20.0))))
-    drain = lambda: asyncio.run_coroutine_threadsafe(running.server.drain(asyncio.Event()), running.loop)  # noqa: E731
-    try:
+    with ready(Running(Config(**options(tiny, shutdown_timeout=20.0)))) as running:
         expected = running.ok("/generate", native(max_new_tokens=100))["text"]
         slow_steps(running, monkeypatch)
         with ThreadPoolExecutor(2) as pool:
             streamed = pool.submit(running.stream, "/generate", native(max_new_tokens=100))
             whole = pool.submit(running.call, "/generate", native(max_new_tokens=100))
             running.wait(lambda s: s["num_running_reqs"] == 2)
-            drained = drain()
+            drained = asyncio.run_coroutine_threadsafe(running.server.drain(asyncio.Event()), running.loop)
             for path, body in (("/generate", native()), ("/v1/chat/completions", b"{"), ("/tokenize", {"prompt": "a"})):
                 status, answer, headers = running.call(path, body)
                 assert (status, answer["error"]["code"]) == (503, "shutting_down") and headers["Retry-After"]
@@ -260,8 +255,6 @@ def test_after_a_signal_what_runs_finishes_and_new_work_is_refused(
             assert streamed.result()[0][-2]["text"] == whole.result()[1]["text"] == expected
             drained.result(5)
             assert not running.server.exchanges
-    finally:
-        running.stop()
 
 
 def test_when_the_time_to_finish_is_over_what_is_left_is_told(
@@ -298,10 +291,7 @@ def test_a_server_leaves_no_thread_and_no_port(fails: bool, tiny: Path) -> None:
         assert running.call("/generate", native(regex="[ab]{3}"))[0] == 200
         assert running.call("/tokenize", {"prompt": "a" * 60_000})[0] in (200, 400)
     running.stop()
-    end = time.monotonic() + 10
-    while left := threads() - before:
-        assert time.monotonic() < end, left
-        time.sleep(0.02)
+    wait_until(lambda: threads() <= before, 10)
     with socket.create_server(("127.0.0.1", running.port)):
         pass
 

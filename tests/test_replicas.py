@@ -40,20 +40,18 @@ PREFIX = [PACED, *range(300, 315)]  # a page, which those that are to meet at on
 
 @pytest.fixture(scope="module")
 def alone(tiny: Path) -> Iterator[Running]:
-    running = ready(Running(Config(**options(tiny, speculative_algorithm="NONE", **FLAGS))))
-    yield running
-    running.stop()
+    with ready(Running(Config(**options(tiny, speculative_algorithm="NONE", **FLAGS)))) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def served(tiny: Path) -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent)]))  # where replicas find `deadly`
-        running = Running(Config(**options(tiny, speculative_algorithm="deadly:Deadly", dp_size=2, **FLAGS)))
-        ready(running)
-        assert any("raylet" in args for args in session(os.getpid()))  # as it will be looked for
-        yield running
-        running.stop()
+        config = Config(**options(tiny, speculative_algorithm="deadly:Deadly", dp_size=2, **FLAGS))
+        with ready(Running(config)) as running:
+            assert any("raylet" in args for args in session(os.getpid()))  # as it will be looked for
+            yield running
         left = [args for args in session(os.getpid()) if "ray" in args and "<defunct>" not in args]
         assert not left, left
 

@@ -26,13 +26,10 @@ SAMPLES = 12  # tokens of each
 @contextlib.contextmanager
 def serve(drafter: str) -> Iterator[str]:
     """Start a server in a thread, yield its URL when it is ready, and stop it."""
-    running = Running(config_from_args([*FLAGS, *parity.drafter_flags(drafter)]))
-    try:
+    with Running(config_from_args([*FLAGS, *parity.drafter_flags(drafter)])) as running:
         assert running.server.engine.loaded.wait(120)
         assert running.server.engine.error is None
         yield f"http://127.0.0.1:{running.port}"
-    finally:
-        running.stop()
 
 
 @pytest.fixture(scope="module")

@@ -107,6 +107,12 @@ class Running:
         assert started.wait(10)
         self.port = self.server.port
 
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.stop()
+
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.quit.set)
         self.thread.join(20)
@@ -399,16 +405,13 @@ def test_web_pages_of_named_origins_may_call_and_their_browsers_may_ask_without_
     asks |= {"Access-Control-Request-Headers": "authorization,x-own"}
     answers: dict[str | None, Any] = {}
     for origins in (None, "https://a.example, http://localhost:3000", "*"):
-        running = Running(Config(port=0, log_level="error", api_key="secret", cors_origins=origins), no_model)
-        try:
+        with Running(Config(port=0, log_level="error", api_key="secret", cors_origins=origins), no_model) as running:
             answers[origins] = [
                 running.call("/v1/models", None, "OPTIONS", {**page, **asks}),
                 running.call("/health", None, None, page),
                 running.call("/v1/models", None, None, page),  # without a key: an error that the page may read
                 running.call("/health", None, None, {"Origin": "https://evil.example"}),
             ]  # fmt: skip
-        finally:
-            running.stop()
     allow = "Access-Control-Allow-Origin"
     assert [(status, headers[allow]) for status, _, headers in answers[None]] == [
         (401, None), (503, None), (401, None), (503, None)]  # fmt: skip
@@ -817,8 +820,7 @@ def test_until_it_is_ready_the_server_says_so_and_only_health_is_open(tiny: Path
 def test_when_the_scheduler_itself_fails_health_turns_503_and_nothing_hangs(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = ready(Running(Config(**options(tiny))))
-    try:
+    with ready(Running(Config(**options(tiny)))) as running:
         scheduler = running.server.engine.llm.scheduler
 
         def broken(*args: Any) -> Any:
@@ -831,19 +833,14 @@ def test_when_the_scheduler_itself_fails_health_turns_503_and_nothing_hangs(
         status, body, _ = running.call("/health")
         assert status == 503 and body["status"] == "failed" and "beyond repair" in body["progress"]
         assert running.call("/generate", native())[0] == running.call("/server_info")[0] == 503
-    finally:
-        running.stop()
 
 
 @pytest.mark.parametrize("level", ["info", "warning"])
 def test_answers_are_logged_at_the_level_of_http_alone_and_without_queries(
     level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    running = Running(Config(port=0, log_level_http=level, log_level="error"), no_model)
-    try:
+    with Running(Config(port=0, log_level_http=level, log_level="error"), no_model) as running:
         assert running.call("/health?key=secret")[0] == 503 and running.call("/no%0Awhere")[0] == 404
-    finally:
-        running.stop()
     lines = [record.getMessage() for record in caplog.records if record.name == "minispec.access"]
     if level == "warning":
         assert lines == []

@@ -92,14 +92,6 @@ def proxy(served: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     proxy.process.wait(10)
 
 
-def wait_for(served: Running, **wanted: int) -> None:
-    """Wait until the server says these figures of its load."""
-    end = time.monotonic() + 20
-    while any((stats := served.stats())[name] != value for name, value in wanted.items()):
-        assert time.monotonic() < end, (wanted, stats)
-        time.sleep(0.02)
-
-
 def test_answers_come_through_the_proxy_as_they_are(served: Running, proxy: Proxy) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
     straight, through = served.ok("/v1/completions", body), json.loads(proxy.ask("/v1/completions", body).read())
@@ -115,16 +107,16 @@ def test_an_event_is_not_held_back_and_who_leaves_is_gone_for_the_server(served:
     first = proxy.ask("/v1/chat/completions", body)
     holds = proxy.connection
     assert next(events(first, 1))["choices"][0]["delta"]["role"] == "assistant"
-    wait_for(served, num_running_reqs=1)
+    served.wait(lambda s: s["num_running_reqs"] == 1)
     second = proxy.ask("/v1/chat/completions", body)  # waits in the queue, so its one event fills no buffer
     assert next(events(second, 1))["choices"][0]["delta"]["role"] == "assistant"
     queued = proxy.connection
     whole = http.client.HTTPSConnection("127.0.0.1", proxy.tls, timeout=30, context=proxy.context)
     whole.request("POST", "/v1/chat/completions", json.dumps({**body, "stream": False}).encode())
-    wait_for(served, num_running_reqs=1, num_queue_reqs=2)
+    served.wait(lambda s: s["num_running_reqs"] == 1 and s["num_queue_reqs"] == 2)
     for thing in (second, queued, whole, first, holds):
         thing.close()
-    wait_for(served, num_running_reqs=0, num_queue_reqs=0)
+    served.wait(lambda s: s["num_running_reqs"] == s["num_queue_reqs"] == 0)
     assert served.stats()["generated_tokens"] - before < 900, "none of the three was generated to its end"
 
 

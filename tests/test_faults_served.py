@@ -9,8 +9,6 @@ import http.client
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +20,7 @@ import torch
 from conftest import free_port
 from faulty import BREAK_CUDA, COMPILE, COMPILING, HANG, HANG_WITH_THE_INTERPRETER
 from test_llm import CONFIG
-from test_server import Running, await_health, chat, events, native
+from test_server import Running, await_health, chat, events, launch, native
 
 TESTS = Path(__file__).parent
 TIMEOUT = 1.5
@@ -37,9 +35,7 @@ class Child:
         flags += ["--speculative-algorithm", "faulty:Faulty", "--watchdog-timeout", str(TIMEOUT), "--page-size", "16"]
         flags += ["--disable-torch-compile", "--skip-server-warmup", "--max-total-tokens", "2048"]
         path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, "-m", "minispec.server", *flags]
-        own = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=own)
+        self.process = launch(*flags, env={"PYTHONPATH": path})
 
     def get(self, path: str) -> tuple[int, Any]:
         """Return status and body."""

@@ -14,11 +14,8 @@ loaded wrongly drafts nonsense, and is seen by its acceptance.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable
@@ -31,7 +28,7 @@ import torch
 from conftest import free_port
 from safetensors.torch import save_file
 from test_config import DOCUMENTED, ROOT
-from test_server import Running, script
+from test_server import Running, launch, script
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -229,12 +226,8 @@ class Launched:
     def __init__(self, number: int, folder: Path) -> None:
         self.port = free_port()
         environ, argv = DOCUMENTED[number]
-        words = [sys.executable, "-m", "minispec.server", *argv]
-        words += ["--port", str(self.port), *APPENDED]
-        quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            words, cwd=folder, env={**os.environ, **quiet, **environ}, stderr=subprocess.PIPE, text=True
-        )
+        env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), **environ}
+        self.process = launch(*argv, "--port", str(self.port), *APPENDED, env=env, cwd=folder)
 
     def get(self, path: str) -> Any:
         """Return the JSON of a path."""

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -18,6 +17,7 @@ from pathlib import Path
 import openai
 import pytest
 from conftest import free_port
+from test_server import launch
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,11 +26,10 @@ ROOT = Path(__file__).parent.parent
 def started(folder: Path, temporary: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
     """Start a server of two ranks on the model of a folder, whose temporary files go to another one."""
     temporary.mkdir()
-    command = [sys.executable, "-m", "minispec.server", "--model", str(folder), "--tp-size", "2", "--device", "cpu",
-               "--dtype", "float32", "--disable-torch-compile", "--max-running-requests", "2", *flags]  # fmt: skip
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+    server = launch("--model", str(folder), "--tp-size", "2", "--device", "cpu", "--dtype", "float32",
+                    "--disable-torch-compile", "--max-running-requests", "2", *flags,
+                    env={"TMPDIR": str(temporary), "PYTHONPATH": path})  # fmt: skip
     try:
         yield server
     finally:

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,7 +23,7 @@ from typing import Any
 import pytest
 from conftest import wait_until
 from deadly import CRAWLING, PACED, POISON
-from test_server import Running, client, options, ready
+from test_server import Running, client, launch, options, ready
 
 from minispec.config import Config
 from minispec.replicas import workers
@@ -342,17 +341,11 @@ def test_an_abort_reaches_the_replica_and_nothing_is_left(both: Running) -> None
 # ---- the command -------------------------------------------------------------------------------------------------
 
 
-def command(*flags: str, **env: str) -> subprocess.Popen[str]:
-    """Start the server as a user does."""
-    return subprocess.Popen([sys.executable, "-m", "minispec.server", "--port", "0", *flags], text=True,
-                            stderr=subprocess.PIPE, env={**os.environ, **env}, start_new_session=True)  # fmt: skip
-
-
 def test_without_ray_and_without_a_cluster_there_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise ImportError('not here')")
     path = os.pathsep.join([str(tmp_path), str(TESTS.parent)])
-    missing = command("--dp-size", "2", PYTHONPATH=path)
-    nobody = command("--dp-size", "2", "--ray-address", "127.0.0.1:1")
+    missing = launch("--port", "0", "--dp-size", "2", env={"PYTHONPATH": path})
+    nobody = launch("--port", "0", "--dp-size", "2", "--ray-address", "127.0.0.1:1")
     for process, says in ((missing, "pip install 'minispec[cluster]'"), (nobody, "ray start --head --port 1")):
         _, log = process.communicate(timeout=60)
         last = log.splitlines()[-1]
@@ -372,9 +365,10 @@ def session(leader: int) -> list[str]:
 
 def test_ctrl_c_lets_what_runs_finish_and_leaves_no_process_and_no_file(tiny: Path) -> None:
     flags = ["--model", str(tiny), "--device", "cpu", "--dtype", "float32", "--disable-torch-compile", "--dp-size", "2",
-             "--speculative-algorithm", "NONE", "--skip-server-warmup"]  # fmt: skip
+             "--speculative-algorithm", "NONE", "--skip-server-warmup", "--port", "0"]  # fmt: skip
     temporary = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
-    process = command(*flags, TMPDIR=str(temporary), PYTHONPATH=str(TESTS.parent))
+    env = {"TMPDIR": str(temporary), "PYTHONPATH": str(TESTS.parent)}
+    process = launch(*flags, env=env, start_new_session=True)
     try:
         log = []
         for line in process.stderr:

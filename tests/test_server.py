@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -849,9 +849,11 @@ def test_answers_are_logged_at_the_level_of_http_alone_and_without_queries(
         assert " GET /health 503 " in lines[0] and " GET /no%0Awhere 404 " in lines[1]
 
 
-def launch(*argv: str) -> subprocess.Popen[str]:
+def launch(*argv: str, env: Mapping[str, str] = {}, **how: Any) -> subprocess.Popen[str]:
+    """Start the server as a user does; env: variables beside those of the tests."""
     command = [sys.executable, "-m", "minispec.server", *argv]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    own = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=own, **how)
 
 
 def await_health(port: int, process: Any) -> http.client.HTTPConnection:

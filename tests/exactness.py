@@ -27,7 +27,7 @@ from minispec.engine import Engine
 from minispec.kv import KVShape, PagedKV
 from minispec.load.tokenizer import Detokenizer
 from minispec.model import Model, ModelConfig
-from minispec.request import Request, SamplingParams
+from minispec.request import Request, SamplingParams, Update
 from minispec.sampling import SamplingState, pick
 from minispec.scheduler import Scheduler, SchedulerOptions
 from minispec.tree import PADDING, DraftTree
@@ -225,6 +225,22 @@ def run(scheduler: Scheduler, requests: Sequence[Request], stagger: int = 0) -> 
         assert step < 5000, "the scheduler does not come to an end"
     scheduler.step()  # idle: runs the integrity check
     return texts
+
+
+def submit(scheduler: Scheduler, *requests: Request) -> None:
+    """Validate and queue."""
+    for r in requests:
+        scheduler.validate(r)
+        scheduler.submit(r)
+
+
+def finish(scheduler: Scheduler, until: Callable[[], bool] = lambda: False) -> list[Update]:
+    """Step until all is done, or the condition holds, checking the pages."""
+    updates: list[Update] = []
+    while scheduler.has_work and not until():
+        updates += scheduler.step()
+        scheduler.check()
+    return updates
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conformance import HALF, random_head, truth
-from exactness import CPU, VOCAB, build, check, mixed_requests, request, run, tiny_model
+from exactness import CPU, VOCAB, build, check, finish, mixed_requests, request, run, submit, tiny_model
 from torch import nn
 
 import minispec.beam as beam_module
@@ -217,16 +217,11 @@ def test_prompts_prefilled_together_share_the_pages_of_their_draft_rows_too() ->
     prompt = [5 * i % 61 for i in range(100)]
     prompts = [prompt, prompt, prompt[:48] + [7] + prompt[49:]]
     requests = [request(f"t{i}", p, temperature=1.0, sampling_seed=i, max_new_tokens=12) for i, p in enumerate(prompts)]
-    for r in requests:
-        scheduler.validate(r)
-        scheduler.submit(r)
-    while len(scheduler.running) < 3:
-        scheduler.step()
+    submit(scheduler, *requests)
+    finish(scheduler, lambda: len(scheduler.running) == 3)
     one, two, three = (scheduler.seats[r].pages for r in requests)
     assert one[:6] == two[:6] and one[:2] == three[:2] and not set(one[2:]) & set(three[2:])
-    while scheduler.has_work:
-        scheduler.step()
-        scheduler.check()
+    finish(scheduler)
     assert_slow_trees(compare, 3, 2, 6, every=3)
     assert all(r.output_ids == truth(MODEL, r) for r in requests)
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conformance import SUBJECTS, WISHES, Subject, truth
-from exactness import request, run
+from exactness import finish, request, run, submit
 
 from minispec.beam import Inputs
 from minispec.cpu.gather import PagedGather
@@ -79,22 +79,6 @@ def nan_for(network: object, *tokens: int) -> Iterator[None]:
 def sound(scheduler: Scheduler) -> bool:
     """Whether no page holds NaN, neither of the target nor of the drafter."""
     return not any(bool(pool.isnan().any()) for pool in scheduler.kv.pools)
-
-
-def submit(scheduler: Scheduler, *requests: Request) -> None:
-    """Validate and queue."""
-    for r in requests:
-        scheduler.validate(r)
-        scheduler.submit(r)
-
-
-def finish(scheduler: Scheduler, until: Callable[[], bool] = lambda: False) -> list[Update]:
-    """Step until all is done, or the condition holds, checking the pages."""
-    updates: list[Update] = []
-    while scheduler.has_work and not until():
-        updates += scheduler.step()
-        scheduler.check()
-    return updates
 
 
 def assert_exact(subject: Subject, *requests: Request) -> None:

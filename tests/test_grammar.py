@@ -20,7 +20,7 @@ import pytest
 import torch
 from conformance import SUBJECTS, WISHES
 from constrained import SCHEMAS, problem
-from exactness import CPU, VOCAB, Oracle, build, next_logits, request, run, tiny_model
+from exactness import CPU, VOCAB, Oracle, build, finish, next_logits, request, run, submit, tiny_model
 from llguidance import LLMatcher
 
 import minispec.asked.grammar as grammar_module
@@ -235,14 +235,9 @@ def test_a_mask_left_empty_fails_that_request_by_name_and_no_other() -> None:
     for drafter in (Plain(), Oracle(lambda text: [TOKENS.index("ab"), EOS], miss=0.0)):
         stuck = request("stuck", [5], grammar=word, min_new_tokens=6)
         other = request("other", [5], grammar=word)
-        streamed = []
         scheduler = build(tiny_model(), drafter, **HOW)
-        for r in (stuck, other):
-            scheduler.validate(r)
-            scheduler.submit(r)
-        while scheduler.has_work:
-            streamed += scheduler.step()
-        scheduler.check()
+        submit(scheduler, stuck, other)
+        streamed = finish(scheduler)
         assert stuck.finish.kind == "abort" and stuck.finish.status == 400 and "min_tokens" in stuck.finish.message
         assert other.finish == Finish("stop", EOS)
         assert "".join(u.text for u in streamed if u.request is other) == "abab"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conformance import SUBJECTS, WISHES, Subject, assert_exact, truth
-from exactness import Letters, any_ids, next_logits, request, run
+from exactness import Letters, any_ids, finish, next_logits, request, run, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,13 +67,6 @@ def assert_near(told: list, truth: torch.Tensor) -> None:
     torch.testing.assert_close(torch.tensor(told, dtype=torch.float64), truth, atol=1e-4, rtol=0)
 
 
-def go_on(scheduler: Scheduler) -> None:
-    """Serve what was submitted to its end."""
-    while scheduler.has_work:
-        scheduler.step()
-    scheduler.check()
-
-
 def asking(subject: Subject, **params: object) -> list[Request]:
     """Return eight requests of which seven ask, each for something else."""
     wishes = [Logprobs(), Logprobs(top=3, start=0), None, Logprobs(top=1, ids=NAMED), Logprobs(ids=(7,), start=5),
@@ -123,14 +116,13 @@ def test_who_is_retracted_within_its_prompt_goes_on_where_it_was() -> None:
     subject = SUBJECTS["none"]
     scheduler = subject.build(chunk=16)
     r = request("r", any_ids(100, random.Random(1)), logprobs=Logprobs(top=1, start=10), max_new_tokens=3)
-    scheduler.validate(r)
-    scheduler.submit(r)
+    submit(scheduler, r)
     for _ in range(3):
         scheduler.step()
     assert len(r.prompt_scores) == 38
     with torch.inference_mode():
         scheduler._send_back(r)
-    go_on(scheduler)
+    finish(scheduler)
     assert r.retractions == 1
     assert_told(subject.model(), r)
 
@@ -244,9 +236,7 @@ def answers(scheduler: Scheduler, body: dict[str, Any]) -> tuple[dict[str, Any],
     served = Served("m", Spelled())
     whole = Reply(job, requests, served)
     stream = Reply(parse.parse_completion({**body, "stream": True}, {}), requests, served)
-    for r in requests:
-        scheduler.validate(r)
-        scheduler.submit(r)
+    submit(scheduler, *requests)
     events = []
     while scheduler.has_work:
         for update in scheduler.step():
@@ -338,9 +328,7 @@ def test_choices_that_wait_are_aborted_and_fail_with_the_first_and_outlive_it() 
 
     def begin() -> list[Request]:
         several = choices(any_ids(70, rng), 3, seed=None)
-        for r in several:
-            scheduler.validate(r)
-            scheduler.submit(r)
+        submit(scheduler, *several)
         scheduler.step()
         assert scheduler.stats()["num_queue_reqs"] == 2 and len(scheduler.prefilling) == 1
         return several
@@ -350,7 +338,7 @@ def test_choices_that_wait_are_aborted_and_fail_with_the_first_and_outlive_it() 
     scheduler.abort(several[1].rid)
     scheduler.abort(several[0].rid)
     assert [r.finish and r.finish.kind for r in several] == ["abort", "abort", None]
-    go_on(scheduler)
+    finish(scheduler)
     assert several[2].finish.kind == "length"
     several = begin()
     assert len(scheduler.abort("")) == 3 and not scheduler.has_work

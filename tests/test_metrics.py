@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from conformance import SUBJECTS
 from conftest import wait_until
-from exactness import request
+from exactness import finish, request, submit
 from prometheus_client.parser import text_string_to_metric_families
 from test_server import Running, chat, native, options
 
@@ -159,12 +159,10 @@ def test_a_throughput_has_no_idle_time_and_all_time_with_work(
         later[0] += idle
         for rid in ("first", "second"):
             asked = request(rid, list(range(prompt)), max_new_tokens=tokens, ignore_eos=True)
-            scheduler.validate(asked)
-            scheduler.submit(asked)
+            submit(scheduler, asked)
             scheduler.step()
             later[0] += busy if rid == "first" else 0
-        while scheduler.has_work:
-            scheduler.step()
+        finish(scheduler)
         return tuple([float(speed) for speed in re.findall(kind + r" throughput \(token/s\): ([\d.]+)", caplog.text)]
                      for kind in ("input", "gen"))  # fmt: skip
 

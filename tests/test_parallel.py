@@ -28,10 +28,23 @@ import torch.distributed as dist
 from capturing import Capture, reads_all
 from conformance import SUBJECTS, WISHES, Subject, mixture_model, random_head, sharp_model
 from conftest import free_port, slow_unless, wait_until
-from exactness import MIXTURE, VOCAB, WINDOWED, Oracle, build, mixed_requests, request, run, tiny_config, truth_of
+from exactness import (
+    MIXTURE,
+    VOCAB,
+    WINDOWED,
+    Oracle,
+    build,
+    finish,
+    mixed_requests,
+    request,
+    run,
+    submit,
+    tiny_config,
+    truth_of,
+)
 from rank_one import CHOSEN, FOUND, LOOK, REPLAYED, noted, split
 from safetensors.torch import save_file
-from test_faults import fail_in, finish, nan_in_a_prompt, nan_while_decoding, raise_once, submit
+from test_faults import fail_in, nan_in_a_prompt, nan_while_decoding, raise_once
 from test_grammar import HOW as GRAMMATICAL
 from test_grammar import TERSE
 from test_lookup import PAIRS, adversary, repeating

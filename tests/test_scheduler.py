@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from conformance import truth
-from exactness import Oracle, build, mixed_requests, reference, request, run, tiny_model, truth_of
+from exactness import Oracle, build, mixed_requests, reference, request, run, submit, tiny_model, truth_of
 
 from minispec.drafter import Plain
 from minispec.output import Output
@@ -27,13 +27,6 @@ def drive(scheduler: Scheduler, updates: list[Update]) -> None:
             updates += scheduler.fail(error)
             scheduler.check()
     raise AssertionError("the scheduler does not come to an end")
-
-
-def submit(scheduler: Scheduler, requests) -> None:
-    """Validate and queue."""
-    for r in requests:
-        scheduler.validate(r)
-        scheduler.submit(r)
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, at: int) -> None:
@@ -59,7 +52,7 @@ def test_a_step_that_raises_answers_everyone_and_keeps_the_queue(place, at, monk
     scheduler = build(MODEL, Oracle(truth_of(MODEL)), running=3, pages=30)
     owner, name = place
     requests = mixed_requests(max_new_tokens=6)
-    submit(scheduler, requests)
+    submit(scheduler, *requests)
     fail_once(monkeypatch, getattr(scheduler, owner), name, at)
     updates: list[Update] = []
     drive(scheduler, updates)
@@ -79,7 +72,7 @@ def test_a_step_that_raises_answers_everyone_and_keeps_the_queue(place, at, monk
 def test_an_end_reached_before_another_request_of_the_step_raises_is_delivered(monkeypatch) -> None:
     scheduler = build(MODEL, Plain(), running=2)
     first, second = request("a", [1, 2, 3], max_new_tokens=3), request("b", [4, 5, 6], max_new_tokens=9)
-    submit(scheduler, [first, second])
+    submit(scheduler, first, second)
     original = Output.append
 
     def append(self, token):
@@ -98,7 +91,7 @@ def test_an_end_reached_before_another_request_of_the_step_raises_is_delivered(m
 def test_abort_reaches_requests_in_queue_prefill_and_decode() -> None:
     scheduler = build(MODEL, Plain(), running=2, chunk=16)
     requests = [request("run", [1, 2], max_new_tokens=50), request("fill", list(range(60)) * 2), request("wait", [3])]
-    submit(scheduler, requests)
+    submit(scheduler, *requests)
     updates: list[Update] = []
     for _ in range(3):
         updates += scheduler.step()
@@ -113,7 +106,7 @@ def test_abort_reaches_requests_in_queue_prefill_and_decode() -> None:
 def test_no_tokens_wanted_is_answered_at_once() -> None:
     scheduler = build(MODEL, Plain())
     nothing = request("nothing", [1, 2], max_new_tokens=0)
-    submit(scheduler, [nothing])
+    submit(scheduler, nothing)
     assert scheduler.has_work
     (update,) = scheduler.step()
     assert update.finish.kind == "length" and update.ids == [] and not scheduler.has_work
@@ -133,7 +126,7 @@ def test_what_cannot_be_served_is_refused_by_name(prompt, params, field) -> None
 def test_min_new_tokens_costs_the_batch_nothing_once_it_is_reached() -> None:
     scheduler = build(MODEL, Plain(), eos=(4,))
     patient = request("patient", [1, 2, 3], max_new_tokens=12, min_new_tokens=3)
-    submit(scheduler, [patient])
+    submit(scheduler, patient)
     seen = []
     while scheduler.has_work:
         scheduler.step()
@@ -144,7 +137,7 @@ def test_min_new_tokens_costs_the_batch_nothing_once_it_is_reached() -> None:
 
 def test_a_long_queue_is_not_hashed_at_every_step(monkeypatch) -> None:
     scheduler = build(MODEL, Plain(), pages=8, running=4)
-    submit(scheduler, [request(f"q{i}", [i, *range(40)], max_new_tokens=40) for i in range(4)])
+    submit(scheduler, *(request(f"q{i}", [i, *range(40)], max_new_tokens=40) for i in range(4)))
     matches = []
     original = scheduler.cache.match
     monkeypatch.setattr(scheduler.cache, "match", lambda *args: matches.append(1) or original(*args))
@@ -159,7 +152,7 @@ def test_a_request_refused_for_pages_is_admitted_as_soon_as_its_prefix_is_cached
     """The front of the queue lacks pages while its prefix is being computed for another; afterwards few are enough."""
     scheduler, prefix = build(MODEL, Plain(), pages=11, chunk=32), [3 * i % 61 for i in range(96)]
     first, second = request("first", [*prefix, 1, 2, 3, 4]), request("second", [*prefix, 9])
-    submit(scheduler, [first, second])
+    submit(scheduler, first, second)
     while not first.output_ids:
         scheduler.step()
         assert second in scheduler.waiting and scheduler._refused[0] is second, "the pool was to be too small for both"
@@ -175,7 +168,7 @@ def test_prompts_prefilled_together_share_their_pages_from_then_on(speculative: 
     drafter = Oracle(truth_of(MODEL)) if speculative else Plain()
     scheduler, prompt = build(MODEL, drafter, pages=18, chunk=256), [5 * i % 61 for i in range(100)]
     twins = [request(f"t{i}", prompt, temperature=1.0, sampling_seed=i, max_new_tokens=50) for i in range(2)]
-    submit(scheduler, twins)
+    submit(scheduler, *twins)
     updates = scheduler.step()
     assert len(updates) == 2 and scheduler.running == twins, "both were to be prefilled in one step"
     scheduler.check()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conformance import SUBJECTS, WISHES
 from conftest import slow_unless
-from exactness import request, run
+from exactness import finish, request, run, submit
 from test_capture import replayed
 from test_cuda_path import serve, some_requests
 from test_verify import forest
@@ -119,16 +119,12 @@ def test_the_rows_of_a_text_are_those_of_its_prefill(name: str) -> None:
     subject = SUBJECTS[name]
     scheduler = subject.build(simulated=2.3)
     one = request("one", subject.text(21, random.Random(1)), max_new_tokens=60)
-    scheduler.validate(one)
-    scheduler.submit(one)
-    while len(one.output_ids) < 40:
-        scheduler.step()
+    submit(scheduler, one)
+    finish(scheduler, lambda: len(one.output_ids) >= 40)
     other = subject.build()
     same = request("same", one.ids[: one.kv_len], max_new_tokens=2)
-    other.validate(same)
-    other.submit(same)
-    while not same.output_ids:
-        other.step()
+    submit(other, same)
+    finish(other, lambda: bool(same.output_ids))
     made, true = (
         s.kv.pool[:, :, s.kv.rows(torch.tensor([r.slot]), torch.arange(one.kv_len)[None],
                                   torch.ones(1, one.kv_len, dtype=torch.bool))]

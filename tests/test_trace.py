@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conformance import SUBJECTS, assert_exact
-from exactness import VOCAB, build, next_logits, request, run
+from exactness import VOCAB, build, next_logits, request, run, submit
 from test_server import Running, native
 from test_standalone import MODEL, near
 
@@ -116,8 +116,7 @@ def test_a_watched_step_is_none_of_the_captured_ones() -> None:
     run(scheduler, [watched])
     assert len(watched.trace.steps) == 3 and not replayed
     submitted = request("free", [1, 2], max_new_tokens=3)
-    scheduler.validate(submitted)
-    scheduler.submit(submitted)
+    submit(scheduler, submitted)
     scheduler.step(), scheduler.step()
     assert replayed, "a step that nobody watches is replayed"
 

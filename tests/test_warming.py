@@ -24,7 +24,7 @@ import test_heads
 import test_standalone
 import torch
 from conftest import slow_unless, wait_until
-from exactness import CPU, VOCAB, Oracle, build, graphs_made, reference, request, run, tiny_model, truth_of
+from exactness import CPU, VOCAB, Oracle, build, graphs_made, reference, request, run, submit, tiny_model, truth_of
 from test_engine import MODEL, eagle3
 from test_experts import MIXED
 from test_llm import config_of
@@ -91,8 +91,7 @@ def test_a_takeover_before_any_step_of_a_reply_leaves_its_tokens(make: Callable[
         for step in steps_of(engine):
             step.ready = False
         asked, todo, steps = request("r", PROMPT, max_new_tokens=16), list(alone), 0
-        scheduler.validate(asked)
-        scheduler.submit(asked)
+        submit(scheduler, asked)
         while scheduler.has_work:
             for _ in range(takeovers.get(steps, 0)):
                 made = graphs_made()

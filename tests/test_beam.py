@@ -24,6 +24,7 @@ from minispec.model import Model
 from minispec.mtp import MtpHead
 from minispec.request import Request
 from minispec.sampling import gumbel
+from minispec.scheduler import Scheduler
 from minispec.tree import ancestors, depth
 
 MODEL = tiny_model()
@@ -130,11 +131,12 @@ def paths(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
     return set(known[1:])
 
 
-def record(scheduler, compare: list) -> None:
-    """Make the drafter note, for every tree it proposes, the text it belongs to."""
+def record(scheduler: Scheduler, also: Callable[[int], tuple] = lambda row: ()) -> list[tuple]:
+    """Note of each proposed tree the text before it, what `also` tells of its row, tokens, parents and the request."""
+    noted: list[tuple] = []
     inner = scheduler.engine.drafter.propose
 
-    def propose(batch: Batch):
+    def propose(batch: Batch) -> DraftTree:
         tree = inner(batch)
         check(tree)
         slots = {r.slot: r for r in scheduler.running}
@@ -142,10 +144,11 @@ def record(scheduler, compare: list) -> None:
             if slot:
                 ids = slots[slot].ids
                 assert ids[-1] == batch.root[row] == tree.tokens[row, 0] and len(ids) - 1 == batch.lens[row]
-                compare.append((ids, tree.tokens[row].tolist(), tree.parents[row].tolist()))
+                noted.append((ids, *also(row), tree.tokens[row].tolist(), tree.parents[row].tolist(), slots[slot]))
         return tree
 
     scheduler.engine.drafter.propose = propose
+    return noted
 
 
 def assert_slow_trees(
@@ -153,16 +156,15 @@ def assert_slow_trees(
 ) -> None:
     """Compare the noted trees with the slow ones."""
     assert len(compare) > 10
-    for ids, tokens, parents in compare[::every]:
+    for ids, tokens, parents, *_ in compare[::every]:
         slow = slow_tree(ids, steps, topk, nodes, head, model)
         assert paths(tokens, parents) == slow, f"after {len(ids)} tokens"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_tree_is_the_slow_reference_s(shape) -> None:
-    compare: list = []
     scheduler = build(MODEL, drafter(*shape))
-    record(scheduler, compare)
+    compare = record(scheduler)
     run(scheduler, mixed_requests(max_new_tokens=6))
     assert_slow_trees(compare, *shape, every=3)
 
@@ -170,9 +172,8 @@ def test_every_tree_is_the_slow_reference_s(shape) -> None:
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp"])
 def test_every_published_kind_of_head_drafts_as_the_slow_reference(name) -> None:
     for shape in ((3, 1, 4), (3, 3, 8)):
-        compare: list = []
         scheduler = build(MODEL, drafter(*shape, head=HEADS[name]), chunk=32)
-        record(scheduler, compare)
+        compare = record(scheduler)
         requests = mixed_requests(max_new_tokens=6)
         run(scheduler, requests)
         assert_slow_trees(compare, *shape, every=3, head=HEADS[name])
@@ -182,9 +183,8 @@ def test_every_published_kind_of_head_drafts_as_the_slow_reference(name) -> None
 
 @pytest.mark.parametrize("how", [dict(running=1), dict(chunk=32), dict(chunk=1, running=2), dict(pages=15)], ids=str)
 def test_trees_stay_the_same_alone_in_chunks_and_under_retraction(how) -> None:
-    compare: list = []
     scheduler = build(MODEL, drafter(3, 2, 6), **how)
-    record(scheduler, compare)
+    compare = record(scheduler)
     requests = mixed_requests(max_new_tokens=40 if "pages" in how else 6)
     run(scheduler, requests)
     assert_slow_trees(compare, 3, 2, 6, every=9 if "pages" in how else 3)
@@ -196,10 +196,9 @@ def test_a_prefix_hit_restores_the_draft_rows_whatever_follows_the_page() -> Non
     for page, differ in ((16, 15), (16, 16), (16, 17), (16, 32), (64, 63), (64, 64), (64, 65)):
         first = [1 + 7 * i % 40 for i in range(2 * page + 7)]
         other = first[:differ] + [50] + first[differ + 1 :]
-        compare: list = []
         scheduler = build(MODEL, drafter(3, 2, 6), page_size=page, pages=20)
         run(scheduler, [request("a", first, max_new_tokens=4)])
-        record(scheduler, compare)
+        compare = record(scheduler)
         again = request("b", other, max_new_tokens=12)
         run(scheduler, [again])
         assert again.cached_tokens == (differ - 1) // page * page
@@ -210,9 +209,8 @@ def test_a_prefix_hit_restores_the_draft_rows_whatever_follows_the_page() -> Non
 
 
 def test_prompts_prefilled_together_share_the_pages_of_their_draft_rows_too() -> None:
-    compare: list = []
     scheduler = build(MODEL, drafter(3, 2, 6, coupled=False), pages=40, chunk=256)
-    record(scheduler, compare)
+    compare = record(scheduler)
     # The second prompt first differs in the token that row 47 of the draft looks ahead to: it shares two pages of six.
     prompt = [5 * i % 61 for i in range(100)]
     prompts = [prompt, prompt, prompt[:48] + [7] + prompt[49:]]
@@ -228,9 +226,8 @@ def test_prompts_prefilled_together_share_the_pages_of_their_draft_rows_too() ->
 
 def test_an_overflow_in_the_trash_page_reaches_no_request(monkeypatch) -> None:
     """A shorter request of a batch has page 0 where the longer one has its last pages; padding may have written NaN."""
-    compare: list = []
     scheduler = build(MODEL, drafter(3, 2, 6), running=3)
-    record(scheduler, compare)
+    compare = record(scheduler)
     fill = Plan.fill
 
     def poisoned(self, *step, **more):
@@ -315,11 +312,10 @@ MUTATIONS = [stale_rows, token_i_instead_of_the_next, position_off_by_one, featu
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 def test_a_wrong_draft_is_noticed(mutation, monkeypatch) -> None:
     mutation(monkeypatch)
-    compare: list = []
     # The toy head hardly looks at the token, nor at siblings: one tree of 55 would tell, or none.
     head = HEADS["eagle" if mutation in (token_i_instead_of_the_next, siblings_see_each_other) else "toy"]
     scheduler = build(MODEL, drafter(3, 3, 8, head=head), chunk=32)
-    record(scheduler, compare)
+    compare = record(scheduler)
     run(scheduler, mixed_requests(max_new_tokens=8))
     with pytest.raises(AssertionError, match="after"):
         assert_slow_trees(compare, 3, 3, 8, every=2, head=head)
@@ -361,13 +357,11 @@ def slow_coupled_tree(ids: list[int], r: Request, shape: tuple[int, int, int], h
 
 def coupled_case(name: str, shape: tuple[int, int, int], coupled: bool) -> None:
     """Serve the requests; compare their trees with slow ones, and their output with the reference."""
-    compare: list = []
     scheduler = build(MODEL, drafter(*shape, head=HEADS[name], coupled=coupled))
-    record(scheduler, compare)
+    compare = record(scheduler)
     requests = sampled_and_greedy(max_new_tokens=8)
     run(scheduler, requests)
-    for ids, tokens, parents in compare[::3]:
-        r = next(r for r in requests if r.prompt_ids == ids[: len(r.prompt_ids)] and r.ids[: len(ids)] == ids)
+    for ids, tokens, parents, r in compare[::3]:
         slow = slow_coupled_tree(ids, r, shape, HEADS[name]) if coupled else slow_tree(ids, *shape, HEADS[name])
         assert paths(tokens, parents) == slow, f"after {len(ids)} tokens"
     for r in requests:
@@ -580,9 +574,8 @@ class BrokenHead(ToyHead):
 def test_output_stays_exact_when_a_head_gives_no_numbers(round_: int, value: float, temperature: float) -> None:
     with torch.inference_mode():
         head = BrokenHead(MODEL).break_at(round_, value)
-    compare: list = []
     scheduler = build(MODEL, drafter(3, 3, 8, head=head))
-    record(scheduler, compare)
+    compare = record(scheduler)
     requests = mixed_requests(count=4, max_new_tokens=8, temperature=temperature)
     run(scheduler, requests)
     assert len(compare) > 10 and head.calls > 20

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 from conformance import mixture_model, truth, windowed_model
-from exactness import CPU, VOCAB, build, check, mixed_requests, reference, request, run, tiny_model
+from exactness import CPU, VOCAB, build, mixed_requests, reference, request, run, tiny_model
 from safetensors.torch import save_file
-from test_beam import paths
+from test_beam import paths, record
 from torch import Tensor
 from torch._dynamo import lookup_backend
 from transformers import Qwen3Config
@@ -188,31 +188,17 @@ Seen = list[tuple[list[int], Tensor, list[int], list[int], Any]]  # text, logits
 
 def watch(scheduler: Scheduler, compiled: bool = False) -> Seen:
     """Note of every tree the text before it, the logits of its block unless compiled, the tree and the request."""
-    seen: Seen = []
     drafter = scheduler.engine.drafter
-    inner, read = drafter.propose, drafter.network.logits
+    read = drafter.network.logits
     drafter.read = torch.zeros(scheduler.sizes.max_running, 0)
 
     def logits(states: Tensor) -> Tensor:
         drafter.read = read(states)
         return drafter.read
 
-    def propose(batch: Batch) -> DraftTree:
-        tree = inner(batch)
-        check(tree)
-        slots = {r.slot: r for r in scheduler.running}
-        for row, slot in enumerate(batch.slots.tolist()):
-            if slot:
-                ids = list(slots[slot].ids)
-                assert ids[-1] == batch.root[row] == tree.tokens[row, 0] and len(ids) - 1 == batch.lens[row]
-                seen.append((ids, drafter.read[row].clone(), tree.tokens[row].tolist(), tree.parents[row].tolist(),
-                             slots[slot]))  # fmt: skip
-        return tree
-
-    drafter.propose = propose
     if not compiled:
         drafter.network.logits = logits
-    return seen
+    return record(scheduler, lambda row: (drafter.read[row].clone(),))
 
 
 def served(

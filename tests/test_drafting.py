@@ -31,28 +31,26 @@ from minispec.scheduler import Scheduler
 CHAIN, TREE = (3, 1, 4), (3, 3, 8)  # steps, topk, nodes
 
 
-def served(shape: tuple[int, int, int], noise: float, compare: list | None = None) -> Scheduler:
-    """Serve eight texts of the language, noting trees in `compare`; returns the scheduler for its counts."""
+def served(shape: tuple[int, int, int], noise: float, noted: bool = False) -> tuple[Scheduler, list[tuple]]:
+    """Serve eight texts of the language; returns the scheduler for its counts and, if they are noted, the trees."""
     steps, topk, nodes = shape
     with torch.inference_mode():
         scheduler = build(trained_model(), BeamDrafter(trained_head(), steps=steps, topk=topk, nodes=nodes), chunk=4)
-    if compare is not None:
-        record(scheduler, compare)
+    trees = record(scheduler) if noted else []
     text: Callable[[int, random.Random], list[int]] = functools.partial(sentence, noise=noise)
     run(scheduler, mixed_requests(text=text, max_new_tokens=24))
-    return scheduler
+    return scheduler, trees
 
 
 def acceptance() -> float:
     """Return the share of drafted tokens that is accepted, in chains."""
-    return (served(CHAIN, noise=0.1).metrics.verified.accept_length - 1) / CHAIN[0]
+    return (served(CHAIN, noise=0.1)[0].metrics.verified.accept_length - 1) / CHAIN[0]
 
 
 def assert_trees() -> None:
     """Raise AssertionError unless the trees are the slow reference's."""
-    compare: list = []
-    served(TREE, noise=0.4, compare=compare)
-    assert_slow_trees(compare, *TREE, every=3, head=trained_head(), model=trained_model())
+    _, trees = served(TREE, noise=0.4, noted=True)
+    assert_slow_trees(trees, *TREE, every=3, head=trained_head(), model=trained_model())
 
 
 def test_the_head_is_good_and_its_trees_are_the_slow_reference_s() -> None:

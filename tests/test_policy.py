@@ -300,24 +300,24 @@ def test_a_choice_of_its_own_changes_no_token() -> None:
     assert_exact(SUBJECTS["none"], requests)
 
 
-def serve_with_gaps(compare: list) -> None:
-    """Serve texts so long that rings fill up, noting trees; then a second turn that hits pages of plain steps."""
+def serve_with_gaps() -> list[tuple]:
+    """Serve texts so long that rings fill up, then a second turn that hits pages of plain steps; returns the trees."""
     scheduler = forced("eagle3", running=2, chunk=32)
     sizes = iter([6, *[1] * 70, 6, 1, 6, 3, *[1] * 9, *[3, 6] * 5])  # 70 plain steps are more than a ring holds
     scheduler.policy.forced = lambda shapes: sized(next(sizes, 1))
-    record(scheduler, compare)
+    compare = record(scheduler)
     first = [request("a", range(20), max_new_tokens=140), request("b", [7, 8], max_new_tokens=130)]
     run(scheduler, first)
     turn = request("c", [*first[0].prompt_ids, *first[0].output_ids, 5], max_new_tokens=14)
     scheduler.policy.forced = max
     run(scheduler, [turn])
     assert turn.cached_tokens == 144 and turn.output_ids == reference(MODEL, turn)
+    return compare
 
 
 def assert_trees() -> None:
     """Raise AssertionError unless the trees after gaps are the slow reference's."""
-    compare: list = []
-    serve_with_gaps(compare)
+    compare = serve_with_gaps()
     large = [one for one in compare if len(one[1]) == 6]
     small = [one for one in compare if len(one[1]) == 3]
     assert_slow_trees(large[:12], 3, 2, 6, head=HEAD)  # the ring was full, and ran over

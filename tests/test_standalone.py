@@ -81,7 +81,7 @@ def slow_tree(ids: list[int], shape: tuple[int, int, int], draft: Model) -> set[
 def assert_slow_trees(compare: list, shape: tuple[int, int, int], name: str = "near", every: int = 1) -> None:
     """Compare the noted trees with the slow ones."""
     assert len(compare) > 10
-    for ids, tokens, parents in compare[::every]:
+    for ids, tokens, parents, _ in compare[::every]:
         assert paths(tokens, parents) == slow_tree(ids, shape, DRAFTS[name]), f"after {len(ids)} tokens"
 
 
@@ -89,9 +89,8 @@ def drafted(
     shape: tuple[int, int, int], requests: list[Request], name: str = "near", **how: object
 ) -> tuple[Scheduler, list]:
     """Serve requests and return the scheduler and every tree it was offered."""
-    compare: list = []
     scheduler = build(MODEL, drafter(*shape, name), **how)
-    record(scheduler, compare)
+    compare = record(scheduler)
     run(scheduler, requests)
     return scheduler, compare
 
@@ -131,16 +130,15 @@ def test_at_temperature_one_its_own_drafts_are_accepted_whole_if_they_share_its_
 @pytest.mark.parametrize("shape", [(2, 2, 7), (3, 3, 8), (4, 4, 16)], ids=str)
 def test_a_tree_of_the_target_s_own_drafts_is_followed_along_the_greedy_children(shape) -> None:
     requests = mixed_requests(max_new_tokens=24)
-    compare: list = []
     scheduler = build(MODEL, drafter(*shape, "itself"))
-    record(scheduler, compare)
+    compare = record(scheduler)
     lengths: list[tuple[int, int]] = []  # of each step: the greedy path within the tree, and what was accepted
     inner = scheduler.engine.accept.judge
 
     def judge(*given):
         verdict = inner(*given)
         host_slots = scheduler.running
-        for ids, tokens, parents in compare[-len(host_slots) :]:
+        for ids, tokens, parents, _ in compare[-len(host_slots) :]:
             text, known = list(ids), paths(tokens, parents)
             while tuple(text[len(ids) :] + [best := int(next_logits(MODEL, text).argmax())]) in known:
                 text.append(best)
@@ -177,10 +175,9 @@ def test_a_prefix_hit_restores_the_draft_rows_to_the_last_of_the_page() -> None:
     first = list(range(1, 40))
     for differ in (15, 16, 17, 32):
         other = first[:differ] + [50] + first[differ + 1 :]
-        compare: list = []
         scheduler = build(MODEL, drafter(3, 2, 6))
         run(scheduler, [request("a", first, max_new_tokens=4)])
-        record(scheduler, compare)
+        compare = record(scheduler)
         again = request("b", other, max_new_tokens=16)
         run(scheduler, [again])
         assert again.cached_tokens == differ // 16 * 16  # row i is of token i alone: no lookahead
@@ -193,11 +190,10 @@ def test_a_prefix_hit_restores_the_draft_rows_to_the_last_of_the_page() -> None:
 def test_a_page_filled_by_the_last_accepted_path_is_whole() -> None:
     # The reply ends in the very row that fills a page, at every place of a step: the next turn reads those rows.
     for length in range(1, 6):
-        compare: list = []
         scheduler = build(MODEL, drafter(3, 1, 4, "itself"))
         opening = request("a", list(range(2, 50 - length)), max_new_tokens=length + 1)
         run(scheduler, [opening])
-        record(scheduler, compare)
+        compare = record(scheduler)
         turn = request("b", [*opening.prompt_ids, *opening.output_ids, 7, 8], max_new_tokens=40)
         run(scheduler, [turn])
         assert turn.cached_tokens == 48
@@ -242,7 +238,7 @@ def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_t
     torch._dynamo.reset()  # the blocks of other tests are the same function
     # What Inductor makes of a block is tested in test_engine.py. Here graphs are counted, and called past Dynamo.
     monkeypatch.setattr(direct_module, "lookup_backend", lambda name: lookup_backend("aot_eager"))
-    models, shape, compare = (tiny_model(), near(0.01)), (3, 2, 6), []
+    models, shape = (tiny_model(), near(0.01)), (3, 2, 6)
     own = StandaloneDrafter(DraftModel(models[1], VOCAB), steps=3, topk=2, nodes=6)
     compiler = partial(compile_step, device=CPU)
     models[0].compile_blocks(compiler)
@@ -258,7 +254,7 @@ def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_t
     assert len(shapes(scheduler.engine)) == 6 + 1
     for model in models:
         model.run_block.traced = None  # nothing goes through Dynamo any more
-    record(scheduler, compare)
+    compare = record(scheduler)
     requests = mixed_requests(count=4, max_new_tokens=10)
     with torch.compiler.set_stance("fail_on_recompile"):
         run(scheduler, requests)

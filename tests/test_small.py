@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +17,6 @@ from unittest import mock
 
 import pytest
 import torch
-from capturing import reads_all
 from conformance import random_head
 from exactness import CPU, build, mixed_requests, reference, request, run, tiny_model
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -30,7 +28,6 @@ from minispec.drafter import Drafter, Plain
 from minispec.eagle import Eagle3Head
 from minispec.engine import CAPTURED, Engine
 from minispec.load.build import compile_step
-from minispec.load.warm_up import warm_up
 from minispec.model import Block
 from minispec.sampling import GREEDY
 from minispec.scheduler import Scheduler
@@ -242,26 +239,3 @@ def test_on_cuda_lm_heads_and_products_of_one_row_alone_are_tuned(monkeypatch: p
     for function, args, options in cases:
         autotuned(function)(None, *args)
         assert used.pop() == options, function.__name__
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wish", [{}, {"temperature": 0.9}], ids=["greedy", "sampled"])
-def test_after_warm_up_torch_compile_makes_no_graph_more_and_the_tokens_are_those_of_eager_steps(wish: dict) -> None:
-    """As on CUDA: torch.compile checks each call, where a stride that differs between two callers is another graph."""
-    served = []
-    for compiled in (False, True):
-        scheduler = build(tiny_model(), eagle3(2, 2, 4), host_looks=False, pages=60, running=2)
-        engine, rng = reads_all(scheduler.engine), random.Random(2)
-        if compiled:
-            compiler = partial(torch.compile, backend="aot_eager", fullgraph=True, dynamic=False)
-            engine.compile_small(compiler, lambda batch, nodes: True)
-            engine.drafter.compile(compiler)
-            engine.model.compile_blocks(compiler)
-            with torch.inference_mode():
-                warm_up(engine, lambda line: None)
-        scheduler.policy.forced = rng.choice  # plain steps too, after which the head catches up
-        requests = mixed_requests(5, max_new_tokens=10, **wish)
-        with torch.compiler.set_stance("fail_on_recompile" if compiled else "default"):
-            run(scheduler, requests, stagger=2)
-        served.append([r.output_ids for r in requests])
-    assert served[0] == served[1] and engine.late.tokens is not None

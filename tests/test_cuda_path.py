@@ -208,29 +208,23 @@ needs_fake_cuda = pytest.mark.skipif(bool(why := fake_gpu.no_fake_cuda()), reaso
 
 @needs_fake_cuda
 @pytest.mark.parametrize(
-    ("name", "law"),
+    ("name", "law", "switches"),
     slow_unless(
         [
-            *((name, "greedy") for name in SUBJECTS),
-            *((name, "sampled") for name in ("none", "eagle3-tree", "standalone-tree")),
-            ("eagle3-tree", "lossy"),
-            ("none", "scored"),
+            *((name, "greedy", {}) for name in SUBJECTS),
+            *((name, "sampled", {}) for name in ("none", "eagle3-tree", "standalone-tree")),
+            ("eagle3-tree", "lossy", {}),
+            ("none", "scored", {}),
+            ("eagle3-tree", "greedy", MIXTURE),
+            ("standalone-tree", "greedy", WINDOWED),
         ],
-        lambda name, law: name in ("none", "eagle3-tree"),
+        lambda name, law, switches: name in ("none", "eagle3-tree") or switches,
     ),
 )
-def test_no_step_waits_on_cuda(name: str, law: str, pretender: ProcessPoolExecutor) -> None:
-    assert pretender.submit(serve_on_fake_cuda, name, law).result() > 1
-
-
-@needs_fake_cuda
-def test_no_step_of_a_mixture_waits_on_cuda(pretender: ProcessPoolExecutor) -> None:
-    assert pretender.submit(serve_on_fake_cuda, "eagle3-tree", "greedy", None, MIXTURE).result() > 1
-
-
-@needs_fake_cuda
-def test_no_step_with_windows_waits_on_cuda(pretender: ProcessPoolExecutor) -> None:
-    assert pretender.submit(serve_on_fake_cuda, "standalone-tree", "greedy", None, WINDOWED).result() > 1
+def test_no_step_waits_on_cuda(
+    name: str, law: str, switches: Mapping[str, object], pretender: ProcessPoolExecutor
+) -> None:
+    assert pretender.submit(serve_on_fake_cuda, name, law, None, switches).result() > 1
 
 
 def padding_by_a_number(stack: ExitStack) -> None:
@@ -291,20 +285,18 @@ def experts_by_a_look(stack: ExitStack) -> None:
     stack.enter_context(mock.patch.object(experts_module, "_gathered", looking))
 
 
-FAULTS = (padding_by_a_number, length_by_a_number, pageable_upload, rows_by_a_mask, longest_block_by_a_look)
+FAULTS = (
+    padding_by_a_number, length_by_a_number, pageable_upload, rows_by_a_mask, longest_block_by_a_look,
+    experts_by_a_look,
+)  # fmt: skip
 
 
 @needs_fake_cuda
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_waits_on_cuda_is_seen(fault: Callable[[ExitStack], None], pretender: ProcessPoolExecutor) -> None:
+    switches = MIXTURE if fault is experts_by_a_look else {}
     with pytest.raises(HostWaits):
-        pretender.submit(serve_on_fake_cuda, "none", "greedy", fault).result()
-
-
-@needs_fake_cuda
-def test_experts_that_make_the_host_wait_are_seen(pretender: ProcessPoolExecutor) -> None:
-    with pytest.raises(HostWaits):
-        pretender.submit(serve_on_fake_cuda, "none", "greedy", experts_by_a_look, MIXTURE).result()
+        pretender.submit(serve_on_fake_cuda, "none", "greedy", fault, switches).result()
 
 
 def test_a_look_is_seen_on_the_cpu() -> None:

@@ -197,14 +197,6 @@ def test_compiled_filters_keep_the_ids_that_eager_ones_keep(device: str) -> None
         assert torch.equal(compiled(gap, wishes), sampling._filtered(gap, wishes))
 
 
-def test_noise_does_not_depend_on_the_batch_or_the_vocabulary_around_it() -> None:
-    seed, position = torch.tensor([3, 4, 5]), torch.tensor([10, 20, 30])
-    together = gumbel(seed, position, 500)
-    for row in range(3):
-        assert torch.equal(gumbel(seed[row], position[row], 500), together[row])
-    assert torch.allclose(gumbel(seed, position, 100), together[:, :100], rtol=1e-6)
-
-
 # ----------------------------------------------------------------------------------------------- the law of `pick`
 
 LOGITS = torch.tensor([2.0, 1.4, 1.1, 0.3, -0.2, -0.9, -3.0, -torch.inf])

@@ -119,17 +119,6 @@ def test_padding_never_matches_even_the_last_id() -> None:
             assert verdict.count.tolist() == [1] and verdict.bonus.tolist() == [best]
 
 
-def test_one_node_is_plain_decoding() -> None:
-    logits = torch.randn(4, 1, 7)
-    tree = chain(torch.tensor([[3], [1], [0], [2]]))
-    for verdict in (
-        verify_greedy(trees(tree, 1), logits),
-        verify(trees(tree, 1, torch.arange(4)), logits, greedy_rows(4, 7)),
-    ):
-        assert verdict.path.tolist() == [[0]] * 4 and verdict.count.tolist() == [1] * 4
-        assert verdict.bonus.tolist() == logits[:, 0].argmax(-1).tolist() == verdict.emitted[:, 0].tolist()
-
-
 def test_no_more_than_A_tokens_are_emitted_from_a_deeper_tree() -> None:
     tree = chain(torch.tensor([[0, 1, 1, 1, 1]]))
     logits = torch.tensor([0.0, 1.0]).expand(1, 5, 2)
@@ -215,18 +204,6 @@ def test_any_drafts_give_the_very_sequence_of_one_token_at_a_time(name: str) -> 
     assert len(distinct) == (1 if params.greedy else 40)
 
 
-def test_min_new_tokens_is_counted_along_the_path_not_per_step() -> None:
-    """A chain that spans the limit: the stop id is masked at output indices below it and free at the first beyond."""
-    logits = torch.tensor([0.0, 1.0, 5.0]).expand(1, 6, 3)  # id 2 would always win
-    state = SamplingState(2, 3, "cpu")
-    state.assign(1, SamplingParams(temperature=0.0, min_new_tokens=4), 0, [0], [], [2])
-    slot = torch.tensor([1])
-    state.commit(slot, torch.tensor([[1]]), torch.tensor([1]), counted=True)
-    tree = chain(torch.tensor([[1, 1, 1, 1, 1, 1]]))
-    verdict = verify(trees(tree, 6, torch.tensor([1])), logits, state.wishes(slot, state.needs([1])))
-    assert verdict.emitted[0, : int(verdict.count)].tolist() == [1, 1, 1, 2]
-
-
 def test_penalties_see_the_path_and_leave_the_rows_as_they_were() -> None:
     logits = torch.tensor([3.0, 2.0, 1.5]).expand(1, 4, 3)
     state = SamplingState(2, 3, "cpu")
@@ -236,23 +213,6 @@ def test_penalties_see_the_path_and_leave_the_rows_as_they_were() -> None:
     verdict = verify(trees(chain(torch.tensor([[0, 0, 1, 2]])), 4, torch.tensor([1])), logits, rows)
     assert verdict.emitted.tolist() == [[0, 1, 2, 0]]  # each id pays once, then the order is the old one
     assert rows.counts.sum() == 0
-
-
-def test_stopped_rows_do_not_disturb_walking_ones() -> None:
-    torch.manual_seed(5)
-    rng, target = random.Random(1), torch.randn(VOCAB, VOCAB)
-    tree = forest(rng, 6, 12, VOCAB)
-    state = slots_of(6, PARAMS["penalties"], 50, [])
-    logits, A = target[tree.tokens.clamp(min=0)], longest(tree)
-    wishes = state.wishes(torch.arange(1, 7), state.needs(range(1, 7)))
-    together = verify(trees(tree, A, torch.full((6,), 4)), logits, wishes)
-    assert len(set(together.count.tolist())) > 1
-    for row in range(6):
-        one = DraftTree(tree.tokens[row : row + 1], tree.parents[row : row + 1])
-        wishes = state.wishes(torch.tensor([row + 1]), state.needs([row + 1]))
-        alone = verify(trees(one, A, torch.tensor([4])), logits[row : row + 1], wishes)
-        count = int(alone.count)
-        assert_verdict(together, row, alone.path[0, :count].tolist(), alone.emitted[0, :count].tolist(), 12)
 
 
 @pytest.mark.parametrize("lossy", [None, pytest.param((0.4, 0.6), marks=pytest.mark.slow)])

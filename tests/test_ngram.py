@@ -500,17 +500,6 @@ def test_the_remembered_likeliest_children_are_the_true_ones() -> None:
 # ---- flags
 
 
-def test_min_match_refuses_shorter_suffixes() -> None:
-    for low, expected in ((1, chain(3, 4)), (2, set())):
-        assert drafted(drafter_with(replace(SMALL, min_match=low), [[1, 2, 3, 4]]), [9, 2]) == expected
-
-
-def test_max_match_bounds_the_context_that_is_looked_at() -> None:
-    corpus = [[5, 1, 2], [6, 1, 3]]
-    for high, expected in ((2, {(2,)}), (1, {(3,)})):
-        assert drafted(drafter_with(replace(SMALL, max_match=high, nodes=2), corpus), [5, 1]) == expected
-
-
 def test_breadth_goes_from_min_after_the_longest_match_towards_max_after_shorter_ones() -> None:
     corpus = [[7, 1, token] for token in range(20, 30)]
     wide = replace(SMALL, max_match=2, nodes=30)
@@ -519,19 +508,6 @@ def test_breadth_goes_from_min_after_the_longest_match_towards_max_after_shorter
         scale = (high - low) / (2 - len(query) + 1)
         assert int((2 - len(query)) * scale + low) == expected
         assert drafted(drafter, query) == {(token,) for token in range(30 - expected, 30)}
-
-
-def test_prob_considers_max_breadth_children_by_count_then_token() -> None:
-    corpus = [[1, 9], [1, 9], [1, 5], [1, 4], [1, 3]]
-    for breadth, expected in ((1, {(9,)}), (2, {(9,), (3,)}), (4, {(9,), (3,), (4,), (5,)})):
-        options = replace(SMALL, match_type="PROB", max_breadth=breadth)
-        assert drafted(drafter_with(options, corpus), [1]) == expected
-
-
-def test_match_type_prefers_the_recent_or_the_frequent() -> None:
-    for match_type, expected in (("BFS", {(3,)}), ("PROB", {(2,)})):
-        options = replace(SMALL, match_type=match_type, nodes=2)
-        assert drafted(drafter_with(options, [[1, 2], [1, 2], [1, 3]]), [1]) == expected
 
 
 def test_branch_length_bounds_how_far_a_match_continues() -> None:

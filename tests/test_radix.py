@@ -126,11 +126,6 @@ def fill(cache: PrefixCache, ids: list[int], first_page: int) -> list[Node]:
     return path
 
 
-def test_only_full_pages_enter() -> None:
-    cache = PrefixCache(PAGE)
-    assert [node.page for node in fill(cache, [1, 2, 3, 4, 5], 7)] == [7, 8]
-
-
 def test_lookahead_tokens_are_part_of_the_key() -> None:
     cache = PrefixCache(PAGE, lookahead=1)
     path = fill(cache, [1, 2, 3, 4], 7)
@@ -138,21 +133,6 @@ def test_lookahead_tokens_are_part_of_the_key() -> None:
     assert [node.page for node in cache.match([1, 2, 3, 9], 4)] == [7]
     assert cache.match([1, 2, 9, 9], 4) == [], "the token after the page differs"
     assert cache.match([1, 2], 2) == [], "the token after the page is not known"
-
-
-def test_match_stays_within_its_limit() -> None:
-    cache = PrefixCache(PAGE)
-    fill(cache, [1, 2, 3, 4], 7)
-    for limit, pages in ((0, []), (1, []), (2, [7]), (3, [7]), (4, [7, 8]), (9, [7, 8])):
-        assert [node.page for node in cache.match([1, 2, 3, 4], limit)] == pages
-
-
-def test_page_of_known_tokens_stays_the_callers() -> None:
-    cache = PrefixCache(PAGE)
-    fill(cache, [1, 2], 7)
-    path = fill(cache, [1, 2, 3, 4], 20)
-    assert [node.page for node in path] == [7, 21] and cache.count == 2
-    assert path[0].holders == 2
 
 
 def test_least_recently_used_goes_first_and_children_before_parents() -> None:

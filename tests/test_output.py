@@ -66,30 +66,10 @@ def test_eos_ends_the_text_before_it_and_stays_in_the_ids(tokenizer: Tokenizer) 
     assert output.request.output_ids == [*ids, EOS]
 
 
-def test_eos_as_the_last_allowed_token_is_a_stop(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("Hello there")
-    finish, _ = feed(make(tokenizer, limit=len(ids) + 1), [*ids, EOS])
-    assert finish == Finish("stop", EOS)
-
-
-def test_stop_string_in_the_last_allowed_token_is_a_stop(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("Hello there")
-    finish, pieces = feed(make(tokenizer, limit=len(ids), stop=("there",)), ids)
-    assert finish == Finish("stop", "there") and "".join(pieces) == "Hello "
-
-
 def test_stop_id_goes_before_a_stop_string_in_its_text(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("Hello there")
     finish, pieces = feed(make(tokenizer, stop=(" there",), stop_token_ids=(ids[-1],)), ids)
     assert finish == Finish("stop", ids[-1]) and "".join(pieces) == "Hello"
-
-
-def test_length_ends_with_all_the_text(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(PASSAGES[0])
-    output = make(tokenizer, limit=5)
-    finish, pieces = feed(output, ids)
-    assert finish == Finish("length") and output.request.output_ids == ids[:5]
-    assert "".join(pieces) == tokenizer.decode(ids[:5])
 
 
 def test_length_within_a_character_shows_that_it_is_broken(tokenizer: Tokenizer) -> None:
@@ -98,14 +78,6 @@ def test_length_within_a_character_shows_that_it_is_broken(tokenizer: Tokenizer)
     finish, pieces = feed(make(tokenizer, limit=cut), ids)
     assert finish == Finish("length") and "".join(pieces) == tokenizer.decode(ids[:cut])
     assert not any("\ufffd" in piece for piece in pieces[:-1])
-
-
-def test_ignore_eos_disables_eos_only(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("Hello there")
-    finish, pieces = feed(make(tokenizer, ignore_eos=True, stop=("there",)), [EOS, *ids])
-    assert finish == Finish("stop", "there") and "".join(pieces) == "Hello "
-    finish, _ = feed(make(tokenizer, ignore_eos=True, stop_token_ids=(ids[-1],)), [EOS, *ids])
-    assert finish == Finish("stop", ids[-1])
 
 
 def test_eos_named_as_a_stop_id_stops_though_eos_is_ignored(tokenizer: Tokenizer) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import test_heads
 import torch
+from test_weights import hub_snapshot
 
 import minispec.verify as verify_module
 from minispec import LLM, RequestError, SamplingParams
@@ -28,6 +29,8 @@ CONFIG = {
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
+DUMMY = {"load_format": "dummy", "dtype": "float32", "disable_torch_compile": True}
+OPTIONS = {**DUMMY, "speculative_adaptive": False}  # trees at every step: whether they pay here is of no interest
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_dummy_weights_need_a_config_alone(folder) -> None:
-    llm = LLM(folder, load_format="dummy", dtype="float32", disable_torch_compile=True)
+    llm = LLM(folder, **DUMMY)
     one, two = llm.generate(["hello", [1, 2, 3]], GREEDY)
     assert len(one["output_ids"]) == len(two["output_ids"]) == 12 and one["meta_info"]["prompt_tokens"] == 5
     assert llm.generate([1, 2, 3], GREEDY)["output_ids"] == two["output_ids"]
@@ -59,10 +62,9 @@ def test_what_is_done_in_place_of_an_option_is_said_once(folder, caplog) -> None
 
 def test_the_same_seed_in_another_place_gives_the_same_weights(folder) -> None:
     outputs = [
-        LLM(folder, load_format="dummy", dtype="float32", disable_torch_compile=True, speculative_algorithm=name)
-        .generate([5, 6, 5, 6, 5], GREEDY)["output_ids"]
+        LLM(folder, speculative_algorithm=name, **DUMMY).generate([5, 6, 5, 6, 5], GREEDY)["output_ids"]
         for name in ("none", "ngram")
-    ]  # fmt: skip
+    ]
     assert outputs[0] == outputs[1]
 
 
@@ -95,11 +97,10 @@ def test_a_published_head_drafts_and_changes_no_token(form, algorithm, shape, tm
     head = test_heads.write(tmp_path / "head", form(target))
     steps, topk, nodes = shape
     caplog.set_level(logging.INFO, "minispec")
-    options = {"load_format": "dummy", "dtype": "float32", "disable_torch_compile": True}
-    plain = LLM(model, **options)
+    plain = LLM(model, **DUMMY)
     drafting = LLM(
         model, speculative_algorithm=algorithm, speculative_draft_model_path=str(head), speculative_num_steps=steps,
-        speculative_eagle_topk=topk, speculative_num_draft_tokens=nodes, **options,
+        speculative_eagle_topk=topk, speculative_num_draft_tokens=nodes, **DUMMY,
     )  # fmt: skip
     prompts = [[1, 2, 3], list(range(20)), [7] * 9]
     want, got = ([r["output_ids"] for r in llm.generate(prompts, GREEDY)] for llm in (plain, drafting))
@@ -113,8 +114,7 @@ def test_a_published_head_drafts_and_changes_no_token(form, algorithm, shape, tm
 
 
 def test_a_threshold_below_one_is_said_and_reaches_verification(folder, caplog, monkeypatch) -> None:
-    options = {"load_format": "dummy", "dtype": "float32", "disable_torch_compile": True}
-    options |= {"speculative_algorithm": "NGRAM", "random_seed": 3}
+    options = {**DUMMY, "speculative_algorithm": "NGRAM", "random_seed": 3}
     prompt, params = [5, 6, 7] * 8, SamplingParams(temperature=0.5, max_new_tokens=24, sampling_seed=1)
     calls: list[tuple[float, float]] = []
     inner = verify_module.pick_lossy
@@ -124,19 +124,6 @@ def test_a_threshold_below_one_is_said_and_reaches_verification(folder, caplog, 
     LLM(folder, **options, speculative_accept_threshold_acc=0.25).generate(prompt, params)
     assert set(calls) == {(1.0, 0.25)}
     assert "--speculative-accept-threshold-single 1, -acc 0.25: sampled output is no longer exact" in caplog.text
-
-
-def test_a_head_that_is_missing_or_does_not_fit_names_the_flag(folder, tmp_path) -> None:
-    options = {"load_format": "dummy", "dtype": "float32", "disable_torch_compile": True}
-    with pytest.raises(ValueError, match="--speculative-draft-model-path"):
-        LLM(folder, speculative_algorithm="EAGLE3", **options)
-    head = test_heads.write(tmp_path / "head", test_heads.eagle3_official(test_heads.make_target()))
-    with pytest.raises(ValueError, match="--speculative-draft-model-path"):
-        LLM(folder, speculative_algorithm="EAGLE3", speculative_draft_model_path=str(head), **options)
-
-
-# Trees at every step: whether they pay on tiny models is of no interest.
-OPTIONS = {"load_format": "dummy", "dtype": "float32", "disable_torch_compile": True, "speculative_adaptive": False}
 
 
 def test_what_is_wrong_with_a_head_is_one_line_that_names_a_flag(tmp_path, monkeypatch) -> None:
@@ -194,15 +181,6 @@ def test_models_heads_and_maps_of_the_hub_are_looked_for_in_the_download_dir(tmp
     options = {"speculative_draft_model_path": "org/draft", "speculative_token_map": "org/maps/freq.pt", **OPTIONS}
     llm = LLM("org/model", speculative_algorithm="EAGLE", download_dir=str(at), **options)
     assert llm.folder == kept["org/model"] and llm.scheduler.engine.drafter.network.draft_vocab == 4
-
-
-def hub_snapshot(cache: Path, name: str) -> Path:
-    """Make an empty snapshot folder of a hub id in a cache, and return it."""
-    repo = cache / f"models--{name.replace('/', '--')}"
-    (repo / "refs").mkdir(parents=True)
-    (repo / "refs/main").write_text("0" * 40)
-    (folder := repo / "snapshots" / ("0" * 40)).mkdir(parents=True)
-    return folder
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,8 @@ def _message(call: Callable[[], object]) -> str:
 # resolve_model
 
 
-def _fill_hub_cache(hub: Path, name: str, files: dict[str, str]) -> Path:
-    """Lay out a hub cache by hand, as a download would have."""
+def hub_snapshot(hub: Path, name: str, files: Mapping[str, str] = {}) -> Path:
+    """Lay out a hub cache by hand, as a download would have; returns the snapshot's folder."""
     repo = hub / ("models--" + name.replace("/", "--"))
     snapshot = repo / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
@@ -110,7 +110,7 @@ def test_file_is_no_model(tmp_path: Path) -> None:
 
 
 def test_id_is_found_in_the_cache_that_the_environment_names_without_network(tmp_path: Path) -> None:
-    snapshot = _fill_hub_cache(tmp_path / "hub", "org/name", {"config.json": "{}", "model.safetensors": ""})
+    snapshot = hub_snapshot(tmp_path / "hub", "org/name", {"config.json": "{}", "model.safetensors": ""})
     asked = [None, "main", COMMIT]
     code = f"from minispec.load.weights import resolve_model as r; print(*(r('org/name', v) for v in {asked}))"
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
@@ -126,13 +126,13 @@ def test_absent_id_offline_is_one_sentence_with_id_cache_and_way_out(offline_hub
 
 
 def test_absent_revision_is_named(offline_hub: Path) -> None:
-    _fill_hub_cache(offline_hub, "org/name", {"config.json": "{}", "model.safetensors": ""})
+    hub_snapshot(offline_hub, "org/name", {"config.json": "{}", "model.safetensors": ""})
     assert "'v2'" in _message(lambda: resolve_model("org/name", "v2"))
 
 
 def test_a_cache_of_ones_own_is_looked_in_and_named_instead_of_the_hubs(offline_hub: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
-    snapshot = _fill_hub_cache(mine, "org/name", {"config.json": "{}", "model.safetensors": "", "freq.pt": ""})
+    snapshot = hub_snapshot(mine, "org/name", {"config.json": "{}", "model.safetensors": "", "freq.pt": ""})
     assert resolve_model("org/name", cache=str(mine)) == snapshot
     assert resolve_file("org/name/freq.pt", str(mine)) == snapshot / "freq.pt"
     for absent in (lambda: resolve_model("org/absent", cache=str(mine)), lambda: resolve_file("org/name/x", str(mine))):
@@ -147,7 +147,7 @@ def test_misspelt_path_is_one_sentence(offline_hub: Path) -> None:
 def test_a_file_is_found_here_or_in_the_cache_by_owner_repo_and_name(offline_hub: Path, tmp_path: Path) -> None:
     (tmp_path / "map.json").write_text("[1]")
     assert resolve_file(str(tmp_path / "map.json")) == tmp_path / "map.json"
-    snapshot = _fill_hub_cache(offline_hub, "org/name", {"freq.pt": ""})
+    snapshot = hub_snapshot(offline_hub, "org/name", {"freq.pt": ""})
     assert resolve_file("org/name/freq.pt") == snapshot / "freq.pt"
 
 
@@ -157,7 +157,7 @@ def test_a_file_is_found_here_or_in_the_cache_by_owner_repo_and_name(offline_hub
      ("freq.pt", "neither a file nor owner/repo/file"), ("/no/such/freq.pt", "neither a file nor owner/repo/file")],
 )  # fmt: skip
 def test_an_absent_file_offline_is_one_sentence(name: str, said: str, offline_hub: Path) -> None:
-    _fill_hub_cache(offline_hub, "org/name", {"freq.pt": ""})
+    hub_snapshot(offline_hub, "org/name", {"freq.pt": ""})
     assert said in _message(lambda: resolve_file(name))
 
 

@@ -321,13 +321,6 @@ def test_the_library_gets_the_same_checks() -> None:
         Config().port = 1  # type: ignore[misc]
 
 
-def test_the_draft_is_read_in_the_target_s_format_unless_it_has_one_of_its_own() -> None:
-    flags = ["--speculative-algo=EAGLE3", "--load-format=pt"]
-    assert config_from_args(flags).draft_load_format == "pt"
-    assert config_from_args([*flags, "--speculative-draft-load-format=safetensors"]).draft_load_format == "safetensors"
-    assert Config().draft_load_format == Config(load_format="dummy").draft_load_format == "auto"
-
-
 def test_a_chat_template_is_a_name_a_file_or_a_template(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("{{ messages }}")
     for given in ("llama-2", str(tmp_path / "mine"), "{% for m in messages %}{% endfor %}"):

@@ -472,10 +472,6 @@ def write(folder: Path, form: Format) -> Path:
     return folder
 
 
-def load(folder: Path, target: Model, **options: Any) -> DraftHead:
-    return load_head(folder, target, **options)
-
-
 def plain_names(tensors: Tensors) -> Tensors:
     """The head's tensors by their last names, as the reference wants them; of a whole model only the MTP layer."""
     whole = any(name.startswith("model.layers.") for name in tensors)
@@ -522,7 +518,7 @@ def furthest(head: DraftHead, wanted: list[Drafted]) -> float:
 @pytest.mark.parametrize("make", FORMATS, ids=lambda make: make.__name__)
 def test_published_format_loads_and_drafts_as_the_formulas_say(make: MakeFormat, target: Model, tmp_path: Path) -> None:
     form = make(target)
-    head = load(write(tmp_path, form), target)
+    head = load_head(write(tmp_path, form), target)
     wanted = expected(form, target)
     assert head.taps == form.taps
     assert head.name == form.facts["kind"]
@@ -591,13 +587,13 @@ def test_comparison_sees(change: str, target: Model, tmp_path: Path) -> None:
     form = make(target)
     wanted = expected(form, target)
     apply(form)
-    assert furthest(load(write(tmp_path, form), target), wanted) > 1e-3
+    assert furthest(load_head(write(tmp_path, form), target), wanted) > 1e-3
 
 
 def test_token_at_position_zero_is_not_read_by_mtp_alone(target: Model, tmp_path: Path) -> None:
     positions = torch.arange(TOKENS)[None]
     for make, read in ((mtp_alone, False), (eagle_original, True), (eagle3_official, True)):
-        head = load(write(tmp_path / make.__name__, make(target)), target)
+        head = load_head(write(tmp_path / make.__name__, make(target)), target)
         features, tokens = next(sequences(len(head.taps)))
         other = tokens.clone()
         other[0] = (tokens[0] + 1) % V
@@ -614,9 +610,9 @@ def test_wider_target_needs_an_embedding_in_the_file(tmp_path: Path) -> None:
     form.config["target_hidden_size"] = 48
     form.tensors["fc.weight"] = made(200)(H, 3 * 48)
     with pytest.raises(ModelError, match="missing tensors: embed_tokens.weight"):
-        load(write(tmp_path / "without", form), wide)
+        load_head(write(tmp_path / "without", form), wide)
     form.tensors["embed_tokens.weight"] = made(201)(V, H)
-    head = load(write(tmp_path / "with", form), wide)
+    head = load_head(write(tmp_path / "with", form), wide)
     pairs = zip(drafted(head, 48), expected(form, wide), strict=True)
     assert max(distance(*pair) for pair in pairs) < 1e-5
 
@@ -625,7 +621,7 @@ def test_head_of_all_ids_in_order_has_no_map(target: Model, tmp_path: Path) -> N
     form = eagle3_official(target)
     form.tensors |= {"d2t": torch.zeros(V, dtype=torch.int64), "lm_head.weight": made(1)(V, H)}
     form.config["draft_vocab_size"] = V
-    head = load(write(tmp_path, form), target)
+    head = load_head(write(tmp_path, form), target)
     assert head.token_map is None
     assert furthest(head, expected(form, target)) < 1e-5
 
@@ -638,7 +634,7 @@ def test_tied_head_reads_the_embedding(target_tied: bool, own_embedding: bool, t
     form.config["tie_word_embeddings"] = True
     if own_embedding:
         form.tensors["embed_tokens.weight"] = made(300)(V, H)
-    head = load(write(tmp_path, form), target)
+    head = load_head(write(tmp_path, form), target)
     form.tensors["lm_head.weight"] = form.tensors.get("embed_tokens.weight", target.embed_tokens.weight)
     assert furthest(head, expected(form, target)) < 1e-5
 
@@ -646,9 +642,9 @@ def test_tied_head_reads_the_embedding(target_tied: bool, own_embedding: bool, t
 def test_embedding_is_shared_unless_it_differs(target: Model, tmp_path: Path) -> None:
     form = eagle_original(target)
     assert "embed_tokens.weight" in form.tensors
-    assert load(write(tmp_path / "same", form), target).embed_tokens is None
+    assert load_head(write(tmp_path / "same", form), target).embed_tokens is None
     form.tensors["embed_tokens.weight"][3, 5] += 1.0
-    other = load(write(tmp_path / "other", form), target)
+    other = load_head(write(tmp_path / "other", form), target)
     assert torch.equal(other.embed(torch.tensor([[3]]))[0, 0], form.tensors["embed_tokens.weight"][3])
     assert not torch.equal(target.embed_tokens.weight[3], form.tensors["embed_tokens.weight"][3])
     assert furthest(other, expected(form, target)) < 1e-5
@@ -661,7 +657,7 @@ def test_a_head_borrows_matrices_without_the_target_s_multipliers(make: MakeForm
     form.tensors.pop("lm_head.weight", None)
     target.config = replace(target.config, embedding_multiplier=3.0, query_multiplier=0.5, residual_multiplier=0.7,
                             logits_multiplier=0.4, unrotated=(0,))  # fmt: skip
-    head = load(write(tmp_path, form), target)
+    head = load_head(write(tmp_path, form), target)
     if form.facts["kind"] == "eagle3":
         form.tensors["lm_head.weight"] = target.lm_head.weight
     assert furthest(head, expected(form, target)) < 1e-5
@@ -671,7 +667,7 @@ def test_a_head_borrows_matrices_without_the_target_s_multipliers(make: MakeForm
 def test_a_head_reads_yarn_in_its_own_file(target: Model, tmp_path: Path) -> None:
     form, positions = eagle3_official(target), torch.arange(90)[None]
     form.config["rope_scaling"] = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    head = load(write(tmp_path, form), target)
+    head = load_head(write(tmp_path, form), target)
     model = Model(ModelConfig.from_hf({**form.config, "architectures": ["LlamaForCausalLM"]}))
     assert all(torch.equal(*pair) for pair in zip(head.rope(positions), model.rope(positions), strict=True))
     assert head.rope(positions).cos[0, 0, 0, 0] > 1.1 > target.rope(positions).cos[0, 0, 0, 0]
@@ -682,14 +678,14 @@ def test_lm_head_in_an_eagle2_file_is_left_alone(tied: bool, target: Model, tmp_
     form = eagle_original(target)
     form.tensors |= {"lm_head.weight": made(5)(V, H), "embed_tokens.weight": made(6)(V, H)}
     form.config["tie_word_embeddings"] = tied
-    assert furthest(load(write(tmp_path, form), target), expected(form, target)) < 1e-5
+    assert furthest(load_head(write(tmp_path, form), target), expected(form, target)) < 1e-5
 
 
 def test_norm_output_without_fc_norm_is_ignored_with_a_line(
     target: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="minispec"):
-        head = load(write(tmp_path, eagle3_specforge(target)), target)
+        head = load_head(write(tmp_path, eagle3_specforge(target)), target)
     assert "norm_output is ignored" in caplog.text
     assert not head.norm_output
 
@@ -713,7 +709,7 @@ def test_layers_are_counted_as_the_format_counts(
 ) -> None:
     form = eagle3_official(target)
     form.config.update(config)
-    assert load(write(tmp_path, form), target).taps == taps
+    assert load_head(write(tmp_path, form), target).taps == taps
 
 
 @pytest.mark.parametrize(
@@ -730,7 +726,7 @@ def test_layers_that_cannot_be_are_refused(
     form = eagle3_official(target)
     form.config.update(config)
     with pytest.raises(ModelError, match=message):
-        load(write(tmp_path, form), target)
+        load_head(write(tmp_path, form), target)
 
 
 # ---- FR-Spec ------------------------------------------------------------------------------------------------------
@@ -744,7 +740,7 @@ def test_token_map_slices_the_targets_head(make: MakeFormat, tied: bool, tmp_pat
     target = make_target(tied=tied)
     form = make(target)
     target.config = replace(target.config, logits_multiplier=0.5)  # neither of them has it
-    whole, sliced = (load(write(tmp_path, form), target, token_map=ids) for ids in (None, MAP))
+    whole, sliced = (load_head(write(tmp_path, form), target, token_map=ids) for ids in (None, MAP))
     state = torch.randn(2, 5, H)
     assert sliced.logits(state).shape == (2, 5, len(MAP))
     assert torch.allclose(sliced.logits(state), whole.logits(state)[..., MAP], atol=1e-6)
@@ -756,29 +752,19 @@ def test_packed_target_cannot_be_sliced(tmp_path: Path) -> None:
     target = make_target()
     pack_linears(target)
     with pytest.raises(AssertionError, match="before it is packed"):
-        load(write(tmp_path, eagle_original(target)), target, token_map=MAP)
+        load_head(write(tmp_path, eagle_original(target)), target, token_map=MAP)
 
 
 def test_eagle3_ignores_a_token_map_with_a_warning(
     target: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     form = eagle3_official(target)
-    head = load(write(tmp_path, form), target, token_map=MAP)
+    head = load_head(write(tmp_path, form), target, token_map=MAP)
     assert "--speculative-token-map is ignored" in caplog.text
     assert furthest(head, expected(form, target)) < 1e-5
 
 
 # ---- what is read -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("load_format", "read"), [("auto", "one"), ("safetensors", "one"), ("pt", "other")])
-def test_head_is_read_in_the_format_asked_for(load_format: str, read: str, target: Model, tmp_path: Path) -> None:
-    forms = {"one": eagle3_specforge(target), "other": eagle3_official(target)}  # of one shape, and other weights
-    forms["other"].config = forms["one"].config
-    for form in forms.values():
-        write(tmp_path, form)
-    fc = load(tmp_path, target, load_format=load_format).fc.weight
-    assert torch.equal(fc, forms[read].tensors["fc.weight"].float())
 
 
 def whole_mimo(folder: Path, *, layer: bool = True) -> Format:
@@ -896,7 +882,7 @@ def test_head_that_does_not_fit_is_refused_by_name(case: str, target: Model, tmp
     form = make(target)
     spoil(form)
     with pytest.raises(ModelError, match=message) as caught:
-        load(write(tmp_path, form), target)
+        load_head(write(tmp_path, form), target)
     assert f"--speculative-draft-model-path {tmp_path}" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -905,14 +891,14 @@ def test_whole_model_is_no_draft_head(target: Model, tmp_path: Path) -> None:
     tensors = {f"model.layers.{i}.self_attn.q_proj.weight": torch.ones(H, H) for i in range(3)}
     form = replace(eagle_original(target), tensors=tensors)
     with pytest.raises(ModelError, match="no draft head.*LlamaForCausalLM"):
-        load(write(tmp_path, form), target)
+        load_head(write(tmp_path, form), target)
 
 
 def test_a_tensor_under_both_spellings_is_refused(target: Model, tmp_path: Path) -> None:
     form = eagle3_official(target)
     form.tensors["model.fc.weight"] = form.tensors["fc.weight"].clone()
     with pytest.raises(ModelError, match="fc.weight twice"):
-        load(write(tmp_path, form), target)
+        load_head(write(tmp_path, form), target)
 
 
 # ---- the module ---------------------------------------------------------------------------------------------------
@@ -925,7 +911,7 @@ KINDS = [eagle_original, eagle31, mtp_alone]
 def test_packed_head_drafts_the_same_and_leaves_the_target_alone(make: MakeFormat, tmp_path: Path) -> None:
     target = make_target()
     form = make(target)
-    head = load(write(tmp_path, form), target)
+    head = load_head(write(tmp_path, form), target)
     pack_linears(head)
     assert sum(isinstance(module, PackedLinear) for module in head.modules()) >= 5
     assert not any(isinstance(module, PackedLinear) for module in target.modules())
@@ -937,7 +923,7 @@ def test_head_shares_the_targets_lm_head_whatever_replaces_it_and_owns_none_of_i
     make: MakeFormat, tmp_path: Path
 ) -> None:
     target = make_target()
-    head = load(write(tmp_path, make(target)), target)
+    head = load_head(write(tmp_path, make(target)), target)
     assert not {id(p) for p in target.parameters()} & {id(p) for p in head.parameters()}
     state = torch.randn(1, 2, H)
     before, matrix = head.logits(state), target.lm_head.weight
@@ -951,7 +937,7 @@ def test_head_shares_the_targets_lm_head_whatever_replaces_it_and_owns_none_of_i
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 def test_head_is_one_graph(make: MakeFormat, target: Model, tmp_path: Path) -> None:
     form = make(target)
-    head = load(write(tmp_path, form), target)
+    head = load_head(write(tmp_path, form), target)
 
     def step(tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
         state = head(head.embed(tokens), head.fuse(features), head.rope(positions), Causal(), positions)
@@ -998,5 +984,5 @@ def test_module_that_is_trained_is_the_module_that_is_served(kind: str, target: 
     if head.token_map is not None:
         tensors["d2t"] = head.token_map - torch.arange(D)
         config["draft_vocab_size"] = D
-    served = load(write(tmp_path, Format(config, tensors, {}, ())), target)
+    served = load_head(write(tmp_path, Format(config, tensors, {}, ())), target)
     assert all(distance(*pair) == 0 for pair in zip(drafted(served), drafted(head), strict=True))

@@ -183,13 +183,6 @@ def test_pickles_are_asked_for_only_where_there_are_no_safetensors(
 # read_config
 
 
-def test_both_spellings_of_a_config_read_the_same(tmp_path: Path) -> None:
-    scaling = {"factor": 8.0, "rope_type": "llama3"}
-    old = {"hidden_size": 8, "rope_theta": 500000.0, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
-    new = {"hidden_size": 8, "rope_parameters": {"rope_theta": 500000.0, **scaling}, "dtype": "bfloat16"}
-    assert read_config(_write_config(tmp_path, **old)) == read_config(_write_config(tmp_path, **new)) == old
-
-
 def test_plain_rotation_has_no_scaling_in_any_spelling(tmp_path: Path) -> None:
     plain: list[dict[str, Any]] = [
         {"rope_theta": 7.0},

@@ -7,10 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from exactness import CPU, Oracle, build, reference, request, tiny_model, truth_of
+from conformance import random_head
+from exactness import CPU, Oracle, build, graphs_made, reference, request, submit, tiny_model, truth_of
 
 from minispec.beam import BeamDrafter
-from minispec.eagle import Eagle3Head, HeadConfig
+from minispec.eagle import Eagle3Head
 from minispec.load.build import compile_step
 from minispec.load.warm_up import shapes, warm_up
 from minispec.model import Model
@@ -20,10 +21,7 @@ MODEL = tiny_model()
 
 def eagle3() -> BeamDrafter:
     """Return a drafter around a random EAGLE-3 head, compiled."""
-    torch.manual_seed(5)
-    head = Eagle3Head.empty(HeadConfig("eagle3", MODEL.config, (1, 2), own_lm_head=True), MODEL)
-    for name, parameter in head.named_parameters():
-        parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.3)
+    head = random_head(Eagle3Head, MODEL, taps=(1, 2), own_lm_head=True)
     drafter = BeamDrafter(head, steps=3, topk=2, nodes=6, smaller=(1, 3))
     drafter.compile(partial(compile_step, device=CPU))
     return drafter
@@ -45,10 +43,10 @@ def test_nothing_recompiles_over_200_steps_of_changing_requests(name, known, mon
         drafter = eagle3() if name == "eagle3" else Oracle(truth_of(MODEL), nodes=6)
     model, compiled = known
     scheduler = build(model, drafter, compiled=True, running=2, pages=14, chunk=100, smaller=3)
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    before = graphs_made()
     with torch.inference_mode():
         warm_up(scheduler.engine, lambda line: None)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    graphs = graphs_made()
     new = set(shapes(scheduler.engine)) - compiled
     assert graphs - before == len(new) > 1, "the one list of what is compiled"
     compiled |= new
@@ -64,14 +62,13 @@ def test_nothing_recompiles_over_200_steps_of_changing_requests(name, known, mon
                 wishes = {"temperature": rng.choice((0.0, 0.8)), "max_new_tokens": rng.randint(1, 60)}
                 prompt = [rng.randrange(61) for _ in range(rng.choice((1, 5, 33, 120)))]
                 requests.append(request(f"r{steps}", prompt, sampling_seed=steps, **wishes))
-                scheduler.validate(requests[-1])
-                scheduler.submit(requests[-1])
+                submit(scheduler, requests[-1])
             if rng.random() < 0.03:
                 scheduler.abort(rng.choice(requests).rid)
             scheduler.step()
             steps += 1
     scheduler.check()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    assert graphs_made() == graphs
     assert scheduler.stats()["kv_pages_owned"] == 0 and scheduler.metrics.retractions > 0
     assert len(scheduler.metrics.shapes) == 3 and min(scheduler.metrics.shapes.values()) > 20
     aborted = [r for r in requests if r.finish.kind == "abort"]

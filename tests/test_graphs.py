@@ -256,11 +256,7 @@ def documented(*dropped: str) -> list[str]:
 
 NUMBERS = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
 GRAPHS = ("--cuda-graph-max-bs", "--mem-fraction")
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-    "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 5e5, "tie_word_embeddings": False,
-}  # fmt: skip
+LLAMA = {**test_memory.LLAMA, "max_position_embeddings": 131072}
 
 
 def names_on_an_h100(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import test_llm
 import torch
 from conformance import truth
 from conftest import slow_unless
@@ -333,11 +334,7 @@ def test_a_wrong_draft_is_noticed(mutation, monkeypatch) -> None:
 
 # ---- from files ---------------------------------------------------------------------------------------------------
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-}  # fmt: skip
+CONFIG = {**test_llm.CONFIG, "num_hidden_layers": 2}
 # Every step drafts: on a model so small a tree pays only now and then.
 OPTIONS = {"dtype": "float32", "disable_torch_compile": True, "max_running_requests": 4, "speculative_adaptive": False}
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from conformance import (
     own,
     texts_that_repeat_are_drafted_for,
 )
+from conftest import slow_unless
 from exactness import VOCAB, Oracle, build, mixed_requests, run, tiny_model, truth_of
 from test_layers import ROOT, missing_files
 from test_llm import CONFIG
@@ -31,39 +33,26 @@ from minispec.load.tokenizer import byte_tokenizer
 from minispec.tree import PADDING
 
 PAGE = (ROOT / "docs" / "adding-a-drafter.md").read_text(encoding="utf-8")
-NAME = "prompt_lookup:PromptLookup"
+EXAMPLE, *CODE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+NAMES = ("pairs:Pairs", "prompt_lookup:PromptLookup", "bigram:Bigram")
+CHAIN, TREE, DEVICE = NAMES
 QUICK = (greedy_alone_and_in_a_batch_of_eight, texts_that_repeat_are_drafted_for)
 
 
-EXAMPLE, CHAIN, TREE, DEVICE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-
-
-@pytest.fixture
-def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
-    """The tree's drafter, written to a file and named as on the command line."""
-    (tmp_path / "prompt_lookup.py").write_text(TREE, encoding="utf-8")
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on Python's path with the page's drafters, each in the file that its name on a command line says."""
+    for name, code in zip(NAMES, CODE, strict=True):
+        (tmp_path / f"{name.partition(':')[0]}.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    return own(NAME)
+    return tmp_path
 
 
-@pytest.mark.parametrize("check", QUICK)
-def test_the_chain_of_the_page_passes(
-    check: Callable[[Subject], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert len(CHAIN.strip().splitlines()) <= 32
-    (tmp_path / "pairs.py").write_text(CHAIN, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    check(own("pairs:Pairs"))
-
-
-@pytest.mark.parametrize("check", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CHECKS],
-                         ids=lambda check: check.__name__)
-def test_the_device_drafter_of_the_page_passes(
-    check: Callable[[Subject], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "bigram.py").write_text(DEVICE, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    check(own("bigram:Bigram"))
+@pytest.mark.parametrize(("name", "check"), slow_unless(
+    [(name, check) for name in NAMES for check in CHECKS if name != CHAIN or check in QUICK],
+    lambda name, check: name != DEVICE or check in QUICK))  # fmt: skip
+def test_the_drafters_of_the_page_pass(name: str, check: Callable[[Subject], None]) -> None:
+    check(own(name))
 
 
 OTHERS = ("ngram_", "dflash_", "draft_window_size")  # a note says that they belong to other drafters
@@ -72,23 +61,18 @@ VALUES = {"draft_load_format": "pt", "draft_model_quantization": "fp8", "lookup"
           "token_map": "x"}  # fmt: skip
 
 
-def test_the_drafters_of_the_page_refuse_every_flag_that_they_do_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_drafters_of_the_page_refuse_every_flag_that_they_do_not_read(folder: Path) -> None:
     names = [f.name.removeprefix("speculative_") for f in FLAGS if f.name.startswith("speculative_")]
     unread = [name for name in names if not name.startswith(OTHERS) and name not in ENGINES]
     assert len(unread) > 6
-    monkeypatch.syspath_prepend(tmp_path)
-    for code, name in ((CHAIN, "pairs:Pairs"), (TREE, NAME), (DEVICE, "bigram:Bigram")):
-        (tmp_path / f"{name.partition(':')[0]}.py").write_text(code, encoding="utf-8")
-        for flag in unread:
-            given = {f"speculative_{flag}": VALUES.get(flag, 8)}
-            config = Config(model_path="x", speculative_algorithm=name, **given)
-            if (name, flag) == (NAME, "num_draft_tokens"):
-                assert make_drafter(config, tiny_model(), tmp_path, byte_tokenizer(VOCAB)).nodes == 8
-                continue
-            with pytest.raises(ValueError, match=f"--speculative-{flag.replace('_', '-')}: .* does not read it"):
-                make_drafter(config, tiny_model(), tmp_path, byte_tokenizer(VOCAB))
+    for name, flag in itertools.product(NAMES, unread):
+        given = {f"speculative_{flag}": VALUES.get(flag, 8)}
+        config = Config(model_path="x", speculative_algorithm=name, **given)
+        if (name, flag) == (TREE, "num_draft_tokens"):
+            assert make_drafter(config, tiny_model(), folder, byte_tokenizer(VOCAB)).nodes == 8
+            continue
+        with pytest.raises(ValueError, match=f"--speculative-{flag.replace('_', '-')}: .* does not read it"):
+            make_drafter(config, tiny_model(), folder, byte_tokenizer(VOCAB))
 
 
 def test_the_page_names_every_method_of_a_drafter_on_the_host() -> None:
@@ -97,10 +81,9 @@ def test_the_page_names_every_method_of_a_drafter_on_the_host() -> None:
     assert methods > {"propose", "predict"} and methods <= set(re.findall(r"`(\w+)[(`]", part))
 
 
-def test_the_chain_is_what_followed_the_last_two_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pairs.py").write_text(CHAIN, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    drafter = own("pairs:Pairs").drafter(tiny_model()).inner
+def test_the_chain_is_what_followed_the_last_two_tokens() -> None:
+    assert len(CODE[0].strip().splitlines()) <= 32
+    drafter = own(CHAIN).drafter(tiny_model()).inner
     drafter.commit(1, [7, 8, 1, 2, 3, 7, 8, 4, 5, 6, 9, 9])
     drafter.commit(1, [7, 8])
     (draft,) = drafter.propose([1])
@@ -112,9 +95,9 @@ def test_the_chain_is_what_followed_the_last_two_tokens(tmp_path: Path, monkeypa
 
 
 def test_the_example_without_a_server_runs(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    tiny = partial(LLM, folder_of(tmp_path / "m", {**CONFIG, "vocab_size": 300}), **OPTIONS)
+    tiny = partial(LLM, folder_of(folder / "m", CONFIG), **OPTIONS)
     monkeypatch.setattr(minispec, "LLM", tiny, raising=False)
     exec(compile(EXAMPLE, "the page", "exec"), {})
     assert float(capsys.readouterr().out.split()[-1]) >= 1
@@ -155,13 +138,8 @@ def test_commit_precedes_every_propose(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scheduler.metrics.retractions > 0 and scheduler.stats()["tree_steps"] > 5
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_drafter_of_the_page_passes(subject: Subject, check: Callable[[Subject], None]) -> None:
-    check(subject)
-
-
-def test_it_drafts_what_followed_before(subject: Subject) -> None:
-    drafter = subject.drafter(tiny_model()).inner
+def test_it_drafts_what_followed_before() -> None:
+    drafter = own(TREE).drafter(tiny_model()).inner
     drafter.commit(1, [1, 2, 3, 4, 5, 9, 2, 3, 7, 8])
     drafter.commit(1, [2, 3])
     (draft,) = drafter.propose([1])
@@ -173,8 +151,8 @@ def test_it_drafts_what_followed_before(subject: Subject) -> None:
     assert drafter.propose([1])[0].tokens == [3]
 
 
-def test_its_trees_are_trees_and_every_branch_stood_in_the_text(subject: Subject) -> None:
-    rng, drafter, text = random.Random(0), subject.drafter(tiny_model()).inner, []
+def test_its_trees_are_trees_and_every_branch_stood_in_the_text() -> None:
+    rng, drafter, text = random.Random(0), own(TREE).drafter(tiny_model()).inner, []
     for _ in range(300):
         new = [rng.randrange(4) for _ in range(rng.randrange(1, 4))]
         drafter.commit(5, new)
@@ -193,7 +171,7 @@ def test_the_page_names_files_that_exist_and_the_flags_it_shows_parse() -> None:
     assert set(missing_files(PAGE)) == {"prompt_lookup.py", "pairs.py", "bigram.py"}
     (line,) = re.findall(r"^python -m minispec.server (.*)$", PAGE, re.MULTILINE)
     config = config_from_args(line.split())
-    assert config.algorithm == NAME and config.draft_tokens == 8
+    assert config.algorithm == TREE and config.draft_tokens == 8
 
 
 BROKEN = '''
@@ -223,18 +201,16 @@ class Wide(Nameless):
         ("broken_drafter:Wide", r"nodes must be in \[1, 128\] and depth in \[0, nodes - 1\], got 129 and 3"),
     ],
 )
-def test_a_wrong_name_or_class_is_one_line(name, message, tmp_path, monkeypatch) -> None:
-    (tmp_path / "broken_drafter.py").write_text(BROKEN)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_wrong_name_or_class_is_one_line(name: str, message: str, folder: Path) -> None:
+    (folder / "broken_drafter.py").write_text(BROKEN)
     config = Config(model_path="x", speculative_algorithm=name)
     with pytest.raises(ValueError, match=message) as error:
-        make_drafter(config, tiny_model(), tmp_path, byte_tokenizer(VOCAB))
+        make_drafter(config, tiny_model(), folder, byte_tokenizer(VOCAB))
     assert "\n" not in str(error.value) and f"--speculative-algorithm {name}" in str(error.value)
 
 
-def test_an_error_inside_the_file_is_its_own(tmp_path, monkeypatch) -> None:
-    (tmp_path / "imports_what_is_not.py").write_text("import no_such_library")
-    monkeypatch.syspath_prepend(tmp_path)
+def test_an_error_inside_the_file_is_its_own(folder: Path) -> None:
+    (folder / "imports_what_is_not.py").write_text("import no_such_library")
     config = Config(model_path="x", speculative_algorithm="imports_what_is_not:Drafter")
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
-        make_drafter(config, tiny_model(), tmp_path, byte_tokenizer(VOCAB))
+        make_drafter(config, tiny_model(), folder, byte_tokenizer(VOCAB))

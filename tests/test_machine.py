@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_llm
 import torch
 
 import minispec.load.machine as machine_module
@@ -101,12 +102,8 @@ def test_this_machine_s_own_files_can_be_read() -> None:
 
 # ---- what is made of it ------------------------------------------------------------------------------------------
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 100_000,
-    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-}  # fmt: skip
-OPTIONS = {"load_format": "dummy", "dtype": "float32", "disable_torch_compile": True, "device": "cpu"}
+CONFIG = {**test_llm.CONFIG, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 100_000}
+OPTIONS = {**test_llm.DUMMY, "device": "cpu"}
 
 
 def start(folder: Path, **options: object) -> LLM:

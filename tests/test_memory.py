@@ -18,7 +18,7 @@ import test_heads
 import test_standalone
 import torch
 from exactness import build, tiny_model
-from test_llm import CONFIG, config_of
+from test_llm import CONFIG, DUMMY, config_of
 from torch import nn
 from torch.torch_version import TorchVersion
 
@@ -34,8 +34,7 @@ from minispec.load.memory import GIB, Budget, Memory, auto_fraction, is_out_of_m
 from minispec.model import Model, ModelConfig
 
 CUDA, META = torch.device("cuda"), torch.device("meta")
-OPTIONS = {"load_format": "dummy", "dtype": "float32", "disable_torch_compile": True, "device": "cpu",
-           "max_running_requests": 3}  # fmt: skip
+OPTIONS = {**DUMMY, "device": "cpu", "max_running_requests": 3}
 # Sizes that oneDNN's blocks divide, so that reordered weights have no more bytes than the others.
 WIDE = {**CONFIG, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 320, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip

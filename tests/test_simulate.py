@@ -15,6 +15,8 @@ from conftest import slow_unless
 from exactness import finish, request, run, submit
 from test_capture import replayed
 from test_cuda_path import serve, some_requests
+from test_llm import CONFIG, DUMMY
+from test_memory import folder_of
 from test_verify import forest
 
 from minispec import LLM
@@ -135,14 +137,10 @@ def test_the_rows_of_a_text_are_those_of_its_prefill(name: str) -> None:
 
 
 def test_it_is_said_at_start_and_more_than_a_tree_s_depth_is_refused(tmp_path, caplog) -> None:
-    (tmp_path / "config.json").write_text(
-        '{"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,'
-        '"num_attention_heads": 4, "vocab_size": 300, "max_position_embeddings": 128, "rms_norm_eps": 1e-5}'
-    )
-    options = {"load_format": "dummy", "disable_torch_compile": True, "speculative_algorithm": "NGRAM"}
-    options |= {"speculative_num_draft_tokens": 4}
-    llm = LLM(tmp_path, simulate_acc_len=2.5, **options)
+    model = folder_of(tmp_path / "m", CONFIG)
+    options = {**DUMMY, "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
+    llm = LLM(model, simulate_acc_len=2.5, **options)
     assert llm.scheduler.engine.accept.simulated == 2.5
     assert "--simulate-acc-len 2.5" in caplog.text and "output is junk" in caplog.text
     with pytest.raises(ValueError, match=r"--simulate-acc-len must be in \[1, 4\].* got 4.1"):
-        LLM(tmp_path, simulate_acc_len=4.1, **options)
+        LLM(model, simulate_acc_len=4.1, **options)

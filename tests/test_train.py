@@ -103,8 +103,8 @@ def _forward(model: Model, ids: Sequence[int], taps: Sequence[int | str]) -> tup
     return model.logits(hidden), features
 
 
-def head_of(kind: str, model: Model, texts: Sequence[TrainingReply]) -> tuple[DraftHead, slice]:
-    """Return a head with random weights and its columns of the features."""
+def head_of(kind: str, model: Model, texts: Sequence[TrainingReply]) -> tuple[DraftHead, slice, Teacher]:
+    """Return a head with random weights, its columns of the features and what teaches it."""
     ids = draft_vocabulary(texts, 24, model.config.vocab_size).sort().values
     head = new_head(recipe(kind), model, ids, (0, 1, 2), torch.ones(3))
     with torch.no_grad():
@@ -112,7 +112,8 @@ def head_of(kind: str, model: Model, texts: Sequence[TrainingReply]) -> tuple[Dr
             if parameter.dim() == 2:
                 parameter.normal_(0.0, 0.1)  # larger, and rounding grows from round to round
     width = model.config.hidden_size
-    return head, slice(0, 3 * width) if kind == "eagle3" else slice(-width, None)
+    teacher = Teacher(model.lm_head.weight[head.token_map], head.token_map, model.config.vocab_size)
+    return head, slice(0, 3 * width) if kind == "eagle3" else slice(-width, None), teacher
 
 
 TAPS = (0, 1, 2, FINAL)
@@ -123,7 +124,7 @@ def test_all_anchors_at_once_equal_one_chain_at_a_time(kind: str, tmp_path: Path
     """Every state of every round equals that of drafting a chain from its anchor alone, true tokens fed."""
     model = target()
     texts = replies(model, 3)
-    head, taps = head_of(kind, model, texts)
+    head, taps, _ = head_of(kind, model, texts)
     features = Features(model, texts, TAPS, tmp_path, 10**9)
     batch = pack(texts, [features.of(i) for i in range(3)], model.config.hidden_size, rounds=4)
     found = [state.detach() for _, state in unroll(head, batch, taps)]
@@ -232,11 +233,9 @@ def test_what_is_computed_again_is_what_was_not_kept(tmp_path: Path, monkeypatch
     """As on CUDA: the same loss and the same gradients, to the bit, and no scores of anchors with rows in between."""
     model, found = target(), []
     texts = replies(model, 3)
-    head, taps = head_of("eagle3", model, texts)
+    head, taps, teacher = head_of("eagle3", model, texts)
     features = Features(model, texts, TAPS, tmp_path, 10**9)
     batch = pack(texts, [features.of(i) for i in range(3)], model.config.hidden_size, rounds=4)
-    assert head.token_map is not None
-    teacher = Teacher(model.lm_head.weight[head.token_map], head.token_map, model.config.vocab_size)
     trained = [p for p in head.parameters() if p.requires_grad]
     scores = {(segment.anchors(s), segment.rows + s) for segment in batch.segments for s in range(1, 4)}
     for devices in ((), ("cpu",)):
@@ -256,9 +255,7 @@ def test_replies_that_are_padded_to_run_together_teach_what_they_teach_alone(
     """As on CUDA: groups of replies give the features, the loss, its hits and the gradients of one after the other."""
     model, made = target(), []
     texts = [replace(r, ids=r.ids[: r.start + 2]) if i == 2 else r for i, r in enumerate(replies(model, 7))]
-    head, taps = head_of(kind, model, texts)
-    assert head.token_map is not None
-    teacher = Teacher(model.lm_head.weight[head.token_map], head.token_map, model.config.vocab_size)
+    head, taps, teacher = head_of(kind, model, texts)
     trained = [p for p in head.parameters() if p.requires_grad]
     for together in (1, 3, 16):
         monkeypatch.setattr(Features, "GROUP", {"cpu": together})
@@ -276,23 +273,26 @@ def test_replies_that_are_padded_to_run_together_teach_what_they_teach_alone(
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_cut_in_two_is_bit_identical(kind: str, tmp_path: Path) -> None:
-    """Interrupted and resumed training ends with exactly the weights of training in one go."""
-    model = target()
-    texts = replies(model, 24)
-    features = Features(model, texts, (0, 1, 2, FINAL), tmp_path / "work", 10**9)
-    silent = lambda line: None  # noqa: E731
-    whole = Trainer(recipe(kind), features, tmp_path / "whole", silent)
+def assert_a_run_may_be_cut(trainer: Callable[..., Any], **another: object) -> None:
+    """Compare a run that is interrupted and resumed with one in one go; trainer: makes one in a folder."""
+    whole = trainer("whole")
     whole.run()
-    Trainer(recipe(kind), features, tmp_path / "cut", silent).run(stop_at=3)
-    rest = Trainer(recipe(kind), features, tmp_path / "cut", silent)
+    trainer("cut").run(stop_at=3)
+    rest = trainer("cut")
     rest.run()
     assert whole.step == rest.step == whole.stages.updates > 4
     for name, tensor in whole.head.state_dict().items():
         assert torch.equal(tensor, rest.head.state_dict()[name]), name
     with pytest.raises(ValueError, match="another recipe"):
-        Trainer(recipe(kind, epochs=3), features, tmp_path / "cut", silent).run()
+        trainer("cut", **another).run()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_cut_in_two_is_bit_identical(kind: str, tmp_path: Path) -> None:
+    model = target()
+    features = Features(model, replies(model, 24), TAPS, tmp_path / "work", 10**9)
+    assert_a_run_may_be_cut(lambda name, **more: Trainer(recipe(kind, **more), features, tmp_path / name, print),
+                            epochs=3)  # fmt: skip
 
 
 def test_parts_that_come_later_change_nothing_before_them(tmp_path: Path) -> None:
@@ -400,7 +400,6 @@ def test_training_starts_from_an_exported_head(kind: str, tmp_path: Path) -> Non
     ],
 )
 def test_a_head_to_start_from_that_does_not_fit_is_refused(other: dict[str, Any], named: str, tmp_path: Path) -> None:
-    """Kind, variant and draft vocabulary of the folder must be those of the run."""
     model = target()
     features = Features(model, replies(model, 12), TAPS, tmp_path / "work", 10**9)
     export(Trainer(recipe("eagle3"), features, tmp_path, lambda line: None).head, model, tmp_path / "head")
@@ -443,11 +442,9 @@ def test_replay_counts_like_a_server(tmp_path: Path) -> None:
     """Accept length is tokens over steps of a walk that jumps over what was accepted."""
     model = target()
     texts = replies(model, 1, seed=5)
-    head, taps = head_of("eagle3", model, texts)
+    head, taps, teacher = head_of("eagle3", model, texts)
     features = Features(model, texts, TAPS, tmp_path, 10**9)
     batch = pack(texts, [features.of(0)], model.config.hidden_size, rounds=2)
-    assert head.token_map is not None
-    teacher = Teacher(model.lm_head.weight[head.token_map], head.token_map, model.config.vocab_size)
     text, steps, emitted, anchor = texts[0], 0, 0, texts[0].start - 1
     while anchor + 3 <= len(text.ids) - 1:
         run = 0
@@ -462,7 +459,6 @@ def test_replay_counts_like_a_server(tmp_path: Path) -> None:
 
 
 def test_features_are_kept_and_recomputed_alike(tmp_path: Path) -> None:
-    """A sequence beyond the limit, one read back and one computed are the same."""
     model = target()
     texts = replies(model, 4)
     fresh = Features(model, texts, TAPS, tmp_path / "a", 10**9)
@@ -477,7 +473,6 @@ def test_features_are_kept_and_recomputed_alike(tmp_path: Path) -> None:
 
 
 def test_batches_are_all_replies_once() -> None:
-    """Every reply is in one batch of an epoch, and batches are of about the size asked for."""
     texts = [TrainingReply(list(range(n)), 2, 0.0, "x") for n in range(4, 40)]
     made = list(batches(texts, range(36), 50, random.Random(0)))
     assert sorted(i for batch in made for i in batch) == list(range(36))
@@ -531,7 +526,6 @@ def test_a_checkpoint_holds_the_draft_ids_of_its_head(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ("replies", "dtype", "taps"))
 def test_features_of_other_data_are_not_read_back(change: str, tmp_path: Path) -> None:
-    """A work folder whose feature files were made of something else gives the features of what is asked for."""
     model = target()
     texts, taps = replies(model, 3), TAPS
     old = Features(model, texts, taps, tmp_path / "work", 10**9)
@@ -631,7 +625,6 @@ def test_what_wrote_the_replies_is_gone_before_the_target_is_loaded_again(
 def test_replies_made_with_other_flags_are_refused_by_name(
     flags: dict[str, object], named: str, command: Callable[..., None], tmp_path: Path
 ) -> None:
-    """What the replies depend on stands in their file, and a run that asks for something else says which flag it is."""
     command()
     (tmp_path / "target").rename(tmp_path / "elsewhere") if "model" in flags else None
     (tmp_path / "other.jsonl").write_text('{"prompt": "three"}\n{"prompt": "four"}\n')
@@ -761,7 +754,6 @@ def test_a_lost_work_folder_is_begun_anew_from_the_shards(tmp_path: Path, monkey
 
 
 def test_shards_stop_where_their_folder_is_full_and_a_missing_one_is_named(tmp_path: Path, monkeypatch: Any) -> None:
-    """No shard beyond the limit is written, and an order with a hole is none."""
     monkeypatch.setattr("minispec.train.shards.SHARD_TOKENS", 100)
     path, folder = tmp_path / "replies.jsonl", tmp_path / "shards"
     growing(path, [100, 100, 100, 100])

@@ -7,13 +7,14 @@ import random
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from exactness import build, request, run
-from test_train import TAPS, command, replies, target  # noqa: F401  `command` is a fixture
+from test_train import TAPS, assert_a_run_may_be_cut, command, replies, target  # noqa: F401  `command` is a fixture
 from torch import Tensor
 
 from minispec.attention import Causal
@@ -191,17 +192,7 @@ def test_a_reply_has_other_anchors_in_another_update(tmp_path: Path, monkeypatch
 
 def test_a_run_cut_in_two_is_bit_identical(tmp_path: Path) -> None:
     model = target()
-    texts = replies(model, 24)
-    whole = trainer(model, texts, tmp_path, "whole")
-    whole.run()
-    trainer(model, texts, tmp_path, "cut").run(stop_at=3)
-    rest = trainer(model, texts, tmp_path, "cut")
-    rest.run()
-    assert whole.step == rest.step == whole.stages.updates > 4
-    for name, tensor in whole.head.state_dict().items():
-        assert torch.equal(tensor, rest.head.state_dict()[name]), name
-    with pytest.raises(ValueError, match="another recipe"):
-        trainer(model, texts, tmp_path, "cut", weights="dpace").run()
+    assert_a_run_may_be_cut(partial(trainer, model, replies(model, 24), tmp_path), weights="dpace")
 
 
 @pytest.mark.parametrize("weights", ["decay", "dpace"])

@@ -150,7 +150,8 @@ def test_openai_parses_responses_and_gets_the_call_that_it_requires(caller: Runn
         assert caught.value.param == field
 
 
-def test_langchain_binds_tools_at_responses(caller: Running) -> None:
+@pytest.mark.parametrize("responses", [False, True], ids=["chats", "responses"])
+def test_langchain_binds_tools_and_streams_their_calls(responses: bool, caller: Running) -> None:
     langchain = pytest.importorskip("langchain_openai")
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_core.tools import tool
@@ -162,32 +163,8 @@ def test_langchain_binds_tools_at_responses(caller: Running) -> None:
 
     model = langchain.ChatOpenAI(
         base_url=f"http://127.0.0.1:{caller.port}/v1", api_key="None", model="any", temperature=0, max_retries=0,
-        use_responses_api=True,
+        use_responses_api=responses,
     )  # fmt: skip
-    bound, messages = model.bind_tools([add]), [HumanMessage(ASK["content"])]
-    answer, total = bound.invoke(messages), None
-    for chunk in bound.stream(messages):
-        total = chunk if total is None else total + chunk
-    for one in (answer, total):
-        assert [(c["name"], c["args"]) for c in one.tool_calls] == [("add", {"a": 1})]
-    results = [ToolMessage("2", tool_call_id=call["id"]) for call in answer.tool_calls]
-    again = model.bind_tools([add], tool_choice="none").invoke([*messages, answer, *results])
-    assert again.text == CALL and again.usage_metadata["output_tokens"] > 10
-
-
-def test_langchain_binds_tools_and_streams_their_calls(caller: Running) -> None:
-    langchain = pytest.importorskip("langchain_openai")
-    from langchain_core.messages import HumanMessage, ToolMessage
-    from langchain_core.tools import tool
-
-    @tool
-    def add(a: int) -> int:
-        """Add one."""
-        return a + 1
-
-    model = langchain.ChatOpenAI(
-        base_url=f"http://127.0.0.1:{caller.port}/v1", api_key="None", model="any", temperature=0, max_retries=0
-    )
     bound, messages = model.bind_tools([add]), [HumanMessage(ASK["content"])]
     answer = bound.invoke(messages)
     assert [(c["name"], c["args"]) for c in answer.tool_calls] == [("add", {"a": 1})] and not answer.invalid_tool_calls
@@ -198,7 +175,8 @@ def test_langchain_binds_tools_and_streams_their_calls(caller: Running) -> None:
     for chunk in bound.stream(messages):
         total = chunk if total is None else total + chunk
     assert [(c["name"], c["args"]) for c in total.tool_calls] == [("add", {"a": 1})]
-    assert model.invoke(messages).content == CALL
+    said = model.bind_tools([add], tool_choice="none").invoke([*messages, answer, *results])
+    assert said.text == CALL and said.usage_metadata["output_tokens"] > 10
 
 
 def test_llm_chains_tools_and_streams(caller: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

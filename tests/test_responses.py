@@ -87,7 +87,6 @@ def test_items_become_the_messages_of_a_chat(given: Any, messages: list[dict[str
 
 
 def test_a_response_is_asked_for_as_its_chat() -> None:
-    """Every field that both have, and those under another name, give what the chat gives."""
     same = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 3, "stop": ["x"], "cache_salt": "s", "min_tokens": 2,
             "rid": "mine", "stream": True, "stream_interval": 4, "truncate_prompt_tokens": -1,
             "parallel_tool_calls": False, "chat_template_kwargs": {"enable_thinking": False}}  # fmt: skip

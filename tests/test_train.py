@@ -121,7 +121,6 @@ TAPS = (0, 1, 2, FINAL)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_anchors_at_once_equal_one_chain_at_a_time(kind: str, tmp_path: Path) -> None:
-    """Every state of every round equals that of drafting a chain from its anchor alone, true tokens fed."""
     model = target()
     texts = replies(model, 3)
     head, taps, _ = head_of(kind, model, texts)
@@ -208,7 +207,6 @@ def test_a_target_s_multipliers_are_taught_and_are_no_switches_of_what_is_traine
 
 
 def test_the_loss_is_soft_cross_entropy_and_so_is_its_gradient() -> None:
-    """Value and gradient equal what autograd makes of the formula, over more rows than one piece."""
     torch.manual_seed(0)
     logits, wanted = torch.randn(150, 11, requires_grad=True), torch.randn(90, 11).softmax(-1)
     teacher, weight = torch.randint(90, (150,)), torch.rand(150)
@@ -347,7 +345,6 @@ def test_a_trunk_goes_on_with_parts_that_were_added(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", ("3", "3.1"))
 def test_an_exported_head_is_the_trained_one(kind: str, variant: str, tmp_path: Path) -> None:
-    """What the loader reads back computes what the trainer's module computes, to bfloat16's rounding of weights."""
     model = target()
     texts = replies(model, 6)
     features = Features(model, texts, (2, 2, 1, FINAL), tmp_path / "work", 10**9)
@@ -370,7 +367,6 @@ def test_an_exported_head_is_the_trained_one(kind: str, variant: str, tmp_path: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_starts_from_an_exported_head(kind: str, tmp_path: Path) -> None:
-    """A head that starts from an exported one has its weights and its draft ids, and the checkpoint says so."""
     model, silent = target(), lambda line: None
     first = Features(model, replies(model, 12), TAPS, tmp_path / "first", 10**9)
     before = Trainer(recipe(kind), first, tmp_path / "before", silent)
@@ -409,7 +405,6 @@ def test_a_head_to_start_from_that_does_not_fit_is_refused(other: dict[str, Any]
 
 
 def test_training_learns_and_replay_counts_it(tmp_path: Path) -> None:
-    """Trained on a handful of replies, the head foresees them, and the replay of serving says so."""
     model = target()
     texts = replies(model, 12)
     features = Features(model, texts, (0, 1, 2, FINAL), tmp_path / "work", 10**9)
@@ -422,7 +417,6 @@ def test_training_learns_and_replay_counts_it(tmp_path: Path) -> None:
 
 
 def test_a_small_model_learns_the_replies_and_loads_as_a_draft(tmp_path: Path) -> None:
-    """It foresees most tokens of replies it was shown, and what was written is what was trained."""
     torch.manual_seed(0)
     model, tokenizer = Model(replace(target().config, vocab_size=100)).requires_grad_(False), byte_tokenizer(100)
     texts = replies(model, 20)
@@ -572,7 +566,6 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 def test_the_same_command_again_reads_its_replies_and_another_kind_shares_them(
     command: Callable[..., None], tmp_path: Path
 ) -> None:
-    """The replies of a finished run are read, not written anew, and a head is trained on them and goes on."""
     command()
     made = (tmp_path / "work" / "replies.jsonl").read_text()
     command()
@@ -671,7 +664,6 @@ def test_a_work_folder_that_does_not_say_what_made_it_is_refused(tmp_path: Path)
 
 
 def test_runs_keep_sampled_and_long_prompts_apart_and_each_is_by_length() -> None:
-    """Every prompt is in one run; no run has greedy and sampled, or short and long ones."""
     lengths, heat = [900, 5, 30, 400, 7, 383, 384], [0.0, 0.0, 0.8, 0.0, 0.0, 0.0, 0.7]
     assert runs_alike(lengths, heat) == [[1, 4, 5], [3, 0], [2], [6]]
 
@@ -701,7 +693,6 @@ class Says:
     ("text", "kept"), [("Name a good book.", True), ("Why did the Roman Republic become an empire? Well.", False)]
 )
 def test_no_turn_that_is_made_up_repeats_what_is_measured_on(text: str, kept: bool) -> None:
-    """Neither a first turn nor a second."""
     writer = _Writer(Says(f" {text}"), random.Random(0), 40, set())  # type: ignore[arg-type]
     asked = [Conversation([{"role": "user", "content": "hi"}], "x")] * 50
     assert ("self-prompted" in {each.source for each in writer.make_up(asked)}) is kept
@@ -789,8 +780,6 @@ def test_the_command_writes_shards_goes_on_from_them_and_learns_from_them(
 
 
 def test_a_default_model_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by the server, and without a traceback."""
-
     def fail(tell: object) -> None:
         raise DefaultModelError("the wheel is nowhere")
 

@@ -71,7 +71,6 @@ COLUMNS = slice(0, 2 * D)
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_batch_s_logits_are_those_that_are_served(causal: bool, tmp_path: Path) -> None:
-    """At every anchor of several replies, in one pass, the logits of an engine that drafts after the same text."""
     model = target()
     texts, head = replies(model, 3), head_of(model, causal)
     found = drafted(head, packed(model, head, texts, tmp_path), COLUMNS).detach().view(-1, 3, 30)
@@ -197,7 +196,6 @@ def test_a_run_cut_in_two_is_bit_identical(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", ["decay", "dpace"])
 def test_training_learns_and_a_server_accepts_what_the_replay_says(weights: str, tmp_path: Path) -> None:
-    """The exported folder, served with its token map, accepts as many tokens a step as the replay counts."""
     model = target()
     texts = replies(model, 12)
     made = trainer(model, texts, tmp_path, "out", epochs=80, learning_rate=3e-3, draft_vocab=61, weights=weights)

@@ -459,19 +459,6 @@ def test_neutral_rows_come_out_bit_for_bit_in_fp32_and_bf16() -> None:
     assert torch.equal(adjust(logits.bfloat16(), rows), logits.bfloat16().float())
 
 
-def test_logit_bias_of_a_hundred_forces_and_forbids() -> None:
-    logits = torch.randn(1, 50) * 5
-    best = int(logits.argmax())
-    other = (best + 1) % 50
-    for temperature in (0.0, 1.0):
-        forced = rows_of(SamplingParams(temperature=temperature, logit_bias={other: 100.0}), [0], 50)
-        banned = rows_of(SamplingParams(temperature=temperature, logit_bias={best: -100.0}), [0], 50)
-        for position in range(20):
-            where = torch.tensor([position])
-            assert pick(logits, forced, where) == other
-            assert pick(logits, banned, where) != best
-
-
 def test_stop_ids_wait_for_min_new_tokens_and_not_longer() -> None:
     state, slot = SamplingState(2, 10, "cpu"), torch.tensor([1])
     logits = torch.zeros(1, 10)

@@ -83,10 +83,14 @@ def next_logits(model: Model, ids: Sequence[int]) -> torch.Tensor:
     return model.logits(hidden[0, -1])
 
 
-def shortfall(plain: Model, ids: Sequence[int], token: int) -> float:
-    """Return by how much a token's logit is below the largest, in standard deviations of all."""
-    logits = next_logits(plain, ids).float()
-    return float((logits.max() - logits[token]) / logits.std())
+def shortfalls(plain: Model, requests: Sequence[Request]) -> list[float]:
+    """Return by how much the logit of each output token is below the largest, in standard deviations of all."""
+    found: list[float] = []
+    for r in requests:
+        for i, token in enumerate(r.output_ids):
+            logits = next_logits(plain, r.prompt_ids + r.output_ids[:i]).float()
+            found.append(float((logits.max() - logits[token]) / logits.std()))
+    return found
 
 
 @torch.inference_mode()

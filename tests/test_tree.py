@@ -7,23 +7,9 @@ import random
 import pytest
 import torch
 from exactness import chain, check
+from test_verify import forest
 
-from minispec.tree import PADDING, DraftTree, ancestors, depth
-
-
-def random_tree(rng: random.Random, nodes: int, vocab: int, bushy: float = 0.5) -> DraftTree:
-    """One row: some nodes are padding, siblings are distinct, low `bushy` gives long thin trees."""
-    tokens, parents, taken = [rng.randrange(vocab)], [-1], set()
-    for node in range(1, nodes):
-        real = [i for i in range(node) if tokens[i] != PADDING]
-        parent = rng.choice(real) if rng.random() < bushy else real[-1]
-        token = rng.randrange(vocab)
-        if rng.random() < 0.2 or (parent, token) in taken:
-            token, parent = PADDING, 0
-        taken.add((parent, token))
-        tokens.append(token)
-        parents.append(parent)
-    return DraftTree(torch.tensor([tokens]), torch.tensor([parents]))
+from minispec.tree import DraftTree, ancestors, depth
 
 
 def climb(parents: list[int], node: int) -> list[int]:
@@ -37,8 +23,7 @@ def test_ancestors_and_depth_agree_with_climbing_the_parents() -> None:
     rng = random.Random(0)
     compared = 0
     for nodes in (1, 2, 3, 5, 8, 9, 17, 33):
-        rows = [random_tree(rng, nodes, 50, bushy) for bushy in (0.0, 0.3, 1.0)]
-        parents = torch.cat([row.parents for row in rows])
+        parents = forest(rng, 3, nodes, 50).parents
         known = ancestors(parents)
         assert known.shape == (3, nodes, nodes) and known.dtype == torch.bool
         for b, up in enumerate(parents.tolist()):

@@ -260,11 +260,13 @@ def test_a_flag_is_of_the_logits_that_gave_tokens_alone(law: str) -> None:
 # ---- exceptions -----------------------------------------------------------------------------------------------------
 
 
-def raise_once(owner: object, name: str, patch: pytest.MonkeyPatch, after: bool = False) -> None:
-    """Make the next call of a method raise, before or after it does its work."""
-    original = getattr(owner, name)
+def raise_once(owner: object, name: str, patch: pytest.MonkeyPatch, after: bool = False, at: int = 1) -> None:
+    """Make the next call of a method, or the at-th from now, raise before or after it does its work."""
+    original, calls = getattr(owner, name), itertools.count(1)
 
     def broken(*args: object, **kwargs: object) -> object:
+        if next(calls) < at:
+            return original(*args, **kwargs)
         patch.setattr(owner, name, original)
         if after:
             original(*args, **kwargs)

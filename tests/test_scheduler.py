@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from conformance import truth
 from exactness import Oracle, build, mixed_requests, reference, request, run, submit, tiny_model, truth_of
+from test_faults import raise_once
 
 from minispec.drafter import Plain
 from minispec.output import Output
@@ -29,19 +30,6 @@ def drive(scheduler: Scheduler, updates: list[Update]) -> None:
     raise AssertionError("the scheduler does not come to an end")
 
 
-def fail_once(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, at: int) -> None:
-    """Make the at-th call of a method raise after it did its work half: before the original runs."""
-    original, calls = getattr(owner, name), []
-
-    def broken(*args, **kwargs):
-        calls.append(name)
-        if len(calls) == at:
-            raise RuntimeError("injected")
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, broken)
-
-
 PLACES = [("engine", "launch"), ("engine", "collect"), ("engine", "prefill"), ("engine", "assign"),
           ("kv", "map"), ("metrics", "decode"), ("cache", "insert"), ("kv", "unmap")]  # fmt: skip
 
@@ -53,7 +41,7 @@ def test_a_step_that_raises_answers_everyone_and_keeps_the_queue(place, at, monk
     owner, name = place
     requests = mixed_requests(max_new_tokens=6)
     submit(scheduler, *requests)
-    fail_once(monkeypatch, getattr(scheduler, owner), name, at)
+    raise_once(getattr(scheduler, owner), name, monkeypatch, at=at)
     updates: list[Update] = []
     drive(scheduler, updates)
     ends = [u.request for u in updates if u.finish]

@@ -275,22 +275,6 @@ def test_a_file_is_converted_once_and_anew_when_it_changed(tmp_path: Path, cache
     assert said and [entry for entry in second.parent.iterdir() if entry.is_dir()] == [second] != [first]
 
 
-def test_an_interrupted_conversion_leaves_no_folder(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(tmp_path / "a.gguf", hf_model("qwen2"))
-
-    def interrupted(*given: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(gguf_models, "tokenizer_config", interrupted)  # the last file that is written
-        with pytest.raises(KeyboardInterrupt):
-            gguf_models.as_folder(str(path), "--model", lambda line: None)
-    assert [entry.name for entry in next(cache.iterdir()).iterdir()] == [".lock"]
-    assert Path(gguf_models.as_folder(str(path), "--model", lambda line: None)).is_dir()
-
-
 def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.gguf", hf_model("qwen2"))
     monkeypatch.setattr(gguf_models, "save_file", _full)

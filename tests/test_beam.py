@@ -161,6 +161,23 @@ def assert_slow_trees(
         assert paths(tokens, parents) == slow, f"after {len(ids)} tokens"
 
 
+def after_prefix_hits(
+    scheduler: Scheduler, first: list[int], differ: int,
+    watch: Callable[[Scheduler], list[tuple]] = record, new_tokens: int = 16,
+) -> list[tuple]:  # fmt: skip
+    """Serve a text, one that differs from it in a token, and its second turn; returns the notes of the last two."""
+    other, page = first[:differ] + [50] + first[differ + 1 :], scheduler.kv.page_size
+    run(scheduler, [request("a", first, max_new_tokens=4)])
+    noted = watch(scheduler)
+    again = request("b", other, max_new_tokens=new_tokens)
+    run(scheduler, [again])
+    assert again.cached_tokens == (differ - scheduler.engine.drafter.lookahead) // page * page
+    turn = request("c", [*other, *again.output_ids, 7, 8], max_new_tokens=new_tokens)
+    run(scheduler, [turn])
+    assert turn.cached_tokens >= 2 * page
+    return noted
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_tree_is_the_slow_reference_s(shape) -> None:
     scheduler = build(MODEL, drafter(*shape))
@@ -194,17 +211,8 @@ def test_trees_stay_the_same_alone_in_chunks_and_under_retraction(how) -> None:
 def test_a_prefix_hit_restores_the_draft_rows_whatever_follows_the_page() -> None:
     # Draft row 15 of a 16-row page depends on token 16: prompts that first differ there must not share the page.
     for page, differ in ((16, 15), (16, 16), (16, 17), (16, 32), (64, 63), (64, 64), (64, 65)):
-        first = [1 + 7 * i % 40 for i in range(2 * page + 7)]
-        other = first[:differ] + [50] + first[differ + 1 :]
         scheduler = build(MODEL, drafter(3, 2, 6), page_size=page, pages=20)
-        run(scheduler, [request("a", first, max_new_tokens=4)])
-        compare = record(scheduler)
-        again = request("b", other, max_new_tokens=12)
-        run(scheduler, [again])
-        assert again.cached_tokens == (differ - 1) // page * page
-        turn = request("c", [*other, *again.output_ids, 7, 8], max_new_tokens=12)
-        run(scheduler, [turn])
-        assert turn.cached_tokens >= 2 * page
+        compare = after_prefix_hits(scheduler, [1 + 7 * i % 40 for i in range(2 * page + 7)], differ, new_tokens=12)
         assert_slow_trees(compare, 3, 2, 6, every=3)
 
 

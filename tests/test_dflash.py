@@ -21,7 +21,7 @@ import torch
 from conformance import mixture_model, truth, windowed_model
 from exactness import CPU, VOCAB, build, mixed_requests, reference, request, run, tiny_model
 from safetensors.torch import save_file
-from test_beam import paths, record
+from test_beam import after_prefix_hits, paths, record
 from torch import Tensor
 from torch._dynamo import lookup_backend
 from transformers import Qwen3Config
@@ -282,20 +282,11 @@ def test_after_commits_of_every_length_logits_are_the_reference_s(folder: Path) 
 
 
 def test_a_prefix_hit_restores_the_context_rows_to_the_last_of_the_page(folder: Path) -> None:
-    first = list(range(1, 40))
+    assert DFlashDrafter.lookahead == 0  # row i is of the features of token i alone
     for differ in (15, 16, 17, 32):
-        other = first[:differ] + [50] + first[differ + 1 :]
         with torch.inference_mode():
             scheduler = build(MODEL, DFlashDrafter(load_dflash(folder, MODEL), block=5, nodes=5))
-        run(scheduler, [request("a", first, max_new_tokens=4)])
-        seen = watch(scheduler)
-        again = request("b", other, max_new_tokens=16)
-        run(scheduler, [again])
-        assert again.cached_tokens == differ // 16 * 16  # row i is of the features of token i alone: no lookahead
-        turn = request("c", [*other, *again.output_ids, 7, 8], max_new_tokens=16)
-        run(scheduler, [turn])
-        assert turn.cached_tokens >= 32
-        assert_logits(folder, seen)
+        assert_logits(folder, after_prefix_hits(scheduler, list(range(1, 40)), differ, watch))
 
 
 def test_a_block_that_is_longer_than_its_tree_has_pages_of_its_own(folder: Path) -> None:

@@ -21,7 +21,7 @@ from conformance import truth
 from conftest import slow_unless
 from exactness import CPU, VOCAB, any_ids, build, mixed_requests, next_logits, reference, request, run, tiny_model
 from safetensors.torch import load_file, save_file
-from test_beam import grown, moved_inputs, paths, record, siblings_see_each_other
+from test_beam import after_prefix_hits, grown, moved_inputs, paths, record, siblings_see_each_other
 from torch._dynamo import lookup_backend
 
 import minispec.cpu.direct as direct_module
@@ -173,18 +173,9 @@ def test_trees_stay_the_same_alone_in_chunks_and_under_retraction(how) -> None:
 
 
 def test_a_prefix_hit_restores_the_draft_rows_to_the_last_of_the_page() -> None:
-    first = list(range(1, 40))
+    assert StandaloneDrafter.lookahead == 0  # row i is of token i alone
     for differ in (15, 16, 17, 32):
-        other = first[:differ] + [50] + first[differ + 1 :]
-        scheduler = build(MODEL, drafter(3, 2, 6))
-        run(scheduler, [request("a", first, max_new_tokens=4)])
-        compare = record(scheduler)
-        again = request("b", other, max_new_tokens=16)
-        run(scheduler, [again])
-        assert again.cached_tokens == differ // 16 * 16  # row i is of token i alone: no lookahead
-        turn = request("c", [*other, *again.output_ids, 7, 8], max_new_tokens=16)
-        run(scheduler, [turn])
-        assert turn.cached_tokens >= 32
+        compare = after_prefix_hits(build(MODEL, drafter(3, 2, 6)), list(range(1, 40)), differ)
         assert_slow_trees(compare, (3, 2, 6))
 
 

@@ -295,24 +295,20 @@ def test_an_allocation_that_fails_gives_one_message(tmp_path, monkeypatch) -> No
     assert sorted(order, key=said.index) == order and "--cuda-graph" not in said
 
 
+OUT = "not enough memory on cpu, warming up .*estimated are target weights"
+
+
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), RuntimeError("inductor: out of memory")]
-)
-def test_whoever_runs_out_in_warm_up_is_told_of_once(error, tmp_path, monkeypatch) -> None:
+    ("error", "said"),
+    [(torch.OutOfMemoryError("CUDA out of memory."), OUT), (MemoryError(), OUT),
+     (RuntimeError("inductor: out of memory"), OUT), (RuntimeError("a kernel is wrong"), "^a kernel is wrong$")],
+)  # fmt: skip
+def test_whoever_runs_out_in_warm_up_is_told_of_once_and_other_errors_pass(error, said, tmp_path, monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise error
 
     monkeypatch.setattr("minispec.load.build.warm_up", fail)
-    with pytest.raises(RuntimeError, match="not enough memory on cpu, warming up .*estimated are target weights"):
-        LLM(folder_of(tmp_path / "m", CONFIG), **OPTIONS)
-
-
-def test_other_errors_pass_as_they_are(tmp_path, monkeypatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("a kernel is wrong")
-
-    monkeypatch.setattr("minispec.load.build.warm_up", fail)
-    with pytest.raises(RuntimeError, match="^a kernel is wrong$"):
+    with pytest.raises(RuntimeError, match=said):
         LLM(folder_of(tmp_path / "m", CONFIG), **OPTIONS)
     assert not is_out_of_memory(ValueError("out of memory"))
 

@@ -156,6 +156,14 @@ class Visit:
         assert all(url.startswith((self.origin + "/", "data:")) for url in self.asked), self.asked
 
 
+@pytest.fixture
+def visit(browser: Any, served: Running) -> Visit:
+    """The page on a desk, with its key; who visits ends it."""
+    visit = Visit(browser, served, 1280, "light")
+    visit.give_key()
+    return visit
+
+
 def faults(visit: Visit) -> list[Any]:
     """Return what axe-core finds on a page that is serious or worse; nothing where it is not installed."""
     if not AXE.is_file():
@@ -199,10 +207,8 @@ def test_a_prompt_gets_coloured_tokens_and_a_tree_and_is_compared(
 
 
 @pytest.mark.browser
-def test_where_two_answers_part_the_page_says_by_what_margin(browser: Any, served: Running) -> None:
+def test_where_two_answers_part_the_page_says_by_what_margin(visit: Visit) -> None:
     """In float32 they never do, so the second answer is changed on its way: its last but one token is another."""
-    visit = Visit(browser, served, 1280, "light")
-    visit.give_key()
     changed: list[Any] = []
 
     def change(route: Any) -> None:
@@ -233,9 +239,7 @@ def test_where_two_answers_part_the_page_says_by_what_margin(browser: Any, serve
 
 
 @pytest.mark.browser
-def test_a_second_turn_has_the_first_in_its_prompt_and_stop_ends_an_answer(browser: Any, served: Running) -> None:
-    visit = Visit(browser, served, 1280, "light")
-    visit.give_key()
+def test_a_second_turn_has_the_first_in_its_prompt_and_stop_ends_an_answer(visit: Visit, served: Running) -> None:
     visit.ask("Once upon", 5)
     visit.ask("a time", 5)
     messages = visit.sent["tokenize"][1]["messages"]
@@ -332,11 +336,7 @@ def test_while_the_model_loads_the_page_shows_how_far_it_is(browser: Any, tiny: 
 
 
 @pytest.mark.browser
-def test_a_turn_that_fails_leaves_the_conversation_and_its_text_goes_back_into_the_box(
-    browser: Any, served: Running
-) -> None:
-    visit = Visit(browser, served, 1280, "light")
-    visit.give_key()
+def test_a_turn_that_fails_leaves_the_conversation_and_its_text_goes_back_into_the_box(visit: Visit) -> None:
     page = visit.page
     visit.ask("Once upon", 5)
     long = "river " * 1500
@@ -380,9 +380,7 @@ def test_of_a_server_that_is_gone_the_page_says_so_and_tries_again(browser: Any,
 
 
 @pytest.mark.browser
-def test_a_new_chat_has_no_tree(browser: Any, served: Running) -> None:
-    visit = Visit(browser, served, 1280, "light")
-    visit.give_key()
+def test_a_new_chat_has_no_tree(visit: Visit) -> None:
     page = visit.page
     visit.ask("Once upon", 20)
     assert page.locator("#tree svg").count() == 1
@@ -397,9 +395,7 @@ def test_a_new_chat_has_no_tree(browser: Any, served: Running) -> None:
 
 
 @pytest.mark.browser
-def test_number_fields_keep_their_bounds(browser: Any, served: Running) -> None:
-    visit = Visit(browser, served, 1280, "light")
-    visit.give_key()
+def test_number_fields_keep_their_bounds(visit: Visit) -> None:
     page = visit.page
     page.click("summary")
     for field, typed, holds in (

@@ -416,18 +416,11 @@ def test_vocabularies_of_other_sizes_fit_and_padding_is_never_proposed(vocab, tm
     plain = LLM(target, **OPTIONS)
     for shape in ((), (3, 4, 16)):
         llm = drafting(target, draft, *shape)
-        proposed, inner = [], llm.scheduler.engine.drafter.propose
-
-        def propose(batch, proposed=proposed, inner=inner):
-            tree = inner(batch)
-            proposed.append(tree.tokens[:, 1:])
-            return tree
-
-        llm.scheduler.engine.drafter.propose = propose
+        noted = record(llm.scheduler)
         for params in (GREEDY, SamplingParams(temperature=1.0, max_new_tokens=16, sampling_seed=3)):
             assert outputs(llm, params) == outputs(plain, params)
-        seen = torch.cat([tokens.flatten() for tokens in proposed])
-        assert 0 <= seen.min() and seen.max() < min(rows, tokens, 300) and len(seen) > 50
+        seen = [draft for _, nodes, *_ in noted for draft in nodes[1:]]
+        assert 0 <= min(seen) and max(seen) < min(rows, tokens, 300) and len(seen) > 50
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -444,16 +437,10 @@ def test_with_a_token_map_the_draft_keeps_those_rows_of_its_lm_head_and_changes_
     state = torch.randn(4, few.hidden_size)
     with torch.inference_mode():
         torch.testing.assert_close(few.logits(state), full.logits(state)[:, known])
-    drafted, propose = set(), llm.scheduler.engine.drafter.propose
-
-    def noted(batch):
-        tree = propose(batch)
-        drafted.update(tree.tokens[:, 1:].flatten().tolist())
-        return tree
-
-    llm.scheduler.engine.drafter.propose = noted
+    noted = record(llm.scheduler)
     for params in (GREEDY, SamplingParams(temperature=1.0, max_new_tokens=16, sampling_seed=3)):
         assert outputs(llm, params) == outputs(plain, params)
+    drafted = {draft for _, nodes, *_ in noted for draft in nodes[1:]}
     assert drafted <= set(known) and len(drafted) > 3
     with pytest.raises(ValueError, match="--speculative-token-map has no id below 280"):
         drafting(target, draft, speculative_token_map=str(tmp_path / "none.json"))

@@ -315,11 +315,6 @@ def test_text_committed_again_after_its_nodes_are_gone_is_back() -> None:
         drafter.commit(1, [5], again=True)
 
 
-def test_an_equal_prompt_counts_as_a_new_occurrence() -> None:
-    drafter = drafter_with(SMALL, [[1, 2, 3], [1, 2, 3]])
-    assert contents(drafter.trie)[1, 2, 3] == 2
-
-
 # ---- bounded indexing
 
 
@@ -365,21 +360,6 @@ def test_what_ended_requests_left_waiting_is_indexed_up_to_a_bound() -> None:
         drafter.commit(1, [7] * (KEPT_AFTER_RELEASE // 2))
         drafter.release(1)
     assert sum(len(text.waiting) for text in drafter._line) == KEPT_AFTER_RELEASE
-
-
-def test_releasing_every_slot_pins_nothing() -> None:
-    rng = random.Random(5)
-    drafter = NgramDrafter(SMALL)
-    for slot in range(5):
-        drafter.commit(slot, [rng.randrange(4) for _ in range(100)])
-        drafter.propose([slot])
-        drafter.commit(slot, [1, 2])
-    assert any(drafter.trie._pins)
-    for slot in range(6):  # the last was never taken
-        drafter.release(slot)
-    for _ in range(3):
-        drafter.tick()
-    assert not any(drafter.trie._pins) and len(contents(drafter.trie)) > 100
 
 
 def test_what_is_expected_of_an_output_drafts_for_its_request_alone() -> None:
@@ -463,22 +443,6 @@ def test_a_full_trie_evicts_as_the_slow_one_and_no_open_path_dangles(match_type:
     assert evicted > 1000 and starved > 100
 
 
-def test_stale_text_goes_before_text_in_use() -> None:
-    drafter = NgramDrafter(replace(SMALL, capacity=120))
-    drafter.commit(1, [1, 2, 3, 4])
-    drafter.tick()
-    drafter.release(1)
-    for token in range(100, 160):  # the same short text stays in use while a stream of new tokens passes
-        drafter.commit(2, [token])
-        drafter.propose([2])
-        if token % 5 == 0:
-            drafter.commit(3, [1, 2, 3, 4])
-            drafter.propose([3])
-            drafter.release(3)
-    kept = contents(drafter.trie)
-    assert (1, 2, 3, 4) in kept and (159,) in kept and (100,) not in kept and len(kept) == 119
-
-
 def test_the_remembered_likeliest_children_are_the_true_ones() -> None:
     rng = random.Random(7)
     trie = Trie(replace(SMALL, match_type="PROB", max_match=1, branch_length=2, capacity=260, max_breadth=5))
@@ -498,16 +462,6 @@ def test_the_remembered_likeliest_children_are_the_true_ones() -> None:
 
 
 # ---- flags
-
-
-def test_breadth_goes_from_min_after_the_longest_match_towards_max_after_shorter_ones() -> None:
-    corpus = [[7, 1, token] for token in range(20, 30)]
-    wide = replace(SMALL, max_match=2, nodes=30)
-    for low, high, query, expected in ((1, 9, [7, 1], 1), (3, 9, [7, 1], 3), (1, 9, [1], 5), (1, 5, [1], 3)):
-        drafter = drafter_with(replace(wide, min_breadth=low, max_breadth=high, min_match=len(query)), corpus)
-        scale = (high - low) / (2 - len(query) + 1)
-        assert int((2 - len(query)) * scale + low) == expected
-        assert drafted(drafter, query) == {(token,) for token in range(30 - expected, 30)}
 
 
 def test_branch_length_bounds_how_far_a_match_continues() -> None:

@@ -712,23 +712,6 @@ def test_layers_are_counted_as_the_format_counts(
     assert load_head(write(tmp_path, form), target).taps == taps
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}}, r"layers \(2, 4, 9\).*0 to 8"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 6],
-          "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}}, "not the same streams"),
-    ],
-)  # fmt: skip
-def test_layers_that_cannot_be_are_refused(
-    config: dict[str, Any], message: str, target: Model, tmp_path: Path
-) -> None:
-    form = eagle3_official(target)
-    form.config.update(config)
-    with pytest.raises(ModelError, match=message):
-        load_head(write(tmp_path, form), target)
-
-
 # ---- FR-Spec ------------------------------------------------------------------------------------------------------
 
 MAP = torch.tensor([40, 3, 7, 60, 0, 12])
@@ -820,6 +803,10 @@ def bad_d2t(form: Format) -> None:
     form.tensors["d2t"][-1] = V
 
 
+def layers_alone(form: Format) -> None:
+    form.tensors = {f"model.layers.{i}.self_attn.q_proj.weight": torch.ones(H, H) for i in range(3)}
+
+
 def two_of_one_id(form: Format) -> None:
     form.tensors["d2t"][1] = form.tensors["d2t"][0] - 1
 
@@ -873,6 +860,17 @@ REFUSED: dict[str, tuple[MakeFormat, Callable[[Format], None], str]] = {
         "61 tokens.*draft_vocab_size is 17",
     ),
     "says otherwise": (eagle3_official, set_config(architectures=["LlamaForCausalLMEagle"]), "say eagle.*of eagle3"),
+    "no such layer": (
+        eagle3_official, set_config(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}),
+        r"layers \(2, 4, 9\).*0 to 8",
+    ),
+    "two lists of layers": (
+        eagle3_official, set_config(eagle_aux_hidden_state_layer_ids=[2, 4, 6],
+                                    eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}),
+        "not the same streams",
+    ),
+    "a whole model": (eagle_original, layers_alone, "no draft head.*LlamaForCausalLM"),
+    "both spellings": (eagle3_official, add("model.fc.weight", H, 3 * H), "fc.weight twice"),
 }  # fmt: skip
 
 
@@ -885,20 +883,6 @@ def test_head_that_does_not_fit_is_refused_by_name(case: str, target: Model, tmp
         load_head(write(tmp_path, form), target)
     assert f"--speculative-draft-model-path {tmp_path}" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_whole_model_is_no_draft_head(target: Model, tmp_path: Path) -> None:
-    tensors = {f"model.layers.{i}.self_attn.q_proj.weight": torch.ones(H, H) for i in range(3)}
-    form = replace(eagle_original(target), tensors=tensors)
-    with pytest.raises(ModelError, match="no draft head.*LlamaForCausalLM"):
-        load_head(write(tmp_path, form), target)
-
-
-def test_a_tensor_under_both_spellings_is_refused(target: Model, tmp_path: Path) -> None:
-    form = eagle3_official(target)
-    form.tensors["model.fc.weight"] = form.tensors["fc.weight"].clone()
-    with pytest.raises(ModelError, match="fc.weight twice"):
-        load_head(write(tmp_path, form), target)
 
 
 # ---- the module ---------------------------------------------------------------------------------------------------

@@ -85,14 +85,6 @@ def test_eos_named_as_a_stop_id_stops_though_eos_is_ignored(tokenizer: Tokenizer
     assert finish == Finish("stop", EOS)
 
 
-def test_ids_run_through_the_token_that_completes_a_stop_string(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("one two three four five")
-    output = make(tokenizer, stop=("wo three fo",))
-    finish, pieces = feed(output, ids)
-    assert finish == Finish("stop", "wo three fo") and "".join(pieces) == "one t"
-    assert tokenizer.decode(output.request.output_ids) == "one two three four"
-
-
 def test_no_stop_trim_keeps_what_matched(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("one two three")
     finish, pieces = feed(make(tokenizer, stop=("tw",), no_stop_trim=True), ids)
@@ -101,17 +93,6 @@ def test_no_stop_trim_keeps_what_matched(tokenizer: Tokenizer) -> None:
     assert finish == Finish("stop", EOS) and "".join(pieces) == "one two three<|im_end|>"
     finish, pieces = feed(make(tokenizer, no_stop_trim=True, stop_token_ids=(ids[1],)), ids)
     assert finish == Finish("stop", ids[1]) and "".join(pieces) == "one two"
-
-
-def test_nothing_stops_below_min_new_tokens_but_the_length(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("one two one two one two")
-    finish, pieces = feed(make(tokenizer, min_new_tokens=3, stop=("two",)), ids)
-    assert finish == Finish("stop", "two") and "".join(pieces) == "one two one "
-    output = make(tokenizer, min_new_tokens=3)
-    finish, _ = feed(output, [EOS] * 9)
-    assert finish == Finish("stop", EOS) and len(output.request.output_ids) == 4
-    finish, _ = feed(make(tokenizer, limit=3, min_new_tokens=3), [EOS] * 9)
-    assert finish == Finish("length")
 
 
 def test_waived_stop_string_does_not_hide_the_next_one(tokenizer: Tokenizer) -> None:

@@ -135,19 +135,6 @@ def test_lookahead_tokens_are_part_of_the_key() -> None:
     assert cache.match([1, 2], 2) == [], "the token after the page is not known"
 
 
-def test_least_recently_used_goes_first_and_children_before_parents() -> None:
-    cache = PrefixCache(PAGE)
-    one, two = fill(cache, [1, 1, 2, 2, 3, 3], 10), fill(cache, [1, 1, 5, 5], 20)
-    cache.release(one)
-    assert cache.evict(1) == [12], "deepest first"
-    cache.release(two)
-    again = cache.match([1, 1, 2, 2], 4)
-    cache.hold(again)
-    assert cache.evict(9) == [21], "what is held stays, and so do its parents"
-    cache.release(again)
-    assert cache.evict(9) == [11, 10]
-
-
 def test_disabled_cache_keeps_and_finds_nothing() -> None:
     cache = PrefixCache(PAGE, enabled=False)
     assert fill(cache, [1, 2, 3, 4], 7) == [] and cache.match([1, 2, 3, 4], 4) == []

@@ -312,6 +312,14 @@ def check(tree: DraftTree) -> None:
             siblings.add((parent, token))
 
 
+def random_linear(size: int, features: int, dtype: torch.dtype = torch.bfloat16, bias: bool = False) -> torch.nn.Linear:
+    """Return a random layer whose channels differ in scale."""
+    torch.manual_seed(size + features)
+    made = torch.nn.Linear(size, features, bias=bias, dtype=dtype).requires_grad_(False)
+    made.weight *= torch.rand(features, 1) + 0.1
+    return made
+
+
 def graphs_made() -> int:
     """Return how many graphs Dynamo has traced so far."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -18,7 +18,7 @@ import pytest
 import test_heads
 import test_standalone
 import torch
-from exactness import CPU, tiny_config
+from exactness import CPU, random_linear, tiny_config
 from safetensors.torch import load_file, save_file
 from test_cuda_path import NoWaiting
 from test_model import as_mixtral_names_them
@@ -99,20 +99,12 @@ def test_a_number_that_is_none_never_becomes_one(bad: float) -> None:
     x = torch.ones(3, 16)
     x[1, 5] = bad
     assert rowwise(x)[0].double().isnan()[1, 5]
-    out = Fp8Linear(layer(16, 32))(x.bfloat16())
+    out = Fp8Linear(random_linear(16, 32))(x.bfloat16())
     assert out[1].isnan().all() and not out[[0, 2]].isnan().any()
-    given = layer(16, 32)
+    given = random_linear(16, 32)
     given.weight[3, 7] = bad
     out = Fp8Linear(given)(torch.ones(2, 16).bfloat16())
     assert out[:, 3].isnan().all() and out.isnan().sum() == 2
-
-
-def layer(size: int, features: int, bias: bool = False) -> nn.Linear:
-    """Return a random layer whose channels differ in scale."""
-    torch.manual_seed(size + features)
-    made = nn.Linear(size, features, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
-    made.weight *= torch.rand(features, 1) + 0.1
-    return made
 
 
 def check_products(device: torch.device, sizes: tuple[tuple[int, int], ...]) -> None:
@@ -125,7 +117,7 @@ def check_products(device: torch.device, sizes: tuple[tuple[int, int], ...]) -> 
     rounding, step = (2.0**-20, 0.0) if device == CPU else (2.0**-13, 2.0**-3)
     for size, features in sizes:
         for bias in (False, True):
-            given = layer(size, features, bias)
+            given = random_linear(size, features, bias=bias)
             b, scale_b = rows_of(given.weight)
             added = given.bias.clone() if bias else torch.zeros(features, dtype=torch.bfloat16)
             made = Fp8Linear(given).to(device)  # given's bias moves with it
@@ -157,7 +149,7 @@ def test_products_are_those_of_the_reference_on_cuda() -> None:
 
 @on_a_cpu
 def test_rows_may_lie_anyhow_and_nobody_waits() -> None:
-    made = Fp8Linear(layer(64, 32, bias=True))
+    made = Fp8Linear(random_linear(64, 32, bias=True))
     x = torch.randn(3, 5, 64).bfloat16()
     flat = made(x.view(15, 64))
     assert torch.equal(made(x), flat.view(3, 5, 32)) and torch.equal(made(x[1, 2]), flat[7])
@@ -169,7 +161,7 @@ def test_rows_may_lie_anyhow_and_nobody_waits() -> None:
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=on_a_cpu), pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_a_compiled_layer_gives_the_same(device: str) -> None:
-    made = Fp8Linear(layer(64, 32, bias=True)).to(device)
+    made = Fp8Linear(random_linear(64, 32, bias=True)).to(device)
     x = torch.randn(5, 64).bfloat16()
     x[1], x[2, 3] = 0, float("nan")
     with torch.inference_mode():

@@ -31,6 +31,7 @@ from exactness import (
     build,
     graphs_made,
     mixed_requests,
+    random_linear,
     reference,
     run,
     tiny_config,
@@ -68,14 +69,6 @@ IDS = list(range(40))
 SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152), (72, 61)]
 
 
-def layer(size: int, features: int, dtype: torch.dtype, bias: bool = False) -> nn.Linear:
-    """Return a random layer whose channels differ in scale."""
-    torch.manual_seed(size + features)
-    made = nn.Linear(size, features, bias=bias, dtype=dtype).requires_grad_(False)
-    made.weight *= torch.rand(features, 1) + 0.1
-    return made
-
-
 def weight_of(linear: Int8Linear) -> Tensor:
     """Return the weight [out, in] fp64 that an int8 layer stands for."""
     return (linear.weight.double() * linear.scale.double()[:, None])[:, : linear.size]
@@ -87,7 +80,7 @@ def weight_of(linear: Int8Linear) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_row_has_the_bits_that_it_has_alone(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    linear, x = Int8Linear(layer(*shape, dtype)), torch.randn(64, shape[0]).to(dtype)
+    linear, x = Int8Linear(random_linear(*shape, dtype)), torch.randn(64, shape[0]).to(dtype)
     if dtype == torch.float32:  # that kernel is a plain loop, so a part of the channels must do
         linear.weight, linear.scale = linear.weight[-50:], linear.scale[-50:]
     large = linear.weight.numel() > 2**21
@@ -139,7 +132,7 @@ class Rows(Key):
 def test_a_row_has_the_bits_that_it_has_alone_in_compiled_code(shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    given = Layer(Int8Linear(layer(*shape, dtype, bias=shape[1] == 62)), dtype)
+    given = Layer(Int8Linear(random_linear(*shape, dtype, bias=shape[1] == 62)), dtype)
     compiled, width = compile_step(Layer.forward, CPU), shape[0] if shape[0] < 1000 else 2 * shape[0]
     x = torch.randn(64, width).to(dtype)
 
@@ -202,7 +195,7 @@ def test_a_row_has_the_same_logits_alone_and_among_others_in_compiled_code_and_e
 @pytest.mark.parametrize("rows", [3, 64])
 def test_products_are_those_of_the_dequantized_weight(rows: int, dtype: torch.dtype, bound: float) -> None:
     for size, features in SHAPES[1:2] + SHAPES[-1:]:
-        given = layer(size, features, dtype, bias=True)
+        given = random_linear(size, features, dtype, bias=True)
         linear, x = Int8Linear(given, prompt_rows(63)), torch.randn(2, rows, size).to(dtype)
         want = F.linear(x.double(), weight_of(linear), given.bias.double())
         got = linear(x)
@@ -211,7 +204,7 @@ def test_products_are_those_of_the_dequantized_weight(rows: int, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_weights_are_off_by_at_most_half_a_unit(dtype: torch.dtype) -> None:
-    weight = layer(72, 61, dtype).weight
+    weight = random_linear(72, 61, dtype).weight
     weight[3], weight[4] = 0, 1e-5  # float16 has no scale near enough to the second one
     integers, scale = quantized(weight)
     assert integers.shape == (61, 80) and not integers[:, 72:].any() and not integers[3].any()

@@ -24,7 +24,7 @@ from conformance import (
     truth,
 )
 from conftest import slow_unless
-from exactness import request, run
+from exactness import request, run, submit
 
 from minispec.buffers import DecodeBuffers
 from minispec.engine import Engine
@@ -93,8 +93,9 @@ def ends(requests: Sequence[Request]) -> list[tuple]:
 def test_stops_at_every_offset(name: str) -> None:
     subject = overlapped(name)
     prompt = subject.text(20, random.Random(4))
-    known = truth(subject.model(), validated(subject, request("truth", prompt, max_new_tokens=24)))
-
+    whole = request("truth", prompt, max_new_tokens=24)
+    subject.build().validate(whole)
+    known = truth(subject.model(), whole)
     first_seen = [k for k in range(1, 16) if known[k] not in known[:k]]
     told = []
     for overlap in (True, False):
@@ -113,12 +114,6 @@ def test_stops_at_every_offset(name: str) -> None:
     assert len(first_seen) > 3
 
 
-def validated(subject: Subject, one: Request) -> Request:
-    """Return a request with its limits set."""
-    subject.build().validate(one)
-    return one
-
-
 @pytest.mark.parametrize("name", slow_unless(NAMES, lambda name: name in QUICK))
 def test_aborts_in_flight_leave_the_others_alone(name: str) -> None:
     subject, rng = overlapped(name), random.Random(5)
@@ -126,8 +121,7 @@ def test_aborts_in_flight_leave_the_others_alone(name: str) -> None:
     requests = subject.requests(max_new_tokens=20, **WISHES) + subject.requests(max_new_tokens=20)
     for index, r in enumerate(requests):
         r.rid = f"{index:02}"
-        scheduler.validate(r)
-        scheduler.submit(r)
+        submit(scheduler, r)
     aborted = set()
     while scheduler.has_work:
         scheduler.step()

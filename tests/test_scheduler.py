@@ -16,12 +16,13 @@ from minispec.scheduler import Scheduler
 MODEL = tiny_model()
 
 
-def drive(scheduler: Scheduler, updates: list[Update]) -> None:
+def drive(scheduler: Scheduler) -> list[Update]:
     """Step to the end as the server does: a step that raises fails the requests in it."""
+    updates: list[Update] = []
     for _ in range(3000):
         if not scheduler.has_work:
             scheduler.check()
-            return
+            return updates
         try:
             updates += scheduler.step()
         except RuntimeError as error:
@@ -42,8 +43,7 @@ def test_a_step_that_raises_answers_everyone_and_keeps_the_queue(place, at, monk
     requests = mixed_requests(max_new_tokens=6)
     submit(scheduler, *requests)
     raise_once(getattr(scheduler, owner), name, monkeypatch, at=at)
-    updates: list[Update] = []
-    drive(scheduler, updates)
+    updates = drive(scheduler)
     ends = [u.request for u in updates if u.finish]
     assert sorted(r.rid for r in ends) == sorted(r.rid for r in requests), "somebody was never answered, or twice"
     kinds = [r.finish.kind for r in requests]
@@ -69,8 +69,7 @@ def test_an_end_reached_before_another_request_of_the_step_raises_is_delivered(m
         return original(self, token)
 
     monkeypatch.setattr(Output, "append", append)
-    updates: list[Update] = []
-    drive(scheduler, updates)
+    updates = drive(scheduler)
     assert first.finish.kind == "length" and second.finish.kind == "abort"
     assert [u.request.rid for u in updates if u.finish] == ["a", "b"]
     assert sum(len(u.ids) for u in updates if u.request is first) == 3
@@ -80,12 +79,11 @@ def test_abort_reaches_requests_in_queue_prefill_and_decode() -> None:
     scheduler = build(MODEL, Plain(), running=2, chunk=16)
     requests = [request("run", [1, 2], max_new_tokens=50), request("fill", list(range(60)) * 2), request("wait", [3])]
     submit(scheduler, *requests)
-    updates: list[Update] = []
     for _ in range(3):
-        updates += scheduler.step()
+        scheduler.step()
     run_, fill, wait = requests
     assert run_ in scheduler.running and fill in scheduler.prefilling and wait in scheduler.waiting
-    updates += scheduler.abort("")
+    scheduler.abort("")
     assert not scheduler.has_work and all(r.finish.kind == "abort" for r in requests)
     scheduler.check()
     assert scheduler.stats()["kv_pages_owned"] == 0 and scheduler.flush_cache()
@@ -146,7 +144,7 @@ def test_a_request_refused_for_pages_is_admitted_as_soon_as_its_prefix_is_cached
         assert second in scheduler.waiting and scheduler._refused[0] is second, "the pool was to be too small for both"
     scheduler.step()
     assert second.slot and second.cached_tokens == len(prefix), "the front of the queue was not matched again"
-    drive(scheduler, [])
+    drive(scheduler)
     assert all(r.output_ids == reference(MODEL, r) for r in (first, second))
 
 
@@ -168,6 +166,6 @@ def test_prompts_prefilled_together_share_their_pages_from_then_on(speculative: 
         assert table[: len(pages)].tolist() == pages and not table[len(pages) :].any()
         inverse = {page: logical for logical, page in enumerate(pages)}
         assert scheduler.kv.logical[r.slot].tolist() == [inverse.get(page, -1) for page in range(scheduler.kv.pages)]
-    drive(scheduler, updates)
+    drive(scheduler)
     assert scheduler.metrics.retractions == 0, "the pages of a copy were missing"
     assert twins[0].output_ids != twins[1].output_ids and all(r.output_ids == truth(MODEL, r) for r in twins)

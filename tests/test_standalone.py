@@ -199,14 +199,9 @@ def test_drafting_goes_on_to_the_last_row_of_the_context() -> None:
         _, compare = drafted((3, 2, 6), [full], name, running=1)
         assert len(full.prompt_ids) + len(full.output_ids) == 256
         assert_slow_trees(compare, (3, 2, 6), name, every=4)
-        assert full.output_ids[:24] == reference(MODEL, small(full))
-
-
-def small(r: Request) -> Request:
-    """Return a copy of a request that ends after 24 tokens."""
-    other = request(r.rid, r.prompt_ids)
-    other.max_new_tokens = 24
-    return other
+        start = request("start", full.prompt_ids)
+        start.max_new_tokens = 24
+        assert full.output_ids[:24] == reference(MODEL, start)
 
 
 # ---- exactness ----------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_cuda_tests_are_collected_without_the_packages_that_other_tests_need() -
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tests/test_attention.py::" in done.stdout and "tests/test_fp8.py::" in done.stdout
-    for package, file in (("openai", "served"), ("pydantic", "grammar"), ("gguf", "gguf"), ("llguidance", "closing")):
+    for package, file in (("openai", "server"), ("pydantic", "grammar"), ("gguf", "gguf"), ("llguidance", "closing")):
         assert f"test_{file}.py: {package} is not installed" in done.stdout
 
 

@@ -49,6 +49,7 @@ SPECIAL_IDS = {  # config.json's name -> GGUF's
     "eos_token_id": "tokenizer.ggml.eos_token_id",
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
+UNSCALED = "none"  # rope.scaling.type of a model whose positions are not scaled
 SCALING_KEYS = {  # GGUF's name below rope.scaling -> config.json's
     "factor": "factor",
     "original_context_length": "original_max_position_embeddings",
@@ -217,7 +218,7 @@ def _stated_scaling(fields: Metadata, kind: str) -> dict[str, Any] | None:
     given.pop("finetuned", None)
     how = given.pop("type", "linear")
     factor = given.setdefault("factor", fields.get(f"{kind}.rope.scale_linear", 0.0))
-    if how == "none" or factor in (0.0, 1.0):
+    if how == UNSCALED or factor in (0.0, 1.0):
         return None
     if unknown := sorted(given.keys() - SCALING_KEYS):
         raise GGUFError(f"{prefix}{unknown[0]} is not supported; supported: {', '.join(SCALING_KEYS)}")

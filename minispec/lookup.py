@@ -184,11 +184,14 @@ class Lookups(Drafter):
     def propose(self, batch: Batch) -> DraftTree:
         """Return the lookup's tree for each row that has one, and the network's tree for the others."""
         host = batch.tree
-        grown = self._grown[host.tokens.shape[1]]
+        rows, nodes = host.tokens.shape
+        grown = self._grown[nodes]
+        if rows == 1 and grown == nodes:  # the one row has no looked-up tree, else the step would draft nothing
+            return self.head.propose(batch)
         scores = None if batch.scores is None else batch.scores[:, :grown]
         cut = DraftTree(host.tokens[:, :grown], host.parents[:, :grown])
         tree = self.head.propose(batch._replace(tree=cut, scores=scores))
-        room = (0, host.tokens.shape[1] - grown)
+        room = (0, nodes - grown)
         taken = host.tokens[:, 1:2] != PADDING
         if scores is not None:
             scores.masked_fill_(taken, torch.nan)  # these scores are of the network's tree, which the row does not take

@@ -212,23 +212,30 @@ class Matches:
     """The mean number of tokens that trees proposed on the host emit, by size and class of match (`Draft.match`).
 
     Such a tree comes from a host drafter, or from a lookup beside a head. A tree that was not verified counts with the
-    tokens that it would have emitted. The mean is a running one, and begins with a guess.
+    tokens that it would have emitted. The mean begins with a guess, which counts as `guess_weight` observations, and
+    runs on once it has many: trees give one token or all of theirs, so a mean of few would often promise too much, and
+    the policy takes the trees that promise most.
     """
 
-    rate = 0.1  # the weight of the newest observation in the mean
+    rate = 0.03  # the least weight of the newest observation in the mean
+    guess_weight = 4
 
     def __init__(self) -> None:
-        self._mean: dict[tuple[int, int], float] = {}  # by nodes of the tree and class of match
+        # By nodes of the tree and class of match: the mean, and its number of observations with those of the guess.
+        self._means: dict[tuple[int, int], tuple[float, int]] = {}
 
     def expected(self, nodes: int, match: int) -> float:
         """Return the mean number of tokens that such a tree emits; a guess until one of its class was seen."""
-        guess = min(1.0 + 0.5 * max(match - SHORT, 0), float(nodes))
-        return self._mean.get((nodes, match), guess) if match else 1.0
+        return self._mean(nodes, match)[0] if match else 1.0
 
     def learn(self, nodes: int, match: int, emitted: int) -> None:
         """Add the tokens that a tree emitted to the mean."""
-        mean = self.expected(nodes, match)
-        self._mean[nodes, match] = mean + self.rate * (emitted - mean)
+        mean, seen = self._mean(nodes, match)
+        self._means[nodes, match] = mean + max(self.rate, 1 / (seen + 1)) * (emitted - mean), seen + 1
+
+    def _mean(self, nodes: int, match: int) -> tuple[float, int]:
+        guess = min(1.0 + 0.5 * max(match - SHORT, 0), float(nodes))
+        return self._means.get((nodes, match), (guess, self.guess_weight))
 
 
 class Returns:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from test_machine import CONFIG
 
-from minispec.cpu.spinning import BUSY, CALM, VARIABLES, Spinning, spin_alone
+from minispec.cpu.spinning import BUSY, CALM, RECENT, VARIABLES, Spinning, spin_alone
 
 ROOT = Path(__file__).resolve().parent.parent
 CORES = len(os.sched_getaffinity(0))
@@ -70,10 +70,10 @@ def test_threads_sleep_at_two_busy_looks_and_spin_after_many_calm_ones(caplog: p
 
 def test_processes_that_take_turns_with_this_one_leave_its_threads_spinning() -> None:
     spinning = Spinning(2, {0, 1})
-    for _ in range(3):
-        for ours, others in ((2.0, 0.0), (1.0, 1.0), (0.0, 2.0), (0.0, 2.0), (1.0, 1.0)):
-            spinning.decide(ours, others)
-            assert spinning.team is None
+    turn = [(1.0, 1.0), *[(2.0, 0.0)] * RECENT, (1.0, 1.0), *[(0.0, 2.0)] * RECENT]
+    for ours, others in turn * 3:
+        spinning.decide(ours, others)
+        assert spinning.team is None
     for _ in range(2):
         spinning.decide(1.0, 1.0)
     assert spinning.team is not None
@@ -81,6 +81,15 @@ def test_processes_that_take_turns_with_this_one_leave_its_threads_spinning() ->
         for ours, others in ((1.0, 0.0), (1.0, 0.0), (0.0, 2.0)):
             spinning.decide(ours, others)
     assert spinning.team is None
+
+
+def test_a_process_that_is_busy_every_other_look_has_threads_sleep() -> None:
+    spinning = Spinning(2, {0, 1})
+    for _ in range(2 * CALM):
+        spinning.decide(1.0, 1.0)
+        spinning.decide(1.0, 0.2)
+    assert spinning.team is not None
+    spinning.team.ended.set()
 
 
 @pytest.mark.parametrize("variable", VARIABLES)

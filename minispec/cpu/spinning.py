@@ -7,7 +7,7 @@ times as long (docs/log.md).
 The library reads GOMP_SPINCOUNT once, when it is loaded. But its threads hardly spin while there are more of them than
 cores. So `Spinning` looks five times a second at what other processes do on these cores, and while they are busy it
 keeps a team of idle threads. A process that works in turn with this one, and not beside it, takes nothing away: what
-others do while our threads are idle does not count, nor does one busy look, in which the turn may have changed.
+others do while our threads are idle does not count, nor does a single busy look, in which the turn may have changed.
 GOMP_SPINCOUNT or OMP_WAIT_POLICY in the environment is the user's own decision.
 """
 
@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Set
 from pathlib import Path
 
@@ -29,8 +30,8 @@ SLASH = Path("/")
 LOOK = 0.2  # seconds between two looks
 IDLE = 0.1  # cores that we use, below which our threads have nothing to wait for
 BUSY = 0.5  # cores that others take from our threads, from which on a look counts as busy
-# So many looks without two busy ones in a row have threads spin again. Sleeping doubles a step, spinning in vain does
-# far more.
+RECENT = 5  # looks, of which two busy ones have threads sleep; one may be a change of turns
+# So many calm looks have threads spin again. Sleeping doubles a step, spinning in vain does far more.
 CALM = 50
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
@@ -58,8 +59,8 @@ class Spinning(threading.Thread):
         super().__init__(name="spinning", daemon=True)
         self.threads, self.cores, self.root = threads, cores, root
         self.team: Team | None = None  # while our threads do not spin
-        self._busy = self._calm = 0  # busy looks in a row; calm looks since threads sleep, or since two busy ones
-        self._said = False
+        self._recent: deque[bool] = deque(maxlen=RECENT)  # which of the newest looks were busy
+        self._calm, self._said = 0, False  # calm looks since threads sleep, or since two busy ones
 
     def run(self) -> None:
         """Look again and again."""
@@ -89,10 +90,10 @@ class Spinning(threading.Thread):
         """Have our threads spin or sleep, by how many cores we and others have used since the last look."""
         busy = others - (len(self.cores) - self.threads) > BUSY
         if busy and ours < IDLE:
-            self._busy = 0
+            self._recent.clear()
             return
-        self._busy = self._busy + 1 if busy else 0
-        if self._busy > 1:
+        self._recent.append(busy)
+        if busy and sum(self._recent) > 1:
             self._calm = 0
             if self.team is None:
                 self._sleep(others)

@@ -22,7 +22,6 @@ import json
 import os
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -33,7 +32,7 @@ import numpy as np
 
 import bench
 from benchmarks import parity
-from benchmarks.start import post
+from benchmarks.start import LOCAL, post
 
 KINDS = {  # servers by name: their flags
     "on": (),
@@ -94,7 +93,7 @@ def order(kinds: Sequence[str], clients: Sequence[int], rounds: int) -> list[tup
 def wait_for_replicas(url: str) -> None:
     """Wait until all replicas of a server are ready, where it has any; it is ready itself as soon as one is."""
     while True:
-        with urllib.request.urlopen(f"{url}/server_info") as answer:
+        with LOCAL.open(f"{url}/server_info", timeout=60) as answer:
             replicas = json.load(answer).get("replicas", ())
         if all(replica["state"] == "ready" for replica in replicas):
             return

@@ -215,6 +215,9 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     args = parser.parse_args()
+    if not any(cells(args)):
+        parser.error(f"there is no such cell: but for {' and '.join(WHOLE_GRID)} the grid has --context {SHORT} and "
+                     "--temperature 0 alone")  # fmt: skip
     results: list[Result] = []
     print(HEAD, flush=True)
     for method, of in itertools.groupby(cells(args), key=lambda cell: cell.method):

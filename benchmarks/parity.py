@@ -56,7 +56,7 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 def stats(url: str) -> dict[str, Any]:
     """Return internal_states[0] of /server_info."""
-    with urllib.request.urlopen(url + "/server_info", timeout=60) as answer:
+    with start.LOCAL.open(url + "/server_info", timeout=60) as answer:
         return json.load(answer)["internal_states"][0]
 
 
@@ -152,7 +152,7 @@ def flush(url: str) -> None:
     for _ in range(50):
         try:
             call = urllib.request.Request(url + "/flush_cache", b"", method="POST")
-            urllib.request.urlopen(call, timeout=60).close()
+            start.LOCAL.open(call, timeout=60).close()
             return
         except urllib.error.HTTPError:
             time.sleep(0.1)

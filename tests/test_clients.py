@@ -175,6 +175,7 @@ def test_langchain_binds_tools_and_streams_their_calls(responses: bool, caller: 
     for chunk in bound.stream(messages):
         total = chunk if total is None else total + chunk
     assert [(c["name"], c["args"]) for c in total.tool_calls] == [("add", {"a": 1})]
+    assert model.invoke(messages).text == CALL
     said = model.bind_tools([add], tool_choice="none").invoke([*messages, answer, *results])
     assert said.text == CALL and said.usage_metadata["output_tokens"] > 10
 

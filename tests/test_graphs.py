@@ -218,7 +218,7 @@ class Counted(Replays):
 
 
 @pytest.mark.parametrize(("name", "wishes"), slow_unless(
-    [("none", {}), ("eagle3", KINDS[2]), ("standalone", {})],
+    [("none", {}), ("eagle3", {}), ("eagle3", KINDS[2]), ("standalone", {})],
     lambda name, wishes: (name, wishes) == ("none", {})), ids=str)  # fmt: skip
 def test_a_replay_of_compiled_functions_is_the_step(name: str, wishes: dict[str, Any]) -> None:
     """As a GPU captures them: what AOTAutograd made of each function is recorded, once it is compiled, and replayed.

@@ -245,6 +245,9 @@ def test_counts_are_the_occurrences_of_every_stretch_however_texts_are_cut_and_i
         expected = substrings(texts, drafter.options.branch_length)
         assert len(expected) > 50
         assert contents(drafter.trie) == expected
+        for slot in range(len(texts) + 1):  # the last one never had a text
+            drafter.release(slot)
+        assert not any(drafter.trie._pins)
 
 
 def test_drafts_equal_the_slow_tries_for_interleaved_requests() -> None:

@@ -67,7 +67,7 @@ from minispec.engine import CAPTURED
 from minispec.experts import Experts
 from minispec.load.build import load_model
 from minispec.load.memory import size_of
-from minispec.load.ranks import RankPlace, RankProcess, gather, join, open_store
+from minispec.load.ranks import RankPlace, RankProcess, described, gather, join, open_store
 from minispec.load.weights import read_config
 from minispec.model import Model, ModelConfig, ModelError, published_tensors
 from minispec.ranks.link import Lead, Ranks, SharedLink
@@ -667,8 +667,11 @@ def test_torchrun_says_which_rank_a_process_is() -> None:
 
 def test_a_follower_is_told_its_flags_and_ends_with_its_parent(tmp_path: Path) -> None:
     config = Config(model_path="x", tp_size=2, cuda_graph_bs=(2, 1))
-    told = pickle.dumps((config, (1, 2, 1, str(tmp_path / "meeting"))))
-    assert pickle.loads(told)[0] == config
+    place = RankPlace(1, 2, 1, str(tmp_path / "meeting"))
+    told = described(config, place)
+    assert pickle.loads(told) == (config, place)
+    read = "import pickle, sys; pickle.load(sys.stdin.buffer); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", read], input=told, capture_output=True).stdout == b"False\n"
     process = subprocess.Popen(RankProcess.COMMAND, stdin=subprocess.PIPE, process_group=0)
     process.stdin.write(told)
     process.stdin.close()  # as when the parent has ended

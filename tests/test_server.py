@@ -760,6 +760,32 @@ def test_a_full_queue_refuses_with_a_date_to_come_back(served: Running) -> None:
     assert served.call("/generate", {"text": ["x"] * 13})[0] == 400
 
 
+def test_a_step_that_raises_costs_its_requests_and_not_the_server(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = served.server.engine.llm.scheduler.engine
+    real, left = engine.launch, [1]
+
+    def launch(slots: Any, *given: Any, **how: Any) -> Any:
+        if left[0] and len(slots) == 2:
+            left[0] -= 1
+            raise RuntimeError("made to fail")
+        return real(slots, *given, **how)
+
+    monkeypatch.setattr(engine, "launch", launch)
+    with ThreadPoolExecutor(2) as pool:
+        wish = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True}
+        streamed = pool.submit(served.stream, "/v1/completions", wish)
+        whole = pool.submit(served.call, "/generate", native(**LONG))
+        status, body, headers = whole.result()
+        received = streamed.result()[0]
+    assert left == [0] and status == 500 and body["error"]["type"] == "server_error"
+    assert headers["x-should-retry"] == "false" and "made to fail" not in body["error"]["message"]
+    assert received[-1] == "[DONE]" and received[-2]["error"]["type"] == "server_error"
+    assert served.call("/health")[0] == 200
+    served.idle()
+
+
 # ---- the beginning and the end ---------------------------------------------------------------------------------------
 
 

@@ -56,7 +56,7 @@ class DFlashConfig(HeadConfig):
 
 
 class DFlashHead(DraftHead):
-    """The network, which uses the target's embedding and, without a token map, the target's LM head."""
+    """The network; it uses the target's embedding and LM head unless its config says that it has its own."""
 
     name = "dflash"
     window: int | None = None  # the newest rows that a row of the block sees, the block's included; None: all

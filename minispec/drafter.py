@@ -130,7 +130,7 @@ class Drafter(ABC):
     taps: tuple[int | str, ...] = ()
     kv_shape: KVShape = KVShape(0, 0, 0)  # the shape of the drafter's own rows, which have the target's page numbers
     network: nn.Module | None = None  # the module that the drafter drafts with; `load/` packs its linear layers
-    small = Small()  # the functions around the network; by default there are none
+    small = Small()  # the functions around the network; a drafter that has some sets its own in __init__
     commits: bool = True  # whether the engine calls `commit`; False saves the work for a drafter without device state
     # Whether `host_drafts` looks trees up beside those of `propose`; each request verifies one of the two trees.
     looks_up: bool = False

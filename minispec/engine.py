@@ -283,7 +283,7 @@ class Engine:
         return bool(self.sampling.needs(slots)) or self.asked.slows(slots)
 
     def run(self, step: DecodeBuffers | PrefillBuffers, needs: Needs, asked: AskedStep | None = None) -> bool:
-        """Run a step, if possible as the replay of a CUDA graph for its needs or more; return whether it was one."""
+        """Run a step, or replay a CUDA graph for its needs or more if there is one; return whether one was replayed."""
         graphs = (self.graphs.get((step, covering)) for covering in CAPTURED if needs <= covering)
         graph = None if asked is not None else next(filter(None, graphs), None)
         with self.link.led(step, asked, graph is not None), within_step(step):

@@ -186,7 +186,7 @@ class Lookups(Drafter):
         host = batch.tree
         rows, nodes = host.tokens.shape
         grown = self._grown[nodes]
-        if rows == 1 and grown == nodes:  # the one row has no looked-up tree, else the step would draft nothing
+        if rows == 1 and grown == nodes:  # with a looked-up tree the step would not draft
             return self.head.propose(batch)
         scores = None if batch.scores is None else batch.scores[:, :grown]
         cut = DraftTree(host.tokens[:, :grown], host.parents[:, :grown])

@@ -212,9 +212,9 @@ class Matches:
     """The mean number of tokens that trees proposed on the host emit, by size and class of match (`Draft.match`).
 
     Such a tree comes from a host drafter, or from a lookup beside a head. A tree that was not verified counts with the
-    tokens that it would have emitted. The mean begins with a guess, which counts as `guess_weight` observations, and
-    runs on once it has many: trees give one token or all of theirs, so a mean of few would often promise too much, and
-    the policy takes the trees that promise most.
+    tokens that it would have emitted. The mean begins with a guess, which counts as `guess_weight` observations; later
+    the newest counts as `rate`. Trees give one token or all of theirs, so a mean of few would often promise too much,
+    and the policy takes the trees that promise most.
     """
 
     rate = 0.03  # the least weight of the newest observation in the mean

@@ -139,7 +139,7 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., S
     """A backend for torch.compile: its own, with a note of every call. Dynamo keeps it, so it must keep no tensor."""
     sizes = _sizes(graph)  # before compiling, which takes the graph apart
     _noted.left -= 1
-    inductor: Any = lookup_backend("inductor")  # it takes more than other backends
+    inductor: Any = lookup_backend("inductor")  # unlike other backends it takes options
     compiled = inductor(graph, inputs, **({"inner_compile": _lacking} if _noted.cached_only else {}))
 
     def run(*flat: Tensor | int) -> Sequence[Tensor]:
@@ -224,7 +224,7 @@ def any_size(args: Sequence[Any], key: Key) -> Iterator[None]:
 
 
 def _given(args: Sequence[Any]) -> tuple:
-    """Return what another graph serves if it differs: sets, and which other arguments and their members are None."""
+    """Return what decides which graph serves these arguments: sets, and which arguments and members are None."""
     return tuple([
         tuple([member is None for member in arg]) if isinstance(arg, tuple)
         else arg if isinstance(arg, frozenset) else arg is None

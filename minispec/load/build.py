@@ -335,7 +335,7 @@ class Outline(Build):
 
 
 class Rehearsal(Outline):
-    """The parts of an engine that only compiles, beside a server on a CPU: its layers of a kind are one, with junk."""
+    """The parts of an engine on a CPU that only compiles for a server: layers of a kind are one, of junk."""
 
     def network(self) -> Model:
         return Model.empty(self.model_config, self.dtype, self.device, change=_share_layers)
@@ -548,7 +548,7 @@ def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], 
 
 
 def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:
-    """Return the batch buckets whose decode steps are captured as CUDA graphs; on a CPU none, and flags get a line."""
+    """Return the batch buckets whose decode steps are captured as CUDA graphs; on a CPU none, with a warning."""
     device = choose_device(config)
     if device.type != "cuda":
         flags = {"cuda_graph_bs": config.cuda_graph_bs, "cuda_graph_max_bs": config.cuda_graph_max_bs,

@@ -108,8 +108,8 @@ def own_template(folder: Path, config: Mapping[str, Any]) -> Template:
 def _compile(source: str) -> jinja2.Template:
     try:
         return _compile_jinja_template(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
+    except (jinja2.TemplateSyntaxError, SyntaxError) as error:  # Python's own: of the code that Jinja makes of it
+        raise ValueError(f"the chat template has an error in line {error.lineno}: {error}") from error
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------

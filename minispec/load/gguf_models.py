@@ -143,7 +143,7 @@ def _described(fields: Metadata, entries: Entries) -> tuple[dict[str, Any], Entr
         if (factors := entries.pop(ROPE_FACTORS, None)) is not None:
             config["rope_scaling"] = _llama3_scaling(stated, factors.data)
         outline = published_tensors(Model.empty(stated, torch.bfloat16, torch.device("meta")))
-    except (ValueError, TypeError) as error:  # a GGUFError is one and says the same again
+    except (ValueError, TypeError) as error:  # a GGUFError is a ValueError too, and keeps its text
         raise GGUFError(str(error)) from error
     names = _gguf_names(outline, config)
     found = {name: entries[theirs] for name, theirs in names.items() if theirs in entries}

@@ -173,7 +173,7 @@ class RankProcess:
         )  # fmt: skip
         # Standard input stays open: when it ends, this process has ended, and the other one follows it.
         given = cast(IO[bytes], self.process.stdin)
-        given.write(pickle.dumps((config, tuple(place))))  # a plain tuple: to read it takes no import of torch
+        given.write(described(config, place))
         given.flush()
         threading.Thread(target=self._watch, name=f"rank {self.rank}", daemon=True).start()
 
@@ -187,3 +187,8 @@ class RankProcess:
         how = f"was killed by signal {-code}" if code < 0 else self.last_words.removeprefix("minispec: error: ")
         end_all(f"rank {self.rank} (process {self.process.pid}) has ended, and the others cannot go on without it; "
                 f"start the server again: {how}")  # fmt: skip
+
+
+def described(config: Config, place: RankPlace) -> bytes:
+    """Return the pickle of a config and a place that `rank.main` reads."""
+    return pickle.dumps((config, tuple(place)))  # a plain tuple: to read it takes no import of torch

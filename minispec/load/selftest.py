@@ -92,7 +92,8 @@ def _serve(engine: Engine, drafter: Drafter, prompt: Sequence[int]) -> float | N
         text += engine.collect(engine.prefill([Chunk(slot, text, 0, last=True)]))[0]
         known, trees = len(text), max(engine.sizes.shapes_of(engine.batch_of(1)))
         for _ in range(STEPS):
-            text += engine.collect(engine.launch([slot], trees, [NOTHING]))[0]
+            drafts = [NOTHING] if engine.drafter.looks_up else engine.host_drafts([slot])
+            text += engine.collect(engine.launch([slot], trees, drafts))[0]
     finally:
         engine.release(slot)
         kv.unmap(slot)

@@ -25,7 +25,6 @@ TEXT_PATHS = ", ".join(dict.fromkeys(route.path for route in ROUTES if EVENTS in
 class AccessLog(AccessLogger):
     """One line for each answer: who asked for what, its status, bytes and seconds."""
 
-
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         """Log an answer; the path stays encoded, since newlines would forge lines, and a query may hold keys."""
         self.logger.info("%s %s %s %d %d bytes %.3f s", request.remote, request.method, request.rel_url.raw_path,

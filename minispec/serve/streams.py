@@ -47,7 +47,7 @@ class Exchange:
         self.aborted: set[int] = set()  # indices of prompts to end, maybe before they are submitted
         self.items: asyncio.Queue[Waiting | RequestError] = asyncio.Queue()
         self.newest: dict[Request, Waiting] = {}  # of each request, the last of what waits
-        self.unread = b""  # the end of a stream that is not read: for `leave`, once the engine has ended it
+        self.unread = b""  # the end of a stream that is not read, which `leave` sends
 
     def add(self, update: Update) -> None:
         """Let an update wait for the reader."""

@@ -184,7 +184,7 @@ def losses(
 def accepted(
     head: DFlashHead, reply: TrainingReply, features: tuple[Tensor, Tensor], taps: slice, teacher: Teacher, depth: int
 ) -> list[int]:
-    """Return what `replay` takes, for a greedy reply and chains of `depth` tokens, at most S - 1."""
+    """Return for each anchor of a greedy reply how many drafts of a chain of `depth`, at most S - 1, are accepted."""
     every = range(reply.start, len(reply.ids) - 1)
     batch = pack(head, [reply], [features], [every])
     best = drafted(head, batch, taps).argmax(-1).view_as(batch.teacher)

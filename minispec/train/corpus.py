@@ -77,8 +77,11 @@ def begin_replies(path: Path, made: Mapping[str, object]) -> None:
 
     made: values by flag of the command. Raises ValueError naming the flags that differ, or saying that there are none.
     """
-    first, end, _ = (path.read_text(encoding="utf-8") if path.exists() else "").partition("\n")
-    if not end:  # no file, or one of a run that was killed while it wrote this line
+    first = ""
+    if path.exists():
+        with path.open(encoding="utf-8") as file:
+            first = file.readline()
+    if not first.endswith("\n"):  # no file, or one of a run that was killed while it wrote this line
         path.write_text(json.dumps({"made": made}) + "\n", encoding="utf-8")
         return
     found = json.loads(first).get("made")

@@ -151,7 +151,7 @@ def _anchored(
 
 @dataclass
 class Round:
-    """What one round of a batch reads, in the first round at all rows, and learns, at its n anchors."""
+    """What one round of a batch reads and learns: the first round reads all rows, all learn at their n anchors."""
 
     tokens: Tensor  # [1, n] int64, in the first round [1, T], whose embeddings are read
     positions: Tensor  # like the tokens
@@ -294,10 +294,10 @@ def losses(
 
 @torch.no_grad()
 def accepted(head: DraftHead, batch: Packed, taps: slice, teacher: Teacher) -> list[int]:
-    """Return what `replay` takes, for one reply at temperature 0, whose tokens are the target's choices."""
+    """Return for each anchor how many drafts are accepted, for one reply at temperature 0: the target's choices."""
     place, rounds = teacher.place[batch.choice], unroll(head, batch, taps)
     hits = [(head.logits(state).argmax(-1) == place[round_.teacher]).tolist() for round_, state in rounds]
-    return [(*hit, False).index(False) for hit in zip(*hits, strict=False)]  # where all rounds are
+    return [(*hit, False).index(False) for hit in zip(*hits, strict=False)]  # of the anchors that every round has
 
 
 def replay(counts: Sequence[int]) -> tuple[int, int]:

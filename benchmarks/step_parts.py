@@ -43,7 +43,7 @@ from minispec.beam import BeamDrafter
 from minispec.buffers import Chunk
 from minispec.compiled import Key
 from minispec.cpu.int8 import Int8Linear
-from minispec.cpu.linear import FEW_ROWS
+from minispec.cpu.linear import PackedLinear
 from minispec.cpu.spinning import CALM, LOOK
 from minispec.drafter import NOTHING
 from minispec.engine import Engine
@@ -81,7 +81,7 @@ def linears(engine: Engine) -> list[tuple[str, str, nn.Module]]:
         for part, network in parts.items()
         if network is not None
         for name, module in network.named_modules()
-        if type(module).__name__.endswith("Linear")  # PyTorch's, PackedLinear, or quantized
+        if isinstance(module, (nn.Linear, PackedLinear, Int8Linear))
     ]
 
 
@@ -103,7 +103,7 @@ def in_loops(module: nn.Module, x: Tensor) -> bool:
     """Say whether compiled code makes this product by loops of its own."""
     if type(module) is Int8Linear:  # an LM head is compiled by itself
         return x.shape[-2] < module.prompt_rows
-    return getattr(module, "kept", None) is not None and x.shape[:-1].numel() <= FEW_ROWS
+    return getattr(module, "kept", None) is not None and x.shape[:-1].numel() <= module.few
 
 
 class SomeLayers(nn.Module):

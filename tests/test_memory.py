@@ -69,11 +69,11 @@ def by_hand(llm: LLM) -> Memory:
     def weights(module: nn.Module | None) -> int:
         if module is None:
             return 0
-        found = {id(t): t for t in [*module.parameters(), *module.buffers()]}  # an embedding may be the LM head
+        found = {t.data_ptr(): t for t in [*module.parameters(), *module.buffers()]}  # an embedding may be the LM head
         for part in module.modules():
             for name in ("frequencies", "token_map"):
                 if isinstance(t := getattr(part, name, None), torch.Tensor):
-                    found[id(t)] = t
+                    found[t.data_ptr()] = t
         return bytes_(*found.values())
 
     own, draft = weights(engine.model), weights(engine.drafter.network)

@@ -45,7 +45,7 @@ from minispec.attention import Causal
 from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.cpu import linear
-from minispec.cpu.linear import PackedLinear, can_pack, pack_linears, room_for_both
+from minispec.cpu.linear import PackedHead, PackedLinear, can_pack, pack_linears, room_for_both
 from minispec.drafter import Plain
 from minispec.eagle import Eagle3Head
 from minispec.load.build import _context_length
@@ -931,13 +931,33 @@ def test_few_rows_are_multiplied_by_the_weight_as_it_was_in_compiled_code(dtype:
 
 
 @needs_packing
-def test_blocks_keep_their_weights_where_a_machine_has_room_and_the_lm_head_does_not(folders: dict[str, Path]) -> None:
+def test_layers_keep_their_weights_where_a_machine_has_room_and_an_lm_head_its_embedding(
+    folders: dict[str, Path],
+) -> None:
     model = load(folders["smollm2"])
     block_bytes = sum(parameter.nbytes for parameter in model.layers.parameters())
     assert room_for_both(block_bytes, 8 * block_bytes) and not room_for_both(block_bytes, 8 * block_bytes - 8)
     weight = model.layers[1].down_proj.weight.clone()
     pack_linears(model, keep=True)
-    assert torch.equal(model.layers[1].down_proj.kept, weight) and model.lm_head.kept is None
+    assert torch.equal(model.layers[1].down_proj.kept, weight)
+    assert model.lm_head.kept.data_ptr() == model.embed_tokens.weight.data_ptr()
+
+
+@needs_packing
+@pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN takes no bfloat16 here")
+def test_an_lm_head_multiplies_two_rows_in_a_loop_that_does_not_round_and_three_packed() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    linear = nn.Linear(72, 96, bias=False).to(torch.bfloat16)
+    head = PackedHead(linear, keep=True)
+    run = torch.compile(lambda x: head(x), fullgraph=True, dynamic=False)
+    with torch.inference_mode():
+        x = torch.randn(1, 3, 72).to(torch.bfloat16)
+        alone, two, three = run(x[:, :1]), run(x[:, :2]), run(x)
+        assert torch.equal(two[:, :1], alone) and torch.equal(two[:, 1:], run(x[:, 1:2]))
+        exact = x.double() @ linear.weight.double().T
+        assert alone.dtype == two.dtype == torch.float32 and (two - exact[:, :2]).abs().max() < 1e-5
+        assert three.dtype == torch.bfloat16 and torch.equal(three, head(x))
 
 
 @needs_packing

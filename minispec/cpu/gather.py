@@ -235,9 +235,9 @@ def _few_queries(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, mask: Te
     """
     (batch, heads, width, dim), kv_heads = q.shape, keys.shape[1]
     group = heads // kv_heads
-    # Stored, which as_strided sees to: Inductor would turn each query by its position again for each of the keys.
-    queries = q.reshape(batch, kv_heads, group, width, dim)
-    queries = queries.as_strided(queries.shape, queries.stride()).float() * dim**-0.5
+    # Stored in float32, which as_strided sees to: Inductor would turn and scale each query again for each of the keys.
+    queries = q.reshape(batch, kv_heads, group, width, dim).float() * dim**-0.5
+    queries = queries.as_strided(queries.shape, queries.stride())
     queries = queries.permute(2, 1, 0, 3, 4)[..., None, :]  # [G, Hkv, B, W, 1, D]
     near = keys[0][:, rows].float()[:, :, None]  # [Hkv, B, 1, S, D], never stored
     scores = torch.stack([(query * near).sum(-1) for query in queries.unbind()])  # [G, Hkv, B, W, S]

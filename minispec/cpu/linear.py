@@ -10,9 +10,9 @@ a handle, which is an ordinary tensor, and looks up the weight by it: one compil
 For one row, which is a plain step of one request, oneDNN spends a fifth of the time on preparing its calls, and nothing
 is gained by its layout, since every weight is read once. There compiled code multiplies by the weight as it came from
 the file, a loop of Inductor's own that runs together with the norms and activations around it; and for up to four rows,
-a small tree, which take little longer. From six rows on such loops are bound by their arithmetic, in float32. So layers
-of blocks keep that weight too, where memory allows (`room_for_both`). Weights of 8 bits have such loops at any number
-of rows (`int8.py`).
+a small tree, which take little longer. From six rows on such loops are bound by their arithmetic, in float32; an LM
+head's are from three. So layers keep that weight too, where memory allows (`room_for_both`). Weights of 8 bits have
+such loops at any number of rows (`int8.py`).
 
 The experts of a mixture are packed one by one. Which are multiplied is known in the step alone, so one operator looks
 up all of them, and the weights from the file are given up.
@@ -35,6 +35,7 @@ from minispec.experts import Experts, Product, through_chosen
 from minispec.operators import operator
 
 FEW_ROWS = 4  # of a product, up to which loops are faster than oneDNN
+HEAD_ROWS = 2  # the same for an LM head
 
 # Reordered weights by the id of their module, as long as that lives.
 _weights: dict[int | float, Tensor] = {}  # by an int; `Tensor.item` is typed as either
@@ -62,6 +63,7 @@ class PackedLinear(nn.Module):
 
     handle: Tensor
     kept: Tensor | None
+    few, rounds = FEW_ROWS, True  # the most rows of a loop, and whether it returns the dtype of its input
 
     def __init__(self, linear: nn.Linear, keep: bool = False) -> None:
         super().__init__()
@@ -81,10 +83,20 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, plus the bias, [..., out]."""
-        if self.kept is not None and torch.compiler.is_compiling() and is_few(x.shape[:-1].numel()):
+        if self.kept is not None and torch.compiler.is_compiling() and is_few(x.shape[:-1].numel(), self.few):
             out = sums_of_rows(x, self.kept)
-            return (out if self.bias is None else out + self.bias).to(x.dtype).view(*x.shape[:-1], -1)
+            out = out if self.bias is None else out + self.bias
+            return (out.to(x.dtype) if self.rounds else out).view(*x.shape[:-1], -1)
         return torch.ops.minispec.packed_linear(x, self.handle, self.features, self.bias)
+
+
+class PackedHead(PackedLinear):
+    """An LM head, whose loops return float32.
+
+    If they returned bfloat16, Inductor would round the logits for some of their readers and not for others.
+    """
+
+    few, rounds = HEAD_ROWS, False
 
 
 class PackedExperts(Experts):
@@ -133,9 +145,9 @@ def _packed_experts(x: Tensor, chosen: Tensor, weights: Tensor, handle: Tensor) 
     return _experts[handle.item()].now(x, chosen, weights)
 
 
-def is_few(rows: int) -> bool:
+def is_few(rows: int, few: int = FEW_ROWS) -> bool:
     """Return whether a graph is of so few rows, and of no other number."""
-    return statically_known_true(rows <= FEW_ROWS)
+    return statically_known_true(rows <= few)
 
 
 def sums_of_rows(x: Tensor, weight: Tensor) -> Tensor:
@@ -175,19 +187,19 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def room_for_both(block_bytes: int, total: int) -> bool:
-    """Return whether weights of blocks are kept in both layouts on a machine with so many bytes of memory in all."""
-    return block_bytes <= total // 8
+def room_for_both(weight_bytes: int, total: int) -> bool:
+    """Return whether weights are kept in both layouts on a machine with so many bytes of memory in all."""
+    return weight_bytes <= total // 8
 
 
 def pack_linears(module: nn.Module, keep: bool = False) -> None:
     """Replace every nn.Linear below `module` by a PackedLinear, and experts too; a tied embedding keeps its weight.
 
-    keep: see PackedLinear; an LM head, which runs outside of compiled blocks, is left out of that.
+    keep: see PackedLinear.
     """
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
-            setattr(module, name, PackedLinear(child, keep and name != "lm_head"))
+            setattr(module, name, (PackedHead if name == "lm_head" else PackedLinear)(child, keep))
         elif isinstance(child, Experts):
             setattr(module, name, PackedExperts(child))
         else:

@@ -292,11 +292,12 @@ def _kind(block: Block) -> tuple[type, ...]:
 
 
 def _linear_bytes(model: Model) -> int:
-    """Return the bytes of the linear layers in blocks, without experts, which are never kept twice.
+    """Return the bytes of the linear layers, without experts and a tied LM head, which are never kept twice.
 
     A block that is there several times counts each time, because an engine that only compiles must get the same number.
     """
-    linears = (part for block in _blocks(model) for part in block.modules() if isinstance(part, nn.Linear))
+    linears = [part for block in _blocks(model) for part in block.modules() if isinstance(part, nn.Linear)]
+    linears += [] if model.config.tied else [model.lm_head]
     return sum(parameter.nbytes for linear in linears for parameter in linear.parameters())
 
 

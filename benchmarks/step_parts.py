@@ -43,7 +43,7 @@ from minispec.beam import BeamDrafter
 from minispec.buffers import Chunk
 from minispec.compiled import Key
 from minispec.cpu.int8 import Int8Linear
-from minispec.cpu.linear import PackedLinear
+from minispec.cpu.linear import FEW_ROWS, PackedLinear
 from minispec.cpu.spinning import CALM, LOOK
 from minispec.drafter import NOTHING
 from minispec.engine import Engine
@@ -103,7 +103,7 @@ def in_loops(module: nn.Module, x: Tensor) -> bool:
     """Say whether compiled code makes this product by loops of its own."""
     if type(module) is Int8Linear:  # an LM head is compiled by itself
         return x.shape[-2] < module.prompt_rows
-    return getattr(module, "kept", None) is not None and x.shape[:-1].numel() <= module.few
+    return getattr(module, "kept", None) is not None and x.shape[:-1].numel() <= FEW_ROWS
 
 
 class SomeLayers(nn.Module):

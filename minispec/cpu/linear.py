@@ -10,9 +10,9 @@ a handle, which is an ordinary tensor, and looks up the weight by it: one compil
 For one row, which is a plain step of one request, oneDNN spends a fifth of the time on preparing its calls, and nothing
 is gained by its layout, since every weight is read once. There compiled code multiplies by the weight as it came from
 the file, a loop of Inductor's own that runs together with the norms and activations around it; and for up to four rows,
-a small tree, which take little longer. From six rows on such loops are bound by their arithmetic, in float32; an LM
-head's are from three. So layers keep that weight too, where memory allows (`room_for_both`). Weights of 8 bits have
-such loops at any number of rows (`int8.py`).
+a small tree, which take little longer. From six rows on such loops are bound by their arithmetic, in float32. So layers
+keep that weight too, where memory allows (`room_for_both`). Weights of 8 bits have such loops at any number of rows
+(`int8.py`).
 
 The experts of a mixture are packed one by one. Which are multiplied is known in the step alone, so one operator looks
 up all of them, and the weights from the file are given up.
@@ -35,7 +35,6 @@ from minispec.experts import Experts, Product, through_chosen
 from minispec.operators import operator
 
 FEW_ROWS = 4  # of a product, up to which loops are faster than oneDNN
-HEAD_ROWS = 2  # the same for an LM head
 
 # Reordered weights by the id of their module, as long as that lives.
 _weights: dict[int | float, Tensor] = {}  # by an int; `Tensor.item` is typed as either
@@ -63,7 +62,7 @@ class PackedLinear(nn.Module):
 
     handle: Tensor
     kept: Tensor | None
-    few, rounds = FEW_ROWS, True  # the most rows of a loop, and whether it returns the dtype of its input
+    rounds = True  # whether loops return the dtype of their input
 
     def __init__(self, linear: nn.Linear, keep: bool = False) -> None:
         super().__init__()
@@ -83,7 +82,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, plus the bias, [..., out]."""
-        if self.kept is not None and torch.compiler.is_compiling() and is_few(x.shape[:-1].numel(), self.few):
+        if self.kept is not None and torch.compiler.is_compiling() and is_few(x.shape[:-1].numel()):
             out = sums_of_rows(x, self.kept)
             out = out if self.bias is None else out + self.bias
             return (out.to(x.dtype) if self.rounds else out).view(*x.shape[:-1], -1)
@@ -96,7 +95,7 @@ class PackedHead(PackedLinear):
     If they returned bfloat16, Inductor would round the logits for some of their readers and not for others.
     """
 
-    few, rounds = HEAD_ROWS, False
+    rounds = False
 
 
 class PackedExperts(Experts):
@@ -145,9 +144,9 @@ def _packed_experts(x: Tensor, chosen: Tensor, weights: Tensor, handle: Tensor) 
     return _experts[handle.item()].now(x, chosen, weights)
 
 
-def is_few(rows: int, few: int = FEW_ROWS) -> bool:
+def is_few(rows: int) -> bool:
     """Return whether a graph is of so few rows, and of no other number."""
-    return statically_known_true(rows <= few)
+    return statically_known_true(rows <= FEW_ROWS)
 
 
 def sums_of_rows(x: Tensor, weight: Tensor) -> Tensor:

@@ -94,7 +94,8 @@ class Steps:
             stack.enter_context(mock.patch.object(torch.cuda, "mem_get_info", lambda *_: memory))
             stack.enter_context(mock.patch.object(torch.cuda, "empty_cache", lambda: None))
             autotuned = build.autotuned
-            stack.enter_context(mock.patch.object(build, "autotuned", lambda step: self._timed(step, autotuned(step))))
+            timed = lambda step, heads: self._timed(step, autotuned(step, heads))  # noqa: E731
+            stack.enter_context(mock.patch.object(build, "autotuned", timed))
             config = Config(model_path=str(folder), load_format="dummy", device="cuda", **self.flags)
             made = build.Build(config, lambda line: None)
             made.lead()

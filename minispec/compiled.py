@@ -35,8 +35,10 @@ def tuned(function: Step) -> Step:
     return function
 
 
-def autotuned(function: Step) -> Step:
+def autotuned(function: Step, heads: bool = True) -> Step:
     """Return `function` compiled for CUDA, with as much of "max-autotune" as pays. See `shared_by_batches`.
+
+    heads: whether LM heads are tuned.
 
     On an H200 Triton had a faster kernel for LM heads, and none for a large model's block with several rows, while the
     search took 4 to 8 seconds a product (docs/log.md). A product of one row becomes a kernel that reads the weights
@@ -44,7 +46,7 @@ def autotuned(function: Step) -> Step:
     tuned: its kernel is given, and would be run on lists as long as the pool.
     """
     if function in _tuned:
-        return shared_by_batches(_compiled(function, {"max_autotune_gemm": True}))
+        return shared_by_batches(_compiled(function, {"max_autotune_gemm": True} if heads else None))
     many, one = _compiled(function, None), _compiled(function, {"coordinate_descent_tuning": True})
 
     def call(owner: Any, *args: Any) -> Any:

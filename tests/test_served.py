@@ -81,15 +81,14 @@ def test_both_servers_sample_the_same(eager, compiled, questions) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("drafter", ["NONE", "NGRAM"])
+@pytest.mark.parametrize("drafter", ["NONE", "NGRAM", "EAGLE3:3/1/4"])
 def test_cuda_server_gives_transformers_tokens_and_never_recompiles(drafter, questions) -> None:
-    # The server forbids recompilation once it is ready, so one would fail its requests.
-    flags = ["--device", "cuda", "--dtype", "float32", "--speculative-algorithm", drafter]
-    flags += ["--max-running-requests", "8"]  # few sizes to compile, and a pool that fits beside other processes
-    with parity.serve(*flags) as url:
+    # The server forbids recompilation once it is ready, so one would fail its requests. Few sizes are compiled.
+    flags = ["--device", "cuda", "--dtype", "float32", "--max-running-requests", "8", "--chunked-prefill-size", "128"]
+    flags += ["--no-speculative-adaptive", *parity.drafter_flags(drafter)]
+    with parity.serve(*flags, "--cuda-graph-bs", "1", "8", "--max-total-tokens", "8192") as url:
         assert_exact(url, questions)
-    small = ["--chunked-prefill-size", "32", "--page-size", "64", "--max-total-tokens", "1024"]
-    with parity.serve(*flags, *small) as url:
+    with parity.serve(*flags, "--cuda-graph-bs", "8", "--page-size", "32", "--max-total-tokens", "256") as url:
         assert_exact(url, questions, expect_retraction=True)
 
 

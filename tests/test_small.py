@@ -239,3 +239,5 @@ def test_on_cuda_lm_heads_and_products_of_one_row_alone_are_tuned(monkeypatch: p
     for function, args, options in cases:
         autotuned(function)(None, *args)
         assert used.pop() == options, function.__name__
+    autotuned(Engine._after_blocks, heads=False)(None, one)
+    assert used.pop() is None, "in float32 nothing is looked for"

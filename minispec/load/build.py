@@ -185,7 +185,8 @@ class Build:
     def engine_of(self, parts: Parts, pages: int) -> Engine:
         """Return the engine around the parts, with `pages` pages; if `compiled`, its functions compile at first run."""
         sizes, network, drafter, beside = parts
-        compiler: Compiler = partial(compile_step, device=self.device)
+        # In float32, which is for exactness, the search for an LM head's kernel would take a quarter of a minute each.
+        compiler: Compiler = partial(compile_step, device=self.device, heads=self.dtype != torch.float32)
         if self.compiled:
             network.compile_blocks(compiler)
             drafter.compile(compiler)
@@ -306,9 +307,9 @@ def _no_experts(flag: str, kind: str) -> str:
     return f"{flag} {kind}: experts are not quantized yet; a mixture of experts is served without the flag"
 
 
-def compile_step(function: Step, device: torch.device) -> Step:
-    """Return `function` compiled for inference on `device`."""
-    return autotuned(function) if device.type == "cuda" else DirectStep(function)
+def compile_step(function: Step, device: torch.device, heads: bool = True) -> Step:
+    """Return `function` compiled for inference on `device`; `heads` is that of `autotuned`."""
+    return autotuned(function, heads) if device.type == "cuda" else DirectStep(function)
 
 
 # ---- the other kinds ---------------------------------------------------------------------------------------------

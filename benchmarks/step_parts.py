@@ -81,7 +81,7 @@ def linears(engine: Engine) -> list[tuple[str, str, nn.Module]]:
         for part, network in parts.items()
         if network is not None
         for name, module in network.named_modules()
-        if isinstance(module, (nn.Linear, PackedLinear, Int8Linear))
+        if isinstance(module, (nn.Linear, PackedLinear, Int8Linear)) and not name.endswith(".packed")
     ]
 
 
@@ -101,9 +101,8 @@ def products(engine: Engine, kind: Kind) -> list[Product]:
 
 def in_loops(module: nn.Module, x: Tensor) -> bool:
     """Say whether compiled code makes this product by loops of its own."""
-    if type(module) is Int8Linear:  # an LM head is compiled by itself
-        return x.shape[-2] < module.prompt_rows
-    return getattr(module, "kept", None) is not None and x.shape[:-1].numel() <= FEW_ROWS
+    kept = isinstance(module, Int8Linear) or getattr(module, "kept", None) is not None
+    return kept and x.shape[:-1].numel() <= FEW_ROWS
 
 
 class SomeLayers(nn.Module):

@@ -30,7 +30,6 @@ GROWN = (*LEARNED, "STANDALONE")  # drafters that draft their trees on the devic
 HEADS = Path(__file__).parent / "heads"  # the draft heads and models that ship for the default model
 # The folders in `HEADS`. NEXTN is another name of EAGLE, but for the default model it loads another head, an MTP layer.
 SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "standalone"}
-INT8_NODES = 4  # nodes of a default tree with int8 weights, whose products take four rows at a time
 MAX_NODES = 128  # of a draft tree: the nodes of one request must fit in a query block of FlexAttention
 # From this batch on, trees may cost a GPU more time than they save. So there `policy.py` chooses a step's shape even if
 # flags give a tree's numbers.
@@ -216,8 +215,8 @@ class Config:
         "most frequent first (FR-Spec)",
     )
     speculative_num_draft_tokens: int | None = _flag(
-        None, "Speculation", "nodes of a draft tree, root included; default for NGRAM: its longest match window, at "
-        "most 4 with int8 weights; for DFLASH: its block", low=1, high=MAX_NODES,
+        None, "Speculation", "nodes of a draft tree, root included; default for NGRAM: its longest match window; "
+        "for DFLASH: its block", low=1, high=MAX_NODES,
     )  # fmt: skip
     speculative_dflash_block_size: int | None = _flag(
         None, "Speculation", "rows of DFLASH's block, the newest token's included; in a chain the number of draft "
@@ -527,8 +526,7 @@ class Config:
         """Nodes of a tree drafted on the host, root included (N); 1 without speculation."""
         if self.algorithm == "NONE":
             return 1
-        most = INT8_NODES if self.quantization == "int8" else MAX_NODES
-        return self.speculative_num_draft_tokens or min(self.speculative_ngram_max_match_window_size, most)
+        return self.speculative_num_draft_tokens or min(self.speculative_ngram_max_match_window_size, MAX_NODES)
 
     @property
     def origins(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""int8 weights: each row of a product alone has the bits it has among others, tokens stay exact, memory halves."""
+"""int8 weights: products are those of the integers and their scales, tokens stay exact, memory halves."""
 
 from __future__ import annotations
 
@@ -42,55 +42,37 @@ from torch import Tensor, nn
 from trained import trained_model
 
 import minispec.load.build as build_module
-from minispec.compiled import Key, within_step
+from minispec.compiled import Key
 from minispec.config import Config
 from minispec.cpu import int8
 from minispec.cpu.int8 import (
+    MANY_ROWS,
     Int8Embedding,
-    Int8Head,
     Int8Linear,
     check_int8,
-    compile_head,
-    prompt_rows,
+    pack_integers,
     quantize,
     quantized,
 )
+from minispec.cpu.linear import can_pack
 from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.llm import LLM
 from minispec.load.build import choose_device, compile_step
-from minispec.load.drafters import make_drafter
-from minispec.load.tree_shape import tree_shape
 from minispec.model import Model, RMSNorm
 from minispec.ranks.shards import Shard, SplitEmbedding
 from minispec.request import SamplingParams
 
 IDS = list(range(40))
-# (in, out) of the default model's layers and LM head; then a layer whose rows the kernel has to be given padded.
+# (in, out) of the default model's layers and LM head; then a layer whose rows the kernel cannot read.
 SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152), (72, 61)]
 
 
 def weight_of(linear: Int8Linear) -> Tensor:
     """Return the weight [out, in] fp64 that an int8 layer stands for."""
-    return (linear.weight.double() * linear.scale.double()[:, None])[:, : linear.size]
+    return linear.weight.double() * linear.scale.double()[:, None]
 
 
 # ---- products ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_row_has_the_bits_that_it_has_alone(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    linear, x = Int8Linear(random_linear(*shape, dtype)), torch.randn(64, shape[0]).to(dtype)
-    if dtype == torch.float32:  # that kernel is a plain loop, so a part of the channels must do
-        linear.weight, linear.scale = linear.weight[-50:], linear.scale[-50:]
-    large = linear.weight.numel() > 2**21
-    alone = torch.cat([linear(row) for row in x.split(1)])
-    for rows in (2, 3, 4, 5, 8, 33, 64) if large else range(1, 65):
-        assert torch.equal(linear(x[:rows]), alone[:rows]), f"{rows} rows"
-        assert torch.equal(linear(x[None, :rows]), alone[None, :rows]), "a batch of one tree"
-    assert torch.equal(linear(x.view(16, 4, -1)), alone.view(16, 4, -1)), "trees of a batch"
-    assert torch.equal(linear(x[0]), alone[0])
-    assert torch.equal(linear(x.view(32, 2, -1)[:, 1]), alone[1::2]), "rows that do not lie together"
 
 
 class Layer(nn.Module):
@@ -98,11 +80,11 @@ class Layer(nn.Module):
 
     def __init__(self, linear: Int8Linear, dtype: torch.dtype) -> None:
         super().__init__()
-        self.linear, self.norm = linear, RMSNorm(linear.size, 1e-5).to(dtype)
+        self.linear, self.norm = linear, RMSNorm(linear.weight.shape[1], 1e-5).to(dtype)
 
     def forward(self, x: Tensor, attend: Key) -> tuple[Tensor, Tensor]:
         """Return two results of x [B, T, in], or of gate and up [B, T, 2 in]."""
-        out = self.linear(self.norm(x) if x.shape[-1] == self.linear.size else gated(x))
+        out = self.linear(self.norm(x) if x.shape[-1] == self.linear.weight.shape[1] else gated(x))
         return out + 1, gated(out)
 
 
@@ -113,91 +95,68 @@ def gated(x: Tensor) -> Tensor:
 
 
 class Rows(Key):
-    """In place of attention: few rows have a graph of their own, others one for each number or one for all."""
+    """In place of attention: few rows have a graph of their own, others one for all numbers."""
 
-    def __init__(self, few: bool = False, any_size: bool = True) -> None:
-        self.few, self.sized = few, ((torch.zeros(3), (0,)),) if any_size else ()
+    def __init__(self, few: bool) -> None:
+        self.few = few
 
     @property
     def any_size(self) -> tuple:
-        return self.sized
+        return () if self.few else ((torch.zeros(3), (0,)),)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((576, 960), torch.bfloat16), ((1536, 576), torch.float32), ((72, 62), torch.bfloat16)],
     ids=str,
 )
-def test_a_row_has_the_bits_that_it_has_alone_in_compiled_code(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_compiled_products_are_those_of_the_dequantized_weight(
+    shape: tuple[int, int], dtype: torch.dtype, packed: bool
+) -> None:
+    if packed and not can_pack(dtype):
+        pytest.skip("oneDNN does not take this dtype here")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     given = Layer(Int8Linear(random_linear(*shape, dtype, bias=shape[1] == 62)), dtype)
+    if packed:
+        given.linear.pack()
     compiled, width = compile_step(Layer.forward, CPU), shape[0] if shape[0] < 1000 else 2 * shape[0]
-    x = torch.randn(64, width).to(dtype)
-
-    def run(key: Rows, batch: int, length: int) -> list[Tensor]:
-        with torch.inference_mode():
-            return [out.flatten(0, 1) for out in compiled(given, x[: batch * length].view(batch, length, -1), key)]
-
-    one, alone = Rows(few=True), []
+    x = torch.randn(1, 64, width).to(dtype)
+    exact = copy.deepcopy(given).double()
+    exact.linear = nn.Linear(*shape, bias=given.linear.bias is not None, dtype=torch.float64)
+    exact.linear.weight = nn.Parameter(weight_of(given.linear))
+    exact.linear.bias = None if given.linear.bias is None else nn.Parameter(given.linear.bias.double())
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    keys = {rows: Rows(few=rows <= 4) for rows in (1, 2, 3, 4, 5, 12, MANY_ROWS - 1, MANY_ROWS, 64)}
     with torch.inference_mode():
-        for row in x.split(1):
-            alone.append(compiled(given, row[None].clone(), one))
-    want = [torch.cat(rows, dim=1)[0] for rows in zip(*alone, strict=True)]
-    shapes = [(Rows(few=True), 1, rows) for rows in (2, 3, 4)] + [(Rows(any_size=False), 1, rows) for rows in (5, 12)]
-    shapes += [(Rows(), 1, rows) for rows in range(5, 65)] + [(Rows(), batch, 1) for batch in range(2, 65)]
-    shapes += [(Rows(), batch, 4) for batch in range(2, 17)]
-    for key, batch, length in shapes:
-        for got, rows in zip(run(key, batch, length), want, strict=True):
-            assert torch.equal(got, rows[: batch * length]), f"{batch} x {length} rows"
-    assert graphs_made() == 4 + 2 + 3, "few rows, two numbers, and any of one request, of requests and of their trees"
-    near = given(x[None], one)
-    for got, rows in zip(near, want, strict=True):  # eagerly it is the kernel
-        assert (got[0] - rows).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * rows.abs().max()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_row_has_the_same_logits_alone_and_among_others_in_compiled_code_and_eagerly(dtype: torch.dtype) -> None:
-    torch._dynamo.utils.counters.clear()
-    with torch.inference_mode():
-        model = tiny_model().to(dtype)
-        quantize(model, IDS)
-        assert [name for name, module in model.named_modules() if isinstance(module, Int8Head)] == ["lm_head"]
-        x = torch.randn(64, 1, model.config.hidden_size).to(dtype)
-        kernel = model.logits(model.norm(x))
-        compile_head(model, partial(compile_step, device=CPU))
-        step = Key()
-        step.ready = False
-        with within_step(step):
-            assert torch.equal(kernel, model.logits(model.norm(x))) and not graphs_made()
-        model.logits(model.norm(x[:5]))  # the graph of several rows comes first, as in a warm-up
-        assert graphs_made() == 2, "with the first call, since a step may ask about any number of rows"
-        alone = torch.cat([model.logits(model.norm(row)) for row in x.split(1)])
-        assert (alone - kernel).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * alone.abs().max()
-        for rows in range(2, 65):
-            assert torch.equal(model.logits(model.norm(x[:rows])), alone[:rows])
-            assert torch.equal(model.logits(model.norm(x[:rows, 0])), alone[:rows, 0])
-        assert torch.equal(model.logits(model.norm(x.view(16, 4, -1))).view_as(alone), alone)
-        assert graphs_made() == 2, "of one row, and of any other number"
-
-        def around(x: Tensor) -> tuple[Tensor, Tensor]:
-            hidden = model.norm(x)
-            return hidden, model.logits(hidden) * 1
-
-        for rows in (1, 4):
-            hidden, logits = torch.compile(around, fullgraph=True, dynamic=False)(x[:rows].transpose(0, 1))
-            assert torch.equal(logits, model.logits(hidden))
+        want = exact(x.double(), keys[64])
+        ones = [compiled(given, row.clone(), keys[1]) for row in x.split(1, 1)]
+        alone = [torch.cat(rows, 1) for rows in zip(*ones, strict=True)]
+        for rows, key in keys.items():
+            found = compiled(given, x[:, :rows].clone(), key)
+            for got, single, right in zip(found, alone, want, strict=True):
+                assert (got - right[:, :rows]).abs().max() <= bound * right.abs().max(), f"{rows} rows"
+                if rows <= 4:
+                    assert torch.equal(got, single[:, :rows]), "rows of one loop have the bits that they have alone"
+    assert graphs_made() == 5, "of each of four numbers, and of any other"
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 8e-3), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("rows", [3, 64])
-def test_products_are_those_of_the_dequantized_weight(rows: int, dtype: torch.dtype, bound: float) -> None:
+@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize("packed", [False, True])
+def test_products_are_those_of_the_dequantized_weight(
+    rows: int, dtype: torch.dtype, bound: float, packed: bool
+) -> None:
+    if packed and not can_pack(dtype):
+        pytest.skip("oneDNN does not take this dtype here")
     for size, features in SHAPES[1:2] + SHAPES[-1:]:
         given = random_linear(size, features, dtype, bias=True)
-        linear, x = Int8Linear(given, prompt_rows(63)), torch.randn(2, rows, size).to(dtype)
+        linear, x = Int8Linear(given), torch.randn(2, rows, size).to(dtype)
         want = F.linear(x.double(), weight_of(linear), given.bias.double())
+        if packed:
+            linear.pack()
         got = linear(x)
         assert got.dtype == dtype and (got - want).abs().max() < bound * want.abs().max()
 
@@ -207,9 +166,9 @@ def test_weights_are_off_by_at_most_half_a_unit(dtype: torch.dtype) -> None:
     weight = random_linear(72, 61, dtype).weight
     weight[3], weight[4] = 0, 1e-5  # float16 has no scale near enough to the second one
     integers, scale = quantized(weight)
-    assert integers.shape == (61, 80) and not integers[:, 72:].any() and not integers[3].any()
-    assert integers.abs().max() == 127 and (integers[4, :72] == 127).all()
-    off = (integers[:, :72].double() * scale.double()[:, None] - weight.double()).abs() / scale.double()[:, None]
+    assert integers.shape == (61, 72) and not integers[3].any()
+    assert integers.abs().max() == 127 and (integers[4] == 127).all()
+    off = (integers.double() * scale.double()[:, None] - weight.double()).abs() / scale.double()[:, None]
     off[4] = 0
     assert off.max() <= 0.5001
 
@@ -282,16 +241,18 @@ def test_the_cost_is_what_the_distributions_say() -> None:
 
 @functools.cache
 @torch.inference_mode()
-def int8_of(make: Callable[[], Model]) -> Model:
+def int8_of(make: Callable[[], Model], packed: bool = True) -> Model:
     """Return a model of the conformance tests with int8 weights."""
     model = copy.deepcopy(make())
     quantize(model, IDS)
+    if packed:
+        pack_integers(model)
     return model
 
 
-def as_int8(subject: Subject) -> Subject:
+def as_int8(subject: Subject, packed: bool = True) -> Subject:
     """Return the subject over the same model with int8 weights."""
-    return replace(subject, model=partial(int8_of, subject.model), built=[])
+    return replace(subject, model=partial(int8_of, subject.model, packed), built=[])
 
 
 # A linear layer may depend on the rows beside a row and on nothing else, so these checks are those that change them.
@@ -310,10 +271,14 @@ def test_tokens_stay_the_same_whoever_drafts(name: str) -> None:
     greedy_alone_and_in_a_batch_of_eight(as_int8(SUBJECTS[name]))
 
 
+def test_tokens_stay_the_same_without_memory_for_both_layouts() -> None:
+    greedy_alone_and_in_a_batch_of_eight(as_int8(SUBJECTS["ngram"], packed=False))
+
+
 def test_int8_weights_are_what_is_served() -> None:
     """The tokens above would be exact with the old weights too."""
     for make in (sharp_model, trained_model):
-        assert all(isinstance(m, Int8Linear) for m in int8_of(make).modules() if hasattr(m, "bias"))
+        assert all(isinstance(m, Int8Linear) for m in int8_of(make, packed=False).modules() if hasattr(m, "bias"))
     requests = mixed_requests()
     run(build(int8_of(sharp_model), SUBJECTS["none"].drafter(sharp_model())), requests)
     assert any(r.output_ids != reference(sharp_model(), r) for r in requests)
@@ -336,31 +301,6 @@ def test_compiled_steps_are_exact() -> None:
 # ---- flags --------------------------------------------------------------------------------------------------------
 
 
-def test_trees_have_four_nodes_unless_flags_say_otherwise() -> None:
-    def shape(on_cpu: bool = True, **flags: object) -> tuple[int, int, int]:
-        return tree_shape(Config(quantization="int8", **flags), "LlamaForCausalLM", on_cpu)
-
-    head = {"model_path": "m", "speculative_draft_model_path": "h"}
-    for algorithm in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"):
-        assert shape(speculative_algorithm=algorithm)[2] == 4 == shape(speculative_algorithm=algorithm, **head)[2]
-    assert Config(quantization="int8", speculative_algorithm="NGRAM").draft_tokens == 4
-    assert shape(speculative_num_steps=2, speculative_eagle_topk=4, speculative_num_draft_tokens=6) == (2, 4, 6)
-    assert Config(quantization="int8", speculative_algorithm="NGRAM", speculative_num_draft_tokens=9).draft_tokens == 9
-
-
-def test_a_tree_as_long_as_a_chunk_of_prompt_is_refused() -> None:
-    """Its products would be those of prompts, which round differently from those of plain steps."""
-
-    def nodes(count: int) -> int:
-        config = Config(model_path="m", speculative_algorithm="NGRAM", speculative_num_draft_tokens=count,
-                        quantization="int8")  # fmt: skip
-        return make_drafter(config, tiny_model(), Path("m"), None).nodes
-
-    assert nodes(127) == 127
-    with pytest.raises(ValueError, match="--speculative-num-draft-tokens: .* 128 nodes.*--quantization int8 .*127"):
-        nodes(128)
-
-
 def test_other_devices_and_builds_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device(Config(quantization="int8", device="cpu")) == CPU
@@ -381,6 +321,6 @@ def test_an_engine_says_what_int8_costs(demo_folder: Path, caplog: pytest.LogCap
     assert 0.0005 < divergence < 0.03 and 85 <= agreement <= 100
     assert any(r.message.startswith("quantization=int8, ") for r in caplog.records)
     drafter = llm.scheduler.engine.drafter
-    assert drafter.nodes == 4 and not any(isinstance(m, Int8Linear) for m in drafter.network.modules())
+    assert not any(isinstance(m, Int8Linear) for m in drafter.network.modules())
     text = llm.generate("The capital of France is", SamplingParams(temperature=0, max_new_tokens=8))["text"]
     assert "Paris" in text and llm.scheduler.metrics.verified.accept_length >= 1

@@ -25,8 +25,9 @@ import minispec
 from benchmarks.yardstick_lines import size_of_files
 from minispec import LLM, late, lookup, policy
 from minispec.attention import most_nodes, prefill_block
-from minispec.config import INT8_NODES, Config
+from minispec.config import Config
 from minispec.cpu import products, spinning
+from minispec.cpu.int8 import MANY_ROWS
 from minispec.cpu.linear import FEW_ROWS
 from minispec.load.flags import config_from_args
 from minispec.load.tokenizer import load_tokenizer
@@ -242,7 +243,7 @@ def test_pages_have_the_numbers_of_the_code() -> None:
     assert number("cpu", r"and (\d+) nodes for what is looked up") == LOOKUP_NODES
     assert number("architecture", r"The larger trees have (\d+) nodes") == LOOKUP_NODES
     assert number("cpu", r"up to (\w+) rows of one request") == FEW_ROWS
-    assert number("cpu", r"so default trees have (\w+) nodes") == INT8_NODES
+    assert number("cpu", r"below (\d+) rows it is PyTorch's kernel") == MANY_ROWS
     assert number("cpu", r"tiles of (\d+) queries") == products.TILE
     assert number("cuda", r"Trees have at most (\d+) nodes") == most_nodes(torch.device("cuda"))
     assert number("cuda", r"query blocks of (\d+) tokens") == prefill_block(torch.device("cuda"))

@@ -3,38 +3,32 @@
 A plain step reads every weight once, so its time is mostly the weights' bytes. Here a weight is an 8-bit integer times
 the scale of its output channel. A tied embedding reads its rows from the LM head's matrix.
 
-The one idea: a quantized model must be the same numbers at every row count, or a tree step would verify another model
-than plain steps decode. So a row has the bits that it has alone, whatever the number of rows. In compiled blocks the
-products of decoding are loops of Inductor's own (`linear.sums_of_rows`), which run together with what is around them:
-up to four rows share one loop over the weights, and more rows are groups of four. The LM head's are compiled by
-themselves, since it is called from compiled and from eager code. Where nothing is compiled, products are PyTorch's
-kernel `_weight_int8pack_mm`, which computes each row by itself too. Loops and kernel add up in another order, so they
-differ by rounding.
+Products differ by the number of rows, and by rounding alone:
 
-A chunk of a prompt has many rows, for which both would be slow. There a layer's weight is turned into the
-activations' dtype, in which its integers are exact, and the scale is applied to the product. That differs by rounding
-only. One layer's weight exists at a time.
+    up to four rows, compiled    loops of Inductor's own over the integers (`linear.sums_of_rows`)
+    more, or not compiled        oneDNN's product with the integers, which the activations' dtype holds exactly; the
+                                 scale is applied to the sums (`Int8Linear.pack`, where memory allows)
+    without memory for that      PyTorch's kernel `_weight_int8pack_mm` for a tree, whose time grows with the rows; for
+                                 a prompt the weight turned into the activations' dtype, one layer's at a time
 
 Read next: `linear.py`, for weights that keep their bits.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minispec.attention import QUERY_BLOCK, Causal
-from minispec.compiled import Compiler, Key, runs_eagerly
-from minispec.cpu.linear import sums_of_rows
+from minispec.attention import Causal
+from minispec.cpu.linear import PackedLinear, is_few, packed, sums_of_rows
 from minispec.model import Model
 from minispec.operators import operator
 
 LANES = 16  # the kernel reads so many inputs at once and does not look whether there are any left
+MANY_ROWS = 48  # from which on turning a weight into the activations' dtype is faster than the kernel
 PIECE = 2**20  # weights quantized at once, so that loading needs little memory beside the model
 TEXT = (  # what the cost in accuracy is measured on
     "A river begins as water that finds its way downhill. Rain falls on the mountains, gathers in small streams, and "
@@ -53,16 +47,6 @@ class Cost(NamedTuple):
     tokens: int
 
 
-def prompt_rows(nodes: int) -> int:
-    """Return from how many tokens in a row on a layer takes them for a chunk of a prompt, and not for a tree.
-
-    nodes: of a tree, which must be fewer. No prefill step has fewer tokens, so short prompts take longer if it is a
-    whole query block, as for large trees.
-    """
-    least = QUERY_BLOCK // 2
-    return least if nodes < least else QUERY_BLOCK
-
-
 def check_int8(dtype: torch.dtype) -> None:
     """Raise ValueError unless this build of PyTorch multiplies activations of `dtype` by int8 weights on a CPU."""
     try:
@@ -76,111 +60,56 @@ def check_int8(dtype: torch.dtype) -> None:
 class Int8Linear(nn.Module):
     """A linear layer with weights of 8 bits; inference on a CPU only.
 
-    weight [out, in] int8, its rows filled up with zeros to a multiple of LANES; scale [out] in the activations' dtype.
-    prompt_rows: tokens in a row from which on it is a chunk of a prompt; see the function of that name.
+    weight [out, in] int8; scale [out] in the activations' dtype.
     """
 
     weight: Tensor
     scale: Tensor
+    rounds = True  # whether all products return the dtype of their input
 
-    def __init__(self, linear: nn.Linear, prompt_rows: int = QUERY_BLOCK) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.size, self.prompt_rows = linear.in_features, prompt_rows
         weight, scale = quantized(linear.weight.detach())
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.bias = linear.bias
+        self.packed: PackedLinear | None = None
+
+    def pack(self) -> None:
+        """Keep the integers in oneDNN's layout too, in the activations' dtype."""
+        self.packed = packed(self.weight.to(self.scale.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x [..., T, in] times the weight, plus the bias, [..., T, out]; row by row unless it is a prompt's."""
-        if self.size % LANES:
-            x = F.pad(x, (0, -self.size % LANES))
-        if x.dim() > 1 and x.shape[-2] >= self.prompt_rows:
-            # Scaled in fp32: scaled in bfloat16, Inductor would take it for a product to run in the decoding kernel.
-            out = (F.linear(x, self.weight.to(x.dtype)).float() * self.scale.float()).to(x.dtype)
+        """Return x [..., in] times the weight, plus the bias, [..., out]."""
+        if torch.compiler.is_compiling() and is_few(x.shape[:-1].numel()):
+            out = sums_of_rows(x, self.weight).view(*x.shape[:-1], -1) * self.scale.float()
+        elif self.packed is not None:
+            out = self.packed(x).float() * self.scale.float()
         else:
-            out = self.by_rows(x)
-        return out if self.bias is None else out + self.bias
-
-    def by_rows(self, x: Tensor) -> Tensor:
-        """Return x [..., in] times the weight, [..., out]; each row has the bits that it has alone."""
-        return self.in_loops(x) if torch.compiler.is_compiling() else self.in_kernel(x)
-
-    def in_loops(self, x: Tensor) -> Tensor:
-        """Do it in loops, to be compiled."""
-        return (sums_of_rows(x, self.weight) * self.scale.float()).to(x.dtype).view(*x.shape[:-1], -1)
-
-    def in_kernel(self, x: Tensor) -> Tensor:
-        """Do it in PyTorch's kernel."""
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return torch._weight_int8pack_mm(rows, self.weight, self.scale).view(*x.shape[:-1], -1)
-
-
-class HeadRows(Key):
-    """The key of one of an LM head's two graphs, of one row or of any other number, and the newest rows x [T, in]."""
-
-    def __init__(self, alone: bool) -> None:
-        self.alone = alone
-
-    def take(self, x: Tensor) -> HeadRows:
-        """Return this with new rows."""
-        self.x, self.moving = x, (x,)
-        return self
-
-    @property
-    def any_size(self) -> Sequence[tuple[Tensor, tuple[int, ...]]]:
-        return () if self.alone else ((self.x, (0,)),)
+            out = torch.ops.minispec.int8_linear(x, self.weight, self.scale)
+        out = out if self.bias is None else out + self.bias
+        return out.to(x.dtype) if self.rounds else out
 
 
 class Int8Head(Int8Linear):
-    """An LM head: the same loops, wherever it is called from.
+    """An LM head, whose loops return float32, for the reason in `linear.PackedHead`."""
 
-    In some steps what calls it is compiled, in others not, and either way a row must have the same bits. So it is
-    compiled by itself, and what is compiled around it takes it for one operation.
-    """
-
-    def __init__(self, linear: nn.Linear, prompt_rows: int = QUERY_BLOCK) -> None:
-        super().__init__(linear, prompt_rows)
-        _heads[id(self)] = self
-        self.register_buffer("handle", torch.tensor(id(self), device="cpu"), persistent=False)
-        self.alone, self.several = HeadRows(alone=True), HeadRows(alone=False)
-        self.run: Callable[[Int8Head, HeadRows], Tensor] | None = None
-        self.has_both = False  # whether both graphs are there
-
-    def by_rows(self, x: Tensor) -> Tensor:
-        """Return x [..., in] times the weight, [..., out]; each row has the bits that it has alone."""
-        return torch.ops.minispec.int8_head(x.contiguous(), self.handle, len(self.weight))
-
-    def now(self, x: Tensor) -> Tensor:
-        """Do it in the compiled loops, unless the step runs eagerly."""
-        if self.run is None or runs_eagerly():
-            return self.in_kernel(x)
-        rows = x.view(-1, x.shape[-1])
-        if not self.has_both:  # a step that is ready may ask about any number of rows, where somebody wants logprobs
-            self.run(self, self.several.take(rows.new_zeros(2, rows.shape[1])))
-            self.run(self, self.alone.take(rows.new_zeros(1, rows.shape[1])))
-            self.has_both = True
-        graph = self.alone if len(rows) == 1 else self.several
-        return self.run(self, graph.take(rows)).view(*x.shape[:-1], -1)
-
-
-def _head_in_loops(head: Int8Head, rows: HeadRows) -> Tensor:
-    """Return an LM head's products of the rows, [T, out]."""
-    # That this is asked gives one row a graph of its own: the other would take it for the first of four.
-    return head.in_loops(rows.x[:1] if rows.alone else rows.x)
-
-
-_heads: weakref.WeakValueDictionary[int | float, Int8Head] = weakref.WeakValueDictionary()  # by id
+    rounds = False
 
 
 @operator(
-    "int8_head(Tensor x, Tensor handle, int features) -> Tensor",
-    lambda x, handle, features: x.new_empty(*x.shape[:-1], features),
+    "int8_linear(Tensor x, Tensor weight, Tensor scale) -> Tensor",
+    lambda x, weight, scale: x.new_empty(*x.shape[:-1], len(weight)),
     "CPU",
 )
-def _int8_head(x: Tensor, handle: Tensor, features: int) -> Tensor:
-    """Return the logits [..., features] of the LM head behind `handle` [] int64."""
-    return _heads[handle.item()].now(x)
+def _int8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Return x [..., in] times weight [out, in] int8 times scale [out], [..., out]."""
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows) < MANY_ROWS and rows.shape[1] % LANES == 0:
+        out = torch._weight_int8pack_mm(rows.contiguous(), weight, scale)
+    else:
+        out = (F.linear(rows, weight.to(x.dtype)).float() * scale.float()).to(x.dtype)
+    return out.view(*x.shape[:-1], -1)
 
 
 class Int8Embedding(nn.Module):
@@ -191,39 +120,36 @@ class Int8Embedding(nn.Module):
 
     def __init__(self, head: Int8Linear) -> None:
         super().__init__()
-        self.size = head.size
         self.register_buffer("weight", head.weight)
         self.register_buffer("scale", head.scale)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the embeddings [..., d] of ids tokens [...], in the activations' dtype."""
-        return self.weight[tokens][..., : self.size] * self.scale[tokens, None]
+        return self.weight[tokens] * self.scale[tokens].unsqueeze(-1)
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight [out, in] as (integers [out, in filled up] int8, scale [out] in the weight's dtype).
+    """Return a weight [out, in] as (integers [out, in] int8, scale [out] in the weight's dtype).
 
     Each weight becomes the nearest multiple of its row's scale, from -127 to 127 times.
     """
-    features, size = weight.shape
-    integers = torch.zeros(features, -(-size // LANES) * LANES, dtype=torch.int8, device=weight.device)
-    scale = weight.new_empty(features)
-    rows = max(PIECE // size, 1)
+    integers, scale = torch.empty_like(weight, dtype=torch.int8), weight.new_empty(len(weight))
+    rows = max(PIECE // weight.shape[1], 1)
     for piece, into, of in zip(weight.split(rows), integers.split(rows), scale.split(rows), strict=True):
         of.copy_(piece.abs().amax(-1).float() / 127)
         of[of == 0] = 1  # a row of zeros
-        into[:, :size] = (piece.float() / of[:, None].float()).round().clamp(-127, 127)
+        into[:] = (piece.float() / of[:, None].float()).round().clamp(-127, 127)
     return integers, scale
 
 
-def quantize(model: Model, ids: list[int], prompt_rows: int = QUERY_BLOCK) -> Cost:
+def quantize(model: Model, ids: list[int]) -> Cost:
     """Replace the model's linear layers, and an embedding tied to one, by int8 ones; return what it cost on `ids`.
 
     Each layer gives its old weight up before the next one is quantized, so memory exceeds the model's by no more than a
     layer. Whoever needs an old weight, as a draft head may, takes it before.
     """
     before = _logits(model, ids)
-    replace_weights(model, prompt_rows)
+    replace_weights(model)
     after, divergence, same = _logits(model, ids), 0.0, 0
     for old, new in zip(before, after, strict=True):  # by rows, since in fp32 all of them are as large as a layer
         chances, others = (logits.float().log_softmax(-1) for logits in (old, new))
@@ -232,30 +158,30 @@ def quantize(model: Model, ids: list[int], prompt_rows: int = QUERY_BLOCK) -> Co
     return Cost(divergence / len(ids), same / len(ids), len(ids))
 
 
-def replace_weights(model: Model, prompt_rows: int = QUERY_BLOCK) -> None:
+def replace_weights(model: Model) -> None:
     """Replace the layers as `quantize` does, and measure nothing; on the meta device this gives their sizes."""
-    _quantize_linears(model, prompt_rows)
+    _quantize_linears(model)
     if model.config.tied:  # by type, since among several ranks other layers are around the two
         head = next(part for part in model.modules() if isinstance(part, Int8Head))
         name = next(name for name, part in model.named_modules() if isinstance(part, nn.Embedding))
         model.set_submodule(name, Int8Embedding(head))
 
 
-def compile_head(model: Model, compiler: Compiler) -> None:
-    """From now on run an int8 LM head as `compiler` compiles it, in steps that run compiled."""
+def pack_integers(model: Model) -> None:
+    """Keep the integers of every int8 layer in oneDNN's layout too."""
     for module in model.modules():
-        if isinstance(module, Int8Head):
-            module.run = compiler(_head_in_loops)
+        if isinstance(module, Int8Linear):
+            module.pack()
 
 
-def _quantize_linears(module: nn.Module, prompt_rows: int, kind: type[Int8Linear] = Int8Linear) -> None:
+def _quantize_linears(module: nn.Module, kind: type[Int8Linear] = Int8Linear) -> None:
     """Replace every nn.Linear below `module`."""
     for name in [name for name, _ in module.named_children()]:  # a list of the layers would keep their weights
         child, within = getattr(module, name), Int8Head if name == "lm_head" else kind
         if isinstance(child, nn.Linear):
-            setattr(module, name, within(child, prompt_rows))
+            setattr(module, name, within(child))
         else:
-            _quantize_linears(child, prompt_rows, within)
+            _quantize_linears(child, within)
 
 
 def _logits(model: Model, ids: list[int]) -> Tensor:

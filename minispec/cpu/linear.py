@@ -11,8 +11,7 @@ For one row, which is a plain step of one request, oneDNN spends a fifth of the 
 is gained by its layout, since every weight is read once. There compiled code multiplies by the weight as it came from
 the file, a loop of Inductor's own that runs together with the norms and activations around it; and for up to four rows,
 a small tree, which take little longer. From six rows on such loops are bound by their arithmetic, in float32. So layers
-keep that weight too, where memory allows (`room_for_both`). Weights of 8 bits have such loops at any number of rows
-(`int8.py`).
+keep that weight too, where memory allows (`room_for_both`). Weights of 8 bits have such loops too (`int8.py`).
 
 The experts of a mixture are packed one by one. Which are multiplied is known in the step alone, so one operator looks
 up all of them, and the weights from the file are given up.
@@ -27,7 +26,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -107,7 +105,7 @@ class PackedExperts(Experts):
         nn.Module.__init__(self)
         self.per_token, self.renormalises = experts.per_token, experts.renormalises
         # In tuples, which torch.compile does not search for weights.
-        self.first, self.second = (tuple(map(_packed, stack)) for stack in (experts.gate_up_proj, experts.down_proj))
+        self.first, self.second = (tuple(map(packed, stack)) for stack in (experts.gate_up_proj, experts.down_proj))
         _experts[id(self)] = self
         self.register_buffer("handle", torch.tensor(id(self), device="cpu"), persistent=False)
 
@@ -119,7 +117,7 @@ class PackedExperts(Experts):
         return through_chosen(x, chosen, weights, _by(self.first), _by(self.second))
 
 
-def _packed(weight: Tensor) -> PackedLinear:
+def packed(weight: Tensor) -> PackedLinear:
     """Return a packed layer of a weight [out, in]."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
@@ -150,27 +148,21 @@ def is_few(rows: int) -> bool:
 
 
 def sums_of_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x [..., in] times weight [out, in] of any dtype, [rows, out] fp32, in loops; to be compiled.
+    """Return x [..., in] times weight [out, in] of any dtype, [rows, out] fp32, in a loop; to be compiled.
 
-    A row has the same bits at every number of rows: its sums are of their own, though those of up to four rows share a
-    loop, in which each weight is read once. More rows are groups of four, the last one filled up.
+    A row has the same bits at every number of rows: its sums are of their own, though all rows share the loop, in which
+    each weight is read once.
     """
     count, (features, width) = x.shape[:-1].numel(), weight.shape
-    each, rows = FEW_ROWS, x.contiguous().float().view(count, width)
-    if is_few(count):
-        each = count
-    else:
-        rows = F.pad(rows, (0, 0, 0, -count % each))
     # as_strided has rows and sums stored, in float32. Inductor would compute what is before them, a norm say, once more
-    # for each of the outputs, and turn each number of them into float32 once more for each of the weights. And unlike
-    # broadcasting and slicing it does not ask how many groups there are, so one graph serves any number.
+    # for each of the outputs, and turn each number of them into float32 once more for each of the weights.
     # An output of the first half and one of the second share a loop, which loads each number of the rows for both.
-    groups, halves = -(-count // each), 1 + (features % 2 == 0)
+    rows, halves = x.contiguous().float(), 1 + (features % 2 == 0)
     half = features // halves
-    parts = weight.as_strided((groups, halves, half, width), (0, half * width, width, 1)).float().unbind(1)
-    spread = [rows.as_strided((groups, half, width), (each * width, 0, 1), i * width) for i in range(each)]
+    parts = weight.as_strided((halves, half, width), (half * width, width, 1)).float().unbind()
+    spread = [rows.as_strided((half, width), (0, 1), i * width) for i in range(count)]
     sums = [(part * row).sum(-1) for row in spread for part in parts]
-    return torch.stack(sums, 1).as_strided((count, features), (features, 1))
+    return torch.stack(sums).as_strided((count, features), (features, 1))
 
 
 def _reordered(weight: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from minispec.config import WIDE, Config, flag_name
 from minispec.cpu.direct import DirectStep, cache_is_empty, prepare
 from minispec.cpu.gather import PagedGather
 from minispec.cpu.huge_pages import move_to_huge_pages, move_when_idle, sparse
-from minispec.cpu.int8 import TEXT, check_int8, compile_head, prompt_rows, quantize, replace_weights
+from minispec.cpu.int8 import TEXT, check_int8, pack_integers, quantize, replace_weights
 from minispec.cpu.linear import FEW_ROWS, can_pack, pack_linears, room_for_both
 from minispec.cpu.spinning import spin_alone
 from minispec.cuda.fp8 import can_capture_fp8, check_fp8, use_fp8
@@ -129,17 +129,19 @@ class Build:
         """
         parts = self.drafted(self.network())
         _, network, drafter, beside = parts
+        keep = self.device.type == "cpu" and room_for_both(_linear_bytes(network), host_memory()[1])
         if self.config.quantization == "int8":  # after a head has taken what it needs of the target's weights
-            self.quantize(network, drafter)
+            self.quantize(network)
         if self.config.draft_quantization == "fp8" and drafter.network is not None:
             if any(block.sparse for block in _blocks(drafter.network)):
                 raise ValueError(_no_experts("--speculative-draft-model-quantization", "fp8"))
             use_fp8(drafter.network)
         if self.device.type == "cpu" and can_pack(self.dtype):
-            keep = room_for_both(_linear_bytes(network), host_memory()[1])
             for model in (network, drafter.network, beside):
                 if model is not None:
                     pack_linears(model, keep)
+            if keep:
+                pack_integers(network)
         return parts
 
     def network(self) -> Model:
@@ -173,10 +175,10 @@ class Build:
         """Return the drafter for a target."""
         return make_drafter(self.config, target, self.folder, self.tokenizer)
 
-    def quantize(self, network: Model, drafter: Drafter) -> None:
+    def quantize(self, network: Model) -> None:
         """Make the target's weights int8, and say what that costs in accuracy."""
         ids = self.tokenizer.encode(TEXT)
-        cost = quantize(network, ids if self.ranks is None else self.ranks.same(ids), prompt_rows(drafter.nodes))
+        cost = quantize(network, ids if self.ranks is None else self.ranks.same(ids))
         dtype = str(self.dtype).removeprefix("torch.")
         self.tell(f"int8 weights: on a text of {cost.tokens} tokens the KL divergence from {dtype} "
                   f"weights is {cost.divergence:.4f} nats a token, and the first choice is the same at "
@@ -202,7 +204,6 @@ class Build:
             few: CompileFor = lambda batch, nodes: batch == 1 and nodes <= most  # noqa: E731
             every: CompileFor = lambda batch, nodes: True  # noqa: E731
             engine.compile_small(compiler, every if kv.pool.is_cuda else few)
-            compile_head(network, compiler)
             # Every shape is a graph of the same function, and several LLMs may share a process, so the limit is raised
             # by the number of graphs. It stays raised after the warm-up, since code that later registers a pytree node,
             # as transformers does, invalidates all graphs, and they are compiled again.
@@ -331,9 +332,9 @@ class Outline(Build):
     def draft(self, target: Model) -> Drafter:
         return Plain() if self.config.is_own_drafter else super().draft(target)
 
-    def quantize(self, network: Model, drafter: Drafter) -> None:
+    def quantize(self, network: Model) -> None:
         """Make the target's weights int8, and measure nothing."""
-        replace_weights(network, prompt_rows(drafter.nodes))
+        replace_weights(network)
 
 
 class Rehearsal(Outline):
@@ -380,9 +381,9 @@ class Follow(Build):
         sizes = self.ranks.same_sizes(None)
         return Parts(sizes, network, Elsewhere(sizes))
 
-    def quantize(self, network: Model, drafter: Drafter) -> None:
+    def quantize(self, network: Model) -> None:
         """Make the weights int8 together with rank 0, which logs the cost in accuracy."""
-        quantize(network, self.ranks.same(()), prompt_rows(drafter.nodes))
+        quantize(network, self.ranks.same(()))
 
 
 @torch.inference_mode()
@@ -543,9 +544,7 @@ def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], 
         batches = config.cuda_graph_bs or coarse_batches(limits["max_running"], drafter.nodes, largest)
         return Sizes.resolve(drafter, **{"batches": batches, **limits})
     sizes = Sizes.resolve(drafter, both_up_to=2, **limits)
-    # With int8 weights, a product over fewer rows than `least` is computed as for a tree, not as for a prompt.
-    least = prompt_rows(drafter.nodes) if config.quantization == "int8" else 1
-    more = {size for size in CPU_PREFILLS if least <= size < sizes.prefill_sizes[-1]}
+    more = {size for size in CPU_PREFILLS if size < sizes.prefill_sizes[-1]}
     return replace(sizes, prefill_sizes=tuple(sorted({*sizes.prefill_sizes, *more})))
 
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from minispec.attention import QUERY_BLOCK, most_nodes
+from minispec.attention import most_nodes
 from minispec.beam import BeamDrafter
 from minispec.config import GROWN, MAX_NODES, Config
 from minispec.dflash import DFlashDrafter, DFlashHead
@@ -86,14 +86,13 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
 
 
 def _check_size(config: Config, drafter: Drafter | HostDrafter, model: Model) -> None:
-    """Raise ValueError naming the flag if trees are too large for device or weights, or too flat for a simulation."""
+    """Raise ValueError naming the flag if trees are too large for the device, or too flat for a simulation."""
     flag = f"--speculative-algorithm {config.algorithm}" if config.is_own_drafter else "--speculative-num-draft-tokens"
     device = model.embed_tokens.weight.device
-    most, where = most_nodes(device), f"on {device.type}"
-    if config.quantization == "int8" and most >= QUERY_BLOCK:
-        most, where = QUERY_BLOCK - 1, f"with --quantization {config.quantization}"
+    most = most_nodes(device)
     if drafter.nodes > most:
-        raise ValueError(f"{flag}: the draft tree has {drafter.nodes} nodes, but {where} it may have at most {most}")
+        raise ValueError(f"{flag}: the draft tree has {drafter.nodes} nodes, but on {device.type} it may have at most "
+                         f"{most}")  # fmt: skip
     length, longest = config.simulate_acc_len, drafter.depth + 1
     if length is not None and length > longest:
         raise ValueError(f"--simulate-acc-len must be in [1, {longest}], since a step emits a token more than trees "

@@ -12,13 +12,12 @@ import logging
 from typing import Any
 
 from minispec.beam import candidate_count
-from minispec.config import BLOCK, INT8_NODES, LEARNED, NUMBERS, Config
+from minispec.config import BLOCK, LEARNED, NUMBERS, Config
 from minispec.dflash import most_nodes
 
 logger = logging.getLogger("minispec")
 
 CPU_SHAPE = (1, 1, 2)  # steps/topk/nodes: fast for heads on two CPU cores, greedy and sampled (docs/log.md)
-INT8_SHAPE = (1, 3, INT8_NODES)  # in place of larger trees with int8 weights
 HOST_NODES = 4  # of the smaller trees of the host on a CPU
 LOOKUP_NODES = 12  # of the larger trees where texts are looked up too: what a lookup finds may hold for long
 SMALLER = {(5, 4, 8): (2, 5), (3, 1, 4): (1, 2)}  # steps/topk/nodes -> steps and nodes of the smaller tree beside it
@@ -28,16 +27,15 @@ def tree_shape(config: Config, architecture: str, on_cpu: bool = False) -> tuple
     """Return (steps, topk, draft tokens) of a tree grown on the device.
 
     If none is given: SGLang's choice, by method and the target's architecture; for a head that ships, on a CPU, the
-    fastest; with int8 weights four nodes. With topk 1 the tree is a chain of steps + 1; more nodes than candidates
-    exist are not asked for.
+    fastest. With topk 1 the tree is a chain of steps + 1; more nodes than candidates exist are not asked for.
     """
     steps, topk, nodes = (getattr(config, name) for name in NUMBERS)
     if steps is None or topk is None or (nodes is None and topk > 1):
         ships = config.model_path is None and config.speculative_draft_model_path is None
         if on_cpu and ships and config.algorithm in LEARNED:
-            return INT8_SHAPE if config.quantization == "int8" else CPU_SHAPE
+            return CPU_SHAPE
         bushy = config.algorithm in LEARNED and architecture == "LlamaForCausalLM"
-        return (3, 1, 4) if not bushy else INT8_SHAPE if config.quantization == "int8" else (5, 4, 8)
+        return (5, 4, 8) if bushy else (3, 1, 4)
     most = candidate_count(steps, topk) + 1
     return steps, topk, most if nodes is None or topk == 1 else min(nodes, most)
 
@@ -76,9 +74,7 @@ def block_shape(config: Config, trained: int, on_cpu: bool) -> dict[str, Any]:
 
 def lookup_nodes(config: Config, nodes: int) -> int:
     """Return N, the nodes of the larger trees with lookups, beside a drafter whose trees have `nodes`."""
-    if not config.several_sizes:
-        return nodes
-    return max(nodes, INT8_NODES if config.quantization == "int8" else LOOKUP_NODES)
+    return max(nodes, LOOKUP_NODES) if config.several_sizes else nodes
 
 
 def smaller_nodes(config: Config, nodes: int, on_cpu: bool) -> int | None:

@@ -40,8 +40,8 @@ def steps_of(engine: Engine) -> list[DecodeBuffers | PrefillBuffers]:
 def shapes(engine: Engine) -> list[str]:
     """Return a name for every graph of blocks and of the code around them, the drafter's included.
 
-    The names are in the order of `steps_of`. Not named here are the two graphs of an int8 LM head, and the second graph
-    of a model in which only some blocks have experts.
+    The names are in the order of `steps_of`. Not named here is the second graph of a model in which only some
+    blocks have experts.
     """
     return [*dict.fromkeys(name for step in steps_of(engine) for name in graphs_of(engine, step))]
 

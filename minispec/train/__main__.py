@@ -51,7 +51,7 @@ from minispec.train.trainer import Trainer
 
 KINDS = (*HEADS, "standalone", "token-map", "replies")
 FEATURE_WEIGHT = {"eagle": 1.0}  # the target's LM head reads its state, which so must come close to the target's
-ON_CPU = {"count": 3000, "max_new_tokens": 96, "long_share": 0.25, "rounds": 3, "epochs": 4, "batch_tokens": 500}
+ON_CPU = {"count": 3000, "max_new_tokens": 96, "long_share": 0.25, "rounds": 2, "epochs": 4, "batch_tokens": 500}
 ON_CUDA = {"count": 100_000, "max_new_tokens": 512, "long_share": 1.0, "rounds": 5, "epochs": 3, "batch_tokens": 32768}
 RATE = {"standalone": 2e-3, "dflash": 6e-4}  # 1e-3 for the others
 LONG = 768  # prompt tokens from which on a conversation counts as long
@@ -225,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--count", type=int, help="conversations to collect (CPU 3000, CUDA 100000)")
     add("--long-share", type=float, help=f"share kept of the prompts beyond {LONG} tokens (CPU 0.25, CUDA 1)")
     add("--max-new-tokens", type=int, help="longest reply (CPU 96, CUDA 512)")
-    add("--rounds", type=int, help="rounds of drafting in training (CPU 3, CUDA 5)")
+    add("--rounds", type=int, help="rounds of drafting in training (CPU 2, CUDA 5)")
     add("--epochs", type=int, help="how often each reply is learned from (CPU 4, CUDA 3)")
     add("--batch-tokens", type=int, help="reply tokens behind an update (CPU 500, CUDA 32768)")
     add("--learning-rate", type=float, help="highest learning rate (default 1e-3; standalone 2e-3, dflash 6e-4)")

@@ -84,7 +84,7 @@ class Int8Linear(nn.Module):
         if torch.compiler.is_compiling() and is_few(x.shape[:-1].numel()):
             out = sums_of_rows(x, self.weight).view(*x.shape[:-1], -1) * self.scale.float()
         elif self.packed is not None:
-            out = self.packed(x).float() * self.scale.float()
+            out = self.packed(x) * self.scale
         else:
             out = torch.ops.minispec.int8_linear(x, self.weight, self.scale)
         out = out if self.bias is None else out + self.bias

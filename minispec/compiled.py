@@ -30,7 +30,7 @@ _tuned: set[Step] = set()
 
 
 def tuned(function: Step) -> Step:
-    """Mark a function with an LM head: on CUDA that product is tuned."""
+    """Mark a function with an LM head: on CUDA that product is tuned, but in float32."""
     _tuned.add(function)
     return function
 

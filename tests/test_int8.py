@@ -143,7 +143,7 @@ def test_compiled_products_are_those_of_the_dequantized_weight(
     assert graphs_made() == 5, "of each of four numbers, and of any other"
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 8e-3), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 8e-3), (torch.float32, 1e-5), (torch.float16, 1e-3)])
 @pytest.mark.parametrize("rows", [1, 3, 64])
 @pytest.mark.parametrize("packed", [False, True])
 def test_products_are_those_of_the_dequantized_weight(
@@ -159,6 +159,14 @@ def test_products_are_those_of_the_dequantized_weight(
             linear.pack()
         got = linear(x)
         assert got.dtype == dtype and (got - want).abs().max() < bound * want.abs().max()
+
+
+@pytest.mark.parametrize("rows", [3, 64])
+def test_integers_may_sum_to_what_float16_cannot_hold(rows: int) -> None:
+    given = random_linear(576, 61, torch.float16)
+    given.weight.fill_(0.01)
+    out = Int8Linear(given)(torch.full((rows, 576), 2.0, dtype=torch.float16))  # 127 * 2 * 576 before the scale
+    assert (out - 0.01 * 2 * 576).abs().max() < 0.05
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -1,15 +1,15 @@
-"""int8 weights on a CPU: half the bytes of bfloat16, with one scale for each output channel.
+"""int8 weights on a CPU: a byte a weight, with one scale for each output channel.
 
 A plain step reads every weight once, so its time is mostly the weights' bytes. Here a weight is an 8-bit integer times
 the scale of its output channel. A tied embedding reads its rows from the LM head's matrix.
 
-Products differ by the number of rows, and by rounding alone:
+How a product is made depends on its number of rows, and results differ by rounding alone:
 
-    up to four rows, compiled    loops of Inductor's own over the integers (`linear.sums_of_rows`)
-    more, or not compiled        oneDNN's product with the integers, which the activations' dtype holds exactly; the
+    one request's, up to four    loops of Inductor's own over the integers (`linear.sums_of_rows`), in compiled code
+    all others                   oneDNN's product with the integers, which the activations' dtype holds exactly; the
                                  scale is applied to the sums (`Int8Linear.pack`, where memory allows)
-    without memory for that      PyTorch's kernel `_weight_int8pack_mm` for a tree, whose time grows with the rows; for
-                                 a prompt the weight turned into the activations' dtype, one layer's at a time
+    where oneDNN cannot, or      below 48 rows PyTorch's kernel `_weight_int8pack_mm`, whose time grows with the rows;
+    memory lacks for that        for more the weight turned into the activations' dtype, one layer's at a time
 
 Read next: `linear.py`, for weights that keep their bits.
 """
@@ -108,7 +108,9 @@ def _int8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     if len(rows) < MANY_ROWS and rows.shape[1] % LANES == 0:
         out = torch._weight_int8pack_mm(rows.contiguous(), weight, scale)
     else:
-        out = (F.linear(rows, weight.to(x.dtype)).float() * scale.float()).to(x.dtype)
+        if rows.dtype == torch.float16:  # whose range ends below what sums of integers reach before they are scaled
+            rows = rows.float()
+        out = (F.linear(rows, weight.to(rows.dtype)).float() * scale.float()).to(x.dtype)
     return out.view(*x.shape[:-1], -1)
 
 

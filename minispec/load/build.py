@@ -129,6 +129,7 @@ class Build:
         """
         parts = self.drafted(self.network())
         _, network, drafter, beside = parts
+        # By the bytes before quantization, which oneDNN's copy takes.
         keep = self.device.type == "cpu" and room_for_both(_linear_bytes(network), host_memory()[1])
         if self.config.quantization == "int8":  # after a head has taken what it needs of the target's weights
             self.quantize(network)
@@ -187,7 +188,7 @@ class Build:
     def engine_of(self, parts: Parts, pages: int) -> Engine:
         """Return the engine around the parts, with `pages` pages; if `compiled`, its functions compile at first run."""
         sizes, network, drafter, beside = parts
-        # In float32, which is for exactness, the search for an LM head's kernel would take a quarter of a minute each.
+        # In float32, which is there for exactness, each search for an LM head's kernel would take a quarter of a minute.
         compiler: Compiler = partial(compile_step, device=self.device, heads=self.dtype != torch.float32)
         if self.compiled:
             network.compile_blocks(compiler)

@@ -188,7 +188,7 @@ class Build:
     def engine_of(self, parts: Parts, pages: int) -> Engine:
         """Return the engine around the parts, with `pages` pages; if `compiled`, its functions compile at first run."""
         sizes, network, drafter, beside = parts
-        # In float32, which is there for exactness, each search for an LM head's kernel would take a quarter of a minute.
+        # In float32, which is there for exactness, a search for an LM head's kernel would take a quarter of a minute.
         compiler: Compiler = partial(compile_step, device=self.device, heads=self.dtype != torch.float32)
         if self.compiled:
             network.compile_blocks(compiler)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from benchmarks.fake_gpu import pretend_h200
 
 OWN = "minispec"  # the namespace of this project's operators
 # Operations that launch nothing and are not views.
+REGION = "repeated_subgraph"  # begins the name of the function that a region of torch.compile becomes
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "sym_size", "device"}
 
 
@@ -42,10 +43,10 @@ class Source(NamedTuple):
 
 def parse(source: str) -> Source:
     """Read the kernels, their calls and the tensors' sizes out of the code of a graph."""
-    found = Source({}, {}, {}, [])
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and launches(name := ast.unparse(node.func)):
-            found.launches.append(name)
+    module = ast.parse(source)
+    regions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef) and REGION in node.name}
+    found = Source({}, {}, {}, launched(module, regions))
+    for node in ast.walk(module):
         call = node.value if isinstance(node, (ast.Assign, ast.Expr)) else None
         if not isinstance(call, ast.Call):
             continue
@@ -59,6 +60,19 @@ def parse(source: str) -> Source:
         elif name.startswith("empty_strided_") and isinstance(node, ast.Assign):
             found.sizes[ast.unparse(node.targets[0])] = elements(arguments[0])
     return found
+
+
+def launched(code: ast.AST, regions: Mapping[str, ast.FunctionDef]) -> list[str]:
+    """Return the calls in `code` that launch a kernel; a region's count as often as the region is called."""
+    names = []
+    for part in ast.iter_child_nodes(code):
+        if isinstance(part, ast.Call) and launches(name := ast.unparse(part.func)):
+            names.append(name)
+        if isinstance(part, ast.Call) and (region := regions.get(ast.unparse(part.func))):
+            names += launched(region, regions)
+        if part not in regions.values():
+            names += launched(part, regions)
+    return names
 
 
 class _Ones(dict[str, int]):

@@ -195,6 +195,11 @@ def pick(logits: Tensor, wishes: Wishes, position: Tensor) -> Tensor:
     return largest(score)
 
 
+# The same as `pick`, but a graph of torch.compile has its code once, however often the graph calls it. The region takes
+# no two tensors that share memory.
+pick_region = torch.compiler.nested_compile_region(pick)
+
+
 def law(logits: Tensor, wishes: Wishes) -> Tensor:
     """Return `[B, V] fp32`, the probabilities with which `pick` draws; one-hot for a greedy request."""
     logits = adjust(logits, wishes)
@@ -425,10 +430,10 @@ class SamplingState:
         """Return the `Wishes` of `slots [B] int64`, as copies.
 
         Members that may be None are None unless `needs` has them. EVERYTHING serves any batch, since the entries that a
-        request does not use are neutral.
+        request does not use are neutral. No two members share memory, as `pick_region` asks.
         """
-        members: dict[str, Any] = dict(zip(FLOATS, self._floats[slots].unbind(1), strict=True))
-        members |= zip(INTS, self._ints[slots].unbind(1), strict=True)
+        members: dict[str, Any] = dict(zip(FLOATS, torch.unbind_copy(self._floats[slots], 1), strict=True))
+        members |= zip(INTS, torch.unbind_copy(self._ints[slots], 1), strict=True)
         members |= {name: table[slots] for name, table in self.tables.items() if name in needs}
         members |= {name: None for name in EVERYTHING - needs}
         return Wishes(**members)

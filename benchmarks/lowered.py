@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_map
 from benchmarks.fake_gpu import pretend_h200
 
 OWN = "minispec"  # the namespace of this project's operators
+REGION = "repeated_subgraph"  # so begin the names of functions that torch.compile makes of regions
 # Operations that launch nothing and are not views.
-REGION = "repeated_subgraph"  # begins the name of the function that a region of torch.compile becomes
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "sym_size", "device"}
 
 
@@ -44,7 +44,8 @@ class Source(NamedTuple):
 def parse(source: str) -> Source:
     """Read the kernels, their calls and the tensors' sizes out of the code of a graph."""
     module = ast.parse(source)
-    regions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef) and REGION in node.name}
+    functions = (node for node in module.body if isinstance(node, ast.FunctionDef))
+    regions = {node.name: node for node in functions if node.name.startswith(REGION)}
     found = Source({}, {}, {}, launched(module, regions))
     for node in ast.walk(module):
         call = node.value if isinstance(node, (ast.Assign, ast.Expr)) else None
@@ -209,10 +210,12 @@ class Lowerings:
 
 
 def _own_launches(graph: fx.GraphModule) -> list[str]:
-    """Return what this project's operators in a graph launch."""
+    """Return what this project's operators in a graph launch, those of a region at each of its calls."""
+    calls = [node for node in graph.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]
+    regions = [_own_launches(getattr(graph, call.args[0].target)) for call in calls]
     with Launches() as counted:
         for node in graph.graph.nodes:
             if isinstance(node.target, OpOverload) and node.target.namespace == OWN:
                 value = lambda given: given.meta["val"] if isinstance(given, fx.Node) else given  # noqa: E731
                 node.target(*tree_map(value, node.args), **tree_map(value, node.kwargs))
-    return counted.names
+    return sum(regions, counted.names)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from test_machine import CONFIG
 
-from minispec.cpu.spinning import BUSY, CALM, RECENT, VARIABLES, Spinning, spin_alone
+from minispec.cpu.spinning import BUSY, CALM, ENDS, RECENT, VARIABLES, Spinning, spin_alone
 
 ROOT = Path(__file__).resolve().parent.parent
 CORES = len(os.sched_getaffinity(0))
@@ -38,28 +38,29 @@ def test_what_others_use_is_all_work_of_our_cores_but_our_own(tmp_path: Path) ->
     assert found == pytest.approx(ticks / os.sysconf("SC_CLK_TCK") - own, abs=0.1)
 
 
-def test_threads_sleep_at_two_busy_looks_and_spin_after_many_calm_ones(caplog: pytest.LogCaptureFixture) -> None:
+def test_threads_sleep_at_three_busy_looks_and_spin_after_many_calm_ones(caplog: pytest.LogCaptureFixture) -> None:
     spinning = Spinning(2, {0, 1, 2})  # one core is left over
     with caplog.at_level(logging.INFO, "minispec"):
         spinning.decide(1.0, 1 + BUSY)
-        spinning.decide(1.0, 1.1 + BUSY)
-        assert spinning.team is None
+        for _ in range(ENDS):
+            spinning.decide(1.0, 1.1 + BUSY)
+            assert spinning.team is None
         for _ in range(2):
             spinning.decide(1.0, 1.1 + BUSY)
             team = spinning.team
             assert team is not None and team.is_alive() and team.size == 3
         for _ in range(CALM - 1):
             spinning.decide(1.0, 1.0)
-        for _ in range(2):
+        for _ in range(ENDS + 1):
             spinning.decide(1.0, 2.0)
         for _ in range(CALM - 1):
             spinning.decide(1.0, 1.0)
-        assert spinning.team is team and team.is_alive(), "two busy looks in between begin the count anew"
+        assert spinning.team is team and team.is_alive(), "three busy looks in between begin the count anew"
         spinning.decide(1.0, 1.0)
         assert spinning.team is None
         team.join(10)
         assert not team.is_alive()
-        for _ in range(2):
+        for _ in range(ENDS + 1):
             spinning.decide(1.0, 3.0)
         assert spinning.team is not None
         spinning.team.ended.set()
@@ -70,11 +71,12 @@ def test_threads_sleep_at_two_busy_looks_and_spin_after_many_calm_ones(caplog: p
 
 def test_processes_that_take_turns_with_this_one_leave_its_threads_spinning() -> None:
     spinning = Spinning(2, {0, 1})
-    turn = [(1.0, 1.0), *[(2.0, 0.0)] * RECENT, (1.0, 1.0), *[(0.0, 2.0)] * RECENT]
-    for ours, others in turn * 3:
+    long = [(1.0, 1.0), *[(2.0, 0.0)] * RECENT, (1.0, 1.0), *[(0.0, 2.0)] * RECENT]
+    short = [(1.0, 1.0), (1.0, 1.0), (0.0, 2.0)]
+    for ours, others in (long + short) * 3:
         spinning.decide(ours, others)
         assert spinning.team is None
-    for _ in range(2):
+    for _ in range(ENDS + 1):
         spinning.decide(1.0, 1.0)
     assert spinning.team is not None
     for _ in range(CALM // 2):  # sleeping threads spin again, though others work whenever ours do not

@@ -7,7 +7,7 @@ times as long (docs/log.md).
 The library reads GOMP_SPINCOUNT once, when it is loaded. But its threads hardly spin while there are more of them than
 cores. So `Spinning` looks five times a second at what other processes do on these cores, and while they are busy it
 keeps a team of idle threads. A process that works in turn with this one, and not beside it, takes nothing away: what
-others do while our threads are idle does not count, nor does a single busy look, in which the turn may have changed.
+others do while our threads are idle does not count, nor do two busy looks, in which a turn may begin and end.
 GOMP_SPINCOUNT or OMP_WAIT_POLICY in the environment is the user's own decision.
 """
 
@@ -30,7 +30,8 @@ SLASH = Path("/")
 LOOK = 0.2  # seconds between two looks
 IDLE = 0.1  # cores that we use, below which our threads have nothing to wait for
 BUSY = 0.5  # cores that others take from our threads, from which on a look counts as busy
-RECENT = 5  # looks, of which two busy ones have threads sleep; one may be a change of turns
+RECENT = 5  # looks, of which more busy ones than ENDS have threads sleep
+ENDS = 2  # busy looks that a turn of ours may have, in which it begins and ends
 # So many calm looks have threads spin again. Sleeping doubles a step, spinning in vain does far more.
 CALM = 50
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
@@ -60,7 +61,7 @@ class Spinning(threading.Thread):
         self.threads, self.cores, self.root = threads, cores, root
         self.team: Team | None = None  # while our threads do not spin
         self._recent: deque[bool] = deque(maxlen=RECENT)  # which of the newest looks were busy
-        self._calm, self._said = 0, False  # calm looks since threads sleep, or since two busy ones
+        self._calm, self._said = 0, False  # calm looks since threads sleep, or since others last had them sleep
 
     def run(self) -> None:
         """Look again and again."""
@@ -93,7 +94,7 @@ class Spinning(threading.Thread):
             self._recent.clear()
             return
         self._recent.append(busy)
-        if busy and sum(self._recent) > 1:
+        if busy and sum(self._recent) > ENDS:
             self._calm = 0
             if self.team is None:
                 self._sleep(others)

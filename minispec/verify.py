@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minispec.sampling import Wishes, gumbel, largest, law, pick, pick_region, uniform
+from minispec.sampling import Wishes, gumbel, largest, law, pick_region, uniform
 from minispec.tree import PADDING, DraftTree, depth
 
 # No token has these ids, so the numbers drawn for them are independent of all tokens' noise. A coin is a random number
@@ -130,12 +130,14 @@ def verify(
     node, walking = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
     path, emitted = first.new_zeros(batch, A), first.new_zeros(batch, A)
     count, nan = torch.zeros_like(first), torch.zeros_like(walking)
-    draw = pick_region if logits.is_cuda else pick  # Triton would take up to a minute for the code of six picks
     for a in range(A):
         here, position = wishes._replace(outputs=wishes.outputs + a, counts=counts), lens + a + 1
         at = flat.index_select(0, first + node)
         drafted = tree.tokens.masked_fill(tree.parents != node[:, None], PADDING)
-        token = draw(at, here, position) if thresholds is None else pick_lossy(at, here, position, drafted, *thresholds)
+        if thresholds is None:
+            token = pick_region(at, here, position)
+        else:
+            token = pick_lossy(at, here, position, drafted, *thresholds)
         path[:, a], emitted[:, a] = node, token
         nan = nan | at.amax(-1).isnan()  # a walk that has stopped reads the root again, which was checked already
         count = count + walking

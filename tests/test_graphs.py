@@ -26,7 +26,6 @@ from test_config import DOCUMENTED
 from torch._dynamo import lookup_backend
 from trained import trained_dflash, trained_model
 
-from minispec import verify
 from minispec.attention import PagedFlex
 from minispec.beam import BeamDrafter
 from minispec.compiled import Step, shared_by_batches
@@ -42,7 +41,6 @@ from minispec.load.warm_up import shapes, warm_up
 from minispec.lookup import Lookups
 from minispec.model import Model, ModelConfig
 from minispec.ngram import NgramDrafter, NgramOptions
-from minispec.sampling import pick_region
 from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter
 
@@ -73,12 +71,6 @@ DRAFTERS: dict[str, Callable[[Model], Drafter | HostDrafter]] = {
         DraftModel(tiny_model(1, intermediate_size=80), VOCAB), steps=2, topk=2, nodes=4
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def picks_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let walks call a pick that is compiled once, as they do on CUDA."""
-    monkeypatch.setattr(verify, "pick", pick_region)
 
 
 class Made:

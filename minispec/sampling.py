@@ -195,7 +195,7 @@ def pick(logits: Tensor, wishes: Wishes, position: Tensor) -> Tensor:
     return largest(score)
 
 
-# The same as `pick`, but a graph of torch.compile has its code once, however often the graph calls it: on CUDA six picks
+# The same as `pick`, but a graph of torch.compile has its code once, however often the graph calls it. On CUDA six picks
 # written out took up to a minute to compile. The region takes no two tensors that share memory.
 pick_region = torch.compiler.nested_compile_region(pick)
 

@@ -195,8 +195,8 @@ def pick(logits: Tensor, wishes: Wishes, position: Tensor) -> Tensor:
     return largest(score)
 
 
-# The same as `pick`, but a graph of torch.compile has its code once, however often the graph calls it. On CUDA six picks
-# written out took up to a minute to compile. The region takes no two tensors that share memory.
+# The same as `pick`, but a graph of torch.compile has its code once, however often the graph calls it. Written out, six
+# picks took up to a minute to compile on CUDA. The region takes no two tensors that share memory.
 pick_region = torch.compiler.nested_compile_region(pick)
 
 
@@ -322,6 +322,7 @@ def _sums_spread(digit: Tensor, mass: Tensor, digits: int) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------------- state
 
+_unbind_copy = torch.ops.aten.unbind_copy.int  # torch.unbind_copy has a wrong type
 FLOATS = ("temperature", "inverse_temperature", "top_p", "min_p", "frequency", "presence", "repetition")
 INTS = ("seed", "top_k", "min_new", "outputs")
 OUTPUTS = INTS.index("outputs")
@@ -432,8 +433,8 @@ class SamplingState:
         Members that may be None are None unless `needs` has them. EVERYTHING serves any batch, since the entries that a
         request does not use are neutral. No two members share memory, as `pick_region` asks.
         """
-        members: dict[str, Any] = dict(zip(FLOATS, torch.unbind_copy(self._floats[slots], 1), strict=True))
-        members |= zip(INTS, torch.unbind_copy(self._ints[slots], 1), strict=True)
+        members: dict[str, Any] = dict(zip(FLOATS, _unbind_copy(self._floats[slots], 1), strict=True))
+        members |= zip(INTS, _unbind_copy(self._ints[slots], 1), strict=True)
         members |= {name: table[slots] for name, table in self.tables.items() if name in needs}
         members |= {name: None for name in EVERYTHING - needs}
         return Wishes(**members)

@@ -29,6 +29,7 @@ import pytest
 import torch
 from conftest import slow_unless
 from exactness import CPU, MIXTURE, WINDOWED, run
+from lowered import parse
 from lowering import Cell
 from test_attention import LAYERS, World, check, eager, tree_scene
 from torch import Tensor, nn
@@ -442,6 +443,21 @@ CELLS = (
     Cell(3, 6, 64), Cell(3, 64, 64), Cell(4, 1, 128), Cell(4, 64, 128), Cell(7, 19, 128), Cell(1, 64, 128),
     Cell(8, 127, 128), Cell(4, QUERY_BLOCK, 128, True), Cell(4, 8, 128, window=32),
 )  # fmt: skip
+
+
+def test_what_a_region_launches_counts_at_each_of_its_calls() -> None:
+    code = """
+def repeated_subgraph0(args):
+    triton_poi_a.run(args[0])
+    extern_kernels.mm(args[0], args[1])
+
+class Runner:
+    def call(self, args):
+        triton_red_b.run(args[0])
+        repeated_subgraph0([args[0]])
+        (buf0,) = repeated_subgraph0([args[1]])
+"""
+    assert Counted(parse(code).launches) == {"triton_poi_a.run": 2, "extern_kernels.mm": 2, "triton_red_b.run": 1}
 
 
 @needs_triton

@@ -231,6 +231,21 @@ def test_the_compiled_walk_has_no_host_decision_and_the_same_verdict(lossy: tupl
         assert_verdict(compiled, row, eager.path[row, :count].tolist(), eager.emitted[row, :count].tolist(), 8)
 
 
+def test_a_compiled_walk_has_the_code_of_its_pick_once() -> None:
+    tree = forest(random.Random(2), 4, 8, VOCAB)
+    rows = slots_of(4, PARAMS["filters"], 9, []).wishes(torch.arange(1, 5), EVERYTHING)
+    called: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        regions = [node for node in graph.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]
+        called.extend(node.args[0].target for node in regions)
+        return graph
+
+    torch.compile(verify, fullgraph=True, dynamic=False, backend=backend)(
+        trees(tree, 4), torch.randn(4, 8, VOCAB), rows)  # fmt: skip
+    assert len(called) == 4 and len({*called}) == 1
+
+
 # ------------------------------------------------------------------------------------------------ lossy thresholds
 
 

@@ -43,7 +43,7 @@ from minispec.beam import BeamDrafter
 from minispec.buffers import Chunk
 from minispec.compiled import Key
 from minispec.cpu.int8 import Int8Linear
-from minispec.cpu.linear import FEW_ROWS, PackedLinear
+from minispec.cpu.linear import PackedLinear
 from minispec.cpu.spinning import CALM, LOOK
 from minispec.drafter import NOTHING
 from minispec.engine import Engine
@@ -102,7 +102,7 @@ def products(engine: Engine, kind: Kind) -> list[Product]:
 def in_loops(module: nn.Module, x: Tensor) -> bool:
     """Say whether compiled code makes this product by loops of its own."""
     kept = isinstance(module, Int8Linear) or getattr(module, "kept", None) is not None
-    return kept and x.shape[:-1].numel() <= FEW_ROWS
+    return kept and x.shape[:-1].numel() == 1
 
 
 class SomeLayers(nn.Module):

@@ -47,6 +47,7 @@ class Sizes:
     prefill_sizes: tuple[int, ...]  # the values of T, to which prefill steps are padded
     smaller: TreeSize | None = None  # the other size of tree, if there are two
     both_up_to: int = 0  # the largest batch size that has trees of both sizes
+    larger_up_to: int = 0  # the largest batch size that has the larger trees alone
     looks_up: bool = False  # whether steps may verify trees from a lookup in place of the drafter's
 
     @classmethod
@@ -75,11 +76,12 @@ class Sizes:
 
         Trees of either kind ascend in size. Batches beyond `both_up_to` have one size of tree. It is the smaller one
         if trees are proposed on the host: in a large batch few requests have a lookup, and all requests would pay for
-        larger trees.
+        larger trees. It is the smaller one too if small batches have the larger alone.
         """
         smaller = self.smaller.nodes if self.smaller else self.nodes
-        one = smaller if self.looks_up or self.steps is None else self.nodes
-        trees = sorted(({smaller, self.nodes} if batch <= self.both_up_to else {one}) - {1})
+        one = smaller if self.looks_up or self.steps is None or self.larger_up_to else self.nodes
+        both = {self.nodes} if batch <= self.larger_up_to else {smaller, self.nodes}
+        trees = sorted((both if batch <= self.both_up_to else {one}) - {1})
         looked_up = trees if self.looks_up else []
         return (PLAIN, *(Shape(n, True) for n in trees), *(Shape(n, False) for n in looked_up))
 

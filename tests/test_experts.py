@@ -47,11 +47,12 @@ from exactness import (
 from torch import Tensor
 from torch._dynamo import lookup_backend
 
-import minispec.cpu.linear as linear_module
+import minispec.cpu.linear as onednn
 import minispec.experts as experts_module
 from minispec.beam import BeamDrafter
 from minispec.config import Config
-from minispec.cpu.linear import PackedExperts, PackedLinear, can_pack, pack_linears
+from minispec.cpu.linear import PackedLinear, can_pack, pack_linears
+from minispec.cpu.onednn import PackedExperts
 from minispec.cpu.products import products_pay
 from minispec.eagle import Eagle3Head
 from minispec.experts import Experts, _by_all, _gathered, _grouped
@@ -267,7 +268,7 @@ def test_every_node_of_a_tree_has_the_logits_of_its_own_path(monkeypatch: pytest
 
 @needs_packing
 def test_packed_experts_take_the_place_of_their_weights_and_go_with_their_module() -> None:
-    before = set(linear_module._weights)
+    before = set(onednn._weights)
     model = tiny_model(**MIXTURE)
     stacks = 2 * 6 * 3 * 48 * 72 * 4  # bytes: two layers, six experts, three matrices
     dense = sum(p.nbytes for p in model.layers[1].parameters() if p.dim() == 2)
@@ -281,7 +282,7 @@ def test_packed_experts_take_the_place_of_their_weights_and_go_with_their_module
     assert isinstance(model.layers[0].router, PackedLinear) and model.layers[0].router.kept is not None
     del model
     gc.collect()
-    assert set(linear_module._weights) <= before  # other tests' models may have gone too
+    assert set(onednn._weights) <= before  # other tests' models may have gone too
 
 
 MIXED = {  # layers 1 and 3 have experts

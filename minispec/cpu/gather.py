@@ -27,12 +27,12 @@ from torch import Tensor
 
 from minispec.attention import Plan, write_rows
 from minispec.compiled import Key
-from minispec.cpu.linear import FEW_ROWS
 from minispec.cpu.products import AREA, TILE, WORTH, Products, Tile, attend_at_once, products_pay
 from minispec.kv import PagedKV
 from minispec.operators import operator
 
 REACH_STEP = 64  # decode steps gather as many rows as their longest request has, rounded up to a multiple of this
+FEW = 12  # nodes of one request's tree up to which its attention is a loop in place of products
 FOLD_UP_TO = 32  # nodes of a block up to which the queries of a KV head become rows of one head
 
 
@@ -61,7 +61,7 @@ class PagedGather:
         self.products = _products.setdefault(kv, Products()) if self.merges and self.multiplies else None
         self.strips: list[Strip] = []
         # Is it one request's tree of few nodes? That has a graph of its own on a CPU, of loops in place of products.
-        self.few = not plan.prompts and plan.batch == 1 and plan.width <= FEW_ROWS
+        self.few = not plan.prompts and plan.batch == 1 and plan.width <= FEW
         if plan.prompts:
             _gathers[id(self)] = self
             self.handle = torch.tensor(id(self))

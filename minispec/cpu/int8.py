@@ -23,7 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.attention import Causal
-from minispec.cpu.linear import PackedLinear, is_few, packed, sums_of_rows
+from minispec.cpu.linear import for_several, is_one, sums_of_row
+from minispec.cpu.onednn import Reordered
+from minispec.cpu.template import Blocks
 from minispec.model import Model
 from minispec.operators import operator
 
@@ -73,18 +75,19 @@ class Int8Linear(nn.Module):
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.bias = linear.bias
-        self.packed: PackedLinear | None = None
+        self.packed: Blocks | Reordered | None = None
 
-    def pack(self) -> None:
-        """Keep the integers in oneDNN's layout too, in the activations' dtype."""
-        self.packed = packed(self.weight.to(self.scale.dtype))
+    def pack(self, compiled: bool = True) -> None:
+        """Keep the integers in a layout for several rows too, in the activations' dtype."""
+        self.packed = for_several(self.weight.to(self.scale.dtype), compiled)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, plus the bias, [..., out]."""
-        if torch.compiler.is_compiling() and is_few(x.shape[:-1].numel()):
-            out = sums_of_rows(x, self.weight).view(*x.shape[:-1], -1) * self.scale.float()
-        elif self.packed is not None:
-            out = self.packed(x) * self.scale
+        compiling = torch.compiler.is_compiling()
+        if compiling and is_one(x.shape[:-1].numel()):
+            out = sums_of_row(x, self.weight) * self.scale.float()
+        elif self.packed is not None and (compiling or isinstance(self.packed, Reordered)):
+            out = self.packed(x, True) * self.scale
         else:
             out = torch.ops.minispec.int8_linear(x, self.weight, self.scale)
         out = out if self.bias is None else out + self.bias
@@ -169,11 +172,11 @@ def replace_weights(model: Model) -> None:
         model.set_submodule(name, Int8Embedding(head))
 
 
-def pack_integers(model: Model) -> None:
-    """Keep the integers of every int8 layer in oneDNN's layout too."""
+def pack_integers(model: Model, compiled: bool = True) -> None:
+    """Keep the integers of every int8 layer in a layout for several rows too; `compiled` is that of PackedLinear."""
     for module in model.modules():
         if isinstance(module, Int8Linear):
-            module.pack()
+            module.pack(compiled)
 
 
 def _quantize_linears(module: nn.Module, kind: type[Int8Linear] = Int8Linear) -> None:

@@ -1,181 +1,139 @@
-"""Linear layers on a CPU: the weight is reordered once, at load, into the layout the matrix kernel reads.
+"""Linear layers on a CPU: how a layer's weight lies in memory, and who multiplies by it.
 
-With a weight as it comes from the file, a product with a few rows is bound by how the weight lies in memory. With the
-weight reordered by oneDNN, eight rows cost about what one row costs, so verifying a tree is nearly free on a CPU too.
-`pack_linears` replaces the modules after loading, and the model needs no change. Figures are in `docs/log.md`.
+With a weight as it comes from the file, a product with a few rows is bound by how the weight lies in memory. In blocks
+it is not: eight rows cost little more than one, so verifying a tree is nearly free on a CPU too. `pack_linears`
+replaces the modules after loading, and the model needs no change. docs/log.md has the figures.
 
-A reordered weight has an opaque layout that Inductor cannot take as a graph input. The operator below therefore takes
-a handle, which is an ordinary tensor, and looks up the weight by it: one compiled graph still serves all layers.
+    bfloat16 with AMX or AVX512_BF16   Inductor's template over a blocked weight (`template.py`)
+    all others                         oneDNN's product over a weight in oneDNN's layout (`onednn.py`)
 
-For one row, which is a plain step of one request, oneDNN spends a fifth of the time on preparing its calls, and nothing
-is gained by its layout, since every weight is read once. There compiled code multiplies by the weight as it came from
-the file, a loop of Inductor's own that runs together with the norms and activations around it; and for up to four rows,
-a small tree, which take little longer. From six rows on such loops are bound by their arithmetic, in float32. So layers
-keep that weight too, where memory allows (`room_for_both`). Weights of 8 bits have such loops too (`int8.py`).
-
-The experts of a mixture are packed one by one. Which are multiplied is known in the step alone, so one operator looks
-up all of them, and the weights from the file are given up.
+One row, a plain step of one request, reads every weight once. There compiled code multiplies by the weight as it came
+from the file, in a loop of Inductor's own that runs together with the norms and activations around it, in less time
+than either. So layers keep that weight too, where memory allows (`room_for_both`). Eager steps multiply by it as well,
+since the template is compiled code. Weights of 8 bits have such loops too (`int8.py`).
 
 Read next: `model.py`, whose nn.Linear modules are replaced here.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from minispec.experts import Experts, Product, through_chosen
-from minispec.operators import operator
-
-FEW_ROWS = 4  # of a product, up to which loops are faster than oneDNN
-
-# Reordered weights by the id of their module, as long as that lives.
-_weights: dict[int | float, Tensor] = {}  # by an int; `Tensor.item` is typed as either
-
-_product: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
-_NO_SCALARS: list[float] = []
-
-
-@operator(
-    "packed_linear(Tensor x, Tensor handle, int features, Tensor? bias) -> Tensor",
-    lambda x, handle, features, bias: x.new_empty(*x.shape[:-1], features),
-    "CPU",
-)
-def _packed_linear(x: Tensor, handle: Tensor, features: int, bias: Tensor | None) -> Tensor:
-    """Return x [..., in] times the packed weight behind `handle` [] int64, [..., features]."""
-    # Called more than a hundred times a step: every reshape and every lookup here would cost some 0.1 ms of it.
-    return _product(x, _weights[handle.item()], bias, "none", _NO_SCALARS, "")
+from minispec.compiled import Compiler, Key, Step
+from minispec.cpu import template
+from minispec.cpu.onednn import PackedExperts, Reordered, can_reorder
+from minispec.cpu.template import Blocks
+from minispec.experts import Experts
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight is held in oneDNN's own layout; inference on a CPU only.
+    """A linear layer whose weight is held in a layout for several rows; inference on a CPU only.
 
-    keep: hold it as it came from the file as well, for products of few rows in compiled code.
+    keep: hold it as it came from the file as well, for one row in compiled code. compiled: whether most callers will be
+    compiled, without which the template is not worth having.
     """
 
-    handle: Tensor
     kept: Tensor | None
-    rounds = True  # whether loops return the dtype of their input
+    rounds = True  # whether all products return the dtype of their input
 
-    def __init__(self, linear: nn.Linear, keep: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, keep: bool = False, compiled: bool = True) -> None:
         super().__init__()
-        self.key = id(self)
-        self.features = linear.out_features
-        _weights[self.key] = _reordered(linear.weight.detach().contiguous())
-        weakref.finalize(self, _weights.pop, self.key).atexit = False  # then all weights go anyway
-        self.register_buffer("handle", torch.tensor(self.key), persistent=False)
-        self.register_buffer("kept", linear.weight.detach() if keep else None, persistent=False)
-        self.bias = linear.bias
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the reordered weight, which is no parameter or buffer; oneDNN fills small ones up to its blocks."""
-        weight = _weights[self.key]
-        return weight.nbytes if weight.is_meta else torch.ops.mkldnn._nbytes(weight)
+        weight = linear.weight.detach()
+        self.features, self.bias = linear.out_features, linear.bias
+        self.several = for_several(weight, compiled)
+        self.register_buffer("kept", weight if keep else None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, plus the bias, [..., out]."""
-        if self.kept is not None and torch.compiler.is_compiling() and is_few(x.shape[:-1].numel()):
-            out = sums_of_rows(x, self.kept)
-            out = out if self.bias is None else out + self.bias
-            return (out.to(x.dtype) if self.rounds else out).view(*x.shape[:-1], -1)
-        return torch.ops.minispec.packed_linear(x, self.handle, self.features, self.bias)
+        out = self._product(x)
+        out = out if self.bias is None else out + self.bias
+        return out.to(x.dtype) if self.rounds else out
+
+    def _product(self, x: Tensor) -> Tensor:
+        """Return x [..., in] times the weight, in float32 or in the dtype of x."""
+        wide = not self.rounds or self.bias is not None  # a sum with the bias is rounded once
+        if self.kept is None:
+            return self.several(x, wide)
+        if not torch.compiler.is_compiling():
+            return F.linear(x, self.kept) if isinstance(self.several, Blocks) else self.several(x, False)
+        return sums_of_row(x, self.kept) if is_one(x.shape[:-1].numel()) else self.several(x, wide)
 
 
 class PackedHead(PackedLinear):
-    """An LM head, whose loops return float32.
+    """An LM head, whose compiled products return float32.
 
-    If they returned bfloat16, Inductor would round the logits for some of their readers and not for others.
+    If they returned bfloat16, Inductor would round the logits for some of their readers and not for others. Large
+    batches and prompts read it in code that is not compiled, so there the product has a graph of its own.
     """
 
     rounds = False
+    own_graph: Step | None = None
+
+    def compile_alone(self, compiler: Compiler) -> None:
+        """Compile the product of several rows for callers that are not compiled, if it is one that is compiled."""
+        if isinstance(self.several, Blocks) and self.kept is not None:
+            self.own_graph, self._keys = compiler(PackedHead._of_rows), dict[int, AnyRows]()
+
+    def _product(self, x: Tensor) -> Tensor:
+        rows = x.shape[:-1].numel()
+        if self.own_graph is None or torch.compiler.is_compiling() or rows == 1:
+            return super()._product(x)
+        key = self._keys.get(rows) or self._keys.setdefault(rows, AnyRows(self.several.weight))
+        out: Tensor = self.own_graph(self, x.reshape(1, rows, -1), key)
+        return out.view(*x.shape[:-1], -1)
+
+    def _of_rows(self, x: Tensor, rows: AnyRows) -> Tensor:
+        return super()._product(x)
 
 
-class PackedExperts(Experts):
-    """The experts of a layer, each of whose matrices is a PackedLinear; inference on a CPU only."""
+class AnyRows(Key):
+    """The key of a number of rows, all of which share one graph."""
 
-    handle: Tensor
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
 
-    def __init__(self, experts: Experts) -> None:
-        nn.Module.__init__(self)
-        self.per_token, self.renormalises = experts.per_token, experts.renormalises
-        # In tuples, which torch.compile does not search for weights.
-        self.first, self.second = (tuple(map(packed, stack)) for stack in (experts.gate_up_proj, experts.down_proj))
-        _experts[id(self)] = self
-        self.register_buffer("handle", torch.tensor(id(self), device="cpu"), persistent=False)
-
-    def mix(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return torch.ops.minispec.packed_experts(x, chosen, weights, self.handle)
-
-    def now(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Do what `mix` does, once it is known which experts were chosen."""
-        return through_chosen(x, chosen, weights, _by(self.first), _by(self.second))
+    @property
+    def any_size(self) -> Sequence[tuple[Tensor, tuple[int, ...]]]:
+        return ((self.weight, ()),)
 
 
-def packed(weight: Tensor) -> PackedLinear:
-    """Return a packed layer of a weight [out, in]."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return PackedLinear(linear)
+def for_several(weight: Tensor, compiled: bool = True) -> Blocks | Reordered:
+    """Return a weight [out, in] in the layout for products of several rows; `compiled` is that of PackedLinear."""
+    return Blocks(weight) if compiled and template.fits(weight) else Reordered(weight)
 
 
-def _by(layers: Sequence[PackedLinear]) -> Product:
-    """Return the product with an expert's layer; called as a module, it would take a fifth longer."""
-    return lambda rows, expert: _product(rows, _weights[layers[expert].key], None, "none", _NO_SCALARS, "")
+def own_heads(module: nn.Module | None) -> list[PackedHead]:
+    """Return the LM heads of a network, which may have a graph of their own (`PackedHead.compile_alone`)."""
+    return [part for part in module.modules() if isinstance(part, PackedHead)] if module is not None else []
 
 
-_experts: weakref.WeakValueDictionary[int | float, PackedExperts] = weakref.WeakValueDictionary()  # by id
+def is_one(rows: int) -> bool:
+    """Return whether a graph is of one row, and of no other number."""
+    return statically_known_true(rows == 1)
 
 
-@operator(
-    "packed_experts(Tensor x, Tensor chosen, Tensor weights, Tensor handle) -> Tensor",
-    lambda x, *_: x.new_empty(x.shape),
-    "CPU",
-)
-def _packed_experts(x: Tensor, chosen: Tensor, weights: Tensor, handle: Tensor) -> Tensor:
-    """Do the work of the experts behind `handle` [] int64."""
-    return _experts[handle.item()].now(x, chosen, weights)
-
-
-def is_few(rows: int) -> bool:
-    """Return whether a graph is of so few rows, and of no other number."""
-    return statically_known_true(rows <= FEW_ROWS)
-
-
-def sums_of_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x [..., in] times weight [out, in] of any dtype, [rows, out] fp32, in a loop; to be compiled.
-
-    A row has the same bits at every number of rows: its sums are of their own, though all rows share the loop, in which
-    each weight is read once.
-    """
-    count, (features, width) = x.shape[:-1].numel(), weight.shape
-    # as_strided has rows and sums stored, in float32. Inductor would compute what is before them, a norm say, once more
-    # for each of the outputs, and turn each number of them into float32 once more for each of the weights.
-    # An output of the first half and one of the second share a loop, which loads each number of the rows for both.
-    rows, halves = x.contiguous().float(), 1 + (features % 2 == 0)
+def sums_of_row(x: Tensor, weight: Tensor) -> Tensor:
+    """Return one row x [..., in] times weight [out, in] of any dtype, [..., out] fp32, in a loop; to be compiled."""
+    features, width = weight.shape
+    # as_strided has the row and the sums stored, in float32. Inductor would compute what is before them, a norm say,
+    # once more for each of the outputs, and turn each number of the row into float32 once more for each of the weights.
+    # An output of the first half and one of the second share a loop, which loads each number of the row for both.
+    row, halves = x.contiguous().float(), 1 + (features % 2 == 0)
     half = features // halves
     parts = weight.as_strided((halves, half, width), (half * width, width, 1)).float().unbind()
-    spread = [rows.as_strided((half, width), (0, 1), i * width) for i in range(count)]
-    sums = [(part * row).sum(-1) for row in spread for part in parts]
-    return torch.stack(sums).as_strided((count, features), (features, 1))
-
-
-def _reordered(weight: Tensor) -> Tensor:
-    """Return a weight [out, in] in oneDNN's layout; on the meta device, where only sizes are asked for, its copy."""
-    return torch.empty_like(weight) if weight.is_meta else torch.ops.mkldnn._reorder_linear_weight(weight, 8)
+    spread = row.as_strided((half, width), (0, 1))
+    sums = torch.stack([(part * spread).sum(-1) for part in parts])
+    return sums.as_strided((features,), (1,)).view(*x.shape[:-1], features)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """True if this build of PyTorch has oneDNN and oneDNN takes `dtype` on this processor."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    # Without AVX-512 or AMX oneDNN refuses weights in bfloat16.
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Return whether weights of `dtype` have a layout for several rows here."""
+    return template.reason_against(dtype) is None or can_reorder(dtype)
 
 
 def room_for_both(weight_bytes: int, total: int) -> bool:
@@ -183,15 +141,15 @@ def room_for_both(weight_bytes: int, total: int) -> bool:
     return weight_bytes <= total // 8
 
 
-def pack_linears(module: nn.Module, keep: bool = False) -> None:
+def pack_linears(module: nn.Module, keep: bool = False, compiled: bool = True) -> None:
     """Replace every nn.Linear below `module` by a PackedLinear, and experts too; a tied embedding keeps its weight.
 
-    keep: see PackedLinear.
+    keep, compiled: see PackedLinear.
     """
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
-            setattr(module, name, (PackedHead if name == "lm_head" else PackedLinear)(child, keep))
+            setattr(module, name, (PackedHead if name == "lm_head" else PackedLinear)(child, keep, compiled))
         elif isinstance(child, Experts):
-            setattr(module, name, PackedExperts(child))
+            setattr(module, name, PackedExperts(child) if can_reorder(child.down_proj.dtype) else child)
         else:
-            pack_linears(child, keep)
+            pack_linears(child, keep, compiled)

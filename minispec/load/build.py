@@ -30,8 +30,9 @@ from minispec.cpu.direct import DirectStep, cache_is_empty, prepare
 from minispec.cpu.gather import PagedGather
 from minispec.cpu.huge_pages import move_to_huge_pages, move_when_idle, sparse
 from minispec.cpu.int8 import TEXT, check_int8, pack_integers, quantize, replace_weights
-from minispec.cpu.linear import FEW_ROWS, can_pack, pack_linears, room_for_both
+from minispec.cpu.linear import can_pack, own_heads, pack_linears, room_for_both
 from minispec.cpu.spinning import spin_alone
+from minispec.cpu.template import reason_against
 from minispec.cuda.fp8 import can_capture_fp8, check_fp8, use_fp8
 from minispec.cuda.graphs import capture
 from minispec.drafter import Drafter, Plain
@@ -137,12 +138,14 @@ class Build:
             if any(block.sparse for block in _blocks(drafter.network)):
                 raise ValueError(_no_experts("--speculative-draft-model-quantization", "fp8"))
             use_fp8(drafter.network)
+        if self.device.type == "cpu" and self.compiled and (why := reason_against(self.dtype)):
+            self.tell(f"products of several rows are oneDNN's, not those of Inductor's template: {why}")
         if self.device.type == "cpu" and can_pack(self.dtype):
             for model in (network, drafter.network, beside):
                 if model is not None:
-                    pack_linears(model, keep)
+                    pack_linears(model, keep, self.compiled)
             if keep:
-                pack_integers(network)
+                pack_integers(network, self.compiled)
         return parts
 
     def network(self) -> Model:
@@ -193,6 +196,9 @@ class Build:
         if self.compiled:
             network.compile_blocks(compiler)
             drafter.compile(compiler)
+            for model in (network, drafter.network, beside):
+                for head in own_heads(model):
+                    head.compile_alone(compiler)
         kv = make_kv(self.config, network, sizes, pages)
         accept = Accept(self.config.thresholds, self.config.simulate_acc_len)
         attend_kind: AttendKind = PagedFlex if self.compiled and kv.pool.is_cuda else PagedGather
@@ -201,8 +207,7 @@ class Build:
         if self.compiled:
             # Compiling the code around the blocks costs a CPU seconds for each shape, and gains 7 to 17 % of a step
             # if blocks are fast (docs/log.md). For larger trees the drafter's functions would be compiled too.
-            most = sizes.nodes if sizes.steps is None else FEW_ROWS
-            few: CompileFor = lambda batch, nodes: batch == 1 and nodes <= most  # noqa: E731
+            few: CompileFor = lambda batch, nodes: batch == 1  # noqa: E731
             every: CompileFor = lambda batch, nodes: True  # noqa: E731
             engine.compile_small(compiler, every if kv.pool.is_cuda else few)
             # Every shape is a graph of the same function, and several LLMs may share a process, so the limit is raised
@@ -536,9 +541,10 @@ def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], 
     """Return the sizes of an engine with this drafter; `limits` are keyword arguments of `Sizes.resolve`.
 
     A bucket is a size to which steps are padded. On CUDA the batch buckets are those of --cuda-graph-bs, or by default
-    as few as cost no time; `limits` may name others. On a CPU only batches of one and two have trees of two sizes,
-    since for larger batches a second size gains less than its graphs take to compile. A CPU has more prefill buckets
-    than CUDA, since all share a graph there, and padding costs time.
+    as few as cost no time; `limits` may name others. On a CPU batches of one and two have the larger trees, and others
+    the smaller ones, since a second size gains less than its graphs take to compile. Of trees proposed on the host
+    batches of one and two have both sizes: what a lookup finds may be short. A CPU has more prefill buckets than CUDA,
+    since all share a graph there, and padding costs time.
     """
     if device.type == "cuda":
         largest = largest_graph(config, free_bytes(device)[1])
@@ -546,7 +552,8 @@ def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], 
         return Sizes.resolve(drafter, **{"batches": batches, **limits})
     sizes = Sizes.resolve(drafter, both_up_to=2, **limits)
     more = {size for size in CPU_PREFILLS if size < sizes.prefill_sizes[-1]}
-    return replace(sizes, prefill_sizes=tuple(sorted({*sizes.prefill_sizes, *more})))
+    larger_up_to = sizes.both_up_to if sizes.steps is not None else 0
+    return replace(sizes, prefill_sizes=tuple(sorted({*sizes.prefill_sizes, *more})), larger_up_to=larger_up_to)
 
 
 def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:

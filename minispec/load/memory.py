@@ -28,7 +28,7 @@ from minispec.attention import QUERY_BLOCK
 from minispec.buffers import Sizes
 from minispec.config import Config
 from minispec.cpu import huge_pages
-from minispec.cpu.linear import PackedLinear
+from minispec.cpu.onednn import Reordered
 from minispec.drafter import Drafter
 from minispec.engine import Engine
 from minispec.kv import KVShape, PagedKV
@@ -87,7 +87,7 @@ def size_of(thing: Any, seen: set[int] | None = None) -> int:
             return 0
         seen.add(storage._cdata)
         return storage.nbytes()
-    own = thing.nbytes if isinstance(thing, PackedLinear) else 0
+    own = thing.nbytes if isinstance(thing, Reordered) else 0
     if isinstance(thing, nn.Module):
         thing = vars(thing)  # its parameters, buffers and submodules, and tensors that are neither
     if isinstance(thing, (list, tuple, Mapping)):

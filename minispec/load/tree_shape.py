@@ -17,10 +17,10 @@ from minispec.dflash import most_nodes
 
 logger = logging.getLogger("minispec")
 
-CPU_SHAPE = (1, 1, 2)  # steps/topk/nodes: fast for heads on two CPU cores, greedy and sampled (docs/log.md)
+CPU_SHAPE = (3, 4, 8)  # steps/topk/nodes: fast for heads on two CPU cores, greedy and sampled (docs/log.md)
 HOST_NODES = 4  # of the smaller trees of the host on a CPU
-LOOKUP_NODES = 12  # of the larger trees where texts are looked up too: what a lookup finds may hold for long
-SMALLER = {(5, 4, 8): (2, 5), (3, 1, 4): (1, 2)}  # steps/topk/nodes -> steps and nodes of the smaller tree beside it
+LOOKUP_NODES = 8  # of the larger trees where texts are looked up too: what a lookup finds may hold for long
+SMALLER = {(5, 4, 8): (2, 5), (3, 1, 4): (1, 2), (3, 4, 8): (1, 2)}  # of trees: the smaller ones beside
 
 
 def tree_shape(config: Config, architecture: str, on_cpu: bool = False) -> tuple[int, int, int]:

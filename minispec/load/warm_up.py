@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from minispec.buffers import DecodeBuffers, PrefillBuffers
 from minispec.cpu.direct import DirectStep, OneMade, one_graph
+from minispec.cpu.linear import own_heads
 from minispec.engine import COMPILED, Engine
 from minispec.sampling import GREEDY
 from minispec.tree import Shape
@@ -50,12 +52,19 @@ def graphs_of(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> list[str]
     """Return the names of the graphs that a step runs; a graph may serve several steps."""
     names = [f"target, {step.attend.graph}"]
     if isinstance(step, PrefillBuffers):
-        return [*names, *engine.drafter.attends(step.plan, prefill=True)]
+        return [*names, *(_head("target", engine.model) if step.blocks > 1 else ()),
+                *engine.drafter.attends(step.plan, prefill=True)]  # fmt: skip
     if step.paths is not None:
         names += engine.drafter.attends(step.paths, prefill=False)
     if not engine.small.choice(step.batch, step.nodes):
-        return names
+        drafts = engine.drafter.network if step.nodes > 1 else None
+        return [*names, *_head("target", engine.model), *_head("drafter", drafts)]
     return names + (_around_on_cpu if isinstance(engine.small.compiled[0], DirectStep) else _around)(engine, step)
+
+
+def _head(owner: str, network: Any) -> list[str]:
+    """Return the name of the graph of a network's LM head in code that is not compiled, if it has one."""
+    return [f"LM head of the {owner}, several rows" for head in own_heads(network) if head.own_graph is not None]
 
 
 def _around(engine: Engine, step: DecodeBuffers) -> list[str]:

@@ -203,7 +203,7 @@ def load_target(config: Config, tell: Tell) -> Model:
     with torch.no_grad():
         model = build.network()
         if build.device.type == "cpu" and can_pack(build.dtype):
-            pack_linears(model.layers)  # not the LM head, since a draft head starts with rows of its matrix
+            pack_linears(model.layers, compiled=False)  # a draft head starts with rows of the LM head
     keep_freed_memory()
     return model
 

@@ -81,9 +81,9 @@ class PackedHead(PackedLinear):
 
     def _product(self, x: Tensor) -> Tensor:
         rows = x.shape[:-1].numel()
-        if self.own_graph is None or torch.compiler.is_compiling() or rows == 1:
+        if self.own_graph is None or self.kept is None or torch.compiler.is_compiling() or rows == 1:
             return super()._product(x)
-        key = self._keys.get(rows) or self._keys.setdefault(rows, AnyRows(self.several.weight))
+        key = self._keys.get(rows) or self._keys.setdefault(rows, AnyRows(self.kept))
         out: Tensor = self.own_graph(self, x.reshape(1, rows, -1), key)
         return out.view(*x.shape[:-1], -1)
 

@@ -37,7 +37,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.experts import Experts
-from minispec.model_config import JOINED, ModelConfig, ModelError, expert_names  # noqa: F401  others import ModelError
+from minispec.keys import ModelError  # noqa: F401  others import it
+from minispec.model_config import EMBEDDING, JOINED, LM_HEAD, ModelConfig, expert_names
 
 FINAL = "final"  # the tap of the normed last hidden state, which the LM head reads
 NAMES_SHOWN = 8  # the most tensors that a message names
@@ -294,7 +295,8 @@ class Model(nn.Module):
 
     def reads(self, name: str) -> bool:
         """Return whether a file's tensor `name` belongs to this model; an MTP layer is a draft head and does not."""
-        return not name.startswith("mtp_layers.") and not (self.config.tied and name == "lm_head.weight")
+        other = self.config.tied and name in (EMBEDDING, LM_HEAD) and name != self.config.table
+        return not name.startswith("mtp_layers.") and not other
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings [..., d] of tokens [...] int64."""

@@ -88,7 +88,7 @@ def only_the_schema_knows_pydantic(module: str, source: str) -> Iterator[str]:
 
 def model_knows_attend_alone(module: str, source: str) -> Iterator[str]:
     """The model imports its experts, its config and operators; none of these names what lies behind `attend`."""
-    parts = ("model", "experts", "model_config", "operators")
+    parts = ("model", "experts", "model_config", "keys", "operators")
     if module not in parts:
         return
     allowed = {f"minispec.{part}" for part in parts[parts.index(module) + 1 :]}

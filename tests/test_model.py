@@ -755,16 +755,22 @@ MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling", "dynamic", "linear"]),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["yarn", "lacks original_max_position_embeddings"]),
         ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, ["'ntk' not supported; supported"]),
-        ({"rope_scaling": {**YARN, "factor": 0}}, ["rope_scaling's factor must be a number above 0, got 0"]),
+        ({"rope_scaling": {**YARN, "factor": 0}}, ["'yarn': factor must be a number above 0, got 0"]),
         ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, ["logits_scaling must be", "above 0, got 0"]),
         ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": "x"}, ["residual_multiplier", "got 'x'"]),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]}, ["no_rope_layers has 2", "layers 3"]),
-        ({**MOE, "num_experts": "8"}, ["num_experts must be a whole number of at least 0, got '8'"]),
+        ({**MOE, "num_experts": "8"}, ["num_experts must be a whole number from 0 to 1048576, got '8'"]),
         ({**MOE, "num_experts_per_tok": 0}, ["num_experts_per_tok must be a whole number of at least 1, got 0"]),
         ({**MOE, "num_experts_per_tok": 9}, ["num_experts_per_tok must be at most num_experts, 8, got 9"]),
+        ({**MOE, "num_local_experts": 4}, ["num_experts 8 and num_local_experts 4 contradict each other"]),
+        ({"num_key_value_heads": 4}, ["num_key_value_heads must divide num_attention_heads, 6, got 4"]),
+        ({"head_dim": 7}, ["head_dim", "must be even, got 7"]),
+        ({"max_position_embeddings": None}, ["max_position_embeddings must be a whole number", "got null"]),
+        ({"rms_norm_eps": None}, ["rms_norm_eps must be a number above 0, got null"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers must be a whole number from 1 to 1000, got 1000000000"]),
         ({**MOE, "decoder_sparse_step": 0}, ["decoder_sparse_step must be a whole number of at least 1, got 0"]),
         ({**MOE, "moe_intermediate_size": -1}, ["moe_intermediate_size must be a whole number", "got -1"]),
-        ({**MOE, "mlp_only_layers": "0,1"}, ["mlp_only_layers must be a list of layers, got '0,1'"]),
+        ({**MOE, "mlp_only_layers": "0,1"}, ["mlp_only_layers must be a list of whole numbers", "got '0,1'"]),
         ({"architectures": ["Qwen2MoeForCausalLM"]}, ["Qwen2Moe", "another kind of mixture of experts"]),
     ],
 )
@@ -848,7 +854,7 @@ def test_a_window_acts_where_it_is_shorter_than_the_context() -> None:
 def test_a_window_that_cannot_be_read_is_named(changes: dict[str, Any]) -> None:
     given = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 0, **changes}
     (key, value), *_ = changes.items()
-    with pytest.raises(ValueError, match=rf"^{key} must .*, got {re.escape(repr(value))}$"):
+    with pytest.raises(ValueError, match=rf"^config.json: {key} must .*, got {re.escape(repr(value))}$"):
         ModelConfig.from_hf(minimal(**given))
 
 

@@ -37,6 +37,7 @@ from minispec.cuda.fp8 import can_capture_fp8, check_fp8, use_fp8
 from minispec.cuda.graphs import capture
 from minispec.drafter import Drafter, Plain
 from minispec.engine import Engine
+from minispec.keys import naming
 from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter, with_own_head
 from minispec.load.fp8_weights import read_weights, stored_in_fp8
@@ -47,7 +48,7 @@ from minispec.load.ranks import gather
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, eos_token_ids, load_tokenizer
 from minispec.load.warm_up import shapes, steps_of, time_steps, warm_up
-from minispec.load.weights import load_weights, read_config, resolve_model
+from minispec.load.weights import load_weights, read_config, resolve_model, tied_as_stored
 from minispec.model import Block, Model, ModelConfig, published_tensors
 from minispec.ranks.link import Elsewhere, Lead, Ranks
 from minispec.ranks.link import follow as follow_rank
@@ -81,8 +82,11 @@ class Build:
     def __init__(self, config: Config, tell: Callable[[str], None]) -> None:
         self.config, self.tell, self.device = config, tell, choose_device(config)
         self.dtype, self.folder = choose_dtype(config, self.device), choose_folder(config, tell)
-        self.hf_config = read_config(self.folder)
-        self.model_config = ModelConfig.from_hf(self.hf_config)
+        with naming("--model", self.folder):
+            self.hf_config = read_config(self.folder)
+            self.model_config = ModelConfig.from_hf(self.hf_config)
+            if config.load_format != "dummy":
+                self.model_config = tied_as_stored(self.model_config, self.folder, config.load_format)
         if self.model_config.sparse and config.quantization is not None:
             raise ValueError(_no_experts("--quantization", config.quantization))
 
@@ -104,7 +108,8 @@ class Build:
             self.join(gather(config, self.device))
         context = _context_length(config, self.model_config)
         self.tokenizer = choose_tokenizer(config, self.folder, self.model_config.vocab_size)
-        self.eos_ids = eos_token_ids(self.folder, self.hf_config, self.tokenizer)
+        with naming("--model", self.folder):
+            self.eos_ids = eos_token_ids(self.folder, self.hf_config, self.tokenizer)
         running = config.max_running_requests or (8 if on_cpu else 48)
         if config.adapts_from(not on_cpu) == WIDE <= running:
             self.tell(f"from batch {WIDE} on a step verifies trees only where measured times favour them; "
@@ -460,15 +465,22 @@ def choose_folder(config: Config, tell: Callable[[str], None]) -> Path:
 
 def choose_tokenizer(config: Config, folder: Path, vocab_size: int) -> Tokenizer:
     """Return the tokenizer: the one named, else the model's own; with dummy weights, one of bytes if there is none."""
+    flag = "--model"
     if (path := config.tokenizer_path) is not None:
-        folder = resolve_model(as_folder(path, "--tokenizer-path"), cache=config.download_dir)
+        folder, flag = resolve_model(as_folder(path, "--tokenizer-path"), cache=config.download_dir), "--tokenizer-path"
     try:
-        return load_tokenizer(folder, config.chat_template)
+        with naming(flag, folder):
+            tokenizer = load_tokenizer(folder, config.chat_template)
     except ValueError as error:
         if config.load_format != "dummy" or config.tokenizer_path is not None:
             raise
         logger.info("no tokenizer (%s): every byte is a token", error)
         return byte_tokenizer(vocab_size)
+    if tokenizer.vocab_size > vocab_size:
+        logger.warning("the tokenizer of %s has %d ids, the model %d: a prompt with %r or a later token is refused",
+                       folder, tokenizer.vocab_size, vocab_size, tokenizer.backend.token(vocab_size))  # fmt: skip
+    tokenizer.model_size = vocab_size
+    return tokenizer
 
 
 def _context_length(config: Config, model: ModelConfig) -> int:
@@ -505,22 +517,27 @@ def load_model(
 
 
 def _fill(model: Model, config: Config, folder: Path, shard: Shard | None = None) -> None:
-    """Give a model its weights, from the files or at random; a model on the meta device gets none.
+    """Give a model its weights, from the files or at random.
 
+    A model on the meta device gets none, but its names and sizes are compared with those of the files. So a config that
+    contradicts its files is an error that names the tensor, before memory is estimated.
     shard: the part of the weights that is wanted. A model without layers is embedding, final norm and LM head of
     another model; the files then have more tensors, which are not read.
     """
     into, kind = published_tensors(model), config.load_format
-    if model.norm.weight.is_meta:
-        return
+    split = (model.config if shard is None else shard.whole).split  # by the whole model: a rank slices afterwards
     if kind == "dummy":
-        _fill_at_random(model, config.random_seed or 0)
-    elif not model.layers:
-        load_weights(into, read_weights(folder, kind, wanted=lambda name: model.reads(name) and name in into))
-    else:
-        split = (model.config if shard is None else shard.whole).split  # by the whole model: a rank slices afterwards
-        tensors = read_weights(folder, kind, wanted=model.reads, into=into, split=split)
-        load_weights(into, tensors if shard is None else shard.slices(tensors))
+        if not model.norm.weight.is_meta:
+            _fill_at_random(model, config.random_seed or 0)
+        return
+    with naming("--model", folder):
+        if not model.layers:
+            names = {*into, model.config.table}
+            wanted = lambda name: model.reads(name) and name in names  # noqa: E731
+            load_weights(into, read_weights(folder, kind, wanted=wanted, split=split))
+        else:
+            tensors = read_weights(folder, kind, wanted=model.reads, into=into, split=split)
+            load_weights(into, tensors if shard is None else shard.slices(tensors))
 
 
 def _fill_at_random(model: Model, seed: int) -> None:

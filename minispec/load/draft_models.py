@@ -14,10 +14,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from minispec.keys import naming
 from minispec.load.fp8_weights import read_weights
-from minispec.load.heads import naming, slice_head
+from minispec.load.heads import slice_head
 from minispec.load.tokenizer import Tokenizer, load_tokenizer
-from minispec.load.weights import load_weights, read_config
+from minispec.load.weights import load_weights, read_config, tied_as_stored
 from minispec.model import Model, ModelConfig, ModelError, published_tensors
 from minispec.standalone import DraftModel
 
@@ -39,12 +40,11 @@ def load_draft(
     weight = target.embed_tokens.weight
     with naming("--speculative-draft-model-path", folder):
         stated = read_config(folder)
-        config = ModelConfig.from_hf(stated)
+        config = tied_as_stored(ModelConfig.from_hf(stated), folder, load_format)
         vocab_size = _compared(stated.get("tokenizer_digest"), tokenizer, folder)
         model = Model.empty(config, weight.dtype, weight.device)
-        if not weight.is_meta:
-            tensors = read_weights(folder, load_format, wanted=model.reads, split=config.split)
-            load_weights(published_tensors(model), tensors)
+        tensors = read_weights(folder, load_format, wanted=model.reads, split=config.split)
+        load_weights(published_tensors(model), tensors)
     served = context_length or target.config.context_length
     if config.context_length < served:
         logger.info("the draft model is made for %d tokens of the %d served: beyond them it runs on, and may draft "

@@ -20,9 +20,7 @@ Read next: `eagle.py` and `mtp.py` for the heads, `selftest.py` for whether a he
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,10 +31,12 @@ from torch import Tensor, nn
 
 from minispec.dflash import DFlashHead
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
+from minispec.keys import Keys, naming
 from minispec.load.fp8_weights import read_weights
 from minispec.load.token_map import map_problem
 from minispec.load.weights import load_weights, read_config
 from minispec.model import FINAL, Model, ModelConfig, ModelError, published_tensors
+from minispec.model_config import LONGEST, one_rope
 from minispec.mtp import MtpHead
 
 logger = logging.getLogger("minispec")
@@ -106,15 +106,6 @@ def load_head(
         logger.info("DFlash reads the target's residual stream entering layers %s, in blocks of %d", head.taps,
                     head.block_size)  # fmt: skip
     return head
-
-
-@contextmanager
-def naming(flag: str, given: object) -> Iterator[None]:
-    """Raise an error about what a flag names again, with the flag and what was given in front."""
-    try:
-        yield
-    except ValueError as error:
-        raise ModelError(f"{flag} {given}: {error}") from error
 
 
 def shared(config: HeadConfig, tensors: Tensors, target: Model) -> HeadConfig:
@@ -255,7 +246,7 @@ def layer_sizes(stated: Stated, tensors: Tensors, layer_name: str) -> ModelConfi
     if missing := [key for key in needed if stated.get(key) is None]:
         raise ModelError(f"config.json lacks {', '.join(missing)}")
     like_llama = {"num_hidden_layers": 1, **stated, "architectures": ["LlamaForCausalLM"]}
-    positions = stated.get("max_position_embeddings") or sys.maxsize
+    positions = stated.get("max_position_embeddings") or LONGEST
     shape = ModelConfig.from_hf({**like_llama, "max_position_embeddings": positions})
     if stated.get("use_sliding_window") and (window := stated.get("sliding_window")) is not None:
         raise ModelError(f"sliding_window {window} of the head is not supported; supported: none")
@@ -275,12 +266,9 @@ def layer_sizes(stated: Stated, tensors: Tensors, layer_name: str) -> ModelConfi
 
 def layer_config(stated: Stated) -> Stated:
     """Return the config of the head's layer, which speculators nest, with rope in either spelling."""
-    nested = stated.get("transformer_layer_config")
-    if nested is None:
+    if stated.get("transformer_layer_config") is None:
         return stated
-    rope = {**(nested.get("rope_scaling") or {}), **(nested.get("rope_parameters") or {})}
-    theta = rope.pop("rope_theta", None) or nested.get("rope_theta")
-    return {**nested, "rope_theta": theta, "rope_scaling": rope or None}
+    return one_rope(Keys(stated).within("transformer_layer_config").stated)
 
 
 def _check_single(key: str, stated: Stated) -> None:

@@ -16,9 +16,11 @@ of a draft head, `tokenizer.py` for the other half of a model's folder.
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,19 @@ from huggingface_hub import constants, errors, snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minispec.model import ModelError, some
+from minispec.keys import Keys, ModelError
+from minispec.model import some
+from minispec.model_config import EMBEDDING, LM_HEAD, ModelConfig, one_rope
+
+logger = logging.getLogger("minispec")
 
 DATA_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model"]
 # Second copies of the weights, and other parts of a pipeline, which are not read here; "*" matches "/" as well.
 SECOND_COPIES = ["consolidated*", "*/*.safetensors", "*/*.bin"]
 # Pickles of a training run, which lie beside the weights but hold none.
 TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
+POINTER = b"version https://git-lfs.github.com/spec/"  # how a file begins that git has in place of a large one
+ADAPTER = "adapter_config.json"  # of a LoRA adapter
 
 Wanted = Callable[[str], bool]  # whether the tensor of a name is read
 Split = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]  # what becomes of a file's tensor: `ModelConfig.split`
@@ -111,39 +119,91 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], cache: str |
 def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json in one spelling, whichever transformers wrote it.
 
-    `rope_theta` (float, or None for the architecture's default), `rope_scaling` (dict with `rope_type`, or None for
-    plain rotation) and `torch_dtype` (a name like "bfloat16", or None) are always there; `rope_parameters` and `dtype`,
-    the newer spelling, never. What it says of quantized weights `fp8_weights.py` reads. Raises ModelError.
+    `torch_dtype` (a name like "bfloat16", or None) is always there, and what `one_rope` returns; `dtype`, the newer
+    spelling, never. What it says of quantized weights `fp8_weights.py` reads. Raises ModelError.
     """
     config = read_json(folder / "config.json")
-    dtype = config.pop("dtype", None) or config.get("torch_dtype")
-    config["torch_dtype"] = None if dtype is None else str(dtype).removeprefix("torch.")
-    parameters = config.pop("rope_parameters", None)
-    # The older spelling has two keys, the newer one dict with both. A file that has both was upgraded: the newer holds.
-    rope = dict(parameters or {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})})
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise ModelError(f"{folder / 'config.json'}: rope_parameters per layer type are not supported, got {rope}")
-    theta = rope.pop("rope_theta", None) or config.get("rope_theta")
-    kind = rope.pop("type", None) or "default"  # `rope_type` was called `type` before 2024
-    rope = {"rope_type": kind, **rope}
-    config["rope_theta"] = None if theta is None else float(theta)
-    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
-    if "partial_rotary_factor" in rope:
-        config.setdefault("partial_rotary_factor", rope["partial_rotary_factor"])
-    return config
+    if (folder / ADAPTER).is_file():
+        logger.warning("%s has a LoRA adapter beside the model, which is not applied; merge it into the model", folder)
+    key = Keys(config)
+    dtype = key.text("dtype") or key.text("torch_dtype")
+    config["torch_dtype"] = None if dtype is None else dtype.removeprefix("torch.")
+    return one_rope({name: value for name, value in config.items() if name != "dtype"})
+
+
+def tied_as_stored(config: ModelConfig, folder: Path, load_format: str = "auto") -> ModelConfig:
+    """Return the config of a tied model as its files have it; any other config as it is.
+
+    If embedding and LM head both are there and differ, they are not tied, as in transformers, and a warning says so. If
+    the LM head alone is there, it is the embedding too. Raises ModelError.
+    """
+    if not config.tied:
+        return config
+    found = dict(read_tensors(folder, load_format, wanted=lambda name: name in (EMBEDDING, LM_HEAD)))
+    if found.keys() == {LM_HEAD}:
+        return replace(config, table=LM_HEAD)
+    if len(found) < 2 or torch.equal(found[EMBEDDING], found[LM_HEAD].to(found[EMBEDDING].dtype)):
+        return config
+    logger.warning("%s: tie_word_embeddings is true, but LM head and embedding differ: they are not tied", folder)
+    return replace(config, tied=False)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or raise ModelError naming the file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = read_text(path)
     except FileNotFoundError:
-        raise ModelError(f"{path.parent} is no model folder: it has no {path.name}") from None
-    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path.parent} is no model folder: it has no {path.name}{_other_kind(path.parent)}") from None
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object")
     return content
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file of UTF-8; raises FileNotFoundError, and ModelError naming the file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise unreadable(path, f"cannot be read: {error}") from error
+    if text.startswith(POINTER.decode()):
+        raise unreadable(path, "")
+    return text
+
+
+def unreadable(path: Path, said: str) -> ModelError:
+    """Return the error for a file that cannot be read; said: what is wrong if the file is itself and may be opened."""
+    try:
+        with open(path, "rb") as file:
+            pointer = file.read(len(POINTER)) == POINTER
+    except OSError as error:
+        return ModelError(f"{path} cannot be read: {error.strerror}")
+    if pointer:
+        said = "is a git-lfs pointer in place of the file; `git lfs pull` in its folder fetches the file"
+    return ModelError(f"{path} {said}")
+
+
+def _other_kind(folder: Path) -> str:
+    """Return what a folder without config.json is instead, and what to do, if that is known."""
+    if (folder / ADAPTER).is_file():
+        base = read_json(folder / ADAPTER).get("base_model_name_or_path")
+        return f"; it is a LoRA adapter of {base}: peft's merge_and_unload makes a model of both, whose folder to pass"
+    if files := sorted(path.name for path in folder.glob("*.gguf")):
+        return f"; it has GGUF files, of which to pass one: {some(files)}"
+    if folder.name.startswith("models--") and (folder / "snapshots").is_dir():
+        name = folder.name.removeprefix("models--").replace("--", "/")
+        return f"; it is the hub's cache of {name}: pass this id, or a folder below {folder / 'snapshots'}"
+    if inside := sorted(path.parent.name for path in folder.glob("*/config.json")):
+        return f"; folders with one are in it: {some(inside)}"
+    return ""
 
 
 # ---- the tensors -----------------------------------------------------------------------------------------------------
@@ -183,11 +243,11 @@ Files = dict[Path, list[str] | None]
 
 
 def _files(folder: Path, name: str, patterns: Iterable[str], apart: str | tuple[str, ...]) -> Files:
-    """Return the files of one kind to read: those of the index, else the one of this name, else all but those apart."""
+    """Return the files of one kind to read: the one of this name, else those of the index, else all but those apart."""
+    if (single := folder / name).is_file():  # first, as in transformers: an index beside it may be left over
+        return {single: None}
     if (index := folder / f"{name}.index.json").is_file():
         return _indexed_files(index)
-    if (single := folder / name).is_file():
-        return {single: None}
     found = sorted(path for pattern in patterns for path in folder.glob(pattern))
     return {path: None for path in found if not path.name.startswith(apart)}
 
@@ -230,7 +290,7 @@ def _read_safetensors(path: Path, names: list[str] | None, wanted: Wanted) -> It
             for name in filter(wanted, names or file.keys()):
                 yield name, file.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is no whole safetensors file ({error}); was its download finished?") from error
+        raise unreadable(path, f"is no whole safetensors file ({error}); was its download finished?") from error
 
 
 def _read_pickle(path: Path, names: list[str] | None, wanted: Wanted) -> Iterator[tuple[str, Tensor]]:
@@ -239,9 +299,9 @@ def _read_pickle(path: Path, names: list[str] | None, wanted: Wanted) -> Iterato
         # Files of torch before 1.6 are not zip archives and cannot be memory-mapped.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        raise ModelError(f"{path} holds more than tensors and is refused: {str(error).splitlines()[0]}") from error
+        raise unreadable(path, f"holds more than tensors and is refused: {str(error).splitlines()[0]}") from error
     except (RuntimeError, EOFError, OSError) as error:
-        raise ModelError(f"{path} is no whole PyTorch file ({error}); was its download finished?") from error
+        raise unreadable(path, f"is no whole PyTorch file ({error}); was its download finished?") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a dict from names to tensors, got {type(content).__name__}")
     # Sparse tensors are refused as well: their indices are not checked when they are read.

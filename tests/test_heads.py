@@ -383,6 +383,51 @@ def eagle31(target: Model) -> Format:
     return Format(config, tensors, facts("eagle3", kv_heads=2, norm_output=True), DEFAULT_TAPS)
 
 
+def eagle31_speculators(target: Model) -> Format:
+    """EAGLE-3.1 of speculators: one norm over all streams, the normed state fed back, and no fc_norm."""
+    tensors, make = eagle3_tensors(14, "layers.0."), made(140)
+    tensors |= {"input_norm.weight": make(3 * H), "embed_tokens.weight": make(V, H)}
+    nested = llama("LlamaForCausalLM", num_key_value_heads=2)
+    nested["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "default"}
+    config = speculators(nested, architectures=["Eagle3DraftModel"], norm_before_residual=False, norm_before_fc=True,
+                         norm_output=True, eagle_aux_hidden_state_layer_ids=[2, 3, 4])  # fmt: skip
+    return Format(config, tensors, facts("eagle3", kv_heads=2, norm_output=True), (2, 3, 4))
+
+
+def eagle3_redhat(target: Model) -> Format:
+    """RedHatAI's for Gemma 4: rope_parameters nested, norm_output and norm_before_fc false, a head_dim of its own."""
+    tensors = eagle3_tensors(15, "layers.0.", size=12)
+    tensors["embed_tokens.weight"] = made(150)(V, H)
+    nested = llama("LlamaForCausalLM", num_key_value_heads=2, head_dim=12, attention_bias=False)
+    nested["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "default"}
+    config = speculators(nested, architectures=["Eagle3DraftModel"], norm_before_fc=False, norm_output=False,
+                         tie_word_embeddings=False, eagle_aux_hidden_state_layer_ids=[2, 4, 7])  # fmt: skip
+    return Format(config, tensors, facts("eagle3", kv_heads=2, head_dim=12, before=True), (2, 4, 7))
+
+
+def eagle3_nebius(target: Model) -> Format:
+    """nebius/EAGLE3-gpt-oss-20b: a plain Llama's architecture, and vLLM's key for the draft vocabulary."""
+    config = llama("LlamaForCausalLM", num_key_value_heads=2, truncated_vocab_size=D)
+    return Format(config, eagle3_tensors(16), facts("eagle3", kv_heads=2), DEFAULT_TAPS)
+
+
+def eagle3_counts_the_target(target: Model) -> Format:
+    """The target's number of layers and vocabulary, no LM head, and a tap on what leaves the last layer."""
+    tensors = eagle3_tensors(17)
+    for name in ("d2t", "t2d", "lm_head.weight"):
+        del tensors[name]
+    config = llama("LlamaForCausalLMEagle3", num_key_value_heads=2, num_hidden_layers=28, draft_vocab_size=V)
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}
+    return Format(config, tensors, facts("eagle3", kv_heads=2), (2, 5, 9))
+
+
+def eagle_counts_the_target(target: Model) -> Format:
+    """An EAGLE-2 head that states its target's 32 layers."""
+    form = eagle_sglang(target)
+    form.config["num_hidden_layers"] = 32
+    return form
+
+
 def eagle3_full_vocabulary(target: Model) -> Format:
     """No draft_vocab_size: the target's LM head reads the state. Two streams, and an fc.bias, as nothing forbids."""
     tensors = eagle3_tensors(10, streams=2)
@@ -436,7 +481,8 @@ def mtp_alone(target: Model) -> Format:
 
 FORMATS = [
     eagle_original, eagle_sglang, eagle_qwen2, eagle3_official, eagle3_sglang, eagle3_specforge, eagle3_speculators,
-    eagle3_speculators_qwen3, eagle31, eagle3_full_vocabulary, eagle3_final_state, mtp_in_target, mtp_alone,
+    eagle3_speculators_qwen3, eagle31, eagle31_speculators, eagle3_redhat, eagle3_nebius, eagle3_counts_the_target,
+    eagle_counts_the_target, eagle3_full_vocabulary, eagle3_final_state, mtp_in_target, mtp_alone,
 ]  # fmt: skip
 MakeFormat = Callable[[Model], Format]
 
@@ -700,6 +746,7 @@ def test_norm_output_without_fc_norm_is_ignored_with_a_line(
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, (2, 4, 6)),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}, (2, 4, 6)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [7, 0, 3]}}, (8, 1, 4)),  # an order of its own
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}}, (2, 5, 9)),  # the last layer's output
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 6],
           "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, (2, 4, 6)),
     ],
@@ -764,13 +811,14 @@ def whole_mimo(folder: Path, *, layer: bool = True) -> Format:
 EAGERLY = dict(dtype="float32", disable_torch_compile=True, device="cpu")
 
 
-def test_a_mimo_start_reads_the_target_once_its_layer_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mimo_start_maps_each_tensor_for_its_size_then_for_its_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     form = whole_mimo(tmp_path)
     read = reads(monkeypatch)
     llm = LLM(tmp_path, speculative_algorithm="EAGLE", **EAGERLY)
     assert llm.scheduler.engine.drafter.name == "mtp"
-    layer = [name for name in form.tensors if "mtp_layers" in name]  # the sizes of a head are those of its tensors
-    assert layer and sorted(read) == sorted([*form.tensors, *layer])
+    assert sorted(read) == sorted([*form.tensors, *form.tensors])
 
 
 @pytest.mark.parametrize(
@@ -805,6 +853,10 @@ def bad_d2t(form: Format) -> None:
 
 def layers_alone(form: Format) -> None:
     form.tensors = {f"model.layers.{i}.self_attn.q_proj.weight": torch.ones(H, H) for i in range(3)}
+
+
+def nested_in_model(form: Format) -> None:
+    form.config = {"architectures": ["EAGLEModel"], "model_type": "eagle", "model": form.config}
 
 
 def two_of_one_id(form: Format) -> None:
@@ -843,10 +895,13 @@ REFUSED: dict[str, tuple[MakeFormat, Callable[[Format], None], str]] = {
         eagle3_official, set_config(quantization_config={"quant_method": "awq"}),
         "has a quantization_config with quant_method 'awq'",
     ),
-    "two layers": (eagle_original, set_config(num_hidden_layers=2), "num_hidden_layers is 2; supported: 1"),
-    "two layers 3": (eagle3_official, set_config(num_hidden_layers=2), "num_hidden_layers is 2; supported: 1"),
-    "two mtp layers": (mtp_in_target, set_config(num_nextn_predict_layers=2), "num_nextn_predict_layers is 2"),
-    "second mtp layer": (mtp_in_target, add("model.mtp_layers.1.input_proj.weight", H, H), "unknown.*mtp_layers.1"),
+    "two layers": (eagle_original, add("layers.1.mlp.up_proj.weight", INNER, H), "have 2 layers, layers.0 and 1;"),
+    "two layers 3": (eagle3_official, add("layers.1.mlp.up_proj.weight", INNER, H), "unknown.*layers.1.mlp.up_proj"),
+    "second mtp layer": (mtp_in_target, add("model.mtp_layers.1.input_proj.weight", H, H), "have 2 layers, mtp_layers"),
+    "vLLM's": (eagle_original, nested_in_model, "head's sizes within model, as vLLM's converter writes them"),
+    "a list": (eagle3_official, set_config(eagle_config=[1]), r"eagle_config must be an object, got \[1\]"),
+    "no ids": (eagle3_official, set_config(eagle_aux_hidden_state_layer_ids="2,4"), "_ids must be a list of whole"),
+    "no flag": (eagle3_official, set_config(norm_output="yes"), "norm_output must be true or false, got 'yes'"),
     "no size": (eagle3_official, set_config(intermediate_size=None), "config.json lacks intermediate_size"),
     "rope": (eagle3_official, set_config(rope_scaling={"type": "su", "factor": 2}), "type 'su' not supported: it"),
     "window": (eagle_original, set_config(use_sliding_window=True, sliding_window=64), "sliding_window 64"),
@@ -861,8 +916,8 @@ REFUSED: dict[str, tuple[MakeFormat, Callable[[Format], None], str]] = {
     ),
     "says otherwise": (eagle3_official, set_config(architectures=["LlamaForCausalLMEagle"]), "say eagle.*of eagle3"),
     "no such layer": (
-        eagle3_official, set_config(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}),
-        r"layers \(2, 4, 9\).*0 to 8",
+        eagle3_official, set_config(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 9]}),
+        r"layers \(2, 4, 10\).*0 to 8, and 9 is the output of the last",
     ),
     "two lists of layers": (
         eagle3_official, set_config(eagle_aux_hidden_state_layer_ids=[2, 4, 6],
@@ -870,6 +925,7 @@ REFUSED: dict[str, tuple[MakeFormat, Callable[[Format], None], str]] = {
         "not the same streams",
     ),
     "a whole model": (eagle_original, layers_alone, "no draft head.*LlamaForCausalLM"),
+    "two vocabularies": (eagle3_official, set_config(truncated_vocab_size=V), "truncated_vocab_size 61 contradict"),
     "both spellings": (eagle3_official, add("model.fc.weight", H, 3 * H), "fc.weight twice"),
 }  # fmt: skip
 

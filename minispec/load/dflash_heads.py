@@ -30,10 +30,12 @@ from typing import Any
 
 from minispec.config import MAX_NODES
 from minispec.dflash import DFlashConfig, DFlashHead
+from minispec.keys import REQUIRED, Keys
 from minispec.load import heads
 from minispec.load.fp8_weights import read_weights
 from minispec.load.weights import read_config
 from minispec.model import ModelConfig, ModelError
+from minispec.model_config import MOST_LAYERS, named_architectures
 
 BLOCK_SIZE = 16  # where config.json states none, as SGLang has it
 OWN_KEYS = ("block_size", "mask_token_id", "target_layer_ids", "is_causal")  # in dflash_config, or at the top level
@@ -61,31 +63,30 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
     name the flag.
     """
     whole = read_config(folder)
-    architectures = whole.get("architectures") or []
+    architectures = named_architectures(whole)
     speculator = architectures == [heads.DFLASH_SPECULATOR]
     if not speculator and architectures != [heads.DFLASH_MODEL]:
         raise ModelError(f"architectures {architectures} are not supported; supported: {heads.DFLASH_MODEL}, "
                          f"{heads.DFLASH_SPECULATOR}")  # fmt: skip
     stated = _body(whole, target) if speculator else whole
-    own = stated.get("dflash_config") or {}
+    own = dict(Keys(stated).within("dflash_config").stated)
     _refuse_unknown("dflash_config", own, OWN_KEYS)
     _refuse_unknown("config.json", stated, KEYS)
     if (folder / "mask_embedding.pt").exists():
         raise ModelError("mask_embedding.pt, an embedding of its own for the mask, is not supported; supported: "
                          "mask_token_id")  # fmt: skip
-    _refuse_sliding(stated)
+    layers = Keys(stated).whole("num_hidden_layers", 1, MOST_LAYERS)
+    _refuse_sliding(stated, layers)
     tensors, prefix = dict(read_weights(folder, load_format)), "layers.0."
-    given = {key: own.get(key, stated.get(key)) for key in OWN_KEYS}
-    size, layers = given["block_size"], _number("num_hidden_layers", stated.get("num_hidden_layers"), 1, 1000)
+    key = Keys({**{name: stated[name] for name in OWN_KEYS if name in stated}, **own})
     shape = heads.layer_sizes({**stated, "use_sliding_window": False}, tensors, prefix)
     heads.check_fit(shape.hidden_size, shape.vocab_size, target)
-    if (count := stated.get("num_target_layers") or target.layers) != target.layers:
+    if (count := Keys(stated).whole("num_target_layers", default=None) or target.layers) != target.layers:
         raise ModelError(f"num_target_layers is {count}, and the target has {target.layers}")
     # The output of layer i is the input of layer i + 1. The last layer's is refused, as files may mean it before the
     # final norm or after. If no layers are stated, as many are read as the network has.
-    ids = given["target_layer_ids"]
-    ids = default_ids(target.layers, layers) if ids is None else ids
-    outputs = _layer_ids("target_layer_ids", ids, 0, target.layers - 2, "output")
+    outputs = _layer_ids(key, "target_layer_ids", target.layers - 2, "output", None)
+    outputs = outputs or default_ids(target.layers, layers)
     vocabulary: dict[str, Any] = {}
     if speculator:
         vocabulary = {
@@ -100,9 +101,9 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
             replace(shape, layers=layers),
             tuple(i + 1 for i in outputs),
             **vocabulary,
-            block_size=_number("block_size", BLOCK_SIZE if size is None else size, 2, MAX_NODES),
-            mask_token=_number("mask_token_id", given["mask_token_id"], 0, target.vocab_size - 1),
-            causal=bool(given["is_causal"]),
+            block_size=key.whole("block_size", 2, MAX_NODES, None) or BLOCK_SIZE,
+            mask_token=key.whole("mask_token_id", 0, target.vocab_size - 1),
+            causal=key.flag("is_causal"),
         ),
         tensors,
         prefix,
@@ -116,11 +117,11 @@ def default_ids(layers: int, count: int) -> list[int]:
     return [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]  # a half goes to the even id, as in Python
 
 
-def _layer_ids(key: str, ids: Any, low: int, high: int, what: str) -> list[int]:
-    """Return the layers that config.json states; raises ModelError naming the key unless all lie in [low, high]."""
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and low <= i <= high for i in ids):
-        raise ModelError(f"{key} must be ids in [{low}, {high}], of layers whose {what} is read, got {ids!r}")
-    return ids
+def _layer_ids(key: Keys, name: str, high: int, what: str, default: Any = REQUIRED) -> Any:
+    """Return the ids of layers that config.json states; raises ModelError unless they are ids of what is read."""
+    low = int(what == "input")
+    fits = lambda ids: type(ids) is list and ids != [] and all(type(i) is int and low <= i <= high for i in ids)  # noqa: E731
+    return key.read(name, f"ids in [{low}, {high}], of layers whose {what} is read", fits, default)
 
 
 def _body(stated: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
@@ -130,8 +131,7 @@ def _body(stated: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
     """
     _refuse_unknown("config.json", stated, SPECULATOR_KEYS)
     nested = heads.layer_config(stated)
-    key = "aux_hidden_state_layer_ids"
-    ids = _layer_ids(key, stated.get(key), 1, target.layers - 1, "input")
+    ids = _layer_ids(Keys(stated), "aux_hidden_state_layer_ids", target.layers - 1, "input")
     own = {"target_layer_ids": [i - 1 for i in ids], "block_size": stated.get("block_size"),
            "mask_token_id": stated.get("mask_token_id")}  # fmt: skip
     return {**{key: value for key, value in nested.items() if key not in ("rope_parameters", "dtype")},
@@ -148,23 +148,17 @@ def _refuse_unknown(where: str, stated: Mapping[str, Any], known: Sequence[str] 
                          f"{', '.join(unknown)}")  # fmt: skip
 
 
-def _refuse_sliding(stated: Mapping[str, Any]) -> None:
+def _refuse_sliding(stated: Mapping[str, Any], layers: int) -> None:
     """Raise ModelError if a layer's attention slides: here every row of the context is seen.
 
     Without layer_types the layers from max_window_layers on slide, if use_sliding_window is true.
     """
-    layers = stated.get("num_hidden_layers") or 0
-    types = stated.get("layer_types")
+    key = Keys(stated)
+    types = key.read("layer_types", "a list", lambda value: isinstance(value, list), None)
     if types is None:
-        full = stated.get("max_window_layers", layers) if stated.get("use_sliding_window") else layers
+        full = key.whole("max_window_layers", 0, default=layers) if key.flag("use_sliding_window") else layers
         types = ["full_attention" if index < full else "sliding_attention" for index in range(layers)]
     if other := sorted({str(kind) for kind in types} - {"full_attention"}):
         raise ModelError(f"layer_types {', '.join(other)} (sliding_window {stated.get('sliding_window')}) are not "
                          "supported; supported: full_attention")  # fmt: skip
 
-
-def _number(key: str, value: Any, low: int, high: int) -> int:
-    """Return an int that config.json states; raises ModelError naming the key unless it lies in [low, high]."""
-    if type(value) is not int or not low <= value <= high:
-        raise ModelError(f"{key} must be an int in [{low}, {high}], got {value!r}")
-    return value

@@ -36,7 +36,7 @@ from minispec.load.fp8_weights import read_weights
 from minispec.load.token_map import map_problem
 from minispec.load.weights import load_weights, read_config
 from minispec.model import FINAL, Model, ModelConfig, ModelError, published_tensors
-from minispec.model_config import LONGEST, one_rope
+from minispec.model_config import LONGEST, named_architectures, one_rope
 from minispec.mtp import MtpHead
 
 logger = logging.getLogger("minispec")
@@ -62,6 +62,7 @@ DFLASH_MODEL, DFLASH_SPECULATOR = "DFlashDraftModel", "DFlashSpeculator"
 LAYER_NAMES = {EagleHead.name: ("layers.0.",), Eagle3Head.name: ("midlayer.", "layers.0."),
                MtpHead.name: ("mtp_layers.0.",)}  # fmt: skip
 
+TAPS = "eagle_aux_hidden_state_layer_ids"
 Stated = Mapping[str, Any]  # a config.json as `read_config` returns it
 Tensors = dict[str, Tensor]  # by the file's names, without `model.` in front
 
@@ -98,8 +99,7 @@ def load_head(
             tensors["lm_head.weight"] = slice_head(target, token_map)
             config = replace(config, token_map=token_map)
         head = KINDS[config.kind].empty(config, target)
-        if not target.norm.weight.is_meta:
-            load_weights(head_tensors(head, layer_name), tensors.items())
+        load_weights(head_tensors(head, layer_name), tensors.items())
     if config.kind == Eagle3Head.name:
         logger.info("EAGLE-3 head reads the target's residual stream entering layers %s", config.taps)
     if isinstance(head, DFlashHead):
@@ -161,7 +161,10 @@ def read_head(folder: Path, target: ModelConfig, load_format: str = "auto") -> P
     Of a whole model's folder only the MTP layers are read. Raises ValueError; its message does not name the flag.
     """
     stated = read_config(folder)
-    whole = "MiMoForCausalLM" in (stated.get("architectures") or ())
+    if isinstance(nested := stated.get("model"), dict) and "hidden_size" not in stated and "hidden_size" in nested:
+        raise ModelError("config.json has the head's sizes within model, as vLLM's converter writes them, which is "
+                         "not supported; they must be at the top level or in transformer_layer_config")  # fmt: skip
+    whole = "MiMoForCausalLM" in named_architectures(stated)
     wanted: Callable[[str], bool] = lambda name: not whole or name.startswith("mtp_layers.")  # noqa: E731
     tensors = dict(read_weights(folder, load_format, wanted=wanted))
     kind = _kind(stated, tensors)
@@ -173,7 +176,7 @@ def read_head(folder: Path, target: ModelConfig, load_format: str = "auto") -> P
 
 def _kind(stated: Stated, tensors: Tensors) -> str:
     """Return the kind of head a folder holds: the tensors decide, and `architectures` must not contradict them."""
-    architectures = stated.get("architectures") or []
+    architectures = named_architectures(stated)
     if {DFLASH_MODEL, DFLASH_SPECULATOR}.intersection(architectures):
         raise ModelError(f"{architectures[0]} is no head of one layer; give --speculative-algorithm DFLASH")
     if (speculators := stated.get("speculators_model_type", Eagle3Head.name)) != Eagle3Head.name:
@@ -204,7 +207,7 @@ def _read_last(kind: str, stated: Stated, tensors: Tensors, target: ModelConfig,
     """
     eagle = kind == EagleHead.name
     layer = layer_sizes(stated, tensors, layer_name)
-    _check_single("num_hidden_layers" if eagle else "num_nextn_predict_layers", stated)
+    _check_single(tensors, layer_name)
     check_fit(layer.hidden_size, layer.vocab_size, target)
     if eagle and tensors.pop("lm_head.weight", None) is not None:
         logger.info("the draft head's own lm_head.weight is not used: EAGLE-2 drafts with the target's")
@@ -221,8 +224,8 @@ def _read_eagle3(stated: Stated, tensors: Tensors, target: ModelConfig, layer_na
     """Return the config of an official, SGLang, SpecForge or speculators head; d2t and t2d leave `tensors`."""
     nested = layer_config(stated)
     layer = layer_sizes(nested, tensors, layer_name)
-    _check_single("num_hidden_layers", nested)
-    stream = stated.get("target_hidden_size") or layer.hidden_size
+    _check_single(tensors, layer_name)
+    stream = Keys(stated).whole("target_hidden_size", default=None) or layer.hidden_size
     check_fit(stream, layer.vocab_size, target)
     taps = _taps(stated, target)
     return HeadConfig(
@@ -232,7 +235,7 @@ def _read_eagle3(stated: Stated, tensors: Tensors, target: ModelConfig, layer_na
         own_embedding="embed_tokens.weight" in tensors or stream != layer.hidden_size,
         own_lm_head=_owns_lm_head(stated, tensors, layer, target),
         token_map=draft_ids(stated, tensors, layer.vocab_size),
-        fc=taps not in ((FINAL,), (target.layers,)),
+        fc=taps not in ((FINAL,), (target.layers,)) or "fc.weight" in tensors,
         **_switches(stated, tensors),
     )
 
@@ -242,13 +245,11 @@ def _read_eagle3(stated: Stated, tensors: Tensors, target: ModelConfig, layer_na
 
 def layer_sizes(stated: Stated, tensors: Tensors, layer_name: str) -> ModelConfig:
     """Return the sizes of the head's layer; the tensors tell whether it has biases and norms on q and k."""
-    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-    if missing := [key for key in needed if stated.get(key) is None]:
-        raise ModelError(f"config.json lacks {', '.join(missing)}")
-    like_llama = {"num_hidden_layers": 1, **stated, "architectures": ["LlamaForCausalLM"]}
-    positions = stated.get("max_position_embeddings") or LONGEST
+    # How many layers there are the tensors say: published configs state the target's number.
+    like_llama = {**stated, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    positions = Keys(stated).whole("max_position_embeddings", 1, LONGEST, None) or LONGEST
     shape = ModelConfig.from_hf({**like_llama, "max_position_embeddings": positions})
-    if stated.get("use_sliding_window") and (window := stated.get("sliding_window")) is not None:
+    if Keys(stated).flag("use_sliding_window") and (window := stated.get("sliding_window")) is not None:
         raise ModelError(f"sliding_window {window} of the head is not supported; supported: none")
 
     def has(*parts: str) -> bool:
@@ -271,10 +272,12 @@ def layer_config(stated: Stated) -> Stated:
     return one_rope(Keys(stated).within("transformer_layer_config").stated)
 
 
-def _check_single(key: str, stated: Stated) -> None:
-    """Raise ModelError unless the number of layers that `key` states, if it does, is one."""
-    if (layers := stated.get(key, 1)) != 1:
-        raise ModelError(f"{key} is {layers}; supported: 1")
+def _check_single(tensors: Tensors, layer_name: str) -> None:
+    """Raise ModelError unless the tensors have one layer, whatever config.json says of their number."""
+    kind = layer_name.partition(".")[0]
+    layers = {name.split(".")[1] for name in tensors if name.startswith(f"{kind}.") and kind != "midlayer"}
+    if len(layers) > 1:
+        raise ModelError(f"the tensors have {len(layers)} layers, {kind}.{' and '.join(sorted(layers))}; supported: 1")
 
 
 def check_fit(hidden_size: int, vocab_size: int, target: ModelConfig) -> None:
@@ -292,7 +295,7 @@ def _last_state(stated: Stated, target: ModelConfig) -> tuple[int | str]:
 
     It says so by the number L, as every stream is named by the layer that it enters: layer L would come after the last.
     """
-    return (target.layers,) if stated.get("eagle_aux_hidden_state_layer_ids") == [target.layers] else (FINAL,)
+    return (target.layers,) if stated.get(TAPS) == [target.layers] else (FINAL,)
 
 
 def _taps(stated: Stated, target: ModelConfig) -> tuple[int | str, ...]:
@@ -302,52 +305,53 @@ def _taps(stated: Stated, target: ModelConfig) -> tuple[int | str, ...]:
     OUTPUT is read, which enters the next one. The same key at the top level (speculators, vLLM) names layers whose
     INPUT is read.
     """
-    nested = stated.get("eagle_config") or {}
-    if nested.get("use_aux_hidden_state") is False:
+    top, nested = Keys(stated), Keys(stated).within("eagle_config")
+    if not nested.flag("use_aux_hidden_state", True):
         return _last_state(stated, target)
-    entering = stated.get("eagle_aux_hidden_state_layer_ids")
-    leaving = nested.get("eagle_aux_hidden_state_layer_ids")
+    entering, leaving = top.wholes(TAPS), nested.wholes(TAPS)
     readings = [tuple(entering)] if entering else []
     readings += [tuple(i + 1 for i in leaving)] if leaving else []
     if len(set(readings)) > 1:
         raise ModelError(
-            f"eagle_aux_hidden_state_layer_ids are {entering} (layer inputs) and, in eagle_config, {leaving} "
+            f"{TAPS} are {entering} (layer inputs) and, in eagle_config, {leaving} "
             "(layer outputs), which are not the same streams; remove one of them"
         )
     layers = target.layers
     taps = readings[0] if readings else (2, layers // 2, layers - 3)
-    if not all(0 <= tap < layers for tap in taps):
-        origin = "eagle_aux_hidden_state_layer_ids ask" if readings else "the default of 2, L // 2, L - 3 asks"
-        raise ModelError(f"{origin} for the input of layers {taps}; the target has 0 to {layers - 1}")
+    # Tap L is the output of the last layer, before the final norm.
+    if not all(0 <= tap <= layers for tap in taps):
+        origin = f"{TAPS} ask" if readings else "the default of 2, L // 2, L - 3 asks"
+        raise ModelError(f"{origin} for the input of layers {taps}; the target has 0 to {layers - 1}, and {layers} is "
+                         "the output of the last")  # fmt: skip
     return taps
 
 
 def _switches(stated: Stated, tensors: Tensors) -> dict[str, bool]:
     """Return the variant of an EAGLE-3 head: what tensors show, from the tensors; the rest from the config."""
-    before = stated.get("norm_before_residual")
-    if before is None and "speculators_model_type" in stated:
+    key, speculators = Keys(stated), "speculators_model_type" in stated
+    if speculators and stated.get("norm_before_residual") is None:
         # Other loaders differ in what a missing key means, and the wrong reading costs nearly all acceptance.
         raise ModelError("config.json lacks norm_before_residual (true or false), which speculators heads must state")
-    fc_norm = bool(stated.get("fc_norm")) or any(name.startswith("fc_norm.") for name in tensors)
-    output = bool(stated.get("norm_output"))
-    if output and not fc_norm:
-        # The key once meant the norm in front of the LM head, which every EAGLE-3 head has.
+    fc_norm = key.flag("fc_norm") or any(name.startswith("fc_norm.") for name in tensors)
+    output = key.flag("norm_output")
+    if output and not (fc_norm or speculators):
+        # In SpecForge's files the key once meant the norm in front of the LM head, which every EAGLE-3 head has.
         logger.info("the draft head's norm_output is ignored, since there are no fc_norm tensors beside it")
     return {
         "fc_bias": "fc.bias" in tensors,
         "fc_norm": fc_norm,
-        "norm_before_fc": bool(stated.get("norm_before_fc")) or "input_norm.weight" in tensors,
-        "norm_before_residual": bool(before),
-        "norm_output": output and fc_norm,
+        "norm_before_fc": key.flag("norm_before_fc") or "input_norm.weight" in tensors,
+        "norm_before_residual": key.flag("norm_before_residual"),
+        "norm_output": output and (fc_norm or speculators),
     }
 
 
 def _owns_lm_head(stated: Stated, tensors: Tensors, layer: ModelConfig, target: ModelConfig) -> bool:
     """Return whether the LM head must be in the files; else it is tied to the embedding, or the target's is used."""
-    draft_vocab = stated.get("draft_vocab_size")
-    if "lm_head.weight" in tensors or (draft_vocab is not None and not layer.tied):
+    draft_vocab = _draft_vocab(stated, target.vocab_size)
+    if "lm_head.weight" in tensors or (draft_vocab != target.vocab_size and not layer.tied):
         return True
-    if draft_vocab not in (None, target.vocab_size):
+    if draft_vocab != target.vocab_size:
         raise ModelError(
             f"tie_word_embeddings makes the LM head the embedding of {target.vocab_size} tokens, "
             f"but draft_vocab_size is {draft_vocab}, and the file has no lm_head.weight"
@@ -357,12 +361,17 @@ def _owns_lm_head(stated: Stated, tensors: Tensors, layer: ModelConfig, target: 
     return False
 
 
+def _draft_vocab(stated: Stated, vocab_size: int) -> int:
+    """Return how many tokens a head drafts; vLLM's key for it is truncated_vocab_size."""
+    return Keys(stated).whole("draft_vocab_size", 1, vocab_size, None, "truncated_vocab_size") or vocab_size
+
+
 def draft_ids(stated: Stated, tensors: Tensors, vocab_size: int) -> Tensor | None:
     """Return the target's id of every draft id [Vd] int64; None if draft and target have the same ids.
 
     The file's d2t holds offsets, target id minus draft id. It is taken out of `tensors`, and all other code sees ids.
     """
-    draft_vocab = stated.get("draft_vocab_size") or vocab_size
+    draft_vocab = _draft_vocab(stated, vocab_size)
     tensors.pop("t2d", None)  # it says which target ids are drafted, as d2t does
     offsets = tensors.pop("d2t", None)
     if offsets is None:

@@ -17,8 +17,11 @@ from jinja2.meta import find_undeclared_variables
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from minispec.load.chat_templates import NAMED, is_template
+from minispec.load.weights import read_text
 from minispec.request import RequestError, short
 
+ADDITIONAL = "additional_chat_templates"  # a folder of further templates, named as their files
+PROBE = "a text that no template has of its own"
 CONTINUE_TAG = "<continue-here-1f0c> "  # the space shows whether the template strips the content
 
 Template = str | Mapping[str, str] | None  # one template, or several by name
@@ -32,6 +35,7 @@ class ChatTemplates:
         sources = {"default": template} if isinstance(template, str) else dict(template or {})
         self._templates = {name: _compile(source) for name, source in sources.items()}
         self._named_tokens = dict(named_tokens)
+        self._walkers = {name for name, one in self._templates.items() if _walks_parts(one, named_tokens)}
         with_tools = sources.get("tool_use", sources.get("default"))
         uses = with_tools is not None and "tools" in find_undeclared_variables(
             _compile(with_tools).environment.parse(with_tools)
@@ -54,8 +58,8 @@ class ChatTemplates:
         Raises RequestError if there is no template, or if the template raises an error.
         """
         kwargs = dict(template_kwargs or {})
-        with_tools = kwargs.get("tools") and "tool_use" in self._templates
-        template = self._templates.get("tool_use" if with_tools else "default")
+        name = "tool_use" if kwargs.get("tools") and "tool_use" in self._templates else "default"
+        template = self._templates.get(name)
         if template is None:
             raise RequestError(
                 "this model has no chat template; start the server with --chat-template FILE, or use /v1/completions",
@@ -64,6 +68,9 @@ class ChatTemplates:
         plain = [dict(message) for message in messages]
         if continue_final_message:
             plain[-1]["content"] += CONTINUE_TAG
+        for message in plain if name in self._walkers else ():
+            if isinstance(text := message.get("content"), str):
+                message["content"] = _as_parts(text)
         variables = {"tools": None, "documents": None, **self._named_tokens, **kwargs}
         try:
             prompt = template.render(variables | {"messages": plain, "add_generation_prompt": add_generation_prompt})
@@ -83,33 +90,63 @@ def given_template(given: str) -> str:
     if is_template(given):
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return read_text(Path(given))
     except (OSError, ValueError) as error:
         raise ValueError(f"--chat-template must be a file with a Jinja template, got {given!r} ({error})") from None
 
 
 def own_template(folder: Path, config: Mapping[str, Any]) -> Template:
-    """Return the model's own template; chat_template.jinja is the newer convention and wins.
+    """Return the model's own templates; chat_template.jinja is the newer convention and wins.
 
-    config: tokenizer_config.json. Raises ValueError naming it if its list of templates is malformed.
+    config: tokenizer_config.json. Raises ValueError naming it if its template or list of templates is malformed.
     """
-    if (path := folder / "chat_template.jinja").is_file():
-        return path.read_text(encoding="utf-8")
-    given = config.get("chat_template")
-    if not isinstance(given, list):
-        return given
+    path = folder / "chat_template.jinja"
     try:
-        return {entry["name"]: entry["template"] for entry in given}
+        given = read_text(path) if path.is_file() else config.get("chat_template")
+        more = {path.stem: read_text(path) for path in sorted((folder / ADDITIONAL).glob("*.jinja"))}
+    except ValueError as error:
+        raise ValueError(f"{error}; --chat-template takes another one") from error
+    given = [{"name": "default", "template": given}] if isinstance(given, str) else given or []
+    try:
+        named = {entry["name"]: entry["template"] for entry in given}
+        if not all(isinstance(text, str) for text in (*named, *named.values())):
+            raise TypeError
     except (KeyError, TypeError):
         raise ValueError(f"{folder}/tokenizer_config.json: chat_template must be a template or a list of objects with "
                          f"name and template, got {short(given)}") from None  # fmt: skip
+    return {**named, **more} or None
 
 
-def _compile(source: str) -> jinja2.Template:
+def check_templates(template: Template, where: str) -> None:
+    """Raise ValueError if a template is no Jinja; where: what gave it, for the message."""
+    for source in (template,) if isinstance(template, str) else (template or {}).values():
+        _compile(source, where)
+
+
+def _compile(source: str, where: str = "") -> jinja2.Template:
     try:
         return _compile_jinja_template(source)
     except (jinja2.TemplateSyntaxError, SyntaxError) as error:  # Python's own: of the code that Jinja makes of it
-        raise ValueError(f"the chat template has an error in line {error.lineno}: {error}") from error
+        line = f"{where}the chat template has an error in line {error.lineno}: {error}"
+        raise ValueError(f"{line}; --chat-template takes another one") from error
+
+
+def _walks_parts(template: jinja2.Template, named_tokens: Mapping[str, str]) -> bool:
+    """Return whether a template wants a list of parts as content: a plain text is not in its prompt, a part is."""
+    given = {**named_tokens, "add_generation_prompt": True, "tools": None, "documents": None}
+    for content in (PROBE, _as_parts(PROBE)):
+        try:
+            prompt = template.render({**given, "messages": [{"role": "user", "content": content}]})
+        except Exception:  # whatever the model's author raises, or a text where a part is expected
+            continue
+        if PROBE in prompt:
+            return not isinstance(content, str)
+    return False
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    """Return a content as the list of one part, in OpenAI's form."""
+    return [{"type": "text", "text": text}]
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------

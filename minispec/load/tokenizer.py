@@ -16,7 +16,9 @@ from __future__ import annotations
 import base64
 import binascii
 import codecs
+import importlib.util
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,11 +29,15 @@ import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from minispec.load.chat import ChatTemplates, Template, check_unicode, given_template, own_template
+from minispec.keys import LARGEST, Keys, ModelError
+from minispec.load.chat import ChatTemplates, Template, check_templates, check_unicode, given_template, own_template
 from minispec.load.chat_templates import NAMED
-from minispec.load.weights import read_json
+from minispec.load.weights import read_json, unreadable
+from minispec.model import some
 from minispec.output import TokenizerBackend
-from minispec.request import SamplingParams
+from minispec.request import RequestError, SamplingParams
+
+logger = logging.getLogger("minispec")
 
 # How tiktoken formats split a text before merging, since the rank files do not say.
 GPT4_SPLIT = (
@@ -46,7 +52,7 @@ LLAMA3_SPECIAL = (
     *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
 )
 LLAMA3_EOS = ("<|end_of_text|>", "<|eot_id|>")  # these end a text and a turn, if no config says what does
-PLAIN_CLASS = "PreTrainedTokenizerFast"  # whose folders have all of their tokenizer in tokenizer.json
+PLAIN_CLASS = "PreTrainedTokenizerFast"  # what tokenizer_config.json of a converted GGUF file names
 TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 HEX_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 REPLACEMENT = "\ufffd"
@@ -68,6 +74,7 @@ class Tokenizer:
         """`template` and `named_tokens` are those of `ChatTemplates`."""
         self.backend, self.eos_ids, self.vocab_size = backend, eos_ids, backend.vocab_size
         self.chat = ChatTemplates(template, named_tokens)
+        self.model_size = LARGEST  # the model's ids are below this number; `choose_tokenizer` sets it
 
     def token_id(self, token: str) -> int | None:
         """Return the id of exactly this token, or None."""
@@ -77,10 +84,14 @@ class Tokenizer:
         """Return the ids of a text; special tokens written out in it become their ids, as in other engines.
 
         `add_special_tokens` adds what the model expects around a plain text, such as BOS in front of it. Raises
-        RequestError for text that is not Unicode.
+        RequestError for text that is not Unicode, or has a token that the model lacks.
         """
         check_unicode(text, "text")
-        return self.backend.encode(text, add_special_tokens)
+        ids = self.backend.encode(text, add_special_tokens)
+        if (highest := max(ids, default=0)) >= self.model_size:
+            raise RequestError(f"the text has the token {self.backend.token(highest)!r}, id {highest}, which the model "
+                               f"lacks: its ids are 0 to {self.model_size - 1}", "prompt")  # fmt: skip
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids; an id without a token has no text, and bytes that are not UTF-8 become U+FFFD."""
@@ -99,7 +110,7 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> list[int]:
         """Return the ids of the chat that `ChatTemplates.render` makes; the template itself writes BOS where needed."""
-        return self.backend.encode(self.chat.render(messages, **how), False)
+        return self.encode(self.chat.render(messages, **how), False)
 
 
 def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
@@ -110,10 +121,14 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
     """
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}
-    template = own_template(folder, config) if chat_template is None else given_template(chat_template)
+    Keys(config, path.name).read("added_tokens_decoder", "an object", lambda value: isinstance(value, dict), {})
+    if chat_template is None:
+        template, where = own_template(folder, config), f"{folder}: "
+    else:
+        template, where = given_template(chat_template), "--chat-template: "
+    check_templates(template, where)
     ranks = None if (folder / "tokenizer.json").is_file() else _rank_file(folder)
-    plain = config.get("tokenizer_class") == PLAIN_CLASS
-    tokenizer = _load_huggingface(folder, template, plain) if ranks is None else _load_tiktoken(ranks, config, template)
+    tokenizer = _load_huggingface(folder, template) if ranks is None else _load_tiktoken(ranks, config, template)
     if chat_template in NAMED and (end := tokenizer.token_id(NAMED[chat_template].end)) is not None:
         tokenizer.eos_ids |= {end}
     return tokenizer
@@ -123,16 +138,22 @@ def eos_token_ids(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer)
     """Return every id that ends an answer: of generation_config.json, of `config`, of the tokenizer, and `<|eom_id|>`.
 
     Each source alone is incomplete in some published model, so all are joined: Llama 3's end of a chat turn, for one,
-    is not its tokenizer's eos.
+    is not its tokenizer's eos. Ids that the model lacks are left out with a warning, since they index tables of the
+    vocabulary's size. Raises ModelError if a source has no ids there.
     """
     path = folder / "generation_config.json"
     ids = set(tokenizer.eos_ids)
-    for source in (read_json(path) if path.is_file() else {}, config):
-        given = source.get("eos_token_id")
+    fits = lambda given: all(type(one) is int for one in (given if isinstance(given, list) else [given]))  # noqa: E731
+    for source in (Keys(read_json(path) if path.is_file() else {}, path.name), Keys(config)):
+        given = source.read("eos_token_id", "an id or a list of ids", fits, None)
         ids.update(given if isinstance(given, list) else [] if given is None else [given])
     if (eom := tokenizer.token_id("<|eom_id|>")) is not None:
         ids.add(eom)
-    return frozenset(ids)
+    size = config.get("vocab_size") or LARGEST
+    if beyond := sorted(token for token in ids if not 0 <= token < size):
+        logger.warning("the model has the ids 0 to %d; these, which are to end an answer, are left out: %s", size - 1,
+                       some([str(token) for token in beyond]))  # fmt: skip
+    return frozenset(ids.difference(beyond))
 
 
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
@@ -188,30 +209,33 @@ class _HuggingFace:
             return token.encode()
 
 
-def _load_huggingface(folder: Path, template: Template, plain: bool) -> Tokenizer:
-    """Load with transformers, which knows the models' classes; last with its plain class, for any tokenizer.json.
+def _load_huggingface(folder: Path, template: Template) -> Tokenizer:
+    """Load tokenizer.json as it was trained, whatever class tokenizer_config.json names; without it by that class.
 
-    plain: tokenizer.json says all. For some architectures, Qwen2 among them, transformers does not believe a folder
-    that says so, and takes the pre-tokenizer of the model's own class.
+    transformers' classes make a tokenizer of their own from the vocabulary, with another split of the text in some
+    releases, even for names that say nothing of it (LlamaTokenizerFast, TokenizersBackend). Its plain class does not.
     """
-    has_json = (folder / "tokenizer.json").is_file()
-    loaders = [AutoTokenizer] if not has_json or (folder / "tokenizer_config.json").is_file() and not plain else []
-    loaders += [PreTrainedTokenizerFast] if has_json else []
-    failure: Exception | None = None
-    for loader in loaders:
-        try:
-            loaded = loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # for a class that it does not know transformers raises nearly any type
-            failure = failure or error
-            continue
-        if (rust := getattr(loaded, "backend_tokenizer", None)) is not None:
-            eos = loaded.eos_token_id
-            named = {role: str(token) for role in TOKEN_ROLES if (token := getattr(loaded, role, None)) is not None}
-            return Tokenizer(_HuggingFace(rust), frozenset(() if eos is None else (eos,)), template, named)
-    raise ValueError(
-        f"{folder} has no tokenizer that can be read without running code from it (tokenizer.json or a tiktoken file); "
-        f"name another folder with --tokenizer-path ({failure or 'only a slow Python tokenizer'})"
-    ) from failure
+    has_json = (file := folder / "tokenizer.json").is_file()
+    try:
+        loader = PreTrainedTokenizerFast if has_json else AutoTokenizer
+        loaded = loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True, padding_side="left")
+        rust = getattr(loaded, "backend_tokenizer", None)
+        failure: object = "only a slow Python tokenizer"
+    except Exception as error:  # for a class that it does not know transformers raises nearly any type
+        rust, failure = None, error
+    if rust is not None:
+        eos = loaded.eos_token_id
+        named = {role: str(token) for role in TOKEN_ROLES if (token := getattr(loaded, role, None)) is not None}
+        return Tokenizer(_HuggingFace(rust), frozenset(() if eos is None else (eos,)), template, named)
+    if has_json:
+        raise unreadable(file, f"cannot be read, with the tokenizer_config.json beside it: {failure}")
+    if (file := folder / "tokenizer.model").is_file():
+        lacking = importlib.util.find_spec("sentencepiece") is None
+        raise unreadable(file, "alone needs the package sentencepiece, which is not installed here: "
+                         "pip install sentencepiece protobuf; or a tokenizer.json beside it" if lacking else
+                         f"cannot be read: {failure}")  # fmt: skip
+    raise ModelError(f"{folder} has no tokenizer that can be read without running code from it (tokenizer.json or a "
+                     f"tiktoken file); name another folder with --tokenizer-path ({failure})")  # fmt: skip
 
 
 # ---- tiktoken --------------------------------------------------------------------------------------------------------

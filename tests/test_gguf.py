@@ -110,6 +110,7 @@ def write(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     pre: str = "gpt-2",
     endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
+    norms: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
 ) -> Path:  # fmt: skip
     """Write a model as llama.cpp's converter does, its matrices of one kind; `change` may add and replace."""
     config = model.config
@@ -150,8 +151,8 @@ def write(
         tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = tensor.numpy()
     change(writer, tensors)
     for name, array in tensors.items():
-        if array.ndim > 1 and array.dtype == np.float32:
-            writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
+        if (kept := kind if array.ndim > 1 else norms) and array.dtype == np.float32:
+            writer.add_tensor(name, gguf.quantize(array, kept), raw_dtype=kept)
         else:
             writer.add_tensor(name, array)
     writer.write_header_to_file()
@@ -216,6 +217,50 @@ def test_weights_of_fewer_bits_are_the_decoded_ones(kind: str, dtype: str, tmp_p
         assert torch.allclose(weights[name].float(), weight, atol=0.3), name
 
 
+MANY_HEADS = {**SIZES, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(("make", "key"), [
+    (lambda: LlamaConfig(**MANY_HEADS), "llama.attention.head_count_kv"),
+    (lambda: Qwen2Config(**MANY_HEADS), "qwen2.attention.head_count_kv"),
+    (lambda: Qwen3Config(**MANY_HEADS, head_dim=32), "qwen3.attention.head_count_kv"),
+], ids=["llama", "qwen2", "qwen3"])  # fmt: skip
+def test_without_a_number_of_key_heads_there_are_as_many_as_heads(
+    make: Callable[[], Any], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "many heads", make)
+    model = hf_model("many heads")
+    folder = converted(write(tmp_path / "a.gguf", model, _keys((key, None))), tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    ids = torch.arange(60)[None] * 5 % VOCAB
+    with torch.inference_mode():
+        assert torch.equal(found(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["llama-biased", "llama-tied", "qwen3"])
+def test_norms_of_sixteen_bits_are_read(name: str, tmp_path: Path) -> None:
+    model, bf16 = hf_model(name).bfloat16().float(), gguf.GGMLQuantizationType.BF16
+    folder = converted(write(tmp_path / "a.gguf", model, kind=bf16, norms=bf16), tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert read_config(folder)["torch_dtype"] == "bfloat16"
+    for key, weight in model.state_dict().items():
+        assert torch.equal(found.state_dict()[key], weight), key
+
+
+def test_a_template_for_tools_and_an_id_of_no_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shows = "{{ messages[0].content }}{% if tools %} with tools{% endif %}"
+
+    def change(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+        writer.add_string("tokenizer.chat_template.tool_use", shows)
+        writer.add_uint32("tokenizer.ggml.padding_token_id", 2**32 - 1)
+
+    folder = converted(write(tmp_path / "a.gguf", hf_model("llama"), change), tmp_path / "out")
+    chat = load_tokenizer(folder).chat
+    assert chat.tool_template == shows and "padding_token_id 4294967295 is beyond the file's 320 tokens" in caplog.text
+    message = [{"role": "user", "content": "hi"}]
+    assert chat.render(message) == "hi" and chat.render(message, template_kwargs={"tools": [1]}) == "hi with tools"
+
+
 def test_large_weights_are_shards_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.gguf", hf_model("qwen3"))
     whole = load_file(converted(path, tmp_path / "whole") / "model.safetensors")
@@ -254,7 +299,9 @@ def test_a_file_is_target_and_draft_model(tmp_path: Path) -> None:
 
 def test_each_flag_is_named_in_its_refusal(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", hf_model("qwen2"))
-    (bad := tmp_path / "bad.gguf").write_text("text")
+    (bad := tmp_path / "bad.gguf").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    assert reason(bad).startswith("it is a git-lfs pointer in place of the file; `git lfs pull`")
+    bad.write_text("text")
     for option, flag in {"tokenizer_path": "--tokenizer-path",
                          "speculative_draft_model_path": "--speculative-draft-model-path"}.items():  # fmt: skip
         with pytest.raises(ModelError, match=f"^{flag} {bad}: it is no GGUF file; allowed are a GGUF file"):
@@ -346,8 +393,10 @@ REFUSED: dict[str, tuple[str, Change]] = {
     "merges": ("its tokenizer cannot be built", _keys(("tokenizer.ggml.merges", ["he llo"]))),
     "tokens": ("it has 321 tokens, more than the 320 rows of token_embd.weight",
                _keys(("tokenizer.ggml.tokens", [f"{i}" for i in range(VOCAB + 1)]))),
-    "an id": ("tokenizer.ggml.padding_token_id 5000 is beyond its 320 tokens",
-              _keys(("tokenizer.ggml.padding_token_id", 5000))),
+    "an imatrix": ("its general.type is 'imatrix', so it is no model", _keys(("general.type", "imatrix"))),
+    "a vocabulary": ("it holds a vocabulary and no weights", lambda writer, tensors: tensors.clear()),
+    "a head": ("'eagle3' is not supported; supported: llama, qwen2, qwen3; a draft head is read from a folder",
+               _keys(("general.architecture", "eagle3"))),
 }  # fmt: skip
 
 

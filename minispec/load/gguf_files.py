@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from minispec.load.weights import POINTER
 from minispec.model import ModelError
 
 if TYPE_CHECKING:
@@ -53,8 +54,11 @@ def read_gguf(path: Path) -> tuple[Metadata, Entries]:
             return super()._get(offset, dtype, count, *args, **options)
 
     with open(path, "rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            raise GGUFError("it is no GGUF file; allowed are a GGUF file, a model folder and a Hugging Face id")
+        start = file.read(len(POINTER))
+    if start == POINTER:
+        raise GGUFError("it is a git-lfs pointer in place of the file; `git lfs pull` in its folder fetches the file")
+    if not start.startswith(MAGIC):
+        raise GGUFError("it is no GGUF file; allowed are a GGUF file, a model folder and a Hugging Face id")
     try:
         reader = Bounded(path)
         fields = Metadata({name: field.contents() for name, field in reader.fields.items()})

@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from minispec.load.chat import ADDITIONAL
 from minispec.load.gguf_files import MAGIC, Entries, GGUFError, Metadata, read_gguf
 from minispec.load.gguf_tokenizer import end_ids, gguf_tokenizer, tokenizer_config
 from minispec.load.user_cache import Progress, cache_root, make_once, to_stderr
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     import gguf
 
 SUFFIX = ".gguf"
-FORMAT = "gguf-v1"  # part of the cache path; change it with the conversion, so that older folders are no longer used
+FORMAT = "gguf-v2"  # part of the cache path; change it with the conversion, so that older folders are no longer used
 ALWAYS_WRITTEN = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 SHARD_BYTES = 2**31  # of weights in one file, so that converting takes no more memory than this and one tensor
 
@@ -49,6 +50,7 @@ SPECIAL_IDS = {  # config.json's name -> GGUF's
     "eos_token_id": "tokenizer.ggml.eos_token_id",
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
+TEMPLATE = "tokenizer.chat_template"  # of further ones the name follows after a dot
 UNSCALED = "none"  # rope.scaling.type of a model whose positions are not scaled
 SCALING_KEYS = {  # GGUF's name below rope.scaling -> config.json's
     "factor": "factor",
@@ -114,8 +116,12 @@ def convert(path: Path, folder: Path, progress: Progress = to_stderr) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _write_weights(entries, config, folder, lambda text: progress(f"Converting {path.name}: {text}"))
     tokenizer.save(str(folder / "tokenizer.json"))
-    if template := fields.get("tokenizer.chat_template"):
+    if template := fields.get(TEMPLATE):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    for key in fields:  # templates by name, `tool_use` among them
+        if (name := key.removeprefix(f"{TEMPLATE}.")) != key and name.isidentifier():
+            (folder / ADDITIONAL).mkdir(exist_ok=True)
+            (folder / ADDITIONAL / f"{name}.jinja").write_text(fields[key], encoding="utf-8")
     special_ids = {name: config[name] for name in SPECIAL_IDS if name in config}
     if ends := end_ids(fields):
         special_ids["eos_token_id"] = ends
@@ -168,14 +174,18 @@ def _short_float(value: float) -> float:
 
 def _model_config(fields: Metadata, entries: Entries) -> dict[str, Any]:
     """Return config.json from the metadata, without what `rope_freqs.weight` says."""
+    if (content := fields.get("general.type", "model")) != "model":
+        raise GGUFError(f"its general.type is {content!r}, so it is no model; allowed is 'model'")
     kind = fields["general.architecture"]
     if kind not in ARCHITECTURES:
-        raise GGUFError(f"general.architecture {kind!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        raise GGUFError(f"general.architecture {kind!r} is not supported; supported: {', '.join(ARCHITECTURES)}; a "
+                        "draft head is read from a folder of config.json and weights")  # fmt: skip
     for key in (f"{kind}.expert_count", f"{kind}.attention.sliding_window"):
         if fields.get(key):
             raise GGUFError(f"{key} {fields[key]} is not supported")
     if "token_embd.weight" not in entries:
-        raise GGUFError("it holds no token_embd.weight, so no model")
+        raise GGUFError("it holds no token_embd.weight, so no model" if entries else
+                        "it holds a vocabulary and no weights, so no model")  # fmt: skip
     if (layers := fields.count(f"{kind}.block_count")) > len(entries):
         raise GGUFError(f"it holds {len(entries)} tensors, too few for {kind}.block_count {layers}")
     rows, tokens = int(entries["token_embd.weight"].shape[-1]), len(fields["tokenizer.ggml.tokens"])
@@ -195,7 +205,8 @@ def _model_config(fields: Metadata, entries: Entries) -> dict[str, Any]:
         "intermediate_size": fields.count(f"{kind}.feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.count(f"{kind}.attention.head_count_kv"),
+        # By default as many as heads of queries, says the format.
+        "num_key_value_heads": fields.count(key) if (key := f"{kind}.attention.head_count_kv") in fields else heads,
         "head_dim": head_dim,
         "hidden_act": "silu",
         "attention_bias": kind != "qwen2" and "blk.0.attn_output.bias" in entries,
@@ -262,7 +273,7 @@ def _unknown_types(entries: Entries) -> list[str]:
     unknown = []
     for kind, data in {entry.tensor_type: entry.data for entry in entries.values()}.items():
         try:
-            gguf.dequantize(data[:1], kind)
+            gguf.dequantize(data[:1] if data.ndim > 1 else data, kind)
         except NotImplementedError:
             unknown.append(kind.name)
     return unknown

@@ -10,12 +10,15 @@ Read next: `tokenizer.py`, which reads the result.
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from minispec.load.gguf_files import GGUFError, Metadata
 from minispec.load.tokenizer import GPT4_SPLIT, PLAIN_CLASS
+
+logger = logging.getLogger("minispec")
 
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # kinds of tokens; all but the first are found in a text whole
@@ -163,10 +166,11 @@ def _kinds(fields: Metadata) -> list[int]:
 
 
 def _named(fields: Metadata, name: str) -> str | None:
-    """Return the token that a file names as bos, eos, padding or unknown; None where it names none."""
+    """Return the token that a file names as bos, eos, padding or unknown; None where it names none that it has."""
     tokens, key = fields[f"{PREFIX}tokens"], f"{PREFIX}{name}_token_id"
     if key not in fields:
         return None
-    if not 0 <= fields[key] < len(tokens):
-        raise GGUFError(f"{key} {fields[key]} is beyond its {len(tokens)} tokens")
+    if not 0 <= fields[key] < len(tokens):  # writers put 2^32 - 1 there for none
+        logger.warning("%s %d is beyond the file's %d tokens and left out", key, fields[key], len(tokens))
+        return None
     return tokens[fields[key]]

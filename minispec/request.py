@@ -388,6 +388,9 @@ class Limits(NamedTuple):
         if allowed is not None and params.min_new_tokens and ends >= set(allowed):
             raise RequestError(f"allowed_token_ids has only ids that end the text, and min_new_tokens is "
                                f"{params.min_new_tokens}: no token could be picked", "allowed_token_ids")  # fmt: skip
+        if params.min_new_tokens and len(ends) >= self.vocab_size:
+            raise RequestError(f"every id ends the text, and min_new_tokens is {params.min_new_tokens}: no token could "
+                               "be picked", "min_new_tokens")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -213,8 +213,14 @@ class Scheduler:
         if request.retractions == 0:
             request.cached_tokens = request.kv_len
             self.metrics.queue_times.add(time.monotonic() - request.arrived)
-        self.engine.assign(request, self.outputs[request].stop_ids)
         self.prefilling.append(request)
+        try:
+            self.engine.assign(request, self.outputs[request].stop_ids)
+        except Exception as error:  # what is wrong in this request alone ends no other one
+            if self.engine.is_lost(error):
+                raise
+            logger.exception("request %s cannot be set up and ends", request.rid)
+            self._end(request, _failure(error))
 
     # ---- reserve ---------------------------------------------------------------------------------------------------
 
@@ -425,7 +431,11 @@ class Scheduler:
         output, first = self.outputs[request], len(request.output_ids)
         finish = Finish("length") if request.max_new_tokens == 0 else None  # 0: the request asks about its prompt only
         for token in tokens if finish is None else ():
-            finish = output.append(token)
+            try:
+                finish = output.append(token)
+            except Exception as error:  # of this request's text alone
+                logger.exception("request %s has no text and ends", request.rid)
+                finish = _failure(error)
             if finish:
                 break
         ids = request.output_ids[first:]

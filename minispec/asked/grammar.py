@@ -65,6 +65,8 @@ class Compiled(NamedTuple):
 
     matcher: LLMatcher  # has consumed nothing; requests use copies
     words: int  # W, words of 32 bits in a mask
+    tokens: int  # how many ids model and tokenizer together have
+    known: int  # how many of them the model has
 
 
 class Grammars:
@@ -106,7 +108,7 @@ class Grammars:
                 matcher.deep_copy().compute_bitmask()  # the first mask builds a lexer: here, so that no step is delayed
             if wrong := matcher.get_error():
                 raise _refused(grammar, wrong)
-            compiled = self._compiled[grammar] = Compiled(matcher, -(-self._size // 32))
+            compiled = self._compiled[grammar] = Compiled(matcher, -(-self._size // 32), self._size, self.vocab_size)
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
             return compiled
@@ -219,11 +221,12 @@ class Constraint:
 
     def __init__(self, request: Request, stop_ids: Iterable[int]) -> None:
         self.request, self.stop_ids, self.words = request, frozenset(stop_ids), request.compiled_grammar.words
-        self.listed: np.ndarray | None = None  # the bits of allowed_token_ids
-        if (listed := request.params.allowed_token_ids) is not None:
-            self.listed = np.zeros(self.words, np.uint32)
-            for token in listed:
-                self.listed[token >> 5] |= np.uint32(1 << (token & 31))
+        self.listed: np.ndarray | None = None  # the bits of allowed_token_ids, or of the model's ids if there are more
+        listed, compiled = request.params.allowed_token_ids, request.compiled_grammar
+        if listed is not None or compiled.known < compiled.tokens:
+            allowed = np.zeros(self.words * 32, bool)
+            allowed[slice(compiled.known) if listed is None else list(listed)] = True
+            self.listed = np.packbits(allowed, bitorder="little").view(np.uint32)
         self._restart()
 
     def _restart(self) -> None:
@@ -251,7 +254,8 @@ class Constraint:
         if self.listed is not None:
             row &= self.listed
         if not row.any():
-            reasons = {"min_tokens forbids to end here": waiting, "allowed_token_ids": self.listed is not None}
+            reasons = {"min_tokens forbids to end here": waiting,
+                       "allowed_token_ids, or the model's vocabulary": self.listed is not None}  # fmt: skip
             reason = " and ".join(why for why, holds in reasons.items() if holds) or "no token continues it"
             raise Stuck(f"the grammar leaves no token to choose from ({reason})")
 
@@ -340,8 +344,8 @@ class Constraints:
             own = rows[at * nodes : (at + 1) * nodes]
             try:
                 legal = constraint.walk(tokens[at], parents[at], own, until)
-            except Stuck as error:
-                failed[slot] = str(error)
+            except Exception as error:  # Stuck, or what a matcher or this request's ids raise: it ends no other request
+                failed[slot] = str(error) if isinstance(error, Stuck) else f"the grammar cannot be followed: {error!r}"
                 own.fill(0xFFFFFFFF)
                 legal = {0}
             kept[at] = [token if node in legal else PADDING for node, token in enumerate(tokens[at])]

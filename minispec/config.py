@@ -194,7 +194,7 @@ class Config:
         "NONE, or a MiMo model's own MTP layer",
     )  # fmt: skip
     speculative_draft_model_path: str | None = _flag(
-        None, "Speculation", "id or folder of the draft head or model, or its GGUF file; MiMo brings its own"
+        None, "Speculation", "id or folder of the draft head or model, or a model's GGUF file; MiMo brings its own"
     )
     speculative_draft_model_revision: str | None = _flag(None, "Speculation", "branch, tag or commit of that id")
     speculative_draft_load_format: str | None = _flag(

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from test_layers import ROOT
 
+from benchmarks.files import VOCAB, referred, served, weights_of, write_model
 from minispec.config import Config
 from minispec.load.build import _context_length
 from minispec.load.weights import read_config
 from minispec.model import ModelConfig
-from minispec.model_config import _ARCHITECTURES, _NEEDS
+from minispec.model_config import _ARCHITECTURES, _NEEDS, _model_type
 
 
 def sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
@@ -152,6 +153,35 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # repository: (keys 
 }  # fmt: skip
 WINDOWED = {"microsoft/Phi-3-mini-4k-instruct": 2047, "mistralai/Mistral-7B-v0.1": 4096}
 
+# Second ones of a family, to be loaded in a tiny copy; of SmolLM3, MiMo and Phi-3 only one could be found.
+MORE: dict[str, dict[str, Any]] = {
+    # MODEL_CONFIGS, Qwen--Qwen3-0.6B
+    "Qwen/Qwen3-0.6B": {
+        "architectures": ["Qwen3ForCausalLM"], **sizes(151936, 1024, 3072, 28, 16, 8), "model_type": "qwen3",
+        "attention_bias": False, "head_dim": 128, "max_position_embeddings": 40960, "max_window_layers": 28,
+        "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+        "tie_word_embeddings": True, "use_sliding_window": False,
+    },
+    # MODEL_CONFIGS, Qwen--Qwen3-235B-A22B
+    "Qwen/Qwen3-235B-A22B": {
+        "architectures": ["Qwen3MoeForCausalLM"], **sizes(151936, 4096, 12288, 94, 64, 4), "model_type": "qwen3_moe",
+        "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "max_position_embeddings": 40960,
+        "max_window_layers": 94, "mlp_only_layers": [], "moe_intermediate_size": 1536, "norm_topk_prob": True,
+        "num_experts": 128, "num_experts_per_tok": 8, "rms_norm_eps": 1e-6, "rope_scaling": None,
+        "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
+    },
+    # MODEL_CONFIGS, mistralai--Mixtral-8x22B-v0.1
+    "mistralai/Mixtral-8x22B-v0.1": {
+        "architectures": ["MixtralForCausalLM"], **sizes(32000, 6144, 16384, 56, 48, 8), "model_type": "mixtral",
+        "max_position_embeddings": 65536, "num_experts_per_tok": 2, "num_local_experts": 8, "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
+    },
+    # sgl-project/ome a4898eeaef3e, pkg/hfutil/modelconfig/testdata/mistral_no_architectures.json
+    "a Mistral that names no architecture": {
+        **sizes(32000, 4096, 14336, 32, 32, 8), "model_type": "mistral", "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # repository: (keys of its config, what the line names)
     # MODEL_CONFIGS, openai--gpt-oss-20b
     "openai/gpt-oss-20b": (
@@ -216,6 +246,33 @@ def test_a_published_config_is_read(name: str, tmp_path: Path) -> None:
     assert _context_length(Config(model_path="m"), config) == config.context_length
     window = WINDOWED.get(name)
     assert config.windows(config.context_length) == (() if window is None else (window,) * config.layers)
+
+
+def tiny(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return a published config with small sizes; what else it says stays, and so does the ratio of its heads."""
+    small = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8,
+             "num_attention_heads": 4, "moe_intermediate_size": 16, "num_experts": 8, "num_local_experts": 8,
+             "sliding_window": 8, "max_window_layers": 2}  # fmt: skip
+    kept = {key: small[key] if key in small and value is not None else value for key, value in keys.items()}
+    ratio = keys["num_attention_heads"] // keys["num_key_value_heads"]
+    lists = {key: value[:4] for key, value in keys.items() if key in ("no_rope_layers", "layer_types")}
+    (architecture,) = keys.get("architectures") or ["MistralForCausalLM"]
+    ids = {"bos_token_id": 256, "eos_token_id": 300, "pad_token_id": None}  # as small as the vocabulary
+    return {**kept, "num_key_value_heads": max(4 // ratio, 1), **lists, **ids, "torch_dtype": "float32",
+            "model_type": keys.get("model_type") or _model_type(architecture)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*READ, *MORE])
+def test_a_tiny_copy_of_a_published_model_gives_transformers_tokens(name: str, tmp_path: Path) -> None:
+    config = tiny(MORE[name] if name in MORE else READ[name][0])
+    whole = {"architectures": ["MistralForCausalLM"], **config}
+    weights = weights_of(whole)
+    if config.get("tie_word_embeddings"):
+        weights.pop("lm_head.weight", None)
+    ours = served(write_model(tmp_path, config, weights=weights))
+    assert ours.ids is not None, ours
+    if "MiMo" not in name:  # for which transformers has no class
+        assert ours.ids == referred(tmp_path).ids
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -435,8 +435,8 @@ class Engine:
         """
         buffers = self.prefills.of(sum(self.prefills.blocks_of(len(chunk.tokens)) for chunk in chunks))
         buffers.upload(chunks)
+        asked = self.asked.prefill(buffers, chunks)  # before a change, as in `launch`
         self.changes += 1
-        asked = self.asked.prefill(buffers, chunks)
         captured = self.run(buffers, self.sampling.needs([chunk.slot for chunk in chunks if chunk.last]), asked)
         return self.pending([chunk.slot for chunk in chunks], buffers, asked, chunks=chunks, captured=captured)
 

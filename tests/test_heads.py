@@ -685,6 +685,20 @@ def test_tied_head_reads_the_embedding(target_tied: bool, own_embedding: bool, t
     assert furthest(head, expected(form, target)) < 1e-5
 
 
+@pytest.mark.parametrize("make", [eagle3_official, eagle3_sglang, eagle3_speculators], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("offsets", [True, False])
+def test_a_draft_vocabulary_of_all_ids_without_an_lm_head_reads_the_target_s(
+    make: MakeFormat, offsets: bool, target: Model, tmp_path: Path
+) -> None:
+    form = make(target)
+    without("d2t", "t2d", "lm_head.weight")(form)
+    form.tensors |= {"d2t": torch.zeros(V, dtype=torch.int64)} if offsets else {}
+    form.config["draft_vocab_size"] = V
+    head = load_head(write(tmp_path, form), target)
+    assert head.lm_head is None and head.token_map is None and head.draft_vocab == V
+    assert furthest(head, expected(form, target)) < 1e-5
+
+
 def test_embedding_is_shared_unless_it_differs(target: Model, tmp_path: Path) -> None:
     form = eagle_original(target)
     assert "embed_tokens.weight" in form.tensors
@@ -747,6 +761,8 @@ def test_norm_output_without_fc_norm_is_ignored_with_a_line(
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}, (2, 4, 6)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [7, 0, 3]}}, (8, 1, 4)),  # an order of its own
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}}, (2, 5, 9)),  # the last layer's output
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [8, 0, 3]}}, (9, 1, 4)),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 5, 9]}, (2, 5, 9)),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 6],
           "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, (2, 4, 6)),
     ],

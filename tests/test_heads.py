@@ -761,7 +761,7 @@ def test_norm_output_without_fc_norm_is_ignored_with_a_line(
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}, (2, 4, 6)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [7, 0, 3]}}, (8, 1, 4)),  # an order of its own
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}}, (2, 5, 9)),  # the last layer's output
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [8, 0, 3]}}, (9, 1, 4)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [8, -1, 3]}}, (9, 0, 4)),  # the embedding, as 0
         ({"eagle_aux_hidden_state_layer_ids": [2, 5, 9]}, (2, 5, 9)),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 6],
           "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, (2, 4, 6)),

@@ -308,7 +308,7 @@ def _taps(stated: Stated, target: ModelConfig) -> tuple[int | str, ...]:
     top, nested = Keys(stated), Keys(stated).within("eagle_config")
     if not nested.flag("use_aux_hidden_state", True):
         return _last_state(stated, target)
-    entering, leaving = top.wholes(TAPS), nested.wholes(TAPS)
+    entering, leaving = top.wholes(TAPS), nested.wholes(TAPS, -1)  # the output of layer -1 is the embedding
     readings = [tuple(entering)] if entering else []
     readings += [tuple(i + 1 for i in leaving)] if leaving else []
     if len(set(readings)) > 1:

@@ -1,0 +1,109 @@
+"""Which web pages reach a server, under which names, and with which keys: over a socket, as browsers send it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from test_server import Running, no_model
+
+from minispec.config import Config
+
+KEY = {"Authorization": "Bearer secret"}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+PLAIN = {"Content-Type": "text/plain"}  # what a page may send without asking first
+IMAGE = {"Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}
+LINK = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+ACTING = [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "a"}), ("/generate", {"text": "a"}),
+          ("/abort_request", {"abort_all": True}), ("/flush_cache", {}), ("/set_internal_state", {"server_args": {}}),
+          ("/flush_cache", None), ("/health", None), ("/v1/responses", {"input": "a"}), ("/nowhere", None)]  # fmt: skip
+
+
+def server(**flags: Any) -> Running:
+    """Return a server whose model is not asked: what gets past the door meets another error than 403, or the page."""
+    return Running(Config(port=0, log_level="error", **flags), no_model)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Running]:
+    with server() as running:
+        yield running
+
+
+def passes(running: Running, headers: dict[str, str], path: str = "/v1/models", body: Any = None) -> bool:
+    """Return whether a request gets past the door; a refusal must be an error object that names the flag."""
+    status, answer, _ = running.call(path, body, None, headers)
+    if status != 403:
+        return True
+    flag = "--allowed-hosts" if answer["error"]["code"] == "host_not_allowed" else "--cors-origins"
+    assert answer["error"]["type"] == "permission_error" and flag in answer["error"]["message"], answer
+    return False
+
+
+@pytest.mark.parametrize(("path", "body"), ACTING)
+def test_another_site_s_page_reaches_nothing(plain: Running, path: str, body: Any) -> None:
+    own = {"Origin": f"http://127.0.0.1:{plain.port}", "Sec-Fetch-Site": "same-origin"}
+    assert passes(plain, {}, path, body) and passes(plain, own, path, body)
+    for origin in ("https://evil.example", "null", "http://127.0.0.1:1", "http://localhost:9", "file://", "", "a b"):
+        assert not passes(plain, {"Origin": origin, **PLAIN}, path, body), origin
+    assert not passes(plain, {"Host": f"evil.example:{plain.port}", "Origin": f"http://evil.example:{plain.port}"},
+                      path, body)  # fmt: skip
+    for site in ("cross-site", "same-site"):
+        assert not passes(plain, {"Sec-Fetch-Site": site, **IMAGE}, path, body)
+    assert not passes(plain, LINK, path, body), "a link may lead to the page alone"
+
+
+def test_a_link_to_the_page_may_be_followed_and_the_page_may_ask(plain: Running) -> None:
+    for site in ("cross-site", "same-site", "none"):
+        assert plain.call("/", headers={**LINK, "Sec-Fetch-Site": site})[0] == 200
+    assert not passes(plain, {"Sec-Fetch-Site": "cross-site", **IMAGE}, "/")
+    assert passes(plain, {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate"}, "/health")  # typed by hand
+    assert passes(plain, {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"})
+
+
+def test_names_are_addresses_and_localhost_on_loopback_whatever_the_port(plain: Running) -> None:
+    for host in ("127.0.0.1", "localhost:1", "LOCALHOST", "[::1]:30000", "192.168.1.5:80", "[fe80::1]"):
+        assert passes(plain, {"Host": host}), host
+    for host in ("evil.example", "x", "localhost.evil.example:30000", "127.0.0.1.evil.example", "[::1", "a:b:c", "2e5"):
+        assert not passes(plain, {"Host": host}), host
+    with socket.create_connection(("127.0.0.1", plain.port), timeout=10) as old:  # without a Host
+        old.sendall(b"GET /v1/models HTTP/1.0\r\n\r\n")
+        assert old.recv(100).startswith(b"HTTP/1.0 503 ")
+
+
+def test_named_origins_and_hosts_pass_and_no_others() -> None:
+    with server(cors_origins="https://app.example, app://obsidian.md", allowed_hosts="llm.example.com, Box") as running:
+        for origin in ("https://app.example", "app://obsidian.md"):
+            assert passes(running, {"Origin": origin, "Sec-Fetch-Site": "cross-site"}, "/generate", {"text": "a"})
+        for origin in ("https://app.example:8443", "http://app.example", "null", "https://evil.example"):
+            assert not passes(running, {"Origin": origin})
+        for host in ("llm.example.com", "llm.example.com:8443", "box", "127.0.0.1"):
+            assert passes(running, {"Host": host}), host
+        assert not passes(running, {"Host": "evil.example"})
+        behind = {"Host": "llm.example.com", "Origin": "https://llm.example.com"}  # of a proxy that speaks TLS
+        assert passes(running, behind) and passes(running, {**behind, "Host": "llm.example.com:443"})
+        assert not passes(running, {**behind, "Origin": "https://llm.example.com:8443"})
+    with server(cors_origins="*", allowed_hosts="*") as running:
+        assert passes(running, {"Origin": "null"}) and passes(running, {"Origin": "x://y", "Host": "any.example"})
+    with server(host="0.0.0.0") as running:
+        assert passes(running, {"Host": "box.lan"}) and not passes(running, {"Origin": "https://evil.example"})
+    with server(host="0.0.0.0", allowed_hosts="box.lan") as running:
+        assert passes(running, {"Host": "box.lan:30000"}) and not passes(running, {"Host": "evil.example"})
+    for wrong in ("https://llm.example.com", "box:80", "a b"):
+        with pytest.raises(ValueError, match="--allowed-hosts must be"):
+            Config(allowed_hosts=wrong)
+
+
+def test_who_has_a_key_passes_whatever_else_the_request_says() -> None:
+    foreign = {"Origin": "https://evil.example", "Host": "evil.example", "Sec-Fetch-Site": "cross-site"}
+    with server(api_key="secret", admin_api_key="root") as running:
+        assert passes(running, {**foreign, **KEY}) and passes(running, {**foreign, "Authorization": "Bearer root"})
+        assert running.call("/v1/models", headers=foreign)[0] == 401
+        assert not passes(running, foreign, "/health") and not passes(running, foreign, "/")
+        assert not passes(running, {**foreign, "Authorization": "Bearer wrong"}, "/health")
+    with server(admin_api_key="root") as running:
+        assert not passes(running, foreign) and passes(running, {**foreign, "Authorization": "Bearer root"}, "/flush_cache", {})
+        assert json.dumps(running.call("/flush_cache", {}, headers=foreign)[1]).count("--admin-api-key")

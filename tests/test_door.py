@@ -100,10 +100,24 @@ def test_named_origins_and_hosts_pass_and_no_others() -> None:
 def test_who_has_a_key_passes_whatever_else_the_request_says() -> None:
     foreign = {"Origin": "https://evil.example", "Host": "evil.example", "Sec-Fetch-Site": "cross-site"}
     with server(api_key="secret", admin_api_key="root") as running:
-        assert passes(running, {**foreign, **KEY}) and passes(running, {**foreign, "Authorization": "Bearer root"})
+        assert passes(running, {**foreign, **KEY}) and passes(running, {**foreign, "x-api-key": "root"})
         assert running.call("/v1/models", headers=foreign)[0] == 401
         assert not passes(running, foreign, "/health") and not passes(running, foreign, "/")
         assert not passes(running, {**foreign, "Authorization": "Bearer wrong"}, "/health")
     with server(admin_api_key="root") as running:
-        assert not passes(running, foreign) and passes(running, {**foreign, "Authorization": "Bearer root"}, "/flush_cache", {})
+        assert not passes(running, foreign) and passes(running, {**foreign, "api-key": "root"}, "/flush_cache", {})
         assert json.dumps(running.call("/flush_cache", {}, headers=foreign)[1]).count("--admin-api-key")
+
+
+def test_a_key_is_known_in_every_spelling_that_clients_have_and_in_no_other() -> None:
+    with server(api_key="s\xe9cret") as running:
+        for name, value in (("Authorization", "Bearer s\xe9cret"), ("Authorization", "bearer s\xe9cret"),
+                            ("Authorization", "BEARER   s\xe9cret  "), ("x-api-key", "s\xe9cret"),
+                            ("api-key", "s\xe9cret"), ("X-Api-Key", " s\xe9cret ")):  # fmt: skip
+            assert running.call("/v1/models", headers={name: value.encode()})[0] == 503, (name, value)
+        both = {"Authorization": "Bearer of another gateway", "x-api-key": "s\xe9cret".encode()}
+        assert running.call("/v1/models", headers=both)[0] == 503
+        for name, value in (("Authorization", "s\xe9cret"), ("Authorization", "Basic s\xe9cret"), ("api-key", ""),
+                            ("Authorization", "Bearers\xe9cret"), ("Authorization", "Bearer s\xe9cret x"),
+                            ("x-api-key", "Bearer s\xe9cret"), ("x-key", "s\xe9cret")):  # fmt: skip
+            assert running.call("/v1/models", headers={name: value.encode()})[0] == 401, (name, value)

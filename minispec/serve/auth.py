@@ -14,6 +14,7 @@ from __future__ import annotations
 import hmac
 import re
 import ssl
+from collections.abc import Iterator
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -111,8 +112,16 @@ def _is_own(origin: str, host: str) -> bool:
 
 def _bears(http: web.Request, key: str | None) -> bool:
     """Return whether a request bears this key; nobody bears None."""
-    given = http.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-    return key is not None and hmac.compare_digest(given, b"Bearer " + key.encode("utf-8"))
+    return key is not None and any(hmac.compare_digest(given, key.encode("utf-8")) for given in _keys(http))
+
+
+def _keys(http: web.Request) -> Iterator[bytes]:
+    """Yield the keys that a request bears: a bearer token, or in a header of Anthropic's or Azure's."""
+    scheme, _, token = http.headers.get("Authorization", "").strip().partition(" ")
+    tokens = [token.strip()] if scheme.lower() == "bearer" else []
+    for given in (*tokens, http.headers.get("x-api-key"), http.headers.get("api-key")):
+        if given is not None:
+            yield given.encode("utf-8", "surrogateescape")
 
 
 def _no_password() -> str:

@@ -96,6 +96,7 @@ class Server:
         self.runner = web.AppRunner(
             self.application(), handler_cancellation=True, shutdown_timeout=STOP_TIMEOUT,
             access_log=answers.access_logger, access_log_class=answers.AccessLog, keepalive_timeout=HEAD_TIMEOUT,
+            auto_decompress=False,  # `bodies.py` does, and says what it cannot
         )  # fmt: skip
         await self.runner.setup()
         site = web.TCPSite(self.runner, self.config.host, self.config.port, ssl_context=self.auth.tls)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from aiohttp import compression_utils
 from test_server import Running, no_model
 
 from minispec.config import Config
+from minispec.serve import bodies
 
+NEEDS = "needs pip install 'minispec[compression]'"
 KEY = {"Authorization": "Bearer secret"}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 PLAIN = {"Content-Type": "text/plain"}  # what a page may send without asking first
@@ -121,3 +126,43 @@ def test_a_key_is_known_in_every_spelling_that_clients_have_and_in_no_other() ->
                             ("Authorization", "Bearers\xe9cret"), ("Authorization", "Bearer s\xe9cret x"),
                             ("x-api-key", "Bearer s\xe9cret"), ("x-key", "s\xe9cret")):  # fmt: skip
             assert running.call("/v1/models", headers={name: value.encode()})[0] == 401, (name, value)
+
+
+def brotli(raw: bytes) -> bytes:
+    return pytest.importorskip("brotli", reason=NEEDS).compress(raw, quality=5)
+
+
+def zstd(raw: bytes) -> bytes:
+    return pytest.importorskip("backports.zstd", reason=NEEDS).compress(raw)
+
+
+PACKED = {"gzip": gzip.compress, "x-gzip": gzip.compress, "deflate": zlib.compress, "br": brotli, "zstd": zstd}
+
+
+@pytest.mark.parametrize("encoding", PACKED)
+def test_a_body_is_decompressed_as_far_as_a_body_may_be_long(plain: Running, encoding: str) -> None:
+    pack: Callable[[bytes], bytes] = PACKED[encoding]
+    ask = lambda raw, name=encoding: plain.call("/abort_request", raw, None, {"Content-Encoding": name})  # noqa: E731
+    body = json.dumps({"rid": "nobody"}).encode()
+    assert ask(pack(body))[0] == ask(pack(body), encoding.upper())[0] == ask(body, "identity")[0] == ask(body, "")[0] == 200
+    whole = body + b" " * (bodies.MAX_BODY - len(body))
+    assert ask(pack(whole))[0] == 200
+    for longer in (whole + b" ", whole * 8):
+        assert len(packed := pack(longer)) < 2**18
+        status, answer, _ = ask(packed)
+        assert status == 413 and "decompressed" in answer["error"]["message"]
+    for broken in (b"junk" * 5, pack(body)[: len(pack(body)) // 2], b""):
+        status, answer, _ = ask(broken)
+        assert status == 400 and answer["error"]["message"], broken
+
+
+def test_what_cannot_be_decompressed_is_a_415_that_says_what_can(
+    plain: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compression_utils, "HAS_BROTLI", False)
+    monkeypatch.setattr(compression_utils, "HAS_ZSTD", False)
+    for encoding, told in (("br", "minispec[compression]"), ("zstd", "minispec[compression]"), ("gzip, br", "deflate"),
+                           ("compress", "deflate"), ("aws-chunked", "deflate")):  # fmt: skip
+        status, answer, headers = plain.call("/abort_request", b"{}", None, {"Content-Encoding": encoding})
+        assert status == 415 and told in answer["error"]["message"], answer
+        assert headers.get_content_type() == "application/json"

@@ -123,7 +123,7 @@ def test_an_event_is_not_held_back_and_who_leaves_is_gone_for_the_server(served:
 
 
 def test_the_proxy_keeps_what_is_the_operators_and_what_is_too_large(proxy: Proxy) -> None:
-    for path in ("/metrics", "/flush_cache", "/set_internal_state", "/server_info"):
+    for path in ("/metrics", "/flush_cache", "/set_internal_state", "/server_info", "//flush_cache", "/metrics/"):
         assert proxy.ask(path).status == 404
     assert proxy.ask("/v1/completions", b" " * (16 * 2**20 + 1)).status == 413
     answer = proxy.ask("/v1/models", plain=True)

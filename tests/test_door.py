@@ -15,6 +15,7 @@ from test_server import Running, no_model
 
 from minispec.config import Config
 from minispec.serve import bodies
+from minispec.serve.routes import tidied
 
 NEEDS = "needs pip install 'minispec[compression]'"
 KEY = {"Authorization": "Bearer secret"}
@@ -167,3 +168,20 @@ def test_what_cannot_be_decompressed_is_a_415_that_says_what_can(
         status, answer, headers = plain.call("/abort_request", b"{}", None, {"Content-Encoding": encoding})
         assert status == 415 and told in answer["error"]["message"], answer
         assert headers.get_content_type() == "application/json"
+
+
+def test_a_path_spelled_a_little_wrong_is_answered_where_it_stands() -> None:
+    with server(api_key="secret", served_model_name="org/tiny") as running:
+        for path in ("/health/", "//health", "///health//", "//", "/health_generate/"):
+            assert running.call(path)[0] == running.call(tidied(path))[0] in (200, 503), path  # no key is needed
+        chats = ("/v1/v1/chat/completions", "//v1/chat/completions", "/v1//chat/completions/", "/v1/chat//completions",
+                 "/v1/v1/v1//chat/completions/")  # fmt: skip
+        for path in (*chats, "/generate/", "/v1/v1/responses", "/v1/models/", "/v1/models//org/tiny/", "/v1/v1/loads/"):
+            body = {} if path in chats or "gen" in path or "resp" in path else None
+            assert running.call(path, body)[0] == 401, path
+            status, answer, _ = running.call(path, body, headers=KEY)
+            assert status == 503 and answer["error"]["code"] == "not_ready", path  # and no redirect
+        for path, status in (("/v1/models/other/", 404), ("/v1/v2/models", 404), ("/v1/v1", 404), ("/healthy/", 404)):
+            assert running.call(path, headers=KEY)[0] == status, path
+        status, _, headers = running.call("/v1/v1/models/", {}, "POST", KEY)
+        assert status == 405 and "GET" in headers["Allow"]

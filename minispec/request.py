@@ -268,6 +268,7 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     ends: Callable[[str], bool] | None = None  # called with the text of each token; True ends the request there
     prediction: Sequence[int] = ()  # tokens that the output is expected to resemble; a hint for drafts
+    begins: bool = False  # its text is one of its own, as a chat's answer is; else it continues the prompt's text
     thinking: bool | None = None  # True: the prompt ends inside reasoning; False: outside of it; None: not known
     leader: Request | None = None  # the first of several choices for this prompt; the others wait for its pages
     salt: str = ""  # requests share cached pages, and texts for lookups, only under the same salt

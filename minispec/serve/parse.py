@@ -517,6 +517,7 @@ def _check_tools(job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
 def _prepare_answer(request: Request, job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
     """Note with a chat's request what its answer depends on: must it be a call, does its prompt leave it thinking."""
     wish, thoughts, calls = job.wish, formats.thoughts, formats.calls
+    request.begins = not job.chat["continue_final_message"]
     if wish.must and calls is not None:
         must = Grammar("lark", constraint(wish.tools, calls, wish.only, wish.parallel), "tool_choice")
         request.params = replace(request.params, grammar=must)

@@ -77,6 +77,14 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "lark")
 MAX_GRAMMAR = 2**16  # characters
 
 
+class Thought(NamedTuple):
+    """Reasoning that may precede what an output must match: free text up to its end tag."""
+
+    begin: str
+    end: str
+    surely: bool  # the output begins within it; else it thinks only if it begins with the begin tag
+
+
 @dataclass(frozen=True)
 class Grammar:
     """What an output must match; `grammar.py` explains the kinds. Errors name `origin`, the field with the grammar."""
@@ -84,6 +92,7 @@ class Grammar:
     kind: str  # one of GRAMMARS
     text: str = field(repr=False)  # not in logs
     origin: str = field(default="grammar", compare=False)
+    thought: Thought | None = None  # what may come before; None: nothing
 
     def __post_init__(self) -> None:
         if self.kind not in GRAMMARS:

@@ -4,6 +4,7 @@ Llama 2's does. Every request is asked with drafts and without, greedy and with 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from minispec.config import Config
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<think>", "</think>"]
 WORDS = ["▁", "▁a", "▁the", "b", "▁Paris", "▁is", ".", "user", '{"', '":', "x", "}", "a", "中"]
-CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}.{% endif %}"
+CHAT = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}.{{ tail | default('') }}{% endif %}"
+)
 FACE = "😀"
 
 
@@ -42,8 +46,8 @@ def make_model(folder: Path, spelt: bool) -> None:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         if spelt else [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")]
     )  # fmt: skip
-    rust.add_special_tokens(SPECIAL[:4])
-    rust.add_tokens([AddedToken(tag, normalized=False) for tag in SPECIAL[4:]])
+    rust.add_special_tokens(SPECIAL[: 4 if spelt else 6])  # tags of reasoning are special in some models only
+    rust.add_tokens([AddedToken(tag, normalized=False) for tag in SPECIAL[4:] if spelt])
     PreTrainedTokenizerFast(tokenizer_object=rust, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(CHAT)
     torch.manual_seed(1)
@@ -171,3 +175,46 @@ def test_a_stop_string_may_be_or_have_a_special_token_that_the_text_leaves_out(s
     with_eos = told(served, prompt, allowed_token_ids=[2], stop=["</s>"])
     assert with_eos == ("", [2], stopped(2)), "EOS goes before a stop string"
     assert told(served, prompt, allowed_token_ids=[2], stop=["</s>"], ignore_eos=True)[2] == stopped("</s>")
+
+
+OBJECT = {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]}
+TAG = {"type": "structural_tag", "triggers": ["{"], "structures": [{"begin": "{", "schema": OBJECT, "end": "}"}]}
+IS_OBJECT = r'\{\s*"x"\s*:\s*"[ab]"\s*\}'
+FORMATS = {
+    "schema": ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT}}}, IS_OBJECT),
+    "guided": ({"guided_json": OBJECT}, IS_OBJECT),
+    "choice": ({"structured_outputs": {"choice": ["xx", "bb"]}}, "xx|bb"),
+    "regex": ({"regex": "[xb<>think]{1,9}"}, "[xb<>think]{1,9}"),
+    "free ebnf": ({"ebnf": 'root ::= "" | [^\\n] root'}, r"[^\n]*"),
+    "lark": ({"ebnf": "start: /(x|b|<)+/"}, "[xb<]+"),
+    "tags": ({"response_format": TAG}, r"(?s)([^{]|\{" + IS_OBJECT + r"\})*"),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_reply_that_thinks_has_its_format_behind_the_end_tag_and_every_other_from_its_first_token(
+    served: Running, kind: str
+) -> None:
+    form, pattern = FORMATS[kind]
+    think, end = ids("<think>", "</think>")
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 90, "n": 6, "temperature": 1, "seed": 5,
+            "logprobs": True, "logit_bias": {think: 4, end: 4, 2: 3}, **form}  # fmt: skip
+    for tail, opens in (("", False), ("<think>", True), ("<think> </think>", None)):
+        told = []
+        for speculative in (True, False):
+            wish = {**body, "chat_template_kwargs": {"tail": tail}, "speculative": speculative}
+            answer = served.ok("/v1/chat/completions", wish)
+            told.append([(c["message"], c["finish_reason"], c["matched_stop"]) for c in answer["choices"]])
+            told[-1].append(answer["usage"])
+        assert told[0] == told[1], "drafts change nothing"
+        thought = 0
+        for choice in answer["choices"]:
+            message, first = choice["message"], choice["logprobs"]["content"][0]["token"]
+            thinks = opens or (opens is False and first == "<think>")
+            thought += bool(thinks)
+            if choice["finish_reason"] == "stop":
+                assert re.fullmatch(pattern, message["content"]), message
+                assert any(entry["token"] == "</think>" for entry in choice["logprobs"]["content"]) or not thinks
+            assert thinks or not message["reasoning_content"], "reasoning is told apart where it is, and nowhere else"
+        assert any(choice["finish_reason"] == "stop" for choice in answer["choices"])
+        assert thought == (6 if opens else 0) or opens is False and 0 < thought

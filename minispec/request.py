@@ -92,7 +92,7 @@ class Grammar:
     kind: str  # one of GRAMMARS
     text: str = field(repr=False)  # not in logs
     origin: str = field(default="grammar", compare=False)
-    thought: Thought | None = None  # what may come before; None: nothing
+    thought: Thought | None = field(default=None, repr=False)  # what may come before; None: nothing
 
     def __post_init__(self) -> None:
         if self.kind not in GRAMMARS:

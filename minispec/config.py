@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,10 @@ class Config:
         None, "Server", "web pages that may call this server: their origins, separated by commas, or * for any; "
         "default: none but the server's own",
     )
+    allowed_hosts: str | None = _flag(
+        None, "Server", "names under which clients may reach the server beside IP addresses and localhost, separated "
+        "by commas, or * for any: a proxy's name, say; default: none on a loopback address, else any",
+    )  # fmt: skip
     sampling_defaults: str = _flag(
         "model", "Server", "what a request to /v1 leaves out comes from generation_config.json, or is OpenAI's default",
         choices=("model", "openai"),
@@ -307,6 +312,10 @@ class Config:
             if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s*]+", origin):
                 raise ValueError("--cors-origins must be * or origins like https://host:port, separated by commas, "
                                  f"got {origin!r}")  # fmt: skip
+        for name in (self.hosts or frozenset()) - {"*"}:
+            if not re.fullmatch(r"[\w.-]+", name):
+                raise ValueError("--allowed-hosts must be * or names without scheme and port, separated by commas, "
+                                 f"got {name!r}")  # fmt: skip
         self._check_tls()
         self._check_ranks()
         if self.revision is not None and self.model_path is None:
@@ -534,6 +543,13 @@ class Config:
         return frozenset(filter(None, map(str.strip, (self.cors_origins or "").split(","))))
 
     @property
+    def hosts(self) -> frozenset[str] | None:
+        """The names that a request's Host may have beside localhost and IP addresses; None: any."""
+        names = frozenset(filter(None, (name.strip().lower() for name in (self.allowed_hosts or "").split(","))))
+        known = bool(names) or _is_loopback(self.host)
+        return names if known and "*" not in names else None
+
+    @property
     def thresholds(self) -> tuple[float, float] | None:
         """The accept thresholds (single, acc), or None if both are 1: verification is then exact."""
         pair = (self.speculative_accept_threshold_single, self.speculative_accept_threshold_acc)
@@ -557,6 +573,14 @@ def _is_address(text: str) -> bool:
     """Return whether a text is HOST:PORT."""
     host, _, port = text.rpartition(":")
     return bool(host) and port.isdecimal() and 0 < int(port) < 65536
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether a host is an address of this machine that no other machine reaches."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _check(f: Any, value: Any) -> None:

@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         message = [{"role": "user", "content": asked.prompt}]
         ids = llm.tokenizer.encode(asked.prompt) if asked.raw else llm.tokenizer.encode_chat(message)
         params = SamplingParams(max_new_tokens=None, temperature=asked.temperature, sampling_seed=asked.seed)
-        explain(llm, Request("explain", ids, params), asked.steps, screen)
+        explain(llm, Request("explain", ids, params, begins=not asked.raw), asked.steps, screen)
     except (ValueError, RuntimeError) as error:
         parser.exit(1, f"minispec.explain: error: {error}\n")
 

@@ -77,6 +77,14 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "lark")
 MAX_GRAMMAR = 2**16  # characters
 
 
+class Thought(NamedTuple):
+    """Reasoning that may precede what an output must match: free text up to its end tag."""
+
+    begin: str
+    end: str
+    surely: bool  # the output begins within it; else it thinks only if it begins with the begin tag
+
+
 @dataclass(frozen=True)
 class Grammar:
     """What an output must match; `grammar.py` explains the kinds. Errors name `origin`, the field with the grammar."""
@@ -84,6 +92,7 @@ class Grammar:
     kind: str  # one of GRAMMARS
     text: str = field(repr=False)  # not in logs
     origin: str = field(default="grammar", compare=False)
+    thought: Thought | None = field(default=None, repr=False)  # what may come before; None: nothing
 
     def __post_init__(self) -> None:
         if self.kind not in GRAMMARS:
@@ -268,6 +277,7 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     ends: Callable[[str], bool] | None = None  # called with the text of each token; True ends the request there
     prediction: Sequence[int] = ()  # tokens that the output is expected to resemble; a hint for drafts
+    begins: bool = False  # its text is one of its own, as a chat's answer is; else it continues the prompt's text
     thinking: bool | None = None  # True: the prompt ends inside reasoning; False: outside of it; None: not known
     leader: Request | None = None  # the first of several choices for this prompt; the others wait for its pages
     salt: str = ""  # requests share cached pages, and texts for lookups, only under the same salt

@@ -48,7 +48,7 @@ from minispec.serve.info import fingerprint, version
 from minispec.serve.message import Formats
 from minispec.serve.reply import Reply, Served
 from minispec.serve.responses import ResponseReply, parse_response
-from minispec.serve.routes import ROUTES
+from minispec.serve.routes import ROUTES, Misspelt, tidied
 from minispec.serve.streams import Exchange, delivered, delivering, leave, stream
 from minispec.serve.watchdog import Watchdog
 from minispec.serve.worker import Build, EngineThread, build_llm, build_sealed_llm
@@ -96,6 +96,7 @@ class Server:
         self.runner = web.AppRunner(
             self.application(), handler_cancellation=True, shutdown_timeout=STOP_TIMEOUT,
             access_log=answers.access_logger, access_log_class=answers.AccessLog, keepalive_timeout=HEAD_TIMEOUT,
+            auto_decompress=False,  # `bodies.py` does, and says what it cannot
         )  # fmt: skip
         await self.runner.setup()
         site = web.TCPSite(self.runner, self.config.host, self.config.port, ssl_context=self.auth.tls)
@@ -135,6 +136,7 @@ class Server:
         for route in ROUTES:
             add = getattr(app.router, f"add_{route.method}")  # `add_get` answers HEAD as well
             add(route.path.replace("}", f":{route.pattern}}}"), getattr(self, route.handler))
+        app.router.register_resource(Misspelt(app.router))
         return app
 
     def _deliver(self, updates: list[Update]) -> None:
@@ -286,7 +288,8 @@ class Server:
 
     async def model(self, http: web.Request) -> web.Response:
         """The model of this name, which may contain slashes."""
-        self._check_model(http.match_info["id"], strict=True)
+        name = http.match_info["id"]
+        self._check_model(name if name in self._names else tidied(f"/{name}")[1:], strict=True)
         return json_answer(self._card())
 
     async def model_info(self, http: web.Request) -> web.Response:

@@ -63,13 +63,15 @@ class Proxy:
         self.context = ssl.create_default_context(cafile=str(certificate))
         self.context.check_hostname = False
 
-    def ask(self, path: str, body: Any = None, plain: bool = False) -> http.client.HTTPResponse:
+    def ask(
+        self, path: str, body: Any = None, plain: bool = False, headers: dict[str, str] | None = None
+    ) -> http.client.HTTPResponse:
         """Return the answer to a request, its body unread."""
         raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         kind = http.client.HTTPConnection if plain else http.client.HTTPSConnection
         tls = {} if plain else {"context": self.context}
         self.connection = kind("127.0.0.1", self.plain if plain else self.tls, timeout=30, **tls)
-        self.connection.request("GET" if raw is None else "POST", path, raw)
+        self.connection.request("GET" if raw is None else "POST", path, raw, headers or {})
         return self.connection.getresponse()
 
 
@@ -121,11 +123,26 @@ def test_an_event_is_not_held_back_and_who_leaves_is_gone_for_the_server(served:
 
 
 def test_the_proxy_keeps_what_is_the_operators_and_what_is_too_large(proxy: Proxy) -> None:
-    for path in ("/metrics", "/flush_cache", "/set_internal_state", "/server_info"):
+    for path in ("/metrics", "/flush_cache", "/set_internal_state", "/server_info", "//flush_cache", "/metrics/"):
         assert proxy.ask(path).status == 404
     assert proxy.ask("/v1/completions", b" " * (16 * 2**20 + 1)).status == 413
     answer = proxy.ask("/v1/models", plain=True)
     assert answer.status == 301 and answer.headers["Location"] == "https://127.0.0.1/v1/models"
+
+
+def test_a_page_of_the_proxy_s_own_name_passes_where_the_server_knows_that_name(served: Running, proxy: Proxy) -> None:
+    name, path = "llm.example.com", "/v1/models"
+    hosts = [name, f"{name}:{proxy.tls}"]
+    assert [proxy.ask(path, headers={"Host": host}).status for host in hosts] == [403, 403], "not on loopback"
+    auth, served.server.auth.names = served.server.auth, frozenset({name})
+    try:
+        for host in hosts:
+            assert proxy.ask(path, headers={"Host": host, "Origin": f"https://{host}"}).status == 200
+        other = {"Host": hosts[0], "Origin": f"https://{hosts[1]}"}
+        assert proxy.ask(path, headers=other).status == 403, "another port is another origin"
+        assert proxy.ask(path, headers={"Host": "evil.example", "Origin": "https://evil.example"}).status == 403
+    finally:
+        auth.names = frozenset()
 
 
 # ---- the unit --------------------------------------------------------------------------------------------------------

@@ -708,6 +708,7 @@ SPECULATORS_REFUSED = {
     "a soft cap in the body": ({"transformer_layer_config": {**stated(), "final_logit_softcapping": 30.0}}, (),
                                "final_logit_softcapping"),
     "no offsets": ({}, ("d2t",), "missing tensors: d2t"),
+    "offsets of zero": ({}, (), "d2t contradicts the t2d beside it"),
     "no LM head": ({}, ("lm_head.weight",), "missing tensors: lm_head.weight"),
     "another vocabulary": ({"draft_vocab_size": 7}, (), "d2t has the shape"),
 }  # fmt: skip
@@ -717,6 +718,8 @@ SPECULATORS_REFUSED = {
 def test_what_is_not_known_of_speculators_is_refused_by_name(case: str, tmp_path: Path) -> None:
     keys, dropped, said = SPECULATORS_REFUSED[case]
     content = {name: tensor for name, tensor in speculator_tensors().items() if name not in dropped}
+    if case == "offsets of zero":
+        content["d2t"] = torch.zeros(len(DRAFTED), dtype=torch.int64)
     with pytest.raises(ModelError, match=f"--speculative-draft-model-path .*{said}"):
         load_dflash(write(tmp_path / "draft", speculator(**keys), content), MODEL)
 

@@ -114,7 +114,7 @@ def test_a_step_that_hangs_with_the_interpreter_s_lock_ends_the_process_too(chil
     began = time.monotonic()
     sock = socket.create_connection(("127.0.0.1", child.port))
     raw = json.dumps(wish(HANG_WITH_THE_INTERPRETER)).encode()
-    sock.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
+    sock.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
     code, log = child.ended()
     assert code == 1 and 2 * TIMEOUT < time.monotonic() - began < 4 * TIMEOUT
     assert "Timeout (" in log and 'faulty.py", line' in log and "in propose" in log

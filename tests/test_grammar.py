@@ -30,7 +30,7 @@ from minispec.drafter import Plain
 from minispec.engine import CAPTURED
 from minispec.load.tokenizer import Detokenizer, load_tokenizer
 from minispec.model import Model
-from minispec.request import Finish, Grammar, Logprobs, Request, RequestError, SamplingParams
+from minispec.request import Finish, Grammar, Logprobs, Request, RequestError, SamplingParams, Thought
 from minispec.sampling import SamplingState, pick
 from minispec.scheduler import Scheduler
 from minispec.serve import parse
@@ -698,3 +698,60 @@ def test_one_thing_may_be_asked_for_twice_but_two_are_a_400() -> None:
         with pytest.raises(RequestError, match=said) as caught:
             parse.parse_completion({"prompt": "hi", **wrong}, {})
         assert caught.value.status == 400 and caught.value.param == (param or "structured_outputs")
+
+
+# ---- reasoning before a grammar --------------------------------------------------------------------------------------
+
+R1, QWEN, KIMI = (Thought("<think>", "</think>", True), Thought("<think>", "</think>", False),
+                  Thought("◁think▷", "◁/think▷", False))  # fmt: skip
+AB = ("json_schema", '{"type": "object", "properties": {"a": {"const": "b"}}, "required": ["a"]}')
+LINE, OWN = ("regex", r"[^\n]+"), ("ebnf", 'root ::= "<think>" [a-z]+ "</think>" [0-9]+')
+TAGGED = ("structural_tag",
+          '{"structures": [{"begin": "<f>", "schema": {"const": 1}, "end": "</f>"}], "triggers": ["<f"]}')  # fmt: skip
+THOUGHTFUL = {  # of a kind of reasoning and a grammar: which outputs are allowed
+    "surely, JSON": (R1, AB, ('so\n{"a": 2}</think>{"a": "b"}', '<think>so</think>\n\n{"a": "b"}',
+                              '</think>{"a": "b"}'),
+                     ('{"a": "b"}', 'so</think>\n\n\n{"a": "b"}', 'so</think>x', "so", 'so</think>{"a": "c"}')),
+    "maybe, JSON": (QWEN, AB, ('{"a": "b"}', '<think>so < </thin</think>\n{"a": "b"}'),
+                    ('so</think>{"a": "b"}', '{"a": "b"}<think>', '<think>{"a": "b"}', ' <think></think>{"a": "b"}')),
+    "maybe, a line": (QWEN, LINE, ("ab", "<thin", "<b", "a <think>", "<think>a\nb</think>c", "<think></think><think>"),
+                      ("a\nb", "<think>a", "<think>a</think>b\nc", "<think>a</think>", "")),
+    "maybe, its own": (QWEN, OWN, ("<think>ab</think>12",), ("<think>A</think>12", "12", "<think>ab</think>")),
+    "maybe, tags": (QWEN, TAGGED, ("x <f>1</f> y", "<think>x <f2</think>y <f>1</f>", "<think>x</think>", "<t"),
+                    ("x <f>2</f>", "<think>x</think><f>2</f>", "<think>x <f>1</f>")),
+    "in other words": (KIMI, AB, ('{"a": "b"}', '◁think▷◁so◁/think▷{"a": "b"}'), ('◁{"a": "b"}', "◁think▷so")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", THOUGHTFUL)
+def test_a_grammar_begins_behind_the_reasoning_wherever_tokens_cut_the_tags(case: str, demo_folder: Path) -> None:
+    """The default model has no token for either tag, so they come in pieces, and their ends in a token with more."""
+    thought, (kind, text), good, bad = THOUGHTFUL[case]
+    tokenizer = load_tokenizer(demo_folder)
+    grammars = Grammars(tokenizer.backend, tokenizer.vocab_size, [2])
+    grammar = Grammar(kind, text, thought=thought)
+
+    def follows(before: list[int], token: int, constraint: Constraint) -> bool:
+        """Return whether a request with this output may emit the token."""
+        constraint.request.output_ids, row = before, np.zeros((1, constraint.words), np.uint32)
+        try:
+            constraint.walk([0], [-1], row, 0)
+        except Stuck:
+            return False
+        return bool(row[0, token >> 5] >> np.uint32(token & 31) & 1)
+
+    def fresh() -> Constraint:
+        params = SamplingParams(grammar=grammar)
+        return Constraint(Request("r", [1], params, compiled_grammar=grammars.compile(grammar)), [2])
+
+    def allowed(ids: list[int]) -> bool:
+        """Return whether a request may emit these ids; who knows all but the last at once says the same of it."""
+        constraint = fresh()
+        answer = all(follows(ids[:at], token, constraint) for at, token in enumerate(ids))
+        assert not answer or follows(ids[:-1], ids[-1], fresh())
+        return answer
+
+    for wanted, texts in ((True, good), (False, bad)):
+        for text in texts:
+            ids = tokenizer.encode(text, False)
+            assert allowed([*ids, 2]) is wanted, (text, [tokenizer.decode([token]) for token in ids])

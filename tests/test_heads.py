@@ -594,6 +594,7 @@ def without(*names: str) -> Callable[[Format], None]:
 
 def offsets_as_ids(form: Format) -> None:
     form.tensors["d2t"] = form.tensors["d2t"] + torch.arange(D)
+    del form.tensors["t2d"]  # beside which it would be refused
 
 
 def streams_reversed(form: Format) -> None:
@@ -666,6 +667,7 @@ def test_wider_target_needs_an_embedding_in_the_file(tmp_path: Path) -> None:
 def test_head_of_all_ids_in_order_has_no_map(target: Model, tmp_path: Path) -> None:
     form = eagle3_official(target)
     form.tensors |= {"d2t": torch.zeros(V, dtype=torch.int64), "lm_head.weight": made(1)(V, H)}
+    form.tensors["t2d"] = torch.ones(V, dtype=torch.bool)
     form.config["draft_vocab_size"] = V
     head = load_head(write(tmp_path, form), target)
     assert head.token_map is None
@@ -879,6 +881,23 @@ def two_of_one_id(form: Format) -> None:
     form.tensors["d2t"][1] = form.tensors["d2t"][0] - 1
 
 
+def d2t_of_zeros(form: Format) -> None:
+    form.tensors["d2t"] = torch.zeros(D, dtype=torch.int64)
+
+
+def d2t_counted(form: Format) -> None:
+    form.tensors["d2t"] = torch.arange(D)  # so that every second target id is drafted
+
+
+def ids_as_d2t(form: Format) -> None:
+    form.tensors["d2t"] = form.tensors["d2t"] + torch.arange(D)
+
+
+def one_mark_missing(form: Format) -> None:
+    form.tensors["t2d"] = form.tensors["t2d"].to(torch.uint8)
+    form.tensors["t2d"][form.tensors["t2d"].nonzero()[0]] = 0
+
+
 REFUSED: dict[str, tuple[MakeFormat, Callable[[Format], None], str]] = {
     "unknown": (eagle_original, add("layers.0.input_layernorm.weight", H), "unknown.*layers.0.input_layernorm.weight"),
     "unknown3": (eagle3_official, add("embedding_layernorm.weight", H), "unknown tensors: embedding_layernorm.weight"),
@@ -924,6 +943,10 @@ REFUSED: dict[str, tuple[MakeFormat, Callable[[Format], None], str]] = {
     "d2t range": (eagle3_official, bad_d2t, r"d2t.*\[0, 60\]"),
     "d2t twice": (eagle3_official, two_of_one_id, "d2t.*stands in it twice"),
     "d2t length": (eagle3_official, set_config(draft_vocab_size=D + 1), r"d2t has the shape \[17\].* is 18"),
+    "d2t of zeros": (eagle3_official, d2t_of_zeros, "d2t contradicts the t2d beside it"),
+    "d2t counted": (eagle3_speculators, d2t_counted, "d2t contradicts the t2d beside it"),
+    "ids for d2t": (eagle31, ids_as_d2t, "d2t contradicts the t2d beside it"),
+    "one mark missing": (eagle3_official, one_mark_missing, "17 target ids, t2d marks 16, and 1 are in one"),
     "residual unsaid": (eagle3_speculators, set_config(norm_before_residual=None), "lacks norm_before_residual"),
     "speculators' EAGLE-1": (eagle3_speculators, set_config(speculators_model_type="eagle"), "model_type 'eagle'"),
     "tied and short": (

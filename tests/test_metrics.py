@@ -244,7 +244,7 @@ def test_keys_guard_every_route_but_health_and_the_page(locked: Running) -> None
         assert ask(locked, where)[0] == (200 if is_open else 401), path
         assert ask(locked, where, "wrong")[0] == (200 if is_open else 401), path
         assert ask(locked, where, "user-key")[0] == ask(locked, where, "admin-key")[0] == 200, path
-    for path in ("/nowhere", "//health", "/health/../metrics", "/%68ealth/x"):
+    for path in ("/nowhere", "//metrics", "/v1/v1/models", "/health/../metrics", "/%68ealth/x", "/flush_cache/"):
         assert ask(locked, path)[0] == 401, path
     assert [ask(locked, "/generate", key, native())[0] for key in (None, "user-key")] == [401, 200]
 

@@ -146,18 +146,18 @@ def test_silent_clients_are_let_go_in_head_and_body(tiny: Path, monkeypatch: pyt
     monkeypatch.setattr(bodies, "BODY_TIMEOUT", 0.3)
     with Running(Config(port=0, log_level="error"), no_model) as running:
         begun = time.monotonic()
-        for sent in (b"", b"POST /abort_request HTT", b"POST /abort_request HTTP/1.1\r\nHost: x\r\nX-A: "):
+        for sent in (b"", b"POST /abort_request HTT", b"POST /abort_request HTTP/1.1\r\nHost: localhost\r\nX-A: "):
             with socket.create_connection(("127.0.0.1", running.port), timeout=10) as sock:
                 sock.sendall(sent)
                 assert sock.recv(1000) == b"", "the connection ends without a word"
         with socket.create_connection(("127.0.0.1", running.port), timeout=10) as sock:
-            sock.sendall(b"POST /abort_request HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n" + b'{"rid": ')
+            sock.sendall(b'POST /abort_request HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"rid": ')
             answer = sock.recv(1000)
             assert b" 408 " in answer.splitlines()[0] and b"slow_body" in answer
         assert running.server.bodies.held == 0 and time.monotonic() - begun < 8
         monkeypatch.setattr(bodies, "MAX_BODIES", 150)
         with socket.create_connection(("127.0.0.1", running.port), timeout=10) as sock:
-            sock.sendall(b"POST /abort_request HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n" + b'{"rid": ')
+            sock.sendall(b'POST /abort_request HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"rid": ')
             wait_until(lambda: running.server.bodies.held > 0)
             status, answer, _ = running.call("/abort_request", {"rid": "x" * 100})
             assert (status, answer["error"]["code"]) == (503, "busy")
@@ -170,7 +170,7 @@ def stalled(served: Running, body: dict[str, Any]) -> socket.socket:
     sock.settimeout(20)
     sock.connect(("127.0.0.1", served.port))
     raw = json.dumps(body).encode()
-    sock.sendall(b"POST /generate HTTP/1.0\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
+    sock.sendall(b"POST /generate HTTP/1.0\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
     return sock
 
 

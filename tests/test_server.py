@@ -152,7 +152,7 @@ class Running:
         """Send a request and leave the connection open, unread."""
         raw = json.dumps(body).encode()
         sock = socket.create_connection(("127.0.0.1", self.port), timeout=60)
-        sock.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        sock.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
         return sock
 
     def wait(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 20) -> dict[str, Any]:
@@ -414,10 +414,10 @@ def test_web_pages_of_named_origins_may_call_and_their_browsers_may_ask_without_
             ]  # fmt: skip
     allow = "Access-Control-Allow-Origin"
     assert [(status, headers[allow]) for status, _, headers in answers[None]] == [
-        (401, None), (503, None), (401, None), (503, None)]  # fmt: skip
+        (401, None), (403, None), (401, None), (403, None)]  # fmt: skip
     named, anyone = answers["https://a.example, http://localhost:3000"], answers["*"]
     own = "https://a.example"
-    assert [(s, h[allow]) for s, _, h in named] == [(204, own), (503, own), (401, own), (503, None)]
+    assert [(s, h[allow]) for s, _, h in named] == [(204, own), (503, own), (401, own), (403, None)]
     assert [(s, h[allow]) for s, _, h in anyone] == [(204, "*"), (503, "*"), (401, "*"), (503, "*")]
     assert named[0][2]["Access-Control-Allow-Headers"] == "authorization,x-own" and named[3][2]["Vary"] == "Origin"
 

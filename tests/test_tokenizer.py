@@ -478,10 +478,42 @@ def test_half_a_character_at_the_end_comes_with_the_flush(demo: Tokenizer) -> No
         assert pieces[-1].startswith("\ufffd") and not any("\ufffd" in piece for piece in pieces[:-1])
 
 
-def test_leading_space_is_dropped_once_and_others_are_kept() -> None:
+def _continued(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
+    detokenizer = tokenizer.detokenizer(SamplingParams())
+    detokenizer.follow(before)
+    return "".join([*map(detokenizer.append, ids), detokenizer.flush()])
+
+
+def test_leading_space_is_dropped_once_where_a_text_begins_and_nowhere_else() -> None:
     for tokenizer in (_spelt_tokenizer(), _metaspace_tokenizer()):
         assert _stream(tokenizer, [260, 261, 259, 262], True)[:4] == ["a", " the", " ", "b"]
         assert "".join(_stream(tokenizer, [259, 259, 262], True)) == " b"
+        for before in ([260], [262], [260, 2], [260, 999], [3 + 10], [260, 3 + 10], [264], [1, 260, 0]):
+            assert _continued(tokenizer, before, [260, 261]) == " a the", before
+        for before in ([], [1], [1, 2, 999]):
+            assert _continued(tokenizer, before, [260, 261]) == "a the", before
+
+
+def test_a_text_and_what_continues_it_are_the_text_of_both(demo: Tokenizer) -> None:
+    """However whole characters are cut in two; half a character belongs to the side that has its end."""
+    for tokenizer in (demo, _spelt_tokenizer(), _metaspace_tokenizer()):
+        for text in ("a the 😀中 éa.\nb 日本\n\n b", "😀b", "\n"):
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            raw = [tokenizer.piece(token) for token in ids]
+            for cut in range(len(ids) + 1):
+                begun = b"".join(raw[:cut]).decode("utf-8", "ignore")
+                begun = begun if text.startswith(begun) else begun[1:]  # of the first word the space is no text
+                assert _continued(tokenizer, ids[:cut], ids[cut:]) == text[len(begun) :], (text, cut)
+
+
+def test_half_a_character_that_nothing_completes_is_no_part_of_what_follows(demo: Tokenizer) -> None:
+    for tokenizer in (demo, _spelt_tokenizer(), _metaspace_tokenizer()):
+        *_, b = tokenizer.encode("b", add_special_tokens=False)
+        face = tokenizer.encode("b😀", add_special_tokens=False)[1:]
+        for before in ([b], []):
+            for cut in range(1, len(face)):
+                assert _continued(tokenizer, [*before, *face[:cut]], [b, b]) == "bb"
+                assert _continued(tokenizer, [*before, *face[:cut]], face[cut:]) == "😀"
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])

@@ -309,6 +309,23 @@ def test_whether_the_prompt_leaves_the_model_thinking_is_seen_at_its_end(templat
     assert parse.tokenize(chat(), tokenizer, 10**6)[0].thinking is None
 
 
+@pytest.mark.parametrize(("template", "parser", "surely"), [
+    ("{{ tools }}<think>\n", "qwen3", True), ("{{ tools }}", "deepseek-r1", True), ("{{ tools }}", "qwen3", False),
+    ("{{ tools }}<think>\n\n</think>\n\n", "deepseek-r1", None),
+])  # fmt: skip
+def test_a_forced_call_and_every_format_stand_behind_the_reasoning(
+    template: str, parser: str, surely: bool | None
+) -> None:
+    formats, tokenizer = Formats(CALLS["hermes"], THOUGHTS[parser]), templated(template)
+    for ask in (chat(tools=[WEATHER], tool_choice="required"), chat(regex="a+"), chat(regex="a+", tools=[WEATHER])):
+        request = parse.tokenize(ask, tokenizer, 10**6, formats=formats)[0]
+        thought = request.params.grammar.thought
+        assert (thought and thought.surely) is surely and (thought is None or thought[:2] == ("<think>", "</think>"))
+    message = Message(Wish(tools=(WEATHER,), must=True), formats, request.thinking)
+    read(["<think>Hm" if surely is False else "Hm", f"</think>\n<tool_call>{PARIS}</tool_call>"], message)
+    assert (message.whole()["reasoning_content"] == "Hm") is (surely is not None) and message.called
+
+
 def test_a_message_to_continue_says_whether_it_is_thinking() -> None:
     for text, thinking in (("<think>One", True), ("<think>One</think>Two", False), ("Two", False)):
         messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]

@@ -16,6 +16,9 @@ hit the limit, the matcher is made anew; otherwise its request fails, and no oth
 take DRAFT_SECONDS of a step, for all requests together. Drafts that were not reached by then are cut, which costs speed
 but not exactness.
 
+An output that thinks has its grammar behind the end of its reasoning (`Grammar.thought`). Where the output surely
+thinks, one matcher reads reasoning and answer. Where it may, there are two, and its first token says which one counts.
+
 From Python, `SamplingParams(grammar=Grammar("regex", "[a-z]+"))` constrains a request. The kind "lark" is llguidance's
 own language, in which `%json {...}` embeds a schema and `<name>` a special token; tool calls can be written in it. The
 kind "ebnf" is that language or GBNF.
@@ -40,7 +43,7 @@ from torch import Tensor
 
 from minispec.asked.schemas import close_embedded, compiled_form
 from minispec.output import TokenizerBackend
-from minispec.request import Grammar, Request, RequestError
+from minispec.request import Grammar, Request, RequestError, Thought
 from minispec.tree import PADDING
 
 if TYPE_CHECKING:
@@ -67,6 +70,7 @@ class Compiled(NamedTuple):
     words: int  # W, words of 32 bits in a mask
     tokens: int  # how many ids model and tokenizer together have
     known: int  # how many of them the model has
+    thinking: LLMatcher | None = None  # of an output that begins with the tag of reasoning, where it may
 
 
 class Grammars:
@@ -102,13 +106,19 @@ class Grammars:
                 source = self._source(grammar)
             except (ValueError, RecursionError) as error:  # RequestError is a ValueError
                 raise _refused(grammar, str(error)) from None
-            limits = LLParserLimits(verbose_errors=False, **LIMITS)
-            matcher = LLMatcher(self._tokenizer(grammar), source, log_level=0, limits=limits)
-            if not matcher.get_error():
-                matcher.deep_copy().compute_bitmask()  # the first mask builds a lexer: here, so that no step is delayed
-            if wrong := matcher.get_error():
+            limits, thought = LLParserLimits(verbose_errors=False, **LIMITS), grammar.thought
+            sources = [] if thought and thought.surely else [source]
+            sources += [_thoughtful(source, thought, self._tokenizer(grammar), self.backend)] if thought else []
+            matchers = [LLMatcher(self._tokenizer(grammar), each, log_level=0, limits=limits) for each in sources]
+            # The first mask builds a lexer: here, so that no step is delayed.
+            masks = [0 if m.get_error() else int.from_bytes(m.deep_copy().compute_bitmask()) for m in matchers]
+            if wrong := next(filter(None, (matcher.get_error() for matcher in matchers)), None):
                 raise _refused(grammar, wrong)
-            compiled = self._compiled[grammar] = Compiled(matcher, -(-self._size // 32), self._size, self.vocab_size)
+            plain, *others = matchers
+            # A grammar that demands the begin tag itself says what reasoning is.
+            thinking = others[0] if others and masks[0] & ~masks[1] else None
+            words = -(-self._size // 32)
+            compiled = self._compiled[grammar] = Compiled(plain, words, self._size, self.vocab_size, thinking)
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
             return compiled
@@ -160,6 +170,28 @@ class _Bytes:
         if not isinstance(text, str):
             raise TypeError("text must be a str")
         return self._encode(text, False)
+
+
+def _thoughtful(source: str, thought: Thought, vocabulary: LLTokenizer, backend: TokenizerBackend) -> str:
+    """Return the grammar of reasoning, two newlines at most, and what matches `source`, all in llguidance's form.
+
+    llguidance takes some tokens for special ones that are none for the tokenizer, and text never has those. So a tag
+    may be such a token, or text.
+    """
+
+    def token(tag: str) -> str:
+        found = backend.token_id(tag)
+        return f"| {{}} <[{found}]>" if found is not None and vocabulary.is_special_token(found) else ""
+
+    quoted = {tag: json.dumps(tag, ensure_ascii=False) for tag in (thought.begin, thought.end)}
+    begin = f"({quoted[thought.begin]} {token(thought.begin).format('')})" + "?" * thought.surely
+    head = f"""start: {begin} thought SPACE? @format
+thought: text_thought {token(thought.end).format("FREE")}
+text_thought[lazy]: FREE {quoted[thought.end]}
+FREE: /(.|\\n)*/
+SPACE: /\\n{{1,2}}/"""
+    inner = json.loads(source)["grammars"][0] if source.lstrip().startswith("{") else {"lark_grammar": source}
+    return json.dumps({"grammars": [{"lark_grammar": head}, {**inner, "name": "format"}]})
 
 
 def _refused(grammar: Grammar, error: str) -> RequestError:
@@ -231,14 +263,32 @@ class Constraint:
 
     def _restart(self) -> None:
         """Replace the matcher by one that has consumed nothing; a matcher with an error never works again."""
-        self.matcher, self.consumed = self.request.compiled_grammar.matcher.deep_copy(), 0
+        compiled: Compiled = self.request.compiled_grammar
+        self.matcher, self.consumed = compiled.matcher.deep_copy(), 0
+        # As long as the output may still begin with the tag of reasoning, what would read it then.
+        self.thinking = None if compiled.thinking is None else compiled.thinking.deep_copy()
 
     def catch_up(self) -> None:
         """Consume the output since the last call, or all of it after a restart; raises Stuck."""
+        while self.thinking is not None and self.consumed < len(self.request.output_ids):
+            self._decide(self.request.output_ids[self.consumed])
         new = self.request.output_ids[self.consumed :]
         if new and not self.matcher.consume_tokens(new):
             raise Stuck(_failure(self.matcher))
         self.consumed += len(new)
+
+    def _decide(self, token: int) -> None:
+        """Consume one of the first tokens, and keep the matcher that counts if it tells; raises Stuck."""
+        assert self.thinking is not None
+        answers, thinks = self.matcher.consume_token(token), self.thinking.consume_token(token)
+        begun = thinks and not self.thinking.compute_ff_bytes()  # nothing of the tag is missing
+        if thinks and (begun or not answers):
+            self.matcher, self.thinking = self.thinking, None
+        elif not thinks:
+            self.thinking = None
+            if not answers:
+                raise Stuck(_failure(self.matcher))
+        self.consumed += 1
 
     def fill(self, row: np.ndarray, depth: int) -> None:
         """Write the mask after the consumed tokens, of which the last `depth` are drafts, into `row [W] uint32`.
@@ -248,6 +298,10 @@ class Constraint:
         self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self.matcher.is_error():
             raise Stuck(_failure(self.matcher))
+        if self.thinking is not None:
+            other = np.zeros_like(row)
+            self.thinking.unsafe_compute_mask_ptr(other.ctypes.data, other.nbytes)
+            row |= other
         waiting = self.request.params.min_new_tokens > self.consumed + depth
         for token in self.stop_ids if waiting else ():
             row[token >> 5] &= ~np.uint32(1 << (token & 31))
@@ -268,7 +322,7 @@ class Constraint:
         self.fill(rows[0], 0)
         children: list[list[int]] = [[] for _ in tokens]
         for node in range(1, len(tokens)):
-            if tokens[node] != PADDING:
+            if tokens[node] != PADDING and self.thinking is None:  # until one matcher counts, drafts are cut
                 children[parents[node]].append(node)
         legal = {0}
 

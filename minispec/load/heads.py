@@ -372,8 +372,7 @@ def draft_ids(stated: Stated, tensors: Tensors, vocab_size: int) -> Tensor | Non
     The file's d2t holds offsets, target id minus draft id. It is taken out of `tensors`, and all other code sees ids.
     """
     draft_vocab = _draft_vocab(stated, vocab_size)
-    tensors.pop("t2d", None)  # it says which target ids are drafted, as d2t does
-    offsets = tensors.pop("d2t", None)
+    drafted, offsets = tensors.pop("t2d", None), tensors.pop("d2t", None)
     if offsets is None:
         if draft_vocab != vocab_size:
             raise ModelError(f"missing tensors: d2t, for a draft vocabulary of {draft_vocab} of {vocab_size} tokens")
@@ -384,4 +383,12 @@ def draft_ids(stated: Stated, tensors: Tensors, vocab_size: int) -> Tensor | Non
     ids = torch.arange(draft_vocab) + offsets.long()
     if problem := map_problem(ids, vocab_size):
         raise ModelError(f"d2t, draft id plus offset: {problem}")
+    # Beside it t2d marks the target ids that are drafted. Exporters were seen to write a wrong d2t, by which nearly
+    # every draft is another token than the head means.
+    if drafted is not None and set(drafted.unique().tolist()) <= {0, 1}:
+        marked = drafted.flatten().nonzero().flatten()
+        if strange := sorted(set(ids.tolist()) ^ set(marked.tolist())):
+            raise ModelError(f"d2t contradicts the t2d beside it: draft id plus offset gives {ids.numel()} target ids, "
+                             f"t2d marks {marked.numel()}, and {len(strange)} are in one of them alone, "
+                             f"{strange[0]} the first; d2t must hold target id minus draft id")  # fmt: skip
     return None if draft_vocab == vocab_size and not offsets.any() else ids

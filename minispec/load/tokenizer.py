@@ -19,6 +19,7 @@ import codecs
 import importlib.util
 import json
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -182,6 +183,7 @@ class _HuggingFace:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         decoder = json.loads(tokenizer.to_str())["decoder"] or {}
         self.byte_level = decoder.get("type") == "ByteLevel"
+        self.byte_fallback = '"ByteFallback"' in json.dumps(decoder)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # As a batch of one: only for batches is the interpreter's lock released, else a long text stops all threads.
@@ -244,7 +246,7 @@ def _load_huggingface(folder: Path, template: Template) -> Tokenizer:
 class _Tiktoken:
     """A rank table with special tokens."""
 
-    byte_level = True
+    byte_level, byte_fallback = True, False
 
     def __init__(
         self, name: str, split: str, ranks: dict[bytes, int], special: dict[str, int], bos_id: int | None
@@ -328,6 +330,27 @@ def _token_text(given: Any) -> str | None:
 # ---- incremental decoding --------------------------------------------------------------------------------------------
 
 
+class ByteRun:
+    """A run of byte tokens that goes on: the text that `decode` gives for it now."""
+
+    def __init__(self, values: Sequence[int] = ()) -> None:
+        self.text, self.size, self.half = "", 0, False  # half: it ends in half a character, and its text will change
+        self._utf8, self._broken = codecs.getincrementaldecoder("utf-8")(), False
+        for value in values:
+            self.add(value)
+
+    def add(self, value: int) -> None:
+        """Add a byte. Once the run cannot be UTF-8 any more, each of its bytes is U+FFFD."""
+        self.size += 1
+        try:
+            self.text += "" if self._broken else self._utf8.decode(bytes([value]))
+        except UnicodeDecodeError:
+            self._broken = True
+        self.half = not self._broken and self._utf8.getstate()[0] != b""
+        if self._broken:
+            self.text = REPLACEMENT * self.size
+
+
 class Detokenizer:
     """Text of one growing list of ids, returned as it becomes certain.
 
@@ -341,26 +364,90 @@ class Detokenizer:
         self._backend = backend
         self._skipped = backend.special_ids if params.skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._half = False  # whether half a character precedes the text, which is no part of it
         self._window: list[int] = []  # ids of the piece returned last, then those whose text is not yet returned
         self._read = 0  # length of that piece, in tokens
+        self._run: ByteRun | None = None  # at the end of the window
+        self._around: tuple[str, str] | None = None  # text of the piece returned last, and of all that precedes the run
+
+    def follow(self, before: Sequence[int]) -> None:
+        """Begin behind ids whose text is there already, such as a prompt's, so that the first word keeps its space.
+
+        Half a character at their end may be completed, and is no part of the text if it is not. To be called first.
+        """
+        if self._backend.byte_level:
+            for token_id in before[-8:]:
+                self.append(token_id)
+            self._half = self._utf8.getstate()[0] != b""
+            return
+        # The window begins with the last token that is no byte. A run of bytes behind it counts from its last character
+        # on: what was whole before stays whole, whatever follows.
+        values: list[int] = []  # the bytes of a run, backwards
+        run: list[int] = []
+        for token_id in reversed(before):
+            if token_id in self._skipped or (token := self._backend.token(token_id)) is None:
+                continue
+            if (value := self._byte(token)) is None:
+                self._window = [token_id]
+                break
+            if not values or 0x80 <= values[-1] < 0xC0:  # to the first byte of the last character
+                values.append(value)
+                run.append(token_id)
+        last = ByteRun(values[::-1])
+        if last.half or run and not self._window:
+            self._window, self._run = self._window + run[::-1], last
+        self._read = len(self._window)
 
     def append(self, token_id: int) -> str:
         """Add one id and return the text that it made certain, often "" and never with half a character."""
         if token_id in self._skipped:
             return ""
         if self._backend.byte_level:
-            return self._utf8.decode(self._backend.token_bytes(token_id))
+            return self._joined(self._utf8.decode(self._backend.token_bytes(token_id)))
         token = self._backend.token(token_id)
         if token is None:  # `decode` skips ids beyond the vocabulary as well
             return ""
         self._window.append(token_id)
-        return "" if HEX_BYTE.fullmatch(token) else self._slide(hold=True)
+        if (value := self._byte(token)) is None:
+            self._run = self._around = None
+            return self._slide(hold=True)
+        self._run = self._run or ByteRun()
+        self._run.add(value)
+        return ""
+
+    def held(self) -> str:
+        """Return what follows the returned text as `decode` gives it now; "" while that ends in half a character."""
+        if self._run is None or self._run.half:
+            return ""
+        if self._around is None:
+            pieces = self._window[: self._read], self._window[: -self._run.size]
+            self._around = self._backend.decode(pieces[0], False), self._backend.decode(pieces[1], False)
+        (known, ahead), text = self._around, self._run.text
+        first = self._window[:1] if len(self._window) == self._run.size and text.startswith(" ") else []
+        if first and not self._backend.decode(first, False):  # the space with which a text begins is none
+            text = text[1:]
+        return _beyond(known, ahead + text)
+
+    def left_out(self, token_id: int) -> str:
+        """Return the text of a special token that is left out, "" for any other token."""
+        return (self._backend.token(token_id) or "") if token_id in self._skipped else ""
 
     def flush(self) -> str:
         """Return what is left at the end; half a character becomes U+FFFD, as in `decode`."""
         if self._backend.byte_level:
-            return self._utf8.decode(b"", final=True)
+            return self._joined(self._utf8.decode(b"", final=True))
+        self._run = self._around = None
         return self._slide(hold=False)
+
+    def _byte(self, token: str) -> int | None:
+        """Return the byte that a token stands for, where the tokenizer has such tokens."""
+        return int(token[3:5], 16) if self._backend.byte_fallback and HEX_BYTE.fullmatch(token) else None
+
+    def _joined(self, text: str) -> str:
+        """Return text without the U+FFFD that half a character before it becomes where nothing completes that."""
+        if text and self._half:
+            self._half, text = False, text.removeprefix(REPLACEMENT)
+        return text
 
     def _slide(self, hold: bool) -> str:
         """Return the window's new text and move the window on; with `hold`, not while it ends in half a character."""
@@ -369,7 +456,13 @@ class Detokenizer:
         pending = len(self._window) - self._read
         if hold and text.endswith(REPLACEMENT) and pending < 4:  # 4 ids are no half, as a character has 4 bytes at most
             return ""
-        new = text[len(known) :]
-        if new:
+        if new := _beyond(known, text):
             self._window, self._read = self._window[self._read :], pending
         return new
+
+
+def _beyond(known: str, text: str) -> str:
+    """Return what a text adds to a known one, whose half character at the end it may have completed."""
+    if text.startswith(known):
+        return text[len(known) :]
+    return text[len(os.path.commonprefix((known, text))) :]

@@ -65,6 +65,7 @@ class CompletionLists:
         self.spelling, self.request, self.top = spelling, request, top
         self._at = {True: 0, False: echoed}  # characters so far, in front of the next token of prompt and of output
         self._texts = {part: tokenizer.detokenizer(request.params) for part in self._at}
+        self._texts[False].follow(request.prompt_ids)
 
     def prompt(self) -> dict[str, list[Any]]:
         """Return the lists of the prompt's tokens; nothing precedes the first, so it has no score."""

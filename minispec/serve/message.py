@@ -97,7 +97,7 @@ class Message:
 
     def __init__(self, wish: Wish, formats: Formats, thinking: bool | None = None) -> None:
         self.wish = wish
-        form = None if wish.must or not wish.separate else formats.thoughts  # a call alone leaves no room for reasoning
+        form = formats.thoughts if wish.separate else None
         self._thoughts = None if form is None else Thoughts(form, form.always if thinking is None else thinking)
         names = [tool["function"]["name"] for tool in wish.tools]
         self._calls = Calls(formats.calls, names, not wish.parallel) if names and formats.calls else None

@@ -18,7 +18,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from minispec.load.chat_templates import WITH_TOOLS
-from minispec.request import Grammar, Logprobs, Request, RequestError, SamplingParams, Trace, choice_seed, short
+from minispec.request import (
+    Grammar,
+    Logprobs,
+    Request,
+    RequestError,
+    SamplingParams,
+    Thought,
+    Trace,
+    choice_seed,
+    short,
+)
 from minispec.serve import fields
 from minispec.serve.fields import read
 from minispec.serve.logprobs import Report
@@ -158,10 +168,8 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
     report = Report(top, as_ids=asked.return_tokens_as_token_ids is True)
     values = {**defaults, "max_new_tokens": None, "logprobs": None if top is None else Logprobs(top=top)}
     job = _openai_job("chat", asked, [messages], values, report)
-    if (form := job.params[0].grammar) is not None:
-        if not wish.must:
-            wish = replace(wish, separate=False)  # the form leaves no room for reasoning either
-        elif form.origin == "response_format":  # of the text, and a call leaves no text
+    if wish.must and (form := job.params[0].grammar) is not None:
+        if form.origin == "response_format":  # of the text, and a call leaves no text
             job = replace(job, params=[replace(params, grammar=None) for params in job.params])
         else:
             raise RequestError(f"{form.origin} may not be given where tool_choice asks for a call", form.origin)
@@ -517,6 +525,7 @@ def _check_tools(job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
 def _prepare_answer(request: Request, job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
     """Note with a chat's request what its answer depends on: must it be a call, does its prompt leave it thinking."""
     wish, thoughts, calls = job.wish, formats.thoughts, formats.calls
+    request.begins = not job.chat["continue_final_message"]
     if wish.must and calls is not None:
         must = Grammar("lark", constraint(wish.tools, calls, wish.only, wish.parallel), "tool_choice")
         request.params = replace(request.params, grammar=must)
@@ -527,6 +536,9 @@ def _prepare_answer(request: Request, job: Job, tokenizer: Tokenizer, formats: F
             request.thinking = tail.rfind(thoughts.begin) > tail.rfind(thoughts.end)
         elif tail.endswith((thoughts.begin, thoughts.end)):
             request.thinking = tail.endswith(thoughts.begin)
+        if (form := request.params.grammar) is not None and request.thinking is not False:
+            thought = Thought(thoughts.begin, thoughts.end, request.thinking or thoughts.always)
+            request.params = replace(request.params, grammar=replace(form, thought=thought))
     marks = [calls.begin] if wish.tools and calls is not None else []
     marks += [thoughts.begin, thoughts.end] if thoughts is not None and wish.separate else []
     if any(tokenizer.token_id(mark) in tokenizer.backend.special_ids for mark in marks):

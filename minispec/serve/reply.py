@@ -102,7 +102,7 @@ class Reply:
         self.ids: list[list[int]] = [[] for _ in range(count)]
         self.finishes: list[Finish | None] = [None] * count
         self.sent = [(0, 0)] * count  # characters and tokens already in events
-        self.traces = [Telling(request, self._piece) for request in self.requests]
+        self.traces = [Telling(request, self.spelling.text) for request in self.requests]
         self._index = {id(request): i for i, request in enumerate(self.requests)}
 
     def opening(self) -> list[dict[str, Any]]:
@@ -265,6 +265,3 @@ class Reply:
         if isinstance(prompt, str) and self.job.truncate is None:
             return prompt
         return self.served.tokenizer.decode(self.requests[i].prompt_ids, self.job.params[i].skip_special_tokens)
-
-    def _piece(self, token: int) -> str:
-        return self.served.tokenizer.decode([token], skip_special_tokens=False)

@@ -1,11 +1,15 @@
 """The routes: one line for each path and method, with its handler, its key, and what goes in and comes out.
 
-The server makes its routes of this table, `auth.py` takes the keys from it, and `openapi.py` the description.
+The server makes its routes of this table, `auth.py` takes the keys from it, and `openapi.py` the description. A path
+may be spelled a little wrong, as clients do that join a base URL and a path: `Misspelt` finds the route that is meant.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, NamedTuple
+
+from aiohttp import web
 
 from minispec.serve import fields
 
@@ -71,3 +75,29 @@ ROUTES = [
     Route("get", "/metrics", "metrics", "counters for Prometheus; 404 without --enable-metrics",
           answers={TEXT: "string"}),
 ]  # fmt: skip
+
+
+def tidied(path: str) -> str:
+    """Return a path as routes have it: no slash is doubled, none stands at the end, and `/v1` stands in it once."""
+    path = re.sub("/{2,}", "/", path).rstrip("/") or "/"
+    return re.sub("^(/v1)+(?=/v1(/|$))", "", path)
+
+
+class Misspelt(web.PlainResource):
+    """The last resource of a router: it answers for a path that no other has with the route of the path tidied.
+
+    So a request is answered where it stands. A redirect would lose the body of a POST, and its key in some clients.
+    """
+
+    def __init__(self, router: web.UrlDispatcher) -> None:
+        super().__init__("/")  # under which it is looked at for every path, after the page, which has the same
+        self.router = router
+
+    async def resolve(self, request: web.Request) -> tuple[web.UrlMappingMatchInfo | None, set[str]]:
+        """Return what the router has for the tidied path, with the methods allowed there where this one is not."""
+        path = request.rel_url.raw_path
+        if (meant := tidied(path)) == path:
+            return None, set()
+        found = await self.router.resolve(request.clone(rel_url=meant))
+        wrong = found.http_exception
+        return None if wrong else found, set(getattr(wrong, "allowed_methods", ()))

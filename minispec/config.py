@@ -27,6 +27,11 @@ from minispec.load.sglang_flags import INSTEAD
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # served when no model is named
 LEARNED = ("EAGLE", "EAGLE3", "DFLASH")  # drafters with a trained head; NEXTN is another name of EAGLE
 GROWN = (*LEARNED, "STANDALONE")  # drafters that draft their trees on the device, and load a draft model or head
+NOT_SERVED = {  # SGLang's other methods -> what they need and minispec lacks
+    "DSPARK": "a block whose tokens follow from each other by a Markov head, and lengths by confidence",
+    "UNO": "LoRA adapters on the target",
+    "FROZEN_KV_MTP": "an MTP layer that reads the target's own keys and values",
+}  # fmt: skip
 HEADS = Path(__file__).parent / "heads"  # the draft heads and models that ship for the default model
 # The folders in `HEADS`. NEXTN is another name of EAGLE, but for the default model it loads another head, an MTP layer.
 SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "standalone"}
@@ -144,10 +149,17 @@ class Config:
     skip_server_warmup: bool = _flag(False, "Server", "report ready without first answering a request of our own")
 
     mem_fraction_static: float | None = _flag(
-        None, "Memory and scheduling", "share of the device's memory for weights and KV pages", low=0.0, high=1.0
+        None, "Memory and scheduling", "on CUDA the share of the GPU's memory for weights and KV pages of target and "
+        "draft; on a CPU the most that KV pages may take of what is free when the weights are loaded; default: on "
+        "CUDA by the GPU, on a CPU a quarter", low=0.0, high=1.0,
+    )  # fmt: skip
+    max_total_tokens: int | None = _flag(
+        None, "Memory and scheduling", "rows in the KV pool; default: on a CPU --max-running-requests times the "
+        "context or 4096, within --mem-fraction-static; on CUDA what that leaves", low=1,
+    )  # fmt: skip
+    max_running_requests: int | None = _flag(
+        None, "Memory and scheduling", "requests decoded together; default: 8 on a CPU, 48 on CUDA", low=1
     )
-    max_total_tokens: int | None = _flag(None, "Memory and scheduling", "rows in the KV pool", low=1)
-    max_running_requests: int | None = _flag(None, "Memory and scheduling", "requests decoded together", low=1)
     max_queued_requests: int = _flag(
         1024, "Memory and scheduling", "requests that may wait beyond the running ones; more get a 503", low=1
     )
@@ -296,6 +308,9 @@ class Config:
 
     def _check_together(self) -> None:
         """Raise ValueError if a value is impossible, alone or beside the others."""
+        if (lacking := NOT_SERVED.get(self.speculative_algorithm or "")) is not None:
+            raise ValueError(f"--speculative-algorithm {self.speculative_algorithm} is not served yet: it needs "
+                             f"{lacking}")  # fmt: skip
         if self.speculative_algorithm not in (None, "NONE", "NGRAM", *GROWN) and not self.is_own_drafter:
             raise ValueError("--speculative-algorithm must be NONE, NGRAM, EAGLE, EAGLE3, NEXTN, DFLASH or STANDALONE, "
                              f"or module:Class of your own, got {self.speculative_algorithm!r}")  # fmt: skip

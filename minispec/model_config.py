@@ -9,7 +9,7 @@ Read next: `model.py`, the decoder that is built from a `ModelConfig`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -73,7 +73,10 @@ _ARCHITECTURES = {
 _NEEDS = {
     "GptOss": "attention sinks and MXFP4 weights",
     "Llama4": "attention in chunks and another kind of mixture of experts",
-    "DeepseekV": "latent attention and another kind of mixture of experts",
+    "DeepseekV": "latent attention and another kind of mixture of experts, in its MTP layer too",
+    "Grok": "soft caps on attention and router, norms before and after a layer, and experts with GELU",
+    "MiMoV2": "attention sinks, values narrower than keys, experts behind a sigmoid, and several MTP layers",
+    "Step3p5": "gates on attention heads, positions on a part of a head, shared experts, and several MTP layers",
     "MiniCPM3": "latent attention",
     "Gemma": "norms that multiply by 1 + weight, and from Gemma 2 on soft caps or two rotary thetas",
     **dict.fromkeys(("Olmo2", "Olmo3"), "norms over the full width of q and k, and none before a layer"),
@@ -83,6 +86,8 @@ _NEEDS = {
     ),
     **dict.fromkeys(("Moe", "MoE", "Dbrx"), "another kind of mixture of experts"),
 }
+# The same by a part of a published model's name, in small letters and digits alone, where there is no config.json yet.
+NAMES = {part.lower(): need for part, need in _NEEDS.items() if part not in ("Moe", "MoE", "Hybrid", "Mamba")}
 
 _SCALING_KEYS = {
     "linear": ("factor",),
@@ -146,10 +151,8 @@ class ModelConfig:
         names = config.get("architectures") or []
         architecture = next((name for name in names if name in _ARCHITECTURES), None)
         if architecture is None:
-            needs = (f": it needs {need}" for part, need in _NEEDS.items() if any(part in str(name) for name in names))
-            raise ValueError(
-                f"architectures {names} not supported{next(needs, '')}; supported: {', '.join(_ARCHITECTURES)}"
-            )
+            needs = f": it needs {need}" if (need := what_it_needs(names)) else ""
+            raise ValueError(f"architectures {names} not supported{needs}; supported: {', '.join(_ARCHITECTURES)}")
         needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         if missing := [key for key in needed if config.get(key) is None]:
             raise ValueError(f"config.json lacks {', '.join(missing)}, which every {architecture} has")
@@ -248,6 +251,13 @@ class ModelConfig:
         if any(own * count % total for own in rows):
             raise ModelError(f"{name} {list(tensor.shape)} cannot be split into {' + '.join(map(str, rows))} rows")
         return zip(names, tensor.split([own * count // total for own in rows]), strict=True)
+
+
+def what_it_needs(architectures: Sequence[object]) -> str:
+    """Return what a model with these architectures needs and minispec lacks; empty if nothing is known of it."""
+    if any(name in _ARCHITECTURES for name in architectures):
+        return ""
+    return next((need for part, need in _NEEDS.items() if any(part in str(name) for name in architectures)), "")
 
 
 def expert_names(owner: str, kind: str, count: int) -> list[str]:

@@ -45,12 +45,20 @@ _SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative
            "speculative_accept_threshold_single", "speculative_accept_threshold_acc")  # fmt: skip
 # The numbers that give a tree its shape, in the order in which shapes are written: steps/topk/nodes.
 NUMBERS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+# Shapes of trees that no flag gives, steps/topk/nodes: SGLang's two, by the target's architecture, and for a head that
+# ships, on a CPU, the one that is fastest on two cores, greedy and sampled (docs/log.md).
+BUSHY, CHAIN, CPU_SHAPE = (5, 4, 8), (3, 1, 4), (1, 1, 2)
 BLOCK, WINDOW = "speculative_dflash_block_size", "speculative_draft_window_size"
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # an environment variable that torchrun sets in the processes it starts
 _DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 Ints = tuple[int, ...]  # type of a flag that takes one or several integers
+
+
+def _default_shapes(part: int) -> str:
+    """Return what one number of a tree's shape is by default: 0 the steps, 1 topk, 2 the nodes."""
+    return f"{BUSHY[part]} for Llama, {CHAIN[part]} for others and STANDALONE, {CPU_SHAPE[part]} on a CPU if it ships"
 
 
 def _flag(default: Any, group: str, help: str, *, choices: Sequence[Any] = (), low: float | None = None,
@@ -65,10 +73,10 @@ class Config:
     """Every launch flag, with underscores for dashes; a ValueError names flag, value given and values allowed."""
 
     model_path: str | None = _flag(
-        None, "Model", f"Hugging Face id, folder or GGUF file; without it {DEFAULT_MODEL} is served"
+        None, "Model", f"Hugging Face id, folder or GGUF file; default: {DEFAULT_MODEL}"
     )
-    tokenizer_path: str | None = _flag(None, "Model", "id, folder or GGUF file of a tokenizer, if not the model's own")
-    revision: str | None = _flag(None, "Model", "branch, tag or commit of a Hugging Face id")
+    tokenizer_path: str | None = _flag(None, "Model", "id, folder or GGUF file of a tokenizer; default: the model's")
+    revision: str | None = _flag(None, "Model", "branch, tag or commit of a Hugging Face id; default: main")
     load_format: str = _flag(
         "auto", "Model", "weight files to read; auto prefers safetensors, dummy draws random weights from config.json",
         choices=_LOAD_FORMATS,
@@ -82,13 +90,13 @@ class Config:
     )  # fmt: skip
     quantization: str | None = _flag(
         None, "Model", "int8: weights of 8 bits, one scale an output channel, on a CPU; drafters keep theirs. fp8: "
-        "weights and activations of 8 bits, on CUDA",
+        "weights and activations of 8 bits, on CUDA; default: as the files are",
         choices=("int8", "fp8"),
     )  # fmt: skip
     device: str = _flag("auto", "Model", "auto takes CUDA when there is one", choices=("auto", "cpu", "cuda"))
     context_length: int | None = _flag(None, "Model", "longest prompt plus output; default: the model's", low=2)
     chat_template: str | None = _flag(
-        None, "Model", f"FILE with a Jinja chat template, or {', '.join(NAMED)}, in place of the model's own"
+        None, "Model", f"FILE with a Jinja chat template, or {', '.join(NAMED)}; default: the model's own"
     )
     tool_call_parser: str | None = _flag(
         None, "Model", "how the model writes calls of tools; default: as its chat template shows it",
@@ -100,8 +108,9 @@ class Config:
     )  # fmt: skip
     trust_remote_code: bool = _flag(False, "Model", "accepted and without effect: code of a model repo never runs here")
     random_seed: int | None = _flag(
-        None, "Model", "seed of the seeds drawn for requests without one, and of dummy weights", low=0, high=2**63 - 1
-    )
+        None, "Model", "seed of the seeds drawn for requests without one, and of dummy weights; default: another "
+        "at each start, 0 for weights", low=0, high=2**63 - 1,
+    )  # fmt: skip
 
     served_model_name: str | None = _flag(None, "Server", "name in /v1/models and in answers; default: the model path")
     strict_model_name: bool = _flag(
@@ -110,15 +119,16 @@ class Config:
     host: str = _flag("127.0.0.1", "Server", "address to listen on")
     port: int = _flag(30000, "Server", "port to listen on; 0 takes a free one", low=0, high=65535)
     api_key: str | None = _flag(
-        None, "Server", "clients must send it as a bearer token, except to /health* and for the page at /"
+        None, "Server", "clients must send it as a bearer token, except to /health* and for the page at /; "
+        "default: none",
     )
     admin_api_key: str | None = _flag(
         None, "Server",
         "key for /flush_cache, /set_internal_state, /replicas/{i}/restart and aborting others' requests, where "
-        "--api-key is not enough then; it opens every other path too",
+        "--api-key is not enough then; it opens every other path too; default: none",
     )  # fmt: skip
-    ssl_keyfile: str | None = _flag(None, "Server", "FILE with the private key to speak TLS with")
-    ssl_certfile: str | None = _flag(None, "Server", "FILE with its certificate and those above it")
+    ssl_keyfile: str | None = _flag(None, "Server", "FILE with the private key to speak TLS with; default: no TLS")
+    ssl_certfile: str | None = _flag(None, "Server", "FILE with its certificate and those above it; default: no TLS")
     cors_origins: str | None = _flag(
         None, "Server", "web pages that may call this server: their origins, separated by commas, or * for any; "
         "default: none but the server's own",
@@ -173,12 +183,12 @@ class Config:
     )
     disable_torch_compile: bool = _flag(False, "Memory and scheduling", "run eagerly: starts at once, decodes slower")
     cuda_graph_max_bs: int | None = _flag(
-        None, "Memory and scheduling", "largest batch whose decode steps are captured as CUDA graphs; default: by the "
-        "GPU's memory, 8 to 512; larger batches run uncaptured", low=1,
+        None, "Memory and scheduling", "largest batch whose decode steps are captured as CUDA graphs, as larger ones "
+        "run uncaptured; default: by the GPU's memory, 8 to 512", low=1,
     )  # fmt: skip
     cuda_graph_bs: Ints | None = _flag(
         None, "Memory and scheduling", "the batches whose decode steps are captured, which others are padded to; the "
-        "largest becomes --cuda-graph-max-bs", low=1,
+        "largest becomes --cuda-graph-max-bs; default: as few as padding allows", low=1,
     )  # fmt: skip
     disable_cuda_graph: bool = _flag(False, "Memory and scheduling", "capture no CUDA graphs: starts sooner")
 
@@ -188,7 +198,7 @@ class Config:
     nnodes: int = _flag(1, "Several devices", "machines that the ranks are on, as many on each", low=1)
     node_rank: int = _flag(0, "Several devices", "which of the machines this is; number 0 serves", low=0)
     dist_init_addr: str | None = _flag(
-        None, "Several devices", "HOST:PORT of machine 0, where the ranks meet; on one machine they need none"
+        None, "Several devices", "HOST:PORT of machine 0, where the ranks meet; default: none, which one machine needs"
     )
     dist_timeout: int = _flag(300, "Several devices", "seconds to wait until all ranks have met", low=1)
     dp_size: int = _flag(
@@ -206,9 +216,12 @@ class Config:
         "NONE, or a MiMo model's own MTP layer",
     )  # fmt: skip
     speculative_draft_model_path: str | None = _flag(
-        None, "Speculation", "id or folder of the draft head or model, or its GGUF file; MiMo brings its own"
+        None, "Speculation", "id or folder of the draft head or model, or its GGUF file; default: the one that ships "
+        "for the default model, and MiMo's own",
     )
-    speculative_draft_model_revision: str | None = _flag(None, "Speculation", "branch, tag or commit of that id")
+    speculative_draft_model_revision: str | None = _flag(
+        None, "Speculation", "branch, tag or commit of that id; default: main"
+    )
     speculative_draft_load_format: str | None = _flag(
         None, "Speculation", "weight files of the draft to read; default: as --load-format", choices=_LOAD_FORMATS[:3]
     )
@@ -218,17 +231,19 @@ class Config:
     )  # fmt: skip
     speculative_num_steps: int | None = _flag(
         None, "Speculation", "rounds of drafting (with --speculative-eagle-topk and --speculative-num-draft-tokens: "
-        "all or none; a chain needs no number of tokens); DFLASH has one",
+        f"all or none; a chain needs no number of tokens); DFLASH has one; default: {_default_shapes(0)}",
         low=1, high=32,
     )  # fmt: skip
-    speculative_eagle_topk: int | None = _flag(None, "Speculation", "branches of a draft round", low=1, high=32)
+    speculative_eagle_topk: int | None = _flag(
+        None, "Speculation", f"branches of a draft round; default: {_default_shapes(1)}", low=1, high=32
+    )
     speculative_token_map: str | None = _flag(
         None, "Speculation", "FILE, or owner/repo/file of the hub, of the target ids a head or draft model may draft, "
-        "most frequent first (FR-Spec)",
+        "most frequent first (FR-Spec); default: none, but for the EAGLE head that ships",
     )
     speculative_num_draft_tokens: int | None = _flag(
-        None, "Speculation", "nodes of a draft tree, root included; default for NGRAM: its longest match window; "
-        "for DFLASH: its block", low=1, high=MAX_NODES,
+        None, "Speculation", f"nodes of a draft tree, root included; default: {_default_shapes(2)}; NGRAM: its "
+        "longest match window; DFLASH: its block", low=1, high=MAX_NODES,
     )  # fmt: skip
     speculative_dflash_block_size: int | None = _flag(
         None, "Speculation", "rows of DFLASH's block, the newest token's included; in a chain the number of draft "
@@ -244,7 +259,7 @@ class Config:
     )
     speculative_lookup: bool | None = _flag(
         None, "Speculation", "beside a draft head or model look up texts as NGRAM does, and verify for each request "
-        "the better bet; default: on a CPU, unless numbers are given; on CUDA steps then do not overlap",
+        "the better bet; on CUDA steps then do not overlap; default: on a CPU, unless numbers are given",
     )  # fmt: skip
     speculative_accept_threshold_single: float = _flag(
         1.0, "Speculation", "accept any draft of at least this probability; below 1 sampled output is not exact",
@@ -256,7 +271,8 @@ class Config:
     )  # fmt: skip
     simulate_acc_len: float | None = _flag(
         None, "Speculation", "for measuring speed, with dummy weights say: mean number of tokens that a step with a "
-        "tree emits, whatever the target picks, at most the trees' depth plus 1; the output is junk", low=1.0,
+        "tree emits, whatever the target picks, at most the trees' depth plus 1; the output is junk; default: what the "
+        "target picks", low=1.0,
     )  # fmt: skip
     speculative_ngram_min_match_window_size: int = _flag(
         1, "Speculation", "shortest suffix looked up, in the trie and in a request's own text (there at least 2 "

@@ -121,6 +121,7 @@ class Drafter(ABC):
     nodes: int  # N, root included: the static size of the drafter's trees; of the larger ones if there are two sizes
     depth: int  # the edges on the longest path; A = depth + 1 is the most tokens that a step emits for a request
     steps: int | None = None  # S, the rounds of drafting; None: the trees are not grown in rounds
+    own_nodes: int | None = None  # nodes of the larger trees where no text is looked up beside them; None: as `nodes`
     smaller: TreeSize | None = None  # a second size of tree, smaller and no deeper; None: there is one size
     topk: int | None = None  # K, the branches of a round; None: there are no rounds
     scratch: int = 0  # how many rows drafting writes beyond the committed ones, in the drafter's own memory

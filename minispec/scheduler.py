@@ -581,7 +581,8 @@ class Scheduler:
             "effective_max_running_requests_per_dp": self.sizes.max_running,
             "speculative_num_steps": self.sizes.steps,
             "speculative_eagle_topk": self.sizes.topk,
-            "speculative_num_draft_tokens": self.sizes.nodes,
+            "speculative_num_draft_tokens": self.sizes.own_nodes,
+            "speculative_lookup_num_draft_tokens": self.sizes.nodes if self.sizes.looks_up else None,
             "drafter_seconds": self.engine.drafter_seconds,
             **self.metrics.stats(),
         }

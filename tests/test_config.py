@@ -324,6 +324,8 @@ def test_the_page_of_flags_is_what_the_tables_say_and_lists_the_whole_contract(
 ) -> None:
     page = (ROOT / "docs/flags.md").read_text(encoding="utf-8")
     assert page == flags_page(), "python -m minispec.load.flags > docs/flags.md"
+    acting = page.partition("## Flags that act")[2].partition("\n## ")[0].splitlines()[4:]
+    assert len(acting) > 70 and [row for row in acting if row.startswith("|") and "|  |" in row] == []  # all defaults
     assert [flag for flag in CONTRACT if f"`{flag}`" not in page] == []
     assert [name for name in VARIABLES if f"`{name}`" not in page] == [] and len(VARIABLES) == 10
     for flag in CONTRACT:  # and the parser knows each: whatever else it says, it is not that it never heard of it

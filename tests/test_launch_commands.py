@@ -31,8 +31,10 @@ from test_server import Running, launch, script
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from minispec import LLM
 from minispec.beam import candidate_count
-from minispec.config import FLAGS, NUMBERS
+from minispec.config import FLAGS, NUMBERS, flag_name
+from minispec.llm import startup_line
 from minispec.load.flags import config_from_args
 
 Tensors = dict[str, Tensor]
@@ -386,3 +388,20 @@ def test_a_documented_command_serves_the_documented_call(
         if flag.startswith("--cuda-graph"):
             assert f"--cuda-graph-max-bs {value} changes nothing" in log
         assert flag != "--trust-remote-code" or f"{flag} is without effect" in log
+
+
+def test_without_numbers_the_documented_ones_are_told_and_those_of_lookups_apart(
+    text: Text, demo_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    numbers = set(map(flag_name, NUMBERS))
+    for number, documented in ((0, (5, 4, 8)), (4, (3, 1, 4)), (6, (3, 1, 4))):  # EAGLE on Llama, MiMo, STANDALONE
+        make(folder, text, demo_folder, command := DOCUMENTED[number])
+        pairs = zip(["", *command.argv], command.argv, strict=False)
+        bare = [word for before, word in pairs if not {before, word} & numbers]
+        llm = LLM(config=config_from_args([*bare, *APPENDED], {}))
+        stats, line = llm.scheduler.stats(), startup_line(llm.config, llm.scheduler)
+        assert tuple(stats[name] for name in NUMBERS) == documented
+        assert stats["speculative_lookup_num_draft_tokens"] == 12
+        steps, topk, nodes = documented
+        assert f"num_steps={steps}, eagle_topk={topk}, draft_tokens={nodes}, lookup_draft_tokens=12" in line

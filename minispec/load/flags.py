@@ -168,7 +168,8 @@ def flags_page() -> str:
     for f in FLAGS:
         off = (flag_name(f"no_{f.name}"),) if f.type == "bool | None" else ()
         names = ", ".join(f"`{name}`" for name in (flag_name(f.name), *off, *_ALIASES.get(f.name, ())))
-        acting.append((names, "" if f.default is None else f"`{f.default}`", f.metadata["help"]))
+        what, _, unset = f.metadata["help"].partition("; default: ")
+        acting.append((names, unset if f.default is None else f"`{f.default}`", what))
     instead = [
         (f"`{flag_name(name)} {value}`", f"`{taken}`", why)
         for name, values in INSTEAD.items() for value, (taken, why) in values.items()

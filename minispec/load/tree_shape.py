@@ -12,15 +12,14 @@ import logging
 from typing import Any
 
 from minispec.beam import candidate_count
-from minispec.config import BLOCK, LEARNED, NUMBERS, Config
+from minispec.config import BLOCK, BUSHY, CHAIN, CPU_SHAPE, LEARNED, NUMBERS, Config
 from minispec.dflash import most_nodes
 
 logger = logging.getLogger("minispec")
 
-CPU_SHAPE = (1, 1, 2)  # steps/topk/nodes: fast for heads on two CPU cores, greedy and sampled (docs/log.md)
 HOST_NODES = 4  # of the smaller trees of the host on a CPU
 LOOKUP_NODES = 12  # of the larger trees where texts are looked up too: what a lookup finds may hold for long
-SMALLER = {(5, 4, 8): (2, 5), (3, 1, 4): (1, 2)}  # steps/topk/nodes -> steps and nodes of the smaller tree beside it
+SMALLER = {BUSHY: (2, 5), CHAIN: (1, 2)}  # steps/topk/nodes -> steps and nodes of the smaller tree beside it
 
 
 def tree_shape(config: Config, architecture: str, on_cpu: bool = False) -> tuple[int, int, int]:
@@ -35,7 +34,7 @@ def tree_shape(config: Config, architecture: str, on_cpu: bool = False) -> tuple
         if on_cpu and ships and config.algorithm in LEARNED:
             return CPU_SHAPE
         bushy = config.algorithm in LEARNED and architecture == "LlamaForCausalLM"
-        return (5, 4, 8) if bushy else (3, 1, 4)
+        return BUSHY if bushy else CHAIN
     most = candidate_count(steps, topk) + 1
     return steps, topk, most if nodes is None or topk == 1 else min(nodes, most)
 

@@ -12,6 +12,7 @@ Read next: `load/flags.py`, the command line, and `load/build.py`, which turns a
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -49,6 +50,13 @@ NUMBERS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_d
 # ships, on a CPU, the one that is fastest on two cores, greedy and sampled (docs/log.md).
 BUSHY, CHAIN, CPU_SHAPE = (5, 4, 8), (3, 1, 4), (1, 1, 2)
 BLOCK, WINDOW = "speculative_dflash_block_size", "speculative_draft_window_size"
+# Numbers of NGRAM that ascend: field -> how far it must lie above the one before. An indexed path must be longer than
+# the longest match, or a match of that length could draft nothing, and the trie must hold a path.
+NGRAM_ORDER = (
+    {"speculative_ngram_min_match_window_size": 0, "speculative_ngram_max_match_window_size": 0,
+     "speculative_ngram_branch_length": 1, "speculative_ngram_capacity": 1},
+    {"speculative_ngram_min_bfs_breadth": 0, "speculative_ngram_max_bfs_breadth": 0},
+)  # fmt: skip
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # an environment variable that torchrun sets in the processes it starts
 _DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
@@ -243,7 +251,7 @@ class Config:
     )
     speculative_num_draft_tokens: int | None = _flag(
         None, "Speculation", f"nodes of a draft tree, root included; default: {_default_shapes(2)}; NGRAM: its "
-        "longest match window; DFLASH: its block", low=1, high=MAX_NODES,
+        "longest match window, or the paths indexed where they are shorter; DFLASH: its block", low=1, high=MAX_NODES,
     )  # fmt: skip
     speculative_dflash_block_size: int | None = _flag(
         None, "Speculation", "rows of DFLASH's block, the newest token's included; in a chain the number of draft "
@@ -287,7 +295,7 @@ class Config:
         "BFS", "Speculation", "trie: continuations by recency (BFS) or by frequency (PROB)", choices=("BFS", "PROB")
     )
     speculative_ngram_branch_length: int = _flag(18, "Speculation", "trie: length of the paths indexed", low=2)
-    speculative_ngram_capacity: int = _flag(10_000_000, "Speculation", "trie: most nodes", low=1)
+    speculative_ngram_capacity: int = _flag(10_000_000, "Speculation", "trie: most nodes", low=3)
 
     log_level: str = _flag("info", "Logging", "how much is logged", choices=_LEVELS)
     log_level_http: str = _flag(
@@ -347,18 +355,11 @@ class Config:
             if not Path(template).is_file():
                 raise ValueError(f"--chat-template must be a file with a Jinja template or one of {', '.join(NAMED)}, "
                                  f"got {template!r}, which is no file")  # fmt: skip
-        ordered = (
-            ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size", 0),
-            # An indexed path must be longer than the longest match, or a match of that length could draft nothing.
-            ("speculative_ngram_max_match_window_size", "speculative_ngram_branch_length", 1),
-            ("speculative_ngram_min_bfs_breadth", "speculative_ngram_max_bfs_breadth", 0),
-        )
-        for small, large, gap in ordered:
-            a, b = getattr(self, small), getattr(self, large)
-            if a + gap > b:
-                raise ValueError(f"{flag_name(small)} must be {'below' if gap else 'at most'} {flag_name(large)}, "
-                                 f"got {a} and {b}")  # fmt: skip
         self._check_drafter()
+        for name, value in self.ngram.items():
+            if value != getattr(self, name):
+                self._note(f"{flag_name(name)} is taken as {value}, since other flags leave no room for its default, "
+                           f"{getattr(self, name)}")  # fmt: skip
 
     def _check_tls(self) -> None:
         """Raise ValueError unless key and certificate are both given, as files that exist, or neither is."""
@@ -505,6 +506,32 @@ class Config:
         return "EAGLE3" if self._shipped("EAGLE3") else "NGRAM"
 
     @property
+    def ngram(self) -> dict[str, int]:
+        """The numbers of the trie by field: as given, and what no flag gives moved to where those leave it room.
+
+        Raises ValueError if two of the numbers given contradict each other.
+        """
+        found: dict[str, int] = {}
+        for chain in NGRAM_ORDER:
+            names = list(chain)
+            given = [name for name in names if getattr(self, name) != DEFAULTS[name]]
+            for small, large in itertools.pairwise(given):
+                a, b = getattr(self, small), getattr(self, large)
+                gap = sum(chain[name] for name in names[names.index(small) + 1 : names.index(large) + 1])
+                if a + gap > b:
+                    raise ValueError(f"{flag_name(small)} must be {'below' if gap else 'at most'} {flag_name(large)}, "
+                                     f"got {a} and {b}")  # fmt: skip
+            values = [getattr(self, name) for name in names]
+            for i in range(1, len(names)):  # room above what is given, then below it
+                if names[i] not in given:
+                    values[i] = max(values[i], values[i - 1] + chain[names[i]])
+            for i in reversed(range(len(names) - 1)):
+                if names[i] not in given:
+                    values[i] = min(values[i], values[i + 1] - chain[names[i + 1]])
+            found |= dict(zip(names, values, strict=True))
+        return found
+
+    @property
     def token_map(self) -> str | None:
         """The file of ids that a head may draft: the one named, else the one shipped with an EAGLE head, else None."""
         if self.speculative_token_map is not None:
@@ -557,7 +584,10 @@ class Config:
         """Nodes of a tree drafted on the host, root included (N); 1 without speculation."""
         if self.algorithm == "NONE":
             return 1
-        return self.speculative_num_draft_tokens or min(self.speculative_ngram_max_match_window_size, MAX_NODES)
+        window = self.speculative_ngram_max_match_window_size
+        usual = DEFAULTS["speculative_ngram_max_match_window_size"]
+        default = window if window != usual else min(usual, self.ngram["speculative_ngram_branch_length"])
+        return self.speculative_num_draft_tokens or min(default, MAX_NODES)
 
     @property
     def origins(self) -> frozenset[str]:
@@ -577,6 +607,7 @@ class Config:
 
 
 FLAGS: tuple[Any, ...] = tuple(f for f in fields(Config) if f.metadata)  # the fields that are flags, in order
+DEFAULTS = {f.name: f.default for f in FLAGS}
 
 
 def flag_name(name: str) -> str:

@@ -14,6 +14,7 @@ from minispec.config import Config, flag_name
 from minispec.load.flags import config_from_args, flags_page
 from minispec.load.sglang_flags import INSTEAD, LINES, REFUSED, SPEC_V2, VARIABLES, foreign_flags
 from minispec.load.tree_shape import tree_shape
+from minispec.ngram import NgramDrafter, NgramOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -129,7 +130,6 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
             if f.name == "revision":
                 argv += ["--model", "somewhere"]
             argv += {"nnodes": TOGETHER, "node_rank": ["--nnodes", "8", *TOGETHER]}.get(f.name, [])
-            argv = ["--speculative-ngram-max-bfs-breadth=9", *argv] if f.name == "speculative_ngram_capacity" else argv
             assert getattr(config_from_args(argv), f.name) != f.default, argv
 
 
@@ -150,6 +150,30 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
 )
 def test_old_spellings_and_aliases_work(argv: list[str], field: str, value: object) -> None:
     assert getattr(config_from_args(argv), field) == value
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "numbers", "nodes"),
+    [
+        ("max-trie-depth", 8, (1, 7, 8, 10_000_000, 1, 10), 8),
+        ("max-trie-depth", 30, (1, 12, 30, 10_000_000, 1, 10), 12),
+        ("branch-length", 2, (1, 1, 2, 10_000_000, 1, 10), 2),
+        ("min-match-window-size", 20, (20, 20, 21, 10_000_000, 1, 10), 12),
+        ("max-match-window-size", 40, (1, 40, 41, 10_000_000, 1, 10), 40),
+        ("min-bfs-breadth", 20, (1, 12, 18, 10_000_000, 20, 20), 12),
+        ("max-bfs-breadth", 1, (1, 12, 18, 10_000_000, 1, 1), 12),
+        ("capacity", 5, (1, 3, 4, 5, 1, 10), 4),
+    ],
+)
+def test_every_number_of_ngram_works_alone_and_what_adapts_is_said(flag, value, numbers, nodes) -> None:
+    config = config_from_args(["--speculative-algo=ngram", f"--speculative-ngram-{flag}={value}"])
+    assert tuple(config.ngram.values()) == numbers and config.draft_tokens == nodes
+    usual = Config(speculative_algorithm="NGRAM").ngram
+    moved = [name for name, now in config.ngram.items() if now not in (usual[name], getattr(config, name))]
+    assert [note.split(" is taken as ")[0] for note in config.notes] == list(map(flag_name, moved))
+    again = dataclasses.replace(config, notes=())
+    assert again == config and tuple(again.ngram.values()) == numbers
+    NgramDrafter(NgramOptions(*numbers[:2], *numbers[4:], "BFS", *numbers[2:4], nodes))
 
 
 def test_speculation_is_on_for_the_default_model_only() -> None:
@@ -187,12 +211,15 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         (["--mem-fraction-static", "nan"], "--mem-fraction-static"),
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size must be positive"),
         (["--max-queued-requests", "0"], "--max-queued-requests must be at least 1, got 0"),
-        (["--speculative-algo", "NGRAM", "--speculative-ngram-branch-length", "12"],
-         "must be below --speculative-ngram-branch-length, got 12 and 12"),
-        (["--speculative-algo", "NGRAM", "--speculative-ngram-min-match-window-size", "13"],
-         "must be at most --speculative-ngram-max-match-window-size, got 13 and 12"),
-        (["--speculative-algo", "NGRAM", "--speculative-ngram-min-bfs-breadth", "11"],
-         "must be at most --speculative-ngram-max-bfs-breadth, got 11 and 10"),
+        (["--speculative-algo", "NGRAM", "--speculative-ngram-branch-length", "9",
+          "--speculative-ngram-max-match-window-size=9"], "below --speculative-ngram-branch-length, got 9 and 9"),
+        (["--speculative-algo", "NGRAM", "--speculative-ngram-min-match-window-size", "13",
+          "--speculative-ngram-max-match-window-size=10"],
+         "must be at most --speculative-ngram-max-match-window-size, got 13 and 10"),
+        (["--speculative-algo", "NGRAM", "--speculative-ngram-min-match-window-size", "5",
+          "--speculative-ngram-max-trie-depth=5"], "must be below --speculative-ngram-branch-length, got 5 and 5"),
+        (["--speculative-algo", "NGRAM", "--speculative-ngram-min-bfs-breadth", "11",
+          "--speculative-ngram-max-bfs-breadth=9"], "at most --speculative-ngram-max-bfs-breadth, got 11 and 9"),
         (["--speculative-ngram-min-bfs-breadth", "0"], "--speculative-ngram-min-bfs-breadth must be at least 1, got 0"),
         (["--speculative-ngram-match-type", "dfs"], "ngram-match-type must be one of BFS, PROB, got 'DFS'"),
         (["--speculative-accept-threshold-single", "1.5"], "-single must be in [0, 1], got 1.5"),

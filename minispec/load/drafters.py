@@ -189,17 +189,9 @@ def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer
 
 def _ngram(config: Config, nodes: int) -> NgramDrafter:
     """Build the drafter over texts, with trees of at most `nodes` nodes."""
+    shortest, longest, branch, capacity, least, most = config.ngram.values()
     return NgramDrafter(
-        NgramOptions(
-            min_match=config.speculative_ngram_min_match_window_size,
-            max_match=config.speculative_ngram_max_match_window_size,
-            min_breadth=config.speculative_ngram_min_bfs_breadth,
-            max_breadth=config.speculative_ngram_max_bfs_breadth,
-            match_type=config.speculative_ngram_match_type,
-            branch_length=config.speculative_ngram_branch_length,
-            capacity=config.speculative_ngram_capacity,
-            nodes=nodes,
-        )
+        NgramOptions(shortest, longest, least, most, config.speculative_ngram_match_type, branch, capacity, nodes)
     )
 
 
